@@ -298,14 +298,17 @@ def _tile_gradients(tiles: Tiles, part: Operands, mine: Operands, first_key: Any
 
 
 def _over_turned_rows(turned: Any, weights: Any) -> Any:
-    """[batch, kv_heads, group, head_dim, rows] @ [batch, kv_heads, group, rows, keys], in fp32, over group and rows."""
+    """Contracts group and rows in fp32.
+
+    The operands are [batch, kv_heads, group, head_dim, rows] and [batch, kv_heads, group, rows, keys].
+    """
     batch, kv_heads, group, rows, keys = weights.shape
     flat = turned.swapaxes(2, 3).reshape(batch, kv_heads, turned.shape[3], group * rows)
     return contract_heads("bhdq,bhqk->bhdk", flat, weights.reshape(batch, kv_heads, group * rows, keys))
 
 
 def _over_rows(values: Any, weights: Any) -> Any:
-    """Contracts group and rows: transposed `weights` @ [batch, kv_heads, group, rows, head_dim], in fp32."""
+    """Contracts group and rows, in fp32: transposed `weights` by [batch, kv_heads, group, rows, head_dim]."""
     batch, kv_heads, group, rows, keys = weights.shape
     flat = values.reshape(batch, kv_heads, group * rows, values.shape[4])
     turned_weights = jnp.moveaxis(weights, 4, 2).reshape(batch, kv_heads, keys, group * rows)

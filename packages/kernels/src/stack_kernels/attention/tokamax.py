@@ -288,7 +288,7 @@ def _limits(call: Mapping[str, Any]) -> tuple[Any, Any, Any]:
 
 
 def _seen(call: Mapping[str, Any]) -> Any:
-    """Which queries may attend to any key, bool[batch, q_seq, heads], or of size 1 where an axis does not matter."""
+    """Checks which queries may attend to any key: bool[batch, q_seq, heads], of size 1 along irrelevant axes."""
     mask, first, end = _limits(call)
     q_seq, kv_seq = call["query"].shape[1], call["key"].shape[1]
     first = jnp.zeros((1, 1, 1), jnp.int32) if first is None else first

@@ -1,1 +1,1 @@
-"""Measures ops at standard sizes against core's references, and compares with what was measured before."""
+"""Measures ops at standard sizes against core's references, and compares with earlier measurements."""

@@ -1,4 +1,4 @@
-"""The calls that `stack bench ops` measures: shapes of two Llamas, so that a user recognizes them."""
+"""Calls measured by `stack bench ops`: shapes of two Llama models, which users recognize."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,11 +20,12 @@ class BenchCase:
     """One call of an op.
 
     Attributes:
-      model: the size that it is a part of, "66m" or "8b".
-      name: where in the model it is: "prefill".
-      arrays: draws the array arguments by parameter name; float32 arrays are rounded to the dtype that is measured.
-      options: the other arguments. An `axis_name` is an axis of a mesh of one device, where sequences lie along it.
-      gradient: whether the gradient is measured too.
+      op: name of the op.
+      model: model size that the call belongs to, "66m" or "8b".
+      name: role of the call in the model: "prefill".
+      arrays: samples the array arguments by parameter name; float32 arrays are cast to the measured dtype.
+      options: the other arguments. An `axis_name` refers to the axis of a one-device mesh that splits the sequences.
+      gradient: True to measure the gradient too.
     """
 
     op: str
@@ -38,7 +39,7 @@ class BenchCase:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Int8:
-    """A quantized array with a scale a row of activations or a column of weights."""
+    """A quantized array with a scale per row of activations or per column of weights."""
 
     values: Any
     scales: Any
@@ -74,7 +75,7 @@ _CACHED_KEYS = 2048
 
 
 def _normal(**shapes: tuple[int, ...]) -> Draw:
-    """Draws arrays of unit variance; of a matrix, named as one, so that products with it are of unit variance."""
+    """Samples arrays of unit variance; matrices are scaled so that their products have unit variance."""
 
     def arrays(rng: np.random.Generator) -> dict[str, np.ndarray]:
         drawn = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
@@ -103,7 +104,7 @@ def _attention_cases(of: _Llama) -> list[BenchCase]:
 
 
 def _paged(of: _Llama, *, queries: int) -> Draw:
-    """Pages of 128 keys, of sequences that have used an eighth of their places."""
+    """Pages of 128 keys, for sequences that use an eighth of their table entries."""
     slots, used, places = 128, 2, 16
     pages = _DECODED_ROWS * used
 
@@ -137,7 +138,7 @@ def _product_cases(of: _Llama) -> list[BenchCase]:
 
 
 def _adapters(of: _Llama, x: tuple[int, int], *, adapters: int) -> Draw:
-    """Rank 16 on the MLP's first map; with several adapters, each row has the next."""
+    """Rank-16 adapters on the MLP's first matrix; with several adapters, rows use them in turn."""
     rank = 16
 
     def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
@@ -163,7 +164,7 @@ def _quantized(x: tuple[int, int], weight: tuple[int, int], *names: str) -> Draw
 
 
 def _experts(of: _Llama) -> Draw:
-    """Experts get from an eighth of their fair share to twice of it."""
+    """Groups from an eighth of an expert's fair share to twice the share."""
 
     def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
         shares = np.array([2, 1.75, 1.5, 1, 0.75, 0.5, 0.375, 0.125]) / 8
@@ -206,7 +207,7 @@ CASES: tuple[BenchCase, ...] = tuple(
 
 
 def drawn(case: BenchCase, dtype: str) -> dict[str, Any]:
-    """The arrays of a case on the device, the same at every call."""
+    """Returns the arrays of a case on the device; the same for each call."""
 
     def placed(x: Any) -> Any:
         if isinstance(x, Int8):

@@ -1,11 +1,12 @@
-"""Whether calls became slower than a baseline says, by what drift of the machine does not touch: ratios to a yardstick.
+"""Regression test against a baseline, based on ratios to the reference, which are immune to drift of the machine.
 
-Both runs timed each call in turns with core's reference. Compared are the ratios of the rounds: a regression is a call
-whose ratios are greater than the baseline's by more than a tolerance, by the one-sided Mann-Whitney test. Its exact
-distribution needs nothing to be known of how times are distributed. The confidence is that of the whole comparison: at
-99% one in a hundred comparisons of a program with itself names any call (Bonferroni: the error of each of n tests is a
-n-th of it), if its rounds vary as those of the baseline do. Two processes differ in more than that, such as where their
-arrays lie, which is why `stack bench ops` measures again whatever is named, and why there is a tolerance.
+Both runs timed each call in turns with core's reference. The test compares the ratios of the rounds: a call regressed
+if its ratios exceed the baseline's by more than a tolerance, by the one-sided Mann-Whitney test, whose exact
+distribution makes no assumption about how times are distributed. The confidence applies to the whole comparison: at
+99%, one in a hundred comparisons of a program with itself reports any regression (Bonferroni: each of n tests gets an
+n-th of the error), if rounds vary as in the baseline. Two processes differ in more than that, for example in the
+placement of their arrays. Therefore `stack bench ops` repeats the measurement of each reported call, and there is a
+tolerance.
 
 Source: Mann and Whitney, On a Test of Whether one of Two Random Variables is Stochastically Larger, 1947.
 """
@@ -29,12 +30,14 @@ Verdict = Literal["slower", "faster", "unchanged", "too few rounds", "new"]
 
 @dataclass(frozen=True)
 class Comparison:
-    """One call beside the baseline.
+    """One call compared with the baseline.
 
     Attributes:
-      before: the baseline's row; None where it has none.
-      change: its ratio to the yardstick over the baseline's, of medians; 1.1 is a tenth slower.
-      p: the probability of ratios like these, or greater, in a call that is not slower by more than the tolerance.
+      now: row of this run.
+      before: row of the baseline; None if the baseline lacks the call.
+      change: ratio of medians, each relative to the reference, over the baseline's; 1.1 is a tenth slower.
+      p: probability of such ratios or greater for a call that is not slower by more than the tolerance.
+      verdict: result of the test.
     """
 
     now: Row
@@ -45,10 +48,12 @@ class Comparison:
 
 
 def compare(baseline: Results, rows: Sequence[Row], *, tolerance: float) -> tuple[Comparison, ...]:
-    """Compares each row with the baseline's of the same call.
+    """Compares each row with the baseline's row of the same call.
 
     Args:
-      tolerance: the share by which a call may be slower, 0.05 is 5%.
+      baseline: results of an earlier run.
+      rows: rows of this run.
+      tolerance: relative slowdown that is tolerated; 0.05 is 5%.
     """
     known = {row.key: row for row in baseline.rows}
     tests = max(sum(row.key in known for row in rows), 1)
@@ -56,7 +61,7 @@ def compare(baseline: Results, rows: Sequence[Row], *, tolerance: float) -> tupl
 
 
 def check_comparable(baseline: Results, chip: Chip, calls: Iterable[tuple[str, ...]], *, where: str) -> None:
-    """Raises BenchmarkError where the baseline was measured on other hardware, or has none of the calls."""
+    """Raises BenchmarkError if the baseline was measured on other hardware or contains none of the calls."""
     if (baseline.chip, baseline.model) != (chip.kind, chip.model):
         here = f"{chip.kind} ({chip.model})" if chip.model else chip.kind
         raise BenchmarkError(
@@ -86,7 +91,10 @@ def _compared(now: Row, before: Row | None, tolerance: float, error: float) -> C
 
 
 def _p_greater(sample: Sequence[float], other: Sequence[float]) -> float:
-    """The chance of so many pairs with the first greater, or more, if both are drawn alike; a tie is not greater."""
+    """Returns the probability of at least this many pairs with the first greater if both samples have one distribution.
+
+    A tie counts as not greater.
+    """
     wins = sum(one > two for one in sample for two in other)
     counts = _orders(len(sample), len(other))
     return sum(counts[wins:]) / sum(counts)
@@ -98,11 +106,11 @@ def _smallest_p(sample_size: int, other_size: int) -> float:
 
 @functools.cache
 def _orders(sample_size: int, other_size: int) -> tuple[int, ...]:
-    """In how many orders of two samples there are 0, 1, ... pairs in which the first is greater."""
+    """Counts the orders of two samples by their number of pairs (0, 1, ...) in which the first is greater."""
     if not sample_size or not other_size:
         return (1,)
     counts = [0] * (sample_size * other_size + 1)
-    # The greatest of all is of the first sample, and greater than all of the other; or it is of the other.
+    # If the greatest value is in the first sample, it exceeds all of the other sample; else it is in the other sample.
     for wins, orders in enumerate(_orders(sample_size - 1, other_size)):
         counts[wins + other_size] += orders
     for wins, orders in enumerate(_orders(sample_size, other_size - 1)):

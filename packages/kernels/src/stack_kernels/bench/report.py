@@ -1,4 +1,4 @@
-"""Results as one HTML file: plots drawn into it, a table, and what they are of. Nothing is loaded from anywhere."""
+"""Results as a self-contained HTML file: plots, a table, and a description of the run."""
 
 import html
 import importlib
@@ -41,7 +41,7 @@ svg {{ max-width: 100%; height: auto; }}
 
 
 def check_plots() -> None:
-    """Raises BenchmarkError where matplotlib is missing."""
+    """Raises BenchmarkError if matplotlib is missing."""
     try:
         importlib.import_module("matplotlib")
     except ImportError as error:
@@ -107,7 +107,7 @@ def _time(seconds: float) -> str:
 
 
 def _plots(found: "Results", compared: "Mapping[tuple[str, ...], Comparison]") -> list[str]:
-    """Time over the reference's, and share of the roofline, call by call."""
+    """Plots, per call, the time over the reference's and the share of the roofline."""
     rows = list(reversed(found.rows))
     labels = [row.title for row in rows]
     befores = [compared[row.key].before if row.key in compared else None for row in rows]
@@ -142,7 +142,8 @@ def _plots(found: "Results", compared: "Mapping[tuple[str, ...], Comparison]") -
 
 
 def _figure(title: str, labels: Sequence[str], draw: Any) -> str:
-    # Without pyplot: no window system, no global state. By name, as an environment without it is checked for types too.
+    # Avoids pyplot, which needs a window system and global state. Imported by name, because types are also checked in
+    # an environment without matplotlib.
     figure = importlib.import_module("matplotlib.figure").Figure(
         figsize=(10, 1.5 + 0.24 * len(labels)), layout="constrained"
     )

@@ -1,4 +1,4 @@
-"""What `stack bench ops` found, as a file that a later run can be compared with."""
+"""Results of `stack bench ops`, as a file that later runs can compare with."""
 
 import dataclasses
 import json
@@ -20,14 +20,21 @@ class Row:
     """One call, measured in turns with the same call of the reference.
 
     Attributes:
-      model: the size that the call is a part of, as in `BenchCase`.
-      direction: "forward", or "gradient", which is the value and all gradients.
-      asked: the implementation that was named, or "" where core chose.
-      ran: what ran forward, and backward where that is another, each with its config.
-      wall_s: seconds of each round; `reference_wall_s` those of the reference in the same rounds.
-      cpu_s: CPU seconds of all threads.
-      bound_s: the shortest time that the chip's peaks allow; None where a peak is not known.
-      denominator: the peak that decides the bound.
+      op: name of the op.
+      model: model size that the call belongs to, as in `BenchCase`.
+      case: name of the case.
+      dtype: measured dtype.
+      direction: "forward", or "gradient" for the value and all gradients.
+      asked: requested implementation, or "" if core chose.
+      ran: implementation that ran forward, plus the one that ran backward if different, each with its config.
+      wall_s: wall seconds of each round.
+      cpu_s: CPU seconds of each round, over all threads.
+      reference_wall_s: wall seconds of the reference in the same rounds.
+      reference_cpu_s: CPU seconds of the reference in the same rounds.
+      flops: FLOPs of the call's products.
+      traffic_bytes: bytes of its operands and results.
+      bound_s: shortest time that the chip's peaks allow; None if a peak is unknown.
+      denominator: the peak that limits the call.
     """
 
     op: str
@@ -48,7 +55,7 @@ class Row:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What the same call is found by in another run."""
+        """Identifies the same call in another run."""
         return (self.op, self.model, self.case, self.dtype, self.direction, self.asked)
 
     @property
@@ -65,7 +72,7 @@ class Row:
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """Its time over the reference's, round by round."""
+        """Time over the reference's time, by round."""
         return tuple(own / other for own, other in zip(self.wall_s, self.reference_wall_s, strict=True))
 
     @property
@@ -75,17 +82,21 @@ class Row:
 
     @property
     def roofline_share(self) -> float | None:
-        """The bound over the median time; above 1 where the operands stay in caches."""
+        """The bound over the median time; above 1 if the operands stay in caches."""
         return None if self.bound_s is None else self.bound_s / self.timing.median_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """A run.
+    """Results of one run.
 
     Attributes:
-      chip, model: `Chip.kind` and `Chip.model` of the device.
-      versions: of the packages that decide how fast it is, by name.
+      date: ISO 8601, UTC.
+      chip: `Chip.kind` of the device.
+      model: `Chip.model` of the device.
+      provenance: source of the chip's peaks.
+      versions: versions of the packages that affect speed, by name.
+      rows: measured calls.
     """
 
     date: str
@@ -101,12 +112,12 @@ class Results:
 
     @property
     def heading(self) -> str:
-        """What the rows are of, in a line."""
+        """One line with the date, the chip and the versions."""
         versions = ", ".join(f"{name} {number}" for name, number in self.versions.items())
         return f"{self.date[:10]}, {self.chip_name}, {versions}"
 
     def write(self, path: Path) -> None:
-        """Raises BenchmarkError where the file cannot be written."""
+        """Writes the results to a file; raises BenchmarkError if it cannot be written."""
         try:
             path.write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n")
         except OSError as error:
@@ -114,10 +125,10 @@ class Results:
 
     @classmethod
     def read(cls, path: Path) -> "Results":
-        """What `write` wrote.
+        """Reads a file that `write` wrote.
 
         Raises:
-          BenchmarkError: there is no such file, or it is damaged or of another format.
+          BenchmarkError: the file is missing, damaged or of another format.
         """
         try:
             content = json.loads(path.read_bytes())
@@ -125,7 +136,7 @@ class Results:
             raise BenchmarkError(
                 f"The baseline {str(path)!r} cannot be read: {error}. Make one with `stack bench ops --json {path}`."
             ) from error
-        except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are among them
+        except ValueError as error:  # includes JSONDecodeError and UnicodeDecodeError
             raise _damaged(path, f"it is no JSON: {error}") from error
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             found = content.get("format") if isinstance(content, dict) else type(content).__name__

@@ -1,4 +1,4 @@
-"""Times cases in turns with core's reference, the yardstick of every comparison."""
+"""Times cases in turns with core's reference, to which all comparisons are relative."""
 
 import dataclasses
 import datetime
@@ -33,8 +33,10 @@ class Task:
     """One pass of one case in one dtype.
 
     Attributes:
-      direction: "forward", or "gradient": the value and all gradients.
-      asked: the implementation to name, or "" to let core choose.
+      case: the case.
+      dtype: dtype of its floating arrays.
+      direction: "forward", or "gradient" for the value and all gradients.
+      asked: implementation to request, or "" to let core choose.
     """
 
     case: BenchCase
@@ -44,14 +46,14 @@ class Task:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """That of its row."""
+        """Key of the task's row."""
         return (self.case.op, self.case.model, self.case.name, self.dtype, self.direction, self.asked)
 
     def __str__(self) -> str:
         return " ".join(self.key).strip()
 
     def call(self, implementation: str | None) -> Callable[[Mapping[str, Any]], Any]:
-        """A function of the case's arrays."""
+        """Returns a function of the case's arrays."""
         op = functools.partial(getattr(ops, self.case.op), implementation=implementation)
 
         def direct(arrays: Mapping[str, Any]) -> Any:
@@ -69,7 +71,7 @@ class Task:
 
 
 def tasks(cases: Sequence[BenchCase], dtypes: Sequence[str], asked: Sequence[str]) -> list[Task]:
-    """All passes of the cases, in their order."""
+    """Lists all passes of the cases, in their order."""
     return [
         Task(case, dtype, direction, name)
         for case, dtype, name in itertools.product(cases, dtypes, asked)
@@ -78,11 +80,11 @@ def tasks(cases: Sequence[BenchCase], dtypes: Sequence[str], asked: Sequence[str
 
 
 def measured(task: Task, *, rounds: int, budget_s: float) -> Row | str:
-    """Measures a task beside the reference, or says why what was asked for does not run.
+    """Measures a task in turns with the reference; returns the reason if the requested implementation does not run.
 
     Raises:
-      BenchmarkError: what is measured, or the reference, fails.
-      KeyboardInterrupt: the user stopped it.
+      BenchmarkError: the measured call or the reference failed.
+      KeyboardInterrupt: the user stopped the measurement.
     """
     arrays = drawn(task.case, task.dtype)
     explained = _explained(task, arrays)
@@ -132,7 +134,7 @@ def _row(task: Task, explained: ops.ExplainedCall, arrays: Mapping[str, Any], ti
 
 
 def results(rows: Sequence[Row]) -> Results:
-    """The rows with what they are of, as it is now."""
+    """Combines rows with the date, the chip and the versions of this process."""
     chip = current_chip()
     return Results(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -145,7 +147,7 @@ def results(rows: Sequence[Row]) -> Results:
 
 
 def _on_one_device(call: Callable[[Mapping[str, Any]], Any], axis: str) -> Callable[[Mapping[str, Any]], Any]:
-    """The call inside a mesh of one device, which has the whole sequence of every array [batch, seq, ...]."""
+    """Wraps the call in a mesh of one device, which has the full sequence of every array [batch, seq, ...]."""
     mesh, split = jax.make_mesh((1,), (axis,), axis_types=(AxisType.Auto,)), P(None, axis)
     return jax.shard_map(call, mesh=mesh, in_specs=(split,), out_specs=split)
 
@@ -155,7 +157,7 @@ def _is_floating(array: Any) -> bool:
 
 
 def _explained(task: Task, arrays: Mapping[str, Any]) -> ops.ExplainedCall | UnsupportedOp:
-    """What the call gets, or why nothing runs it."""
+    """Returns the implementations chosen for the call, or the error if none runs it."""
     (explained,) = ops.explain(task.call(task.asked or None), arrays)
     for choice in (explained.forward, explained.backward) if task.direction == "gradient" else (explained.forward,):
         if isinstance(choice, UnsupportedOp):
@@ -166,7 +168,7 @@ def _explained(task: Task, arrays: Mapping[str, Any]) -> ops.ExplainedCall | Uns
 
 
 def _ran(task: Task, explained: ops.ExplainedCall) -> str:
-    """Which implementations ran: one if it is the same in both directions."""
+    """Names the implementations that ran, or the single one if both directions use it."""
     forward, backward = _named(explained.forward), _named(explained.backward)
     return forward if task.direction == "forward" or forward == backward else f"{forward}, backward {backward}"
 

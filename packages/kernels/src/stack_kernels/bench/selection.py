@@ -1,4 +1,4 @@
-"""Which of the standard cases to measure, from names that a user gave."""
+"""Selection of the standard cases by names from the command line."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Selection:
-    """Names with commas between.
+    """Cases to measure, as comma-separated names.
 
     Attributes:
-      ops: names with commas between, by default all that have cases.
-      implementations: what to measure instead of what core chooses, with commas between.
-      models: the sizes of the calls, 66m or 8b or 66m,8b; by default 66m on a CPU and 8b elsewhere.
+      ops: comma-separated names; by default all ops that have cases.
+      implementations: comma-separated implementations to measure instead of core's choice.
+      models: sizes of the calls, 66m or 8b or 66m,8b; by default 66m on a CPU and 8b elsewhere.
       dtypes: float32, bfloat16 and float16; by default float32,bfloat16.
     """
 
@@ -32,10 +32,10 @@ class Selection:
     dtypes: str = ""
 
     def tasks(self) -> "list[Task]":
-        """What to measure.
+        """Lists the tasks to measure.
 
         Raises:
-          UnknownName: an op, implementation, model or dtype is not known.
+          UnknownName: an op, implementation, model or dtype is unknown.
           BenchmarkError: an op has no cases.
         """
         from stack_core.chips import current_chip

@@ -1,4 +1,4 @@
-"""Child processes that report line by line: one that crashes, hangs or breaks its device keeps what it has told."""
+"""Child processes that report line by line, so that a crash, hang or broken device loses nothing already reported."""
 
 import json
 import os
@@ -19,11 +19,11 @@ _LAST_CHARACTERS = 2000
 
 @dataclass(frozen=True)
 class Ended:
-    """How a child ended.
+    """Result of a child process.
 
     Attributes:
-      status: its exit status, negative for a signal; None where it was killed at the deadline.
-      errors: the end of what it wrote to standard error.
+      status: exit status, negative for a signal; None if it was killed at the deadline.
+      errors: end of its standard error.
     """
 
     status: int | None
@@ -31,7 +31,7 @@ class Ended:
 
     @property
     def problem(self) -> str | None:
-        """What went wrong, in a line; None if nothing did."""
+        """A one-line description of the failure; None if there was no failure."""
         if self.status is None:
             return "the time budget ended it"
         if self.status == 0:
@@ -49,11 +49,14 @@ def run_child(
     told: Callable[[dict[str, Any]], None] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Ended:
-    """Runs `python ARGUMENTS` in a session of its own until it ends, or until `deadline_s` of `time.monotonic`.
+    """Runs `python ARGUMENTS` in its own session until it exits, or until `deadline_s` of `time.monotonic`.
 
     Args:
-      log: where its standard error goes.
-      told: is called with each line of its standard output that is a JSON object; other lines are passed over.
+      arguments: arguments of the interpreter.
+      deadline_s: time at which the child is killed.
+      log: file for its standard error.
+      told: called with each line of its standard output that is a JSON object; other lines are ignored.
+      environment: extra environment variables.
     """
     with log.open("wb") as errors:
         child = subprocess.Popen(

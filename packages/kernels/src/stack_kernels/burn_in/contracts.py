@@ -1,6 +1,6 @@
 """The contract of an op on this device, against float64. `python -m stack_kernels.burn_in.contracts OP SKIP`.
 
-Prints a JSON object before each check, so that one that takes the process down is known, and another with its outcome.
+Prints a JSON object before each check, which identifies a check that crashes the process, and another with its outcome.
 """
 
 import json
@@ -20,11 +20,13 @@ __all__ = ["Contract", "contract_of", "implementations_for", "main"]
 
 @dataclass(frozen=True)
 class Contract:
-    """What an implementation did with the checks of its op.
+    """Results of an implementation in the checks of its op.
 
     Attributes:
-      outcomes: how many checks "passed", were "refused", "failed", or "died" with the process.
-      problems: what failed or died, in a line each.
+      op: name of the op.
+      implementation: name of the implementation.
+      outcomes: number of checks that "passed", "refused", "failed", or "died" with the process.
+      problems: failed and died checks, one line each.
     """
 
     op: str
@@ -34,7 +36,7 @@ class Contract:
 
 
 def implementations_for(op: str, platform: str) -> list[str]:
-    """The names of the installed implementations of an op that run on a platform, in the order of the registry."""
+    """Lists the installed implementations of an op that run on a platform, in the order of the registry."""
     from stack_core.ops.building import implementations_of, is_installed
 
     found = implementations_of(op).items()
@@ -42,9 +44,11 @@ def implementations_for(op: str, platform: str) -> list[str]:
 
 
 def contract_of(op: str, deadline_s: float, *, log: Path) -> tuple[list[Contract], str | None]:
-    """Runs an op's checks in children; returns what each implementation did, and what was not reached.
+    """Runs an op's checks in child processes.
 
-    A check that takes its child down counts as "died", and another child goes on with the next one.
+    Returns the results per implementation and what was not reached, if anything.
+
+    A check that crashes its child counts as "died", and another child continues with the next check.
     """
     rows: list[dict[str, Any]] = []
     skip = 0
@@ -59,7 +63,7 @@ def contract_of(op: str, deadline_s: float, *, log: Path) -> tuple[list[Contract
         done = len(rows) - before
         if ended.problem is None:
             return _contracts(op, rows), None
-        if ended.status is None or len(begun) == done:  # out of time, or it died between two checks
+        if ended.status is None or len(begun) == done:  # out of time, or died between two checks
             return _contracts(op, rows), f"{op}: {ended.problem}"
         rows.append({**begun[-1], "outcome": "died", "reason": ended.problem})
         skip += done + 1
@@ -86,7 +90,7 @@ def _outcomes(op: str, skip: int) -> Iterator[dict[str, Any]]:
     from stack_core.abi.plugins import registries
     from stack_core.testing import op_checks
 
-    # Else accelerators round fp32 operands to TF32 or bf16, and float64 is not what they can be held to.
+    # By default accelerators round fp32 operands to TF32 or bf16, which cannot match float64.
     jax.config.update("jax_default_matmul_precision", "highest")
     planned = [
         (name, check)
@@ -103,13 +107,13 @@ def _outcomes(op: str, skip: int) -> Iterator[dict[str, Any]]:
             check(registries.ops[f"{op}/{name}"])
         except unittest.SkipTest as error:
             outcome, reason = "refused", str(error)
-        except Exception as error:  # whatever a kernel does on a new chip is a finding
+        except Exception as error:  # any failure of a kernel on a new chip is a finding
             outcome, reason = "failed", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         yield {**row, "outcome": outcome, "reason": reason, "seconds": round(time.monotonic() - started_s, 3)}
 
 
 def main() -> None:
-    """Checks the op that the command line names, without the first checks."""
+    """Checks the op given on the command line, skipping the first checks."""
     op, skip = sys.argv[1], int(sys.argv[2])
     for row in _outcomes(op, skip):
         print(json.dumps(row), flush=True)

@@ -1,4 +1,4 @@
-"""What a burn-in found, as a page of Markdown."""
+"""The results of a burn-in as a Markdown page."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,14 +14,15 @@ _MOST_PROBLEMS = 8
 
 @dataclass
 class Findings:
-    """What was found, stage by stage.
+    """Results of the stages.
 
     Attributes:
       heading: date, chip and versions.
-      speeds: None where nothing was measured.
-      table: the tuned table's file, if one was written.
-      profile: the page of the profile, if one was captured.
-      missing: what was not reached or went wrong, in a line each.
+      contracts: results of the contract checks, by implementation.
+      speeds: measured calls; None if nothing was measured.
+      table: file of the tuned table, if one was written.
+      profile: page of the profile, if one was captured.
+      missing: parts that were not reached or that failed, one line each.
     """
 
     heading: str
@@ -33,7 +34,7 @@ class Findings:
 
     @property
     def failures(self) -> list[str]:
-        """What broke a contract."""
+        """Failed checks of the contracts."""
         return [
             f"{contract.op}/{contract.implementation}: {problem}"
             for contract in self.contracts
@@ -42,7 +43,7 @@ class Findings:
 
 
 def markdown(found: Findings) -> str:
-    """The page."""
+    """Returns the page."""
     lines = [f"# Burn-in: {found.heading}", "", "## Contracts, against float64", ""]
     names = ("passed", "refused", "failed", "died")
     lines += _table(

@@ -1,7 +1,7 @@
 """Measures every implementation at the standard calls. `python -m stack_kernels.burn_in.speeds OUT SECONDS OPS`.
 
-Writes the results after each call, so that a device that breaks loses what comes after. Prints a JSON object for each
-call that failed.
+Writes the results after each call, so that only the remaining calls are lost if the device breaks. Prints a JSON object
+for each call that failed.
 """
 
 import json
@@ -16,7 +16,7 @@ _ROUNDS = 15
 
 
 def main() -> None:
-    """Measures what the command line names."""
+    """Measures the ops given on the command line."""
     import jax
 
     from stack_core.abi.errors import BenchmarkError
@@ -40,7 +40,7 @@ def main() -> None:
             sys.exit(f"the time budget left {len(planned) - place} of {len(planned)} calls")
         try:
             row = measured(task, rounds=_ROUNDS, budget_s=remaining_s / (len(planned) - place))
-        except Exception as error:  # whatever a kernel does on a new chip is a finding
+        except Exception as error:  # any failure of a kernel on a new chip is a finding
             what = str(error) if isinstance(error, BenchmarkError) else f"{task}: {type(error).__name__}: {error}"
             print(json.dumps({"left_out": " ".join(what.split())[:300]}), flush=True)
             continue

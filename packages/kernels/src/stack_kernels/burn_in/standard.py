@@ -1,4 +1,4 @@
-"""The standard calls of `stack bench ops`, to be tuned; as a program, `-m stack_kernels.burn_in.standard`, profiled."""
+"""The standard calls of `stack bench ops`, for tuning; run as `-m stack_kernels.burn_in.standard`, for profiling."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,20 +17,20 @@ _PROFILED = ("attention", "gated_linear_unit", "norm", "linear_cross_entropy")
 
 
 def standard_cases() -> list[BenchCase]:
-    """Those of the small model on a CPU and of the large one elsewhere."""
+    """Returns the cases of the small model on a CPU, and of the large model elsewhere."""
     small, large = dict.fromkeys(case.model for case in CASES)
     model = small if current_chip().kind == "cpu" else large
     return [case for case in CASES if case.model == model]
 
 
 def shapes(ops: Sequence[str]) -> dict[str, Mapping[str, Any]]:
-    """The shapes of the arrays of the cases of some ops."""
+    """Returns the array shapes of the cases of the given ops."""
     cases = [case for case in standard_cases() if case.op in ops]
     return {_key(case): jax.eval_shape(lambda case=case: drawn(case, _DTYPE)) for case in cases}
 
 
 def standard_calls(arrays: Mapping[str, Mapping[str, Any]]) -> list[Any]:
-    """Each of these cases once, with its gradient where it has one."""
+    """Runs each of these cases once, with its gradient if it has one."""
     return [_call(case)(arrays[_key(case)]) for case in standard_cases() if _key(case) in arrays]
 
 
@@ -43,7 +43,7 @@ def _key(case: BenchCase) -> str:
 
 
 def main() -> None:
-    """Some steps of what a training step is made of, for a profile."""
+    """Runs a few steps made of typical parts of a training step, for a profile."""
     cases = {case.op: case for case in standard_cases() if case.op in _PROFILED and case.gradient}
     arrays = {_key(case): drawn(case, _DTYPE) for case in cases.values()}
     step = jax.jit(standard_calls)

@@ -8,7 +8,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Tunes what the command line names, and says how far it is."""
+    """Tunes the ops given on the command line and reports progress."""
     from stack_kernels.burn_in.standard import shapes, standard_calls
     from stack_kernels.tuning.search import tune
 

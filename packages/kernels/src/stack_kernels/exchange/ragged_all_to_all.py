@@ -1,8 +1,8 @@
 """`exchange` on TPUs and GPUs: `jax.lax.ragged_all_to_all`, which moves each row once.
 
-What a device has for a group is one slice. A table of all devices' group sizes says where each slice begins on the
-device that has the rows, and where in the buffer of the device that keeps the group; "send" goes from the first place
-to the second, "return" back.
+A device's rows for one group form one slice. A table of all devices' group sizes gives the offset of each slice on the
+device that owns the rows and in the buffer of the device that owns the group. "send" copies from the rows to the
+buffer, "return" copies back.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ __all__ = ["RAGGED_ALL_TO_ALL", "ragged_all_to_all"]
 
 
 def ragged_all_to_all(*, interpret: bool = False) -> OpImplementation:
-    """The implementation; where it is interpreted, slices travel through an all-gather, on any device."""
+    """Builds the implementation; the interpreted one moves slices through an all-gather, on any device."""
     collective = _interpreted if interpret else lax.ragged_all_to_all
 
     def forward(
@@ -43,7 +43,7 @@ def ragged_all_to_all(*, interpret: bool = False) -> OpImplementation:
 
 
 class _Slices(NamedTuple):
-    """Of each device's rows for each group, int32[devices, groups]: places before and after "send", and sizes."""
+    """Offsets of the slices in the rows and in the buffer, and their sizes, int32[devices, groups]."""
 
     rows: Any
     buffer: Any
@@ -68,7 +68,7 @@ def _exchanged(x: Any, group_sizes: Any, axis_name: Any, out_rows: int, kind: st
 
 
 def _slices(sizes: Any, rows: int, buffer: int) -> _Slices:
-    """Cut off where the rows or the buffer end, so that no size makes a device read or write beyond its arrays."""
+    """Computes the slices, cut off at the end of the rows or the buffer, to keep all accesses within bounds."""
     devices, groups = sizes.shape
     starts = jnp.cumsum(sizes, axis=1) - sizes
     by_receiver = sizes.T.reshape(devices, -1)  # [receiver, its groups * senders]
@@ -87,7 +87,7 @@ def _interpreted(
     *,
     axis_name: Any,
 ) -> Any:
-    """What `jax.lax.ragged_all_to_all` says of itself, slice by slice; NaN where the two sides differ in a size."""
+    """Emulates `jax.lax.ragged_all_to_all` slice by slice; NaN if the two sides disagree on a size."""
     devices, me = lax.axis_size(axis_name), lax.axis_index(axis_name)
     operands, inputs, sizes, outputs = (
         lax.all_gather(array, axis_name) for array in (operand, input_offsets, send_sizes, output_offsets)

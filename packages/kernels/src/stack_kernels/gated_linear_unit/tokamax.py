@@ -1,8 +1,8 @@
-"""`gated_linear_unit` on Hopper and Blackwell: Tokamax's kernel in Mosaic-GPU, forward.
+"""`gated_linear_unit` on Hopper and Blackwell: Tokamax's Mosaic-GPU kernel, forward only.
 
-It wants both weights in one array, [d_in, 2, d_out], and they are copied into one for each call: that costs more than
-the kernel saves where the weights are large beside the rows, so that it runs where it is named or was measured. Rows
-are padded to tiles. Its gradient would be XLA's: others give it.
+The kernel takes both weights as one array, [d_in, 2, d_out], so they are copied into one for each call. If the weights
+are large in relation to the rows, the copy costs more than the kernel saves; therefore it runs only if named or
+measured as fastest. Rows are padded to tiles. The gradient is left to other implementations, since Tokamax's is XLA's.
 """
 
 import importlib
@@ -24,14 +24,14 @@ __all__ = ["TOKAMAX", "GateTile"]
 _PLACE = "tokamax._src.ops.gated_linear_unit.pallas_mosaic_gpu"
 _DTYPES = ("bfloat16", "float16")
 _ACTIVATIONS = {name: ACTIVATIONS[name] for name in ("silu", "sigmoid", "gelu_tanh")} | {
-    "relu": lambda x: jnp.maximum(x, 0)  # without the derivative rule of `jax.nn.relu`, which Mosaic-GPU does not take
+    "relu": lambda x: jnp.maximum(x, 0)  # without the derivative rule of `jax.nn.relu`, which Mosaic-GPU rejects
 }
 _D_IN, _D_OUT = 64, 128  # multiples
 
 
 @dataclass(frozen=True)
 class GateTile:
-    """Rows, d_in and d_out of a tile, and how many tiles are fetched ahead."""
+    """Rows, d_in and d_out of a tile, and the number of prefetched tiles."""
 
     rows: int
     d_in: int

@@ -1,4 +1,4 @@
-"""`gated_linear_unit` on CPUs, with a backward pass of its own."""
+"""`gated_linear_unit` on CPUs, with its own backward pass."""
 
 import functools
 import math
@@ -19,7 +19,7 @@ __all__ = ["XLA_CPU", "GatedProducts", "gated_gradients", "gated_linear_unit", "
 
 
 def is_plain(call: OpCall) -> bool | str:
-    """True for y = f(x G) * (x U) whose two products a backward pass gets, or what it is instead."""
+    """Returns True for y = f(x G) * (x U) whose backward pass gets the two products, else the reason why not."""
     if call.direction == "backward" and not {"gate", "up"} <= set(call.residuals):
         return f"it reads the two products, which {call.forward} does not keep"
     if call.options["up_offset"]:
@@ -29,14 +29,14 @@ def is_plain(call: OpCall) -> bool | str:
 
 @dataclass(frozen=True)
 class GatedProducts:
-    """How the op is computed.
+    """Functions that compute the op.
 
     Attributes:
-      gated: (activation, rows, w_gate, w_up, keeps_products) -> y and, if they are kept, the product with w_gate and
-        that with w_up, in the dtype of `rows`.
-      products: of the backward pass.
-      gradients: (activation, product with w_gate, product with w_up, cotangent of y) -> the cotangents of the two
-        products, in their dtype.
+      gated: (activation, rows, w_gate, w_up, keeps_products) -> y and, if `keeps_products`, the products with w_gate
+        and w_up, in the dtype of `rows`.
+      products: products of the backward pass.
+      gradients: (activation, product with w_gate, product with w_up, cotangent of y) -> cotangents of the two products,
+        in their dtype.
     """
 
     gated: Callable[[str, Any, Any, Any, bool], Sequence[Any]]
@@ -47,7 +47,7 @@ class GatedProducts:
 def gated_linear_unit(
     how: GatedProducts, x: Any, w_gate: Any, w_up: Any, *, activation: str, wants: frozenset[str], **others: Any
 ) -> tuple[Any, Mapping[str, Any]]:
-    """y = f(x G) * (x U), and the two products if they are wanted; the others are those of a call that `is_plain`."""
+    """Computes y = f(x G) * (x U), and the two products if requested, for a call that `is_plain`."""
     del others
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     gated, *products = how.gated(activation, rows, w_gate, w_up, bool(wants))
@@ -66,9 +66,9 @@ def gated_gradients(
     *,
     wants: frozenset[str],
 ) -> Mapping[str, Any]:
-    """The gradients, from x and the two products in their dtype; f(x G) is computed again."""
-    # Behind a barrier, or XLA shares f(x G) with the forward pass where both are in one computation: it would be kept
-    # in fp32 until now.
+    """Computes the gradients from x and the two products, in their dtype; recomputes f(x G)."""
+    # Without the barrier, XLA would share f(x G) with the forward pass if both are in one computation, and keep it in
+    # fp32 in between.
     given = {name: arrays[name] for name in ("x", "w_gate", "w_up")}, residuals["gate"], residuals["up"], cotangents
     operands, *of_rows = lax.optimization_barrier(given)
     x, products = operands["x"], how.products

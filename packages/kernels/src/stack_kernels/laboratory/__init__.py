@@ -1,1 +1,1 @@
-"""A laboratory without chips: implementations compiled for hardware that is not there, and what each takes of it."""
+"""Compiles implementations for chips that are not attached, and reports their resource usage."""

@@ -1,4 +1,4 @@
-"""The calls that the laboratory compiles, as shapes: of an 8B Llama, a mixture of experts and a delta rule."""
+"""Calls that the laboratory compiles, as shapes: of an 8B Llama, a mixture of experts and a delta rule."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from stack_kernels.bench.cases import Int8
 __all__ = ["AXIS", "CALLS", "DEVICES", "LabCall", "calls_for"]
 
 AXIS, DEVICES = "device", 4
-"""The mesh axis of ops that several devices run together, and how many do."""
+"""Mesh axis and number of devices of the ops that several devices run together."""
 
 _TOKENS, _EMBED, _MLP, _HEADS, _KV_HEADS, _HEAD_DIM, _VOCAB = 2048, 4096, 14_336, 32, 8, 128, 128_256
 _ROWS, _PAGES, _SLOTS, _EXPERTS, _RANK = 8, 256, 128, 8, 16
@@ -27,9 +27,13 @@ class LabCall:
     """One call of an op.
 
     Attributes:
-      arrays: the array arguments by parameter name, as `jax.ShapeDtypeStruct`s.
-      gradient: the arguments whose gradient is compiled too; none for what only inference calls.
-      parts: where the arguments and the result lie on the axis `AXIS`, of an op that several devices run together.
+      op: name of the op.
+      name: name of the call.
+      arrays: array arguments by parameter name, as `jax.ShapeDtypeStruct`.
+      options: the other arguments.
+      gradient: arguments whose gradient is compiled too; empty for calls that only inference makes.
+      parts: shardings of the arguments and of the result over the axis `AXIS`, for an op that several devices run
+        together.
     """
 
     op: str
@@ -151,9 +155,9 @@ CALLS: tuple[LabCall, ...] = (
 
 
 def calls_for(name: str) -> tuple[LabCall, ...]:
-    """What is compiled of an implementation, "op/name".
+    """Returns the calls that are compiled for an implementation, "op/name".
 
-    A reference, which is XLA's to compile and slow at that in large loops, has the first call of its op's contract.
+    A reference, which XLA compiles slowly in large loops, has only the first call of its op's contract.
     """
     op, _, implementation = name.partition("/")
     found = tuple(call for call in CALLS if call.op == op)

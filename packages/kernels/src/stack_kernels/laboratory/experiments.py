@@ -1,4 +1,4 @@
-"""Compiles implementations for chips that are not there, a process for each chip."""
+"""Compiles implementations for chips that are not attached, in one process per chip."""
 
 import dataclasses
 import json
@@ -18,16 +18,22 @@ __all__ = ["Row", "compile_for"]
 
 @dataclass(frozen=True)
 class Row:
-    """What came of one direction of one call of an implementation on one chip.
+    """Result of one direction of one call of an implementation on one chip.
 
     Attributes:
       name: "attention/splash".
-      direction: "forward", or "gradient": value and gradient.
-      status: "compiled"; "refused", by `supports`; "failed", by a compiler or for want of a kernel in the program.
-      reason: of what was refused or failed.
-      compile_s: to trace, lower and compile.
-      temporary_bytes: of the program's buffers beside arguments and results.
-      kernels: and what follows, as `programs.Usage` has them.
+      chip: name of the chip.
+      call: name of the call.
+      direction: "forward", or "gradient" for value and gradient.
+      status: "compiled"; "refused" by `supports`; "failed" in a compiler, or because the program calls no kernel.
+      reason: reason of a refusal or failure.
+      compile_s: seconds to trace, lower and compile.
+      temporary_bytes: bytes of the program's buffers other than arguments and results.
+      kernels: as in `programs.Usage`.
+      vector_memory_bytes: as in `programs.Usage`.
+      registers: as in `programs.Usage`.
+      spilled_bytes: as in `programs.Usage`.
+      shared_bytes: as in `programs.Usage`.
     """
 
     name: str
@@ -50,12 +56,13 @@ def compile_for(
 ) -> list[Row]:
     """Compiles the laboratory's calls of implementations for a chip.
 
-    A compiler that ends its process costs the implementation that it was compiling, and no other.
+    If a compiler crashes its process, only the implementation that it was compiling is lost.
 
     Args:
+      chip: name of the chip.
       names: "op/implementation".
-      timeout_s: of a process.
-      told: is handed each row as it comes.
+      timeout_s: time limit of a process.
+      told: called with each row as it arrives.
     """
     rows: list[Row] = []
     left = list(names)
@@ -75,7 +82,10 @@ def compile_for(
 
 @dataclass
 class _Process:
-    """A process that compiles; once its rows are read, why it ended before it was through and with what."""
+    """A compiling process.
+
+    After its rows are read, `failure` says why it ended early and `started` what it was compiling.
+    """
 
     chip: str
     names: Sequence[str]
@@ -94,7 +104,7 @@ class _Process:
             try:
                 assert child.stdout is not None
                 for line in child.stdout:
-                    if line.endswith("\n"):  # the last of a process that was ended may be torn
+                    if line.endswith("\n"):  # the last line of a killed process may be incomplete
                         yield from self._read(json.loads(line))
                 status = child.wait()
             finally:
@@ -114,7 +124,7 @@ class _Process:
 
 
 def _environment() -> dict[str, str]:
-    """Of the process that compiles: it has no devices, keeps no programs, and takes ptxas from the wheel."""
+    """Environment of the compiling process: no devices, no compilation cache, and ptxas from the wheel."""
     return {
         **os.environ,
         "PATH": path_with_wheel_compilers(),

@@ -1,4 +1,4 @@
-"""Kernels for accelerators that the CPU can interpret, operation by operation."""
+"""Accelerator kernels that can be interpreted on the CPU."""
 
 import importlib
 from typing import Any
@@ -15,14 +15,15 @@ INTERPRETABLE = {
     "paged_attention/mosaic_tpu": "paged_attention.mosaic_tpu:mosaic_tpu",
     "ragged_dot/megablox": "ragged_dot.megablox:megablox",
 }
-"""The function that makes each implementation, `make(interpret=...)`."""
+"""The function that builds each implementation, `make(interpret=...)`."""
 
 
 def interpreted(name: str, interpret: Any = True) -> OpImplementation:
-    """The implementation "op/name" as it runs on a CPU.
+    """Returns the implementation "op/name" as interpreted on a CPU.
 
     Args:
-      interpret: True, or `pltpu.InterpretParams` for what a TPU does besides: its memory, its padding, its races.
+      name: "op/name".
+      interpret: True, or `pltpu.InterpretParams` to also emulate a TPU's memory, padding and races.
     """
     module, _, function = INTERPRETABLE[name].partition(":")
     return getattr(importlib.import_module(f"stack_kernels.{module}"), function)(interpret=interpret)

@@ -1,4 +1,4 @@
-"""What a compiled program says of its kernels: their names, and what they take of a chip."""
+"""The kernels of a compiled program: their names and resource usage."""
 
 import re
 from collections import Counter
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 __all__ = ["Usage", "kernels_of", "usage_of"]
 
-# What calls a kernel; XLA's own calls of libraries, such as __cublas$gemm, are none.
+# Call targets of kernels, without XLA's own library calls such as __cublas$gemm.
 _TARGETS = re.compile(r"tpu_custom_call|mosaic_gpu\w*|\w*\$?[\w.]*triton[\w.]*|__cudnn[\w$]*")
 _CALL = re.compile(r'%?([\w.\-]+) = [^\n]*? custom-call\([^\n]*?custom_call_target="([^"]+)"')
 _VECTOR_MEMORY = re.compile(r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"')
@@ -17,14 +17,16 @@ _SHARED = re.compile(r"(\d+) bytes smem")
 
 @dataclass(frozen=True)
 class Usage:
-    """What the kernels of a program take, each the largest of them; None is "not known" or "not on this chip".
+    """Resource usage of a program's kernels, the maximum over the kernels.
+
+    None if unknown or not applicable to the chip.
 
     Attributes:
-      kernels: the name of each, and how often the program calls it.
-      vector_memory_bytes: VMEM, of a TPU's core.
-      registers: of a GPU's thread.
-      spilled_bytes: what a thread stores in memory for lack of registers.
-      shared_bytes: shared memory of a block that the compiler laid out.
+      kernels: number of calls by name of the kernel.
+      vector_memory_bytes: VMEM of a TPU core.
+      registers: registers per GPU thread.
+      spilled_bytes: bytes that a thread stores in memory for lack of registers.
+      shared_bytes: shared memory of a block, as laid out by the compiler.
     """
 
     kernels: dict[str, int] = field(default_factory=dict)
@@ -35,7 +37,7 @@ class Usage:
 
 
 def kernels_of(text: str) -> dict[str, int]:
-    """The kernels that a compiled program calls, by name, and how often; "target:name" where a name says little."""
+    """Counts the kernel calls of a compiled program by name; "target:name" if the name alone says little."""
     found: Counter[str] = Counter()
     for name, target in _CALL.findall(text):
         if _TARGETS.fullmatch(target):
@@ -45,7 +47,7 @@ def kernels_of(text: str) -> dict[str, int]:
 
 
 def usage_of(text: str, output: str) -> Usage:
-    """Reads a compiled program, and what the compilers printed with MOSAIC_GPU_DUMP_PTXAS=1."""
+    """Reads a compiled program, and the compilers' output under MOSAIC_GPU_DUMP_PTXAS=1."""
 
     def largest(pattern: re.Pattern[str], where: str) -> int | None:
         return max((int(number) for number in pattern.findall(where)), default=None)

@@ -1,7 +1,7 @@
-"""Where each implementation ran, was interpreted, compiles or refuses: what the laboratory found, and a page of it.
+"""The support table: where each implementation ran, was interpreted, compiles or is refused; and its page.
 
-A cell stands for an implementation on a chip. How many calls it takes there is known without any compiler, so that a
-test holds the table to the code.
+A cell stands for an implementation on a chip. The number of supported calls is known without a compiler, which lets a
+test check the table against the code.
 """
 
 import contextlib
@@ -53,10 +53,10 @@ class Cell:
     """An implementation on a chip.
 
     Attributes:
-      status: "ran", on the CPU; "interpreted", there too; "compiled"; "refused"; "not tried", of a chip whose compiler
-        was not asked.
-      cases: how many of `calls_of` it takes.
-      reason: of what is refused.
+      status: "ran" on the CPU; "interpreted" on the CPU; "compiled"; "refused"; "not tried" for a chip whose compiler
+        did not run.
+      cases: number of supported calls among `calls_of`.
+      reason: reason of a refusal.
     """
 
     status: str
@@ -65,27 +65,27 @@ class Cell:
 
 
 def implementations() -> list[str]:
-    """Those that core and stack-kernels register of ops that the laboratory has calls of, "op/name"."""
+    """Lists implementations registered by core and stack-kernels, "op/name", for ops with calls in the laboratory."""
     of_calls = {call.op for call in CALLS}
     registered = (entry.name for entry in registries.ops.entries() if entry.provider in ("core", "kernels"))
     return sorted(name for name in registered if name.partition("/")[0] in of_calls)
 
 
 def is_of_tokamax(name: str) -> bool:
-    """Whether an implementation, "op/name", is a kernel of Tokamax, which not every environment of ours can have."""
+    """Checks whether an implementation, "op/name", is a Tokamax kernel, which not every environment can install."""
     return name.partition("/")[2].startswith("tokamax")
 
 
 def this_processor() -> dict[str, Any]:
-    """The CPU's model, and what it has of the instructions that kernels are written with."""
+    """Returns the CPU's model and its instruction sets that kernels use."""
     return {"model": cpu_model(), "features": sorted(_FEATURES & cpu_flags())}
 
 
 @functools.cache
 def calls_of(op: str) -> tuple[OpCall, ...]:
-    """The calls of the op's contract in float32 and bfloat16 and those of the laboratory, as `supports` sees them.
+    """Returns the calls of the op's contract in float32 and bfloat16, and of the laboratory, as `supports` sees them.
 
-    Without what needs more devices than there are.
+    Calls that need more devices than available are left out.
     """
     return tuple(_calls(op))
 
@@ -101,7 +101,7 @@ def _calls(op: str) -> Iterator[OpCall]:
 
 
 def taken(name: str, column: str) -> tuple[int, str | None]:
-    """How many calls an implementation takes on a chip; where that is none, why."""
+    """Counts the calls that an implementation supports on a chip; if none, returns the reason."""
     op, _, own = name.partition("/")
     found, reasons = implementations_of(op)[own], Counter[str]()
     chosen = contextlib.nullcontext() if column == "cpu" else use_chip(registries.chips[column])
@@ -113,7 +113,7 @@ def taken(name: str, column: str) -> tuple[int, str | None]:
 
 
 def cell_of(name: str, column: str, rows: Iterable[Row] = ()) -> Cell:
-    """The cell, of a chip from what came of compiling for it.
+    """Returns the cell; for a chip other than the CPU, from the rows of its compilation.
 
     Raises:
       BenchmarkError: a compiler failed.
@@ -138,11 +138,12 @@ def cell_of(name: str, column: str, rows: Iterable[Row] = ()) -> Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """The cells by implementation and column, and what they were found with.
+    """The cells by implementation and column, with the environment of their measurement.
 
     Attributes:
-      versions: of jax, and of Tokamax, with that of jax beside it, for the rows of its kernels.
-      processor: of the column "cpu", as `this_processor` gives it.
+      versions: version of jax, and for the rows of its kernels the version of Tokamax with its version of jax.
+      processor: processor of the column "cpu", as from `this_processor`.
+      cells: cells by implementation, then by column.
     """
 
     versions: Mapping[str, str]
@@ -156,7 +157,7 @@ class Table:
         return cls(found["versions"], found["processor"], cells)
 
     def write(self, path: Path) -> None:
-        """Writes the table, and the page beside it that has its name and shows it."""
+        """Writes the table, and updates the page of the same name next to it."""
         cells = {name: {at: asdict(cell) for at, cell in row.items()} for name, row in sorted(self.cells.items())}
         found = {"versions": self.versions, "processor": self.processor, "cells": cells}
         path.write_text(json.dumps(found, indent=1) + "\n")
@@ -165,13 +166,13 @@ class Table:
             page.write_text(self.on_page(page.read_text()))
 
     def on_page(self, text: str) -> str:
-        """A page's text with this table in the place of the one that it has."""
+        """Returns a page's text with its table replaced by this one."""
         before, _, rest = text.partition(_START)
         _, _, after = rest.partition(_END)
         return f"{before}{_START}\n{self.markdown()}\n{_END}{after}"
 
     def markdown(self) -> str:
-        """A row an implementation, a column a chip, and the reasons of refusals below."""
+        """Formats one row per implementation and one column per chip, with the reasons of refusals below."""
         rows = [row for _, row in sorted(self.cells.items())]
         reasons = list(dict.fromkeys(cell.reason for row in rows for cell in row.values() if cell.reason))
         lines = [_line(("", *COLUMNS)), _line(["---"] * (1 + len(COLUMNS)))]

@@ -1,4 +1,4 @@
-"""Programs that call cuDNN, where it is not installed."""
+"""Compilation of programs that call cuDNN, without cuDNN."""
 
 import contextlib
 import importlib
@@ -12,9 +12,9 @@ _VERSION = 91_000
 
 @contextlib.contextmanager
 def cudnn_taken_for_granted() -> Iterator[None]:
-    """Lets programs be chosen and compiled that call cuDNN: compiling asks for its version alone.
+    """Pretends that cuDNN is installed: choosing and compiling a program only needs cuDNN's version.
 
-    It builds its kernels when a program is loaded, so that what compiles here is the call, not the kernel.
+    cuDNN builds its kernels when a program is loaded, so this compiles the call and not the kernel.
     """
     ours: Any = importlib.import_module("stack_kernels.attention.cudnn")
     jaxs: Any = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")

@@ -1,4 +1,4 @@
-"""What Tokamax's kernels take, where it is not installed."""
+"""`supports` of Tokamax's kernels, without Tokamax."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ __all__ = ["tokamax_taken_for_granted"]
 
 @contextlib.contextmanager
 def tokamax_taken_for_granted() -> Iterator[None]:
-    """Lets `supports` answer as where Tokamax is installed; to trace its kernels needs it."""
+    """Makes `supports` answer as if Tokamax were installed; tracing its kernels still needs it."""
     ours: Any = from_tokamax
     kept = ours.missing
     ours.missing = lambda *others: None

@@ -1,9 +1,9 @@
-"""One process of the laboratory: compiles for one architecture, and says what came of it line by line.
+"""A process of the laboratory: compiles for one architecture and reports the results line by line.
 
     python -m stack_kernels.laboratory.worker v6e attention/splash norm/reference
 
-Mosaic-GPU compiles for one architecture a process, and a compiler that gives up may end the process: `experiments`
-starts one for each chip and reads its lines.
+Mosaic-GPU compiles for one architecture per process, and a failing compiler may end the process. Therefore
+`experiments` starts one process per chip and reads its lines.
 """
 
 import contextlib
@@ -39,13 +39,13 @@ _OF_FOUR = {"v5e": "2x2", "v5p": "2x2x1", "v6e": "2x2", "v7x": "2x2x1"}
 
 
 def target_of(chip: str, devices: int = 1) -> Target:
-    """The smallest target with that many devices of a chip, one or four."""
+    """Returns the smallest target with one or four devices of a chip."""
     sizes = _OF_ONE.get(chip, "1x1x1") if devices == 1 else _OF_FOUR.get(chip, "1x1x4")
     return Target(f"{chip}:{sizes}")
 
 
 def main(chip: str, *names: str) -> None:
-    """Compiles the laboratory's calls with each implementation, and prints a line before and after each of them."""
+    """Compiles the laboratory's calls with each implementation; prints a line before and after each of them."""
     lines = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     for name in names:
         implementation = name.partition("/")[2]
@@ -58,7 +58,7 @@ def main(chip: str, *names: str) -> None:
 
 
 def _directions(implementation: str, call: LabCall) -> tuple[str, ...]:
-    """Of a reference, whose gradient is JAX's, the program with the gradient says all."""
+    """Lists the directions to compile; for a reference, whose gradient is JAX's, the gradient's program covers both."""
     if not call.gradient:
         return ("forward",)
     return ("gradient",) if implementation == "reference" else ("forward", "gradient")
@@ -69,7 +69,7 @@ def _row(row: Row, call: LabCall, implementation: str) -> Row:
     target = target_of(row.chip, 1 if call.parts is None else DEVICES)
     try:
         with cudnn_taken_for_granted(), use_target(target), _printed() as output, warnings.catch_warnings():
-            if row.direction == "gradient":  # a backward pass of others is no news here
+            if row.direction == "gradient":  # another implementation's backward pass is expected
                 warnings.filterwarnings("ignore", ".* was named and runs forward, but not backward", RuntimeWarning)
             started_s = time.monotonic()
             program, arguments = _program(function, call, target, gradient=row.direction == "gradient")
@@ -79,7 +79,7 @@ def _row(row: Row, call: LabCall, implementation: str) -> Row:
             printed = output.read()
     except StackError as error:
         return dataclasses.replace(row, status="refused", reason=_reason(error, implementation))
-    except Exception as error:  # compilers fail in any way; the next call may do better
+    except Exception as error:  # a compiler may fail in any way; the next call may work
         return dataclasses.replace(row, status="failed", reason=f"{type(error).__name__}: {error}"[:500])
     usage, text = usage_of(compiled.as_text() or "", printed), None
     if registries.ops[row.name].is_opaque and not usage.kernels:
@@ -96,7 +96,7 @@ def _row(row: Row, call: LabCall, implementation: str) -> Row:
 
 
 def _program(function: Any, call: LabCall, target: Target, *, gradient: bool) -> tuple[Any, Any]:
-    """The function of the arrays to be compiled, and where they lie."""
+    """Returns the function of the arrays to compile, and the sharded array structs."""
     if call.parts is None:
         place: Any = SingleDeviceSharding(target.devices[0])
         placed = {name: _placed(x, place) for name, x in call.arrays.items()}
@@ -135,7 +135,7 @@ def _placed(array: Any, place: Any) -> Any:
 
 
 def _reason(error: StackError, implementation: str) -> str:
-    """What the implementation itself said, of a message that has a line for each."""
+    """Extracts the implementation's own reason from a message with one line per implementation."""
     lines = [line.strip() for line in str(error).splitlines()]
     own = (line.removeprefix(f"{implementation}: ") for line in lines if line.startswith(f"{implementation}: "))
     return next(own, str(error))
@@ -143,7 +143,7 @@ def _reason(error: StackError, implementation: str) -> str:
 
 @contextlib.contextmanager
 def _printed() -> Iterator[IO[str]]:
-    """A file of what is printed meanwhile, by compilers written in other languages too."""
+    """Captures everything printed in the block, including by compilers written in other languages."""
     sys.stdout.flush()
     sys.stderr.flush()
     with tempfile.TemporaryFile("w+", errors="replace") as file:

@@ -1,4 +1,4 @@
-"""What `linear_cross_entropy` looks at together, chunks of rows against tiles of the vocabulary, and a tile's sums."""
+"""Tiling of `linear_cross_entropy`, chunks of rows by tiles of the vocabulary, and the sums of a tile."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -34,14 +34,14 @@ _MOST_BYTES, _LEAST_ROWS = 128 * 2**20, 64
 
 @dataclass(frozen=True)
 class Chunks:
-    """How much is looked at together, and whether a gradient keeps what it saw.
+    """Sizes of chunks and tiles, and the kind of gradient.
 
     Attributes:
-      chunk_rows: at most so many rows make a chunk. Where its exponentials are kept: or more where they are small, and
-        fewer where they would be more than 128 MiB.
-      tile_bytes: about so large are the logits of a chunk in a tile.
-      keeps_exponentials: a gradient forms the logits once (`kept_exponentials`), as it does of a single tile, or else
-        twice (`logits_again`).
+      chunk_rows: maximum number of rows per chunk. If exponentials are saved, chunks have more rows while these are
+        small, and fewer rows if these would exceed 128 MiB.
+      tile_bytes: approximate size of a chunk's logits in one tile.
+      keeps_exponentials: True to compute the logits once in a gradient (`kept_exponentials`), False to compute them
+        twice (`logits_again`); a single tile always computes them once.
     """
 
     chunk_rows: int = 512
@@ -51,14 +51,17 @@ class Chunks:
 
 @dataclass(frozen=True)
 class Loss:
-    """What is fixed of a call.
+    """Static properties of a call.
 
     Attributes:
-      products: how they are formed.
-      chunks: of rows, each of as many.
-      width: the columns of every tile; the last overlaps the one before if it does not divide the vocabulary.
-      dtype: of the weight, whose `as_bits` the loops read.
+      products: functions that compute the products.
+      vocab: size of the vocabulary.
+      chunks: number of equal chunks of rows.
+      width: columns per tile; the last tile overlaps the previous one if this does not divide the vocabulary.
+      dtype: dtype of the weight, which the loops read through `as_bits`.
       keeps_exponentials: see `Chunks`.
+      z_loss: weight of the squared log-partition.
+      label_smoothing: share of the target spread evenly over the vocabulary.
     """
 
     products: Products
@@ -72,7 +75,7 @@ class Loss:
 
 
 class Rows(NamedTuple):
-    """Rows: h [rows, embed], y int[rows], and what each loss counts in the total, fp32[rows]."""
+    """Rows: h [rows, embed], labels y int[rows], and the weight of each loss in the total, fp32[rows]."""
 
     hidden: Any
     labels: Any
@@ -80,7 +83,10 @@ class Rows(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Of each row in one tile: m, the sum of e, the label's z if it is there, the sum of z if wanted; fp32[rows]."""
+    """Per row, the results of one tile: m, the sum of e, the label's z if in the tile, and the sum of z if needed.
+
+    Fp32[rows].
+    """
 
     largest: Any
     total: Any
@@ -89,7 +95,7 @@ class Seen(NamedTuple):
 
 
 def read_tile(loss: Loss, rows: Rows, bits: Any, tile: Any) -> tuple[Seen, Any]:
-    """What is kept of a tile's logits: a few numbers a row, and e [rows, columns] as bits."""
+    """Returns the per-row results of a tile's logits, and e [rows, columns] as bits."""
     begin, block, columns = columns_of(loss, bits, tile)
     logits = logits_of(loss, rows, block, columns)
     logit_total = jnp.sum(jnp.where(columns < 0, 0, logits), axis=-1) if loss.label_smoothing else None
@@ -103,13 +109,13 @@ def read_tile(loss: Loss, rows: Rows, bits: Any, tile: Any) -> tuple[Seen, Any]:
 
 
 def logits_of(loss: Loss, rows: Rows, block: Any, columns: Any) -> Any:
-    """z [rows, columns] in fp32; -inf in the columns of the tile before."""
+    """Computes z [rows, columns] in fp32; -inf in columns that belong to the previous tile."""
     logits = loss.products.times(rows.hidden.astype(block.dtype), block, accurate_dtype(block.dtype))
     return jnp.where(columns < 0, -jnp.inf, logits) if loss.vocab % loss.width else logits
 
 
 class Joined(NamedTuple):
-    """Of each row, from all its tiles: l, L and the label's z; fp32[rows]."""
+    """Per row, the results of all tiles: the loss l, the log-partition L and the label's z; fp32[rows]."""
 
     losses: Any
     log_partition: Any
@@ -117,7 +123,7 @@ class Joined(NamedTuple):
 
 
 def join(loss: Loss, rows: Rows, seen: Seen) -> Joined:
-    """What is known of each row, from what was seen of it in each tile."""
+    """Combines the per-row results of all tiles."""
     log_partition = jax.nn.logsumexp(seen.largest + jnp.log(seen.total), axis=0)
     label_logit = jnp.sum(seen.label_logit, axis=0)
     losses = log_partition - (1 - loss.label_smoothing) * label_logit
@@ -129,12 +135,15 @@ def join(loss: Loss, rows: Rows, seen: Seen) -> Joined:
 
 
 def read_tiles(loss: Loss, rows: Rows, bits: Any) -> Joined:
-    """What all tiles together say of each row."""
+    """Computes the per-row results over all tiles."""
     return join(loss, rows, lax.map(lambda tile: read_tile(loss, rows, bits, tile)[0], tiles(loss)))
 
 
 def slopes_of(loss: Loss, rows: Rows, joined: Joined, exponentials: Any, columns: Any, share: Any) -> Any:
-    """dl_r / dz_rv / a_r: [rows, columns], in the dtype of the products. a_r is e_rv's part of the row's partition."""
+    """Computes dl_r / dz_rv / a_r [rows, columns] in the dtype of the products.
+
+    A_r is the share of e_rv in the partition.
+    """
     slopes = exponentials.astype(share.dtype)
     of_partition = 1 + 2 * loss.z_loss * joined.log_partition
     evenly = loss.label_smoothing / loss.vocab
@@ -142,14 +151,17 @@ def slopes_of(loss: Loss, rows: Rows, joined: Joined, exponentials: Any, columns
         slopes = slopes * of_partition[:, None]
     if loss.label_smoothing:
         slopes = jnp.where(columns < 0, 0, slopes - (evenly / share)[:, None])
-    # Not from e: where the label is nearly certain, what its rounding loses is all that would be left.
+    # Not computed from e: if the label is nearly certain, only the rounding error of e would remain.
     at_label = of_partition * jnp.exp(joined.label_logit - joined.log_partition) - (1 - loss.label_smoothing) - evenly
     slopes = jnp.where(columns == rows.labels[:, None], (at_label / share)[:, None], slopes)
     return slopes.astype(product_dtype(loss.dtype))
 
 
 def in_chunks(loss: Loss, rows: Rows) -> Rows:
-    """[chunks, rows, ...]; what fills the last has no share. A chunk has two rows at least, for one is slow in bf16."""
+    """Splits rows to [chunks, rows, ...]. Padding rows have share 0.
+
+    A chunk has at least two rows, since one is slow in bf16.
+    """
     count = rows.labels.size
     size = max(-(-count // loss.chunks), 2)
 
@@ -161,7 +173,7 @@ def in_chunks(loss: Loss, rows: Rows) -> Rows:
 
 
 def divide(rows: int, vocab: int, dtype: Any, config: Chunks) -> tuple[int, int]:
-    """The number of chunks, and the width of tiles: as equal as can be, in multiples of 32 columns."""
+    """Returns the number of chunks and the width of tiles, balanced and in multiples of 32 columns."""
     chunk_rows = config.chunk_rows
     if config.keeps_exponentials:
         row_bytes = vocab * jnp.dtype(product_dtype(dtype)).itemsize
@@ -172,12 +184,12 @@ def divide(rows: int, vocab: int, dtype: Any, config: Chunks) -> tuple[int, int]
 
 
 def tiles(loss: Loss) -> Any:
-    """Their numbers."""
+    """Returns the tile indices."""
     return jnp.arange(-(-loss.vocab // loss.width), dtype=jnp.int32)
 
 
 def columns_of(loss: Loss, bits: Any, tile: Any) -> tuple[Any, Any, Any]:
-    """Where a tile begins, its columns of the weight, and their numbers, -1 for those of the tile before."""
+    """Returns a tile's first column, its weight columns, and their indices, -1 for columns of the previous tile."""
     begin = jnp.minimum(tile * loss.width, loss.vocab - loss.width)
     numbers = begin + jnp.arange(loss.width, dtype=jnp.int32)
     block = from_bits(lax.dynamic_slice_in_dim(bits, begin, loss.width, axis=1), loss.dtype)
@@ -185,5 +197,5 @@ def columns_of(loss: Loss, bits: Any, tile: Any) -> tuple[Any, Any, Any]:
 
 
 def product_dtype(dtype: Any) -> Any:
-    """bf16 as it is, but not fp16, which XLA widens on CPUs anyway: nothing is won by rounding to it."""
+    """Returns bf16 unchanged, else the accurate dtype: XLA widens fp16 on CPUs, so rounding to it gains nothing."""
     return dtype if dtype == jnp.bfloat16 else accurate_dtype(dtype)

@@ -1,15 +1,15 @@
-"""The gradient of `linear_cross_entropy` from exponentials that are kept: logits are formed once.
+"""The gradient of `linear_cross_entropy` from saved exponentials: logits are computed once.
 
-The first time over the tiles of the vocabulary forms a tile's logits z and keeps of them, beside a few numbers a row,
+The first pass over the tiles of the vocabulary computes a tile's logits z and saves, besides a few numbers per row,
 
     e_rv = exp(z_rv - m_r)          m_r = max_v z_rv, v within the tile
 
-Then the log-partition L_r is known, and with the tile's share of it, a_r = exp(m_r - L_r), the second time gives
+Then the log-partition L_r is known. With the tile's share of it, a_r = exp(m_r - L_r), the second pass computes
 
-    dl_r / dz_rv = a_r (e_rv - [v = y_r] / a_r)             here without z-loss and label smoothing
+    dl_r / dz_rv = a_r (e_rv - [v = y_r] / a_r)             (without z-loss and label smoothing)
 
-where a_r scales the rows of the products' small operands, so that e is read once. What is kept are the exponentials of
-one chunk of rows, in the dtype of the products, and the sum of all chunks' gradients of the weight.
+where a_r scales the rows of the products' small operands, so that e is read once. The saved arrays are the exponentials
+of one chunk of rows, in the dtype of the products, and the sum of the weight gradients of all chunks.
 """
 
 from typing import Any
@@ -34,11 +34,11 @@ from stack_kernels.linear_cross_entropy.chunks import (
 
 __all__ = ["losses_and_gradients"]
 
-_LEAST_SHARE = 1e-20  # A tile with less of the partition has no weight in any sum, and 1 / a stays finite.
+_LEAST_SHARE = 1e-20  # A smaller share has no weight in any sum; 1 / a stays finite.
 
 
 def losses_and_gradients(loss: Loss, rows: Rows, weight: Any) -> tuple[Any, Any, Any]:
-    """The loss of each row, and the gradients of the total."""
+    """Computes the loss of each row, and the gradients of the total."""
     chunks = in_chunks(loss, rows)
     alone = chunks.labels.shape[0] == 1
     start = jnp.zeros_like(weight, dtype=weight.dtype if alone else accurate_dtype(weight.dtype))
@@ -53,7 +53,7 @@ def losses_and_gradients(loss: Loss, rows: Rows, weight: Any) -> tuple[Any, Any,
 
 
 def _add_chunk(loss: Loss, chunk: Rows, bits: Any, of_weight: Any) -> Any:
-    """`of_weight` with what the chunk adds to it; the losses [rows] and the gradient of `hidden`."""
+    """Adds a chunk's gradient to `of_weight`; also returns the losses [rows] and the gradient of `hidden`."""
     seen, exponentials = lax.map(lambda tile: read_tile(loss, chunk, bits, tile), tiles(loss))
     joined = join(loss, chunk, seen)
     columns_first = transposed(chunk.hidden.astype(product_dtype(loss.dtype)))

@@ -1,8 +1,8 @@
-"""The gradient of `linear_cross_entropy` from logits that are formed twice, with nothing kept of them but sums.
+"""The gradient of `linear_cross_entropy` from logits that are computed twice, saving only sums.
 
-When the log-partitions of all rows are known, each tile of the vocabulary is looked at once more, with all rows: its
-gradient of the weight is then complete, and is rounded and written once. Where products are fast, this takes less time
-than to keep exponentials and to add up the gradients of the weight in fp32.
+Once the log-partitions of all rows are known, each tile of the vocabulary is visited again with all rows: its weight
+gradient is then complete, and is rounded and written once. If products are fast, this takes less time than saving
+exponentials and accumulating the weight gradients in fp32.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ __all__ = ["losses_and_gradients"]
 
 
 def losses_and_gradients(loss: Loss, rows: Rows, weight: Any) -> tuple[Any, Any, Any]:
-    """The loss of each row, and the gradients of the total."""
+    """Computes the loss of each row, and the gradients of the total."""
     bits = as_bits(weight)
     dtype = product_dtype(loss.dtype)
     chunks = in_chunks(loss, rows)

@@ -1,9 +1,8 @@
-"""`linear_cross_entropy` on TPUs: Tokamax's kernels in Mosaic-TPU, which hold a tile of the logits at a time.
+"""`linear_cross_entropy` on TPUs: Tokamax's Mosaic-TPU kernels, which hold one tile of the logits at a time.
 
-The kernels neither ignore rows nor check labels. This adapter pads rows to tiles and asks for a loss per row: it zeroes
-the loss and the gradient of ignored rows, takes the mean over the others, and makes the loss of a label outside the
-vocabulary NaN. On a mesh each device would compute a mean over all rows, so it runs only where it is named or was
-measured.
+The kernels neither ignore rows nor check labels. This adapter pads rows to tiles and requests a loss per row. It zeroes
+the loss and the gradient of ignored rows, takes the mean over the other rows, and returns NaN for a label outside the
+vocabulary. On a mesh each device would compute a mean over all rows, so it runs only if named or measured as fastest.
 """
 
 import functools
@@ -26,12 +25,12 @@ _DTYPES = ("bfloat16", "float32")
 _ROWS, _LANES = 1024, 128
 _FEATURES = (512, 384, 256, 128)
 _WORDS = (2048, 1024, 512, 256, 128)
-_VMEM_BYTES = 48 * 2**20  # of the 64 MiB of a core with the least
+_VMEM_BYTES = 48 * 2**20  # of the 64 MiB of the smallest core
 
 
 @dataclass(frozen=True)
 class LogitTile:
-    """Rows, features and words of a tile, multiples of 128."""
+    """Rows, features and vocabulary entries of a tile, multiples of 128."""
 
     rows: int
     embed: int
@@ -58,10 +57,10 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
 
 
 def _space(call: OpCall, chip: Chip) -> Iterator[LogitTile]:
-    """Tiles that both passes take, which share a config; the largest first."""
+    """Yields tiles that fit both passes, which share a config; the largest come first."""
     (embed, vocab), itemsize = call.arrays["weight"].shape[-2:], call.arrays["hidden"].dtype.itemsize
     for features in _FEATURES:
-        is_split_in_two = -(-embed // features) == 2  # the backward pass waits for itself then
+        is_split_in_two = -(-embed // features) == 2  # the backward pass would deadlock
         if embed % features == 0 and not is_split_in_two:
             for words in _WORDS:
                 if words < 2 * vocab and _held_bytes(features, words, itemsize) <= _VMEM_BYTES:
@@ -69,7 +68,7 @@ def _space(call: OpCall, chip: Chip) -> Iterator[LogitTile]:
 
 
 def _held_bytes(features: int, words: int, itemsize: int) -> int:
-    """Of VMEM, by the larger of the library's counts of its two kernels."""
+    """Bytes of VMEM, the larger of the library's estimates for its two kernels."""
     of_features = 1 << (features - 1).bit_length()
     forward = 2 * (_ROWS + words) * of_features * itemsize + 24 * _ROWS + 16 * _ROWS * words
     of_rows, of_words = _ROWS * (2 * itemsize + 16), words * (4 * itemsize + 16)
@@ -78,12 +77,13 @@ def _held_bytes(features: int, words: int, itemsize: int) -> int:
 
 
 class _Rows(NamedTuple):
-    """Rows in whole tiles.
+    """Rows padded to full tiles.
 
     Attributes:
-      labels: in the vocabulary, whatever was given.
-      counts: which rows have a loss.
-      is_label: which labels are in the vocabulary.
+      hidden: hidden states of the rows.
+      labels: labels clipped to the vocabulary.
+      counts: True for rows that have a loss.
+      is_label: True for labels within the vocabulary.
     """
 
     hidden: Any
@@ -101,7 +101,7 @@ class _Rows(NamedTuple):
         return cls(jnp.pad(rows, ((0, more), (0, 0))), labels, counts, labels == given)
 
     def number(self) -> Any:
-        """Of the rows that have a loss, at least 1."""
+        """Returns the number of rows that have a loss, at least 1."""
         return jnp.maximum(jnp.sum(self.counts), 1).astype(jnp.float32)
 
 
@@ -136,7 +136,7 @@ def _backward(
     wants: frozenset[str],
     config: LogitTile,
 ) -> Mapping[str, Any]:
-    """Computes the log-partitions again where its own forward pass did not run or could not hand them on."""
+    """Recomputes the log-partitions if its own forward pass did not run or could not save them."""
     hidden, weight, labels = (arrays[name] for name in ("hidden", "weight", "labels"))
     rows = _Rows.of(hidden, labels, weight.shape[1], options["ignore_index"], config.rows)
     lse = residuals[OWN] if OWN in residuals else _losses(rows, weight, config)[1]
@@ -156,7 +156,7 @@ def _backward(
 
 
 def _losses(rows: _Rows, weight: Any, config: LogitTile) -> tuple[Any, Any]:
-    """The loss and the log-partition of each row."""
+    """Computes the loss and the log-partition of each row."""
     library = importlib.import_module(_PLACE)
     losses = functools.partial(
         library.linear_softmax_cross_entropy_loss_fwd_pallas_mosaic_tpu, **_blocks(config), reduction="none"

@@ -1,4 +1,4 @@
-"""`linear_cross_entropy` on CPUs: chunks of rows against tiles of the vocabulary, by products with fast kernels."""
+"""`linear_cross_entropy` on CPUs: chunks of rows by tiles of the vocabulary, with products that have fast kernels."""
 
 import functools
 from typing import Any
@@ -31,7 +31,7 @@ def linear_cross_entropy(
     wants: frozenset[str],
     **options: Any,
 ) -> tuple[Any, dict[str, Any]]:
-    """The op without bias and softcap, by those products."""
+    """Computes the op, without bias and softcap, by the given products."""
     regularization = {name: options[name] for name in ("z_loss", "label_smoothing")}
     weight = dequantize(weight, hidden.dtype)
     vocab = weight.shape[1]
@@ -50,7 +50,7 @@ def linear_cross_entropy(
 
 
 def _over_parts(function: Any, rows: Rows, weight: Any) -> Any:
-    """Each part of the rows that a mesh splits off by itself: no loop then goes from device to device."""
+    """Maps over the row parts of a mesh, so that each loop stays on one device."""
     if rows.labels.shape[0] == 1:
         return function(jax.tree.map(lambda x: x[0], rows), weight)[None]
     return jax.vmap(function, in_axes=(0, None))(rows, weight)
@@ -58,7 +58,7 @@ def _over_parts(function: Any, rows: Rows, weight: Any) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _total(loss: Loss, rows: Rows, weight: Any) -> Any:
-    """The sum of all losses times their shares. When differentiated, the gradients are formed with it."""
+    """Computes the sum of losses times shares. Under differentiation the gradients are computed together with it."""
     return _summed(_losses(loss, rows, weight), rows)
 
 
@@ -83,7 +83,7 @@ def _summed(losses: Any, rows: Rows) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _losses(loss: Loss, rows: Rows, weight: Any) -> Any:
-    """The loss of each row, whatever its share."""
+    """Computes the loss of each row, ignoring shares."""
     bits = as_bits(weight)
     losses = lax.map(lambda chunk: read_tiles(loss, chunk, bits).losses, in_chunks(loss, rows))
     return losses.reshape(-1)[: rows.labels.size]
@@ -103,7 +103,7 @@ _losses.defvjp(_losses_forward, _losses_backward)
 
 
 def _with_gradients(loss: Loss, rows: Rows, weight: Any) -> tuple[Any, Any, Any]:
-    is_one_tile = loss.width == loss.vocab  # whose exponentials are as small as its logits
+    is_one_tile = loss.width == loss.vocab  # its exponentials take no more memory than its logits
     module = kept_exponentials if loss.keeps_exponentials or is_one_tile else logits_again
     return module.losses_and_gradients(loss, rows, weight)
 

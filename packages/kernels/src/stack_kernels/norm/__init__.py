@@ -1,1 +1,1 @@
-"""`norm`: root mean square norms, a file a backend."""
+"""`norm`: root mean square norms, one file per backend."""

@@ -1,7 +1,7 @@
-"""`norm` on TPUs: the root mean square norm of whole rows, with the residual sum in the same pass.
+"""`norm` on TPUs: the root mean square norm of full rows, with the residual sum in the same pass.
 
-XLA forms the sum, its mean square and the normed rows in separate fusions where a product reads the result; here the
-operands are read once and the sum is written once. The backward pass reads the kept reciprocal root mean square.
+If a product reads the result, XLA computes the sum, its mean square and the normed rows in separate fusions. This
+kernel reads the operands once and writes the sum once. The backward pass reads the saved reciprocal root mean square.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,22 +22,22 @@ __all__ = ["MOSAIC_TPU", "NormTile", "mosaic_tpu"]
 
 _DTYPES = ("bfloat16", "float32")
 _ROWS = (512, 256, 128, 64, 32, 16)  # bf16 is laid out in tiles of 16 rows
-_TILE_BYTES = 2**23  # of VMEM, of which a kernel has 16 MiB by default on the smallest chip
-_ARRAYS = 5  # read or written for each row by the larger pass: two operands, two cotangents, a gradient
+_TILE_BYTES = 2**23  # of VMEM; a kernel has 16 MiB by default on the smallest chip
+_ARRAYS = 5  # per row in the larger pass: two operands, two cotangents, a gradient
 
 
 @dataclass(frozen=True)
 class NormTile:
-    """How many rows are normed at a time, a multiple of 16."""
+    """Number of rows normed at a time, a multiple of 16."""
 
     rows: int
 
 
 def mosaic_tpu(*, interpret: Any = False) -> OpImplementation:
-    """The implementation.
+    """Builds the implementation.
 
     Args:
-      interpret: True, or `pltpu.InterpretParams`, runs the kernel on any device, operation by operation.
+      interpret: True, or `pltpu.InterpretParams`, interprets the kernel on any device.
     """
     return OpImplementation(
         "norm",
@@ -70,7 +70,7 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
 
 
 def _space(call: OpCall, chip: Chip) -> Iterator[NormTile]:
-    """Tiles that fit into VMEM, each array held twice, while the next tile is fetched; the largest first."""
+    """Yields tiles that fit into VMEM with double buffering; the largest come first."""
     x = call.arrays["x"]
     rows = x.size // x.shape[-1]
     for tile in map(NormTile, _ROWS):
@@ -80,7 +80,7 @@ def _space(call: OpCall, chip: Chip) -> Iterator[NormTile]:
 
 def _held_bytes(call: OpCall, tile: NormTile) -> int:
     x = call.arrays["x"]
-    of_row = 2 * _ARRAYS * x.dtype.itemsize + 3 * 4  # and three rows in fp32 while they are computed
+    of_row = 2 * _ARRAYS * x.dtype.itemsize + 3 * 4  # plus three rows in fp32 during the computation
     return tile.rows * x.shape[-1] * of_row
 
 
@@ -125,7 +125,7 @@ def _backward(
     config: NormTile,
     interpret: Any,
 ) -> Mapping[str, Any]:
-    """dh = r (g - n mean(g n)) + dsum with g = dy (s + c), n = h r, and ds = sum over rows of dy n."""
+    """Computes dh = r (g - n mean(g n)) + dsum with g = dy (s + c), n = h r, and ds = sum over rows of dy n."""
     x, has_sum = arrays["x"], arrays["residual"] is not None
     total = outputs[1] if has_sum else x
     of_y, *of_sum = cotangents if has_sum else (cotangents,)
@@ -134,7 +134,7 @@ def _backward(
     def kernel(factor: Any, total: Any, of_y: Any, inverse: Any, *refs: Any) -> None:
         *of_sum, gradient, of_scale = refs
         place = pl.program_id(0) * config.rows + jax.lax.broadcasted_iota(jnp.int32, total.shape, 0)
-        is_row = place < rows  # the last tile holds anything behind the last row
+        is_row = place < rows  # the last tile holds garbage after the last row
         normed = jnp.where(is_row, total[...].astype(jnp.float32) * inverse[...], 0)
         of_normed = jnp.where(is_row, of_y[...].astype(jnp.float32), 0)
         scaled = of_normed * factor[...]
@@ -164,7 +164,7 @@ def _on_tiles(
     out_shapes: Sequence[tuple[tuple[int, ...], Any]],
     interpret: Any,
 ) -> Sequence[Any]:
-    """Runs the kernel on some rows at a time. A result of three axes has one row for each tile."""
+    """Runs the kernel on tiles of rows. A result of three axes has one row per tile."""
 
     def spec(shape: tuple[int, ...]) -> pl.BlockSpec:
         if len(shape) == 3:

@@ -1,7 +1,7 @@
-"""`norm` on NVIDIA's GPUs: Tokamax's kernels in Triton, forward and backward, of rms and layer norms along any axis.
+"""`norm` on NVIDIA GPUs: Tokamax's Triton kernels, forward and backward, for rms and layer norms along any axis.
 
-They know no residual sum: it is formed before, and XLA fuses it with what computes its operands. The backward pass
-reads the kept reciprocal root mean square; of a layer norm it computes the mean again.
+The kernels have no residual sum: it is computed before, and XLA fuses it with the operations that produce its operands.
+The backward pass reads the saved reciprocal root mean square; for a layer norm it recomputes the mean.
 """
 
 import importlib
@@ -22,18 +22,19 @@ __all__ = ["TOKAMAX_TRITON", "NormBlock"]
 
 _PLACE = "tokamax._src.ops.normalization.triton"
 _DTYPES = ("bfloat16", "float16", "float32")
-_NUMBERS = 16_384  # of a block, which lies in a core's registers: a quarter of them
+_NUMBERS = 16_384  # numbers per block, in registers: a quarter of a core's
 _MOST = 65_536
 _WARPS = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
 class NormBlock:
-    """What a block norms at a time, powers of two.
+    """Size of a block, in powers of two.
 
     Attributes:
-      rows: of the axes before the normed one.
-      columns: of the axes after it; 1 where there is none.
+      rows: rows along the axes before the normed one.
+      columns: columns along the axes after it; 1 if there are no such axes.
+      warps: warps per block.
     """
 
     rows: int
@@ -78,7 +79,7 @@ def _numbers(call: OpCall, block: NormBlock) -> int:
 
 
 def _power(size: int) -> int:
-    """The next power of two."""
+    """Returns the next power of two."""
     return 1 << max(size - 1, 0).bit_length()
 
 
@@ -120,11 +121,12 @@ def _backward(
 
     def gradients(mean: Any, inverse: Any, of_y: Any, x: Any, scale: Any, offset: Any) -> Any:
         def of_one(of_y: Any) -> Any:
-            kept, unread = (mean, inverse), of_y  # the output's place, which it does not read
+            kept, unread = (mean, inverse), of_y  # in place of the output, which it does not read
             op, blocks = library.TritonNormalizationVjp(), _config(library, config, of_gradient=True)
             return from_tokamax.run(op, blocks, kept, unread, of_y, x, scale, offset, **_options(options))[0]
 
-        # It overwrites x, by what JAX cannot follow beside other derivatives, but where several cotangents share one x.
+        # The kernel overwrites x in a way that JAX cannot track if x is shared with other derivatives, except when
+        # mapped over several cotangents of one x. Hence the `vmap` over a single cotangent.
         found = jax.tree.map(lambda each: each[0], jax.vmap(of_one)(of_y[None]))
         return {name: one for name, one in zip(("x", "scale", "offset"), found, strict=True) if one is not None}
 

@@ -1,7 +1,7 @@
-"""`paged_attention` on TPUs: decoding, each query over the pages of its own sequence, which are fetched where they lie.
+"""`paged_attention` on TPUs for decoding: each query reads the pages of its own sequence in place.
 
-The tables lie in scalar memory before the kernel begins, so that a page is fetched while the one before it is attended
-to. Steps beyond a sequence's last page name that page again, which fetches nothing.
+The tables are in scalar memory before the kernel starts, so that a page is fetched during the attention to the previous
+one. Steps after a sequence's last page name that page again, which fetches nothing.
 """
 
 import functools
@@ -25,16 +25,16 @@ __all__ = ["MOSAIC_TPU", "mosaic_tpu"]
 _DTYPES = ("bfloat16", "float32")
 _SUBLANES = 16  # bf16 is laid out in tiles of 16 rows
 _LANES = 128
-_HELD_BYTES = 2**23  # of VMEM, of which XLA lets a kernel on a v6e have 32 MiB
+_HELD_BYTES = 2**23  # of VMEM; XLA allows 32 MiB per kernel on a v6e
 _TABLE_BYTES = 2**18  # of scalar memory
 _LOWEST = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
 def mosaic_tpu(*, interpret: Any = False) -> OpImplementation:
-    """The implementation.
+    """Builds the implementation.
 
     Args:
-      interpret: True, or `pltpu.InterpretParams`, runs the kernel on any device, operation by operation.
+      interpret: True, or `pltpu.InterpretParams`, interprets the kernel on any device.
     """
     return OpImplementation(
         "paged_attention",
@@ -67,7 +67,7 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
 
 
 def _held_bytes(query: Any, keys: Any, values: Any, value_dim: int | None) -> int:
-    """Of VMEM: pages, queries and results, each twice so that the next is fetched meanwhile, and what is summed up."""
+    """Bytes of VMEM: double-buffered pages, queries and results, and the running sums."""
     kv_heads, head_dim, out_dim = keys.shape[1], keys.shape[3], value_dim or values.shape[3]
     rows = query.shape[1] // kv_heads
     pages = [(pool.shape[1:], pool.dtype) for pool in (keys, values) if pool is not None]
@@ -115,7 +115,7 @@ def _attention(query: Any, key_pages: Any, value_pages: Any, *, interpret: Any, 
 
 
 def _by_lane(sinks: Any, kv_heads: int, group: int, rows: int) -> Any:
-    """float32[kv_heads, rows, lanes] with the same number in every lane."""
+    """Broadcasts sinks to float32[kv_heads, rows, lanes], with the same number in every lane."""
     if sinks is None:
         return None
     grouped = jnp.pad(sinks.astype(jnp.float32).reshape(kv_heads, group), ((0, 0), (0, rows - group)))
@@ -133,11 +133,18 @@ def _over_pages(
     out_dim: int,
     interpret: Any,
 ) -> Any:
-    """[tokens, kv_heads, rows, out_dim].
+    """Computes the output, [tokens, kv_heads, rows, out_dim].
 
     Args:
-      prefetched: the page of each token at each place, [tokens * places], and the keys that it may attend to, from
-        begins[tokens] to ends[tokens].
+      prefetched: the page of each token at each table entry, [tokens * places], and the range of keys that a token may
+        attend to, begins[tokens] and ends[tokens].
+      query: [tokens, kv_heads, rows, head_dim].
+      key_pages: pages of keys.
+      value_pages: pages of values, or None if values are part of the keys.
+      sinks: float32[kv_heads, rows, lanes], or None.
+      step: static properties of a grid step.
+      out_dim: size of a value.
+      interpret: as for `mosaic_tpu`.
     """
     tokens, kv_heads, rows, head_dim = query.shape
     slots = key_pages.shape[2]
@@ -177,11 +184,14 @@ def _over_pages(
 
 @dataclass(frozen=True)
 class _Step:
-    """What a step of the kernel's grid knows while it is traced.
+    """Static properties of a step of the kernel's grid.
 
     Attributes:
-      places: the entries of a row of the tables.
-      has_values: values have pages of their own; else they are the first numbers of the keys.
+      places: entries per row of the tables.
+      scale: factor of the scores.
+      softcap: softcap of the scores, or None.
+      has_values: True if values have their own pages; otherwise they are the leading features of the keys.
+      has_sinks: True if the softmax has sinks.
     """
 
     places: int
@@ -192,7 +202,7 @@ class _Step:
 
 
 def _kernel(table: Any, begins: Any, ends: Any, query: Any, keys: Any, *refs: Any, of: _Step) -> None:
-    """Attends to one page of one token; the last step of a token divides by the sum of its weights."""
+    """Attends one token to one page; the token's last step divides by the sum of its weights."""
     del table
     *given, output, highest, total, weighted = refs
     values = given.pop(0) if of.has_values else None
@@ -222,7 +232,7 @@ def _kernel(table: Any, begins: Any, ends: Any, query: Any, keys: Any, *refs: An
             weights = jnp.where(seen, jnp.exp(scores - now[:, :1]), 0)
             shrink = jnp.exp(before - now)
             value = keys[head, :, : weighted.shape[-1]] if values is None else values[head]
-            value = jnp.where(visible(value.shape, 0), value, 0)  # slots without a key may hold NaN
+            value = jnp.where(visible(value.shape, 0), value, 0)  # unused slots may hold NaN
             highest[head] = now
             total[head] = total[head] * shrink + jnp.sum(weights, axis=-1, keepdims=True)
             weighted[head] = weighted[head] * shrink[:, :1] + _dot(weights.astype(value.dtype), value, 0)
@@ -239,7 +249,7 @@ def _kernel(table: Any, begins: Any, ends: Any, query: Any, keys: Any, *refs: An
 
 
 def _dot(left: Any, right: Any, axis: int) -> Any:
-    """left[m, k] times right, whose `axis` is k, in fp32."""
+    """Computes left[m, k] times right in fp32; `axis` is the k axis of right."""
     return lax.dot_general(left, right, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
 
 

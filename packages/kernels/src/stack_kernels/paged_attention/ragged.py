@@ -1,11 +1,11 @@
-"""`paged_attention` on TPUs: decoding and prompts, by the ragged paged attention of the jax wheel.
+"""`paged_attention` on TPUs, for decoding and prompts: the ragged paged attention of the jax wheel.
 
-The kernel reads one pool in which the heads of keys and values take turns, takes heads of 128 numbers alone, waits for
-pages of sequences without keys that it never fetched, leaves tokens of no sequence unwritten, and averages the values
-that a query may not see where there are no others. Here such sequences get a key, and such tokens and queries zeros.
+The kernel reads one pool with alternating heads of keys and values, supports only a head_dim of 128, waits for pages of
+sequences without keys that it never fetched, leaves tokens of no sequence unwritten, and averages invisible values for
+a query without visible ones. This adapter gives such sequences a key, and zeroes such tokens and queries.
 
-Unlike the reference: a NaN in a key or a value reaches every query of its sequence, even those that may not attend to
-it.
+Unlike in the reference, a NaN in a key or a value reaches every query of its sequence, even queries that may not attend
+to it.
 """
 
 import functools
@@ -26,13 +26,13 @@ __all__ = ["RAGGED", "RaggedTiles"]
 _DTYPES = ("bfloat16", "float32")
 _HEAD_DIM = 128
 _TABLE_BYTES = 2**18  # of scalar memory
-_VMEM_BYTES = 12 * 2**20  # of the 16 MiB that a kernel has by default on the smallest chip
+_VMEM_BYTES = 12 * 2**20  # of the default 16 MiB per kernel on the smallest chip
 _MOST_KEYS = 512
 
 
 @dataclass(frozen=True)
 class RaggedTiles:
-    """How many queries, and how many pages of one sequence, the kernel attends with at once."""
+    """Number of queries, and of pages of one sequence, that the kernel processes at a time."""
 
     queries: int
     pages: int
@@ -53,7 +53,7 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
         "it would take four of more heads of float32 at a time, and Mosaic takes eight or all": query.dtype.itemsize
         == 4
         and query.shape[1] == keys.shape[2] > 4,
-        "a sequence has one key at most": tables.shape[1] * keys.shape[1] == 1,  # Mosaic widens no single row of bf16
+        "a sequence has one key at most": tables.shape[1] * keys.shape[1] == 1,  # Mosaic cannot widen 1 row of bf16
         "the tables do not fit into scalar memory": 4 * tables.size > _TABLE_BYTES,
     }
     if not any(problems.values()):
@@ -63,13 +63,13 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
 
 
 def _fills_tiles(heads: int, itemsize: int) -> bool:
-    """Whether the kernel can address these heads of keys and values, several of which share a word of 4 bytes."""
+    """Checks whether the kernel can address these heads of keys and values, several of which share a 4-byte word."""
     words, rest = divmod(heads * itemsize, 4)
     return not rest and (words in (1, 2, 4, 8) or words % 8 == 0)
 
 
 def _space(call: OpCall, chip: Chip) -> Iterator[RaggedTiles]:
-    """Tiles that fit into VMEM, the largest first that are at most 32 queries and 512 keys."""
+    """Yields tiles that fit into VMEM; the largest with at most 32 queries and 512 keys come first."""
     keys, tokens = call.arrays["key_pages"], call.arrays["query"].shape[0]
     places = call.arrays["block_tables"].shape[1]
     if unquantized(call, chip) is not True or call.options["layout"] != "psh2d" or min(keys.shape) == 0:
@@ -82,7 +82,7 @@ def _space(call: OpCall, chip: Chip) -> Iterator[RaggedTiles]:
 
 
 def _held_bytes(call: OpCall, tiles: RaggedTiles) -> int:
-    """Two blocks of pages, of queries and of outputs; sums, statistics and scores in float32."""
+    """Bytes of two blocks of pages, queries and outputs, plus sums, statistics and scores in float32."""
     _, heads, head_dim = call.arrays["query"].shape
     _, slots, kv_heads, _, _ = call.arrays["key_pages"].shape
     itemsize = call.arrays["query"].dtype.itemsize
@@ -115,9 +115,9 @@ def _attention(query: Any, key_pages: Any, *, config: RaggedTiles, **call: Any) 
 
 
 def _visited(starts: Any) -> tuple[Any, Any]:
-    """The starts that the kernel gets, and int32[1], how many sequences it visits: none behind the last with a query.
+    """Returns the starts passed to the kernel, and how many sequences it visits, int32[1]: up to the last with a query.
 
-    One sequence has a query at least, so that the page which the kernel fetches first is waited for.
+    At least one sequence has a query, so that the kernel waits for the page that it fetches first.
     """
     places = jnp.arange(len(starts), dtype=jnp.int32)
     given = jnp.where(starts[-1] > starts[0], starts, jnp.minimum(places, 1))
@@ -125,7 +125,7 @@ def _visited(starts: Any) -> tuple[Any, Any]:
 
 
 def _sees_a_key(lengths: Any, starts: Any, tokens: int) -> Any:
-    """bool[tokens]: the token is a query of a sequence, and not before the first key."""
+    """Checks whether a token is a query of a sequence and sees a key, bool[tokens]."""
     token = jnp.arange(tokens, dtype=jnp.int32)
     after = jnp.searchsorted(starts[1:], token, side="right", method="compare_all")
     sequence = jnp.minimum(after, len(lengths) - 1)

@@ -1,14 +1,14 @@
-"""`paged_attention` on CPUs: decoding, one query after the other, each over the pages of its own sequence alone.
+"""`paged_attention` on CPUs for decoding: one query after the other, each over the pages of its own sequence only.
 
-Loops end where a sequence ends, so that a short one does not wait for the longest. Pages are read where they lie. Where
-query heads share key heads, all have one product with the slots [slots, kv_heads * head_dim]. Each query is as wide as
-all key heads then, and zero but in its own head's part:
+Each loop ends with its sequence, so that short sequences do not wait for the longest. Pages are read in place. If query
+heads share key heads, all heads have one product with the slots [slots, kv_heads * head_dim]. Each query is then
+widened to all key heads and is zero outside its own head:
 
     z[(h, i), j] = sum_(h', d) q[i, h, d] [h = h'] k[j, h', d]
 
-which is kv_heads times the work of a product for each head, and needs no transposed copy. For the running softmax that
-is one key head, whose head_dim is that width and whose group is all heads. Where
-each head has a key head of its own, it has a loop of its own: XLA reads the pages inside the product of one row.
+This takes kv_heads times the work of one product per head, but needs no transposed copy. To the running softmax it is a
+single key head with that width as its head_dim and all heads as its group. If each head has its own key head, it has
+its own loop: XLA reads the pages inside the product of one row.
 """
 
 from dataclasses import dataclass
@@ -44,11 +44,11 @@ _LEAST_HEAD_DIM = 128
 
 @dataclass(frozen=True)
 class StepConfig:
-    """How much a step of the loop over the pages takes in.
+    """Size of a step of the loop over the pages.
 
     Attributes:
-      slots: the most slots of a step, whose pages are whole: a larger page is one step.
-      pages: the most pages of a step, each of which is a copy of its own.
+      slots: maximum number of slots per step, in full pages; a larger page is one step.
+      pages: maximum number of pages per step, each of which is copied separately.
     """
 
     slots: int = 128
@@ -56,7 +56,7 @@ class StepConfig:
 
 
 def values_like_keys(call: OpCall) -> bool | str:
-    """Whether values have pages of their own, as wide as those of the keys; or what they are."""
+    """Returns True if values have their own pages, as wide as the keys' pages; otherwise the reason why not."""
     keys, values = call.arrays["key_pages"], call.arrays["value_pages"]
     if values is None:
         return "it reads values from pages of their own, and not from the keys'"
@@ -126,7 +126,7 @@ def _cpu(
 
 
 def _places(tokens: Any, kv_lengths: Any, query_starts: Any) -> tuple[Any, Any]:
-    """The sequence of each token, and the key position at which it stands: -1 for padding."""
+    """Returns the sequence of each token and its key position: -1 for padding."""
     ends = query_starts[1:]
     after = jnp.sum(tokens[:, None] >= ends, axis=1)
     sequence = jnp.minimum(after, ends.shape[0] - 1)
@@ -146,12 +146,17 @@ def _attend(
     layout: str,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """The output of one query [1, 1, heads, 1, width] in fp32, and the log of the softmax's denominator.
+    """Computes the output of one query [1, 1, heads, 1, width] in fp32, and the log of the softmax's denominator.
 
     Args:
-      table: the numbers of the pages of its sequence, a multiple of `step_pages`.
-      position: its key position, the last that it sees; negative if there is none.
-      first_head: the first of the key heads that it is as wide as.
+      query: the widened query.
+      key_pages: pages of keys.
+      value_pages: pages of values.
+      table: page numbers of its sequence; their count is a multiple of `step_pages`.
+      position: its key position, the last that it sees; negative for padding.
+      first_head: first key head that its width covers.
+      step_pages: pages per step.
+      layout: axes of the pages.
     """
     step_keys = step_pages * key_pages.shape[layout.index("s")]
     left = options["window"][0]
@@ -171,13 +176,13 @@ def _attend(
 
 
 def _products(query: Any, key: Any, together: int) -> Any:
-    """Of queries [1, 1, heads, 1, width] that are as wide as some heads together, with keys [1, 1, keys, width]."""
+    """Multiplies queries [1, 1, heads, 1, width], widened to several heads, with keys [1, 1, keys, width]."""
     mixed = by_group("bhqd,bhkd->bhqk", query, key)
     if together == 1:
         return mixed
 
     def apart() -> Any:
-        own = jnp.sum(query.reshape(together, -1, together, key.shape[-1] // together), axis=2)  # the others are 0
+        own = jnp.sum(query.reshape(together, -1, together, key.shape[-1] // together), axis=2)  # other heads are 0
         keys = key.reshape(-1, *own.shape[::2])
         return contract("hgd,khd->hgk", own, keys, mixed.dtype).reshape(mixed.shape)
 
@@ -185,9 +190,9 @@ def _products(query: Any, key: Any, together: int) -> Any:
 
 
 def _slots(pages: Any, numbers: list[Any], first_head: Any, width: int, layout: str) -> Any:
-    """The slots of the pages with these numbers, [1, 1, n * slots, width].
+    """Returns the slots of the pages with these numbers, [1, 1, n * slots, width].
 
-    One page at a time, for XLA's CPU backend copies slices faster than it gathers.
+    Pages are copied one at a time, because XLA's CPU backend copies slices faster than it gathers.
     """
     sizes = dict(zip(layout, pages.shape, strict=True))
     part = {**sizes, "p": 1, "h": width // sizes["d"]}

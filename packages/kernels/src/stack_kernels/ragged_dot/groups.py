@@ -1,4 +1,4 @@
-"""Rows by group, as kernels for accelerators take them: sizes that fit, whole tiles, nothing after the groups."""
+"""Rows by group in the form of accelerator kernels: sizes within bounds, full tiles, zeros after the groups."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ __all__ = ["cut", "padded", "zero_after"]
 
 
 def cut(group_sizes: Any, rows: int) -> Any:
-    """The sizes in int32, without what exceeds the rows."""
+    """Returns the sizes in int32, cut off at the number of rows."""
     ends = jnp.minimum(jnp.cumsum(group_sizes.astype(jnp.int32)), rows)
     return jnp.diff(ends, prepend=0).astype(jnp.int32)
 
 
 def padded(rows: Any, tile: int) -> Any:
-    """With zeros to a whole number of tiles."""
+    """Pads rows with zeros to full tiles."""
     return jnp.pad(rows, ((0, -len(rows) % tile), (0, 0)))
 
 

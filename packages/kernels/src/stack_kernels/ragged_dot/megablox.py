@@ -1,7 +1,7 @@
-"""`ragged_dot` on TPUs: the grouped product of the jax wheel, megablox.
+"""`ragged_dot` on TPUs: megablox, the grouped product of the jax wheel.
 
-The kernel takes whole tiles of rows and leaves the rows after all groups unwritten. Here rows are padded to tiles,
-sizes are cut off at the last row, and the rows after all groups get zeros.
+The kernel requires full tiles of rows and does not write the rows after the last group. This adapter pads rows to
+tiles, cuts sizes off at the last row, and zeroes the rows after the last group.
 """
 
 import functools
@@ -24,12 +24,12 @@ _DTYPES = ("bfloat16", "float32")
 _SUBLANES = 16  # bf16 is laid out in tiles of 16 rows
 _SIZES = (1024, 512, 256, 128)
 _MOST_ROWS = 512
-_VMEM_BYTES = 12 * 2**20  # of the 16 MiB that a kernel has by default on the smallest chip
+_VMEM_BYTES = 12 * 2**20  # of the default 16 MiB per kernel on the smallest chip
 
 
 @dataclass(frozen=True)
 class GroupedTiles:
-    """How large a tile of rows, of d_in and of d_out is, at most."""
+    """Maximum tile sizes along rows, d_in and d_out."""
 
     rows: int
     d_in: int
@@ -37,7 +37,7 @@ class GroupedTiles:
 
 
 def megablox(*, interpret: Any = False) -> OpImplementation:
-    """The implementation; with True or `pltpu.InterpretParams` it runs on any device, operation by operation."""
+    """Builds the implementation; True or `pltpu.InterpretParams` interprets the kernel on any device."""
     return OpImplementation(
         "ragged_dot",
         "megablox",
@@ -67,7 +67,7 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
 
 
 def _space(call: OpCall, chip: Chip) -> Iterator[GroupedTiles]:
-    """Tiles that fit into VMEM, operands held twice while the next ones are fetched; large and square ones first."""
+    """Yields tiles that fit into VMEM with double-buffered operands; large and square tiles come first."""
     lhs, rhs = call.arrays["lhs"], call.arrays["rhs"]
     if is_quantized(rhs):
         return
@@ -83,12 +83,12 @@ def _space(call: OpCall, chip: Chip) -> Iterator[GroupedTiles]:
 
 
 def _tile_sizes(size: int) -> list[int]:
-    """Sizes of tiles that waste less than half of the last one, the largest first."""
+    """Returns tile sizes that waste less than half of the last tile; the largest come first."""
     return [of_tile for of_tile in _SIZES if of_tile < 2 * size] or [_SIZES[-1]]
 
 
 def _held_bytes(rows: int, d_in: int, d_out: int, itemsize: int) -> int:
-    """The larger of the two passes: the gradient of the matrices accumulates d_in x d_out, and widens both operands."""
+    """Bytes of the larger pass: the gradient of the matrices accumulates d_in x d_out and widens both operands."""
     operands, result = rows * (d_in + d_out), d_in * d_out
     return operands * (2 * itemsize + 4) + result * (2 * itemsize + 4)
 
@@ -122,11 +122,11 @@ def _backward(
 
 
 def _multiply(rows: Any, matrices: Any, sizes: Any, config: GroupedTiles, *, transposed: bool, interpret: Any) -> Any:
-    """Each row times the matrix of its group, or times its transpose; zeros after the last group.
+    """Multiplies each row by the matrix of its group, or by its transpose; zeros after the last group.
 
-    The library asks `jax.devices()` whether the TPU at hand is older than v4, which multiplies no bf16. It does so
-    before it looks at a dtype, and in the function that makes the kernel, so that no cast before it helps. For a target
-    that is not at hand the answer is right, too: every TPU of our `Chip`s multiplies bf16.
+    The library asks `jax.devices()` whether the local TPU is older than v4, which cannot multiply bf16. It does so
+    before it looks at a dtype, inside the function that builds the kernel, so no cast beforehand helps. The answer is
+    also correct for a target that is not attached: every TPU among our `Chip`s multiplies bf16.
     """
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
@@ -145,7 +145,7 @@ def _multiply(rows: Any, matrices: Any, sizes: Any, config: GroupedTiles, *, tra
 
 
 def _outer_products(lhs: Any, cotangent: Any, sizes: Any, config: GroupedTiles, *, interpret: Any) -> Any:
-    """[groups, d_in, d_out]: the gradient of each group's matrix."""
+    """Computes the gradient of each group's matrix, [groups, d_in, d_out]."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     tile = _rows_of_tile(len(lhs), config)

@@ -1,8 +1,8 @@
-"""`ragged_dot` by Tokamax's kernels: Mosaic on Hopper and Blackwell, Triton on NVIDIA's GPUs, two of Mosaic on TPUs.
+"""`ragged_dot` by Tokamax's kernels: Mosaic on Hopper and Blackwell, Triton on NVIDIA GPUs, two Mosaic kernels on TPUs.
 
-All leave the rows after all groups unwritten, and some take whole tiles of rows. Here rows are padded, sizes are cut
-off at the last row, and the rows after all groups get zeros, in the cotangent too: a kernel that masks one operand of a
-product would let NaN through from the other.
+None of them writes the rows after the last group, and some require full tiles of rows. This adapter pads rows, cuts
+sizes off at the last row, and zeroes the rows after the last group, in the cotangent too: a kernel that masks one
+operand of a product would let NaN through from the other.
 """
 
 import functools
@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class GroupTiles:
-    """Rows, d_in and d_out of a tile, and how many are fetched ahead; 0 rows leaves all to the kernel's own rule."""
+    """Rows, d_in and d_out of a tile, and the number of prefetched tiles; with 0 rows the kernel chooses."""
 
     rows: int
     d_in: int
@@ -43,7 +43,7 @@ class GroupTiles:
 
 @dataclass(frozen=True)
 class WarpTiles:
-    """As `GroupTiles`, and the warps that share a tile."""
+    """`GroupTiles` plus the number of warps per tile."""
 
     rows: int
     d_in: int
@@ -54,18 +54,23 @@ class WarpTiles:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One of the kernels, as its adapter sees it.
+    """One of the kernels, with the properties that its adapter needs.
 
     Attributes:
-      place: the module, and the class of its op.
-      generations: the GPUs that it is for, forward and backward; none of TPUs.
-      tiles: the configs that are worth a measurement, the one to begin with first.
-      made: of (module, config, transposed) the library's config.
-      rows_of_tile: rows are padded to a multiple of this, or of the config's rows where it is 0.
-      multiple: d_in and d_out are multiples of this.
-      fewest: rows, d_in and d_out are at least this.
+      name: name of the implementation.
+      place: names of the module and of its op's class.
+      platform: "gpu" or "tpu".
+      generations: supported GPU generations by direction; empty for TPUs.
+      tiles: configs worth measuring, the default first.
+      made: builds the library's config from (module, config, transposed).
+      dtypes: supported dtypes.
+      rows_of_tile: multiple to which rows are padded; 0 for the config's rows.
+      multiple: required divisor of d_in and d_out.
+      fewest: minimum of d_in and d_out.
+      needs: further modules that must be installed.
       op: keywords of the op, from the number of groups.
-      differentiates: its backward pass is used.
+      priority: as in `OpImplementation`.
+      differentiates: True if its backward pass is used.
     """
 
     name: str
@@ -151,7 +156,7 @@ class Kernel:
         return found
 
     def _by_group(self, rows: Any, matrices: Any, sizes: Any, config: Any, *, transposed: bool) -> Any:
-        """Each row times the matrix of its group, or times its transpose; zeros after the last group."""
+        """Multiplies each row by the matrix of its group, or by its transpose; zeros after the last group."""
         base, library = self._library()
         numbers = base.TRANS_RHS_RAGGED_DOT_DIM_NUMS if transposed else base.DEFAULT_RAGGED_DOT_DIM_NUMS
         product = self._product(library, len(sizes), numbers, self.made(library, config, transposed), rows.dtype)
@@ -159,7 +164,7 @@ class Kernel:
         return zero_after(sizes, found[: len(rows)])
 
     def _outer(self, lhs: Any, cotangent: Any, sizes: Any, config: Any) -> Any:
-        """[groups, d_in, d_out]: the gradient of each group's matrix; zeros for a group without rows."""
+        """Computes the gradient of each group's matrix, [groups, d_in, d_out]; zeros for a group without rows."""
         base, library = self._library()
         numbers, tile = base.RAGGED_CONTRACTING_DOT_DIM_NUMS, self._tile(config)
         product = self._product(library, len(sizes), numbers, self.made(library, config, False), lhs.dtype)
@@ -264,7 +269,7 @@ TOKAMAX_MOSAIC_GPU = Kernel(
     {"forward": ("sm90", "sm100"), "backward": ("sm90",)},
     _of_hopper,
     _for_hopper,
-    rows_of_tile=64,  # which the gradient of the matrices fetches at a time
+    rows_of_tile=64,  # the fetch size of the gradient of the matrices
     multiple=64,
     priority=3,
 ).implementation()
@@ -292,7 +297,7 @@ V2 = _on_tpu(
     made=_for_v2,
     op=lambda groups: {"num_actual_groups": groups},
     priority=3,
-    differentiates=False,  # its gradient takes a minute and a half to compile: v1 gives it
+    differentiates=False,  # its gradient takes 90 s to compile; v1 computes it
     rows_of_tile=8,
 )
 TOKAMAX_TPU_V2 = V2.implementation()

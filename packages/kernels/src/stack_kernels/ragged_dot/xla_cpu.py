@@ -1,8 +1,8 @@
-"""`ragged_dot` on CPUs: group after group, in full tiles of rows and one tile that is hardly larger than the rest.
+"""`ragged_dot` on CPUs: one group at a time, in full tiles of rows and one tile that barely exceeds the remaining rows.
 
-Loops end where the rows of a group end, and each matrix is read once a group. The work is that of the rows, and of less
-than a third of the rest more. A loop of that kind cannot be differentiated, so that the gradients are written out, and
-mapped it would compute every size of tile for every group of all elements, so that `jax.vmap` takes them one by one.
+Loops end with the rows of a group, and each matrix is read once per group. The work is that of the rows, plus less than
+a third of each group's remainder. Such a loop cannot be differentiated, so the gradients are written explicitly. Under
+`jax.vmap` it would compute every tile size for every group of all elements, so mapped elements run one by one.
 """
 
 import bisect
@@ -58,7 +58,7 @@ _ragged_dot.defvjp(_forward, _backward)
 
 
 def _multiply(subscripts: str, rows: Any, matrices: Any, begin: Any, end: Any) -> Any:
-    """Each row times the matrix kn of its group; zeros after the last group."""
+    """Multiplies each row by the matrix kn of its group; zeros after the last group."""
     return _one_by_one(partial(_multiplied, subscripts), rows, matrices, begin, end)
 
 
@@ -75,7 +75,7 @@ def _multiplied(subscripts: str, rows: Any, matrices: Any, begin: Any, end: Any)
         def multiply_tile(size: int, start: Any, output: Any) -> Any:
             tile = lax.dynamic_slice_in_dim(padded, start, size)
             product = contract(subscripts, tile, matrix, rows.dtype)
-            # What is not of this group is overwritten by those that follow.
+            # Rows beyond this group are overwritten by the following groups.
             return lax.dynamic_update_slice_in_dim(output, product, start, axis=0)
 
         return _over_tiles(multiply_tile, begin, end, rows.shape[0], output), None
@@ -87,7 +87,7 @@ def _multiplied(subscripts: str, rows: Any, matrices: Any, begin: Any, end: Any)
 
 
 def _outer_products(lhs: Any, cotangent: Any, begin: Any, end: Any) -> Any:
-    """[groups, d_in, d_out]: the gradient of each group's matrix."""
+    """Computes the gradient of each group's matrix, [groups, d_in, d_out]."""
     return _one_by_one(_summed_outer_products, lhs, cotangent, begin, end)
 
 
@@ -100,7 +100,7 @@ def _summed_outer_products(lhs: Any, cotangent: Any, begin: Any, end: Any) -> An
 
         def add_tile(size: int, start: Any, total: Any) -> Any:
             in_group = (start + jnp.arange(size, dtype=jnp.int32) < end)[:, None]
-            # Both are masked, since a row outside all groups may hold anything, infinities too.
+            # Both are masked, because a row outside all groups may hold anything, including infinities.
             mine, theirs = (jnp.where(in_group, lax.dynamic_slice_in_dim(x, start, size), 0) for x in padded)
             return total + contract("kr,rn->kn", transposed(mine), theirs, accurate)
 
@@ -111,7 +111,7 @@ def _summed_outer_products(lhs: Any, cotangent: Any, begin: Any, end: Any) -> An
 
 
 def _over_tiles(add: Callable[[int, Any, Any], Any], begin: Any, end: Any, rows: int, carry: Any) -> Any:
-    """The carry after `add(size, start, carry)` of tiles that together have the rows from `begin` to `end`."""
+    """Folds `add(size, start, carry)` over tiles that together cover the rows from `begin` to `end`."""
     fitting_all = bisect.bisect_left(_REST_ROWS, min(rows, _FULL_ROWS))
     sizes = _REST_ROWS[: fitting_all + 1]
     full = jnp.maximum(end - begin - 1, 0) // _FULL_ROWS
@@ -124,7 +124,7 @@ def _over_tiles(add: Callable[[int, Any, Any], Any], begin: Any, end: Any, rows:
 
 
 def _padded(array: Any) -> Any:
-    """Lets a tile begin at any row, or after the last."""
+    """Pads with a full tile of rows, so that a tile may begin at any row, or after the last."""
     return jnp.pad(array, ((0, _FULL_ROWS), (0, 0)))
 
 

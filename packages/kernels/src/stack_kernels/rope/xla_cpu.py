@@ -1,7 +1,7 @@
-"""`rope` on CPUs: the tables of cosines and sines are made once, and not again for every head of every product.
+"""`rope` on CPUs: the tables of cosines and sines are computed once, instead of for every head of every product.
 
-XLA's CPU backend moves what makes the tables into each loop that reads them, forward and backward, past an optimization
-barrier too on jax 0.10. It moves nothing out of a loop.
+XLA's CPU backend moves the computation of the tables into each loop that reads them, forward and backward; on jax 0.10
+even past an optimization barrier. It moves nothing out of a loop.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ __all__ = ["XLA_CPU"]
 
 
 def _tables(positions: Any, *, theta: float, scaling: Any, rotary_dim: int) -> tuple[Any, Any]:
-    """Cosines and sines [..., seq, 1, rotary_dim / 2] in fp32 of positions [..., seq]."""
+    """Returns cosines and sines [..., seq, 1, rotary_dim / 2] in fp32 for positions [..., seq]."""
     angles, factor = rope_angles(positions, theta=theta, scaling=scaling, rotary_dim=rotary_dim)
     cosine, sine = lax.map(lambda is_sine: lax.cond(is_sine, jnp.sin, jnp.cos, angles), jnp.array([False, True]))
     return factor * cosine, factor * sine

@@ -114,15 +114,15 @@ def test_a_reward_model_scores_answers_as_it_was_trained_to(tiny):
 def test_what_is_no_reward_model_for_a_policy_is_refused(tiny):
     with pytest.raises(ConversionError, match=r"trains no model 'reward'; it trains: none"):
         ModelReward("runs/tiny")
-    with pytest.raises(ConfigError, match="'run:runs/nowhere' is no directory"):
+    with pytest.raises(ConfigError, match="'run:runs/nowhere' is not a directory"):
         PromptsConfig(source="runs/letters-data/prompts.jsonl", rewards=("run:runs/nowhere",)).check(None)
-    with pytest.raises(ConfigError, match="'runs/nowhere' is no directory"):
+    with pytest.raises(ConfigError, match="'runs/nowhere' is not a directory"):
         PromptsConfig(
             source="runs/letters-data/prompts.jsonl", rewards=({"name": "model", "source": "runs/nowhere"},)
         ).check(None)
     reward = ModelReward("runs/tiny-reward")
     reward.check(open_for_generation("runs/tiny").tokenizer)
-    with pytest.raises(DataError, match="another tokenizer than the policy's"):
+    with pytest.raises(DataError, match="different tokenizer than the policy"):
         reward.check(None)
 
 

@@ -141,7 +141,7 @@ def test_an_environment_that_hangs_has_failed(monkeypatch):
     _, (first, second) = play(HangingTasks(turns=1), timeout_s=0.1, on_failure="drop")
     assert first is not None and second is None
     monkeypatch.setattr(episodes, "_FAREWELL_S", 0.1)
-    with pytest.raises(EnvironmentFailed, match=r"has kept its thread for more than 0.2 s"):
+    with pytest.raises(EnvironmentFailed, match=r"has blocked the event loop for more than 0.2 s"):
         play(HangingTasks(turns=1, blocks=True), timeout_s=0.1, on_failure="drop")
     time.sleep(1.2)  # until its thread goes on, and ends what is left
 

@@ -88,7 +88,7 @@ def test_another_course_of_weights_draws_again_what_later_ones_had_drawn(run):
     run.draw(8, 1)
     other = run.again()
     assert other.batch(0) == ([0, 1], True)
-    with pytest.warns(UserWarning, match=r"before batch 1 .* 3 batches are made again, of which 7 groups"):
+    with pytest.warns(UserWarning, match=r"before batch 1 .* 3 batches are made again, and 7 groups"):
         assert other.batch(1, course="other") == ([2, 3], False)
     third = other.again()
     assert set(third.journal.recorded) == {0, 1, 2, 3}  # the first batch's, and what was drawn again
@@ -171,7 +171,7 @@ def test_a_resumed_run_is_handed_no_groups_of_other_settings(tmp_path, monkeypat
             return next(data.train_iterator())
 
     first = batch()
-    message = "data begins anew: 2 groups" if version else "2 groups .* another data.environment"
+    message = "data starts over: 2 groups" if version else "2 groups .* another data.environment"
     with pytest.warns(UserWarning, match=message) if changes or version else nullcontext():
         again = batch(version, **changes)
     assert (again["staleness"] == 0).all()

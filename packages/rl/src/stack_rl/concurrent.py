@@ -1,4 +1,4 @@
-"""Plays groups of episodes side by side: each goes on as soon as its own environment and the engine let it."""
+"""Asynchronous player of groups, in which each episode proceeds independently of the others."""
 
 import asyncio
 import contextlib
@@ -18,16 +18,20 @@ __all__ = ["ConcurrentPlayer"]
 
 
 class ConcurrentPlayer:
-    """Plays groups while the caller does something else.
+    """Plays groups in the background.
 
-    The draws of an episode are a function of the seed, its group, its place in it and the turn, whatever is played
-    beside it; tokens may be of several weights, and say of which.
+    The sampling seed of each action depends on the run's seed, the group, the attempt and the turn, but not on
+    concurrent episodes. The tokens of an episode may come from several versions of the weights, which are recorded per
+    token.
 
     Args:
-      seq_tokens: of an episode, prompts and observations included, at most.
-      seed: of the draws.
-      timeout_s: of each step of an environment.
-      drawing: what is drawn from.
+      tasks: tasks of the environment.
+      engine: engine that generates actions.
+      seq_tokens: maximum number of tokens per episode, including prompts and observations.
+      seed: seed of the sampling.
+      on_failure: handling of an episode whose environment or reward fails.
+      timeout_s: time limit of each environment step in seconds.
+      drawing: sampling restrictions.
     """
 
     def __init__(
@@ -53,18 +57,19 @@ class ConcurrentPlayer:
         done: Callable[[list[Trajectory | None]], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        """Begins to play a group.
+        """Starts playing a group.
 
         Args:
-          done: gets its trajectories, on another thread; None for attempts that failed and are dropped.
-          failed: gets the error if failures stop the run, on another thread.
+          attempts: the group's attempts.
+          done: called on another thread with the trajectories; None for attempts that failed and are dropped.
+          failed: called on another thread with the error if failures stop the run.
         """
 
         async def group() -> None:
             playing = [asyncio.ensure_future(self._play(attempt, place)) for place, attempt in enumerate(attempts)]
             try:
                 done(list(await asyncio.gather(*playing)))
-            except Exception as error:  # whatever it is belongs to the thread that asks for batches
+            except Exception as error:  # raised again on the thread that requests batches
                 for each in playing:
                     each.cancel()
                 failed(error)
@@ -72,14 +77,14 @@ class ConcurrentPlayer:
         self._loop.begin(group())
 
     def close(self) -> None:
-        """Ends all that is played."""
+        """Stops all running episodes."""
         self._loop.close()
 
     async def _play(self, attempt: Attempt, place: int) -> Trajectory | None:
         episode = Episode(attempt, self._tasks.episode(attempt.task))
         try:
             await self._turns(episode, place)
-        except Exception as error:  # Environments are a user's code and may raise whatever they like.
+        except Exception as error:  # Environments are user code and may raise any exception.
             episode.failure = f"{type(error).__name__}: {error}"
             if self._on_failure == "stop" and not isinstance(error, Unchecked):
                 raise EnvironmentFailed(described(episode, self._tasks)) from error
@@ -99,7 +104,7 @@ class ConcurrentPlayer:
             episode.take(await within(environment.step(episode.action), limit_s), self._seq_tokens)
 
     async def _act(self, episode: Episode, seed: int) -> GenerationUpdate:
-        """One action, which the engine gives on a thread of its own."""
+        """Requests one action from the engine, which answers on its own thread."""
         loop, name = asyncio.get_running_loop(), f"group-{episode.attempt.group}-{next(self._requests)}"
         ended, updates = loop.create_future(), list[GenerationUpdate]()
 
@@ -109,7 +114,7 @@ class ConcurrentPlayer:
                 ended.set_result(None)
 
         def receive(update: GenerationUpdate) -> None:
-            with contextlib.suppress(RuntimeError):  # the run has ended, and its event loop is closed
+            with contextlib.suppress(RuntimeError):  # the run has ended and its event loop is closed
                 loop.call_soon_threadsafe(arrive, update)
 
         sampling = sampling_for(episode, self._drawing, seed=seed, seq_tokens=self._seq_tokens)

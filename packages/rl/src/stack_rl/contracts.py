@@ -90,7 +90,7 @@ class Tasks(Protocol):
     """The tasks of an environment, numbered from 0. An episode is one attempt at a task.
 
     Attributes:
-      training: number of training tasks; None if every non-negative number is a task.
+      training: number of training tasks; None if all non-negative numbers are tasks.
       held_out: number of separate tasks for evaluation.
     """
 

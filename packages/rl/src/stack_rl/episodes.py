@@ -1,4 +1,4 @@
-"""Plays episodes: an engine acts in environments, all of them turn by turn together."""
+"""Players of episodes, in which an engine acts in environments turn by turn."""
 
 import asyncio
 import contextlib
@@ -36,19 +36,19 @@ __all__ = [
 ]
 
 OnFailure = Literal["stop", "drop"]
-"""What becomes of an episode whose environment or reward fails: it stops the run, or it is dropped and counted."""
+"""Handling of an episode whose environment or reward fails: "stop" the run, or "drop" and count the episode."""
 
 
 STEP_TIMEOUT_S: Final = 300.0
-"""How long a step of an environment may take, by default."""
+"""Default time limit of an environment step in seconds."""
 
-_FAREWELL_S = 5.0
+_FAREWELL_S = 5.0  # extra time for coroutines to handle their own timeout or cancellation
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """An episode that is to be played: one of a group's attempts at a task."""
+    """An episode to be played; a group consists of several attempts at one task."""
 
     group: int
     task: int
@@ -57,20 +57,20 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Drawing:
-    """Which tokens a policy draws from, as `SamplingParams` names them; all by default."""
+    """Sampling restrictions of the policy, named as in `SamplingParams`; the defaults allow all tokens."""
 
     top_p: float = 1.0
     top_k: int = 0
 
     @property
     def is_narrowed(self) -> bool:
-        """Whether some tokens are left out, so that trajectories hold the candidates."""
+        """Whether tokens may be excluded from sampling; trajectories then store the candidates."""
         return self.top_p < 1 or self.top_k > 0
 
 
 @dataclass
 class Episode:
-    """An episode under way; lists have an entry for each token."""
+    """A running episode; lists have one entry per token."""
 
     attempt: Attempt
     environment: Environment
@@ -88,21 +88,21 @@ class Episode:
     failure: str | None = None
 
     def begin(self, observation: Observation, seq_tokens: int) -> None:
-        """Shows the prompt.
+        """Appends the prompt.
 
         Raises:
-          ValueError: it leaves no room for an action.
+          ValueError: the prompt leaves no room for an action.
         """
         self.show(observation, seq_tokens)
         if self.observation is None:
             raise ValueError(f"no room for an action in data.seq_tokens: {seq_tokens}")
 
     def show(self, observation: Observation | None, seq_tokens: int) -> None:
-        """Appends what the environment shows; without room for it and an action, the episode ends."""
+        """Appends an observation. If it leaves no room for an action, the episode ends as truncated."""
         self.observation = observation
         if observation is None:
             return
-        if len(self.tokens) + len(observation.tokens) >= seq_tokens:
+        if len(self.tokens) + len(observation.tokens) >= seq_tokens:  # an action needs at least one more token
             self.observation, self.is_truncated = None, True
             return
         count = len(observation.tokens)
@@ -114,7 +114,7 @@ class Episode:
         self.rewards += [0.0] * count
 
     def act(self, update: GenerationUpdate) -> None:
-        """Appends what the policy wrote."""
+        """Appends the policy's action."""
         assert self.observation is not None and update.logprobs is not None and update.finish_reason is not None
         count = len(update.tokens)
         self.tokens += update.tokens
@@ -123,11 +123,12 @@ class Episode:
         self.versions += update.weights_versions
         self.candidates += update.candidates or [()] * count
         self.rewards += [0.0] * count
+        # An action that reaches its own `max_tokens` is complete; a shorter one was cut by `data.seq_tokens`.
         self.is_truncated = update.finish_reason == "length" and count < self.observation.max_tokens
         self.action = Action(tokens=update.tokens, finish_reason=update.finish_reason)
 
     def take(self, outcome: Outcome, seq_tokens: int) -> None:
-        reward = float(outcome.reward)  # a sum of NumPy's half-precision numbers would stay one
+        reward = float(outcome.reward)  # sums of NumPy half-precision numbers would stay in half precision
         if not math.isfinite(reward):
             raise ValueError(f"the reward is {reward}; it must be finite")
         self.rewards[-1] += reward
@@ -152,21 +153,24 @@ class Episode:
 
 
 def _flat(candidates: Sequence[tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray] | None:
-    """The candidates of all tokens as a `Trajectory` has them; None where no token has any."""
+    """Flattens candidates to the arrays of a `Trajectory`; None if all tokens lack them."""
     counts = np.asarray([len(each) for each in candidates], np.int32)
     return (counts, np.asarray([token for each in candidates for token in each], np.int32)) if counts.any() else None
 
 
 class Player:
-    """Plays episodes of `tasks` with an engine.
+    """Plays episodes of `tasks` with an engine, all of them in lockstep.
 
-    All episodes are played together: the engine acts in every one that goes on, then every environment steps. So the
-    requests that the engine gets are a function of the attempts, the seed and the weights.
+    In each turn the engine acts in every running episode, then every environment steps. The engine's requests are
+    therefore a function of the attempts, the seed and the weights.
 
     Args:
-      seq_tokens: of an episode, prompts and observations included, at most.
-      timeout_s: of each step of an environment; one that takes longer has failed.
-      drawing: what is drawn from, where it is not greedy.
+      tasks: tasks of the environment.
+      engine: engine that generates actions.
+      seq_tokens: maximum number of tokens per episode, including prompts and observations.
+      on_failure: handling of an episode whose environment or reward fails.
+      timeout_s: time limit of each environment step in seconds; a longer step is a failure.
+      drawing: sampling restrictions if decoding is not greedy.
     """
 
     def __init__(
@@ -189,10 +193,12 @@ class Player:
         """Plays every attempt to its end.
 
         Args:
-          seed: of the draws, non-negative numbers.
+          attempts: episodes to play.
+          seed: non-negative numbers that seed the sampling.
+          greedy: use greedy decoding.
 
         Returns:
-          A trajectory for each attempt; None for those that failed and are dropped.
+          A trajectory for each attempt; None for attempts that failed and are dropped.
 
         Raises:
           EnvironmentFailed: an environment or a reward failed, and failures stop the run.
@@ -205,6 +211,7 @@ class Player:
                 acting = [place for place, each in enumerate(episodes) if each.observation is not None]
                 if not acting:
                     break
+                # One seed per episode, running or not, so the seeds do not depend on when other episodes end.
                 seeds = np.random.default_rng([*seed, turn]).integers(1 << 62, size=len(episodes))
                 self._act([episodes[place] for place in acting], seeds[acting], greedy=greedy)
                 self._together([episodes[place] for place in acting], self._step)
@@ -234,7 +241,7 @@ class Player:
         self._receive(submitted, count=len(submitted))
 
     def _submit(self, request: GenerationRequest, submitted: "deque[tuple[Episode, str]]") -> None:
-        """Submits a request; while the engine's queue is full, receives the answers to earlier ones."""
+        """Submits a request; if the engine's queue is full, receives answers to earlier requests first."""
         while True:
             try:
                 return self._engine.submit(request)
@@ -250,12 +257,12 @@ class Player:
             episode.act(joined(list(self._engine.stream(name))))
 
     def _together(self, episodes: Sequence[Episode], work: Callable[[Episode], Awaitable[None]]) -> None:
-        """Awaits the same of every episode at once; each failure is its episode's own."""
+        """Runs the same coroutine for all episodes concurrently; a failure affects only its own episode."""
 
         async def guarded(episode: Episode) -> None:
             try:
                 await within(work(episode), self._timeout_s)
-            except Exception as error:  # Environments are a user's code and may raise whatever they like.
+            except Exception as error:  # Environments are user code and may raise any exception.
                 episode.failure, episode.observation = f"{type(error).__name__}: {error}", None
                 if self._on_failure == "stop" and not isinstance(error, Unchecked):
                     raise EnvironmentFailed(described(episode, self._tasks)) from error
@@ -264,7 +271,7 @@ class Player:
 
 
 def sampling_for(episode: Episode, drawing: Drawing | None, *, seed: int, seq_tokens: int) -> SamplingParams:
-    """How the next action of an episode is drawn: at temperature 1, or greedily where `drawing` is None."""
+    """Returns the sampling parameters of an episode's next action: temperature 1, or greedy if `drawing` is None."""
     observation = episode.observation
     assert observation is not None
     tokens = {
@@ -278,20 +285,20 @@ def sampling_for(episode: Episode, drawing: Drawing | None, *, seed: int, seq_to
 
 
 def described(episode: Episode, tasks: Tasks) -> str:
-    """The message about an episode that failed."""
+    """Formats the error message of a failed episode."""
     attempt = episode.attempt
     return (
         f"The episode at {tasks.name(attempt.task, held_out=attempt.held_out)} failed: {episode.failure}. Its tokens "
         f"so far:\n  {tasks.text(tuple(episode.tokens))}\n"
-        "Mend the environment or the reward, or leave such episodes out: data.on_failure: drop counts them."
+        "Fix the environment or the reward, or drop and count such episodes by data.on_failure: drop."
     )
 
 
 async def within(work: Awaitable[_T], timeout_s: float) -> _T:
-    """What a step of an environment gives.
+    """Awaits a step of an environment with a time limit.
 
     Raises:
-      EnvironmentFailed: it gives nothing in time.
+      EnvironmentFailed: the step exceeds the limit.
     """
     limit = asyncio.timeout(timeout_s)
     try:
@@ -304,10 +311,10 @@ async def within(work: Awaitable[_T], timeout_s: float) -> _T:
 
 
 def joined(updates: Sequence[GenerationUpdate]) -> GenerationUpdate:
-    """The updates of one continuation as one.
+    """Concatenates the updates of one generation request.
 
     Raises:
-      StackError: the engine gave it up.
+      StackError: the engine aborted the request.
     """
     last = updates[-1]
     if last.finish_reason not in ("stop", "length"):
@@ -325,23 +332,23 @@ def joined(updates: Sequence[GenerationUpdate]) -> GenerationUpdate:
 
 
 class EventLoop:
-    """An event loop on a thread of its own, as the caller's thread may have one that runs."""
+    """An event loop on its own thread, because the caller's thread may already run one."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(DaemonExecutor())  # for `asyncio.to_thread` in a user's environment
+        self._loop.set_default_executor(DaemonExecutor())  # used by `asyncio.to_thread` in user environments
         self._thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
         self._thread.start()
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Begins to run a coroutine."""
+        """Starts a coroutine."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Sequence[Awaitable[Any]], *, timeout_s: float | None = None) -> None:
-        """Awaits all; raises the first error once all have ended.
+        """Awaits all; raises the first error after all have finished.
 
         Raises:
-          EnvironmentFailed: they had not ended after `timeout_s`.
+          EnvironmentFailed: they did not finish within `timeout_s`.
         """
 
         async def together() -> list[Any]:
@@ -351,15 +358,15 @@ class EventLoop:
             ended = self.begin(together()).result(timeout_s)
         except TimeoutError as error:
             raise EnvironmentFailed(
-                f"An environment or a reward has kept its thread for more than {timeout_s:g} s, so that none could go "
-                "on. A step that takes long must await, or run in a process of its own."
+                f"An environment or a reward has blocked the event loop for more than {timeout_s:g} s, and with it all "
+                "episodes. A slow step must await, or run in a separate process."
             ) from error
         for each in ended:
             if isinstance(each, BaseException):
                 raise each
 
     def close(self) -> None:
-        """Cancels what runs, and ends the thread."""
+        """Cancels all running coroutines and ends the thread."""
 
         async def end() -> None:
             others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -367,7 +374,7 @@ class EventLoop:
                 each.cancel()
             await asyncio.gather(*others, return_exceptions=True)
 
-        with contextlib.suppress(TimeoutError):  # what does not end is left to the end of the process
+        with contextlib.suppress(TimeoutError):  # a coroutine that ignores its cancellation ends with the process
             self.begin(end()).result(_FAREWELL_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=_FAREWELL_S)

@@ -1,4 +1,4 @@
-"""Groups of episodes, which batches are made of: what one holds, how it is written down, and which were used."""
+"""Groups of episodes, their serialization, and the ledger of used groups."""
 
 import itertools
 import json
@@ -13,6 +13,7 @@ from stack_rl.contracts import Trajectory
 
 __all__ = ["Group", "Ledger", "trained_on"]
 
+# Serialized in little-endian order on every machine.
 _ARRAYS: Final = {"tokens": "<i4", "sampled": "?", "logprobs": "<f4", "versions": "<i4", "rewards": "<f4"}
 _PLAIN: Final = ("group", "task", "verdict", "is_truncated")
 
@@ -22,10 +23,10 @@ class Group:
     """The attempts at one task.
 
     Attributes:
-      number: of the group in the run, from 0; it decides the task and the seeds of the draws.
-      version: of the weights when it was dispatched; later tokens may be of later ones.
-      digest: of those weights.
-      trajectories: None where an attempt failed and is dropped.
+      number: index of the group in the run, from 0. It determines the task and the sampling seeds.
+      version: version of the weights at dispatch; later tokens may come from later weights.
+      digest: digest of those weights.
+      trajectories: one per attempt; None for an attempt that failed and is dropped.
     """
 
     number: int
@@ -35,22 +36,22 @@ class Group:
 
     @property
     def rewards(self) -> list[float]:
-        """Of each attempt that was not dropped."""
+        """Total rewards of the attempts that were not dropped."""
         return [float(each.rewards.sum()) for each in self.trajectories if each is not None]
 
     @property
     def is_flat(self) -> bool:
-        """Whether all rewards are equal, so that no attempt is better than another; so are those of one attempt."""
+        """Whether all rewards are equal, which gives the group no gradient. True for a single attempt."""
         return len(set(self.rewards)) < 2
 
     @property
     def newest(self) -> int:
-        """The newest version that drew a token."""
+        """Newest version of the weights that sampled a token."""
         versions = [int(each.versions.max(initial=-1)) for each in self.trajectories if each is not None]
         return max([*versions, self.version])
 
     def to_bytes(self) -> bytes:
-        """A line of JSON, and behind it the arrays of each trajectory."""
+        """Serializes the group as a line of JSON followed by the arrays of each trajectory."""
         there = [each for each in self.trajectories if each is not None]
         head = {
             "version": self.version,
@@ -62,7 +63,7 @@ class Group:
 
     @classmethod
     def from_bytes(cls, number: int, written: bytes) -> "Group":
-        """The group of a number that `to_bytes` wrote."""
+        """Deserializes a group written by `to_bytes`."""
         line, _, rest = written.partition(b"\n")
         head = json.loads(line)
         buffers = _Buffers(rest)
@@ -72,7 +73,7 @@ class Group:
 
 
 def trained_on(groups: Sequence[Group], count: int) -> list[Group]:
-    """The `count` of a batch's groups that its rows hold, by number: those with unequal rewards before flat ones."""
+    """Selects `count` of a batch's groups to train on, preferring unequal rewards; sorted by number."""
     chosen = sorted(groups, key=lambda each: (each.is_flat, each.number))[:count]
     return sorted(chosen, key=lambda each: each.number)
 
@@ -95,7 +96,7 @@ def _plain(trajectory: Trajectory) -> dict[str, Any]:
 
 @dataclass
 class _Buffers:
-    """Bytes that arrays are taken from, one after the other."""
+    """A byte string from which arrays are read in sequence."""
 
     rest: bytes
     _place: int = 0
@@ -114,9 +115,9 @@ class _Buffers:
 
 @dataclass
 class Ledger:
-    """Which groups the batches so far were made of: all below `frontier`, and `beyond` it.
+    """The groups used by all batches so far: those below `frontier`, and those in `beyond`.
 
-    Invariant: `frontier` is the first group that no batch has used, so nothing below it can be skipped or used again.
+    Invariant: `frontier` is the first unused group, so no group below it can be skipped or used again.
     """
 
     batches: int = 0
@@ -124,7 +125,7 @@ class Ledger:
     beyond: set[int] = field(default_factory=set)
 
     def use(self, numbers: Iterable[int]) -> None:
-        """Notes the groups of the next batch."""
+        """Marks the groups of the next batch as used."""
         for number in numbers:
             if self.is_used(number):
                 raise DataError(f"Group {number} would be trained on twice; batch {self.batches} holds it again.")
@@ -138,12 +139,12 @@ class Ledger:
         return number < self.frontier or number in self.beyond
 
     def unused(self) -> Iterator[int]:
-        """Groups that no batch has used, in rising order, without end."""
+        """Yields the unused groups in increasing order, without end."""
         return (number for number in itertools.count(self.frontier) if number not in self.beyond)
 
     def state(self) -> dict[str, Any]:
         return {"batches": self.batches, "frontier": self.frontier, "beyond": sorted(self.beyond)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Becomes the ledger of `state()`."""
+        """Restores the ledger from `state()`."""
         self.batches, self.frontier, self.beyond = state["batches"], state["frontier"], set(state["beyond"])

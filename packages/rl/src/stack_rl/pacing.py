@@ -1,4 +1,4 @@
-"""When groups are dispatched, and which of them a batch is made of."""
+"""Scheduling of groups for dispatch and use."""
 
 from dataclasses import dataclass, field
 
@@ -11,29 +11,29 @@ class Pacing:
 
         dispatch while outstanding < (max_staleness + 1) * groups
 
-    A group that is dispatched at version d is due at d + max_staleness. The batch of version v is made of the groups
-    that were complete first, as far as all others can still be used when they are due, `groups` at each version: with
-    n_t of the outstanding groups due by t, it holds at least n_t - (t - v) * groups of them, for every t. So a
-    straggler is overtaken while there is room for it later, and waited for then; nothing that was dispatched is left
-    out, and what batches use has the lengths of what was dispatched.
+    A group dispatched at version d is due at d + max_staleness. The batch of version v takes the groups that completed
+    first, provided that all other outstanding groups still fit into later batches before they are due, with `groups`
+    per version. With n_t outstanding groups due by t, the batch must contain at least n_t - (t - v) * groups of them,
+    for every t. A straggler is therefore overtaken while later batches have room for it, and waited for afterwards.
+    Every dispatched group is used, so batches have the same length distribution as the dispatched groups.
 
-    Invariant: n_t <= (t - v + 1) * groups for all t >= v, so that a batch has room for what it must hold.
+    Invariant: n_t <= (t - v + 1) * groups for all t >= v, so a batch has room for all groups that it must contain.
 
-    Source: Fu et al., AReaL, 2025 (arXiv:2505.24298), whose admission has the same limit. Departures: (1) batches hold
-    what is due, where AReaL leaves old samples out.
+    Source: Fu et al., AReaL, 2025 (arXiv:2505.24298), whose admission has the same limit. Departures: (1) batches
+    contain the groups that are due, where AReaL drops old samples.
 
     Attributes:
-      groups: in a batch.
-      max_staleness: 0 waits for all that were dispatched.
+      groups: number of groups per batch.
+      max_staleness: maximum lag in versions; 0 waits for all dispatched groups.
     """
 
     groups: int
     max_staleness: int
-    _versions: dict[int, int] = field(default_factory=dict)  # of what is outstanding, at its dispatch
-    _complete: list[int] = field(default_factory=list)  # as they came
+    _versions: dict[int, int] = field(default_factory=dict)  # version at dispatch of each outstanding group
+    _complete: list[int] = field(default_factory=list)  # in order of completion
 
     def admitted(self) -> int:
-        """How many groups are to be dispatched now."""
+        """Returns the number of groups to dispatch now."""
         return (self.max_staleness + 1) * self.groups - len(self._versions)
 
     def dispatch(self, number: int, version: int) -> None:
@@ -43,7 +43,7 @@ class Pacing:
         self._complete.append(number)
 
     def ready(self, version: int) -> list[int] | None:
-        """The groups of the batch of a version, in the order of their numbers; None if it has to wait."""
+        """Returns the sorted group numbers of the batch of a version; None if the batch has to wait."""
         due = {number: dispatched + self.max_staleness for number, dispatched in self._versions.items()}
         chosen: list[int] = []
         for time in sorted(set(due.values())):
@@ -59,7 +59,7 @@ class Pacing:
         return sorted(chosen) if len(chosen) == self.groups else None
 
     def use(self, numbers: list[int]) -> None:
-        """Takes the groups of a batch out."""
+        """Removes the groups of a batch."""
         for each in numbers:
             del self._versions[each]
         self._complete = [each for each in self._complete if each in self._versions]

@@ -1,4 +1,4 @@
-"""Places models that a run does not train on separate meshes."""
+"""Placement of models that a run does not train on separate meshes."""
 
 import math
 from typing import Any
@@ -14,20 +14,20 @@ __all__ = ["PlacedModel"]
 
 
 class PlacedModel:
-    """A `GenerativeCheckpoint` whose parameters lie on a mesh over the last devices of the machine.
+    """A `GenerativeCheckpoint` with its parameters on a mesh over the machine's last devices.
 
-    An engine puts later weights where the first ones lie, so that weights of the trainer's mesh are sent from there to
-    this one.
+    An engine places later weights like the first ones, so weights from the trainer's mesh are transferred to this mesh.
 
     Args:
-      mesh: its sizes multiply to the number of devices; with an axis of -1 it has all.
-      key: of the config, for messages.
+      checkpoint: checkpoint to place.
+      mesh: mesh config; its sizes multiply to the number of devices, and an axis of -1 uses all devices.
+      key: config key of the mesh, for messages.
 
     Attributes:
-      whole: the sharding of an array that each of the mesh's devices holds all of.
+      whole: sharding of an array that is replicated on all devices of the mesh.
 
     Raises:
-      ShardingError: there are fewer devices.
+      ShardingError: the mesh has more devices than the machine.
     """
 
     def __init__(self, checkpoint: GenerativeCheckpoint, mesh: MeshConfig, key: str = "data.engine_mesh") -> None:
@@ -39,15 +39,15 @@ class PlacedModel:
             )
         self._checkpoint, self._mesh, self._key = checkpoint, make_mesh(mesh, devices[len(devices) - count :]), key
         self.whole = NamedSharding(self._mesh, PartitionSpec())
-        # Held rather than looked up when asked for, which protocols of Python 3.12 and later do not see.
+        # Copied, because protocol checks of Python 3.12 and later ignore attributes that `__getattr__` provides.
         held = [name for name in dir(checkpoint) if not name.startswith("_") and name != "load_params"]
         vars(self).update({name: getattr(checkpoint, name) for name in held})
 
     def load_params(self, shardings: Any = None) -> Any:
-        """The parameters on the mesh.
+        """Loads the parameters onto the mesh.
 
         Raises:
-          ConfigError: the engine places them itself.
+          ConfigError: the engine places the parameters itself.
         """
         if shardings is not None:
             raise ConfigError(f"This engine places its parameters itself. Leave {self._key} out, or use 'static'.")

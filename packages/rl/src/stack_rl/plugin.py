@@ -1,4 +1,4 @@
-"""What stack-rl registers."""
+"""Registrations of stack-rl."""
 
 from stack_core.abi.hookspecs import hookimpl
 from stack_core.abi.registry import Registrar
@@ -31,7 +31,7 @@ def stack_register_commands(registry: Registrar) -> None:
     registry.add(
         "rl list",
         "stack_rl.commands.list_objectives:list_objectives",
-        help="List the algorithms of post-training, with their equations and papers.",
+        help="List the algorithms of post-training with their equations and papers.",
     )
     registry.add("rl audit", "stack_rl.commands.audit:audit", help="Compare a recipe with the algorithm that it names.")
     registry.add(

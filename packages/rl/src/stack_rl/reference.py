@@ -46,7 +46,9 @@ class ReferenceConfig:
     def check(self) -> None:
         """Raises a ConfigError if the run's directory does not exist."""
         if not Path(self.source.removeprefix("run:")).is_dir():
-            raise ConfigError(f"data.reference.source is {self.source!r}, which is no directory. Name that of a run.")
+            raise ConfigError(
+                f"data.reference.source is {self.source!r}, which is not a directory. Name the directory of a run."
+            )
 
 
 class Reference:

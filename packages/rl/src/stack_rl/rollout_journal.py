@@ -1,8 +1,9 @@
-"""The journal of a run's rollouts: what was drawn stays until a checkpoint holds what was learned from it.
+"""The journal of a run's rollouts, which keeps groups until a checkpoint includes their update.
 
-A batch is noted with the groups that it is made of and the digest of the weights that it was handed out for. A run that
-goes on from a checkpoint is handed the same batches again as long as its weights are the same, bit for bit: then it
-takes the same course, and nothing is drawn twice. Where they differ, what later weights had drawn is drawn again.
+Each batch is recorded with its groups and the digest of the weights that it was used with. A run that resumes from a
+checkpoint gets the same batches again as long as its weights are bitwise equal; it then repeats the same updates and
+samples nothing twice. From the first batch with different weights on, groups sampled by later weights are sampled
+again.
 """
 
 import json
@@ -27,40 +28,46 @@ class _Batch:
 
 @dataclass
 class RolloutJournal:
-    """What was drawn and not learned from, on disk.
+    """Groups on disk that no checkpoint includes yet.
 
     Attributes:
-      recorded: groups that wait to be used, by their numbers.
-      is_begun: they were read.
+      journal: underlying journal file.
+      recorded: groups that no batch has used yet, by number.
+      is_begun: whether the journal has been read.
     """
 
     journal: Journal
     recorded: dict[int, Group] = field(default_factory=dict)
     is_begun: bool = False
     _batches: dict[int, _Batch] = field(default_factory=dict)
-    _unsaved: dict[int, tuple[int, ...]] = field(default_factory=dict)  # the groups of batches that no checkpoint has
-    _positions: dict[int, int] = field(default_factory=dict)  # how many batches were taken, by a checkpoint's step
+    _unsaved: dict[int, tuple[int, ...]] = field(
+        default_factory=dict
+    )  # groups of each batch that no checkpoint includes
+    _positions: dict[int, int] = field(default_factory=dict)  # number of batches used, by checkpoint step
 
     @classmethod
     def open(cls, path: Path, *, new: bool) -> "RolloutJournal":
-        """Opens the journal of a file, or makes it.
+        """Opens or creates a journal file.
 
         Args:
-          new: the run begins; what another left in the file is removed.
+          path: path of the file.
+          new: True for a new run, which deletes an existing file.
 
         Raises:
-          JournalError: it cannot be read.
+          JournalError: the file cannot be read.
         """
         for suffix in ("", "-wal", "-shm") if new else ():
             path.with_name(path.name + suffix).unlink(missing_ok=True)
         return cls(Journal(path))
 
     def begin(self, ledger: Ledger, step: int, settings: str = "") -> None:
-        """Reads the journal. Groups that `ledger` counts as used are acknowledged with the checkpoint of `step`.
+        """Reads the journal, and acknowledges groups that `ledger` counts as used with the checkpoint of `step`.
 
         Args:
-          settings: digest of the settings that groups are drawn with, which the digests of groups and batches begin
-            with. Groups of other settings, such as another environment, are dropped with a warning.
+          ledger: ledger of the resumed checkpoint.
+          step: step of that checkpoint.
+          settings: digest of the sampling settings, a prefix of the digests of groups and batches. Groups with other
+            settings, such as another environment, are dropped with a warning.
         """
         self.journal.retract(_GROUP, after=step)
         self.journal.retract(_BATCH, after=step)
@@ -85,16 +92,16 @@ class RolloutJournal:
         self._drop_foreign(settings)
 
     def restart(self) -> None:
-        """Drops everything, for a run whose data begins anew, such as with other settings that `--allow` named."""
+        """Drops all entries, for a run whose data starts over, such as with other settings named by `--allow`."""
         if groups := self.journal.read(_GROUP, waiting=True):
             warnings.warn(
-                f"The run's data begins anew: {len(groups)} groups in its journal are not trained on.", stacklevel=4
+                f"The run's data starts over: {len(groups)} groups in its journal are not trained on.", stacklevel=4
             )
         self.journal.drop(each.number for each in self.journal.read())
         self.is_begun = True
 
     def _drop_foreign(self, settings: str) -> None:
-        """Drops groups and batches that were drawn with other settings."""
+        """Drops groups and batches that were sampled with other settings."""
         groups = [each for each in self.recorded.values() if not each.digest.startswith(settings)]
         batches = {number: each for number, each in self._batches.items() if not each.digest.startswith(settings)}
         if groups:
@@ -108,14 +115,14 @@ class RolloutJournal:
         self._forget(groups)
 
     def add(self, groups: Sequence[Group]) -> None:
-        """Writes groups down, all or none; one that is there already stays as it is."""
+        """Writes groups in one transaction; existing groups are not overwritten."""
         self.journal.append_all(_GROUP, [(str(each.number), each.to_bytes()) for each in groups])
         self.recorded |= {each.number: each for each in groups}
 
     def replayed(self, batch: int, digest: str) -> list[Group] | None:
-        """The groups that a batch was made of when weights with this digest were there; None if it is to be made.
+        """Returns the recorded groups of a batch if it was recorded with these weights, else None.
 
-        What a batch of other weights and later ones were made of is forgotten, with a warning.
+        If it was recorded with other weights, this batch and all later ones are dropped with a warning.
         """
         found = self._batches.pop(batch, None)
         if found is not None and found.digest == digest and all(each in self.recorded for each in found.groups):
@@ -127,7 +134,7 @@ class RolloutJournal:
         return None
 
     def usable(self, version: int, digest: str) -> set[int]:
-        """The groups on record that weights of the run's own course have drawn; others are forgotten."""
+        """Returns the recorded groups that this run's weights may have sampled, and drops the rest."""
         foreign = [
             each
             for each in self.recorded.values()
@@ -137,7 +144,7 @@ class RolloutJournal:
         return set(self.recorded)
 
     def note(self, batch: int, groups: Sequence[int], digest: str) -> None:
-        """Writes down what a batch is made of; its groups wait no more."""
+        """Records the groups of a batch, which other batches then cannot use."""
         payload = json.dumps({"groups": list(groups), "digest": digest}).encode()
         self.journal.append(_BATCH, payload, key=str(batch))
         self._unsaved[batch] = tuple(groups)
@@ -145,11 +152,11 @@ class RolloutJournal:
             del self.recorded[each]
 
     def position(self, step: int, batches: int) -> None:
-        """Remembers that a checkpoint of `step`, which is being saved, has learned from so many batches."""
+        """Stores the number of batches used by the checkpoint of `step`, which is being saved."""
         self._positions[step] = batches
 
     def saved(self, step: int, kept: Sequence[int]) -> None:
-        """Acknowledges what the checkpoint of `step` has learned from, and forgets what no kept one needs."""
+        """Acknowledges the groups used by the checkpoint of `step`, and deletes those that no kept checkpoint needs."""
         batches = [each for each in self._unsaved if each < self._positions.get(step, 0)]
         groups = [number for each in batches for number in self._unsaved.pop(each)]
         self.journal.acknowledge(_GROUP, map(str, groups), step)
@@ -163,11 +170,11 @@ class RolloutJournal:
         self.journal.close()
 
     def _give_up(self, batch: int) -> None:
-        """Forgets batches from one on, whose weights are not those of this run, and what such weights drew."""
+        """Drops all recorded batches from `batch` on, and the groups sampled by weights of those versions."""
         foreign = [each for each in self.recorded.values() if each.newest >= batch]
         warnings.warn(
-            f"The weights before batch {batch} are not those that it was drawn for when the run was here before: "
-            f"{len(self._batches)} batches are made again, of which {len(foreign)} groups are drawn again.",
+            f"The weights before batch {batch} differ from the recorded ones: {len(self._batches)} batches are made "
+            f"again, and {len(foreign)} groups are sampled again.",
             stacklevel=6,
         )
         self._drop(_BATCH, self._batches)
@@ -185,5 +192,5 @@ class RolloutJournal:
 
 
 def _number(key: str | None) -> int:
-    assert key is not None, "every entry of rollouts has a key"
+    assert key is not None, "every entry has a key"
     return int(key)

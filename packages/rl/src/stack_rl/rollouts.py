@@ -136,6 +136,7 @@ class RolloutData:
         settings = {name: to_mapping(getattr(self, name)) for name in names}
         source = getattr(self.environment, "source", None)
         written = json.dumps([settings, files_digest(source) if isinstance(source, str) else None], sort_keys=True)
+        # A prefix of the digests in the journal; the colon separates it from the digest of the weights.
         return hashlib.sha256(written.encode()).hexdigest()[:16] + ":"
 
     @property
@@ -273,6 +274,7 @@ class RolloutBatches(PolicyBatches):
             found = player.play(attempts, seed=(self._seed, _HELD_OUT, first), greedy=True)
             self._write_samples(tasks, found[:shown])
             shown = max(shown - len(found), 0)
+            # Evaluation reports rewards; no advantage may enter its loss, also not one from a critic.
             batch = self._batch(found, training=False)
             yield {**batch, "advantages": np.zeros_like(batch["advantages"])}
 

@@ -1,4 +1,4 @@
-"""Where the groups of a batch come from: drawn when it is asked for, or ahead of it while the policy trains."""
+"""Sources of the groups of each batch: sampled on request, or ahead of use while the policy trains."""
 
 import queue
 import warnings
@@ -26,7 +26,8 @@ class Weights:
     """The engine's weights.
 
     Attributes:
-      settings: digest of the settings that it draws with, see `RolloutJournal.begin`.
+      version: number of updates.
+      settings: digest of the sampling settings, see `RolloutJournal.begin`.
     """
 
     version: int
@@ -35,19 +36,19 @@ class Weights:
 
     @property
     def digest(self) -> str:
-        """Digest of the settings and the weights; waits for the computation of the latter."""
+        """Digest of the settings and the weights; waits for the weights to be computed."""
         return self.settings + "".join(f"{int(each):08x}" for each in np.asarray(self._digest))
 
 
 class Supply(Protocol):
-    """Groups for batches; what it gives is written down before."""
+    """Source of groups for batches. Groups are written to the journal before they are returned."""
 
     def advance(self, weights: Weights) -> None:
-        """Learns that the engine has new weights."""
+        """Notifies the supply that the engine has new weights."""
         ...
 
     def take(self, weights: Weights) -> list[Group]:
-        """The groups of the next batch, which nothing has used; see `trained_on` for which of them it trains on."""
+        """Returns the unused groups of the next batch; `trained_on` selects those for training."""
         ...
 
     def close(self) -> None: ...
@@ -55,12 +56,16 @@ class Supply(Protocol):
 
 @dataclass
 class Rounds:
-    """What every supply has.
+    """State shared by all supplies.
 
     Attributes:
-      groups, group_size: tasks in a batch, and attempts at each.
-      seed: of the order of tasks and of the draws.
-      refill_rounds: how many times as many groups as a batch trains on may be drawn besides, in place of flat ones.
+      tasks: tasks of the environment.
+      groups: number of tasks per batch.
+      group_size: number of attempts at each task.
+      seed: seed of the task order and of the sampling.
+      ledger: groups used so far.
+      journal: journal of the run; None without a run directory.
+      refill_rounds: maximum number of extra groups per batch that replace flat ones, as a multiple of `groups`.
     """
 
     tasks: Tasks
@@ -81,7 +86,7 @@ class Rounds:
             self.journal.add(groups)
 
     def says_why(self, groups: Sequence[Group]) -> None:
-        """Warns, once in a run, that flat groups stay in a batch, as too few others were found."""
+        """Warns, once per run, if a batch contains flat groups because too few others were found."""
         lacking = self.groups - sum(not each.is_flat for each in groups)
         if lacking <= 0 or self._has_warned:
             return
@@ -92,13 +97,13 @@ class Rounds:
         warnings.warn(
             f"Batch {self.ledger.batches} has {lacking} of {self.groups} groups without variance, which teach nothing: "
             f"of {len(groups)} groups that were drawn, {found}. The tasks are too hard or too easy for this policy. "
-            "Change them or the reward, or raise data.refill_rounds or data.group_size. This is said once; flat_groups "
-            "and drawn_groups count what follows.",
+            "Change them or the reward, or raise data.refill_rounds or data.group_size. This warning appears once; the "
+            "metrics flat_groups and drawn_groups show later cases.",
             stacklevel=2,
         )
 
     def recorded(self, weights: Weights) -> dict[int, Group]:
-        """What waits in the journal and was drawn by weights of this course."""
+        """Returns the groups in the journal that this run's weights may have sampled, by number."""
         if self.journal is None:
             return {}
         usable = self.journal.usable(weights.version, weights.digest)
@@ -107,7 +112,7 @@ class Rounds:
 
 @dataclass
 class TogetherSupply:
-    """Draws a batch when it is asked for, all episodes together: a function of its number and of the weights."""
+    """Samples each batch on request, with all episodes in lockstep; a function of the batch number and the weights."""
 
     rounds: Rounds
     player: Player
@@ -129,11 +134,12 @@ class TogetherSupply:
     def _round(
         self, round_: int, numbers: Sequence[int], recorded: Mapping[int, Group], weights: Weights
     ) -> list[Group]:
-        """Groups of these numbers, as they were recorded, or drawn together."""
+        """Returns the groups with these numbers, from the journal or newly sampled."""
         rounds = self.rounds
         if all(number in recorded for number in numbers):
             return [recorded[number] for number in numbers]
         attempts = [attempt for number in numbers for attempt in rounds.attempts(number)]
+        # Round 0 has the same seed with and without refills.
         seed = (rounds.seed, _TRAINING, rounds.ledger.batches, *([round_] if round_ else []))
         found = self.player.play(attempts, seed=seed, greedy=False)
         size = rounds.group_size
@@ -151,14 +157,14 @@ def _stamps(weights: Weights, count: int) -> tuple[list[int], list[str]]:
 
 @dataclass
 class AheadSupply:
-    """Draws groups while the policy trains, at most `pacing.max_staleness` versions ahead of their use."""
+    """Samples groups while the policy trains, at most `pacing.max_staleness` versions before their use."""
 
     rounds: Rounds
     player: ConcurrentPlayer
     pacing: Pacing
     _arrived: "queue.SimpleQueue[Group | Exception]" = field(default_factory=queue.SimpleQueue)
     _done: dict[int, Group] = field(default_factory=dict)
-    _aside: list[Group] = field(default_factory=list)  # flat ones, in whose place others were dispatched
+    _aside: list[Group] = field(default_factory=list)  # flat groups that were replaced by newly dispatched ones
     _begun: set[int] = field(default_factory=set)
     _is_running: bool = False
 
@@ -192,7 +198,7 @@ class AheadSupply:
         self.player.close()
 
     def _resume(self, weights: Weights) -> None:
-        """Takes up what waits in the journal, and dispatches anew what had been dispatched and left nothing."""
+        """Loads the journal's groups, and dispatches again the groups that had not finished."""
         self._is_running = True
         for number, group in self.rounds.recorded(weights).items():
             self._begun.add(number)
@@ -201,7 +207,7 @@ class AheadSupply:
         self._dispatch(weights)
 
     def _arrive(self, group: Group) -> None:
-        """Takes a group up; a flat one makes room for another, as long as the next batch has not set enough aside."""
+        """Registers a finished group. A flat group is set aside and replaced, up to the refill limit of the batch."""
         if group.is_flat and len(self._aside) < self.rounds.refill_rounds * self.rounds.groups:
             self.pacing.use([group.number])
             self._aside.append(group)
@@ -227,7 +233,7 @@ class AheadSupply:
 
 
 def task_of(group: int, tasks: Tasks, seed: int) -> int:
-    """The task of a group: all tasks in an order of their own in each epoch."""
+    """Returns the task of a group; each epoch visits all tasks in its own random order."""
     if tasks.training is None:
         return group
     epoch, place = divmod(group, tasks.training)

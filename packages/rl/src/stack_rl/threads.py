@@ -1,4 +1,4 @@
-"""Blocking calls on threads that neither queue before their time limit nor outlive the process."""
+"""Threads for blocking calls whose time limit excludes queueing and which cannot keep the process alive."""
 
 import asyncio
 import threading
@@ -16,8 +16,8 @@ _T = TypeVar("_T")
 class DaemonExecutor(ThreadPoolExecutor):
     """Starts a daemon thread for each call.
 
-    The threads of a `ThreadPoolExecutor` are joined when the process exits, so that one call that hangs keeps it alive.
-    It is a subclass because event loops take no other default executor.
+    `ThreadPoolExecutor` joins its threads when the process exits, so one hanging call would keep the process alive.
+    This is a subclass only because event loops accept no other type as default executor.
     """
 
     def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
@@ -28,7 +28,7 @@ class DaemonExecutor(ThreadPoolExecutor):
                 return
             try:
                 result = fn(*args, **kwargs)
-            except BaseException as error:  # it belongs to the caller, whatever it is
+            except BaseException as error:  # raised again by the caller
                 found.set_exception(error)
             else:
                 found.set_result(result)
@@ -38,9 +38,9 @@ class DaemonExecutor(ThreadPoolExecutor):
 
 
 class Threads:
-    """Runs blocking calls for event loops, at most `at_once` of each loop at a time.
+    """Runs blocking calls for event loops, at most `at_once` at a time per loop.
 
-    A call that exceeds its time gives up its place, though nothing can end its thread.
+    A call that exceeds its time limit frees its slot, although its thread cannot be stopped.
     """
 
     def __init__(self, at_once: int) -> None:
@@ -48,10 +48,10 @@ class Threads:
         self._places: weakref.WeakKeyDictionary[Any, asyncio.Semaphore] = weakref.WeakKeyDictionary()
 
     async def run(self, call: Callable[[], _T], *, timeout_s: float | None = None) -> _T:
-        """Runs a call once there is a place; its time limit counts from then on.
+        """Runs a call as soon as a slot is free; the time limit starts then.
 
         Raises:
-          TimeoutError: it did not end in time.
+          TimeoutError: the call exceeds the limit.
         """
         loop = asyncio.get_running_loop()
         async with self._places.setdefault(loop, asyncio.Semaphore(self._at_once)), asyncio.timeout(timeout_s):

@@ -215,6 +215,6 @@ def test_the_endpoint_knows_its_clients_by_their_keys_and_is_gone_afterwards(tmp
 
 
 def test_an_agent_that_cannot_be_imported_is_refused(tmp_path):
-    for agent, message in (("nowhere:agent", "cannot be imported"), ("math:pi", "is no function")):
+    for agent, message in (("nowhere:agent", "cannot be imported"), ("math:pi", "is not a function")):
         with pytest.raises(ConfigError, match=message):
             tasks_of(tmp_path, agent)

@@ -260,7 +260,7 @@ def test_a_score_may_be_a_number_of_any_library():
         ({"tolerance": 1}, ConfigError, "(has no|without a) name. Give one of: .*math"),
         ({"name": "exact", "case": 1}, ConfigError, "'exact' takes no settings"),
         ({"name": "math", "tolerence": 1}, ConfigError, "Did you mean 'tolerance'"),
-        ({"name": "judge", "url": "x", "model": "m"}, ConfigError, "begins with http://"),
+        ({"name": "judge", "url": "x", "model": "m"}, ConfigError, "must begin with http://"),
         ({"name": "judge", "url": "http://x", "model": "m", "pattern": "(a)(b)"}, ConfigError, "has 2 groups"),
         (
             {"name": "judge", "url": "http://x", "model": "m", "question": "{answer}"},
@@ -268,7 +268,7 @@ def test_a_score_may_be_a_number_of_any_library():
             "{response} is the pol",
         ),
         ({"name": "judge", "url": "http://x", "model": "m", "question": '{"a": 1'}, ConfigError, "Write braces twice"),
-        ({"name": "judge", "url": "http://x", "model": "m", "key_variable": "NO_SUCH"}, ConfigError, "does not have"),
+        ({"name": "judge", "url": "http://x", "model": "m", "key_variable": "NO_SUCH"}, ConfigError, "is not set"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(reward, error, message):

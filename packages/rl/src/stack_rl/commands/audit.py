@@ -1,4 +1,4 @@
-"""`stack rl audit`: which choices of an algorithm a recipe makes, beside those of the paper that it names."""
+"""`stack rl audit`: compares a recipe's settings with the paper of its algorithm."""
 
 import json as json_format
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,9 @@ class Choice:
     """One field of a recipe.
 
     Attributes:
-      expected: what the algorithm has by default.
+      key: path of the field, such as "objective.kl".
+      value: value in the recipe.
+      expected: the algorithm's default.
     """
 
     key: str
@@ -33,7 +35,7 @@ class Choice:
 def audit(file: Path, /, *, json: Annotated[bool, Parameter(negative=())] = False) -> None:
     """Compare a recipe with the algorithm that it names: stack rl audit examples/cell.yaml
 
-    Each choice that differs from the algorithm's own is marked, and settings that work against each other are named.
+    Marks each choice that differs from the algorithm's default, and lists settings that contradict the paper.
 
     Args:
       file: the YAML file of a run.
@@ -54,7 +56,7 @@ def audit(file: Path, /, *, json: Annotated[bool, Parameter(negative=())] = Fals
 
 
 def choices(objective: Any, data: Any) -> Iterator[Choice]:
-    """The fields of an objective beside its defaults, and those of its data that its algorithm asks for."""
+    """Yields the objective's fields with their defaults, and the data's fields that the algorithm prescribes."""
     expected = _defaults(objective)
     for field, value in to_mapping(objective).items():
         yield Choice(f"objective.{field}", value, expected[field])
@@ -65,7 +67,7 @@ def choices(objective: Any, data: Any) -> Iterator[Choice]:
 
 
 def warnings(objective: Any, data: Any) -> Iterator[str]:
-    """Yields what a policy gradient of these settings does otherwise than its paper, without a key that says so."""
+    """Yields departures from the paper that no single setting shows, for policy gradients."""
     if not isinstance(objective, PolicyConfig):
         return
     if objective.kl_estimator == "k3" and objective.kl and not objective.kl_corrected:
@@ -75,8 +77,8 @@ def warnings(objective: Any, data: Any) -> Iterator[str]:
         )
     if objective.name == "dapo" and not getattr(data, "refill_rounds", 0):
         yield (
-            "dapo: groups whose rewards are equal have no gradient; the paper draws others in their place. "
-            "data.refill_rounds does so."
+            "dapo: groups with equal rewards have no gradient. The paper replaces them by newly sampled groups; set "
+            "data.refill_rounds to do so."
         )
 
 

@@ -1,4 +1,4 @@
-"""`stack rl evaluate`: how a model does on the held-out tasks of a recipe."""
+"""`stack rl evaluate`: evaluates a model on the held-out tasks of a recipe."""
 
 import json as json_format
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from stack_rl.rollouts import RolloutData
 __all__ = ["Played", "evaluate", "played"]
 
 Played = Mapping[str, int | float]
-"""How many tasks were played, and means over them: `reward`, `correct`, and the facts that every episode has."""
+"""Number of tasks played, and the means of `reward`, `correct` and the facts that all episodes have in common."""
 
 
 def evaluate(
@@ -36,11 +36,11 @@ def evaluate(
     Args:
       file: the YAML file of a run whose data are rollouts.
       run: the model: a run, or another address that `stack generate` takes.
-      samples: print so many episodes, too.
+      samples: number of episodes to print as well.
       json: print the means as JSON.
     """
     from stack_core.abi.model_formats import (
-        open_for_generation,  # imports jax, which `stack --help` should not wait for
+        open_for_generation,  # imports jax, which would slow down `stack --help`
     )
 
     data = _rollouts(load_yaml(file), file)
@@ -57,14 +57,14 @@ def evaluate(
 
 
 def played(data: RolloutData, policy: GenerativeCheckpoint, tasks: Tasks) -> list[Trajectory]:
-    """Every held-out task, played greedily, a batch of `data` at a time; episodes that fail are left out.
+    """Plays every held-out task greedily in batches of `data`, and leaves out episodes that fail.
 
     Raises:
-      ConfigError: no task is held out.
-      EnvironmentFailed: an environment or a reward failed, and `data.on_failure` is "stop", or all episodes failed.
+      ConfigError: the environment has no held-out tasks.
+      EnvironmentFailed: an environment or a reward failed and `data.on_failure` is "stop", or all episodes failed.
     """
     if not tasks.held_out:
-        raise ConfigError("The environment holds no task out to evaluate on; set data.environment.held_out.")
+        raise ConfigError("The environment has no held-out tasks; set data.environment.held_out.")
     engine = registries.engines[data.engine](policy)
     if isinstance(engine, ExpectsRequests):
         engine.expect(min(data.batch_size, tasks.held_out))

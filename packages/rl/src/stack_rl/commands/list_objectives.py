@@ -1,4 +1,4 @@
-"""`stack rl list`: the algorithms that objectives implement, each with its equation and its paper."""
+"""`stack rl list`: lists the algorithms of all objectives with their equations and papers."""
 
 import inspect
 import json as json_format
@@ -18,7 +18,11 @@ class Algorithm:
     """An objective whose docstring names a source.
 
     Attributes:
-      data: what the paper asks of `data.kind: rollouts`, by the section's fields; none of other objectives.
+      name: key in the registry `objectives`.
+      summary: first paragraph of the docstring.
+      equation: equation of the docstring, on one line; empty if it has none.
+      source: papers, and departures from them.
+      data: fields of `data.kind: rollouts` that the paper prescribes; empty for other objectives.
     """
 
     name: str
@@ -29,7 +33,7 @@ class Algorithm:
 
 
 def list_objectives(*, json: Annotated[bool, Parameter(negative=())] = False) -> None:
-    """List the algorithms of post-training: what each minimizes, and the paper that it is from.
+    """List the algorithms of post-training with the loss and the paper of each.
 
     Args:
       json: print the list as JSON.
@@ -42,7 +46,7 @@ def list_objectives(*, json: Annotated[bool, Parameter(negative=())] = False) ->
 
 
 def algorithms() -> list[Algorithm]:
-    """The objectives of all installed packages that say where they are from, by name."""
+    """Returns the objectives of all installed packages whose docstrings name a source, sorted by name."""
     each = (_algorithm(name, registries.objectives[name]) for name in sorted(registries.objectives))
     return [algorithm for algorithm in each if algorithm is not None]
 

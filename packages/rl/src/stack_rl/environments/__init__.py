@@ -1,1 +1,1 @@
-"""Environments: what a policy acts in, one file each."""
+"""Environments for policies, one file each."""

@@ -1,4 +1,4 @@
-"""`environment.name: agent`: episodes that a user's own program plays through a client of OpenAI's API."""
+"""`environment.name: agent`: episodes played by a user's program through an OpenAI client."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,13 @@ __all__ = ["AgentAccess", "AgentConfig"]
 
 @dataclass(frozen=True)
 class AgentAccess:
-    """Where an agent reaches the policy: `openai.OpenAI(base_url=..., api_key=...)`, and the model's name there."""
+    """Connection of an agent to the policy, for `openai.OpenAI(base_url=..., api_key=...)`.
+
+    Attributes:
+      base_url: URL of the endpoint.
+      api_key: key of the episode.
+      model: name of the policy in requests.
+    """
 
     base_url: str
     api_key: str
@@ -34,24 +40,25 @@ class AgentAccess:
 
 @config
 class AgentConfig:
-    """An agent of yours, which asks the policy by OpenAI's chat completions and says what the episode was worth.
+    """A user's agent that queries the policy through OpenAI's chat completions and returns the episode's reward.
 
-    It is a function of an `AgentAccess` and a record of `source`, and returns a number or a `Score`. A function
-    that is not async runs on its own thread. The policy answers every request with its current weights; token ids and
-    the log-probabilities by which they were drawn are kept. The requests of an episode are one conversation: each
-    begins with the messages and the answer of the one before. The run decides how the policy draws; requests that set a
-    temperature, tools or a stream are refused.
+    The agent is a function of an `AgentAccess` and a record of `source`, and returns a number or a `Score`. A function
+    that is not async runs on its own thread. Every request is answered with the policy's current weights; the sampled
+    token ids and their log-probabilities are recorded. The requests of an episode form one conversation: each starts
+    with the messages and the answer of the previous one. The run sets the sampling options; requests with a
+    temperature, tools or streaming are refused.
 
-    An agent that raises has failed, and so has its episode; that is no reward of 0. One that raises because the
-    conversation had no room left (status 400, as OpenAI's) ends a truncated episode instead, which is worth 0.
+    If the agent raises, the episode has failed; it does not get a reward of 0. The exception is an agent that raises
+    because the conversation ran out of room (status 400, as OpenAI's): the episode is then truncated, with reward 0.
 
     Attributes:
       agent: "module:function", or in Python the function itself.
-      source: records in JSONL files, as of `prompts`; each has a `prompt`.
-      held_out: files with those that a run is evaluated on; None evaluates on none.
-      max_tokens: of an answer; requests may ask for fewer.
-      most_turns: answers of an episode; a request for more is refused.
-      history: what a chat template that changes earlier turns means; see `MessageEnvironment`.
+      source: glob of JSONL files with training records, as for `prompts`; each record has a `prompt`.
+      name: selects this environment.
+      held_out: glob of JSONL files with evaluation records; None disables evaluation.
+      max_tokens: maximum number of tokens per answer; requests may set a lower limit.
+      most_turns: maximum number of answers per episode; further requests are refused.
+      history: handling of chat templates that rewrite earlier turns; see `MessageEnvironment`.
     """
 
     agent: Any
@@ -106,7 +113,7 @@ class _Tasks:
         return (self._held_out if held_out else self._training)[task]
 
     def _endpoint(self) -> ChatEndpoint:
-        """That of the event loop that asks, which all its episodes share."""
+        """Returns the endpoint of the running event loop, which its episodes share."""
         return self._endpoints.setdefault(asyncio.get_running_loop(), ChatEndpoint())
 
 
@@ -121,7 +128,7 @@ class _Raised:
 
 
 class _Episode:
-    """An `Environment`, and the `Conversation` in it: the world's part of it is the agent."""
+    """An `Environment` and also the `Conversation` inside it, in which the agent plays the environment's side."""
 
     def __init__(
         self,
@@ -138,7 +145,7 @@ class _Episode:
         self._task: asyncio.Task[None] | None = None
         self._asked: Asked | None = None
         self._tokens = self._turns = 0
-        # The limit of turns is told to the agent, which the conversation therefore counts.
+        # The conversation enforces the turn limit itself so that the agent gets an error; the inner limit is never met.
         budgets = {"max_tokens": settings.max_tokens, "most_turns": settings.most_turns + 1}
         self._inner = MessageEnvironment(self, renderer, **budgets, history=settings.history)
 
@@ -157,7 +164,7 @@ class _Episode:
             f"The conversation has {self._tokens + len(shown.tokens)} tokens, of {self._seq_tokens} with an answer.",
             "context_length_exceeded",
         )
-        # What does not fit tells the player that a limit ended the episode.
+        # Returns the observation that does not fit, because the player then marks the episode as truncated.
         return replace(outcome, reward=reply.reward, verdict=reply.verdict, facts={**outcome.facts, **reply.facts})
 
     async def begin(self) -> Sequence[Message]:
@@ -199,13 +206,13 @@ class _Episode:
             await self._endpoint.close(self._session)
 
     def _shown(self, observation: Observation) -> Observation:
-        """An observation whose answer has the tokens that the request allows."""
+        """Applies the request's token limit to an observation."""
         self._tokens += len(observation.tokens)
         asked = None if self._asked is None else self._asked.max_tokens
         return replace(observation, max_tokens=min(observation.max_tokens, asked or observation.max_tokens))
 
     async def _refused_to_its_end(self, message: str, code: str) -> Reply:
-        """Refuses whatever the agent asks for until it ends; what it then raises is the policy's doing, and worth 0."""
+        """Refuses all requests until the agent ends; an exception it then raises counts as reward 0."""
         event = None
         while event is None or isinstance(event, Asked):
             self._session.refuse(message, code)
@@ -213,7 +220,7 @@ class _Episode:
         return Reply() if isinstance(event, _Raised) else _scored(event.value)
 
     def _start(self, access: AgentAccess) -> None:
-        """Runs the agent; how it ends is an event of the session."""
+        """Starts the agent; its result arrives as an event of the session."""
         if inspect.iscoroutinefunction(self._agent):
             self._task = asyncio.ensure_future(self._run_here(access))
             return
@@ -222,9 +229,9 @@ class _Episode:
         def run() -> None:
             try:
                 ended: _Returned | _Raised = _Returned(self._agent(access, self._record))
-            except BaseException as error:  # An agent is a user's code, and may even exit.
+            except BaseException as error:  # An agent is user code, and may even call sys.exit.
                 ended = _Raised(error)
-            with contextlib.suppress(RuntimeError):  # the run is over, and its event loop closed
+            with contextlib.suppress(RuntimeError):  # the run is over and its event loop is closed
                 loop.call_soon_threadsafe(events.put_nowait, ended)
 
         threading.Thread(target=run, name="agent", daemon=True).start()
@@ -232,7 +239,7 @@ class _Episode:
     async def _run_here(self, access: AgentAccess) -> None:
         try:
             ended: _Returned | _Raised = _Returned(await self._agent(access, self._record))
-        except Exception as error:  # An agent is a user's code and may raise whatever it likes.
+        except Exception as error:  # An agent is user code and may raise any exception.
             ended = _Raised(error)
         self._session.events.put_nowait(ended)
 
@@ -244,10 +251,10 @@ def _failed(error: BaseException) -> EnvironmentFailed:
 
 
 def _scored(value: Any) -> Reply:
-    """What an agent says of its episode, as the last reply.
+    """Converts the agent's return value to the last reply.
 
     Raises:
-      EnvironmentFailed: it is no number.
+      EnvironmentFailed: the value is not a number or a `Score`.
     """
     if isinstance(value, Score):
         return Reply(reward=value.value, verdict=value.verdict, facts=value.facts)
@@ -258,11 +265,11 @@ def _scored(value: Any) -> Reply:
 
 
 def _other_history(said: Sequence[Message], asked: Sequence[Message]) -> str:
-    """The message about a request that does not go on where the one before ended."""
+    """Formats the error for a request that does not continue the conversation."""
     place = next((at for at, pair in enumerate(zip(said, asked, strict=False)) if pair[0] != pair[1]), len(asked))
     was = said[place] if place < len(said) else "the policy's answer, and something new behind it"
     now = asked[place] if place < len(asked) else "nothing"
     return (
-        f"the agent's request does not go on where the one before ended: message {place} was {was!r}, and is {now!r}. "
-        "An episode is one conversation, in which the policy's answers stay as they were"
+        f"the agent's request does not continue the previous one: message {place} was {was!r}, and is {now!r}. "
+        "An episode is one conversation, in which the policy's answers must not change"
     )

@@ -1,4 +1,4 @@
-"""`environment.name: cell`: a game of two turns with a tool, which a tiny policy learns from nothing."""
+"""`environment.name: cell`: a two-turn game with a lookup tool, which a tiny policy learns from scratch."""
 
 from typing import Annotated, Any, Literal
 
@@ -19,15 +19,16 @@ _NAMES = (*map(str, range(_DIGITS)), "|", "?")
 
 @config
 class CellConfig:
-    """A row of hidden digits, one of which is asked for.
+    """A game about a row of hidden digits; the task is to report the digit of one cell.
 
-    The prompt names a cell, `| 3 |`. The policy names a cell with its first token and is shown that cell's digit, or
-    `?` where there is no such cell; its second token is the answer. The reward is 1 for the asked digit, else 0, so
-    that guessing earns 0.1. Tokens 0 to 9 are digits and cells, 10 is `|`, 11 is `?`.
+    The prompt names a cell, `| 3 |`. The policy's first token names a cell to look up, and the observation is that
+    cell's digit, or `?` if there is no such cell. The second token is the answer. The reward is 1 for the requested
+    digit, else 0, so guessing earns 0.1. Tokens 0 to 9 are digits and cells, 10 is `|`, 11 is `?`.
 
     Attributes:
-      cells: how many there are.
-      held_out: tasks that a run is evaluated on.
+      name: selects this environment.
+      cells: number of cells.
+      held_out: number of tasks reserved for evaluation.
     """
 
     name: Literal["cell"] = "cell"

@@ -1,4 +1,4 @@
-"""An endpoint of OpenAI's chat completions, on this machine alone, that asks whoever holds its sessions."""
+"""A local OpenAI chat-completions endpoint that forwards requests to sessions."""
 
 import asyncio
 import json
@@ -11,29 +11,30 @@ from typing import Any, Final, TypeAlias
 __all__ = ["MODEL", "Asked", "ChatEndpoint", "ChatSession"]
 
 MODEL: Final = "policy"
-"""The name of the only model."""
+"""Name of the only model."""
 
 _HOST, _BACKLOG = "127.0.0.1", 1024
 _MOST_BODY_BYTES = 64 << 20
+# Request fields that may have any value, and fields that may only have their default.
 _FREE: Final = ("model", "messages", "max_tokens", "max_completion_tokens", "user", "metadata")
 _FIXED: Final[Mapping[str, Any]] = {"n": 1, "stream": False, "logprobs": False, "tools": [], "stop": []}
 _ROLES: Final = ("system", "user", "assistant", "tool")
 
 Response: TypeAlias = tuple[int, Mapping[str, Any]]
-"""A status of HTTP, and what is written as JSON."""
+"""An HTTP status and the JSON body."""
 
 
 class _RefusedError(Exception):
-    """A request that is answered with status 400."""
+    """A request that gets status 400."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a client asks for.
+    """A client's request.
 
     Attributes:
-      messages: a role and a text each.
-      max_tokens: of the answer; None leaves them to whoever answers.
+      messages: messages with a role and a text.
+      max_tokens: maximum number of tokens of the answer; None leaves the limit to the session's owner.
     """
 
     messages: Sequence[Mapping[str, str]]
@@ -42,10 +43,11 @@ class Asked:
 
 @dataclass
 class ChatSession:
-    """The requests of one client, which its key tells from others'; each is answered before the next is taken.
+    """The requests of one client, identified by its key and answered one at a time.
 
     Attributes:
-      events: what the client asks for, and whatever else is put there.
+      key: API key of the client.
+      events: queue of the client's requests (`Asked`) and of events that the owner adds.
     """
 
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
@@ -53,7 +55,7 @@ class ChatSession:
     _waiting: "asyncio.Future[Response] | None" = None
 
     async def ask(self, asked: Asked) -> Response:
-        """Waits for the answer to a request."""
+        """Queues a request and waits for its answer."""
         if self._waiting is not None:
             return _error("An episode is one conversation: wait for an answer before the next request.", "busy")
         self._waiting = asyncio.get_running_loop().create_future()
@@ -64,7 +66,7 @@ class ChatSession:
             self._waiting = None
 
     def answer(self, text: str, *, is_finished: bool, prompt_tokens: int, tokens: int) -> None:
-        """Answers the request that waits; `is_finished` is False where a limit of tokens ended the text."""
+        """Answers the pending request; `is_finished` is False if a token limit ended the text."""
         usage = {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens}
         choice = {
             "index": 0,
@@ -76,7 +78,7 @@ class ChatSession:
         self._end((200, {**head, "model": MODEL, "choices": [choice], "usage": usage}))
 
     def refuse(self, message: str, code: str) -> None:
-        """Answers the request that waits, if one does, with an error."""
+        """Answers the pending request, if there is one, with an error."""
         self._end(_error(message, code))
 
     def _end(self, response: Response) -> None:
@@ -85,7 +87,7 @@ class ChatSession:
 
 
 class ChatEndpoint:
-    """Serves sessions on a port of 127.0.0.1 as long as there are any; of one event loop."""
+    """Serves sessions on a port of 127.0.0.1 while there are any. An endpoint belongs to one event loop."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, ChatSession] = {}
@@ -93,10 +95,10 @@ class ChatEndpoint:
         self._changing = asyncio.Lock()
 
     async def open(self, session: ChatSession) -> str:
-        """Takes requests with the key of a session from now on.
+        """Starts accepting requests with the session's key.
 
         Returns:
-          The URL that clients take as `base_url`.
+          The `base_url` for clients.
         """
         async with self._changing:
             self._sessions[session.key] = session
@@ -105,7 +107,7 @@ class ChatEndpoint:
             return f"http://{_HOST}:{self._server.sockets[0].getsockname()[1]}/v1"
 
     async def close(self, session: ChatSession) -> None:
-        """Refuses what the session's client asks for from now on."""
+        """Rejects the pending request and all further requests of the session."""
         session.refuse("The episode has ended.", "ended")
         async with self._changing:
             self._sessions.pop(session.key, None)
@@ -114,7 +116,7 @@ class ChatEndpoint:
                 self._server = None
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One request; the connection is closed behind it."""
+        """Serves one request and closes the connection."""
         try:
             status, body = await self._respond(reader)
             content = json.dumps(body).encode()
@@ -122,7 +124,7 @@ class ChatEndpoint:
             writer.write(f"{head}Content-Length: {len(content)}\r\nConnection: close\r\n\r\n".encode() + content)
             await writer.drain()
         except (OSError, asyncio.IncompleteReadError):
-            pass  # the client is gone
+            pass  # the client disconnected
         finally:
             writer.close()
 
@@ -131,7 +133,7 @@ class ChatEndpoint:
             request, headers, body = await _read(reader)
             session = self._sessions.get(headers.get("authorization", "").removeprefix("Bearer "))
             if session is None:
-                return _error("No episode that goes on has this key.", "invalid_api_key", status=401)
+                return _error("No running episode has this key.", "invalid_api_key", status=401)
             if request == ("GET", "/v1/models"):
                 return 200, {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": ""}]}
             if request != ("POST", "/v1/chat/completions"):
@@ -142,35 +144,36 @@ class ChatEndpoint:
 
 
 async def _read(reader: asyncio.StreamReader) -> tuple[tuple[str, str], dict[str, str], bytes]:
-    """Method and path, headers in lower case, and the body of a request."""
+    """Reads a request and returns (method, path), headers with lower-case names, and the body."""
     try:
         first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         method, path, _ = first.split(" ")
         headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         size = int(headers.get("content-length", "0"))
     except (ValueError, asyncio.LimitOverrunError) as error:
-        raise _RefusedError(f"This is no request of HTTP/1.1: {error}.") from error
+        raise _RefusedError(f"This is not an HTTP/1.1 request: {error}.") from error
     if "transfer-encoding" in headers or not 0 <= size <= _MOST_BODY_BYTES:
-        raise _RefusedError(f"Send the body whole, with its Content-Length, of {_MOST_BODY_BYTES} bytes at most.")
+        raise _RefusedError(f"Send the body with a Content-Length of at most {_MOST_BODY_BYTES} bytes, not in chunks.")
     return (method, path), headers, await reader.readexactly(size)
 
 
 def _asked(body: bytes) -> Asked:
-    """Reads a request.
+    """Parses a request.
 
     Raises:
-      _RefusedError: it is not one, or asks for what an episode cannot have.
+      _RefusedError: it is not a chat completion, or requests an unsupported option.
     """
     try:
         given = json.loads(body)
     except ValueError as error:
         raise _RefusedError(f"The body is not JSON: {error}.") from error
     if not isinstance(given, dict) or not isinstance(given.get("messages"), list) or not given["messages"]:
-        raise _RefusedError("'messages' is to be a list of at least one message.")
+        raise _RefusedError("'messages' must be a list of at least one message.")
     for name, value in given.items():
+        # `_FIXED` itself stands for a missing entry: no value of a request equals it, so unknown fields are refused.
         if name not in _FREE and value is not None and _FIXED.get(name, _FIXED) != value:
             raise _RefusedError(
-                f"{name!r} is {value!r}. Leave it out: the run says how the policy draws, and an answer is one text."
+                f"{name!r} is {value!r}. Leave it out: the run sets the sampling options, and an answer is one text."
             )
     if given.get("model") != MODEL:
         raise _RefusedError(f"'model' is {given.get('model')!r}; the only one here is {MODEL!r}.")

@@ -1,4 +1,4 @@
-"""Functions of a user that a config names."""
+"""Import of user functions that a config refers to by name."""
 
 import importlib
 from collections.abc import Callable
@@ -10,13 +10,14 @@ __all__ = ["imported"]
 
 
 def imported(address: Any, *, what: str) -> Callable[..., Any]:
-    """The function at "module:function".
+    """Imports the function at "module:function".
 
     Args:
-      what: it is, for messages.
+      address: "module:function".
+      what: kind of the function, for messages.
 
     Raises:
-      ConfigError: it cannot be imported, or is no function.
+      ConfigError: it cannot be imported or is not callable.
     """
     module, separator, name = str(address).partition(":")
     try:
@@ -24,5 +25,5 @@ def imported(address: Any, *, what: str) -> Callable[..., Any]:
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{what} {address!r} cannot be imported: {error}. Correct it, or PYTHONPATH.") from error
     if not callable(found):
-        raise ConfigError(f"{what} {address!r} is no function; write 'module:function'.")
+        raise ConfigError(f"{what} {address!r} is not a function; write 'module:function'.")
     return found

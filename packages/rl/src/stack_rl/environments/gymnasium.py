@@ -1,4 +1,4 @@
-"""`environment.name: gymnasium`: an environment of Gymnasium, whose observations the policy reads as text."""
+"""`environment.name: gymnasium`: Gymnasium environments with text observations and text actions."""
 
 import asyncio
 import re
@@ -21,21 +21,22 @@ __all__ = ["GymnasiumConfig"]
 
 @config
 class GymnasiumConfig:
-    """Episodes of `gymnasium.make(id)`, each task a seed of its own.
+    """Episodes of `gymnasium.make(id)`, with a different seed for each task.
 
-    The policy is shown an observation as text and answers with an action: the last whole number that it writes, for a
-    space `Discrete`, or all of the text, for `Text`. An action that is none of the space ends the episode with
-    `invalid_reward` and the verdict "unparsed".
+    The policy sees each observation as text and answers with an action: for a `Discrete` space the last whole number of
+    its answer, for a `Text` space the whole answer. An action outside the space ends the episode with `invalid_reward`
+    and the verdict "unparsed".
 
     Attributes:
-      id: of the environment; "module:Name-v0" imports the module first.
-      options: keyword arguments of it.
-      instruction: shown before the first observation.
-      max_tokens: of an action.
-      most_turns: actions of an episode.
-      invalid_reward: of text that is no action.
-      held_out: seeds that a run is evaluated on.
-      history: what a chat template that changes earlier turns means; see `MessageEnvironment`.
+      id: id of the environment; "module:Name-v0" imports the module first.
+      name: selects this environment.
+      options: keyword arguments of `gymnasium.make`.
+      instruction: text shown before the first observation.
+      max_tokens: maximum number of tokens per action.
+      most_turns: maximum number of actions per episode.
+      invalid_reward: reward of an answer that is not an action.
+      held_out: number of seeds reserved for evaluation.
+      history: handling of chat templates that rewrite earlier turns; see `MessageEnvironment`.
     """
 
     id: str
@@ -55,10 +56,11 @@ class GymnasiumConfig:
         return _Seeds(self, renderer_of(policy), seed)
 
     def _made(self) -> Any:
-        """The environment.
+        """Creates the Gymnasium environment.
 
         Raises:
-          ConfigError: Gymnasium is not installed, has none of this name, or its actions are neither numbers nor text.
+          ConfigError: Gymnasium is not installed, has no environment with this id, or its actions are neither numbers
+            nor text.
         """
         try:
             import gymnasium
@@ -67,11 +69,11 @@ class GymnasiumConfig:
             raise ConfigError(f"The environment 'gymnasium' needs Gymnasium: {command}") from error
         try:
             made = gymnasium.make(self.id, **self.options)
-        except Exception as error:  # Gymnasium and the environments made by it raise whatever they like.
+        except Exception as error:  # Gymnasium and its environments may raise any exception.
             raise ConfigError(f"Gymnasium cannot make {self.id!r}: {type(error).__name__}: {error}") from error
         space = made.action_space
         if not isinstance(space, (gymnasium.spaces.Discrete, gymnasium.spaces.Text)):
-            raise ConfigError(f"Actions of {self.id!r} are {space}; a policy writes those of Discrete and Text alone.")
+            raise ConfigError(f"The action space of {self.id!r} is {space}; only Discrete and Text are supported.")
         return made
 
 
@@ -124,9 +126,9 @@ def _shown(observation: Any) -> str:
 
 
 def _action(text: str, space: Any) -> Any:
-    """The action that a text says; None if it says none of the space's."""
+    """Parses the action of a text; None if the text contains no action of the space."""
     if hasattr(space, "n"):
         numbers = re.findall(r"-?\d+", text)
-        found = int(numbers[-1]) if numbers and len(numbers[-1]) < 19 else None
+        found = int(numbers[-1]) if numbers and len(numbers[-1]) < 19 else None  # fits np.int64
         return found if found is not None and space.contains(np.int64(found)) else None
     return text if space.contains(text) else None

@@ -1,4 +1,4 @@
-"""Environments that speak in messages, over the protocol that speaks in tokens."""
+"""Adapter from conversations of messages to the token protocol of environments."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,20 +13,20 @@ from stack_rl.contracts import Action, Observation, Outcome, Verdict
 __all__ = ["Conversation", "History", "Message", "MessageEnvironment", "Renderer", "Reply", "renderer_of"]
 
 Message: TypeAlias = Mapping[str, Any]
-"""A role, "system", "user", "assistant" or "tool", and its content, a text."""
+"""A mapping with `role` ("system", "user", "assistant" or "tool") and `content`, a text."""
 
 History = Literal["exact", "as_seen"]
-"""What a template that tells earlier turns otherwise means: a failure, or that they stay as the policy saw them."""
+"""Handling of chat templates that rewrite earlier turns: "exact" fails, "as_seen" keeps what the policy saw."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What the world says to a message of the policy's.
+    """Reply of the environment to a message of the policy.
 
     Attributes:
-      messages: none ends the conversation.
-      reward: of the policy's message.
-      verdict, facts: as in an `Outcome`.
+      messages: next messages; an empty sequence ends the conversation.
+      reward: reward of the policy's message.
+      verdict, facts: as in `Outcome`.
     """
 
     messages: Sequence[Message] = ()
@@ -37,91 +37,96 @@ class Reply:
 
 @runtime_checkable
 class Conversation(Protocol):
-    """One conversation of a policy with a world; what it raises is a failure of the environment, and no reward."""
+    """One conversation with a policy. An exception raised by any method fails the episode; it is not a reward."""
 
     async def begin(self) -> Sequence[Message]:
-        """The messages before the policy's first."""
+        """Returns the messages before the policy's first message."""
         ...
 
     async def reply(self, text: str, *, is_finished: bool, tokens: tuple[int, ...]) -> Reply:
-        """Answers what the policy wrote.
+        """Replies to a message of the policy.
 
         Args:
-          text: without the token that ended it.
-          is_finished: the policy ended it; False where a limit of tokens did.
+          text: text of the message, without the token that ended it.
+          is_finished: True if the policy ended the message, False if a token limit did.
+          tokens: sampled tokens, including the token that ended the message.
         """
         ...
 
     async def close(self) -> None:
-        """Frees what the conversation holds; called once, however it ended."""
+        """Frees the conversation's resources. Called exactly once, also after a failure."""
         ...
 
 
 class Renderer:
-    """Writes conversations by a model's chat template, or plainly, a message a line, where it has none.
+    """Renders conversations with the model's chat template; without one, as plain text with one message per line.
 
     Raises:
-      DataError: there are tools, but the template does not tell the model of any.
+      DataError: there are tools, but the template does not support tools.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, template: ChatTemplate | None, *, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> None:
         if tools and (template is None or not template.reads_tools):
-            raise DataError("The model's chat template has no place for tools. Tell of them in a system message.")
+            raise DataError(
+                "The model's chat template has no place for tools. Describe them in a system message instead."
+            )
         self._tokenizer, self._template, self._tools = tokenizer, template, tools
 
     def text(self, messages: Sequence[Message], *, asks: bool = True) -> str:
-        """The text of messages, and the begin of the next one if it `asks` the policy for it."""
+        """Renders messages, followed by the start of the policy's message if `asks`."""
         if self._template is None:
             return "".join(f"{message['content']}\n" for message in messages if message["role"] != "assistant")
         return self._template.render(messages, add_generation_prompt=asks, tools=self._tools)
 
     def encode(self, text: str, *, begins: bool) -> tuple[int, ...]:
-        """Tokens of a text, which is the prompt's if it `begins`."""
+        """Encodes a text to tokens; `begins` marks the start of the prompt, which may need special tokens."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=begins and self._template is None))
 
     def written(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, names of special ones included."""
+        """Decodes tokens, including the names of special tokens."""
         return b"".join(map(self._tokenizer.token_bytes, tokens)).decode(errors="replace")
 
     def said(self, tokens: Sequence[int]) -> str:
-        """The text of tokens without special ones."""
+        """Decodes tokens, without special tokens."""
         return self._tokenizer.decode(tokens)
 
     @property
     def is_plain(self) -> bool:
-        """There is no template, and what was said stays where it is."""
+        """Whether there is no chat template; earlier turns then never change."""
         return self._template is None
 
 
 def renderer_of(policy: GenerativeCheckpoint, tools: Sequence[Mapping[str, Any]] | None = None) -> Renderer:
-    """The renderer of a policy's own tokenizer and template.
+    """Returns a renderer with the policy's tokenizer and chat template.
 
     Raises:
-      DataError: it has no tokenizer or no end token, or its template has no place for tools.
+      DataError: the policy has no tokenizer or no end token, or its template does not support tools.
     """
     if policy.tokenizer is None:
         raise DataError("Messages need a tokenizer: start from a run that has one, by run.init_from.")
     if not policy.end_tokens:
-        raise DataError("The tokenizer names no end token, so that no message could end. Name its eos_token.")
+        raise DataError("The tokenizer has no end token, so messages could not end. Set its eos_token.")
     source = policy.chat_template
     template = None if source is None else ChatTemplate(source, policy.special_tokens)
     return Renderer(policy.tokenizer, template, tools=tools)
 
 
 class MessageEnvironment:
-    """An `Environment` of a conversation: what the policy drew stays as it was drawn, token for token.
+    """An `Environment` for a conversation that keeps the policy's tokens exactly as sampled.
 
-    What follows a message of the policy's is what the template writes behind it: the whole conversation is rendered
-    again, and has to begin with the very text that the policy saw and wrote. A template that leaves thoughts of earlier
-    turns out, for example, breaks that.
+    After each message of the policy, the whole conversation is rendered again. The rendering must start with the exact
+    text that the policy saw and wrote; the rest becomes the next observation. Templates that rewrite earlier turns, for
+    example by removing their thinking, violate this.
 
     Args:
-      max_tokens: of each message of the policy's.
-      most_turns: messages of the policy's, at most; the last reply then ends the episode.
-      history: a break is a failure ("exact"); or earlier turns stay as the policy saw them, which the fact
-        `prefix_breaks` counts ("as_seen").
+      conversation: the other side of the conversation.
+      renderer: renders and tokenizes messages.
+      max_tokens: maximum number of tokens per message of the policy.
+      most_turns: maximum number of messages of the policy; the last reply ends the episode.
+      history: "exact" fails if the template rewrites earlier turns. "as_seen" keeps them as the policy saw them and
+        counts such breaks in the fact `prefix_breaks`.
     """
 
     def __init__(
@@ -163,16 +168,17 @@ class MessageEnvironment:
         return Observation(tokens=tokens, max_tokens=self._max_tokens)
 
     def _behind(self, action: Action, text: str, replies: Sequence[Message]) -> str:
-        """What the template writes behind what the policy wrote.
+        """Returns the template's text after the policy's message, up to its next one.
 
         Raises:
-          ValueError: it tells what was before otherwise than the policy saw it.
+          ValueError: the template rewrote earlier turns.
         """
         if self._renderer.is_plain:
             return "\n" + self._renderer.text(replies)
         self._messages += [{"role": "assistant", "content": text}, *replies]
         whole = self._renderer.text(self._messages)
-        # The end token's text may be what the template writes behind a message, or the message was cut off before it.
+        # Most templates write the end token after a message, so compare with it included first. Without it, the
+        # message was cut off by a token limit, or the template ends messages with other text.
         for seen in (self._seen + self._renderer.written(action.tokens), self._seen + text):
             if whole.startswith(seen):
                 self._seen = whole
@@ -184,7 +190,7 @@ class MessageEnvironment:
         return self._alone(text, action, replies)
 
     def _alone(self, text: str, action: Action, replies: Sequence[Message]) -> str:
-        """What the template writes behind a message, as behind any other."""
+        """Returns the template's text after a message, taken from a short stand-in conversation."""
         any_other = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
         before, after = self._renderer.text(any_other, asks=False), self._renderer.text([*any_other, *replies])
         if not after.startswith(before):
@@ -195,10 +201,10 @@ class MessageEnvironment:
 
 
 def _break(seen: str, whole: str) -> str:
-    """The message about a template that changes earlier turns: where, and how."""
+    """Formats the error for a template that rewrites earlier turns, with the first difference."""
     place = next((at for at, pair in enumerate(zip(seen, whole, strict=False)) if pair[0] != pair[1]), len(seen))
     before, after = seen[place : place + 60], whole[place : place + 60]
     return (
-        f"the chat template tells earlier turns otherwise than the policy saw them: {before!r} became {after!r}. Use a "
-        "template that keeps them, or let them stay as they were seen, by history: as_seen"
+        f"the chat template rewrites earlier turns: {before!r} became {after!r}. Use a template that keeps them, or "
+        "keep the turns as the policy saw them by history: as_seen"
     )

@@ -1,4 +1,4 @@
-"""`environment.name: prompts`: answers to prompts, scored by rewards."""
+"""`environment.name: prompts`: single answers to prompts, scored by rewards."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,27 +20,28 @@ __all__ = ["PromptsConfig", "weighted"]
 
 
 def weighted(given: Any) -> Any:
-    """A reward without its weight has the weight 1."""
+    """Wraps a reward without a weight in a `WeightedReward` of weight 1."""
     is_whole = isinstance(given, WeightedReward) or (isinstance(given, Mapping) and "reward" in given)
     return given if is_whole else WeightedReward(reward=given)
 
 
 @config
 class PromptsConfig:
-    """Prompts in JSONL files, a record a line: `prompt`, a text or a list of messages, and what rewards read besides.
+    """Prompts from JSONL files: each record has a `prompt`, a text or a list of messages, and fields for the rewards.
 
     An episode is one answer, which ends with the model's end token or after `max_tokens`. Its reward is the weighted
-    sum of `rewards`; each is a fact of the sample by its name.
+    sum of `rewards`; each of them is also reported as a fact under its name.
 
     Attributes:
-      source: files to train on, as a glob.
-      rewards: entries of the registry `rewards`, by name or as a mapping of `name` and settings, or "module:function";
-        by themselves, or as `reward` with a `weight`.
-      held_out: files with the tasks that a run is evaluated on; None evaluates on none.
-      max_tokens: of an answer.
-      overlong_tokens: how many tokens before `max_tokens` the reward begins to fall, by 1 up to there (DAPO,
-        arXiv:2503.14476, equation 13); 0 charges nothing.
-      too_long: what becomes of a prompt that leaves no room for an answer: "error" or "drop".
+      source: glob of the files with training tasks.
+      rewards: entries of the registry `rewards`, by name or as a mapping of `name` and settings, or "module:function".
+        Each may be wrapped as `reward` with a `weight`.
+      name: selects this environment.
+      held_out: glob of the files with evaluation tasks; None disables evaluation.
+      max_tokens: maximum number of tokens per answer.
+      overlong_tokens: length of the penalty zone before `max_tokens`, in tokens. Within it the reward falls linearly by
+        up to 1 (DAPO, arXiv:2503.14476, equation 13); 0 disables the penalty.
+      too_long: handling of a prompt that leaves no room for an answer: raise an "error" or "drop" it.
     """
 
     source: str
@@ -68,7 +69,7 @@ class PromptsConfig:
         if tokenizer is None:
             raise DataError("Prompts need a tokenizer: start from a run that has one, by run.init_from.")
         if not policy.end_tokens:
-            raise DataError("The tokenizer names no end token, so that no answer could end. Name its eos_token.")
+            raise DataError("The tokenizer has no end token, so answers could not end. Set its eos_token.")
         rewards = [(*resolved(each.reward), each.weight) for each in self.rewards]
         for _, reward, _ in rewards:
             if isinstance(reward, ReadsTokens):
@@ -86,8 +87,8 @@ class PromptsConfig:
         longest = max(prompts, key=lambda each: len(each.tokens), default=None)
         if longest is not None and len(longest.tokens) >= seq_tokens and self.too_long == "error":
             raise DataError(
-                f"{longest.name}: the prompt has {len(longest.tokens)} tokens, but data.seq_tokens is {seq_tokens}, at "
-                "least one of which an answer needs. Raise it, or leave such prompts out by "
+                f"{longest.name}: the prompt has {len(longest.tokens)} tokens, but data.seq_tokens is {seq_tokens}, "
+                "which leaves no room for an answer. Raise it, or drop such prompts by "
                 "data.environment.too_long: drop."
             )
         return [each for each in prompts if len(each.tokens) < seq_tokens]
@@ -102,7 +103,7 @@ class _Prompt:
 
 
 def _encoder(policy: GenerativeCheckpoint, tokenizer: Tokenizer) -> Callable[[str, Mapping[str, Any]], _Prompt]:
-    """What makes a prompt of a record, by the chat template where it holds messages."""
+    """Returns a function that encodes a record's prompt, with the chat template if it holds messages."""
     from stack_core.text.chat_template import ChatTemplate  # loads Jinja
 
     template = None if policy.chat_template is None else ChatTemplate(policy.chat_template, policy.special_tokens)

@@ -1,4 +1,4 @@
-"""Tasks in files: JSON objects, one a line."""
+"""Task files in JSONL format: one JSON object per line."""
 
 import glob
 import hashlib
@@ -11,17 +11,18 @@ from stack_core.text.json_records import parse_record
 __all__ = ["Record", "files_digest", "read_records"]
 
 Record = tuple[str, dict[str, Any]]
-"""Where a record stands, "path:line", and its fields."""
+"""Location of a record, "path:line", and its fields."""
 
 
 def read_records(pattern: str, key: str) -> list[Record]:
-    """Reads the records of all files that a glob matches, in the order of their paths and lines.
+    """Reads the records of all files that match a glob, ordered by path and line.
 
     Args:
-      key: of the config that holds the pattern, for messages.
+      pattern: glob pattern; relative patterns start at the working directory.
+      key: config key of the pattern, for messages.
 
     Raises:
-      DataError: nothing matches, or a line is no JSON object with a prompt; names it.
+      DataError: no file matches, or a line is not a JSON object with a prompt; the message names the line.
     """
     paths = _matching(pattern)
     if not paths:
@@ -30,7 +31,7 @@ def read_records(pattern: str, key: str) -> list[Record]:
 
 
 def files_digest(pattern: str) -> str:
-    """Returns a digest of the names and contents of all files that a glob matches."""
+    """Returns a digest of the names and contents of all files that match a glob."""
     found = hashlib.sha256()
     for path in filter(Path.is_file, _matching(pattern)):
         found.update(f"{path}:{path.stat().st_size}:".encode() + path.read_bytes())
@@ -38,15 +39,15 @@ def files_digest(pattern: str) -> str:
 
 
 def _matching(pattern: str) -> list[Path]:
-    """Returns the files that a glob matches, sorted; absolute patterns are allowed."""
-    found = glob.glob(str(Path(pattern).expanduser()), recursive=True)  # noqa: PTH207  # takes absolute ones
+    """Returns the sorted paths that match a glob; absolute patterns are allowed."""
+    found = glob.glob(str(Path(pattern).expanduser()), recursive=True)  # noqa: PTH207  # Path.glob refuses absolute patterns
     return [Path(path) for path in sorted(found)]
 
 
 def _records(path: Path) -> list[Record]:
     found = []
     try:
-        lines = path.read_bytes().split(b"\n")  # JSON may hold other ends of lines within its strings
+        lines = path.read_bytes().split(b"\n")  # not splitlines: JSON strings may contain other line separators
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     for number, line in enumerate(lines, start=1):

@@ -29,22 +29,22 @@ _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 @config
 class ToolsConfig:
-    """Prompts in JSONL files, as `prompts` has them, and functions that the policy may call before it answers.
+    """Prompts from JSONL files, as for `prompts`, and functions that the policy may call before its answer.
 
-    A message that holds `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` calls them; what they return follows
-    in messages of the role "tool". A message without a call is the answer, which `rewards` score. A call that cannot be
-    read, and what a function raises, is told to the policy; a function that does not end is a failure of the
-    environment.
+    A message with `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` calls functions; their results follow as
+    messages with the role "tool". A message without a call is the answer, which `rewards` score. Malformed calls and
+    exceptions of a function are reported to the policy; a function that exceeds its time limit fails the episode.
 
     Attributes:
-      source, rewards, held_out: as of `prompts`.
-      tools: functions as "module:function", or in Python themselves; they may be async. Their schemas are made of their
-        annotations and docstrings.
-      max_tokens: of a message.
-      most_turns: messages of the policy's, the answer included.
-      tool_timeout_s: time limit of a call, from when the function starts.
-      calls_at_once: calls of functions that are not async at a time; others wait.
-      history: what a chat template that changes earlier turns means; see `MessageEnvironment`.
+      source, rewards, held_out: as for `prompts`.
+      tools: functions as "module:function", or in Python the functions themselves, which may be async. Their schemas
+        are generated from annotations and docstrings.
+      name: selects this environment.
+      max_tokens: maximum number of tokens per message.
+      most_turns: maximum number of messages of the policy, including the answer.
+      tool_timeout_s: time limit of a call in seconds, from the start of the function.
+      calls_at_once: maximum number of concurrent calls of non-async functions; further calls wait.
+      history: handling of chat templates that rewrite earlier turns; see `MessageEnvironment`.
     """
 
     source: str
@@ -71,10 +71,10 @@ class ToolsConfig:
         return _Tasks(self, functions, rewards, renderer, *self._records())
 
     def _functions(self) -> dict[str, Callable[..., Any]]:
-        """The tools by their names.
+        """Returns the tools by name.
 
         Raises:
-          ConfigError: one cannot be imported, or is no function; or two have one name.
+          ConfigError: a tool cannot be imported or is not callable, or two tools have the same name.
         """
         found: dict[str, Callable[..., Any]] = {}
         for each in self.tools:
@@ -92,7 +92,7 @@ class ToolsConfig:
 
 
 def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
-    """A function as chat templates show it; what has no annotation may be anything."""
+    """Returns the schema of a function for chat templates; a parameter without an annotation accepts anything."""
     parameters = inspect.signature(function).parameters.values()
     properties = {
         each.name: {} if each.annotation is each.empty else TypeAdapter(each.annotation).json_schema()
@@ -166,10 +166,10 @@ class _ToolConversation:
         return Reply(reward=score.value, verdict=score.verdict, facts={**score.facts, "calls": float(self.calls)})
 
     async def _called(self, written: str) -> str:
-        """What a call gives, as text; what is wrong with it is told to the policy.
+        """Executes a call and returns its result as text; errors of the call become text for the policy.
 
         Raises:
-          TimeoutError: the function does not end.
+          TimeoutError: the function exceeds its time limit.
         """
         try:
             call = json.loads(written)
@@ -183,7 +183,7 @@ class _ToolConversation:
             return str(await self.threads.run(functools.partial(function, **arguments), timeout_s=self.timeout_s))
         except TimeoutError as error:
             raise TimeoutError(f"the tool {call['name']!r} gave nothing within {self.timeout_s:g} s") from error
-        except Exception as error:  # Tools are a user's code; the policy is to learn what they refuse.
+        except Exception as error:  # Tools are user code; the policy sees their errors and can learn from them.
             return f"Error: {type(error).__name__}: {error}"
 
     async def close(self) -> None: ...

@@ -1,1 +1,1 @@
-"""Losses of post-training as pure functions of arrays: no model, no configuration, no state."""
+"""Post-training losses as pure functions of arrays, without models, configs or state."""

@@ -1,7 +1,7 @@
-"""Weights that correct for tokens that another policy drew: an older one, or the sampler's, which rounds otherwise.
+"""Importance weights for tokens sampled by another policy: an older one, or a sampler with different rounding.
 
-Each takes log ratios log r = log p - log q of the policy p to the behaviour q that drew, a token's own or one that all
-tokens of a sequence share (`leveled`), and gives weights that are constants to the gradient.
+Each function takes log ratios log r = log p - log q of the policy p to the behaviour q, per token or per sequence
+(`leveled`), and returns weights without a gradient.
 """
 
 from typing import Literal
@@ -15,11 +15,11 @@ from stack_rl.math.sequences import sequence_mean, sequence_sum
 __all__ = ["Level", "effective_share", "leveled", "mask", "off_policy_mask", "truncate"]
 
 Level = Literal["token", "sequence_mean", "sequence_product"]
-"""Whose ratio a token is weighed by: its own; the geometric mean of its sequence's; their product."""
+"""Ratio that weights a token: its own, or the geometric mean or the product of the ratios in its sequence."""
 
 
 def truncate(log_ratio: Float[Array, "*tokens"], *, cap: float = 2.0) -> Float[Array, "*tokens"]:
-    """c = sg[min(r, cap)]: little bias, and bounded variance.
+    """Computes c = sg[min(r, cap)], which has little bias and a bounded variance.
 
     Source: Espeholt et al., IMPALA, 2018 (arXiv:1802.01561); for samplers that differ from trainers: Yao et al., Your
     efficient RL framework secretly brings you off-policy RL training, 2025, cap 2.
@@ -28,7 +28,7 @@ def truncate(log_ratio: Float[Array, "*tokens"], *, cap: float = 2.0) -> Float[A
 
 
 def mask(log_ratio: Float[Array, "*tokens"], *, low: float = 0.5, high: float = 5.0) -> Float[Array, "*tokens"]:
-    """c = sg[r] where low <= r <= high, else 0: what has moved too far is left out.
+    """Computes c = sg[r] for low <= r <= high, else 0, which drops tokens whose ratio moved too far.
 
     Source: Ling team, Every step evolves (Ring-1T), 2025 (arXiv:2510.18855): IcePop, with 0.5 and 5.
     """
@@ -42,10 +42,10 @@ def leveled(
     segment_ids: Int[Array, "batch seq"],
     level: Level,
 ) -> Float[Array, "batch seq"]:
-    """The log ratio that each token is weighed by: its own, or the mean or sum of its sequence's.
+    """Returns the log ratio that weights each token: its own, or the mean or sum over its sequence.
 
-    The product of ratios is the exact weight of a sequence, with a variance that grows with its tokens; the geometric
-    mean is biased, and comparable between lengths (GSPO, arXiv:2507.18071, equation 7).
+    The product of ratios (sum of log ratios) is the exact weight of a sequence, but its variance grows with the number
+    of tokens. The geometric mean is biased, but comparable across lengths (GSPO, arXiv:2507.18071, equation 7).
     """
     if level == "token":
         return log_ratio
@@ -61,9 +61,9 @@ def off_policy_mask(
     *,
     most: float,
 ) -> Float[Array, "batch seq"]:
-    """m = 0 in sequences with A < 0 and mean(log q - log p) > most, else 1.
+    """Computes m = 0 in sequences with A < 0 and mean(log q - log p) > most, else 1.
 
-    Sequences that the policy has left behind teach it nothing more by being bad.
+    A bad sequence that the policy has already made unlikely has nothing more to teach.
 
     Source: DeepSeek-V3.2, 2025 (arXiv:2512.02556), equation 9.
     """
@@ -72,7 +72,7 @@ def off_policy_mask(
 
 
 def effective_share(log_ratio: Float[Array, "*tokens"], mask: Bool[Array, "*tokens"]) -> Float[Array, ""]:
-    """(sum r)^2 / (n sum r^2), the effective sample size over the number of tokens; 1 on policy, 0 without a token.
+    """Computes (sum r)^2 / (n sum r^2), the effective sample size divided by n tokens; 1 on policy, 0 without tokens.
 
     Source: Kong, A note on importance sampling using standardized weights, 1992.
     """

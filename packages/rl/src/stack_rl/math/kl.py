@@ -1,4 +1,4 @@
-"""Estimates of KL(p || p_ref) at tokens that p drew, from their log-probabilities alone."""
+"""Estimators of KL(p || p_ref) from the log-probabilities of tokens sampled from p."""
 
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -13,7 +13,7 @@ __all__ = ["LOSS_ESTIMATORS", "corrected", "estimator_in_loss", "k1", "k2", "k3"
 
 
 def k1(logprobs: Float[Array, "*tokens"], reference_logprobs: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
-    """k1 = log p - log p_ref. Without bias, so that it belongs into a reward; a loss it cannot be.
+    """Computes k1 = log p - log p_ref, which is unbiased. It suits a reward, but not a loss.
 
     Source, of all three: Schulman, Approximating KL divergence, 2020.
     """
@@ -21,24 +21,26 @@ def k1(logprobs: Float[Array, "*tokens"], reference_logprobs: Float[Array, "*tok
 
 
 def k2(logprobs: Float[Array, "*tokens"], reference_logprobs: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
-    """k2 = (log p - log p_ref)^2 / 2. Its expected gradient is that of the KL divergence, on policy."""
+    """Computes k2 = (log p - log p_ref)^2 / 2, whose on-policy gradient equals the KL divergence's in expectation."""
     return 0.5 * jnp.square(logprobs - reference_logprobs)
 
 
 def k3(logprobs: Float[Array, "*tokens"], reference_logprobs: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
-    """k3 = p_ref / p - 1 - log(p_ref / p). It is never negative.
+    """Computes k3 = p_ref / p - 1 - log(p_ref / p), which is never negative.
 
-    Its expected gradient on policy is that of KL(p_ref || p), another direction than that of KL(p || p_ref).
+    Its expected gradient on policy is the gradient of KL(p_ref || p), which differs in direction from that of KL(p ||
+    p_ref).
     """
     difference = reference_logprobs - logprobs
     return jnp.expm1(difference) - difference
 
 
 def corrected(estimate: Float[Array, "*tokens"], log_ratio: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
-    """r k: the estimate at tokens that an older policy drew; the gradient of r k3 is that of the KL divergence.
+    """Computes r k, the estimate for tokens sampled by an older policy; r k3 has the gradient of the KL divergence.
 
     Args:
-      log_ratio: log r = log p - log p_old, differentiated as well.
+      estimate: k, one of the estimators.
+      log_ratio: log r = log p - log p_old, which is differentiated as well.
 
     Source: DeepSeek-V3.2, 2025 (arXiv:2512.02556), equation 7.
     """
@@ -48,20 +50,19 @@ def corrected(estimate: Float[Array, "*tokens"], log_ratio: Float[Array, "*token
 Estimator = Callable[[jax.Array, jax.Array], jax.Array]
 
 LOSS_ESTIMATORS: Final[Mapping[str, Estimator]] = {"k2": k2, "k3": k3}
-"""Those that may be a part of a loss."""
+"""Estimators that may be part of a loss."""
 
 
 def estimator_in_loss(name: str) -> Estimator:
-    """The estimator of that name, to be a part of a loss.
+    """Returns the estimator with this name, for use in a loss.
 
     Raises:
-      ConfigError: it is k1, or none.
+      ConfigError: the name is k1 or unknown.
     """
     if name == "k1":
         raise ConfigError(
             "The KL estimator 'k1', log p - log p_ref, cannot be a part of the loss: its gradient is that of log p, "
-            "whose expectation is zero, so that it adds noise and holds nothing. Choose 'k2' or 'k3', or subtract k1 "
-            "from the reward."
+            "whose expectation is zero, so it only adds noise. Choose 'k2' or 'k3', or subtract k1 from the reward."
         )
     if name not in LOSS_ESTIMATORS:
         raise ConfigError(f"There is no KL estimator {name!r} for a loss. There are: {', '.join(LOSS_ESTIMATORS)}.")

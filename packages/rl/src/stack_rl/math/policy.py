@@ -1,7 +1,7 @@
-"""Losses of the policy gradient, one number a token; what they are summed with is in `weights`.
+"""Policy-gradient losses per token; `weights` has the weights of their sum.
 
-In all of them A is the advantage of a token, and log r = log p(token) - log p_old(token) the log ratio of the policy to
-the one that the update starts from, as `log_ratio` gives it.
+In all of them, A is the advantage of a token, and log r = log p(token) - log p_old(token) is the log ratio of the
+policy to the policy at the start of the update, as computed by `log_ratio`.
 """
 
 import jax
@@ -11,23 +11,24 @@ from jaxtyping import Array, Bool, Float
 __all__ = ["MOST_LOG_RATIO", "cispo_loss", "clipped_loss", "is_clipped", "log_ratio", "reinforce_loss"]
 
 MOST_LOG_RATIO = 20.0
-"""Log ratios are cut off here, on both sides: exp(20) is 5e8, beyond which gradients overflow."""
+"""Bound of the absolute log ratio: exp(20) is 5e8, beyond which gradients overflow."""
 
 
 def log_ratio(
     logprobs: Float[Array, "*tokens"], old_logprobs: Float[Array, "*tokens"], mask: Bool[Array, "*tokens"]
 ) -> Float[Array, "*tokens"]:
-    """log r = log p - log p_old, within +-20; 0 outside of `mask`, whatever stands there.
+    """Computes log r = log p - log p_old, clipped to +-20; 0 outside `mask`.
 
-    The mask goes first, as a NaN of padding would otherwise reach the gradient through 0 * NaN.
+    The mask is applied first; otherwise a NaN in padding would reach the gradient as 0 * NaN.
     """
     return jnp.clip(jnp.where(mask, logprobs - old_logprobs, 0), -MOST_LOG_RATIO, MOST_LOG_RATIO)
 
 
 def reinforce_loss(logprobs: Float[Array, "*tokens"], advantages: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
-    """L = -A log p.
+    """Computes L = -A log p.
 
-    The gradient of the expected return while the policy draws its own tokens, which a correction weighs otherwise.
+    On policy, its gradient is the gradient of the expected return. For tokens of another policy, weight it by a
+    correction.
 
     Source: Williams, Simple statistical gradient-following algorithms, 1992; without clipping as in RLOO, Ahmadian et
     al., Back to basics, 2024 (arXiv:2402.14740).
@@ -43,17 +44,20 @@ def clipped_loss(
     high: float = 0.2,
     dual: float | None = None,
 ) -> Float[Array, "*tokens"]:
-    """L = -min(r A, clip(r, 1 - low, 1 + high) A), and where A < 0 at most -dual A.
+    """Computes L = -min(r A, clip(r, 1 - low, 1 + high) A), for A < 0 at most -dual A.
 
-    With the mean log ratio of a sequence (`sequence_mean`) for each of its tokens it is the loss of GSPO.
+    With the mean log ratio of a sequence (`sequence_mean`) for each of its tokens, it is the loss of GSPO.
 
     Args:
-      low, high: how far a ratio may move before its token stops to learn; DAPO's high is 0.28, GSPO's are 3e-4, 4e-4.
-      dual: c > 1, which bounds the loss of a token that was bad and became likely; None does not.
+      log_ratio: log r.
+      advantages: A.
+      low, high: distance that a ratio may move below and above 1, in the direction of A, before its token stops
+        learning. DAPO uses high 0.28; GSPO uses 3e-4 and 4e-4.
+      dual: c > 1, which bounds the loss of a bad token that became likely; None does not bound it.
 
     Source: Schulman et al., Proximal policy optimization, 2017 (arXiv:1707.06347), equation 7; dual clip: Ye et al.,
-    Mastering complex control in MOBA games, 2019 (arXiv:1912.09729), c = 3; two bounds: Yu et al., DAPO,
-    2025 (arXiv:2503.14476), equation 10; sequences: Zheng et al., GSPO, 2025 (arXiv:2507.18071), equation 5.
+    Mastering complex control in MOBA games, 2019 (arXiv:1912.09729), c = 3; two bounds: Yu et al., DAPO, 2025
+    (arXiv:2503.14476), equation 10; sequences: Zheng et al., GSPO, 2025 (arXiv:2507.18071), equation 5.
     """
     ratio = jnp.exp(log_ratio)
     loss = -jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - low, 1 + high) * advantages)
@@ -63,7 +67,7 @@ def clipped_loss(
 def is_clipped(
     log_ratio: Float[Array, "*tokens"], advantages: Float[Array, "*tokens"], *, low: float, high: float
 ) -> Bool[Array, "*tokens"]:
-    """Whether a token has moved so far the way that its advantage asks for that `clipped_loss` has no gradient."""
+    """Returns whether a ratio has moved so far in the direction of its advantage that its token has no gradient."""
     ratio = jnp.exp(log_ratio)
     return ((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 - low))
 
@@ -76,9 +80,9 @@ def cispo_loss(
     lowest: float = 0.0,
     highest: float = 5.0,
 ) -> Float[Array, "*tokens"]:
-    """L = -sg[clip(r, lowest, highest)] A log p: every token learns, at a bounded weight.
+    """Computes L = -sg[clip(r, lowest, highest)] A log p, which gives every token a gradient with a bounded weight.
 
     Source: MiniMax-M1, 2025 (arXiv:2506.13585), section 3.1. Departures: (1) the paper writes the bounds as 1 - e_low
-    and 1 + e_high, has no lower one in effect and names no upper one; 5 is that of TRL.
+    and 1 + e_high, effectively has no lower one and names no upper one; 5 is the value in TRL.
     """
     return -jax.lax.stop_gradient(jnp.clip(jnp.exp(log_ratio), lowest, highest)) * advantages * logprobs

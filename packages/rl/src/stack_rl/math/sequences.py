@@ -1,4 +1,4 @@
-"""Sums and means over the tokens of a sequence, of which a packed row holds several."""
+"""Sums and means over the tokens of each sequence; a packed row holds several sequences."""
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +10,12 @@ __all__ = ["sequence_mean", "sequence_sum"]
 def sequence_sum(
     values: Float[Array, "batch seq"], mask: Bool[Array, "batch seq"], segment_ids: Int[Array, "batch seq"]
 ) -> Float[Array, "batch seq"]:
-    """S_t = sum of the values of t's sequence, over the tokens in `mask`; float32 at least.
+    """Computes S_t, the sum of values over the tokens in `mask` of t's sequence, in float32 or wider.
 
     Args:
-      mask: the tokens that the policy drew.
-      segment_ids: the sequence of each token within its row, at most `seq`; 0 is padding.
+      values: one value per token.
+      mask: tokens sampled by the policy.
+      segment_ids: sequence of each token within its row, at most `seq`; 0 is padding.
     """
     segments = values.shape[-1] + 1
 
@@ -28,6 +29,6 @@ def sequence_sum(
 def sequence_mean(
     values: Float[Array, "batch seq"], mask: Bool[Array, "batch seq"], segment_ids: Int[Array, "batch seq"]
 ) -> Float[Array, "batch seq"]:
-    """M_t = mean of the values of t's sequence, over the tokens in `mask`; 0 in a sequence without one."""
+    """Computes M_t, the mean of values over the tokens in `mask` of t's sequence; 0 if the mask is empty there."""
     counts = sequence_sum(jnp.ones_like(values), mask, segment_ids)
     return sequence_sum(values, mask, segment_ids) / jnp.maximum(counts, 1)

@@ -1,4 +1,4 @@
-"""The loss of a critic."""
+"""Loss of the critic."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -13,15 +13,16 @@ def value_loss(
     *,
     clip: float | None = 0.2,
 ) -> Float[Array, "*tokens"]:
-    """L = max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2) / 2.
+    """Computes L = max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2) / 2.
 
     Args:
-      old_values: V_old, of the critic when the advantages were computed.
+      values: V, predicted by the critic.
+      old_values: V_old, predicted by the critic when the advantages were computed.
       returns: R = A + V_old, with the A of `gae`.
-      clip: c; None is the squared error alone.
+      clip: c; None uses the squared error without clipping.
 
-    Source: Schulman et al., Proximal policy optimization, 2017 (arXiv:1707.06347), as OpenAI's baselines have it; the
-    paper clips only the policy.
+    Source: Schulman et al., Proximal policy optimization, 2017 (arXiv:1707.06347), as in OpenAI's baselines; the paper
+    clips only the policy.
     """
     squared = jnp.square(values - returns)
     if clip is None:

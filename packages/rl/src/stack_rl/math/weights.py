@@ -1,7 +1,7 @@
-"""What each token weighs in the loss, computed on the host over the whole batch of an update.
+"""Weights of tokens in the loss, computed on the host over the whole batch of an update.
 
-The loss is sum_t w_t l_t over all tokens that the policy drew, however they are laid out. So neither packing nor
-microbatches, accumulation or sharding can change its gradient.
+The loss is sum_t w_t l_t over all sampled tokens, however they are laid out. Packing, microbatches, accumulation and
+sharding therefore cannot change its gradient.
 """
 
 from collections.abc import Callable, Mapping
@@ -49,7 +49,7 @@ WEIGHTS: Final[Mapping[str, Callable[[Lengths, Groups, int], Weights]]] = {
 
 
 def token_weights(name: str, lengths: Lengths, groups: Groups, *, most_tokens: int) -> Weights:
-    """The weight of every token of each sequence.
+    """Computes the weight of every token of each sequence.
 
         token:    1 / N                  N = sum of all lengths; DAPO (arXiv:2503.14476), equation 8
         sequence: 1 / (B lengths[i])     B sequences that have a token; GRPO (arXiv:2402.03300), equation 3
@@ -58,9 +58,9 @@ def token_weights(name: str, lengths: Lengths, groups: Groups, *, most_tokens: i
         sum:      1                      a plain sum over tokens
 
     Args:
-      name: of those.
-      lengths: tokens that the policy drew in each sequence of the update, over all devices and microbatches.
-      groups: the prompt of each sequence, any numbers.
-      most_tokens: that an answer may have; a constant of the run, never the width of a batch.
+      name: name of a weighting above.
+      lengths: number of sampled tokens in each sequence of the update, over all devices and microbatches.
+      groups: prompt of each sequence, as arbitrary numbers.
+      most_tokens: maximum number of tokens of an answer; a constant of the run, not the width of a batch.
     """
     return WEIGHTS[name](lengths, groups, most_tokens)

@@ -1,1 +1,1 @@
-"""Objectives: what a run minimizes, one file an algorithm."""
+"""Objectives, the losses that a run minimizes; one file per algorithm."""

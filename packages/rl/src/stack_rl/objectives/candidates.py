@@ -39,7 +39,7 @@ def among_candidates(
     Source: DeepSeek-V3.2, 2025 (arXiv:2512.02556), "keep sampling mask".
     """
     weight = jnp.asarray(head.weight)
-    # Widened before the gather, so that gradients of a column that is gathered many times are summed in float32.
+    # Widened before the gather: a column is gathered many times, and its gradients must be summed in float32.
     wide = weight.astype(accurate_dtype(weight.dtype))
 
     def logits(tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq"]:

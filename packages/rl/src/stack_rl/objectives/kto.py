@@ -60,7 +60,7 @@ class KTOConfig:
         del key  # the loss is not random
         logprobs = answer_logprobs(model, batch)
         ratios = logprobs - batch["reference_logprobs"].astype(logprobs.dtype)
-        # Padding rows, which fill the last held-out batch, have no targets and get weight 0.
+        # Padding rows, which fill the last held-out batch, lack targets and get weight 0.
         real = jnp.any(batch["targets"][:, 0] != IGNORED_TARGET, axis=-1).astype(ratios.dtype)
         desirable = batch["desirable"] > 0
         baseline = kto_baseline(ratios[:, 1], real)

@@ -1,4 +1,4 @@
-"""Chunked evaluation of functions of logits, so that the logits of all tokens are never in memory at once."""
+"""Chunked evaluation of functions of logits, which bounds the number of logits in memory."""
 
 from collections.abc import Callable
 from typing import Final
@@ -32,10 +32,11 @@ def by_parts(
     """
     batch, seq, _ = hidden[0].shape
     most = max(most_logits // (batch * head.weight.shape[-1]), 1)
+    # The largest chunk that divides the sequence, because `lax.map` needs chunks of equal size.
     tokens = max(size for size in range(1, seq + 1) if seq % size == 0 and size <= most)
     parts = tuple(each.reshape(batch, seq // tokens, tokens, -1).swapaxes(0, 1) for each in hidden)
     # `lax.map` sums the gradients of its constants in their own dtype, so floating-point weights are widened first.
-    # Integer codes of a quantized head have no gradient, and widening would take four times their memory.
+    # Integer codes of a quantized head have no gradient, and widening them would take four times the memory.
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
     wide = jax.tree.map(lambda x: x.astype(accurate_dtype(x.dtype)) if is_float(x) else x, head)
 

@@ -71,7 +71,7 @@ class PairConfig:
         means = jnp.where(counts > 0, logprobs / jnp.maximum(counts, 1), -1)
         reference = batch["reference_logprobs"] if "reference_logprobs" in self.inputs else jnp.zeros_like(logprobs)
         answers = Answers(logprobs, means, reference)
-        # Padding pairs, which fill the last held-out batch, have no targets and get weight 0.
+        # Padding pairs, which fill the last held-out batch, lack targets and get weight 0.
         real = jnp.any(counts > 0, axis=1).astype(logprobs.dtype)
         weight = jnp.sum(real)
 

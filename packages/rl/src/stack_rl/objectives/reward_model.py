@@ -79,7 +79,7 @@ class RewardModelConfig:
     ) -> tuple[jax.Array, Metrics]:
         del key  # the loss is not random
         rewards = answer_rewards(model, models["reward"], batch)
-        # Padding pairs, which fill the last held-out batch, have no targets and get weight 0.
+        # Padding pairs, which fill the last held-out batch, lack targets and get weight 0.
         real = jnp.any(batch["targets"] != IGNORED_TARGET, axis=(1, 2)).astype(rewards.dtype)
         weight = jnp.sum(real)
 

@@ -1,4 +1,4 @@
-"""The panel `episodes`: what the policy did at the last evaluation, and how it was rewarded."""
+"""The panel `episodes`: the policy's episodes of the last evaluation with their rewards."""
 
 import json
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ __all__ = ["episodes"]
 
 
 def episodes(directory: Path, config: Mapping[str, Any]) -> Fragment | None:
-    """Shows the episodes of the last evaluation as a table; None where a run has none."""
+    """Shows the episodes of the last evaluation as a table; None if the run has none."""
     found = _records(directory / SAMPLES_FILE)
     if not found:
         return None
@@ -35,7 +35,7 @@ def _line(record: Mapping[str, Any]) -> Markup:
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
-    """The samples in a file; a line torn by a kill is left out."""
+    """Reads the samples of a file, except for lines truncated by a kill."""
     if not path.is_file():
         return []
     found = []

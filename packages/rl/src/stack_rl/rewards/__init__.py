@@ -1,1 +1,1 @@
-"""Rewards: what scores a completion."""
+"""Rewards, which score completions."""

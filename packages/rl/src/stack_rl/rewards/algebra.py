@@ -1,12 +1,12 @@
-r"""Exact arithmetic of expressions, so that two of them are equal only if their values are.
+r"""Exact arithmetic of expressions, in which two expressions are equal only if their values are.
 
-An expression is a quotient of two sums; a sum maps each monomial to its rational coefficient; a monomial maps atoms to
-their exponents:
+An expression is a quotient of two sums. A sum maps each monomial to its rational coefficient, and a monomial maps atoms
+to their exponents:
 
     (2x + \sqrt{8}) / (y - 1) = ({x: 2, 2^(1/2): 2}, {y: 1, 1: -1})
 
-Atoms are variables, pi, e, i, primes with an exponent between 0 and 1, and opaque ones, such as sin(x), of which only
-their text is known. Without opaque atoms equality is decided: roots of products of distinct primes are linearly
+Atoms are variables, pi, e, i, primes with an exponent between 0 and 1, and opaque atoms such as sin(x), which are
+compared as text only. Without opaque atoms, equality is decidable: roots of products of distinct primes are linearly
 independent over the rationals (Besicovitch, 1940), and cross multiplication compares quotients.
 """
 
@@ -21,7 +21,7 @@ __all__ = ["Expression", "Unreadable", "number", "opaque", "symbol"]
 Monomial: TypeAlias = tuple[tuple[str, Fraction], ...]
 Sum: TypeAlias = Mapping[Monomial, Fraction]
 
-# Far above the size of real answers; larger ones are refused before they cost much.
+# Far above the size of real answers; larger expressions are rejected before they become expensive.
 _MAX_TERMS: Final = 256
 _MAX_BITS: Final = 4096
 _MAX_EXPONENT: Final = 64
@@ -29,11 +29,11 @@ _MAX_FACTORED: Final = 10**10
 
 _ONE: Final[Monomial] = ()
 _POSITIVE: Final = {"pi": math.pi, "e": math.e}
-"""Positive constants, whose roots may be taken within a monomial, and their values."""
+"""Positive constants and their values. Their roots may be taken within a monomial."""
 
 
-class Unreadable(Exception):  # it is a result, which callers turn into None
-    """The text is not an expression, or the expression is too large or undefined."""
+class Unreadable(Exception):  # a result that callers convert to None, rather than an error
+    """Raised if the text is not an expression, or if the expression is too large or undefined."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Expression:
     def inverse(self) -> "Expression":
         if not self.top:
             raise Unreadable("a division by zero")
-        if len(self.top) == 1:  # a monomial moves to the top, so that 1/sqrt(2) is sqrt(2)/2
+        if len(self.top) == 1:  # a monomial divisor moves to the top, which makes 1/sqrt(2) equal sqrt(2)/2
             ((monomial, value),) = self.top.items()
             inverse = _monomial({atom: -exponent for atom, exponent in monomial}, 1 / value)
             return Expression(_multiplied(self.bottom, inverse), {_ONE: Fraction(1)})
@@ -89,7 +89,7 @@ class Expression:
         return result
 
     def root(self, degree: int) -> "Expression":
-        """Returns the principal root, or the real root of a negative number if the degree is odd."""
+        """Returns the principal root; for a negative number and an odd degree, the real root."""
         if not 1 < degree <= _MAX_EXPONENT:
             raise Unreadable(f"a root of degree {degree}")
         is_monomial = len(self.top) == 1 and self.bottom == {_ONE: 1}
@@ -112,14 +112,14 @@ class Expression:
 
     @property
     def rational(self) -> Fraction | None:
-        """The value if it is rational; None for other expressions."""
+        """The value if it is rational, else None."""
         if self.bottom != {_ONE: 1} or self.top.keys() - {_ONE}:
             return None
         return self.top.get(_ONE, Fraction(0))
 
     @property
     def constant(self) -> Fraction | None:
-        """The value if it is rational after cancellation; None for other expressions."""
+        """The value if it is rational after cancellation, else None."""
         if not self.top or self.top.keys() != self.bottom.keys():
             return Fraction(0) if not self.top else None
         ratios = {value / self.bottom[monomial] for monomial, value in self.top.items()}
@@ -130,7 +130,7 @@ class Expression:
         return any("(" in atom for part in (self.top, self.bottom) for monomial in part for atom, _ in monomial)
 
     def equals(self, other: "Expression") -> bool | None:
-        """Returns whether the values are equal; None if that depends on opaque atoms."""
+        """Returns whether the values are equal; None if opaque atoms leave this undecided."""
         difference = _added(
             _multiplied(self.top, other.bottom),
             {each: -value for each, value in _multiplied(other.top, self.bottom).items()},
@@ -140,7 +140,7 @@ class Expression:
         return None if self.is_opaque or other.is_opaque else False
 
     def approximation(self) -> float | None:
-        """Returns the value of a real constant; None for other expressions."""
+        """Returns the float value of a real constant; None for other expressions."""
         try:
             top, bottom = (
                 sum(float(value) * math.prod(_value(*power) for power in monomial) for monomial, value in part.items())
@@ -155,17 +155,17 @@ class Expression:
 
 
 def number(value: int | Fraction) -> Expression:
-    """Makes a constant."""
+    """Creates a constant."""
     return Expression({_ONE: Fraction(value)} if value else {}, {_ONE: Fraction(1)})
 
 
 def symbol(name: str) -> Expression:
-    """Makes a variable or a constant: `i` is the imaginary unit, `pi` and `e` have their usual values."""
+    """Creates a variable or constant: `i` is the imaginary unit, `pi` and `e` have their usual values."""
     return Expression({((name, Fraction(1)),): Fraction(1)}, {_ONE: Fraction(1)})
 
 
 def opaque(name: str, *arguments: Expression) -> Expression:
-    """Makes the value of an unknown function, which is equal for equal arguments."""
+    """Creates the value of an unknown function, which is equal for equal arguments."""
     return symbol(f"{name}({', '.join(map(str, arguments))})")
 
 
@@ -200,7 +200,7 @@ def _multiplied(ours: Sum, theirs: Sum) -> Sum:
 
 
 def _monomial(exponents: Mapping[str, Fraction], value: Fraction) -> Sum:
-    """Multiplies a monomial by a nonzero number, and moves whole powers of primes and of i^2 into the number."""
+    """Multiplies a monomial by a nonzero number, and moves integer powers of primes and of i^2 into the number."""
     rest = dict[str, Fraction]()
     for atom, exponent in exponents.items():
         left = exponent

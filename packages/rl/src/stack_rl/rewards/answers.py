@@ -1,4 +1,4 @@
-"""Mathematical answers: extraction from a text, and comparison of two as values."""
+"""Extraction of mathematical answers from text, and their comparison by value."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -17,10 +17,10 @@ _STATING: Final = re.compile(r"(?i)\banswer\s*(?:is\b\s*[:=]?|[:=]+)[\s*]*")
 
 
 def extract(text: str) -> str | None:
-    r"""Returns the answer that a text ends with.
+    r"""Extracts the final answer of a text.
 
-    The last \boxed{}, else the rest of the line behind "####", "answer is" or "answer:", else a text of a single short
-    line. None if there is none of these: a text of several lines or many words states no answer.
+    Tries the last \boxed{}, then the rest of the line after "####", "answer is" or "answer:", then a text that is a
+    single line of at most four words. Other texts contain no answer and give None.
     """
     if "\\boxed{" in text or "\\fbox{" in text:
         return _last_boxed(text)
@@ -41,17 +41,19 @@ def _last_boxed(text: str) -> str | None:
         depth += {"{": 1, "}": -1}.get(text[place], 0)
         if depth == 0:
             return text[begin:place]
-    return None  # it was cut off
+    return None  # the text was cut off
 
 
 def is_same(ours: str, theirs: str, *, tolerance: float = 0.0) -> bool | None:
-    """Returns whether two answers are the same value, or None if that is not known.
+    """Returns whether two answers have the same value; None if undecided.
 
-    None means that one of them is not understood as a whole, or that their equality is beyond exact arithmetic, such
-    as sin(x)^2 = 1 - cos(x)^2. A unit that one of them leaves out is taken to be the other's.
+    The result is None if an answer cannot be parsed completely, or if the equality is beyond exact arithmetic, such as
+    sin(x)^2 = 1 - cos(x)^2. If only one answer has a unit, the other is assumed to have it too.
 
     Args:
-      tolerance: the largest difference of two numbers, as a share of the second.
+      ours: the policy's answer.
+      theirs: the reference answer.
+      tolerance: maximum difference of two numbers, relative to the reference.
     """
     if plain(ours) == plain(theirs):
         return bool(plain(ours)) or None
@@ -80,7 +82,7 @@ def _same(ours: Answer, theirs: Answer, tolerance: Fraction) -> bool | None:
 
 
 def _same_named(ours: Answer, theirs: Answer, tolerance: Fraction) -> bool | None:
-    """Compares values of variables; a value without a name matches any variable."""
+    """Compares values of variables; an unnamed value matches any variable."""
     if isinstance(ours, Named) and isinstance(theirs, Named):
         return ours.name == theirs.name and _same(ours.value, theirs.value, tolerance)
     if isinstance(ours, Relation) or isinstance(theirs, Relation):
@@ -94,7 +96,7 @@ def _same_brackets(ours: Answer, theirs: Answer, tolerance: Fraction) -> bool | 
         case (Interval(), Quantity()) | (Quantity(), Interval()):
             return False
         case Union(), Union():
-            return _same_sets(ours.parts, theirs.parts, tolerance) or None  # other parts may make the same union
+            return _same_sets(ours.parts, theirs.parts, tolerance) or None  # different parts may form the same union
         case Interval(), Interval():
             ends = ours.has_low == theirs.has_low and ours.has_high == theirs.has_high
             pairs = ((ours.low, theirs.low), (ours.high, theirs.high))
@@ -102,7 +104,7 @@ def _same_brackets(ours: Answer, theirs: Answer, tolerance: Fraction) -> bool | 
         case Members(), Members():
             return _same_members(ours, theirs, tolerance)
         case (Members() as point, Interval() as interval) | (Interval() as interval, Members() as point):
-            is_open = not (interval.has_low or interval.has_high)  # (1, 2) is a point or an open interval
+            is_open = not (interval.has_low or interval.has_high)  # (1, 2) may be a point or an open interval
             ends = Members((interval.low, interval.high), is_set=False)
             return _all([is_open, _same_members(point, ends, tolerance)])
     return None
@@ -115,7 +117,7 @@ def _same_quantities(ours: Quantity, theirs: Quantity, tolerance: Fraction) -> b
         scale = number(ours.unit.scale / theirs.unit.scale)
         return _same_values(ours.value * scale, theirs.value, tolerance)
     for one, other in ((ours, theirs), (theirs, ours)):
-        if one.unit and not one.is_certain:  # letters that may be variables, beside an answer without a unit
+        if one.unit and not one.is_certain:  # the other answer lacks a unit, so the letters may be variables
             return (one.product is not None and _same_values(one.product, other.value, tolerance)) or None
         if one.unit == DEGREE:
             radians = one.value * symbol("pi") / number(180)
@@ -135,7 +137,7 @@ def _same_values(ours: Expression, theirs: Expression, tolerance: Fraction) -> b
 
 
 def _as_relation(answer: Answer) -> Answer:
-    """Converts the named value `x = 4` to an equation."""
+    """Converts a named value such as `x = 4` to an equation."""
     match answer:
         case Named(name, Quantity(value, None)) if len(name) == 1:
             return Relation("=", symbol(name) - value)
@@ -143,7 +145,7 @@ def _as_relation(answer: Answer) -> Answer:
 
 
 def _same_relations(ours: Answer, theirs: Answer) -> bool | None:
-    """Returns True if two relations are multiples of each other, else None: they may have the same solutions."""
+    """Returns True if two relations are multiples of each other, else None, because their solutions may still agree."""
     if not isinstance(ours, Relation) or not isinstance(theirs, Relation):
         return None
     if ours.symbol != theirs.symbol or not ours.difference.top or not theirs.difference.top:

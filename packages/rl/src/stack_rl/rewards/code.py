@@ -1,4 +1,4 @@
-"""`reward: code`: the share of tests that an answer's program passes, in a sandbox."""
+"""`reward: code`: the fraction of tests that an answer's program passes in a sandbox."""
 
 import re
 import secrets
@@ -23,18 +23,19 @@ _PYTHON: Final = frozenset(("python", "python3", "py", "py3", "ipython", "ipytho
 class CodeConfig:
     """Runs the last Python block of an answer against the record's tests.
 
-    Blocks are fenced as in CommonMark. One without a language counts if no block names Python; an answer without any
-    block is a program as a whole, and one whose blocks are all of other languages has none.
+    Blocks are fenced as in CommonMark. A block without a language counts if no block is marked as Python. An answer
+    without blocks is a program as a whole; an answer with only blocks of other languages has no program.
 
-    `tests` is a list of `{"input": text, "output": text}`: what the program reads and is to write, spaces at the ends
-    of lines left out. Or it is one text of Python that follows the program and asserts; it runs in the program's own
-    process, so a program that sets out to fool it can.
+    `tests` is either a list of `{"input": text, "output": text}`, the standard input and the expected output, compared
+    without trailing spaces. Or it is a Python text with assertions that is appended to the program. It runs in the
+    program's own process, so a malicious program can fool it.
 
     Attributes:
-      whole: only all tests together are worth 1; else each is worth its share.
-      libraries: programs may import what is installed beside stack, such as NumPy.
-      unchecked: what becomes of a program that ran out of a limit.
-      sandbox: that programs run in.
+      name: selects this reward.
+      whole: True: the reward is 1 if all tests pass, else 0. False: it is the fraction of passed tests.
+      libraries: whether programs may import the packages installed alongside stack, such as NumPy.
+      unchecked: handling of a program that exceeded a limit: "drop" the episode, count it as "wrong" or "stop" the run.
+      sandbox: sandbox for the programs.
     """
 
     name: Literal["code"] = "code"
@@ -51,7 +52,7 @@ class _Code:
     def __init__(self, settings: CodeConfig, sandbox: Sandbox) -> None:
         self._settings, self._sandbox = settings, sandbox
         if settings.libraries:
-            sandbox.check_libraries()  # refuses before the run begins
+            sandbox.check_libraries()  # raises here, before the run begins
 
     async def __call__(self, completion: Completion) -> Score:
         tests, program = completion.record.get("tests"), _program(completion.text)
@@ -80,7 +81,7 @@ class _Code:
         )
 
     async def _asserted(self, program: str, tests: str) -> Score:
-        word = secrets.token_hex(16)  # which a program that leaves early does not write
+        word = secrets.token_hex(16)  # printed after the tests, and so missing if the program exits early
         ended = await self._run(f"{program}\n\n{tests}\n\nprint({word!r})")
         if (score := self._unfinished(ended)) is not None:
             return score
@@ -92,9 +93,10 @@ class _Code:
         return await self._sandbox.run_soon(program, given=encoded, libraries=self._settings.libraries)
 
     def _unfinished(self, ended: Ended) -> Score | None:
-        """The score of a program that ran out of a limit."""
+        """Returns the score of a program that exceeded a limit; None if it finished."""
         if ended.how == "exit":
             return None
+        # Signal 24 is SIGXCPU: the program used up its CPU time.
         verdict = "crash" if ended.how == "flood" or (ended.how == "killed" and ended.code != -24) else "timeout"
         return unchecked(self._settings.unchecked, verdict, f"the program ended by {ended.how} {ended.code}")
 
@@ -104,7 +106,7 @@ def _is_test(test: Any) -> bool:
 
 
 def _program(text: str) -> str:
-    """Returns the program of an answer; empty if it has none."""
+    """Extracts the program of an answer; empty if it has none."""
     fences = [token for token in _MARKDOWN.parse(text) if token.type == "fence"]
     if not fences:
         return text
@@ -115,7 +117,7 @@ def _program(text: str) -> str:
 
 
 def _language(info: str) -> str:
-    """Returns the first word behind a fence in lower case, also if it is an attribute as in `{.python}`."""
+    """Returns the language of a fence in lower case, from `python` or an attribute such as `{.python}`."""
     found = re.match(r"\s*\{?\s*\.?([\w+#-]*)", info)
     return found[1].lower() if found else ""
 

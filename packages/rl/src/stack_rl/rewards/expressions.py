@@ -1,4 +1,4 @@
-"""Reads expressions of a text in LaTeX or plain writing, by recursive descent with the usual precedence."""
+"""Recursive-descent parser of expressions in LaTeX or plain notation, with the usual precedence."""
 
 import math
 import re
@@ -12,10 +12,11 @@ __all__ = ["FUNCTIONS", "GREEK", "Token", "is_infinite", "plain", "read_expressi
 
 
 class Token(NamedTuple):
-    r"""A part of a text.
+    r"""A token of a mathematical text.
 
     Attributes:
       kind: "number", "word", "upright" for a word in \text{}, "command" or "symbol".
+      text: characters of the token.
       is_spaced: whether a space precedes it.
     """
 
@@ -74,7 +75,7 @@ FUNCTIONS: Final = _APPLIED | {"sqrt", "lg", "arg", "gcd", "lcm", "max", "min", 
 
 
 def plain(text: str) -> str:
-    """Removes LaTeX that only affects the layout, and joins runs of spaces."""
+    """Removes LaTeX that only affects the layout, and collapses runs of spaces."""
     found = text.strip().removesuffix(".").strip()
     for opening, closing in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
         if found.startswith(opening) and found.endswith(closing) and len(found) > len(opening + closing):
@@ -86,7 +87,7 @@ def plain(text: str) -> str:
 
 
 def tokenize(text: str, kind: str = "word") -> Iterator[Token]:
-    r"""Yields the tokens of a text that `plain` returned; letters outside of \text{} are of `kind`."""
+    r"""Yields the tokens of a text returned by `plain`; letters outside \text{} have this `kind`."""
     end = 0
     for found in _TOKEN.finditer(text):
         is_spaced, end = found.start() > end, found.end()
@@ -98,10 +99,10 @@ def tokenize(text: str, kind: str = "word") -> Iterator[Token]:
 
 
 def read_expression(tokens: Sequence[Token]) -> Expression:
-    """Reads all tokens as one expression.
+    """Parses all tokens as one expression.
 
     Raises:
-      Unreadable: they are none, or an ambiguous one.
+      Unreadable: the tokens do not form an expression, or an ambiguous one.
     """
     reader = _Reader(tokens)
     found = reader.sum()
@@ -114,13 +115,13 @@ def read_expression(tokens: Sequence[Token]) -> Expression:
 
 
 def is_infinite(value: Expression) -> bool:
-    """Returns whether an expression is infinity or minus infinity."""
+    """Returns whether an expression is plus or minus infinity."""
     infinity = symbol("infinity")
     return value in (infinity, -infinity)
 
 
 class _Reader:
-    """Reads an expression by recursive descent, with the usual precedence."""
+    """A recursive-descent parser with the usual precedence."""
 
     def __init__(self, tokens: Sequence[Token]) -> None:
         self._tokens, self._at = list(tokens), 0
@@ -135,7 +136,7 @@ class _Reader:
         return Token("symbol", "", False) if self.is_done else self._tokens[self._at]
 
     def take(self, *texts: str) -> str:
-        """Takes the next token if it is one of these symbols; "" otherwise."""
+        """Consumes and returns the next token if it is one of these symbols, else returns an empty string."""
         found = self.peek
         if found.kind != "symbol" or found.text not in texts:
             return ""
@@ -178,7 +179,7 @@ class _Reader:
         return token.kind in ("number", "word", "upright", "command") or token.text == "("
 
     def _mixed_number(self) -> Expression | None:
-        """Reads `1 1/2`."""
+        """Parses a mixed number such as `1 1/2`."""
         tokens = self._tokens[self._at : self._at + 4]
         kinds = [token.kind for token in tokens]
         if kinds != ["number", "number", "symbol", "number"] or tokens[2].text != "/" or not tokens[1].is_spaced:
@@ -236,7 +237,7 @@ class _Reader:
         if self.peek.text == "_":
             if not text.isdigit():
                 raise Unreadable("an index of a number that is not whole")
-            return self._variable(text, longest=2)  # a numeral in a base, which is another answer than its value
+            return self._variable(text, longest=2)  # a numeral in a base differs from its value as an answer
         if self.peek != Token("command", "frac", self.peek.is_spaced) or not text.isdigit():
             return number(value)
         self._at += 1
@@ -263,7 +264,7 @@ class _Reader:
         return found * self._variable(name[-1])
 
     def _variable(self, name: str, *, longest: int = 1) -> Expression:
-        """Reads a variable and its index, which has one letter or digit without braces."""
+        """Parses a variable with its index; an index without braces has one letter or digit."""
         if not self.take("_"):
             return symbol(name)
         is_braced = bool(self.take("{"))
@@ -315,7 +316,7 @@ class _Reader:
         return above / self._argument()
 
     def _argument(self) -> Expression:
-        """Reads the argument of a command: a group, or one digit, letter or command, as TeX does."""
+        """Parses the argument of a command: a group, or one digit, letter or command, as in TeX."""
         if self.take("{"):
             return self._closed("}")
         token = self.peek
@@ -329,7 +330,7 @@ class _Reader:
         return self.primary()
 
     def _function(self, name: str) -> Expression:
-        """Reads the argument of a function; without brackets `2x`, a number or a letter."""
+        """Parses a function with its argument; without brackets, the argument is a number, a letter or both (`2x`)."""
         if name not in _APPLIED:
             raise Unreadable(f"the function {name}")
         power, base = number(1), list[Expression]()

@@ -1,4 +1,4 @@
-"""Rewards of answers that can be compared with a right one, which a task's record holds as `answer`."""
+"""Rewards that compare an answer with the `answer` of the task's record."""
 
 from stack_rl.contracts import Completion, Score
 
@@ -6,23 +6,26 @@ __all__ = ["characters", "exact", "right_answer"]
 
 
 def exact(completion: Completion) -> Score:
-    """1 for the right answer, spaces around it left out, else 0; an answer that the policy did not end is wrong."""
+    """Returns 1 if the stripped text equals the reference answer, else 0; an unfinished answer is wrong."""
     right = completion.is_finished and completion.text.strip() == right_answer(completion)
     return Score(value=float(right), verdict="correct" if right else "wrong")
 
 
 def characters(completion: Completion) -> float:
-    """The share of characters that are those of the right answer at their place; what is too long counts as wrong."""
+    """Returns the fraction of characters that match the reference answer position by position.
+
+    The denominator is the length of the longer text, so missing and extra characters count as wrong.
+    """
     text, answer = completion.text.strip(), right_answer(completion)
     same = sum(ours == theirs for ours, theirs in zip(text, answer, strict=False))
     return same / max(len(text), len(answer), 1)
 
 
 def right_answer(completion: Completion) -> str:
-    """The record's `answer`.
+    """Returns the record's `answer` as stripped text.
 
     Raises:
-      KeyError: it has none.
+      KeyError: the record has no `answer`.
     """
     if "answer" not in completion.record:
         fields = ", ".join(map(repr, completion.record)) or "none"

@@ -1,4 +1,4 @@
-"""`reward: judge`: a grade that a model behind an OpenAI endpoint gives an answer."""
+"""`reward: judge`: a grade from a model behind an OpenAI endpoint."""
 
 import asyncio
 import functools
@@ -31,7 +31,7 @@ Question:
 Answer:
 {response}
 """
-# A number behind the word, which brackets may follow: "Grade (0-10): 8". A range, a percentage and "8,5" are no number.
+# A number after the word "grade" and optional brackets: "Grade (0-10): 8". Ranges, percentages and "8,5" do not match.
 _PATTERN: Final = (
     r"(?i)\bgrade\b(?:\s*\([^()\n]*\))?[\s:=*_`]*(?:is\b[\s:=*_`]*)?"
     r"([-+]?(?:\d+(?:\.\d+)?|\.\d+))(?![A-Za-z0-9%]|[.,]\d|\s*[-\N{EN DASH}]\s*\d)"
@@ -43,23 +43,27 @@ _AGAIN: Final = (408, 409, 429, 500, 502, 503, 504)
 
 @config
 class JudgeConfig:
-    """Asks a chat model for a grade, which is scaled to 0 to 1.
+    """Requests a grade from a chat model and scales it to 0 to 1.
 
-    An endpoint that cannot be reached is a failure, and no grade.
+    An endpoint that cannot be reached fails the episode and is not a grade.
 
     Attributes:
-      url: of the API, such as "http://localhost:8000/v1".
-      model: the name that it has there.
-      question: text of the request, with places for `{prompt}`, `{response}` (the policy's answer), `{highest}` and the
-        record's fields, such as `{answer}`, the reference answer.
-      pattern: a regular expression whose last match holds the grade as its group.
-      highest: the best grade.
-      key_variable: of the environment, which holds the API's key.
-      max_tokens, temperature: of its answer.
-      attempts: how often it is asked where it is busy.
-      timeout_s: of one attempt.
-      at_once: questions that wait for it at the same time.
-      unchecked: what becomes of an answer whose grade cannot be read.
+      url: URL of the API, such as "http://localhost:8000/v1".
+      model: name of the model at the API.
+      name: selects this reward.
+      question: text of the request, with placeholders `{prompt}`, `{response}` (the policy's answer), `{highest}` and
+        the record's fields, such as `{answer}`, the reference answer.
+      pattern: regular expression with one group; the group of the last match is the grade.
+      highest: best possible grade, which becomes a reward of 1.
+      key_variable: environment variable with the API key; None sends no key.
+      max_tokens: maximum number of tokens of the judge's answer.
+      temperature: sampling temperature of the judge's answer.
+      attempts: maximum number of attempts if the endpoint is busy or cannot be reached.
+      timeout_s: time limit of one attempt in seconds.
+      at_once: maximum number of concurrent requests.
+      seed: sampling seed sent with each request.
+      unchecked: handling of an answer without a readable grade: "drop" the episode, count it as "wrong" or "stop" the
+        run.
     """
 
     url: str
@@ -81,25 +85,25 @@ class JudgeConfig:
         try:
             groups = re.compile(self.pattern).groups
         except re.error as error:
-            raise ConfigError(f"The judge's pattern {self.pattern!r} is no regular expression: {error}.") from error
+            raise ConfigError(f"The judge's pattern {self.pattern!r} is not a regular expression: {error}.") from error
         if groups != 1:
-            raise ConfigError(f"The judge's pattern {self.pattern!r} has {groups} groups; one holds the grade.")
+            raise ConfigError(f"The judge's pattern {self.pattern!r} has {groups} groups; expected one, the grade.")
         self._check_question()
         if not self.url.startswith(("http://", "https://")):
-            raise ConfigError(f"The judge's url is {self.url!r}; it begins with http:// or https://.")
+            raise ConfigError(f"The judge's url is {self.url!r}; it must begin with http:// or https://.")
         if self.key_variable is not None and self.key_variable not in os.environ:
-            raise ConfigError(f"The judge's key is to be in {self.key_variable}, which the environment does not have.")
+            raise ConfigError(f"The judge's key_variable is {self.key_variable!r}, but that variable is not set.")
 
     def _check_question(self) -> None:
-        """Raises a ConfigError if the question cannot be filled in, or does not hold the policy's answer."""
+        """Raises a ConfigError if the question is not a valid template or lacks the policy's answer."""
         try:
             names = {str(name) for _, name, _, _ in Formatter().parse(self.question) if name is not None}
         except ValueError as error:
             raise ConfigError(f"The judge's question cannot be filled in: {error}. Write braces twice.") from error
         if "" in names or "response" not in names:
             raise ConfigError(
-                f"The judge's question has places for {sorted(names)}; {{response}} is the policy's answer, and has "
-                "to be there. {answer} is the record's own, and every place has a name."
+                f"The judge's question has the placeholders {sorted(names)}; {{response}} is required, and all need a "
+                "name. {response} is the policy's answer, {answer} the record's field."
             )
 
     def build(self) -> Reward:
@@ -120,16 +124,16 @@ class _Judge:
         return Score(value=grade / settings.highest)
 
     async def _asked(self, question: str) -> str:
-        """What the judge says.
+        """Sends a question to the judge and returns its answer.
 
         Raises:
-          EnvironmentFailed: it cannot be reached, or answers with an error.
+          EnvironmentFailed: the judge cannot be reached or responds with an error.
         """
         for attempt in range(self._settings.attempts):
             try:
                 return await self._threads.run(functools.partial(self._post, question))
             except urllib.error.HTTPError as error:
-                with error:  # it holds the connection
+                with error:  # closes the connection
                     reason = f"{error.code} {error.read(500).decode(errors='replace')}"
                 if error.code not in _AGAIN:
                     break
@@ -162,7 +166,7 @@ def _filled(settings: JudgeConfig, completion: Completion) -> str:
     """Fills in the question.
 
     Raises:
-      EnvironmentFailed: the record lacks a field, or has one whose name is taken.
+      EnvironmentFailed: the record lacks a field, or has a field with a reserved name.
     """
     record = completion.record
     if taken := [name for name in _FILLED if name in record]:
@@ -178,14 +182,14 @@ def _filled(settings: JudgeConfig, completion: Completion) -> str:
 
 
 def _grade(settings: JudgeConfig, said: str) -> float | None:
-    """Returns the last grade of a text; None if there is none, or it is out of bounds or on another scale."""
+    """Returns the last grade in a text; None if it is missing, out of range or on another scale."""
     matches = list(re.finditer(settings.pattern, said))
     if not matches:
         return None
     scale = _SCALE.match(said, matches[-1].end())
     try:
         grade = float(matches[-1][1])
-    except (TypeError, ValueError):  # a pattern of the user's may match anything
+    except (TypeError, ValueError):  # the user's pattern may match anything
         return None
     is_other_scale = scale is not None and float(scale[1]) != settings.highest
     return grade if 0 <= grade <= settings.highest and not is_other_scale else None

@@ -1,4 +1,4 @@
-"""`reward: math`: 1 for an answer that is the right value, however it is written, else 0."""
+"""`reward: math`: 1 if the answer equals the reference value in any notation, else 0."""
 
 import json
 import re
@@ -23,25 +23,28 @@ __all__ = ["MathConfig"]
 
 
 _SKIPPED: Final = re.compile(r"[$'\"]|\\approx|≈")
-"""Signs that math-verify drops, with what follows them."""
+"""Signs that math-verify drops together with the text after them; answers with such signs are not sent to it."""
 _SANDBOX: Final = SandboxConfig(wall_s=30.0, cpu_s=20)  # importing SymPy takes seconds
 
 
 @config
 class MathConfig:
-    r"""Compares the answer that a text ends with, such as in \boxed{}, with the record's `answer`.
+    r"""Compares the final answer of a text, such as in \boxed{}, with the record's `answer`.
 
-    Both are read as a whole and compared exactly: fractions, roots, polynomials, percentages, units, equations, sets,
-    tuples, intervals and unions. An answer that is not read, or whose equality that does not decide, goes to
-    math-verify if it is installed; otherwise it is worth 0 with the verdict "unparsed". math-verify comes second, and
-    reads LaTeX without dropping units, because alone it takes 12ab for 12, 50% for 50, and 5 m for 5 cm.
+    Both answers are parsed completely and compared exactly: fractions, roots, polynomials, percentages, units,
+    equations, sets, tuples, intervals and unions. If an answer cannot be parsed or the comparison is undecided,
+    math-verify decides if it is installed; otherwise the reward is 0 with the verdict "unparsed". math-verify comes
+    second, and parses LaTeX without dropping units, because used alone it accepts 12ab for 12, 50% for 50, and 5 m for
+    5 cm.
 
     Attributes:
-      tolerance: the largest difference of two numbers, as a share of the right one.
+      name: selects this reward.
+      tolerance: maximum difference of two numbers, relative to the reference; 0 compares exactly.
       library: "auto" uses math-verify (the extra `math`) if it is installed, "math_verify" requires it, "none" never
         uses it. It runs in a sandbox, because it may hang.
-      unchecked: what happens to an answer that math-verify did not finish with.
-      sandbox: limits of math-verify.
+      unchecked: handling of an answer that math-verify did not finish: "drop" the episode, count it as "wrong" or
+        "stop" the run.
+      sandbox: limits of the sandbox for math-verify.
     """
 
     name: Literal["math"] = "math"
@@ -51,7 +54,7 @@ class MathConfig:
     sandbox: SandboxConfig = _SANDBOX
 
     def check(self) -> None:
-        """Raises a ConfigError if math-verify is required and not installed."""
+        """Raises a ConfigError if math-verify is required but not installed."""
         if self.library == "math_verify" and not _is_installed():
             command = install_command("stack-rl[math]")
             raise ConfigError(f"The reward 'math' with library: math_verify needs math-verify: {command}")
@@ -61,8 +64,8 @@ class MathConfig:
         return _Math(self)
 
 
-# Only the LaTeX parser, which reads all of a text or fails; the others look for a number anywhere in it. Without
-# `units`, which deletes letters ("ab", "t", "h") as units; numbers are equal to 12 decimal places, not to 6.
+# Only the LaTeX parser is used, which parses the complete text or fails; other parsers search for a number anywhere.
+# `units` is off because it deletes letters ("ab", "t", "h") as units. Numbers must agree to 12 decimal places, not 6.
 _PROGRAM: Final = """
 import json, sys
 from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
@@ -90,7 +93,7 @@ class _Math:
         self._settings = settings
         self._uses_library = settings.library != "none" and _is_installed()
         if self._uses_library:
-            _ = self._sandbox  # refuses before the run begins
+            _ = self._sandbox  # raises here, before the run begins
 
     @cached_property
     def _sandbox(self) -> Sandbox:

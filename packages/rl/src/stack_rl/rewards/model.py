@@ -1,4 +1,4 @@
-"""`reward: run:DIRECTORY`, or `{name: model, source: DIRECTORY}`: a reward model that a run trained."""
+"""`reward: run:DIRECTORY`, or `{name: model, source: DIRECTORY}`: a reward model trained by a run."""
 
 import asyncio
 from pathlib import Path
@@ -20,16 +20,17 @@ from stack_rl.placing import PlacedModel
 __all__ = ["ModelReward", "ModelRewardConfig"]
 
 _ROWS: Final = 64
-_SMALLEST_BUCKET: Final = 16
+_SMALLEST_BUCKET: Final = 16  # shortest padded length in tokens
 
 
 @config
 class ModelRewardConfig:
-    """A reward model and the mesh that holds it; see `ModelReward`.
+    """A reward model and its mesh; see `ModelReward`.
 
     Attributes:
       source: directory of the run, or of another reward model.
-      mesh: over the machine's last devices; with None it lies on the first.
+      name: selects this reward.
+      mesh: mesh over the machine's last devices; None uses the first device.
     """
 
     source: LocalAddress
@@ -37,10 +38,11 @@ class ModelRewardConfig:
     mesh: MeshConfig | None = None
 
     def check(self) -> None:
-        """Raises a ConfigError where there is no such directory."""
+        """Raises a ConfigError if the directory does not exist."""
         if not Path(self.source).is_dir():
             raise ConfigError(
-                f"Reward model {self.source!r} is no directory. Give that of a run whose objective is reward_model."
+                f"Reward model {self.source!r} is not a directory. Give the directory of a run whose objective is "
+                "reward_model."
             )
 
     def build(self) -> Reward:
@@ -48,19 +50,19 @@ class ModelRewardConfig:
 
 
 class ModelReward:
-    """Scores answers by the head of a reward model at their last token, without the token that ends them.
+    """Scores answers by the head of a reward model at their last token, excluding the token that ends them.
 
-    That is where `reward_model` trained it. The model reads the tokens that the policy drew, so its tokenizer has to be
-    the policy's. All answers that end a turn together are scored together, in batches of one number of rows; a
-    power of two of tokens is one program.
+    The objective `reward_model` trains the head at the same token. The model reads the token ids sampled by the policy,
+    so both must have the same tokenizer. Answers that finish in the same turn are scored together in batches of 64
+    rows, padded to a power of two of tokens; each padded length compiles one program.
 
     Args:
-      address: of the run, or of another directory that holds a reward model.
-      mesh: over the machine's last devices, on which it lies; None is the first device.
+      address: directory of the run, or of another reward model.
+      mesh: mesh over the machine's last devices; None uses the first device.
 
     Raises:
-      ShardingError: there are fewer devices than the mesh has.
-      ConversionError: the run trained no reward model.
+      ShardingError: the mesh has more devices than the machine.
+      ConversionError: the run did not train a reward model.
       StackError: its checkpoint cannot be read.
     """
 
@@ -80,19 +82,20 @@ class ModelReward:
         self._waiting: list[tuple[tuple[int, ...], asyncio.Future[float]]] = []
 
     def check(self, tokenizer: Tokenizer | None) -> None:
-        """Raises a DataError where the policy's tokenizer is not the reward model's own."""
+        """Raises a DataError if the policy's tokenizer differs from the reward model's."""
         own = self._model.tokenizer
         if tokenizer is None or own is None or not _same_tokens(own, tokenizer):
             raise DataError(
-                f"Reward model {self.address} reads tokens of another tokenizer than the policy's. Train it from the "
-                "model that the policy starts from."
+                f"Reward model {self.address} has a different tokenizer than the policy. Train it from the model that "
+                "the policy starts from."
             )
 
     async def __call__(self, completion: Completion) -> float:
         answer = completion.tokens[:-1] if completion.is_finished else completion.tokens
         found = asyncio.get_running_loop().create_future()
         self._waiting.append(((*completion.prompt_tokens, *answer), found))
-        if len(self._waiting) == 1:  # the others of this turn come before the loop calls this
+        # The first answer schedules the scoring; the rest of the turn arrives before the event loop starts it.
+        if len(self._waiting) == 1:
             asyncio.get_running_loop().call_soon(self._score_waiting)
         return await found
 
@@ -101,7 +104,7 @@ class ModelReward:
         self._waiting = []
         try:
             scores = [score for first in range(0, len(waiting), _ROWS) for score in self._of(waiting[first:][:_ROWS])]
-        except Exception as error:  # Whoever waits gets it.
+        except Exception as error:  # passed on to all waiting callers
             for _, found in waiting:
                 found.set_exception(error)
             return

@@ -1,7 +1,7 @@
-r"""Reads mathematical answers as values: numbers, expressions, sets, tuples, intervals, unions, equations and words.
+r"""Parser of mathematical answers: numbers, expressions, sets, tuples, intervals, unions, equations and words.
 
-The whole text is read or none of it: `read` returns None for text that is not understood to its last letter, or that
-could be understood in two ways (`1/2x`, `5 6`, `x2`). Nothing here evaluates text as a program.
+`read` parses a complete text or returns None: for text that it does not fully understand, and for ambiguous text
+(`1/2x`, `5 6`, `x2`). No text is ever evaluated as a program.
 """
 
 import re
@@ -19,11 +19,13 @@ __all__ = ["Answer", "Interval", "Members", "Named", "Quantity", "Relation", "Un
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number or an expression, and its unit.
+    """A number or an expression with an optional unit.
 
     Attributes:
+      value: the number or expression.
+      unit: its unit, or None.
       is_certain: False if the unit's letters may be variables, as in `5 m`.
-      product: the whole text with those letters as variables; None if it cannot be read so.
+      product: the complete text with those letters as variables; None if it cannot be parsed as such.
     """
 
     value: Expression
@@ -34,7 +36,7 @@ class Quantity:
 
 @dataclass(frozen=True)
 class Interval:
-    """An interval, whose ends may be infinite."""
+    """An interval; its ends may be infinite."""
 
     low: "Answer"
     high: "Answer"
@@ -44,7 +46,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Members:
-    """A set, in which order and repetition do not matter, or a tuple."""
+    """A set, which ignores order and repetition, or a tuple."""
 
     members: tuple["Answer", ...]
     is_set: bool
@@ -67,7 +69,7 @@ class Named:
 
 @dataclass(frozen=True)
 class Relation:
-    """An equation or inequality: `difference` is equal to, unequal to, below or at most 0."""
+    """An equation or inequality: `difference` is equal to, unequal to, less than or at most 0."""
 
     symbol: str
     difference: Expression
@@ -93,7 +95,7 @@ _EMPTY: Final = frozenset(("no solution", "no solutions", "empty set", "the empt
 
 
 def read(text: str) -> Answer | None:
-    """Reads the value of a whole text; None if a part of it is not understood, or ambiguous."""
+    """Parses a complete text; None if some of it is ambiguous or not understood."""
     if len(text) > _MAX_LETTERS:
         return None
     found = plain(text)
@@ -106,7 +108,7 @@ def read(text: str) -> Answer | None:
 
 
 def _list(tokens: list[Token], *, is_inner: bool) -> Answer:
-    """Reads one item, or a list without brackets, which is the set of all solutions."""
+    """Parses one item, or a list without brackets, which is the set of all solutions."""
     parts = _parts(tokens, is_inner=is_inner)
     if len(parts) == 1:
         return _item(parts[0])
@@ -114,16 +116,16 @@ def _list(tokens: list[Token], *, is_inner: bool) -> Answer:
 
 
 def _without_name(items: list[Answer]) -> tuple[Answer, ...]:
-    """Drops the name in "x = 1 or x = 2" if all items have the same."""
+    """Drops the name in "x = 1 or x = 2" if all items have the same name."""
     names = {each.name if isinstance(each, Named) else None for each in items}
     return tuple(each.value if isinstance(each, Named) and len(names) == 1 else each for each in items)
 
 
 def _parts(tokens: list[Token], *, is_inner: bool) -> list[list[Token]]:
-    """Splits at commas, semicolons, "or" and "and" outside of brackets.
+    """Splits tokens at commas, semicolons, "or" and "and" outside brackets.
 
-    Without brackets a tight comma before three digits groups thousands: `3,100` is a number, `3, 100` a list. Within
-    brackets it does so only if another comma there is followed by a space; else `(1,200)` has two members.
+    Outside brackets, a comma without spaces before three digits groups thousands: `3,100` is a number, `3, 100` a list.
+    Inside brackets it groups only if another comma there is followed by a space; otherwise `(1,200)` has two members.
     """
     commas = [at for at, depth in _depths(tokens) if depth == 0 and tokens[at].text == ","]
     groups = not is_inner or any(tokens[at + 1].is_spaced for at in commas if at + 1 < len(tokens))
@@ -202,7 +204,7 @@ def _relation(tokens: list[Token], places: list[int]) -> Answer:
 
 
 def _name(tokens: list[Token]) -> str | None:
-    """Returns the variable that tokens such as `x`, `x_1` or `f(x)` name; None for other tokens."""
+    """Returns the variable name formed by tokens such as `x`, `x_1` or `f(x)`; None for other tokens."""
     text = "".join(token.text for token in tokens)
     is_name = re.fullmatch(r"[A-Za-z](_\{?\w+\}?)?(\([A-Za-z](,[A-Za-z])*\))?", text)
     return text if is_name or (len(tokens) == 1 and text in GREEK) else None
@@ -225,7 +227,7 @@ def _as_open(part: Answer | None) -> Answer:
 
 
 def _words(tokens: list[Token]) -> str | None:
-    """Returns an answer in words; None if its letters may be a product of variables."""
+    """Parses an answer in words; None if its letters may be a product of variables."""
     words = [token.text for token in tokens]
     if any(token.kind not in ("word", "upright") for token in tokens):
         return None
@@ -234,7 +236,7 @@ def _words(tokens: list[Token]) -> str | None:
 
 
 def _sequence(tokens: list[Token]) -> Answer | None:
-    """Reads a set, a tuple or an interval; None if the brackets are those of an expression."""
+    """Parses a set, a tuple or an interval; None if the brackets belong to an expression."""
     if len(tokens) < 2 or tokens[0].text not in _OPENING or tokens[-1].text not in _CLOSING:
         return None
     if not _is_enclosed(tokens):
@@ -269,7 +271,7 @@ def _is_enclosed(tokens: list[Token]) -> bool:
 
 
 def _quantity(tokens: list[Token]) -> Quantity:
-    """Reads an expression with its unit."""
+    """Parses an expression with its unit."""
     if tokens[0].text in "$€" and len(tokens) > 1:
         return Quantity(read_expression(tokens[1:]), read_unit([tokens[0].text]))
     if tokens[-1].text in ("%", "percent") and len(tokens) > 1:

@@ -1,18 +1,18 @@
-"""Runs programs that nobody trusts: an answer's code, and libraries that check answers and may hang on one.
+"""Sandbox for untrusted programs: code of answers, and libraries that check answers and may hang.
 
-| attack | what stops it |
+| attack | protection |
 |---|---|
-| much memory | `memory_bytes` of address space |
-| full disk | a /tmp in memory of `files_bytes`; in a session, `file_bytes` of each file alone |
-| endless loop, sleep | `cpu_s`, `wall_s`, by a launcher that the program cannot reach |
-| threads, forks, a fork bomb | one process, its first, for a user who is not root; process ids that end with it |
+| memory | `memory_bytes` of address space |
+| full disk | an in-memory /tmp of `file_bytes`; in a session only the size of each file is limited |
+| endless loop, sleep | `cpu_s` and `wall_s`, enforced by a launcher that the program cannot reach |
+| threads, forks, a fork bomb | a limit of one process for a non-root user, and a PID namespace that ends with it |
 | endless output | pipes that are read up to `output_bytes` |
 | raising limits | hard limits, no root, no new privileges |
-| network | a network of its own, without an interface |
-| files of the machine | a file system that holds Python alone, read-only |
+| network | a network namespace without an interface |
+| files of the machine | a read-only file system with only Python |
 
-A sandbox tries the attacks on itself before its first program, and does not start where one goes through that
-`SandboxConfig.open` does not name.
+Before its first program, a sandbox tries these attacks on itself. It does not start if an attack succeeds, unless
+`SandboxConfig.open` allows it.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ __all__ = ["Ended", "Gap", "Sandbox", "SandboxConfig"]
 
 Level = Literal["bubblewrap", "namespaces", "session"]
 Gap = Literal["network", "processes", "files", "disk"]
-"""What a program may get at: the network; more processes; files of the machine; all of the disk, file by file."""
+"""Access that a sandbox may leave open: the network, more processes, the machine's files, the disk via many files."""
 
 _LAUNCHER: Final = Path(__file__).with_name("sandbox_launcher.py")
 _GRACE_S: Final = 2.0
@@ -55,16 +55,17 @@ _READ_BYTES: Final = 1 << 16
 
 @config
 class SandboxConfig:
-    """What a program may use, and how it is kept in.
+    """Isolation level and resource limits of programs.
 
     Attributes:
-      level: "bubblewrap", which must be installed; "namespaces", which the kernel must allow; or a "session" of its
-        own with limits. None takes the first that works.
-      open: gaps that are put up with. A session leaves "network", "files" and "disk" open.
-      wall_s, cpu_s: seconds of a program.
-      memory_bytes: of its address space.
-      output_bytes: of each of its outputs.
-      file_bytes: of a file; and of all files, where the level has a file system of its own.
+      level: "bubblewrap", which must be installed; "namespaces", which the kernel must allow; or "session", a separate
+        session with limits only. None uses the first one that works.
+      open: gaps to tolerate. A session leaves "network", "files" and "disk" open.
+      wall_s: time limit of a program in seconds.
+      cpu_s: CPU time limit of a program in seconds.
+      memory_bytes: maximum address space of a program.
+      output_bytes: maximum size of each of its outputs, stdout and stderr.
+      file_bytes: maximum size of a file, and of all files together at levels with a private file system.
     """
 
     level: Level | None = None
@@ -78,12 +79,13 @@ class SandboxConfig:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a program ended.
+    """Result of a program.
 
     Attributes:
-      how: "exit"; "timeout"; "killed", by a signal such as that of its CPU time; "flood", for what it wrote.
-      code: its exit status, or minus the signal.
-      output, errors: what it wrote, up to the limit.
+      how: "exit"; "timeout"; "killed" by a signal, such as the one for CPU time; "flood" for too much output.
+      code: exit status, or the negated signal number.
+      output, errors: stdout and stderr, up to the limit.
+      duration_s: wall time in seconds.
     """
 
     how: Literal["exit", "timeout", "killed", "flood"]
@@ -98,14 +100,14 @@ class Ended:
 
 
 class Sandbox:
-    """Runs Python programs, several at a time.
+    """Runs untrusted Python programs, also concurrently.
 
     Attributes:
-      level: how programs are kept in.
-      open: the gaps that were found, of those that the config puts up with.
+      level: isolation level in use.
+      open: gaps found at this level, all of them tolerated by the config.
 
     Raises:
-      SandboxError: no level works, or one leaves a gap that `config.open` does not name; says which, and why.
+      SandboxError: no level works, or each leaves a gap that `config.open` does not list; the message names the gaps.
     """
 
     def __init__(self, config: SandboxConfig | None = None) -> None:
@@ -115,14 +117,15 @@ class Sandbox:
         self._threads = Threads(os.cpu_count() or 1)
 
     def run(self, program: str, *, given: bytes = b"", libraries: bool = False) -> Ended:
-        """Runs a Python program to its end, or to a limit; whatever it does is an `Ended`.
+        """Runs a Python program until it ends or exceeds a limit; every result of the program is an `Ended`.
 
         Args:
-          given: its standard input.
-          libraries: it may import what is installed beside stack.
+          program: source of the program.
+          given: standard input.
+          libraries: whether it may import the packages installed alongside stack.
 
         Raises:
-          SandboxError: it could not be started, or its user cannot read the libraries.
+          SandboxError: the program could not be started, or its user cannot read the libraries.
         """
         if libraries:
             self.check_libraries()
@@ -132,11 +135,11 @@ class Sandbox:
         """Checks, once, that programs can read the installed libraries.
 
         Raises:
-          SandboxError: they cannot; names the folder.
+          SandboxError: a folder is not readable; the message names it.
         """
         if self._hidden is None:
             probe = f"import os\nprint(*[each for each in {_libraries()!r} if not os.access(each, os.R_OK | os.X_OK)])"
-            # The limits are the programs', and a busy machine takes longer to start Python.
+            # A busy machine may need longer than a program's time limit to start Python.
             limits = dataclasses.replace(self._config, wall_s=max(self._config.wall_s, _PROBE_S))
             ended = _run(limits, self.level, probe, b"", libraries=True)
             self._hidden = ended.output.decode().strip() if ended.succeeded else _last(ended.errors)
@@ -147,12 +150,12 @@ class Sandbox:
             )
 
     async def run_soon(self, program: str, *, given: bytes = b"", libraries: bool = False) -> Ended:
-        """As `run`, without holding up the event loop."""
+        """Runs a program like `run`, without blocking the event loop."""
         return await self._threads.run(functools.partial(self.run, program, given=given, libraries=libraries))
 
 
 def _chosen(settings: SandboxConfig) -> tuple[Level, tuple[Gap, ...]]:
-    """The first level that leaves no gap open but those that the config puts up with, and the gaps it leaves."""
+    """Returns the first level whose gaps are all tolerated by the config, and its gaps."""
     levels: Sequence[Level] = (settings.level,) if settings.level else ("bubblewrap", "namespaces", "session")
     reasons = list[str]()
     for level in levels:
@@ -166,8 +169,8 @@ def _chosen(settings: SandboxConfig) -> tuple[Level, tuple[Gap, ...]]:
         reasons += [f"{level}: {name} is open: {why}" for name, why in gaps.items() if name not in settings.open]
     listing = "\n  ".join(reasons)
     raise SandboxError(
-        f"No sandbox keeps a program in on this machine:\n  {listing}\nInstall bubblewrap, or allow user namespaces "
-        "(sysctl user.max_user_namespaces), or name the gaps that may stay open: sandbox.open: [...]."
+        f"No sandbox level works on this machine:\n  {listing}\nInstall bubblewrap, or allow user namespaces "
+        "(sysctl user.max_user_namespaces), or list the gaps to tolerate: sandbox.open: [...]."
     )
 
 
@@ -201,13 +204,13 @@ print(json.dumps(found))
 
 
 def _gaps(settings: SandboxConfig, level: Level) -> Mapping[Gap, str]:
-    """Tries a level, and what a program gets at from within.
+    """Runs a probe at a level and returns the gaps that it found.
 
     Raises:
-      SandboxError: it does not work here.
+      SandboxError: the level does not work on this machine.
     """
     with socket.create_server(("127.0.0.1", 0)) as server, tempfile.NamedTemporaryFile() as file:
-        Path(file.name).chmod(0o644)  # nobody's own permissions are no wall
+        Path(file.name).chmod(0o644)  # readable by all users: only the sandbox can hide it
         probe = _PROBE % (server.getsockname()[1], file.name, settings.file_bytes // 2)
         ended = _run(settings, level, probe, b"", libraries=False)
     try:
@@ -221,7 +224,7 @@ def _run(settings: SandboxConfig, level: Level, program: str, given: bytes, libr
     with tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as folder, _report() as report:
         if os.geteuid() == 0:
             os.chown(folder, NOBODY, NOBODY)
-        source = program.encode(errors="surrogatepass")  # which Python then refuses, as it does NUL
+        source = program.encode(errors="surrogatepass")  # Python itself rejects invalid source
         order = _order(settings, level, len(source), libraries) | {"folder": folder, "report": report.written}
         command, options = _command(settings, level, order, folder)
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -235,7 +238,8 @@ def _run(settings: SandboxConfig, level: Level, program: str, given: bytes, libr
             pass_fds=(report.written,),
             start_new_session=True,
         ) as begun:
-            child: Any = begun  # its pipes are of bytes, which types do not see through options in a mapping
+            child: Any = begun  # type checkers cannot infer binary pipes from options in a mapping
+            # With namespaces, the launcher enforces `wall_s`, and this limit only guards against its failure.
             until_s = time.monotonic() + settings.wall_s + (_GRACE_S if level == "namespaces" else 0)
             try:
                 output, errors, how = _exchange(
@@ -248,13 +252,14 @@ def _run(settings: SandboxConfig, level: Level, program: str, given: bytes, libr
         said = report.read()
     if said.startswith("refused: "):
         raise SandboxError(said.removeprefix("refused: "))
+    # Bubblewrap reports a program killed by signal n as status 128 + n.
     how = how or ("timeout" if said == "timeout" else "killed" if code < 0 or code > 128 else "exit")
     return Ended(how, code, output, errors, time.monotonic() - started_s)
 
 
 @dataclass
 class _Report:
-    """A pipe that the launcher tells of itself by, and the program does not have."""
+    """A pipe for messages of the launcher, which the program does not inherit."""
 
     ends: tuple[int, int]
 
@@ -281,13 +286,13 @@ def _report() -> Iterator[_Report]:
 
 
 def _libraries() -> list[str]:
-    """Returns the folders of installed libraries."""
+    """Returns the folders of installed packages."""
     user = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
     return [str(Path(each).resolve()) for each in (*site.getsitepackages(), *user) if Path(each).is_dir()]
 
 
 def _order(settings: SandboxConfig, level: Level, program_bytes: int, libraries: bool) -> dict[str, Any]:
-    """What the launcher is to do, but for the folder and the descriptor."""
+    """Returns the launcher's order, except for the folder and the report descriptor."""
     folders = _libraries() if libraries else []
     return {
         "level": "namespaces" if level == "namespaces" else "session",
@@ -311,32 +316,32 @@ def _order(settings: SandboxConfig, level: Level, program_bytes: int, libraries:
 def _command(
     settings: SandboxConfig, level: Level, order: dict[str, Any], folder: str
 ) -> tuple[list[str], dict[str, Any]]:
-    """What is started, and as whom; changes the folder in `order` where the program sees another.
+    """Returns the command and its user; updates the folder in `order` to the path inside bubblewrap.
 
     Raises:
-      SandboxError: bubblewrap is not there.
+      SandboxError: bubblewrap is not installed.
     """
     launch = [order["python"], "-I", "-S", "-B", str(_LAUNCHER)]
     if level != "bubblewrap":
         return launch, {}
     if (found := shutil.which("bwrap")) is None:
         raise SandboxError("bwrap is not installed")
-    order["folder"] = "/tmp"  # of the program's own file system
+    order["folder"] = "/tmp"  # path in the program's private file system
     shown = [*SHOWN, *order["paths"], str(_LAUNCHER)]
     binds = [part for path in shown for part in ("--ro-bind-try", path, path)]
     devices = [part for path in DEVICES for part in ("--dev-bind-try", path, path)]
     alone = ["--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     room = ["--size", str(settings.file_bytes), "--tmpfs", "/tmp"]
-    # For root the kernel does not count processes.
+    # The process limit does not apply to root.
     user = {"user": NOBODY, "group": NOBODY, "extra_groups": ()} if os.geteuid() == 0 else {}
-    # The room first: paths may lie below the machine's /tmp.
+    # /tmp is mounted first, because some of the paths may be below the machine's /tmp.
     return [found, *alone, *room, *binds, *devices, "--chdir", "/tmp", "--", *launch], user
 
 
 def _exchange(
     child: "subprocess.Popen[bytes]", given: bytes, settings: SandboxConfig, until_s: float
 ) -> tuple[bytes, bytes, Literal["timeout", "flood"] | None]:
-    """Writes to a child and reads from it, no more than the limits and no longer than its time."""
+    """Writes to a child and reads from it, up to its output and time limits."""
     assert child.stdin is not None and child.stdout is not None and child.stderr is not None
     found = {child.stdout.fileno(): bytearray(), child.stderr.fileno(): bytearray()}
     left, how = memoryview(given), None
@@ -366,7 +371,7 @@ def _exchange(
 
 
 def _written(pipe: IO[bytes], left: memoryview) -> memoryview:
-    """What is left after one write; nothing once the other side is gone."""
+    """Returns the bytes that remain after one write; empty if the other end is closed."""
     try:
         return left[os.write(pipe.fileno(), left) :]
     except BrokenPipeError:
@@ -374,7 +379,7 @@ def _written(pipe: IO[bytes], left: memoryview) -> memoryview:
 
 
 def _awaited(child: "subprocess.Popen[bytes]", until_s: float) -> Literal["timeout"] | None:
-    """Waits for the end of a child that has closed its outputs."""
+    """Waits until a child that has closed its outputs exits."""
     try:
         child.wait(timeout=max(0.0, until_s - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -383,7 +388,7 @@ def _awaited(child: "subprocess.Popen[bytes]", until_s: float) -> Literal["timeo
 
 
 def _end(child: "subprocess.Popen[bytes]") -> None:
-    """Ends the launcher, which ends the program, and then whatever of the session is left."""
+    """Terminates the launcher, which kills the program, and then kills the rest of the session."""
     if child.poll() is None:
         child.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):

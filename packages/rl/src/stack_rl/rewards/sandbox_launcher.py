@@ -1,18 +1,18 @@
-"""Run as a script, `python -I -S sandbox_launcher.py`: shuts itself in and then runs a program that nobody trusts.
+"""Launcher script, `python -I -S sandbox_launcher.py`: isolates itself, then runs an untrusted program.
 
-Standard input begins with a line of JSON, the order; the program follows, and then what the program reads. The order:
+Standard input contains a line of JSON, the order, then the program, then the program's input. The order:
 
     {"level": "namespaces" | "session", "program_bytes": bytes, "python": path, "paths": [...], "libraries": [...],
      "folder": path, "wall_s": s, "limits": {"RLIMIT_AS": bytes, ...}, "files_bytes": bytes, "report": descriptor}
 
-"namespaces" makes a file system that holds Python alone, read-only, with a small /tmp in memory, no network but a
-loopback that is down, and process ids of its own, which end with the first; the launcher stays outside, ends the
-program after `wall_s` or on SIGTERM, and exits like it. "session" takes none of these, and becomes the program. Both
-drop root, set the limits and forbid new privileges. What the launcher has to say goes to the descriptor `report`, which
-the program does not have: "timeout", or "refused: " and why it could not begin.
+"namespaces" creates a read-only file system with only Python, a small in-memory /tmp, no network except a loopback that
+is down, and a PID namespace that ends with its first process. The launcher stays outside, kills the program after
+`wall_s` or on SIGTERM, and exits with the program's status. "session" creates none of these and replaces itself by the
+program. Both drop root, set the limits and forbid new privileges. The launcher's messages go to the descriptor
+`report`, which the program does not inherit: "timeout", or "refused: " with the reason why the program could not start.
 """
 
-# Each start of a program pays for what is imported here, so `pathlib` is not.
+# Every start of a program pays for these imports, hence no `pathlib`.
 # ruff: noqa: PTH103, PTH106, PTH110, PTH112, PTH114, PTH115, PTH120, PTH123, PTH211
 
 import contextlib
@@ -39,7 +39,7 @@ def called(name: str, *arguments: Any) -> None:
     """Calls a function of the C library.
 
     Raises:
-      OSError: it failed.
+      OSError: the call failed.
     """
     if getattr(_libc, name)(*arguments) < 0:
         number = ctypes.get_errno()
@@ -54,7 +54,7 @@ def _mount(
 
 
 def unshare(is_root: bool) -> None:
-    """Leaves the network, the mounts and the process ids of the machine; who is not root needs a user namespace."""
+    """Enters new mount, network, IPC and PID namespaces; without root, also a new user namespace."""
     flags = _NEW_MOUNTS | _NEW_NETWORK | _NEW_IPC | _NEW_PIDS | (0 if is_root else _NEW_USER)
     user, group = os.geteuid(), os.getegid()
     called("unshare", flags)
@@ -64,16 +64,16 @@ def unshare(is_root: bool) -> None:
             ("uid_map", f"{NOBODY} {user} 1"),
             ("gid_map", f"{NOBODY} {group} 1"),
         ):
-            with open(f"/proc/self/{name}", "w") as file:  # pathlib is one more import at each start
+            with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
 
 
 def enter_root(order: dict[str, Any]) -> None:
-    """Makes a file system with Python and what it needs, read-only, and a /tmp of `files_bytes`, and enters it."""
+    """Creates and enters a read-only file system with Python and its files, and a /tmp of `files_bytes`."""
     _mount(None, "/", None, _RECURSIVE | _PRIVATE)
     root = order["folder"]
     _mount("root", root, "tmpfs", _NO_SETUID | _NO_DEVICES, "mode=755,size=1m")
-    os.makedirs(root + "/tmp")  # before the paths, some of which may lie below the machine's /tmp
+    os.makedirs(root + "/tmp")  # first, because some of the paths may be below the machine's /tmp
     _mount("tmp", root + "/tmp", "tmpfs", _NO_SETUID | _NO_DEVICES, f"mode=777,size={order['files_bytes']}")
     for path in [*SHOWN, *DEVICES, *order["paths"]]:
         if os.path.exists(path):
@@ -87,12 +87,12 @@ def enter_root(order: dict[str, Any]) -> None:
 
 
 def _show(path: str, place: str) -> None:
-    """Shows a file or a folder of the machine at a place, read-only; a link stays one."""
+    """Bind-mounts a file or folder of the machine read-only; a symbolic link is copied."""
     os.makedirs(os.path.dirname(place), exist_ok=True)
     if os.path.islink(path):
         os.symlink(os.readlink(path), place)
         return
-    if os.path.exists(place):  # within a folder that is shown already
+    if os.path.exists(place):  # inside a folder that is already mounted
         return
     if os.path.isdir(path):
         os.makedirs(place)
@@ -104,7 +104,7 @@ def _show(path: str, place: str) -> None:
 
 
 def _make_read_only(place: str) -> None:
-    """Makes a tree of mounts read-only, by the system call `mount_setattr`, which Linux has from 5.12 on."""
+    """Makes a tree of mounts read-only with the system call `mount_setattr` of Linux 5.12 and later."""
     attributes = struct.pack("QQQQ", 1, 0, 0, 0)  # MOUNT_ATTR_RDONLY
     called("syscall", 442, -100, place.encode(), 0x8000, attributes, len(attributes))
 
@@ -114,21 +114,21 @@ def _pivot_root() -> int:
 
 
 def begin(order: dict[str, Any], program: int) -> NoReturn:
-    """Replaces this process, and so the launcher's memory, by the program in a file."""
+    """Replaces this process, and thereby the launcher's memory, by the program in a file."""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setgid(NOBODY)
         os.setuid(NOBODY)
-    called("prctl", 1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG, which a change of the user clears
+    called("prctl", 1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG; changing the user would clear it
     called("prctl", 38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
     for name, value in order["limits"].items():
         resource.setrlimit(getattr(resource, name), (value, value))
     folder = "/tmp" if order["level"] == "namespaces" else order["folder"]
     os.chdir(folder)
-    # A numerical library that cannot make its threads ends the process.
+    # With a limit of one process, numerical libraries abort when they start threads.
     threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LC_ALL": "C.UTF-8", **threads}
-    # An argument could hold neither NUL nor more than 128 KiB.
+    # The program is passed as a file, because an argument cannot contain NUL or exceed 128 KiB.
     execute = f"exec(compile(open({program}, 'rb').read(), '<program>', 'exec'))"
     paths = f"__import__('sys').path.extend({order['libraries']!r}); "
     os.set_inheritable(program, True)
@@ -136,16 +136,16 @@ def begin(order: dict[str, Any], program: int) -> NoReturn:
 
 
 def run(order: dict[str, Any], program: int) -> int:
-    """Runs the program as a child, and ends it with all that it began when its time is over; returns the status."""
+    """Runs the program as a child, kills it and its descendants after `wall_s`, and returns the exit status."""
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
             begin(order, program)
-        except BaseException as error:  # The child must not return into the caller's program.
+        except BaseException as error:  # the child must not return into the launcher's code
             _refuse(order, error)
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
-    called("prctl", 4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no process of the same user reads its memory
+    called("prctl", 4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: processes of the same user cannot read its memory
     until_s = time.monotonic() + order["wall_s"]
     while time.monotonic() < until_s:
         found, status = os.waitpid(child, os.WNOHANG)
@@ -166,7 +166,7 @@ def _refuse(order: dict[str, Any], error: BaseException) -> NoReturn:
 def _read_order() -> dict[str, Any]:
     line = b""
     while not line.endswith(b"\n"):
-        byte = os.read(0, 1)  # no more than the line, as what follows is the program's
+        byte = os.read(0, 1)  # byte by byte, because the program follows the line
         if not byte:
             sys.exit("no order on standard input")
         line += byte
@@ -174,7 +174,7 @@ def _read_order() -> dict[str, Any]:
 
 
 def _read_program(size_bytes: int) -> int:
-    """Reads the program into a file in memory, and returns its descriptor."""
+    """Reads the program into an in-memory file and returns its descriptor."""
     program = os.memfd_create("program")
     while size_bytes:
         part = os.read(0, min(size_bytes, 1 << 20))
@@ -190,7 +190,7 @@ def _read_program(size_bytes: int) -> int:
 def _main() -> NoReturn:
     order = _read_order()
     program = _read_program(order["program_bytes"])
-    os.set_inheritable(order["report"], False)  # execve closes it
+    os.set_inheritable(order["report"], False)  # closed by execve
     try:
         if order["level"] == "session":
             begin(order, program)
@@ -199,7 +199,7 @@ def _main() -> NoReturn:
         status = run(order, program)
     except (OSError, KeyError) as error:
         _refuse(order, error)
-    if status < 0:  # ends as the program did
+    if status < 0:  # die by the same signal as the program
         with contextlib.suppress(OSError, ValueError):
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)

@@ -1,4 +1,4 @@
-"""What becomes of an answer that could not be checked, which is not the same as a wrong one."""
+"""Handling of answers that could not be checked, which differ from wrong answers."""
 
 from typing import Literal
 
@@ -8,19 +8,19 @@ from stack_rl.contracts import Score, Verdict
 __all__ = ["Unchecked", "UncheckedPolicy", "unchecked"]
 
 UncheckedPolicy = Literal["drop", "wrong", "stop"]
-"""Its episode is left out and counted; or it is worth 0 and its verdict is counted; or the run stops."""
+"""Handling of an unchecked answer: "drop" and count the episode, count the answer as "wrong", or "stop" the run."""
 
 
-class Unchecked(Exception):  # it says what an answer is
-    """An answer whose episode is to be left out, whatever `data.on_failure` says of failures."""
+class Unchecked(Exception):  # named for the answer's status rather than an error
+    """Raised for an answer whose episode is to be dropped, regardless of `data.on_failure`."""
 
 
 def unchecked(policy: UncheckedPolicy, verdict: Verdict, reason: str) -> Score:
-    """The score of an answer whose check did not come to an end.
+    """Returns the score of an answer whose check did not finish.
 
     Raises:
       Unchecked: the policy is "drop".
-      EnvironmentFailed: it is "stop".
+      EnvironmentFailed: the policy is "stop".
     """
     if policy == "drop":
         raise Unchecked(f"{verdict}: {reason}")

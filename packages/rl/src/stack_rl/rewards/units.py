@@ -1,4 +1,4 @@
-"""Units of measurement, as they stand behind a number."""
+"""Units of measurement after a number."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Unit:
 
     Attributes:
       dimensions: exponents by dimension, such as {("length", 1), ("time", -1)}.
-      scale: the unit in base units.
+      scale: value of the unit in base units.
     """
 
     dimensions: frozenset[tuple[str, int]]
@@ -52,7 +52,7 @@ DEGREE: Final = Unit(frozenset({("angle", 1)}), Fraction(1))
 
 
 def read_unit(words: Sequence[str]) -> Unit | None:
-    """Reads the unit that words such as ["km", "/", "h"] or ["square", "meters"] name; None for other words."""
+    """Parses words such as ["km", "/", "h"] or ["square", "meters"] as a unit; None for other words."""
     exponents, scale = dict[str, int](), Fraction(1)
     sign, power, rest = 1, 0, list(words)
     while rest:
@@ -79,8 +79,8 @@ def read_unit(words: Sequence[str]) -> Unit | None:
 
 
 def _unit(word: str) -> tuple[str, Fraction] | None:
-    """Returns the dimension and size of one unit; long names may be plural and begin with a capital."""
-    if len(word) < 3:
+    """Returns the dimension and scale of one unit; long names may be plural or capitalized."""
+    if len(word) < 3:  # case matters in symbols
         return _UNITS.get(word)
     name = word.lower()
     return _UNITS.get(name) or _UNITS.get(name.removesuffix("s"))

@@ -1,4 +1,4 @@
-"""Rewards as a config names them, and their weighted sum."""
+"""Rewards as configs specify them, and their weighted sum."""
 
 import importlib
 import inspect
@@ -28,11 +28,12 @@ __all__ = [
 
 @config
 class WeightedReward:
-    """A reward and its share in the sum.
+    """A reward and its weight in the sum.
 
     Attributes:
-      reward: an entry of the registry `rewards`, by itself or as `name` with settings; "module:function";
-        "run:DIRECTORY" of a reward model; or in Python the function itself, or an entry's config.
+      reward: an entry of the registry `rewards`, as its name or as a mapping of `name` and settings; "module:function";
+        "run:DIRECTORY" of a reward model; in Python also a function or a reward's config.
+      weight: factor of the reward in the sum.
     """
 
     reward: Any
@@ -41,31 +42,31 @@ class WeightedReward:
 
 @runtime_checkable
 class ReadsTokens(Protocol):
-    """A reward that reads a completion's tokens, which have to be of its own tokenizer."""
+    """A reward that reads the completion's token ids, and therefore requires the policy to have its tokenizer."""
 
     def check(self, tokenizer: Tokenizer | None) -> None:
-        """Raises a StackError where the policy's tokenizer is another."""
+        """Raises a StackError if the policy's tokenizer differs."""
         ...
 
 
 @runtime_checkable
 class RewardKind(Protocol):
-    """A config class of the registry `rewards`, of which a reward is built; a reward without settings is a function."""
+    """A config class in the registry `rewards` that builds a reward; a reward without settings is a plain function."""
 
     def build(self) -> Reward: ...
 
 
 @runtime_checkable
 class ChecksItself(Protocol):
-    """A `RewardKind` that looks at what it needs before anything is built."""
+    """A `RewardKind` that checks its requirements before anything is built."""
 
     def check(self) -> None:
-        """Raises a StackError where something is missing."""
+        """Raises a StackError if a requirement is missing."""
         ...
 
 
 def check_reward(reward: Any) -> None:
-    """Raises as `resolved` does, but reads no reward model: of one, only the directory has to be there."""
+    """Raises like `resolved`, but loads no reward model: only its directory must exist."""
     address = str(reward)
     if isinstance(reward, Mapping):
         if isinstance(kind := _kind(reward), ChecksItself):
@@ -73,15 +74,17 @@ def check_reward(reward: Any) -> None:
     elif callable(reward) or not address.startswith("run:"):
         resolved(reward)
     elif not local_path(address.removeprefix("run:")).is_dir():
-        raise ConfigError(f"Reward {address!r} is no directory. Give that of a run whose objective is reward_model.")
+        raise ConfigError(
+            f"Reward {address!r} is not a directory. Give the directory of a run whose objective is reward_model."
+        )
 
 
 def resolved(reward: Any) -> tuple[str, Reward]:
-    """The name and the function of a reward.
+    """Returns the name and the function of a reward.
 
     Raises:
       UnknownName: no plugin registers it.
-      ConfigError: it cannot be imported, is no function, or has other settings.
+      ConfigError: it cannot be imported, is not callable, or has unknown settings.
       StackError: it cannot be built with its settings.
     """
     if isinstance(reward, Mapping):
@@ -95,7 +98,7 @@ def resolved(reward: Any) -> tuple[str, Reward]:
         found = registries.rewards[reward]
         return str(reward), found().build() if isinstance(found, type) else found
     if module == "run":
-        from stack_rl.rewards.model import ModelReward  # reads the model
+        from stack_rl.rewards.model import ModelReward  # imports jax
 
         return str(reward), ModelReward(name)
     try:
@@ -108,11 +111,11 @@ def resolved(reward: Any) -> tuple[str, Reward]:
 
 
 def _kind(reward: Mapping[str, Any]) -> RewardKind:
-    """The config of a reward with settings.
+    """Parses the config of a reward with settings.
 
     Raises:
       UnknownName: no plugin registers it.
-      ConfigError: it has no name, takes no settings, or has others.
+      ConfigError: it has no name, accepts no settings, or has unknown settings.
     """
     if not isinstance(reward.get("name"), str):
         raise ConfigError(
@@ -125,10 +128,10 @@ def _kind(reward: Mapping[str, Any]) -> RewardKind:
 
 
 async def total_score(rewards: Sequence[tuple[str, Reward, float]], completion: Completion) -> Score:
-    """The weighted sum of the scores, with each as a fact and the first verdict that one gives.
+    """Computes the weighted sum of the scores, with each score as a fact and the first verdict found.
 
     Raises:
-      EnvironmentFailed: a reward raised, or gave no finite number; names it.
+      EnvironmentFailed: a reward raised or returned a non-finite number; the message names it.
     """
     total, facts, verdict = 0.0, dict[str, float](), None
     for name, reward, weight in rewards:
@@ -141,16 +144,16 @@ async def total_score(rewards: Sequence[tuple[str, Reward, float]], completion: 
 async def _score(
     name: str, reward: Reward, completion: Completion
 ) -> tuple[float, Verdict | None, Mapping[str, float]]:
-    """Scores an answer, and converts numbers of the reward's library to Python's."""
+    """Scores an answer, and converts numbers of any library to Python floats."""
     try:
         found = reward(completion)
         value = await found if inspect.isawaitable(found) else found
         score = value if isinstance(value, Score) else Score(value=value)
-        # Sums of NumPy's half-precision numbers would stay such, and JSON writes none of its numbers.
+        # Otherwise sums of NumPy half-precision numbers would stay in half precision, and JSON rejects NumPy numbers.
         number, facts = float(score.value), plain_facts(score.facts)
-    except (Unchecked, EnvironmentFailed):  # which say what is the matter
+    except (Unchecked, EnvironmentFailed):  # their messages already name the cause
         raise
-    except Exception as error:  # Rewards are a user's code and may raise whatever they like.
+    except Exception as error:  # Rewards are user code and may raise any exception.
         raise EnvironmentFailed(f"reward {name!r} raised {type(error).__name__}: {error}") from error
     if not math.isfinite(number):
         raise EnvironmentFailed(f"reward {name!r} gave {number} for {completion.text!r}; it must be finite")
@@ -158,10 +161,10 @@ async def _score(
 
 
 def plain_facts(facts: Mapping[str, Any]) -> dict[str, float]:
-    """Converts measurements of any library's number types to Python's.
+    """Converts measurements of any number type to Python floats.
 
     Raises:
-      ValueError: one is not a number; names it.
+      ValueError: a value is not a number; the message names it.
     """
     found = dict[str, float]()
     for name, value in facts.items():

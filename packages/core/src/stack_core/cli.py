@@ -1,4 +1,4 @@
-"""The `stack` command: subcommands come from plugins and are imported only when they run."""
+"""The `stack` command. Its subcommands come from plugins and are imported only when they run."""
 
 import contextlib
 import faulthandler
@@ -20,21 +20,24 @@ from stack_core.runtime.huge_pages import restart_with_huge_pages
 __all__ = ["main", "overrides_from"]
 
 USER_ERROR = 2
-_NAMED = 4  # commands of a group in the list of all; `stack GROUP` lists the others
+_NAMED = 4  # number of a group's commands in its help line; `stack GROUP` lists all
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs `stack`; exits with 0, or with 2 after a `StackError` or wrong usage. `stack_core.entry` handles Ctrl-C."""
+    """Runs `stack`; exits with 0, or with 2 after a `StackError` or wrong usage.
+
+    `stack_core.entry` handles Ctrl-C.
+    """
     tokens = list(sys.argv[1:] if arguments is None else arguments)
     name = ""
     try:
         if arguments is None and sys.stderr is not None:
-            faulthandler.enable()  # A crash in compiled code says where Python was.
+            faulthandler.enable()  # prints the Python stack after a crash in compiled code
         name = _command_name(tokens)
         if arguments is None and _wants_huge_pages(name):
             restart_with_huge_pages()
         app = _app(name)
-        if tokens[:1] != ["plugins"]:  # which reports the same at length
+        if tokens[:1] != ["plugins"]:  # that command reports the same in detail
             _warn_of_plugins()
         if name and not _is_group(name):
             registries.commands[name]  # raises UnknownName, which names the package to install
@@ -55,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def _naming_platforms() -> Iterator[None]:
-    """Raises a HardwareError instead of JAX's own errors if there is no device of JAX_PLATFORMS."""
+    """Replaces JAX's own errors by a HardwareError if there is no device of JAX_PLATFORMS."""
     try:
         yield
     except (RuntimeError, AssertionError) as error:
@@ -63,7 +66,7 @@ def _naming_platforms() -> Iterator[None]:
         if not platforms or jax is None:
             raise
         try:
-            jax.devices()  # JAX leaves its own frames out of the traceback, so that this alone shows the cause.
+            jax.devices()  # JAX filters its frames from tracebacks; only this call reveals the cause.
         except (RuntimeError, AssertionError) as missing:
             reason = f" ({missing})" if str(missing) else ""
             raise HardwareError(
@@ -78,7 +81,7 @@ def overrides_from(tokens: Sequence[str]) -> list[str]:
     """Turns `--model.layers 6 --run.steps=300` into ["model.layers=6", "run.steps=300"].
 
     Raises:
-      ConfigError: a token is no option, or an option has no value.
+      ConfigError: a token is not an option, or an option has no value.
     """
     overrides: list[str] = []
     remaining = list(tokens)
@@ -94,7 +97,7 @@ def overrides_from(tokens: Sequence[str]) -> list[str]:
 
 
 def _command_name(tokens: Sequence[str]) -> str:
-    """The leading words that name a command or a group of them: "bench ops" of `bench ops --json FILE`."""
+    """Returns the leading words that name a command or a group: "bench ops" for `bench ops --json FILE`."""
     name = ""
     for word in itertools.takewhile(lambda token: not token.startswith("-"), tokens):
         name = f"{name} {word}".lstrip()
@@ -104,7 +107,7 @@ def _command_name(tokens: Sequence[str]) -> str:
 
 
 def _is_group(name: str) -> bool:
-    """Whether commands begin with this name, as "bench ops" and "bench serve" of two packages do with "bench"."""
+    """Returns whether some commands begin with this name, as "bench ops" and "bench serve" begin with "bench"."""
     return any(known.startswith(f"{name} ") for known in registries.commands)
 
 
@@ -113,7 +116,10 @@ def _wants_huge_pages(name: str) -> bool:
 
 
 def _app(named: str) -> cyclopts.App:
-    """All commands, each with its line of help; the one that is named has its docstring, for which it is imported."""
+    """Builds the app with all commands and their help lines.
+
+    The command `named` is imported, and its docstring is its help.
+    """
     app = cyclopts.App(
         name="stack",
         help="Train, quantize, align, serve and profile models on JAX.",
@@ -132,32 +138,32 @@ def _app(named: str) -> cyclopts.App:
             group, _, name = entry.name.rpartition(" ")
             line = {} if entry.name == named else {"help": entry.details.get("help", "")}
             _group(group, groups).command(entry.target, name=name, **line)
-        except Exception as error:  # A stranger's target may be anything; the other commands must work.
+        except Exception as error:  # A third-party target may be anything; the other commands must work.
             _note(f"{left_out}, it cannot be called: {type(error).__name__}: {error}")
     return app
 
 
 def _convert(type_: Any, tokens: Sequence[cyclopts.Token]) -> Any:
-    """Converts the values of an option as Cyclopts does, but resolves paths, and refuses fractions for integers."""
+    """Converts an option's values as Cyclopts does, but resolves paths and rejects fractions for integers."""
     if type_ is int or (int in get_args(type_) and float not in get_args(type_)):
         for token in tokens:
             try:
                 is_whole = float(token.value).is_integer()
             except (ValueError, OverflowError):
-                continue  # Cyclopts refuses it, or reads it in base 16
+                continue  # Cyclopts rejects it, or parses it in base 16
             if not is_whole:
                 raise ValueError(f"{token.value!r} is no whole number")
     found = cyclopts.convert(type_, tokens)
     several = isinstance(found, (list, tuple))
     if any(isinstance(value, Path) for value in (found if several else [found])):
-        for token in tokens:  # of which a Path would have lost a slash
+        for token in tokens:  # checks the raw text, since Path collapses the double slash
             refuse_remote(token.value)
         return type(found)(map(local_path, found)) if several else local_path(found)
     return found
 
 
 def _group(name: str, groups: dict[str, cyclopts.App]) -> cyclopts.App:
-    """The group of that name, made where it is first met."""
+    """Returns the group of that name, created on first use."""
     if name not in groups:
         parent, _, word = name.rpartition(" ")
         known = [each.removeprefix(f"{name} ") for each in registries.commands if each.startswith(f"{name} ")]
@@ -168,7 +174,7 @@ def _group(name: str, groups: dict[str, cyclopts.App]) -> cyclopts.App:
 
 
 def _warn_of_plugins() -> None:
-    """Says what is left out, as far as it shows once plugins are loaded and commands registered."""
+    """Prints the plugins that are left out or incomplete, as known after loading plugins and registering commands."""
     for report in plugins.reports():
         if report.status in ("failed", "incomplete"):
             left_out = "is left out" if report.status == "failed" else "is incomplete"

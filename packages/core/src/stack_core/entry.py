@@ -1,4 +1,4 @@
-"""The process of the `stack` command: Ctrl-C ends it with status 130 and one line, whatever it is doing."""
+"""The process of the `stack` command: Ctrl-C ends it with status 130 and one line, at any time."""
 
 import atexit
 import contextlib
@@ -16,7 +16,7 @@ def main() -> None:
     """Runs `stack_core.cli.main`, which takes time to import."""
     lost = threading.Event()
     try:
-        # `restart_with_huge_pages` holds it back while the interpreter starts again.
+        # `restart_with_huge_pages` blocks SIGINT while the interpreter restarts.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         _watch_lost_interrupts(lost)
         from stack_core.cli import main as run
@@ -31,10 +31,10 @@ def main() -> None:
 
 
 def _watch_lost_interrupts(lost: threading.Event) -> None:
-    """Notes interrupts that are printed rather than raised, and sends them again.
+    """Notes interrupts that Python prints instead of raising, and sends them again.
 
-    Python cannot raise them in callbacks of the garbage collector, nor can extensions while they import NumPy: these
-    go on with an ImportError that does not name its cause.
+    Python cannot raise them in callbacks of the garbage collector. Extensions lose them while importing NumPy: they
+    continue with an ImportError that does not name its cause.
     """
 
     def send_again() -> None:
@@ -51,10 +51,10 @@ def _watch_lost_interrupts(lost: threading.Event) -> None:
 
 
 def _leave() -> NoReturn:
-    """Ends the process although a program may still be compiled.
+    """Ends the process even if a program is still compiling.
 
-    JAX compiles in threads of XLA that an interrupt does not reach. At its usual end the interpreter frees the devices
-    under them, which is a segmentation fault; to wait for them may take minutes.
+    JAX compiles in XLA threads that an interrupt does not reach. During a normal exit the interpreter frees the devices
+    while they are in use, which is a segmentation fault; waiting for the threads may take minutes.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if (api := sys.modules.get("jax._src.api")) is not None:

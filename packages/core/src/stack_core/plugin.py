@@ -1,11 +1,11 @@
-"""What stack-core registers."""
+"""The registrations of stack-core."""
 
 from stack_core.abi.hookspecs import hookimpl
 from stack_core.abi.registry import Registrar
 
 STACK_ABI_MINOR = 0
 
-# A row and the device kinds, as JAX spells them, that it is for. GPUs that are partitioned have kinds of their own.
+# The target of each row and its device kinds as JAX spells them. Partitioned GPUs have other kinds.
 _CHIPS = {
     "cpu": ("measure:measured_cpu", "cpu"),
     "v4": ("tpus:V4", "TPU v4"),
@@ -67,11 +67,15 @@ def stack_register_launchers(registry: Registrar) -> None:
 
 @hookimpl
 def stack_register_commands(registry: Registrar) -> None:
-    registry.add("chips", "stack_core.commands.chips:chips", help="List chips and their peaks, and what is here.")
-    registry.add("cluster events", "stack_core.commands.cluster:events", help="List what happened to a run's hosts.")
-    registry.add("cluster join", "stack_core.commands.cluster:join", help="Let this host take part in a run.")
-    registry.add("cluster logs", "stack_core.commands.cluster:logs", help="Print what a run's workers printed.")
-    registry.add("cluster status", "stack_core.commands.cluster:status", help="Show a run's hosts, workers, failures.")
-    registry.add("doctor", "stack_core.commands.doctor:doctor", help="Check this installation; say what to do.")
+    registry.add(
+        "chips", "stack_core.commands.chips:chips", help="List chips with their peaks; mark those of this machine."
+    )
+    registry.add("cluster events", "stack_core.commands.cluster:events", help="List the events of a run's cluster.")
+    registry.add("cluster join", "stack_core.commands.cluster:join", help="Join this host to a run's cluster.")
+    registry.add("cluster logs", "stack_core.commands.cluster:logs", help="Print the output of a run's workers.")
+    registry.add(
+        "cluster status", "stack_core.commands.cluster:status", help="Show a run's hosts, workers and failures."
+    )
+    registry.add("doctor", "stack_core.commands.doctor:doctor", help="Check this installation and suggest fixes.")
     registry.add("plugins", "stack_core.commands.plugins:plugins", help="List plugins and what they register.")
     registry.add("report", "stack_core.commands.report:report", help="Write the report of a run again.")

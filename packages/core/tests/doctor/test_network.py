@@ -12,7 +12,7 @@ from stack_core.doctor.network import network_findings
 def test_the_address_of_the_hosts_name_is_told(address, status, advice):
     (finding,) = network_findings("here", lambda name: address)
     assert (finding.check, finding.status, finding.advice) == ("network", status, advice)
-    assert finding.found.startswith(f"this host's name, here, leads to {address}")
+    assert finding.found.startswith(f"this host's name, here, resolves to {address}")
 
 
 def test_a_name_without_an_address_is_told_with_the_remedy():

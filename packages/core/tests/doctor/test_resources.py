@@ -56,7 +56,7 @@ def test_little_memory_is_a_warning(tmp_path, available_gib, status):
 
 def test_memory_that_the_system_does_not_tell_is_not_zero(tmp_path):
     (finding,) = memory_findings(tmp_path)
-    assert (finding.status, finding.found) == ("note", "the system does not tell how much memory is free")
+    assert (finding.status, finding.found) == ("note", "the system does not report its free memory")
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ class Batches(ABC):
         """Returns an iterator over training batches, from the first one."""
 
     def validation_batches(self) -> Iterator[Batch]:
-        """Iterates over all held-out batches, the same at each call."""
+        """Iterates over all validation batches, the same at each call."""
         return iter(())
 
     def describe_rows(self, row_ids: np.ndarray) -> Sequence[str]:

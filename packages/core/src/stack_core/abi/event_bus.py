@@ -38,15 +38,15 @@ class ObserverContext:
 
 @dataclass
 class EventBus:
-    """A bus that delivers each event to every observer; one that fails or hangs is dropped with a warning.
+    """A bus that delivers each event to every observer; an observer that fails or hangs is dropped with a warning.
 
-    Each observer has its own thread and bounded queue. Step events are queued. Every other event is handled before
-    `emit` returns, by one observer after the other: a report thus sees the metrics written before it. `ObservesInLoop`
-    observers are called in the caller's thread instead.
+    Each observer has its own thread and bounded queue. Step events are only queued. For other events `emit` returns
+    after the observers have handled them one after the other: a report thus sees the metrics written before it.
+    `ObservesInLoop` observers are called in the caller's thread instead.
 
     Attributes:
       observers: observers that have not been dropped.
-      limit_s: maximum time that an observer may block the run before it is dropped.
+      limit_s: maximum seconds that an observer may block the run before it is dropped.
     """
 
     observers: list[Observer] = field(default_factory=list)
@@ -147,7 +147,7 @@ def _nothing() -> None:
 
 
 def observers_from(registry: Registry[Any], context: ObserverContext) -> list[Observer]:
-    """Builds the observers for `context`; one that cannot be built is dropped with a warning.
+    """Builds the observers for `context`; observers that cannot be built are dropped with a warning.
 
     Args:
       registry: functions from the context to an observer or None, by name.

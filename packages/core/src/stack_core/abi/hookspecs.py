@@ -96,7 +96,7 @@ def stack_register_launchers(registry: Registrar) -> None:
 
 @hookspec
 def stack_register_observers(registry: Registrar) -> None:
-    """Registers observers: functions from an `ObserverContext` to an `Observer`, or to None if not applicable."""
+    """Registers observers: functions from an `ObserverContext` to an `Observer` or None."""
 
 
 @hookspec

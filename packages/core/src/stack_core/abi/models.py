@@ -159,9 +159,9 @@ class ConvertibleFamily(ModelFamily, Protocol):
         ...
 
     def redundant_tensors(self, config: Any) -> Mapping[str, str | None]:
-        """Returns other tensors that a checkpoint may contain.
+        """Returns other tensors that a checkpoint may contain, each mapped to the tensor that it duplicates.
 
-        Each maps to the tensor that it duplicates, or to None if the model does not use it.
+        Tensors that the model does not use are mapped to None.
         """
         ...
 

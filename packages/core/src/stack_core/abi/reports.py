@@ -30,10 +30,10 @@ class Panel(Protocol):
     """A function that displays one aspect of a run from the files in its directory."""
 
     def __call__(self, directory: Path, config: Mapping[str, Any]) -> Fragment | None:
-        """Returns the panel's content, or None if the run has no data for it; may be called during the run.
+        """Returns the panel's content, or None without data for it. May be called during the run.
 
         Args:
           directory: the run's directory.
-          config: the run's resolved config, as in its `config.yaml`.
+          config: the run's resolved config, equal to its `config.yaml`.
         """
         ...

@@ -86,10 +86,10 @@ class RunDirectory:
             raise RunDirectoryError(f"{self.config} cannot be read: {error}") from error
 
     def check(self, *, resume: bool) -> None:
-        """Checks that the directory can be used, without writing to it.
+        """Checks that the directory can be used, without writing.
 
         Args:
-          resume: whether to resume the run in it; otherwise it must not contain one.
+          resume: whether to resume the run in the directory; otherwise there must not be a run.
 
         Raises:
           RunDirectoryError: it is locked, holds another run or foreign files, or there is nothing to resume.
@@ -155,7 +155,7 @@ class RunDirectory:
             raise RunDirectoryError(f"{path} cannot be written: {error}") from error
 
     def read_json(self, path: Path) -> Any:
-        """Reads one of the run's files; returns None if it is missing, or with a warning if it is damaged."""
+        """Reads one of the run's files; returns None if the file is missing, or damaged, which also warns."""
         if not path.is_file():
             return None
         try:

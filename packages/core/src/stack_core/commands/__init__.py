@@ -1,1 +1,1 @@
-"""Subcommands of `stack` that core brings."""
+"""Subcommands of `stack` that core provides."""

@@ -1,4 +1,4 @@
-"""`stack chips`: what is known of each kind of hardware, and which of it is here."""
+"""`stack chips`: specifications of known accelerators and CPUs, with the devices of this machine marked."""
 
 import collections
 import dataclasses
@@ -32,9 +32,9 @@ _COLUMNS = (
 
 
 def chips(*, json: bool = False) -> None:
-    """List chips: dense peaks, memory, bandwidths and their sources; what is here is marked.
+    """List chips: dense peaks, memory, bandwidths and their sources. Devices of this machine are marked.
 
-    A row that has to be measured, as the CPU's, is measured if it is here, once a machine.
+    Rows that need a measurement, such as the CPU's, are measured once per machine, if the device is present.
 
     Args:
       json: print machine-readable results.
@@ -49,9 +49,7 @@ def chips(*, json: bool = False) -> None:
     counts = {name: here[kind] for kind, name in names.items() if name is not None}
     console = Console(soft_wrap=True)
     print_table(_table(rows, counts))
-    console.print(
-        "All dense peaks in TFLOP/s by the operands' dtype, and where the numbers come from:", highlight=False
-    )
+    console.print("All dense peaks in TFLOP/s by operand dtype, with their sources:", highlight=False)
     for row in rows:
         console.print(_line(*row), style="dim", highlight=False)
     for kind in (kind for kind, name in names.items() if name is None):
@@ -63,7 +61,7 @@ def chips(*, json: bool = False) -> None:
 
 
 def _devices() -> dict[str, int]:
-    """JAX's devices by kind; where JAX does not start there are none, which stderr says."""
+    """Counts JAX's devices by kind; prints the error and returns {} if JAX does not start."""
     import jax
 
     try:
@@ -100,7 +98,7 @@ def _record(entry: Entry, chip: Chip | None) -> dict[str, Any]:
 
 
 def _table(rows: list[tuple[Entry, Chip | None]], counts: dict[str, int]) -> Table:
-    # Eighty columns wide, so that no cell is cut.
+    # Fits into 80 columns without truncated cells.
     table = Table("chip", "here", "unit", box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for quantity, unit in _COLUMNS:
         table.add_column(f"{quantity}\n{unit}", justify="right")
@@ -135,7 +133,7 @@ def _say(message: str) -> None:
 
 
 def _number(amount: int | float | None, unit: int | float) -> str:
-    """Three digits at least; a dash is "not known"."""
+    """Formats an amount with at least three digits; "-" means unknown."""
     if amount is None:
         return "-"
     value = amount / unit

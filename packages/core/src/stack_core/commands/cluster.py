@@ -1,4 +1,4 @@
-"""`stack cluster`: what the hosts of a run do, what happened to them, and what their workers printed."""
+"""`stack cluster`: state, history and worker output of the hosts of a run."""
 
 import json as json_format
 import time
@@ -15,7 +15,7 @@ __all__ = ["events", "join", "logs", "status"]
 
 
 def status(run: Path, /, *, json: Annotated[bool, Parameter(negative=())] = False) -> None:
-    """Show the hosts and workers of a run, its failures, and where its time went.
+    """Show the hosts and workers of a run, its failures, and its time by activity.
 
     Args:
       run: the run's directory.
@@ -41,11 +41,11 @@ def status(run: Path, /, *, json: Annotated[bool, Parameter(negative=())] = Fals
 
 
 def events(run: Path, /, *, json: Annotated[bool, Parameter(negative=())] = False) -> None:
-    """List what happened to a run's cluster, oldest first.
+    """List the events of a run's cluster, oldest first.
 
     Args:
       run: the run's directory.
-      json: print one JSON object a line.
+      json: print one JSON object per line.
     """
     for note in _record(run).notes():
         if json:
@@ -55,11 +55,11 @@ def events(run: Path, /, *, json: Annotated[bool, Parameter(negative=())] = Fals
 
 
 def logs(run: Path, /, *, host: int | None = None) -> None:
-    """Print what the workers of a run printed.
+    """Print the output of a run's workers.
 
     Args:
       run: the run's directory.
-      host: of this host alone.
+      host: print only the workers of this host.
     """
     record = _record(run)
     known = {int(path.stem.removeprefix("host-")): path for path in sorted(record.directory.glob("host-*.log"))}
@@ -73,13 +73,14 @@ def logs(run: Path, /, *, host: int | None = None) -> None:
 
 
 def join(address: str, /, *, token_file: Path, host: int | None = None, orphan_s: float = 60.0) -> None:
-    """Let this host take part in a run whose launcher is joined; returns when the run ends.
+    """Join this host to a run that uses the launcher "joined"; returns when the run ends.
 
     Args:
-      address: where the run's driver listens, "host:port".
-      token_file: holds the token of the cluster, as the driver's cluster.token_file.
-      host: the number of this host; by default SLURM_NODEID, JOB_COMPLETION_INDEX, TPU_WORKER_ID, or the lowest free.
-      orphan_s: how long to wait for a driver, before the run and after it was lost.
+      address: address of the run's driver, "host:port".
+      token_file: file with the token of the cluster, the same as the driver's cluster.token_file.
+      host: number of this host. The default is SLURM_NODEID, JOB_COMPLETION_INDEX or TPU_WORKER_ID, or else the lowest
+        free number.
+      orphan_s: seconds to wait for a driver, before the run and after losing it.
     """
     from stack_core.runtime.launchers.joined import join_cluster
 
@@ -111,7 +112,7 @@ def _status(record: ClusterRecord) -> dict[str, Any]:
         "launcher": session.get("launcher"),
         "hosts": session.get("hosts"),
         "formation": number,
-        # A driver that attaches notes them again.
+        # A driver that attaches records them again.
         "workers": [*{note["rank"]: note for note in workers if note["number"] == number}.values()],
         "failures": record.notes("failure"),
         "seconds": last.get("ledger", {}).get("seconds", {}),

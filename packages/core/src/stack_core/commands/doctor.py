@@ -1,4 +1,4 @@
-"""`stack doctor`: what works here, what changes results or speed, and what to do."""
+"""`stack doctor`: checks the installation and the machine, and suggests fixes."""
 
 import dataclasses
 import json as json_format
@@ -16,13 +16,13 @@ _STATUS_WIDTH = max(map(len, STATUSES)) + 2
 
 
 def doctor(*, json: bool = False, timeout_s: float = 90.0) -> None:
-    """Check Python, packages, JAX, plugins, devices, memory and environment variables, and say what to do.
+    """Check Python, packages, JAX, plugins, devices, memory and environment variables, and suggest fixes.
 
-    Exits with status 1 if there is a problem; notes and warnings are none.
+    Exits with status 1 if there is a problem; notes and warnings do not count.
 
     Args:
       json: print machine-readable results.
-      timeout_s: how long JAX may take to start.
+      timeout_s: maximum seconds for JAX to start.
     """
     findings: list[Finding] = []
     console = Console(soft_wrap=True, highlight=False)

@@ -1,4 +1,4 @@
-"""Functions that a command line names: FILE.py:fn, with the arguments that its file gives as an example."""
+"""Functions named on a command line as FILE.py:fn, with example arguments from the same file."""
 
 import contextlib
 import importlib.util
@@ -18,13 +18,13 @@ _ARGUMENTS: Final = "example_args"
 
 
 def named_function(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The function that "FILE.py:fn" names, and the arguments that `example_args()` of the same file returns.
+    """Loads the function named by "FILE.py:fn", and the arguments returned by `example_args()` of the same file.
 
-    The file is run as a script's would be, its folder first in `sys.path`. A function without parameters needs no
+    The file is executed like a script, with its folder first in `sys.path`. A function without parameters needs no
     `example_args`.
 
     Raises:
-      UnknownName: there is no such file or function, or no arguments for it.
+      UnknownName: the file or the function does not exist, or the function lacks arguments.
     """
     path, separator, name = target.rpartition(":")
     if not separator or not Path(path).is_file():
@@ -45,7 +45,7 @@ def named_function(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 @contextlib.contextmanager
 def tracing(fn: Callable[..., Any], arguments: tuple[Any, ...]) -> Iterator[None]:
-    """Turns errors that the function raises while it is traced in the block, as for a wrong argument, into one line.
+    """Converts errors raised while the block traces the function, for instance by a wrong argument, to one line.
 
     Raises:
       ArgumentError: the function raised anything but a `StackError`.
@@ -54,7 +54,7 @@ def tracing(fn: Callable[..., Any], arguments: tuple[Any, ...]) -> Iterator[None
         yield
     except StackError:
         raise
-    except Exception as error:  # A function may fail in any way.
+    except Exception as error:  # A user's function may raise anything.
         file = getattr(getattr(inspect.unwrap(fn), "__code__", None), "co_filename", None)
         frames = traceback.extract_tb(error.__traceback__)
         lines = [f" at {frame.filename}:{frame.lineno}" for frame in frames if frame.filename == file]
@@ -67,7 +67,7 @@ def tracing(fn: Callable[..., Any], arguments: tuple[Any, ...]) -> Iterator[None
 
 
 def _type_of(argument: Any) -> str:
-    """Returns the dtype and the shape of an array, such as "float32[3, 8]", or the name of any other type."""
+    """Returns the dtype and shape of an array, such as "float32[3, 8]", or the type's name for other values."""
     if hasattr(argument, "shape") and hasattr(argument, "dtype"):
         return f"{argument.dtype}{list(argument.shape)}"
     return type(argument).__name__

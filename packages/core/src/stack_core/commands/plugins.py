@@ -1,4 +1,4 @@
-"""`stack plugins`: every distribution that offers a plugin, and what became of it."""
+"""`stack plugins`: all distributions that offer a plugin, and the state of each plugin."""
 
 import dataclasses
 import json as json_format
@@ -15,7 +15,7 @@ __all__ = ["plugins"]
 
 
 def plugins(*, json: bool = False) -> None:
-    """List plugins: distribution, version, ABI, what each registered, or why it was left out.
+    """List plugins with distribution, version, ABI, and registered names or the reason for leaving one out.
 
     Args:
       json: print machine-readable results.
@@ -41,7 +41,7 @@ def _lines(reports: tuple[loaded.PluginReport, ...]) -> Iterator[str]:
 
 
 def _wrapped(line: str) -> str:
-    """The line as it fits a terminal; one line elsewhere, so that it can be searched."""
+    """Wraps the line to the terminal's width; elsewhere keeps one line, which is easier to search."""
     if not sys.stdout.isatty():
         return line
     return textwrap.fill(line, shutil.get_terminal_size().columns, subsequent_indent=" " * 6, break_on_hyphens=False)

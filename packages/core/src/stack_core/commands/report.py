@@ -1,4 +1,4 @@
-"""`stack report`: writes the report of a run again."""
+"""`stack report`: rewrites the report of a run."""
 
 import sys
 from pathlib import Path
@@ -11,9 +11,9 @@ __all__ = ["report"]
 
 
 def report(run: Path, /) -> None:
-    """Write the report of a run, RUN/report.html, from what is in its directory.
+    """Rewrite the report of a run, RUN/report.html, from the files in its directory.
 
-    The page needs no network. A run writes it itself when it evaluates and when it ends.
+    The page needs no network. A run writes it at evaluations and at its end.
 
     Args:
       run: the run's directory.

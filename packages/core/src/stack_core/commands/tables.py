@@ -1,4 +1,4 @@
-"""Tables on standard output, with every name whole."""
+"""Tables on standard output without truncated names."""
 
 import sys
 
@@ -10,7 +10,7 @@ __all__ = ["print_table"]
 
 
 def print_table(table: Table) -> None:
-    """Prints a table at the terminal's width, or wider if its longest words need more; none is cut or split."""
+    """Prints a table at the terminal's width, or wider if its longest words need more; cells are never cut or split."""
     console = Console(file=sys.stdout, highlight=False)
     options = console.options.update(max_width=sys.maxsize)
 
@@ -18,7 +18,7 @@ def print_table(table: Table) -> None:
         cells = [Measurement.get(console, options, cell) for cell in (column.header, *column.cells)]
         return Measurement(max(cell.minimum for cell in cells), max(cell.maximum for cell in cells))
 
-    # Rich would shorten the widest columns, so each gets its longest word first, then a share of what is left.
+    # Rich would truncate the widest columns. Here each gets its longest word first, then a share of the rest.
     measured = [measure(column) for column in table.columns]
     needed = Measurement.get(console, options, table).minimum  # with borders
     spare, missing = max(console.width - needed, 0), sum(each.span for each in measured)

@@ -1,6 +1,6 @@
-"""Examines this installation and machine: what works, what changes results or speed, and what to do.
+"""Checks of this installation and machine: correctness, settings that change results or speed, and suggested fixes.
 
-Nothing here imports JAX, which may be what is broken: `backend` starts it in a process of its own.
+No module here imports JAX, which may itself be broken: `backend` starts it in a separate process.
 """
 
 import os
@@ -15,10 +15,10 @@ __all__ = ["STATUSES", "Finding", "Status", "diagnose", "worst"]
 
 
 def diagnose(*, timeout_s: float = 90.0) -> Iterator[Finding]:
-    """All findings, each as soon as it is there.
+    """Yields all findings, each as soon as it is available.
 
     Args:
-      timeout_s: how long JAX may take to start.
+      timeout_s: maximum seconds for JAX to start.
     """
     distributions = packages.installed()
     roots = list(dict.fromkeys(["stack-core", *(report.distribution for report in plugins.reports())]))
@@ -50,6 +50,6 @@ def _jax_findings(timeout_s: float, distributions: Mapping[str, Distribution]) -
 def _guarded(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
     try:
         yield from look()
-    except Exception as error:  # A machine may be broken in ways nobody thought of; the other checks still help.
-        found = f"this check failed itself: {type(error).__name__}: {error}"
+    except Exception as error:  # Broken machines fail in unforeseen ways; the other checks still help.
+        found = f"this check raised an error: {type(error).__name__}: {error}"
         yield Finding(check, "warning", found, "Please report it, with the output of `stack doctor --json`.")

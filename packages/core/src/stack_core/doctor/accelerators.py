@@ -1,4 +1,4 @@
-"""GPUs and TPUs that the machine has, and whether JAX uses them."""
+"""The machine's GPUs and TPUs, and whether JAX uses them."""
 
 import contextlib
 import shutil
@@ -14,10 +14,10 @@ from stack_core.doctor.findings import Finding
 __all__ = ["Gpu", "Hardware", "find_hardware", "hardware_findings"]
 
 _NVIDIA, _GOOGLE = "0x10de", "0x1ae0"
-_DISPLAY_CLASSES = ("0x0300", "0x0302")  # a GPU with and without a screen; NVIDIA's network cards are neither
+_DISPLAY_CLASSES = ("0x0300", "0x0302")  # GPUs with and without a display; excludes NVIDIA's network cards
 # As in jax/_src/hardware_utils.py: TPU v2 and v3, v4, v5p, v5e, v6e, v7x, v8i, v8t.
 _TPU_IDS = frozenset({"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076", "0x0083", "0x007c"})
-_GPU_NODES = ("dev/nvidia0", "dev/nvidiactl")  # a container may have the second alone
+_GPU_NODES = ("dev/nvidia0", "dev/nvidiactl")  # a container may have only the second
 _SMI_S = 15.0
 _SMI_FIELDS = "name,driver_version,compute_cap,memory.total,memory.used"
 _MIB = 2**20
@@ -29,7 +29,15 @@ _CUDA13_COMPUTE = 7.5
 
 @dataclass(frozen=True)
 class Gpu:
-    """A line of `nvidia-smi`; a number is None where it says so."""
+    """One line of `nvidia-smi`; a number is None if it is not available.
+
+    Attributes:
+      name: product name.
+      driver: driver version.
+      compute: compute capability.
+      memory_bytes: total memory.
+      used_bytes: memory in use.
+    """
 
     name: str
     driver: str
@@ -40,13 +48,13 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the system knows of accelerators, without their libraries.
+    """Accelerators as the operating system reports them, without their libraries.
 
     Attributes:
-      nvidia_cards: NVIDIA's GPUs on the PCI bus; a container may hide the bus.
-      nvidia_driver: whether its driver offers devices.
-      gpus: what `nvidia-smi` lists.
-      tpus: Google's TPUs on the PCI bus.
+      nvidia_cards: number of NVIDIA GPUs on the PCI bus; a container may hide the bus.
+      nvidia_driver: whether NVIDIA's driver provides device nodes.
+      gpus: GPUs listed by `nvidia-smi`.
+      tpus: number of TPUs on the PCI bus.
     """
 
     nvidia_cards: int = 0
@@ -60,7 +68,7 @@ class Hardware:
 
 
 def find_hardware(root: Path = Path("/")) -> Hardware:
-    """Asks the system and `nvidia-smi`."""
+    """Collects the accelerators reported by the system and `nvidia-smi`."""
     cards = tpus = 0
     for device in (root / "sys/bus/pci/devices").glob("*"):
         with contextlib.suppress(OSError):
@@ -78,7 +86,7 @@ def _listed_gpus() -> tuple[Gpu, ...]:
     command = [program, f"--query-gpu={_SMI_FIELDS}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SMI_S)
-    except (OSError, subprocess.SubprocessError):  # no driver, or one that hangs: what JAX says will tell more
+    except (OSError, subprocess.SubprocessError):  # the driver is missing or hangs; JAX's own error is more specific
         return ()
     return tuple(_gpu(line) for line in done.stdout.splitlines() if line.count(",") == _SMI_FIELDS.count(","))
 
@@ -105,7 +113,7 @@ def _number(text: str) -> float | None:
 def hardware_findings(
     hardware: Hardware, answer: Answer, environ: Mapping[str, str], distributions: Mapping[str, object]
 ) -> Iterator[Finding]:
-    """Whether JAX uses the accelerators that are there, and which pip extra would let it."""
+    """Checks that JAX uses the available accelerators, and names the pip extra that it lacks."""
     if hardware.has_gpu:
         yield from _gpu_findings(hardware, answer, environ, distributions)
     if hardware.tpus:
@@ -153,7 +161,7 @@ def _hidden(environ: Mapping[str, str]) -> str | None:
 
 
 def _cuda_advice(hardware: Hardware) -> str:
-    """The command for the CUDA that this driver and this GPU can run."""
+    """Returns the installation command for the CUDA release that the driver and GPU support."""
     for gpu in hardware.gpus:
         if gpu.compute is not None and gpu.compute < _CUDA13_COMPUTE:
             return f"CUDA 13 has no support for {gpu.name}: {install_command('jax[cuda12]')}"

@@ -1,4 +1,4 @@
-"""Whether JAX starts, on which devices, and why not: asked of a process of its own, which may crash or hang."""
+"""The start of JAX, probed in a separate process, which may crash or hang."""
 
 import contextlib
 import importlib.metadata
@@ -19,7 +19,7 @@ from stack_core.doctor.findings import Finding
 __all__ = ["Answer", "ask_jax", "jax_findings"]
 
 _KILL_S = 5.0
-# `-P` keeps the script's folder out of the path, as for an installed command.
+# `-P` keeps the script's folder out of `sys.path`, as for an installed command.
 _PROBE = (sys.executable, "-P", str(Path(__file__).with_name("probe.py")))
 _DOING = {
     "find": "looking for JAX",
@@ -32,13 +32,14 @@ _DOING = {
 
 @dataclass(frozen=True)
 class Answer:
-    """How far JAX came.
+    """The result of the probe.
 
     Attributes:
-      stages: what each stage answered that was completed.
-      failed: the stage that was not; None where all were.
-      error: why not.
-      log: the last lines that JAX wrote to standard error.
+      stages: results of the completed stages, by name.
+      failed: first stage that failed; None if all completed.
+      error: error of the failed stage.
+      where: file in which the error was raised, or None.
+      log: last lines that JAX wrote to standard error.
     """
 
     stages: Mapping[str, Mapping[str, Any]]
@@ -49,7 +50,7 @@ class Answer:
 
     @property
     def platform(self) -> str | None:
-        """Such as "cpu", "gpu" or "tpu"; None where JAX found no device."""
+        """The platform, such as "cpu", "gpu" or "tpu"; None if JAX found no device."""
         return self.stages.get("devices", {}).get("platform")
 
     @property
@@ -58,8 +59,8 @@ class Answer:
 
 
 def ask_jax(timeout_s: float, command: tuple[str, ...] = _PROBE) -> Answer:
-    """Starts JAX in a process of its own, with this process's environment."""
-    # JAX would take most of a GPU's memory, which another process may be using.
+    """Starts JAX in a separate process with this process's environment."""
+    # By default JAX would allocate most of a GPU's memory, which another process may be using.
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=output, stderr=log, env=environment, start_new_session=True)
@@ -76,7 +77,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        # A process that waits inside a driver cannot be killed; it is left behind rather than waited for.
+        # A process blocked inside a driver cannot be killed; do not wait for it.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_KILL_S)
 
@@ -90,7 +91,7 @@ def _answer(status: int | None, output: str, log: str, timeout_s: float) -> Answ
     stages: dict[str, Mapping[str, Any]] = {}
     tail = "\n".join(log.strip().splitlines()[-8:])
     for line in output.splitlines():
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # libraries print to standard output as well
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # skips output of libraries
             answer = json.loads(line)
             if "error" in answer:
                 return Answer(stages, answer["stage"], answer["error"], answer["where"], tail)
@@ -108,7 +109,7 @@ def _answer(status: int | None, output: str, log: str, timeout_s: float) -> Answ
 
 
 def jax_findings(answer: Answer) -> Iterator[Finding]:
-    """What became of JAX, from where it was imported, and its devices."""
+    """Reports the state of JAX, its location, and its devices."""
     local = Path.cwd() / "jax.py"
     if local.exists():
         yield Finding("jax", "warning", f"{local} hides JAX from scripts in its folder", f"Rename {local}.")
@@ -130,7 +131,7 @@ def jax_findings(answer: Answer) -> Iterator[Finding]:
 
 
 def _shadowed(answer: Answer) -> Iterator[Finding]:
-    """Another `jax` before the installed one on the path."""
+    """Detects another `jax` that precedes the installed one on the path."""
     found = answer.stages.get("find", {}).get("file")
     try:
         distribution = importlib.metadata.distribution("jax")

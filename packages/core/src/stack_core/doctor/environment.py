@@ -1,4 +1,4 @@
-"""Environment variables that change results or speed, and what each of them does."""
+"""Environment variables that change results or speed, with their effects."""
 
 import difflib
 from collections.abc import Iterator, Mapping
@@ -8,7 +8,7 @@ from stack_core.doctor.findings import Finding, Status
 
 __all__ = ["environment_findings"]
 
-# Switches that do nothing when they say "no".
+# Boolean switches, which have no effect when false.
 _SWITCHES: Mapping[str, tuple[Status, str]] = {
     "JAX_DISABLE_JIT": ("warning", "nothing is compiled: every operation runs by itself, 10 to 1000 times slower"),
     "JAX_DEBUG_NANS": ("warning", "every result is searched for NaN, and donated buffers are kept: slow"),
@@ -21,7 +21,7 @@ _SWITCHES: Mapping[str, tuple[Status, str]] = {
     "CUDA_LAUNCH_BLOCKING": ("warning", "the GPU waits after every kernel: slow"),
     "PYTHONOPTIMIZE": ("note", "assertions are removed"),
 }
-# Settings that act with any value.
+# Settings that have an effect with any value.
 _SETTINGS: Mapping[str, tuple[Status, str]] = {
     "JAX_PLATFORMS": ("note", "JAX may use these platforms alone"),
     "JAX_DEFAULT_MATMUL_PRECISION": ("note", "products of float32 are more exact and slower, or the opposite"),
@@ -60,7 +60,7 @@ _SETTINGS: Mapping[str, tuple[Status, str]] = {
     "STACK_LOAD_PLUGINS": ("note", "core and these plugins alone are loaded"),
     "STACK_TUNED_TABLES": ("note", "stack-kernels chooses by these tables alone"),
 }
-# Flags of XLA that slow everything down or change what the machine seems to be.
+# XLA flags that reduce speed or change the apparent hardware.
 _XLA_FLAGS: Mapping[str, tuple[Status, str]] = {
     "--xla_force_host_platform_device_count": ("note", "the CPU acts as that many devices, which share its cores"),
     "--xla_dump_to": ("warning", "every compiled program is written there: slow, and it fills the disk"),
@@ -72,11 +72,11 @@ _XLA_FLAGS: Mapping[str, tuple[Status, str]] = {
 _NO = frozenset({"", "0", "false", "no", "off"})
 _OURS = "STACK_"
 _THEIRS = ("JAX_", "XLA_", "LIBTPU_")
-_TYPO = 0.9  # similar enough for a slip of the finger: JAX_PLATFORM, which nobody reads, for JAX_PLATFORMS
+_TYPO = 0.9  # similarity of a typo: JAX_PLATFORM, which has no effect, instead of JAX_PLATFORMS
 
 
 def environment_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """One finding for each variable that is set, and one for each that looks like a misspelled one."""
+    """Yields one finding per set variable, and one per variable that looks misspelled."""
     findings = [*_known(environ), *_misspelled(environ)]
     if not findings:
         yield Finding("environment", "ok", "no variable that changes results or speed is set")

@@ -1,4 +1,4 @@
-"""What the doctor says: one finding for each thing it looked at."""
+"""The findings of `stack doctor`, one per check."""
 
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -8,17 +8,18 @@ __all__ = ["STATUSES", "Finding", "Status", "worst"]
 Status = Literal["ok", "note", "warning", "problem"]
 
 STATUSES: Final[tuple[Status, ...]] = ("ok", "note", "warning", "problem")
-"""As it should be; changes results or speed, perhaps on purpose; works, but badly; does not work."""
+"""In increasing severity: correct; a setting that changes results or speed; works, but badly; does not work."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-      check: what it is: "jax", "memory", the name of an environment variable.
-      found: what was there, in a sentence or two.
-      advice: what to do about it; empty where nothing is to be done.
+      check: subject: "jax", "memory", or the name of an environment variable.
+      status: severity.
+      found: observation, in one or two sentences.
+      advice: suggested fix; empty if nothing needs to be done.
     """
 
     check: str
@@ -28,5 +29,5 @@ class Finding:
 
 
 def worst(findings: list[Finding]) -> Status:
-    """The most serious status among the findings; "ok" where there are none."""
+    """Returns the most serious status among the findings; "ok" for an empty list."""
     return max((finding.status for finding in findings), key=STATUSES.index, default="ok")

@@ -1,4 +1,4 @@
-"""Where the processes of a cluster reach each other on this host; JAX does not authenticate what connects there."""
+"""The address at which a cluster's processes reach this host; JAX does not authenticate connections to it."""
 
 import ipaddress
 import socket
@@ -12,11 +12,11 @@ __all__ = ["network_findings"]
 def network_findings(
     name: str | None = None, resolve: Callable[[str], str] = socket.gethostbyname
 ) -> Iterator[Finding]:
-    """Tells where the host's own name leads, at which the collectives of CPU processes listen.
+    """Reports the address of the host's own name, at which the collectives of CPU processes listen.
 
     Args:
-      name: the host's name; by default that of this host.
-      resolve: the address of a name; raises `OSError` for one without.
+      name: host name; by default the name of this host.
+      resolve: returns the address of a name; raises `OSError` if it cannot be resolved.
     """
     name = name or socket.gethostname()
     try:
@@ -30,12 +30,12 @@ def network_findings(
         )
         return
     if ipaddress.ip_address(address).is_loopback:
-        yield Finding("network", "ok", f"this host's name, {name}, leads to {address}, which this host alone reaches")
+        yield Finding("network", "ok", f"this host's name, {name}, resolves to {address}, which only this host reaches")
         return
     yield Finding(
         "network",
         "note",
-        f"this host's name, {name}, leads to {address}; with `--hosts`, collectives of CPUs listen there, and JAX does "
+        f"this host's name, {name}, resolves to {address}; with `--hosts`, CPU collectives listen there, and JAX does "
         "not authenticate them",
         "Run clusters in a network that only their hosts reach.",
     )

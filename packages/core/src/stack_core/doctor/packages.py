@@ -1,4 +1,4 @@
-"""Python, the packages with their dependencies, and the plugins: what is installed and whether it fits together."""
+"""Installed Python, packages and plugins, checked for compatibility."""
 
 import importlib.metadata
 import platform
@@ -18,7 +18,7 @@ from stack_core.doctor.findings import Finding
 __all__ = ["accelerator_findings", "dependency_findings", "plugin_findings", "python_findings"]
 
 _CORE = "stack-core"
-# What lets JAX use an accelerator, and the extra of jax whose requirements say which release fits.
+# Packages that add an accelerator to JAX, with the extra of jax that pins their compatible release.
 _ACCELERATORS = {
     "libtpu": "tpu",
     "jax-cuda13-plugin": "cuda13",
@@ -29,17 +29,17 @@ _ACCELERATORS = {
 
 
 def installed() -> dict[str, Distribution]:
-    """Distributions by their normalized name; the first on the path of each, which is the one that is imported."""
+    """Returns distributions by normalized name; of duplicates the first on the path, which is the one imported."""
     found: dict[str, Distribution] = {}
     for distribution in importlib.metadata.distributions():
         metadata = distribution.metadata
-        if "Name" in metadata:  # an installation that was cut off may have left none
+        if "Name" in metadata:  # an interrupted installation may lack it
             found.setdefault(canonicalize_name(metadata["Name"]), distribution)
     return found
 
 
 def python_findings(distributions: Mapping[str, Distribution], version: str | None = None) -> Iterator[Finding]:
-    """Whether this Python is one that stack-core supports."""
+    """Checks that stack-core supports this Python."""
     version = version or platform.python_version()
     supported = distributions[_CORE].metadata["Requires-Python"] if _CORE in distributions else None
     found = f"Python {version} at {sys.executable}"
@@ -50,7 +50,7 @@ def python_findings(distributions: Mapping[str, Distribution], version: str | No
 
 
 def dependency_findings(distributions: Mapping[str, Distribution], roots: list[str]) -> Iterator[Finding]:
-    """For each root distribution: whether what it needs, and what that needs in turn, is there in the right version."""
+    """Checks that the transitive dependencies of each root distribution are installed in compatible versions."""
     seen: set[tuple[str, frozenset[str]]] = set()
     for root in roots:
         name = canonicalize_name(root)
@@ -76,7 +76,7 @@ def _misfits(
     seen.add((name, extras))
     for requirement in _requirements(distributions[name], extras):
         needed = canonicalize_name(requirement.name)
-        # What a stack package or JAX asks for was tried; ranges further away are often narrower than need be.
+        # Ranges of stack packages and JAX are tested; other packages' ranges are often too narrow.
         finding = _misfit(distributions, name, requirement, serious=direct or name == "jax")
         if finding is not None:
             yield finding
@@ -99,11 +99,11 @@ def _misfit(
 
 
 def _requirements(distribution: Distribution, extras: frozenset[str]) -> Iterator[Requirement]:
-    """What a distribution needs on this Python and platform."""
+    """Yields a distribution's requirements on this Python and platform."""
     for line in distribution.requires or ():
         try:
             requirement = Requirement(line)
-        except InvalidRequirement:  # metadata of an old package; pip would not read it either
+        except InvalidRequirement:  # metadata of an old package, which pip cannot parse either
             continue
         if requirement.marker is None or any(requirement.marker.evaluate({"extra": one}) for one in extras or {""}):
             yield requirement
@@ -115,7 +115,7 @@ def _plain(requirement: Requirement) -> str:
 
 
 def accelerator_findings(distributions: Mapping[str, Distribution]) -> Iterator[Finding]:
-    """Whether the installed TPU and CUDA packages are of the release that the installed JAX needs."""
+    """Checks that the installed TPU and CUDA packages match the installed JAX."""
     jax = distributions.get("jax")
     if jax is None:
         return
@@ -126,7 +126,7 @@ def accelerator_findings(distributions: Mapping[str, Distribution]) -> Iterator[
     plugins = {name: distributions[name] for name in _ACCELERATORS if name in distributions}
     for name, distribution in plugins.items():
         requirement = needed[_ACCELERATORS[name]].get(name)
-        for plugin in plugins.values():  # jax names the CUDA plugin, which names its runtime
+        for plugin in plugins.values():  # jax pins the CUDA plugin, which pins its runtime
             for one in _requirements(plugin, frozenset()):
                 requirement = one if canonicalize_name(one.name) == name else requirement
         if requirement is None or requirement.specifier.contains(distribution.version, prereleases=True):
@@ -141,7 +141,7 @@ def accelerator_findings(distributions: Mapping[str, Distribution]) -> Iterator[
 
 
 def plugin_findings(plugins: Plugins, registries: Registries) -> Iterator[Finding]:
-    """Plugins that were left out or lost a part, and variables that name none."""
+    """Reports plugins that were left out or are incomplete, and plugin variables with unknown names."""
     for kind in REGISTRY_KINDS:
         getattr(registries, kind).names()
     reports = plugins.reports()

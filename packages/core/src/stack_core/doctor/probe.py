@@ -1,7 +1,7 @@
-"""Starts JAX and tells on standard output how far it came, in one line of JSON a stage.
+"""A probe that starts JAX and prints one line of JSON on standard output per completed stage.
 
-The doctor runs this file in a process of its own: JAX may fail to import, abort or never return. It belongs to no
-package while it runs, so that nothing but Python itself is needed to tell that JAX is missing.
+The doctor runs this file in a separate process, since JAX may fail to import, abort or hang. The file is executed
+outside of its package: reporting that JAX is missing needs only Python.
 """
 
 import importlib.metadata
@@ -13,13 +13,13 @@ from typing import Any
 
 
 def main() -> int:
-    """Runs the stages in order; returns 1 after the first that fails."""
+    """Runs the stages in order; returns 1 after the first failure."""
     stages = {"find": _find, "import": _import, "devices": _devices, "compute": _compute, "rows": _rows}
     for stage, run in stages.items():
         try:
             answer = run()
-        except BaseException as error:  # Whatever stops JAX, SystemExit included, is what the doctor wants to know.
-            # JAX asserts, without a message, that it found a device of JAX_PLATFORMS.
+        except BaseException as error:  # Any failure of JAX is a result, also SystemExit.
+            # If there is no device of JAX_PLATFORMS, JAX raises an AssertionError without a message.
             _say(stage, error=f"{type(error).__name__}: {error}".removesuffix(": "), where=_last_file(error))
             return 1
         _say(stage, **answer)

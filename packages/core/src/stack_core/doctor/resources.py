@@ -1,4 +1,4 @@
-"""Cores, memory, disks and the clock of the machine, as far as they make work slow or impossible."""
+"""Cores, memory, disks and clock of the machine, checked for values that slow work down or prevent it."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ _LITTLE_DISK = 5 * _GIB
 
 
 def core_findings(root: Path = Path("/")) -> Iterator[Finding]:
-    """Cores that this process may use, of how many, and whether other work wants them."""
+    """Reports the cores that this process may use, and competing load."""
     usable, present = machine.usable_cores(), os.cpu_count() or 1
     quota = machine.cpu_quota_cores(root)
     found = f"{usable} of {present} cores of {machine.cpu_model(root)}"
@@ -43,10 +43,10 @@ def core_findings(root: Path = Path("/")) -> Iterator[Finding]:
 
 
 def memory_findings(root: Path = Path("/")) -> Iterator[Finding]:
-    """Memory of the machine or of its container, and how much of it is free."""
+    """Reports the total and free memory of the machine or its container."""
     total, available = machine.memory_bytes(root), machine.available_memory_bytes(root)
     if total is None or available is None:
-        yield Finding("memory", "note", "the system does not tell how much memory is free")
+        yield Finding("memory", "note", "the system does not report its free memory")
         return
     found = f"{available / _GIB:.1f} of {total / _GIB:.1f} GiB are free"
     if available < _LITTLE_MEMORY:
@@ -56,7 +56,7 @@ def memory_findings(root: Path = Path("/")) -> Iterator[Finding]:
 
 
 def page_findings(environ: Mapping[str, str], root: Path = Path("/")) -> Iterator[Finding]:
-    """Whether memory that programs on the CPU take anew at each call comes in large pages, where there is a choice."""
+    """Reports whether memory allocated by CPU programs comes in huge pages, if the process has a choice."""
     is_chosen = huge_pages.is_chosen(environ, root)
     if is_chosen:
         yield Finding("memory pages", "ok", f"GLIBC_TUNABLES has {huge_pages.TUNABLE}")
@@ -71,7 +71,7 @@ def page_findings(environ: Mapping[str, str], root: Path = Path("/")) -> Iterato
 
 
 def cache_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Whether the folders that keep results between runs can be written, and have room."""
+    """Checks that the folders for cached results are writable and have enough space."""
     folders = {"temporary files": (Path(tempfile.gettempdir()), "TMPDIR")}
     if environ.get("JAX_COMPILATION_CACHE_DIR") and "://" not in environ["JAX_COMPILATION_CACHE_DIR"]:
         folders["JAX's compilations"] = (Path(environ["JAX_COMPILATION_CACHE_DIR"]), "JAX_COMPILATION_CACHE_DIR")
@@ -102,7 +102,7 @@ def _folder(name: str, folder: Path, variable: str) -> Finding:
 
 
 def clock_findings(now_s: float | None = None) -> Iterator[Finding]:
-    """A clock that is behind confuses caches and checkpoints, and breaks downloads."""
+    """Checks that the clock is not behind: a wrong clock confuses caches and checkpoints, and breaks downloads."""
     now_s = time.time() if now_s is None else now_s
     if now_s < Path(__file__).stat().st_mtime:
         date = time.strftime("%Y-%m-%d %H:%M", time.gmtime(now_s))

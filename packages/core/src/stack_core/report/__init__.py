@@ -1,1 +1,1 @@
-"""Pages of HTML that load nothing: markup, numbers with their units, plots, and the document around them."""
+"""Self-contained HTML pages: markup, number formatting, plots, and the document."""

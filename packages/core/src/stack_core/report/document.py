@@ -1,4 +1,4 @@
-"""The document around a report: one file that loads nothing, and whose policy lets nothing be loaded."""
+"""The HTML document of a report: a single file whose content security policy forbids all loads."""
 
 import base64
 import hashlib
@@ -13,13 +13,13 @@ __all__ = ["document", "facts"]
 
 
 def document(name: str, *body: Markup | None, script: str = "") -> str:
-    """A page with the style sheet of all reports; its policy forbids other styles, scripts and every load.
+    """Builds a page with the common style sheet; its policy forbids other styles, scripts and all loads.
 
-    Images are allowed that the page itself holds, as `data:` addresses.
+    Images are allowed only as `data:` URLs within the page.
 
     Args:
-      name: the title of the window.
-      script: the only one that runs; the page can be read without.
+      name: window title.
+      script: the only allowed script; the page is readable without it.
     """
     style = resources.files("stack_core.report").joinpath("style.css").read_text(encoding="utf-8")
     policy = f"default-src 'none'; img-src data:; style-src {_hash(style)}" + (
@@ -38,7 +38,7 @@ def document(name: str, *body: Markup | None, script: str = "") -> str:
 
 
 def facts(values: Mapping[str, Any]) -> Markup:
-    """Numbers and texts in small boxes, each below the name of its field."""
+    """Builds a list of values in small boxes, each with the title of its field."""
     pairs = (
         element("div", element("dt", title(name)), element("dd", number(name, value))) for name, value in values.items()
     )
@@ -46,5 +46,5 @@ def facts(values: Mapping[str, Any]) -> Markup:
 
 
 def _hash(content: str) -> str:
-    """How a policy names the one inline style or script that it allows."""
+    """Returns the policy's hash source for an inline style or script."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"

@@ -1,8 +1,8 @@
-"""Names of fields and their numbers, as people read them.
+"""Formatting of field names and values for people.
 
-The name of a field is its unit: `_s` seconds, `_per_s` a rate, `_bytes`, `_flops`, `_share` a part of what the word
-before it names, so that `busy_share` is a share of the busy time, and `idle_step_share` the idle part of a step; `mfu`
-is a share by itself. None is "not known", which is not 0.
+The suffix of a field's name is its unit: `_s` seconds, `_per_s` a rate, `_bytes`, `_flops`, `_share` a fraction of the
+quantity named by the preceding word: `busy_share` is a share of the busy time, `idle_step_share` the idle part of a
+step. `mfu` is a share as well. None means "unknown", which differs from 0.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ __all__ = ["number", "title"]
 
 
 def title(name: str) -> str:
-    """The heading of a field, "idle % of step" of `idle_step_share`."""
+    """Returns the heading of a field, such as "idle % of step" for `idle_step_share`."""
     if name.endswith("_share"):
         *part, whole = name.removesuffix("_share").split("_")
         return " ".join([*part, "% of", whole])
@@ -34,7 +34,7 @@ _DASH: Final = "-"
 
 
 def number(name: str, value: object) -> str:
-    """A value of the field `name` for people: three digits and a unit; a dash is "not known"."""
+    """Formats a value of the field `name` with three digits and a unit; "-" means unknown."""
     if value is None or value == "":
         return _DASH if value is None else "(none)"
     if isinstance(value, Mapping):
@@ -83,7 +83,7 @@ def _bytes(value: int | float) -> str:
     return _scaled(value, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
-# The longer suffixes first: "_bytes_s" and "_per_s" are no times.
+# Longer suffixes first: "_bytes_s" and "_per_s" are not times.
 _FORMS: Final[Mapping[str, Callable[[int | float], str]]] = {
     "_share": _share,
     "_flops_s": _flops,

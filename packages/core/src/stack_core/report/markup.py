@@ -1,4 +1,4 @@
-"""HTML and SVG made of elements: texts and attributes are escaped where they enter, so that no name becomes markup."""
+"""HTML and SVG elements whose texts and attributes are escaped on entry: a name can never become markup."""
 
 import html
 import re
@@ -6,29 +6,29 @@ from typing import Final
 
 __all__ = ["Markup", "breakable", "element", "text"]
 
-# What HTML does not allow even escaped, and what UTF-8 does not have.
+# Characters that HTML forbids even when escaped, and characters that UTF-8 cannot encode.
 _FORBIDDEN: Final = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 _VOID: Final = frozenset({"meta", "wbr"})
 
 
 class Markup(str):
-    """Text that is markup already; every other text is escaped."""
+    """Text that is already markup; any other text is escaped."""
 
     __slots__ = ()
 
 
 def text(value: str) -> Markup:
-    """What shows `value`, whatever is in it."""
+    """Escapes a text; returns `Markup` unchanged."""
     return value if isinstance(value, Markup) else Markup(html.escape(_FORBIDDEN.sub("\ufffd", value)))
 
 
 def breakable(value: str) -> Markup:
-    """A path or the name of a layer, which goes on in the next line after a slash rather than anywhere."""
+    """Escapes a path or layer name, with line breaks allowed only after slashes."""
     return Markup(text(value).replace("/", "/<wbr>"))
 
 
 def element(name: str, /, *children: str | None, **attributes: str | int | float | None) -> Markup:
-    """An element with its children; those that are None are left out, as are attributes.
+    """Builds an element with its children; children and attributes that are None are omitted.
 
     Args:
       attributes: `class_` is the attribute class, `stroke_width` stroke-width; numbers have at most two decimals.

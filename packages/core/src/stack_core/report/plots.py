@@ -1,6 +1,6 @@
-"""Pictures of an answer, as data: what is drawn, and not how.
+"""Plots as data, independent of their rendering.
 
-The name of a field tells the unit of its numbers, as in `stack_core.report.fields`.
+A field's name determines the unit of its numbers, as in `stack_core.report.fields`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,10 +12,12 @@ __all__ = ["Bars", "Chart", "Lanes", "Plot", "Series", "Span", "bars"]
 
 @dataclass(frozen=True)
 class Bars:
-    """Bars beside their labels, the longest first by custom, each of one part or of several after each other.
+    """Horizontal bars with labels, usually longest first, each with one or several stacked parts.
 
     Attributes:
-      parts: by the field that they are of, a number for each label.
+      title: heading.
+      labels: one label per bar.
+      parts: numbers per label, by field.
     """
 
     title: str
@@ -25,12 +27,14 @@ class Bars:
 
 @dataclass(frozen=True)
 class Series:
-    """Points of a chart, in the order of x.
+    """Points of a chart, in ascending x.
 
     Attributes:
-      style: "area" is filled down to zero, "steps" a line that keeps its height to the next point, "faint" a line
-        behind the first series, in its colour.
-      labels: of the points; empty where they have none.
+      name: name in the legend.
+      style: "area" is filled down to zero; "steps" is a line that stays constant until the next point; "faint" is a
+        line behind the first series, in its colour.
+      points: (x, y) pairs.
+      labels: labels of the points, or empty.
     """
 
     name: str
@@ -44,11 +48,13 @@ class Chart:
     """Series over two axes.
 
     Attributes:
-      x, y: the fields that the axes are of.
-      log: both axes are logarithmic; points that are not positive are left out.
-      from_zero: the axis of heights begins at 0, where that is not logarithmic.
-      size: "small" is one of many beside each other, with no room for the names of its axes; "whole" takes the
-        width of the page.
+      title: heading.
+      x: field of the horizontal axis.
+      y: field of the vertical axis.
+      series: the data.
+      log: whether both axes are logarithmic; points that are not positive are omitted.
+      from_zero: whether a linear vertical axis begins at 0.
+      size: "small" is one of several side by side, without axis titles; "whole" spans the page.
     """
 
     title: str
@@ -62,7 +68,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Span:
-    """What happened on a lane from `start_s` to `end_s`; spans of one `kind` look alike."""
+    """An interval on a lane from `start_s` to `end_s`; spans of one `kind` look alike."""
 
     lane: str
     start_s: float
@@ -83,11 +89,12 @@ Plot: TypeAlias = Bars | Chart | Lanes
 
 
 def bars(title: str, rows: Iterable[Any], *fields: str, label: str = "name", limit: int = 12) -> Bars:
-    """The `fields` of the first rows as bars, of the others as one more; rows in which all are 0 are left out.
+    """Builds bars from the `fields` of the first rows, and one bar for the sum of the rest; rows of zeros are omitted.
 
     Args:
-      rows: dataclasses, of which None in a field counts as nothing.
-      label: the field of the labels.
+      rows: dataclasses; None in a field counts as 0.
+      label: field with the labels.
+      limit: maximum number of bars before the rest.
     """
     found = [(str(getattr(row, label)), [float(getattr(row, field) or 0.0) for field in fields]) for row in rows]
     found = [(name, values) for name, values in found if any(values)]

@@ -1,4 +1,4 @@
-"""`report.html` in a run's directory: the panels of all installed packages on one page that loads nothing."""
+"""`report.html` in a run's directory: the panels of all installed packages on one self-contained page."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ _LAST = 100
 
 @dataclass(frozen=True)
 class _Section:
-    """A panel as the page shows it; `failure` says why it could not, or is empty."""
+    """A panel's section of the page; `failure` is the error message, or empty."""
 
     name: str
     title: str
@@ -28,17 +28,17 @@ class _Section:
 
 
 def write_report(directory: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Writes `report.html`, whole or not at all; a panel that fails is named in it.
+    """Writes `report.html` atomically; failed panels are reported on the page.
 
     Args:
-      directory: of the run.
-      config: its resolved config, as `config.yaml` has it.
+      directory: the run's directory.
+      config: the run's resolved config, as in `config.yaml`.
 
     Returns:
       The failures, "panel: reason" each.
 
     Raises:
-      RunDirectoryError: the disk is full or the directory not writable.
+      RunDirectoryError: the disk is full or the directory is not writable.
     """
     sections = list(_sections(directory, config))
     path = directory / "report.html"
@@ -57,7 +57,7 @@ def _sections(directory: Path, config: Mapping[str, Any]) -> Iterator[_Section]:
             section = _shown(entry.name, registries.panels[entry.name](directory, config))
         except StackError as error:
             section = _failed(entry.name, str(error))
-        except Exception as error:  # A panel, a stranger's too, may fail in any way; the others must not be lost.
+        except Exception as error:  # A third-party panel may raise anything; the others must still be shown.
             section = _failed(entry.name, f"{type(error).__name__}: {error}")
         if section is not None:
             yield section

@@ -1,4 +1,4 @@
-"""Plots as SVG: bars, charts over two axes, lanes of time. Colours and fonts are the style sheet's."""
+"""Rendering of plots as SVG: bars, charts over two axes, and lanes of time. The style sheet sets colours and fonts."""
 
 import itertools
 import math
@@ -23,7 +23,7 @@ _LANE_NAMES: Final = 150.0
 
 @dataclass(frozen=True)
 class _Frame:
-    """The size of a chart, and what is left of the axes and below them."""
+    """The size of a chart, with the margins left of and below the axes."""
 
     width: float
     height: float
@@ -39,7 +39,7 @@ _FRAMES: Final = {
 
 
 def draw(plot: Plot) -> Markup:
-    """A figure with the plot, its title and its legend; a sentence says so where there is nothing to draw."""
+    """Renders a figure with the plot, its title and its legend; a sentence replaces an empty plot."""
     match plot:
         case Bars():
             kinds, body = [title(name) if any(values) else "" for name, values in plot.parts.items()], _bars(plot)
@@ -52,7 +52,7 @@ def draw(plot: Plot) -> Markup:
 
 
 def _legend(kinds: Sequence[str]) -> Markup | None:
-    """What the colours mean; a kind without a name has its colour, and no entry."""
+    """Builds the legend of the colours; a kind without a name has a colour but no entry."""
     shown = [(place, kind) for place, kind in enumerate(kinds) if kind]
     if len(shown) < 2:
         return None
@@ -70,7 +70,7 @@ def _color(place: int) -> str:
 
 
 def _bars(plot: Bars) -> Markup | None:
-    """Rows of a grid, so that the texts keep their size and fold on a narrow screen; only the bars stretch."""
+    """Builds the rows of a grid: texts keep their size and wrap on a narrow screen; only the bars stretch."""
     totals = [math.fsum(column) for column in zip(*plot.parts.values(), strict=True)]
     largest = max(totals, default=0.0)
     if not largest > 0:
@@ -102,7 +102,7 @@ def _parts(parts: Sequence[tuple[str, float]], largest: float) -> Iterator[Marku
 
 @dataclass(frozen=True)
 class _Axis:
-    """From values to places along one axis; `low < high`, and `whole` where only whole numbers mean something."""
+    """A map from values to positions along one axis; `low < high`, and `whole` if only integers are meaningful."""
 
     low: float
     high: float
@@ -127,7 +127,7 @@ class _Axis:
         return self.start + part * (self.end - self.start)
 
     def ticks(self, field: str) -> list[float]:
-        """Round values of a field; bytes are round in units of 1024."""
+        """Returns round tick values of a field; bytes are round in units of 1024."""
         if self.log:
             first, last = round(math.log10(self.low)), round(math.log10(self.high))
             return [10.0**power for power in range(first, last + 1, -(-(last - first) // 6) or 1)]
@@ -140,7 +140,7 @@ class _Axis:
         return [unit * step * place for place in range(first, last + 1)]
 
     def labels(self, field: str, ticks: Sequence[float]) -> list[str]:
-        """What stands at the ticks; numbers of more than three digits have as many as tell them apart."""
+        """Returns the tick labels; numbers of more than three digits get as many digits as needed to differ."""
         said = [number(field, tick) for tick in ticks]
         step = min((b - a for a, b in itertools.pairwise(ticks)), default=0.0)
         digits = -math.floor(math.log10(step) + 1e-9) if step > 0 else 0
@@ -160,20 +160,20 @@ def _chart(plot: Chart) -> Markup | None:
     y = _Axis.over(heights, bottom, _TOP, log=plot.log, from_zero=plot.from_zero)
     behind = sorted(enumerate(drawn), key=lambda each: each[1][0].style != "faint")
     shapes = [shape for place, (series, found) in behind for shape in _series(series, found, place, plot, x, y)]
-    # Text needs its size: a narrow screen scrolls the drawing instead of shrinking it.
+    # Keeps the text readable: a narrow screen scrolls the drawing instead of shrinking it.
     box = f"0 0 {frame.width:g} {frame.height:g}"
     drawing = element("svg", *_grid(plot, x, y), *shapes, viewBox=box, role="img", aria_label=plot.title)
     return element("div", drawing, class_=f"{plot.size} wide")
 
 
 def _drawable(series: Series, *, log: bool) -> tuple[Series, Sequence[tuple[float, float]]]:
-    """A series thinned to what can be told apart, without points that a logarithm does not have."""
+    """Drops points without a logarithm, and thins a series to the drawable resolution."""
     rows = [
         (point, label)
         for point, label in zip(series.points, series.labels or [""] * len(series.points), strict=True)
         if all(map(math.isfinite, point)) and (not log or min(point) > 0)
     ]
-    if len(rows) > _MOST_POINTS and series.style in ("line", "faint"):  # both ends of what a line covers
+    if len(rows) > _MOST_POINTS and series.style in ("line", "faint"):  # keep the minimum and maximum of each group
         size = -(-2 * len(rows) // _MOST_POINTS)
         groups = [sorted(rows[at : at + size], key=lambda row: row[0][1]) for at in range(0, len(rows), size)]
         rows = [row for group in groups for row in sorted({group[0], group[-1]})]
@@ -234,7 +234,7 @@ def _stepped(places: Sequence[tuple[float, float]]) -> Iterator[tuple[float, flo
 
 
 def _kinds(spans: Iterable[Span]) -> list[str]:
-    """The kinds of spans, those that took the most time first, as many as there are colours; the last is the others."""
+    """Returns the kinds of spans by decreasing total time; kinds beyond the number of colours become "others"."""
     sums: dict[str, float] = {}
     for span in spans:
         sums[span.kind] = sums.get(span.kind, 0.0) + span.end_s - span.start_s
@@ -291,5 +291,5 @@ def _span(span: Span, origin_s: float, x: _Axis, top: float, color: int) -> Mark
 
 
 def _short(name: str, most: int = 22) -> str:
-    """The end of a name, which tells more than its start: a line of a file, a layer of a model."""
+    """Truncates a name at its start: the end of a path or layer name is more specific."""
     return name if len(name) <= most else f"…{name[1 - most :]}"

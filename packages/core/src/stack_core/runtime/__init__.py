@@ -1,1 +1,1 @@
-"""One program over many hosts: an agent a host, formations of fresh processes, and who watches over them."""
+"""Multi-host runs: one agent per host, formations of fresh worker processes, and their supervision."""

@@ -1,7 +1,8 @@
-"""The agent of a host: forks workers, watches them, and tells the driver. `python -m stack_core.runtime.agent`.
+"""The agent of a host: forks workers, watches them, and reports to the driver. `python -m stack_core.runtime.agent`.
 
-It imports what workers need, dials the driver, and dials again for `orphan_s` after it lost it, so that another driver
-can attach. It has one thread, as only such a process forks safely, and never blocks on the driver or on a worker.
+It imports the modules that workers need and connects to the driver. If the connection is lost, it keeps redialing for
+`orphan_s` seconds, during which another driver can attach. It has one thread, since only a single-threaded process
+forks safely, and never blocks on the driver or on a worker.
 """
 
 import contextlib
@@ -30,14 +31,14 @@ from stack_core.runtime.zygote import Child, die_with_parent, fork, state_of
 __all__ = ["Agent", "imported", "invitation_json", "main", "prepared"]
 
 _REDIAL_S = 0.2
-_LOOK_S = 0.25  # from one look at the states of workers to the next
-_PORTS = range(20_000, 32_000)  # below those that the kernel gives to outgoing connections
+_LOOK_S = 0.25  # interval between checks of the workers' states
+_PORTS = range(20_000, 32_000)  # below the kernel's range for outgoing connections
 _MOST_LOG_BYTES = 1 << 20
 
 
 @dataclass
 class _Held:
-    """A worker of this host, with what was last heard of it."""
+    """A worker of this host with its latest report."""
 
     order: Order
     child: Child
@@ -47,7 +48,7 @@ class _Held:
 
 
 class Agent:
-    """Serves one driver after the other, until told to exit or orphaned for too long."""
+    """The server loop of an agent, for successive drivers, until it is released or orphaned for too long."""
 
     def __init__(self, invitation: Invitation, facts: Mapping[str, Any]) -> None:
         self._invitation = invitation
@@ -76,13 +77,13 @@ class Agent:
         }
 
     def serve(self) -> None:
-        """Returns when the driver says so, or was away for `orphan_s`; no worker is left then."""
+        """Serves until the driver requests the exit or was absent for `orphan_s`; no worker is left afterwards."""
         try:
             while not self._leaving:
                 if self._link is None:
                     self._dial()
                 for key, _ in self._selector.select(_REDIAL_S if self._link is None else _LOOK_S):
-                    if key.fd in self._selector.get_map():  # an earlier one may have closed it
+                    if key.fd in self._selector.get_map():  # an earlier callback may have closed it
                         key.data()
                 self._look()
                 self._write()
@@ -132,7 +133,7 @@ class Agent:
             self._orphaned_since_s = time.monotonic()
 
     def _tell(self, **message: Any) -> None:
-        """Tells the driver; what nobody hears stays in the facts of the workers, which the next one is told."""
+        """Sends a message to the driver. Without a driver, the workers' state is kept for the next one."""
         if self._link is None:
             return
         try:
@@ -141,7 +142,7 @@ class Agent:
             self._lose_driver()
 
     def _obey(self, message: Message) -> None:
-        """Carries out the commands of a message, by their names; unknown ones are passed over."""
+        """Executes the commands of a message by name; unknown commands are ignored."""
         for name, value in message.items() if isinstance(message, dict) else ():
             if name in self._commands:
                 self._commands[name](value)
@@ -189,11 +190,11 @@ class Agent:
         *lines, rest = held.said.split(b"\n")
         held.said = bytearray(rest)
         for line in lines:
-            with contextlib.suppress(ValueError):  # the last line of one that was killed while it wrote
+            with contextlib.suppress(ValueError):  # a worker killed while writing leaves an incomplete line
                 self._note(held, json.loads(line))
 
     def _note(self, held: _Held, said: dict[str, Any]) -> None:
-        """Keeps what a driver that attaches must know; passes on what this one should."""
+        """Stores the state that a newly attached driver needs; forwards the rest to the current driver."""
         facts = held.facts
         facts.update({key: said[key] for key in ("result", "error") if key in said})
         if "step" in said:
@@ -220,7 +221,7 @@ class Agent:
             self._tell(log=text, formation=held.order.formation, rank=held.order.rank)
 
     def _bury(self, held: _Held) -> None:
-        """Takes the last words of a worker that has ended, and tells how it ended."""
+        """Reads the remaining output of a worker that has ended, and reports its exit status."""
         _, status = os.waitpid(held.child.pid, 0)
         for descriptor, take in ((held.child.said, self._hear), (held.child.printed, self._log)):
             if descriptor in self._selector.get_map():
@@ -237,7 +238,7 @@ class Agent:
             self._selector.unregister(descriptor)
 
     def _look(self) -> None:
-        """Looks which workers a signal has stopped."""
+        """Checks which workers are stopped by a signal."""
         now_s = time.monotonic()
         if now_s < self._look_s:
             return
@@ -265,7 +266,7 @@ class Agent:
                 os.kill(held.child.pid, which["number"])
 
     def _end_workers(self, formation: int | None) -> None:
-        """Kills the workers of a formation, or all, and waits for them."""
+        """Kills the workers of a formation, or all workers, and reaps them."""
         doomed = self._alive(formation)
         for held in doomed:
             with contextlib.suppress(ProcessLookupError):
@@ -276,7 +277,7 @@ class Agent:
 
 
 def _read_all(descriptor: int) -> bytes | None:
-    """What a pipe holds now; None at its end."""
+    """Returns the current content of a pipe; None at its end."""
     parts = []
     while True:
         try:
@@ -290,7 +291,7 @@ def _read_all(descriptor: int) -> bytes | None:
 
 
 def _free_port(link: Link | None) -> int:
-    """A port of this host that nobody listens at, where the kernel puts no outgoing connection."""
+    """Returns a free port of this host outside the kernel's range for outgoing connections."""
     host = link.socket.getsockname()[0] if link is not None else "127.0.0.1"
     while True:
         port = random.choice(_PORTS)
@@ -300,32 +301,32 @@ def _free_port(link: Link | None) -> int:
 
 
 def prepared(preload: tuple[str, ...]) -> dict[str, Any]:
-    """Imports what workers need, and returns the facts of this host; an import that fails is its "problem"."""
+    """Imports the modules that workers need; returns the facts of this host, with a failed import under "problem"."""
     problem = imported(preload)
     return {**installed(), "problem": problem}
 
 
 def imported(modules: Sequence[str]) -> str | None:
-    """Imports modules, for all workers that are forked from now on; returns what is wrong, if anything is."""
+    """Imports modules for all workers forked from now on; returns an error message, or None."""
     for module in modules:
         try:
             importlib.import_module(module)
-        except Exception as error:  # a module may fail in any way, and the driver must hear of it
+        except Exception as error:  # a module may raise anything; the error is reported to the driver
             return f"it cannot import {module}: {type(error).__name__}: {error}"
     gc.collect()
-    gc.freeze()  # what forks share stays shared
+    gc.freeze()  # avoids copy-on-write of shared pages by the collector
     return None
 
 
 def main() -> None:
-    """Reads an invitation, as JSON, from standard input and serves."""
+    """Reads an invitation as JSON from standard input and serves."""
     parent = os.getppid()
     fields: dict[str, Any] = json.loads(sys.stdin.readline())
     fields["preload"] = tuple(fields.get("preload", ()))
     invitation = Invitation(**fields)
     if invitation.follows_parent:
         die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's, which tells the workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C and forwards it to the workers
     agent = Agent(invitation, prepared(invitation.preload))
     try:
         agent.serve()
@@ -336,7 +337,7 @@ def main() -> None:
 
 
 def invitation_json(invitation: Invitation) -> str:
-    """The line that an agent reads from standard input."""
+    """Returns the line that an agent reads from standard input."""
     return json.dumps(asdict(invitation)) + "\n"
 
 

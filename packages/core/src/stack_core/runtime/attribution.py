@@ -1,8 +1,8 @@
-"""Tells the cause of a formation's end from its casualties. Pure.
+"""Root-cause attribution of a formation's end (pure).
 
-When one process dies, its peers follow within milliseconds, by "connection reset", by an abort of JAX's runtime, or
-because the driver ends them, and any of them may be seen first. So the driver gathers what dies within a moment and
-asks here who began.
+When one process dies, its peers follow within milliseconds: by "connection reset", by an abort of JAX's runtime, or
+because the driver ends them. Any of them may be observed first. The driver therefore collects all deaths within a
+short interval, and this module determines which came first.
 """
 
 import signal
@@ -33,13 +33,16 @@ _CASUALTIES = (
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a formation ended.
+    """The cause of a formation's end.
 
     Attributes:
-      rank: that began it; None for a hang that nobody can be blamed for.
-      step: the last that the formation began; None before its first.
-      mendable: an error of the user's, which another formation would meet again.
-      evidence: of the culprit: its message, traceback or signal.
+      kind: class of the failure.
+      rank: rank that caused it; None for a hang that cannot be attributed.
+      host: host of that rank, or None.
+      step: last step that the formation began; None before its first.
+      evidence: message, traceback or signal of the culprit.
+      mendable: whether it is the user's error, which would recur in another formation.
+      signal: name of the signal, or None.
     """
 
     kind: Kind
@@ -57,16 +60,16 @@ class Failure:
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """What two failures have in common that are one: who, how and where."""
+        """The identity of a failure; two failures with equal places are considered the same."""
         return (self.kind, self.rank, self.signal, self.step, self.evidence if self.kind == "error" else "")
 
 
 def attributed(formation: Formation, *, lost_hosts: Collection[int] = (), hangs_for_s: float | None = None) -> Failure:
-    """Names who began: a lost host, a signal from outside, a stopped worker, an error of its own, in this order.
+    """Attributes a formation's end: a lost host, a signal from outside, a stopped worker, an own error, in this order.
 
     Args:
       lost_hosts: hosts whose agents are gone or silent.
-      hangs_for_s: how long the formation completed nothing, if that is why it ends.
+      hangs_for_s: seconds without a completed step, if the formation ends because it hangs.
     """
     candidates = sorted((_severity(member, lost_hosts), member.rank, member) for member in formation.members)
     severity, _, culprit = candidates[0]
@@ -79,18 +82,18 @@ _LOST, _SIGNAL, _STOPPED, _ERROR, _EXIT, _ABORT, _CASUALTY, _INNOCENT = range(8)
 
 
 def _severity(member: Member, lost_hosts: Collection[int]) -> int:
-    """How likely a member is the cause, the lowest first."""
+    """Ranks a member as the cause, most likely first (lowest number)."""
     if member.host in lost_hosts:
         return _LOST
     if member.stopped and member.status in ("starting", "running"):
         return _STOPPED
-    if member.error is not None:  # its process may still be about to end
+    if member.error is not None:  # its process may still be exiting
         return _CASUALTY if _is_casualty(member.error) else _ERROR
     if member.status != "dead":
         return _INNOCENT
     status = member.exit_status or 0
     if status < 0:
-        return _ABORT if -status == signal.SIGABRT else _SIGNAL  # JAX aborts where its coordinator is gone
+        return _ABORT if -status == signal.SIGABRT else _SIGNAL  # JAX aborts if its coordinator is gone
     return _EXIT
 
 
@@ -117,7 +120,7 @@ def _failure(formation: Formation, culprit: Member, severity: int) -> Failure:
 
 
 def _hang(formation: Formation, hangs_for_s: float) -> Failure:
-    """The member that is behind the others is the one that they wait for."""
+    """Attributes a hang to the slowest worker, or to none if all are at the same step."""
     behind = min(formation.members, key=lambda member: -1 if member.step is None else member.step)
     steps = {member.step for member in formation.members}
     blamed = behind if len(steps) > 1 else None

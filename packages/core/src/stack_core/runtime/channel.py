@@ -1,12 +1,13 @@
-"""Frames between a driver and its agents and workers, authenticated by a token that both sides hold.
+"""Frames between a driver and its agents and workers, authenticated by a shared token.
 
-The listening side sends a nonce; each side proves by HMAC-SHA256 over both nonces that it holds the token, the dialing
-side first. From then on every frame carries a MAC over its number, its kind and its payload, with a key of this
-connection and direction, so that none can be added, changed, left out or sent again. Frames are not encrypted.
+The listening side sends a nonce. Each side, the dialing side first, proves by HMAC-SHA256 over both nonces that it has
+the token. From then on every frame carries a MAC over its number, kind and payload. The MAC key is specific to the
+connection and direction: frames cannot be added, changed, dropped or replayed. Frames are not encrypted.
 
     frame = length (4 bytes) | kind (1 byte) | MAC (16 bytes) | payload
 
-Control is JSON. A payload of kind BYTES may be unpickled by its receiver; none is accepted before the handshake.
+Control messages are JSON. The receiver may unpickle a payload of kind BYTES; such a payload is never accepted before
+the handshake.
 """
 
 import contextlib
@@ -34,14 +35,14 @@ _READ_BYTES = 1 << 20
 
 
 class ChannelClosed(ClusterError):
-    """The connection ended, or the other side is no peer: it sent what no holder of the token sends."""
+    """The connection ended, or the peer failed authentication or sent an invalid frame."""
 
 
 class Peer:
-    """One end of a channel, without the socket: bytes in, messages out.
+    """One end of a channel without the socket: bytes in, messages out.
 
     Args:
-      listening: whether this is the side that was dialed.
+      listening: whether this side accepted the connection.
     """
 
     def __init__(self, token: bytes, *, listening: bool) -> None:
@@ -50,7 +51,7 @@ class Peer:
         self._nonce = secrets.token_hex(16)
         self._received = bytearray()
         self._outgoing = bytearray()
-        self._keys: tuple[bytes, bytes] | None = None  # of what is sent, and of what is received
+        self._keys: tuple[bytes, bytes] | None = None  # (sending, receiving)
         self._numbers = [0, 0]
         self._proven = False
         self.ready = False
@@ -58,7 +59,7 @@ class Peer:
             self._greet({"stack": _PROTOCOL, "nonce": self._nonce})
 
     def send(self, message: Message) -> None:
-        """Appends a message to what is to be sent; only after the handshake."""
+        """Appends a message to the outgoing bytes; only after the handshake."""
         if self._keys is None or not self.ready:
             raise ChannelClosed("Nothing can be sent before the handshake.")
         if isinstance(message, bytes):
@@ -74,14 +75,14 @@ class Peer:
 
     @property
     def outgoing(self) -> bytearray:
-        """What is to be sent; the caller deletes what it has sent."""
+        """Bytes to send; the caller deletes them once sent."""
         return self._outgoing
 
     def receive(self, data: bytes) -> list[Message]:
-        """Takes bytes from the other side and returns the messages that they complete.
+        """Consumes received bytes and returns the completed messages.
 
         Raises:
-          ChannelClosed: the other side does not hold the token, or its bytes are no frames.
+          ChannelClosed: the peer does not have the token, or its bytes are not frames.
         """
         self._received += data
         messages: list[Message] = []
@@ -170,10 +171,10 @@ class Link:
         return len(self.peer.outgoing)
 
     def read(self) -> list[Message]:
-        """The messages that have arrived.
+        """Returns the messages that have arrived.
 
         Raises:
-          ChannelClosed: the connection ended, or its other side is no peer.
+          ChannelClosed: the connection ended, or the peer is not authentic.
         """
         try:
             data = self.socket.recv(_READ_BYTES)
@@ -188,7 +189,7 @@ class Link:
         return messages
 
     def send(self, message: Message) -> None:
-        """Sends what the socket takes now; `flush` sends the rest."""
+        """Sends as much as the socket accepts now; `flush` sends the rest."""
         self.peer.send(message)
         self.flush()
 
@@ -207,22 +208,22 @@ class Link:
 
 
 def dial(address: tuple[str, int], token: bytes, timeout_s: float = 5.0) -> Link:
-    """Connects to a listening peer and returns when both have proven that they hold the token.
+    """Connects to a listening peer; returns after both sides have proven that they have the token.
 
     Raises:
-      OSError: nobody listens there.
-      ChannelClosed: who listens there holds another token, or is no peer.
+      OSError: no process listens at the address.
+      ChannelClosed: the listener has another token, or is not a peer.
     """
     connection = socket.create_connection(address, timeout=timeout_s)
     try:
-        if connection.getsockname() == connection.getpeername():  # TCP connects a port of this machine to itself
+        if connection.getsockname() == connection.getpeername():  # TCP may connect a local port to itself
             raise ConnectionRefusedError("nobody listens there")
         link = Link(connection, token, listening=False)
         connection.settimeout(timeout_s)
         while not link.ready:
             link.read()
         connection.setblocking(False)
-    except BaseException:  # whatever ended the handshake, the socket must not stay open
+    except BaseException:  # close the socket after any failure of the handshake
         connection.close()
         raise
     return link

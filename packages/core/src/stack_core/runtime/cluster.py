@@ -1,4 +1,4 @@
-"""A single controller: one driver that computes on meshes of processes of other hosts.
+"""A single controller: one driver that computes on meshes of processes on other hosts.
 
     with Cluster.connect(ClusterConfig(hosts=4)) as cluster:
         training, generation = cluster.mesh({"data": 2}, hosts=2), cluster.mesh({"data": 2}, hosts=2)
@@ -9,8 +9,8 @@
         params = step(training.put(params), training.put(batch, ("data",)))
         weights = params.reshard(generation)
 
-Nothing that is dispatched is waited for; `get` waits. When a process of a mesh ends, every use of its arrays raises
-`FormationLost`, and `mesh.form()` gives it fresh processes, on which the driver puts its last copies.
+Dispatch is asynchronous; `get` waits. When a process of a mesh ends, every use of the mesh's arrays raises
+`FormationLost`. `mesh.form()` then starts fresh processes, and the driver puts its last copies on them.
 """
 
 import itertools
@@ -40,12 +40,12 @@ __all__ = ["Cluster", "RemoteMesh"]
 
 _TURN_S = 0.1
 _GATHER_S = 0.15
-_LOOK_S = 0.05  # from one look at the agents to the next, while commands are dispatched
+_LOOK_S = 0.05  # interval between polls of the agents while commands are dispatched
 _MOST_WAITING_BYTES = 64 << 20
 
 
 class Cluster:
-    """Hosts with an agent each, and the meshes on them; used from one thread. Made by `connect`."""
+    """Hosts with one agent each, and the meshes on them. Created by `connect`; use it from one thread."""
 
     def __init__(self, config: ClusterConfig, hosts: Hosts) -> None:
         self.config, self.hosts = config, hosts
@@ -54,14 +54,14 @@ class Cluster:
 
     @classmethod
     def connect(cls, config: ClusterConfig, *, preload: Sequence[str] = ()) -> "Cluster":
-        """Starts the agents, or awaits those that join; returns when all are there.
+        """Starts the agents, or waits for agents that join; returns when all are connected.
 
         Args:
-          preload: modules that the functions of this driver need, imported once a host.
+          preload: modules that the driver's functions need, imported once per host.
 
         Raises:
-          ClusterError: some hosts do not come, or do not fit.
-          ConfigError: the address cannot be listened at.
+          ClusterError: some hosts do not connect, or are incompatible.
+          ConfigError: the driver cannot listen at the address.
         """
         launcher: Launcher = registries.launchers[config.launcher](config)
         token = read_token(Path(config.token_file)) if config.token_file else secrets.token_bytes(32)
@@ -70,7 +70,7 @@ class Cluster:
         hosts = Hosts(config, launcher, token, count=count, preload=modules)
         try:
             hosts.start(range(count))
-        except BaseException:  # Ctrl-C, too: no agent may stay
+        except BaseException:  # including Ctrl-C: no agent may be left behind
             hosts.close()
             raise
         return cls(config, hosts)
@@ -82,14 +82,14 @@ class Cluster:
         self.close()
 
     def mesh(self, axes: Mapping[str, int], *, hosts: int | None = None) -> "RemoteMesh":
-        """Forks a worker on each of some free hosts and joins all their devices into a mesh.
+        """Forks a worker on each of several free hosts and joins all their devices into a mesh.
 
         Args:
           axes: sizes by name; their product is the number of devices of these hosts.
-          hosts: how many; by default all that are free.
+          hosts: number of hosts; by default all free ones.
 
         Raises:
-          ClusterError: so many hosts, or devices, are not there; says what is.
+          ClusterError: there are not enough hosts or devices; the message lists the available ones.
         """
         mesh = RemoteMesh(self, axes, len(self.free()) if hosts is None else hosts)
         mesh.form()
@@ -97,12 +97,12 @@ class Cluster:
         return mesh
 
     def free(self) -> list[int]:
-        """The hosts that no mesh uses."""
+        """Returns the hosts that no mesh uses."""
         used = {host for mesh in self._meshes for host in mesh.used_hosts}
         return [number for number in sorted(self.hosts.present) if number not in used]
 
     def next_number(self) -> int:
-        """One that nothing of this cluster has."""
+        """Returns a number that is unique in this cluster."""
         return next(self._numbers)
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class Cluster:
         self.hosts.close()
 
     def poll(self, timeout_s: float) -> None:
-        """Hears what agents and workers say."""
+        """Polls messages from agents and workers."""
         for said in self.hosts.poll(timeout_s):
             for mesh in self._meshes:
                 mesh.hear(said)
@@ -122,10 +122,10 @@ class Cluster:
 
 
 class RemoteMesh:
-    """Devices of other processes as a grid with named axes; made by `Cluster.mesh`.
+    """Devices of other processes as a mesh with named axes; created by `Cluster.mesh`.
 
     Attributes:
-      formation_number: of its processes now; rises with each `form`.
+      formation_number: number of its current formation; increases with each `form`.
     """
 
     def __init__(self, cluster: Cluster, axes: Mapping[str, int], hosts: int) -> None:
@@ -144,22 +144,22 @@ class RemoteMesh:
 
     @property
     def pids(self) -> tuple[int | None, ...]:
-        """Of its processes on their hosts, by rank."""
+        """The process ids on their hosts, by rank."""
         return tuple(member.pid for member in self._formation.members) if self._formation is not None else ()
 
     @property
     def alive(self) -> bool:
-        """Whether it has processes, as far as is known; `form` gives it some."""
+        """Whether it has processes, as far as the driver knows; `form` starts some."""
         return self._formation is not None
 
     def __repr__(self) -> str:
         return f"RemoteMesh({self.axes}, hosts {self.used_hosts}, formation {self.formation_number})"
 
     def form(self) -> None:
-        """Gives the mesh fresh processes, for the first time or after a failure; arrays of the old ones are gone.
+        """Starts fresh processes for the mesh, initially or after a failure; arrays of the old processes are lost.
 
         Raises:
-          ClusterError: the hosts, or their devices, are too few or too many; or a worker cannot start.
+          ClusterError: the number of hosts or devices does not match, or a worker cannot start.
         """
         hosts = self.cluster.hosts
         own = list(self.used_hosts)
@@ -181,10 +181,10 @@ class RemoteMesh:
         self._await_links(formation)
 
     def put(self, tree: Any, spec: Sequence[Any] = ()) -> Any:
-        """A pytree of host arrays as remote ones.
+        """Copies a pytree of host arrays to the mesh.
 
         Args:
-          spec: how each is split, as `PartitionSpec` takes it; by default every device has a whole copy.
+          spec: partitioning of each array, as in `PartitionSpec`; by default every device holds a full copy.
         """
         import jax
 
@@ -197,23 +197,23 @@ class RemoteMesh:
         return jax.tree.map(put, tree)
 
     def next_number(self) -> int:
-        """One that nothing of this cluster has."""
+        """Returns a number that is unique in this cluster."""
         return self.cluster.next_number()
 
     def tell(self, *command: Any) -> None:
-        """Sends a command to all processes, and does not wait."""
+        """Sends a command to all processes without waiting."""
         self._send(None, _pickled(command))
 
     def tell_each(self, name: str, operands: Sequence[Sequence[Any]]) -> None:
-        """Sends a command to all processes, each with operands of its own."""
+        """Sends a command to all processes, with separate operands for each."""
         self._send({rank: _pickled((name, *own)) for rank, own in enumerate(operands)}, b"")
 
     def ask(self, question: str, *operands: Any) -> list[Any]:
-        """The answers of all processes, by rank.
+        """Returns the answers of all processes, by rank.
 
         Raises:
           FormationLost: a process has ended.
-          ClusterError: something before it in the stream of commands raised.
+          ClusterError: an earlier command in the stream raised.
         """
         number = self.cluster.next_number()
         self.tell(question, number, *operands)
@@ -228,12 +228,12 @@ class RemoteMesh:
         return [answer for _, answer in answers]
 
     def unused(self, formation: int, number: int) -> None:
-        """Frees an array with the next command; may be called by the garbage collector at any moment."""
+        """Frees an array with the next command; the garbage collector may call it at any time."""
         if formation == self.formation_number:
             self._unused.append(number)
 
     def end(self) -> None:
-        """Ends the processes; `form` makes new ones on the same hosts."""
+        """Ends the processes; `form` starts new ones on the same hosts."""
         self.drop_links()
         if self._formation is None:
             return
@@ -249,7 +249,7 @@ class RemoteMesh:
         self.cluster.forget(self)
 
     def hear(self, said: Mapping[str, Any]) -> None:
-        """Takes what an agent tells of this mesh's processes."""
+        """Handles an agent's message about processes of this mesh."""
         if self._formation is None:
             return
         if "lost" in said and said["host"] in self._formation.hosts:
@@ -311,7 +311,7 @@ class RemoteMesh:
         )
 
     def _await_links(self, formation: Formation) -> None:
-        """Waits for the workers to dial in, and compares their devices with the axes."""
+        """Waits for the workers to connect, and compares their number of devices with the axes."""
         hosts = self.cluster.hosts
         devices: dict[int, int] = {}
         until_s = time.monotonic() + self.cluster.config.start_s
@@ -345,7 +345,7 @@ class RemoteMesh:
         try:
             messages = link.read()
         except ChannelClosed:
-            self.cluster.hosts.unwatch(link)  # its agent tells why
+            self.cluster.hosts.unwatch(link)  # its agent reports the cause
             return
         for message in messages:
             if isinstance(message, bytes):

@@ -34,7 +34,10 @@ def keep_compiled() -> None:
 
 
 def _machine_digest() -> str:
-    """Hashes the CPU's model and features: machines may share a home, and JAX's key for CPU programs has neither."""
+    """Hashes the CPU's model and features.
+
+    Machines may share a home directory, and JAX's cache key for CPU programs includes neither.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Which hosts a run has, and how soon their silence is taken for a failure."""
+"""The config of a cluster: its hosts, and the timeouts after which silence counts as a failure."""
 
 from collections.abc import Mapping
 
@@ -15,20 +15,20 @@ class ClusterConfig:
     """The hosts of a run.
 
     Attributes:
-      hosts: how many there are, each with one agent and one worker; None runs in this process, without agents.
-      launcher: what starts the agents.
-      address: "host:port" where the driver listens for agents and workers; port 0 takes a free one.
-      token_file: holds the secret that agents and driver share; None makes one for this cluster.
-      interface: the host name or address by which workers of different hosts reach each other; None takes the
-        address at which each host reaches the driver.
-      resources: what a launcher reserves on each host, such as {"CPU": 8, "TPU": 4} for ray.
-      start_s: how long the driver waits for agents to start, imports included.
-      silence_s: after how long an agent that answers nothing is taken for lost.
-      stopped_s: after how long a worker that a signal has stopped is taken for lost.
-      deadline_s: after how long without a completed step, evaluation or save a formation is taken to hang.
-      first_deadline_s: the same before its first step, in which programs are compiled and checkpoints read.
-      orphan_s: how long agents go on without a driver, so that another can attach.
-      most_failures: in a row, without a completed step between them, before a run is given up.
+      hosts: number of hosts, each with one agent and one worker; None runs in this process, without agents.
+      launcher: name of the launcher that starts the agents.
+      address: "host:port" where the driver listens for agents and workers; port 0 picks a free one.
+      token_file: file with the secret shared by agents and driver; None generates one for this cluster.
+      interface: host name or address at which workers of different hosts reach each other; None uses the address at
+        which each host reaches the driver.
+      resources: resources that a launcher reserves on each host, such as {"CPU": 8, "TPU": 4} for ray.
+      start_s: maximum seconds for agents to start, imports included.
+      silence_s: seconds without an answer after which an agent counts as lost.
+      stopped_s: seconds after which a worker stopped by a signal counts as lost.
+      deadline_s: seconds without a completed step, evaluation or save after which a formation counts as hanging.
+      first_deadline_s: `deadline_s` before the first step, which includes compilation and reading checkpoints.
+      orphan_s: seconds that agents keep running without a driver, during which another driver can attach.
+      most_failures: maximum number of consecutive failures without a completed step before the run is given up.
     """
 
     hosts: PositiveInt | None = None
@@ -47,10 +47,10 @@ class ClusterConfig:
 
 
 def parsed_address(address: str, field: str = "cluster.address") -> tuple[str, int]:
-    """The host and the port of "host:port".
+    """Splits "host:port" into host and port.
 
     Raises:
-      ConfigError: it has another form.
+      ConfigError: the address has another form.
     """
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdecimal() or int(port) > 65535:

@@ -1,4 +1,4 @@
-"""Events of a run as JSON, for observers in another process."""
+"""Serialization of a run's events to JSON, for observers in another process."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,16 +13,16 @@ __all__ = ["from_frame", "to_frame"]
 
 
 def to_frame(event: Event) -> dict[str, Any]:
-    """{"event": the name of its class, and its fields}; an exception becomes its name and message."""
+    """Serializes an event to {"event": class name, **fields}; an exception becomes its name and message."""
     fields = {field.name: _plain(getattr(event, field.name)) for field in dataclasses.fields(event)}
     return {"event": type(event).__name__, **fields}
 
 
 def from_frame(frame: Mapping[str, Any]) -> Event:
-    """The event that a frame holds.
+    """Deserializes an event.
 
     Raises:
-      ClusterError: this stack-core knows no such event, or not with these fields.
+      ClusterError: this stack-core does not know the event, or its fields differ.
     """
     fields = dict(frame)
     name = fields.pop("event", None)

@@ -1,4 +1,4 @@
-"""A formation: fresh processes on some hosts, joined into one JAX program, never repaired. Pure."""
+"""A formation: fresh processes on several hosts, joined into one JAX program, never repaired (pure)."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -16,11 +16,15 @@ class Member:
     """One worker of a formation.
 
     Attributes:
-      pid: on its host, once it is forked.
-      step: the last that it is known to have reached; None before its first.
-      exit_status: as `os.waitstatus_to_exitcode` gives it, negative for a signal; None while it runs.
-      result: what it returned, as JSON has it.
+      rank: rank in the formation.
+      host: number of its host.
+      status: "starting", "running", "done" or "dead".
+      pid: process id on its host, once it is forked.
+      step: last step that it is known to have reached; None before its first.
+      exit_status: as `os.waitstatus_to_exitcode` returns it, negative for a signal; None while it runs.
+      result: returned JSON value.
       error: {"type", "message", "mendable", "traceback"} of the exception that ended it.
+      stopped: whether a signal has stopped the process for too long.
     """
 
     rank: int
@@ -36,11 +40,12 @@ class Member:
 
 @dataclass
 class Formation:
-    """Processes that run one function together, each in a rank.
+    """Processes that run one function together, one rank each.
 
     Attributes:
-      number: of this formation in its cluster, rising; what belongs to another is ignored.
-      coordinator: where JAX's coordinator listens, on the host of rank 0.
+      number: ascending number within the cluster; messages of other formations are ignored.
+      coordinator: address of JAX's coordinator, on the host of rank 0.
+      members: the workers, by rank.
     """
 
     number: int
@@ -49,7 +54,7 @@ class Formation:
 
     @property
     def broken(self) -> bool:
-        """Whether a member is dead, stopped or failed, so that the others wait in vain."""
+        """Whether a member is dead, stopped or failed; the remaining members would then wait forever."""
         return any(member.status == "dead" or member.stopped or member.error is not None for member in self.members)
 
     @property
@@ -71,10 +76,10 @@ class Formation:
 
 
 def updated(formation: Formation, facts: Mapping[str, Any], stopped_s: float) -> Member | None:
-    """Takes what an agent tells of a worker; returns its member, or None where it is of another formation.
+    """Applies an agent's report about a worker; returns its member, or None for another formation.
 
     Args:
-      stopped_s: after how long a member that a signal stopped counts as stopped.
+      stopped_s: seconds after which a member stopped by a signal counts as stopped.
     """
     if facts["formation"] != formation.number:
         return None
@@ -89,10 +94,10 @@ def updated(formation: Formation, facts: Mapping[str, Any], stopped_s: float) ->
 
 
 def formed(number: int, coordinator: str, free: Collection[int], count: int) -> Formation:
-    """Places `count` ranks on the lowest free hosts, so that a formation that follows another is placed like it.
+    """Places `count` ranks on the lowest free hosts; successive formations thus get the same placement.
 
     Raises:
-      ClusterError: there are fewer hosts.
+      ClusterError: fewer hosts are free.
     """
     hosts = sorted(free)
     if len(hosts) < count:

@@ -1,6 +1,6 @@
-"""Where the wall time of a run went: every second is given to one activity. Pure: callers bring the clock.
+"""Accounting of a run's wall time: every second belongs to one activity (pure: callers pass the clock).
 
-Goodput is the share of training in all of it, without the steps that a failure made it do again.
+Goodput is the fraction of time spent on training, without steps that were repeated after a failure.
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,25 +25,30 @@ ACTIVITIES = (
     "finishing",
     "unattended",
 )
-"""What a run's time goes to.
+"""The activities of a run.
 
-"starting" is all before the first step but compiling: reading data, tracing, a checkpoint; over several hosts it is
-"starting agents" and then "forming", from the fork of the workers on. "waiting for data" is when the devices had
-nothing left to do. "saving" is what training was blocked for. "done again" are steps that a failure lost, and the part
-of a step that it cut off. "ending" is from a failure's notice until no worker of the formation is left, "finishing" is
-after the last step, and "unattended" is the time without a driver.
+- "starting": before the first step, except compilation: reading data, tracing, restoring a checkpoint. A run over
+  several hosts has "starting agents" instead, and then "forming" after the workers are forked.
+- "waiting for data": the devices are idle because the next batch is not ready.
+- "saving": training is blocked by a checkpoint.
+- "done again": steps lost in a failure, including the interrupted part of a step.
+- "ending": from the detection of a failure until no worker of the formation is left.
+- "finishing": after the last step.
+- "unattended": without a driver.
 """
 
 
 @dataclass
 class Goodput:
-    """Seconds by activity; an activity that never was is left out.
+    """Seconds by activity; activities that never occurred are absent.
 
-    Invariant: `sum(seconds.values())` is the time from the beginning to the last `switch`, whatever was moved between.
+    Invariant: `sum(seconds.values())` is the time from the beginning to the last `switch`, regardless of calls of
+    `move`.
 
     Attributes:
-      at_s: when it was last brought up to date, by the caller's clock; at first, when the run or its session began.
-      activity: what goes on since then.
+      at_s: time of the last update by the caller's clock; initially the start of the run or its session.
+      activity: current activity, since `at_s`.
+      seconds: accumulated seconds by activity.
     """
 
     at_s: float
@@ -53,20 +58,20 @@ class Goodput:
     _step_at_s: float | None = None
 
     def switch(self, activity: str, now_s: float) -> None:
-        """Gives the time since the last call to the activity that ends now; another begins."""
+        """Adds the time since the last call to the current activity and begins another."""
         self._add(self.activity, max(0.0, now_s - self.at_s))
         self.at_s = max(now_s, self.at_s)
         self.activity = activity
 
     def move(self, spent_s: float, source: str, destination: str) -> None:
-        """Gives time of one activity to another that went on inside it; no more than there is."""
+        """Moves time from one activity to another that happened during it; at most the available time."""
         moved = min(max(spent_s, 0.0), self.seconds.get(source, 0.0))
         if moved:
             self._add(source, -moved)
             self._add(destination, moved)
 
     def observe(self, event: Event, now_s: float) -> None:
-        """Follows a run by its events."""
+        """Updates the account with an event of the run."""
         match event:
             case RunStarted():
                 before = self.activity
@@ -91,19 +96,19 @@ class Goodput:
                 self.switch("finishing", now_s)
 
     def failed(self, now_s: float) -> None:
-        """A formation has ended before its work did."""
+        """Begins the activity "ending" after a formation failed."""
         self.switch("ending", now_s)
         if self._step_at_s is not None:
             self.move(now_s - self._step_at_s, "training", "done again")
         self._step_at_s = None
 
     def saved(self) -> dict[str, Any]:
-        """What `restored` takes, as JSON has it."""
+        """Returns the state for `restored`, JSON values."""
         return {"at_s": self.at_s, "seconds": self.seconds, "unsaved": self._unsaved}
 
     @classmethod
     def restored(cls, saved: Mapping[str, Any], now_s: float) -> "Goodput":
-        """That of a driver that was killed; the time since it was saved is "unattended"."""
+        """Restores the account of a killed driver; the time since it was saved counts as "unattended"."""
         unsaved = [(step, spent_s) for step, spent_s in saved["unsaved"]]
         account = cls(saved["at_s"], "unattended", dict(saved["seconds"]), unsaved)
         account.switch("forming", now_s)
@@ -119,13 +124,13 @@ class Goodput:
 
 
 def share_of_training(seconds: Mapping[str, float]) -> float | None:
-    """Goodput of seconds by activity; None before any time has passed."""
+    """Returns the goodput for seconds by activity; None if no time has passed."""
     total_s = sum(seconds.values())
     return seconds.get("training", 0.0) / total_s if total_s else None
 
 
 def sum_of_sessions(sessions: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Seconds by activity of a run that went on in several sessions, in the order of `ACTIVITIES`."""
+    """Adds up the seconds by activity of several sessions of a run, in the order of `ACTIVITIES`."""
     total: dict[str, float] = {}
     for seconds in sessions:
         for activity, spent_s in seconds.items():

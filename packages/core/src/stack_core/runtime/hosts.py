@@ -1,4 +1,4 @@
-"""The driver's side of a cluster: listens, knows the agents, and hands out what they tell."""
+"""The driver's side of a cluster: accepts connections of agents, tracks them, and collects their messages."""
 
 import contextlib
 import selectors
@@ -24,13 +24,17 @@ _TURN_S = 0.1
 
 @dataclass
 class Host:
-    """One host, by its agent.
+    """One host, represented by its agent.
 
     Attributes:
-      name: of the machine.
-      at: the address at which the host reaches the driver, and others reach it.
-      heard_s: when its agent last said anything, by the monotonic clock.
-      imports_until_s: until when its agent may be silent, as it imports what it was not invited with.
+      number: number of the host in the cluster.
+      link: connection to the agent.
+      pid: process id of the agent.
+      name: name of the machine.
+      at: address of the host on its connection to the driver, at which other hosts reach it too.
+      workers: the agent's reports about its workers at connection time.
+      heard_s: time of its agent's last message, by the monotonic clock.
+      imports_until_s: time until which the agent may be silent while it imports additional modules, or None.
     """
 
     number: int
@@ -47,15 +51,15 @@ class Hosts:
     """All hosts of a cluster.
 
     Args:
-      count: how many there are to be.
-      address: where to listen; the attribute `address` is where it does.
+      count: expected number of hosts.
+      address: address to listen at; the attribute `address` is the actual one.
 
     Attributes:
-      misfits: why agents were refused.
-      strangers: how many connections did not hold the token.
+      misfits: reasons why agents were refused.
+      strangers: number of connections that did not authenticate as an agent or worker.
 
     Raises:
-      ConfigError: the address cannot be listened at.
+      ConfigError: the driver cannot listen at the address.
     """
 
     def __init__(
@@ -88,12 +92,12 @@ class Hosts:
         self._polled_s = self._pinged_s = time.monotonic()
 
     def start(self, numbers: Collection[int]) -> None:
-        """Starts agents and returns when all are there.
+        """Starts agents and returns when all are connected.
 
         Raises:
-          ClusterError: some did not come in `start_s`, or a host does not fit; names each.
+          ClusterError: some did not connect within `start_s`, or a host is incompatible; names each.
         """
-        self.misfits.clear()  # of hosts that came uninvited meanwhile
+        self.misfits.clear()  # discard refusals of hosts that connected uninvited
         for number in numbers:
             self._launcher.start(number, self.invitation(number))
         self.wait_for(numbers, self._config.start_s)
@@ -102,7 +106,7 @@ class Hosts:
         return Invitation(self.address, self._token.hex(), number, self._config.orphan_s, self._preload)
 
     def wait_for(self, numbers: Collection[int], timeout_s: float) -> None:
-        """Returns when the agents of these hosts are there; what others tell meanwhile is kept for `poll`."""
+        """Waits until the agents of these hosts are connected; messages received meanwhile are kept for `poll`."""
         until_s = time.monotonic() + timeout_s
         kept: list[dict[str, Any]] = []
         while missing := [number for number in numbers if not self._is_there(number)]:
@@ -124,7 +128,7 @@ class Hosts:
         self._told = kept + self._told
 
     def poll(self, timeout_s: float) -> list[dict[str, Any]]:
-        """What agents told since the last call, each with its "host"; a host that is gone is {"lost": reason}."""
+        """Returns messages of agents since the last call, each with its "host"; a lost host gives {"lost": reason}."""
         told, self._told = self._told, list[dict[str, Any]]()
         for key, _ in self._selector.select(0 if told else timeout_s):
             if key.fd in self._selector.get_map():
@@ -135,7 +139,7 @@ class Hosts:
         return told
 
     def tell(self, number: int, **message: Any) -> None:
-        """Sends to the agent of a host; one that is gone is told about by `poll`."""
+        """Sends a message to the agent of a host; `poll` reports a lost host."""
         host = self.present.get(number)
         if host is None:
             return
@@ -145,7 +149,7 @@ class Hosts:
             self._lose(host, str(error))
 
     def ask(self, number: int, question: str, timeout_s: float = 10.0) -> Any:
-        """The answer of an agent to `{question: ...}`; what else is told meanwhile is kept for `poll`.
+        """Returns an agent's answer to `{question: ...}`; other messages are kept for `poll`.
 
         Raises:
           ClusterError: the host is gone, or does not answer.
@@ -164,14 +168,14 @@ class Hosts:
         raise ClusterError(f"Host {number} is gone or does not answer.")
 
     def end(self, number: int) -> None:
-        """Ends an agent by force, and with it its workers."""
+        """Kills an agent and thereby its workers."""
         host = self.present.get(number)
         self._launcher.end(number, host.pid if host else None)
         if host is not None:
             self._forget(host)
 
     def close(self, *, exit_agents: bool = True) -> None:
-        """Tells all agents to exit and waits for it; ends by force who does not."""
+        """Requests all agents to exit, waits, and kills the remaining agents."""
         if exit_agents:
             pids = {number: host.pid for number, host in self.present.items()}
             for number in pids:
@@ -190,7 +194,7 @@ class Hosts:
         self._launcher.close()
 
     def watch(self, link: Link, read: Callable[[], None]) -> None:
-        """Calls `read` during `poll` whenever a further connection can be read."""
+        """Calls `read` during `poll` whenever another connection is readable."""
         self._selector.register(link, selectors.EVENT_READ, read)
 
     def unwatch(self, link: Link) -> None:
@@ -204,12 +208,12 @@ class Hosts:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # no further one, or it went away meanwhile
+            except OSError:  # no pending connection, or it was closed meanwhile
                 return
             self._begin_greeting(connection)
 
     def _begin_greeting(self, connection: socket.socket) -> None:
-        if len(self._greeting) >= _MOST_STRANGERS:  # an agent comes again
+        if len(self._greeting) >= _MOST_STRANGERS:  # an agent will dial again
             connection.close()
             return
         link = Link(connection, self._token, listening=True)
@@ -230,7 +234,7 @@ class Hosts:
         first, *rest = messages
         hello = first.get("hello") if isinstance(first, dict) else None
         if not isinstance(hello, dict) or not _is_whole(hello):
-            self._drop(link)  # a holder of the token, but no agent or worker of this version
+            self._drop(link)  # has the token, but is not an agent or worker of this version
             self.strangers += 1
             return
         del self._greeting[link]
@@ -295,13 +299,13 @@ class Hosts:
 
     def _forget(self, host: Host, *, keep_pid: bool = False) -> None:
         if keep_pid:
-            self._launcher.end(host.number, host.pid)  # who cannot be reached must not run on beside its successor
+            self._launcher.end(host.number, host.pid)  # an unreachable agent must not run next to its successor
         self.unwatch(host.link)
         host.link.close()
         self.present.pop(host.number, None)
 
     def _look_after(self) -> None:
-        """Pings agents, and gives up the silent; after a stall of this process all get another chance."""
+        """Pings agents and drops silent ones; after a stall of this process all get another chance."""
         now_s = time.monotonic()
         if now_s - self._polled_s > _STALL_S:
             for host in self.present.values():
@@ -343,7 +347,7 @@ _HELLOS: Mapping[Any, Mapping[str, tuple[type, ...]]] = {
 
 
 def _is_whole(hello: Mapping[str, Any]) -> bool:
-    """Whether a greeting says what its role must say."""
+    """Returns whether a greeting has the fields of its role."""
     role = hello.get("role")
     wanted = _HELLOS.get(role) if isinstance(role, str) else None
     if wanted is None:

@@ -1,9 +1,9 @@
-"""Large pages for the memory that programs on CPUs take anew at each call.
+"""Huge pages for memory that programs on CPUs allocate anew in each call.
 
-XLA's CPU client takes the memory of a program's results and temporaries from the C library, and gives it back at each
-call. In pages of 4 KiB a training step takes a quarter of a million page faults a GiB, and weights of a hundred MB miss
-the processor's table of pages all the time. Where Linux leaves the choice to programs, glibc 2.35 and later ask for
-pages of 2 MiB if its tunable says so, which it reads when a process starts.
+XLA's CPU client allocates the memory of a program's results and temporaries through the C library, and frees it in each
+call. With pages of 4 KiB a training step takes a quarter of a million page faults per GiB, and weights of a hundred MB
+constantly miss the TLB. If Linux leaves the choice to programs (`madvise`), glibc 2.35 and later request pages of 2 MiB
+when a tunable is set. glibc reads the tunable at process start.
 """
 
 import contextlib
@@ -20,15 +20,15 @@ TUNABLE = "glibc.malloc.hugetlb"
 _VARIABLE = "GLIBC_TUNABLES"
 _SETTING = "sys/kernel/mm/transparent_hugepage/enabled"
 _FIRST_GLIBC = (2, 35)
-_ALIGNMENT = 64  # of what XLA uses as it is
+_ALIGNMENT = 64  # bytes; XLA uses aligned host buffers without a copy
 
 
 def is_chosen(environ: Mapping[str, str], root: Path = Path("/")) -> bool | None:
-    """Whether the environment says which pages a process is to ask for; None where the system decides that."""
+    """Returns whether the environment sets the page size; None if the process has no choice."""
     try:
         enabled = (root / _SETTING).read_text()
         name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
-    except (OSError, ValueError):  # not Linux, or not glibc
+    except (OSError, ValueError):  # not Linux or not glibc
         return None
     if "[madvise]" not in enabled or name != "glibc" or tuple(map(int, version.split("."))) < _FIRST_GLIBC:
         return None
@@ -36,8 +36,8 @@ def is_chosen(environ: Mapping[str, str], root: Path = Path("/")) -> bool | None
 
 
 def restart_with_huge_pages() -> None:
-    """Starts this program from its beginning with the tunable set; returns where that is not possible, or was done."""
-    # Programs that call `stack_core.cli.main` do not pass `stack_core.entry`, which allows interrupts again.
+    """Restarts this program with the tunable set; returns if that is impossible or has already happened."""
+    # Programs that call `stack_core.cli.main` directly bypass `stack_core.entry`, which unblocks SIGINT.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     if is_chosen(os.environ) is not False or not sys.executable:
         return
@@ -45,7 +45,7 @@ def restart_with_huge_pages() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
-    # From here to `stack_core.cli.main` an interrupt could only end in a traceback of the interpreter's start.
+    # Until `stack_core.cli.main` runs, an interrupt would only print a traceback of the interpreter's startup.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     with contextlib.suppress(OSError):
         environ = {**os.environ, _VARIABLE: ":".join(tunables)}
@@ -54,14 +54,14 @@ def restart_with_huge_pages() -> None:
 
 
 def in_one_block(arrays: Iterable[Any], wanted: Sequence[Any]) -> list[Any]:
-    """Copies arrays to one CPU, into one block of memory, where all but its ends has large pages.
+    """Copies arrays to one CPU device, into a single block of memory that gets huge pages except at its ends.
 
-    An array of a few MB alone has few: a page of 2 MiB is aligned. Arrays of less than a byte an entry stay where they
-    are.
+    A separate array of a few MB would get few of them, since huge pages are aligned to 2 MiB. Arrays of sub-byte
+    dtypes are placed separately.
 
     Args:
-      arrays: of JAX or NumPy; one is held on to until the next is there.
-      wanted: the shape and dtype of each copy, as `jax.ShapeDtypeStruct`.
+      arrays: JAX or NumPy arrays; one is held until the next is available.
+      wanted: shape and dtype of each copy, as `jax.ShapeDtypeStruct`.
     """
     import jax
     import numpy as np
@@ -69,7 +69,7 @@ def in_one_block(arrays: Iterable[Any], wanted: Sequence[Any]) -> list[Any]:
     whole = [_is_of_whole_bytes(each.dtype) for each in wanted]
     sizes = [-(-each.size * each.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for each in wanted]
     block = np.empty(sum(size for size, in_it in zip(sizes, whole, strict=True) if in_it) + _ALIGNMENT, np.uint8)
-    place = -block.ctypes.data % _ALIGNMENT  # NumPy asks for large pages itself
+    place = -block.ctypes.data % _ALIGNMENT  # NumPy requests huge pages for large arrays itself
     copied = []
     for array, each, size, in_it in zip(arrays, wanted, sizes, whole, strict=True):
         if not in_it:

@@ -1,7 +1,7 @@
-"""A journal: entries that survive the process that appended them, until they are acknowledged and forgotten.
+"""A journal: durable entries that outlive the appending process, until they are acknowledged and deleted.
 
-Rollouts keep trajectories in one until a checkpoint has used them; a supervisor keeps what it did, so that another can
-take over. The file is a SQLite database in WAL mode: one process appends, others may read meanwhile.
+Rollouts keep trajectories in it until a checkpoint has used them; a supervisor records its actions for a successor. The
+file is a SQLite database in WAL mode: one process appends, others may read concurrently.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from stack_core.abi.errors import JournalError
 __all__ = ["Entry", "Journal"]
 
 _FORMAT = 1
-_APPLICATION = 0x5354434B  # "STCK", so that a foreign database is not taken for a journal
+_APPLICATION = 0x5354434B  # "STCK", to recognize foreign databases
 _BUSY_S = 30.0
 _TABLE = """
 CREATE TABLE IF NOT EXISTS entries (
@@ -35,13 +35,14 @@ CREATE TABLE IF NOT EXISTS entries (
 
 @dataclass(frozen=True)
 class Entry:
-    """What was appended.
+    """An entry of the journal.
 
     Attributes:
-      number: its place; numbers rise and are never used again.
-      kind: of entry, a word of the caller's.
-      key: at most one entry of a kind has it; None where the caller gave none.
-      acknowledged: the number it was acknowledged with, such as a checkpoint's step; None while it waits.
+      number: unique, ascending number; never reused.
+      kind: category chosen by the caller.
+      key: unique key within the kind, or None.
+      payload: content.
+      acknowledged: number passed to `acknowledge`, such as a checkpoint's step; None while the entry waits.
     """
 
     number: int
@@ -52,17 +53,17 @@ class Entry:
 
 
 class Journal:
-    """The journal in a file, which is made where there is none.
+    """The journal in a file, created if missing.
 
-    An entry is whole or absent, whatever moment the process is killed at; a call that returned is not undone. Methods
+    An entry is complete or absent at whatever moment the process is killed; a call that returned is durable. Methods
     may be called from any thread.
 
     Args:
-      survives: what entries outlive: the end of the "process", at microseconds an entry, or that of the "machine" too,
-        for which each call waits for the disk.
+      survives: durability of entries: "process" survives the end of the process and takes microseconds per entry;
+        "machine" also survives a crash of the machine, and each call waits for the disk.
 
     Raises:
-      JournalError: the file is no journal, of another format, or cannot be opened.
+      JournalError: the file is not a journal, has another format, or cannot be opened.
     """
 
     def __init__(self, path: str | Path, *, survives: Literal["process", "machine"] = "process") -> None:
@@ -73,7 +74,7 @@ class Journal:
             self._database = sqlite3.connect(self.path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
             try:
                 self._prepare("NORMAL" if survives == "process" else "FULL")
-            except BaseException:  # the connection must not stay open, whatever ended the preparation
+            except BaseException:  # close the connection after any failure
                 self._database.close()
                 raise
 
@@ -87,7 +88,7 @@ class Journal:
         """Appends an entry.
 
         Returns:
-          False if the kind has an entry with this key; that one stays as it is.
+          False if the kind already has an entry with this key, which stays unchanged.
 
         Raises:
           JournalError: the disk is full, or the file was closed or damaged.
@@ -95,10 +96,10 @@ class Journal:
         return self.append_all(kind, [(key, payload)]) == 1
 
     def append_all(self, kind: str, entries: Iterable[tuple[str | None, bytes]]) -> int:
-        """Appends entries, given as (key, payload), all of them or none.
+        """Appends entries, given as (key, payload), in one transaction.
 
         Returns:
-          How many are new; one whose key is there is left out.
+          Number of new entries; entries with an existing key are skipped.
         """
         rows = [(kind, key, payload, zlib.crc32(payload)) for key, payload in entries]
         statement = "INSERT OR IGNORE INTO entries (kind, key, payload, crc) VALUES (?, ?, ?, ?)"
@@ -111,9 +112,9 @@ class Journal:
         """Returns entries in the order in which they were appended.
 
         Args:
-          kind: None returns those of all kinds.
-          waiting: leave out what is acknowledged.
-          after: leave out entries up to this number.
+          kind: kind of the entries; None returns all kinds.
+          waiting: whether to skip acknowledged entries.
+          after: number up to which entries are skipped.
 
         Raises:
           JournalError: an entry differs from its checksum.
@@ -131,10 +132,10 @@ class Journal:
         return [Entry(*fields) for *fields, _ in found]
 
     def acknowledge(self, kind: str, keys: Iterable[str], number: int) -> None:
-        """Marks entries as used; one that is acknowledged already keeps its number, and keys without one are ignored.
+        """Marks entries as used. Acknowledged entries keep their first number, and unknown keys are ignored.
 
         Args:
-          number: by what, such as the step of the checkpoint that holds what came of them.
+          number: identifies the user, such as the step of the checkpoint that contains the result.
         """
         rows = [(number, kind, key) for key in keys]
         statement = "UPDATE entries SET acknowledged = ? WHERE kind = ? AND key = ? AND acknowledged IS NULL"
@@ -142,30 +143,30 @@ class Journal:
             database.executemany(statement, rows)
 
     def retract(self, kind: str, *, after: int) -> None:
-        """Makes entries wait again that were acknowledged with a number greater than `after`."""
+        """Makes entries wait again if they were acknowledged with a number greater than `after`."""
         statement = "UPDATE entries SET acknowledged = NULL WHERE kind = ? AND acknowledged > ?"
         with self._transaction() as database:
             database.execute(statement, (kind, after))
 
     def forget(self, kind: str, *, through: int) -> int:
-        """Deletes entries that were acknowledged with a number of at most `through`; returns how many."""
+        """Deletes entries acknowledged with a number of at most `through`; returns their count."""
         with self._transaction() as database:
             found = database.execute("DELETE FROM entries WHERE kind = ? AND acknowledged <= ?", (kind, through))
             return found.rowcount
 
     def drop(self, numbers: Iterable[int]) -> None:
-        """Deletes entries by their numbers, acknowledged or not."""
+        """Deletes entries by number, acknowledged or not."""
         with self._transaction() as database:
             database.executemany("DELETE FROM entries WHERE number = ?", [(number,) for number in numbers])
 
     def close(self) -> None:
-        """Ends the use of the file; calling it again does nothing."""
+        """Closes the file; further calls do nothing."""
         with self._explaining("closed"), self._lock:
             self._database.close()
 
     def _prepare(self, synchronous: str) -> None:
         database = self._database
-        database.execute("BEGIN")  # one snapshot, for another process may make the journal meanwhile
+        database.execute("BEGIN")  # one snapshot, since another process may create the journal concurrently
         try:
             (tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
             (application,) = database.execute("PRAGMA application_id").fetchone()
@@ -189,12 +190,12 @@ class Journal:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """One change of the file, which happens as a whole."""
+        """Wraps a change of the file in a transaction."""
         with self._explaining("written"), self._lock:
             self._database.execute("BEGIN IMMEDIATE")
             try:
                 yield self._database
-            except BaseException:  # Ctrl-C, too: half of a change must not stay.
+            except BaseException:  # including Ctrl-C: no partial change may remain
                 self._database.execute("ROLLBACK")
                 raise
             self._database.execute("COMMIT")

@@ -1,7 +1,7 @@
-"""A worker that computes what a single driver dispatches: arrays stay here, commands arrive in a stream.
+"""The worker that executes a single driver's commands: arrays stay in this process, commands arrive in a stream.
 
-Commands are carried out in order and not answered, but for those that ask. An error sticks: what comes after it is
-skipped, and the next question is answered with it.
+Commands are executed in order; only questions are answered. An error is sticky: later commands are skipped, and the
+next question is answered with the error.
 """
 
 import pickle
@@ -24,7 +24,7 @@ Index = tuple[tuple[int, int], ...]
 
 
 def serve(axes: Mapping[str, int]) -> str:
-    """Joins the processes of this formation, makes the mesh, and obeys the driver until it hangs up."""
+    """Joins this formation's processes, makes the mesh, and executes the driver's commands until it disconnects."""
     worker = current_worker()
     assert worker is not None, "an agent forked this process"
     order = worker.order
@@ -44,7 +44,7 @@ def serve(axes: Mapping[str, int]) -> str:
 
 
 class _Interpreter:
-    """Arrays by number, functions by number, and the first error."""
+    """The state of a command stream: arrays by number, functions by number, and the first error."""
 
     def __init__(self, mesh: jax.sharding.Mesh, link: Link) -> None:
         self._mesh = mesh
@@ -76,7 +76,7 @@ class _Interpreter:
                 return
             for message in messages:
                 if isinstance(message, bytes):
-                    self._obey(*pickle.loads(message))  # authenticated: from the holder of the token
+                    self._obey(*pickle.loads(message))  # authenticated: the sender has the token
 
     def _obey(self, command: str, *operands: Any) -> None:
         if command in self._questions:
@@ -91,7 +91,7 @@ class _Interpreter:
     def _guarded(self, command: str, function: Callable[..., Any], operands: Sequence[Any]) -> Any:
         try:
             return function(*operands)
-        except Exception as error:  # a user's function may fail in any way, and its driver must hear how
+        except Exception as error:  # a user's function may raise anything; the error is sent to the driver
             self._error = f"{command}: {type(error).__name__}: {error}\n{traceback.format_exc()}"
             return None
 
@@ -134,7 +134,7 @@ class _Interpreter:
         ]
 
     def _held(self, number: int) -> tuple[str, list[Index]]:
-        """Where this process is pulled from, and which parts of an array it holds first of all processes."""
+        """Returns this process's transfer address, and the parts of an array for which it holds the first replica."""
         array = self._arrays[number]
         shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
         return self._transfers.address, [_plain(shard.index, array.shape) for shard in shards]
@@ -157,7 +157,7 @@ class _Interpreter:
         spec: Sequence[Any],
         parts: Sequence[tuple[str, int, Index]],
     ) -> None:
-        """Gathers what this process needs of an array from the processes of another mesh."""
+        """Gathers the parts of an array that this process needs from the processes of another mesh."""
         whole = np.empty(shape, jax.numpy.dtype(dtype))
         for address, key, index in parts:
             part_shape = tuple(stop - start for start, stop in index)
@@ -167,5 +167,5 @@ class _Interpreter:
 
 
 def _plain(index: Sequence[slice], shape: tuple[int, ...]) -> Index:
-    """An index of slices as numbers: (start, stop) for each axis."""
+    """Converts an index of slices to numbers: (start, stop) for each axis."""
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))

@@ -1,7 +1,7 @@
-"""Several processes that do one run together: how they find each other, agree, and end together.
+"""Coordination of several processes that execute one run: joining, agreement, and a common end.
 
-JAX joins the processes; what they tell each other beside arrays goes through the key-value store of its coordinator.
-A run in one process is `ALONE`, in which nothing here does anything.
+JAX connects the processes; messages other than arrays go through the key-value store of its coordinator. A run in one
+process uses `ALONE`, for which all methods are trivial.
 """
 
 import atexit
@@ -31,18 +31,20 @@ __all__ = ["ALONE", "Processes", "ProcessesConfig", "join"]
 T = TypeVar("T")
 
 _FAILED = "stack/failed"
-_READ_MS = 1000  # from one look for a failure of the others to the next
-_ARRAYS_S = 0.001  # from one look at arrays in the making to the next
+_READ_MS = 1000  # interval between checks for a failure of other processes
+_ARRAYS_S = 0.001  # interval between checks of pending arrays
 _FAREWELL_S = 10.0
 _STEPS_AHEAD = 2
 
 
 def join(config: ProcessesConfig) -> "Processes":
-    """Makes this process one of those that do a run, before JAX has used a device; one that has joined stays joined.
+    """Joins this process to a run; returns the existing membership if it has already joined.
+
+    Call it before JAX uses a device.
 
     Raises:
-      ConfigError: the settings do not fit together, or those of the processes do not.
-      TrainingError: the others were not there in `start_timeout_s`, or JAX was used before.
+      ConfigError: the settings are inconsistent, within this process or between processes.
+      TrainingError: other processes did not arrive within `start_timeout_s`, or JAX was used before.
     """
     if jax.distributed.is_initialized():
         return _joined()
@@ -51,7 +53,7 @@ def join(config: ProcessesConfig) -> "Processes":
         return ALONE
     meet(place)
     bind = None if os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") else place.coordinator
-    # Its handler of SIGTERM would take the place of ours.
+    # Its SIGTERM handler would replace ours.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
@@ -65,7 +67,7 @@ def join(config: ProcessesConfig) -> "Processes":
         )
     except RuntimeError as error:
         raise TrainingError(f"Process {place.id} cannot join the {place.count} of this run: {error}") from error
-    jax.devices()  # made by all together, at a moment when none can have failed
+    jax.devices()  # initializes the backends together, before any process can have failed
     return _joined()
 
 
@@ -78,13 +80,13 @@ def _joined() -> "Processes":
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of a run, seen by one of them.
+    """The processes of a run, from the perspective of one of them.
 
-    What they do together they do in the same order: methods that wait for the others are called by all.
+    Collective methods must be called by all processes in the same order.
 
     Attributes:
-      id: of this process; the first, 0, owns what a run writes.
-      count: how many there are.
+      id: id of this process; the first, 0, writes the run's files.
+      count: number of processes.
     """
 
     id: int = 0
@@ -97,11 +99,11 @@ class Processes:
         return self.id == 0
 
     def name(self, what: str) -> str:
-        """A name that all processes have for what they do next, and that nothing before it had."""
+        """Returns a fresh name for the next operation, equal in all processes."""
         return f"stack/{next(self._numbers)}/{what}"
 
     def in_turn(self, what: str, function: Callable[[], T]) -> T:
-        """Calls a function in the first process, and when it is done there in the others, who find what it left."""
+        """Calls a function in the first process, and afterwards in the others, which find its results on disk."""
         name = self.name(what)
         if not self.first:
             self._awaited(name)
@@ -111,7 +113,7 @@ class Processes:
         return result
 
     def on_first(self, what: str, function: Callable[[], T]) -> T:
-        """What a function returns in the first process, as JSON has it; the others wait for it."""
+        """Returns the first process's result of a function to all processes, as JSON."""
         if self._store is None:
             return function()
         name = self.name(what)
@@ -120,7 +122,7 @@ class Processes:
         return json.loads(self._awaited(name))
 
     def from_each(self, what: str, value: T) -> list[T]:
-        """The values of all processes, in their order, as JSON has them."""
+        """Gathers the values of all processes in order of their ids, as JSON."""
         if self._store is None:
             return [value]
         name = self.name(what)
@@ -128,10 +130,10 @@ class Processes:
         return [json.loads(self._awaited(f"{name}/{each}")) for each in range(self.count)]
 
     def check_alike(self, what: str, value: Mapping[str, Any]) -> None:
-        """Compares a mapping of plain values with that of the first process.
+        """Checks that a mapping of plain values equals the first process's mapping.
 
         Raises:
-          ConfigError: it differs; names each key.
+          ConfigError: the mappings differ; names each key.
         """
         lines = differences(dict(value), self.on_first(what, lambda: dict(value))) if self._store else []
         if lines:
@@ -142,14 +144,15 @@ class Processes:
             )
 
     def agree_on_stop(self, name: str, step: int, stop: StopRequest) -> bool:
-        """Whether the run stops after `step` steps: in the same one everywhere, by the first signal to any process.
+        """Returns whether the run stops after `step` steps.
 
-        A process that has a signal after step k names step k + 2. No other can be past it: to dispatch step k + 3 it
-        has read the results of step k + 1, for which this one must have gone on.
+        All processes stop at the same step, by the first signal to any of them. A process that received a signal after
+        step k proposes step k + 2. No other process can be past it: to dispatch step k + 3, a process must have read
+        the results of step k + 1, which requires that this process has continued.
 
         Args:
-          name: of what is agreed on, by `name`.
-          step: the last that was dispatched; at most one of those before it is not finished.
+          name: unique name of the agreement, from `name`.
+          step: last dispatched step; at most one earlier step is unfinished.
         """
         if self._store is None:
             return bool(stop)
@@ -174,7 +177,7 @@ class Processes:
         return arrays
 
     def until(self, done: Callable[[], bool]) -> None:
-        """Waits until `done()`.
+        """Waits until `done()` is true.
 
         Raises:
           TrainingError: another process failed meanwhile.
@@ -187,7 +190,7 @@ class Processes:
                 look_s = time.monotonic() + _READ_MS / 1000
 
     def call(self, function: Callable[[], T]) -> T:
-        """Calls a function that waits for the other processes in a way of its own.
+        """Calls a function that blocks on the other processes, in a thread, while watching for their failures.
 
         Raises:
           TrainingError: another process failed meanwhile.
@@ -202,21 +205,22 @@ class Processes:
             except BaseException as error:  # handed to the caller
                 future.set_exception(error)
 
-        threading.Thread(target=run, daemon=True).start()  # a pool's threads would be waited for at the end
+        threading.Thread(target=run, daemon=True).start()  # a pool's threads would be joined at exit
         self.until(future.done)
         return future.result()
 
     @contextlib.contextmanager
     def ending_together(self) -> Iterator[None]:
-        """Tells the others of an exception of the block; one that another's end caused becomes a `TrainingError`.
+        """Propagates an exception of the block to the other processes.
 
-        After a failure the interpreter ends without JAX's farewell, which would wait for all and then abort.
+        An exception caused by another process's failure becomes a `TrainingError`. After a failure the interpreter
+        exits without JAX's shutdown, which would wait for all processes and then abort.
         """
         try:
             yield
-        except Interrupted:  # in all processes at once
+        except Interrupted:  # raised in all processes at the same step
             raise
-        except BaseException as error:  # Ctrl-C, too: whatever ends this process, the others must hear of it.
+        except BaseException as error:  # including Ctrl-C: the others must be notified
             if self._store is None:
                 raise
             caused = self._cause(error)
@@ -227,11 +231,11 @@ class Processes:
             raise caused from error
 
     def _cause(self, error: BaseException) -> BaseException:
-        """What is to be raised: the error itself, or that another process failed or is gone."""
+        """Returns the exception to raise: the error itself, or a report that another process failed or is gone."""
         lost = not isinstance(error, StackError) and any(sign in str(error) for sign in _LOST)
         try:
             if lost:
-                with contextlib.suppress(jax.errors.JaxRuntimeError):  # it may be about to say why
+                with contextlib.suppress(jax.errors.JaxRuntimeError):  # it may be about to report the cause
                     self._store.blocking_key_value_get(_FAILED, _READ_MS)
             said = self._offer(_FAILED, f"{self.id} {type(error).__name__}: {error}")
         except jax.errors.JaxRuntimeError:  # the coordinator is gone
@@ -246,7 +250,7 @@ class Processes:
         return error
 
     def _awaited(self, name: str) -> str:
-        """What another process says under a name, when it does."""
+        """Waits for the value that another process stores under a name."""
         while True:
             try:
                 return self._store.blocking_key_value_get(name, _READ_MS)
@@ -268,7 +272,7 @@ class Processes:
             return None
 
     def _offer(self, name: str, value: str) -> str:
-        """Says a value unless another process was first; returns what stands."""
+        """Stores a value unless another process was first; returns the stored value."""
         try:
             self._store.key_value_set(name, value)
         except jax.errors.JaxRuntimeError as error:
@@ -278,7 +282,7 @@ class Processes:
 
 
 ALONE = Processes()
-"""The only process of a run."""
+"""A run in a single process."""
 
 _LOST = ("Gloo", "Connection closed by peer", "Connection reset", "Socket closed", "NCCL")
 
@@ -289,7 +293,7 @@ def _failure(said: str) -> TrainingError:
 
 
 def _leave(processes: Processes, status: int) -> None:
-    """Ends this process after a failure; the first, with which the coordinator ends, waits until the others know."""
+    """Exits after a failure; the first process, which hosts the coordinator, waits for the others to read the error."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()

@@ -1,10 +1,10 @@
-"""What a cluster leaves on disk: who drives it, what happened, and what its workers printed.
+"""The on-disk record of a cluster: its driver, events, and the output of its workers.
 
 OUTPUT/cluster/
-├── journal.sqlite   sessions, formations, failures, where the time went
-├── driver.lock      held by the driver, with its pid
-├── token            the secret of a cluster that is running; gone when it ends
-└── host-0.log       what the workers of a host printed
+├── journal.sqlite   sessions, formations, failures, time by activity
+├── driver.lock      locked by the driver; contains its pid
+├── token            the secret of a running cluster; deleted when it ends
+└── host-0.log       output of the workers of a host
 """
 
 import contextlib
@@ -25,11 +25,11 @@ from stack_core.runtime.zygote import state_of
 
 __all__ = ["ClusterRecord", "read_token"]
 
-_BUSY_S = 3.0  # a driver that is killed holds its lock until the kernel has ended it
+_BUSY_S = 3.0  # a killed driver holds its lock until the kernel has removed the process
 
 
 class ClusterRecord:
-    """The directory of a cluster's record; making one touches nothing."""
+    """The directory of a cluster's record; constructing one touches no file."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -37,12 +37,12 @@ class ClusterRecord:
 
     @contextlib.contextmanager
     def driving(self) -> Iterator[None]:
-        """Makes the directory and holds it, for the one driver of a cluster.
+        """Creates the directory and holds its lock for the cluster's only driver.
 
-        A driver that a signal has stopped is ended and followed, as nobody would hear of what happens to its workers.
+        A driver that a signal has stopped is killed and replaced, since nobody would notice failures of its workers.
 
         Raises:
-          ClusterError: another driver is at work.
+          ClusterError: another driver is running.
         """
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(self.directory / "driver.lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -57,14 +57,14 @@ class ClusterRecord:
             os.close(descriptor)
 
     def note(self, kind: str, *, alone: bool = False, **facts: Any) -> None:
-        """Appends to the journal: {"time": seconds since 1970, and the facts}; `alone` forgets the last of its kind."""
+        """Appends {"time": seconds since 1970, **facts} to the journal; `alone` deletes older entries of the kind."""
         assert self._journal is not None, "only its driver writes"
         before = [entry.number for entry in self._journal.read(kind)] if alone else []
         self._journal.append(kind, json.dumps({"time": time.time(), **facts}).encode())
         self._journal.drop(before)
 
     def notes(self, kind: str | None = None) -> list[dict[str, Any]]:
-        """What the journal holds, each with its "kind", oldest first; empty where there was no cluster."""
+        """Returns the journal's entries, each with its "kind", oldest first; empty if there was no cluster."""
         if self._journal is not None:
             return _decoded(self._journal, kind)
         if not self.exists():
@@ -73,7 +73,7 @@ class ClusterRecord:
             return _decoded(journal, kind)
 
     def latest_run(self) -> list[dict[str, Any]]:
-        """The notes of the latest run, from its first session on, whichever drivers attached to it since."""
+        """Returns the entries of the latest run since its first session, across all drivers that attached."""
         notes = self.notes()
         ends = [place for place, note in enumerate(notes[:-1]) if note["kind"] == "end"]
         return notes[ends[-1] + 1 :] if ends else notes
@@ -82,12 +82,12 @@ class ClusterRecord:
         return (self.directory / "journal.sqlite").exists()
 
     def unfinished(self) -> dict[str, Any] | None:
-        """The session that a driver left without an end, whose agents may still be there."""
+        """Returns the session of a driver that left no end, if its agents may still be running."""
         last = next((each for each in reversed(self.notes()) if each["kind"] in ("session", "end")), None)
         return last if last is not None and last["kind"] == "session" and self._token_path.exists() else None
 
     def driver_pid(self) -> int | None:
-        """The process that drives the cluster now; None when none does."""
+        """Returns the pid of the current driver, or None."""
         path = self.directory / "driver.lock"
         if not path.exists():
             return None
@@ -100,12 +100,12 @@ class ClusterRecord:
                     pid, _ = _holder(file.fileno())
                     if pid is not None or time.monotonic() > until_s:
                         return pid
-                    time.sleep(0.02)  # it has the lock, and is about to write its pid
+                    time.sleep(0.02)  # the holder has not written its pid yet
                 else:
                     return None
 
     def token(self, given: str | None) -> bytes:
-        """The token of the cluster: of a file that the user gave, of the unfinished session, or a new one."""
+        """Returns the cluster's token: from the user's file, from the unfinished session, or a new one."""
         if given is not None:
             return read_token(Path(given))
         if self._token_path.exists():
@@ -117,7 +117,7 @@ class ClusterRecord:
         return token
 
     def finish(self) -> None:
-        """Removes what only a running cluster needs."""
+        """Removes files that only a running cluster needs."""
         for name in ("token",):
             (self.directory / name).unlink(missing_ok=True)
 
@@ -150,16 +150,16 @@ class ClusterRecord:
 
 
 def _holder(descriptor: int) -> tuple[int | None, str]:
-    """The pid and the host in a driver's lock; no pid before it is written."""
+    """Returns the pid and host name in a driver's lock; the pid is None until it is written."""
     pid, _, host = os.pread(descriptor, 300, 0).decode().strip().partition(" ")
     return (int(pid) if pid.isdecimal() else None), host
 
 
 def read_token(path: Path) -> bytes:
-    """The token in a file, hexadecimal.
+    """Reads a hexadecimal token from a file.
 
     Raises:
-      ConfigError: it cannot be read, or is shorter than 16 bytes.
+      ConfigError: the file cannot be read, or the token is shorter than 16 bytes.
     """
     try:
         token = bytes.fromhex(path.read_text().strip())

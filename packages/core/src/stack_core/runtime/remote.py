@@ -1,4 +1,4 @@
-"""Arrays and functions of a mesh of other processes, as one driver handles them."""
+"""Handles to arrays and functions of a mesh in other processes, used by a single driver."""
 
 import functools
 import weakref
@@ -17,7 +17,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @runtime_checkable
 class ArrayMesh(Protocol):
-    """What holds remote arrays: a `RemoteMesh`."""
+    """The interface of a mesh that holds remote arrays, implemented by `RemoteMesh`."""
 
     formation_number: int
 
@@ -33,13 +33,15 @@ class ArrayMesh(Protocol):
 
 
 class RemoteArray:
-    """A handle to an array that the processes of a mesh hold, or will hold once they have computed it.
+    """A handle to an array that the processes of a mesh hold, or will hold once it is computed.
 
-    It belongs to one formation: after that has ended, every use raises `FormationLost`. When the handle is collected,
-    the array is freed.
+    It belongs to one formation: after the formation has ended, every use raises `FormationLost`. The array is freed
+    when the handle is garbage-collected.
 
     Attributes:
-      shape: of the whole array, over all devices.
+      shape: global shape, over all devices.
+      dtype: dtype.
+      formation: number of the formation that holds it.
     """
 
     def __init__(self, mesh: ArrayMesh, number: int, shape: tuple[int, ...], dtype: Any) -> None:
@@ -52,7 +54,7 @@ class RemoteArray:
         return f"RemoteArray({self.dtype}{list(self.shape)}, formation {self.formation})"
 
     def check(self, mesh: ArrayMesh | None = None) -> None:
-        """Raises if the array is gone, or not on `mesh`."""
+        """Raises an error if the array is lost or not on `mesh`."""
         if mesh is not None and mesh is not self.mesh:
             raise ArgumentError(f"{self!r} is on another mesh. Move it with `array.reshard(mesh)`.")
         if self.formation != self.mesh.formation_number:
@@ -62,11 +64,11 @@ class RemoteArray:
             )
 
     def get(self) -> np.ndarray:
-        """Waits for the array and returns a copy of all of it.
+        """Waits for the array and returns a full copy.
 
         Raises:
           FormationLost: its processes have ended, or end meanwhile.
-          ClusterError: what should have computed it raised; has the traceback.
+          ClusterError: the computation of the array raised; includes the traceback.
         """
         self.check()
         whole = np.empty(self.shape, self.dtype)
@@ -82,10 +84,10 @@ class RemoteArray:
         return self
 
     def reshard(self, mesh: ArrayMesh, spec: Sequence[Any] = ()) -> "RemoteArray":
-        """The same array on another mesh, or split otherwise on its own; the driver sees none of its bytes.
+        """Copies the array to another mesh, or reshards it on its own; the data bypasses the driver.
 
         Args:
-          spec: one mesh axis, tuple of axes or None for each axis of the array, as `PartitionSpec` takes them.
+          spec: mesh axis, tuple of axes or None for each axis of the array, as in `PartitionSpec`.
         """
         self.check()
         held = self.mesh.ask("held", self.number)
@@ -107,18 +109,19 @@ class RemoteArray:
 
 
 def get(tree: Any) -> Any:
-    """A pytree with the values of its remote arrays in their places."""
+    """Replaces the remote arrays of a pytree by their values."""
     return jax.tree.map(lambda leaf: leaf.get() if isinstance(leaf, RemoteArray) else leaf, tree)
 
 
 def remote(mesh: ArrayMesh, *, donate_argnums: Sequence[int] = ()) -> Callable[[F], F]:
-    """Makes a function one that the processes of a mesh compute, jitted; calls return at once, with remote arrays.
+    """Decorates a function to run jitted in the processes of a mesh; calls return remote arrays immediately.
 
-    The function takes and returns pytrees. Its remote arrays are on `mesh`; NumPy arrays and numbers are sent along.
-    It sees the mesh as JAX's current one. It is sent once for each formation and structure of its arguments.
+    The function takes and returns pytrees. Its remote arrays must be on `mesh`; NumPy arrays and numbers are sent
+    along. Inside, the mesh is JAX's current mesh. The function is sent once per formation and structure of its
+    arguments.
 
     Args:
-      donate_argnums: positions of arguments whose arrays it may overwrite; their handles are gone after a call.
+      donate_argnums: positions of arguments whose buffers may be reused; their handles are invalid after the call.
     """
 
     def decorate(function: F) -> F:
@@ -164,7 +167,7 @@ def _send(mesh: ArrayMesh, function: Callable[..., Any], tree: Any, donated: tup
 
 
 def _donated(arguments: Sequence[Any], donate_argnums: Sequence[int]) -> tuple[int, ...]:
-    """The positions of the donated leaves among all leaves; positional arguments come first."""
+    """Returns the positions of the donated leaves among all leaves; positional arguments come first."""
     ends = np.cumsum([0, *(len(jax.tree.leaves(each)) for each in arguments)])
     return tuple(int(leaf) for each in donate_argnums for leaf in range(ends[each], ends[each + 1]))
 
@@ -174,7 +177,7 @@ def _shape(leaf: Any) -> Any:
 
 
 def _kind(leaf: Any) -> Any:
-    """What a function is traced again for."""
+    """Returns the part of the cache key that a leaf contributes: a change retraces the function."""
     return (leaf.shape, np.dtype(leaf.dtype)) if hasattr(leaf, "shape") else type(leaf)
 
 

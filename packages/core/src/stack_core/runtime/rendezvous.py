@@ -1,7 +1,7 @@
-"""How the processes of a run find each other: by settings, by the environment, and at the address of the first.
+"""Rendezvous of the processes of a run: by settings, by the environment, and at the address of the first process.
 
-JAX's own coordinator ends a process by SIGABRT if another does not come. So they meet here first, where that is an
-error with a message, and only then does the coordinator take over the address.
+JAX's coordinator aborts a process (SIGABRT) if another does not arrive. The processes therefore meet here first, where
+that is an error with a message; afterwards the coordinator takes over the address.
 """
 
 import contextlib
@@ -26,16 +26,15 @@ _LINE_BYTES = 4096
 
 @config
 class ProcessesConfig:
-    """The processes that do a run together, and where they find each other. All are started with the same config.
+    """The processes of one run and their meeting point. All processes start with the same config, except for `id`.
 
     Attributes:
-      count: how many there are; None takes `JAX_NUM_PROCESSES`, or is 1.
-      id: of this one, from 0, by which alone the configs of processes differ; None takes `JAX_PROCESS_ID`, or SLURM's
-        `SLURM_PROCID`.
-      coordinator: "host:port" where the first process listens; None takes `JAX_COORDINATOR_ADDRESS`, or SLURM's first
-        host, or this machine's loopback, 127.0.0.1:8476.
-      start_timeout_s: how long each waits for the others at the start.
-      heartbeat_timeout_s: after how long a process that went silent is taken for dead, which ends the others.
+      count: number of processes; None uses `JAX_NUM_PROCESSES`, or else 1.
+      id: id of this process, from 0; None uses `JAX_PROCESS_ID`, or else SLURM's `SLURM_PROCID`.
+      coordinator: "host:port" where the first process listens; None uses `JAX_COORDINATOR_ADDRESS`, or else SLURM's
+        first host, or else this machine's loopback, 127.0.0.1:8476.
+      start_timeout_s: maximum seconds to wait for all processes at the start.
+      heartbeat_timeout_s: seconds of silence after which a process counts as dead, which ends the others.
     """
 
     count: PositiveInt | None = None
@@ -45,10 +44,10 @@ class ProcessesConfig:
     heartbeat_timeout_s: PositiveInt = 100
 
     def resolved(self, environ: Mapping[str, str]) -> "Place":
-        """These settings with what the environment says in place of None.
+        """Returns the settings with each None replaced from the environment.
 
         Raises:
-          ConfigError: there is no id, it is not below `count`, or the address is none.
+          ConfigError: the id is missing or not below `count`, or the address is malformed.
         """
         count = self.count or _number(environ, "JAX_NUM_PROCESSES") or 1
         if count == 1:
@@ -72,7 +71,7 @@ class ProcessesConfig:
 
 @dataclass(frozen=True)
 class Place:
-    """Where one process stands among those of a run, its settings resolved."""
+    """The position of one process in its run, with settings resolved."""
 
     id: int
     count: int
@@ -87,11 +86,11 @@ class Place:
 
 
 def meet(place: Place) -> None:
-    """Returns when all processes of a run are there.
+    """Waits until all processes of the run have arrived.
 
     Raises:
-      ConfigError: the first cannot listen at the address, or processes of other ids or counts came.
-      TrainingError: some were not there in time; names them.
+      ConfigError: the first process cannot listen at the address, or ids or counts of processes conflict.
+      TrainingError: some processes did not arrive in time; names them.
     """
     until_s = time.monotonic() + place.start_timeout_s
     if place.id == 0:
@@ -101,7 +100,7 @@ def meet(place: Place) -> None:
 
 
 def _gather(place: Place, until_s: float) -> None:
-    """Listens until all others came, and then lets them go on."""
+    """Listens until every process has arrived, then releases them all."""
     with contextlib.ExitStack() as opened:
         try:
             family = socket.AF_INET6 if ":" in place.address[0] else socket.AF_INET
@@ -124,7 +123,7 @@ def _gather(place: Place, until_s: float) -> None:
                     f"Process 0 waited {place.start_timeout_s} s at {place.coordinator} for {place.count - 1} others; "
                     f"missing: {', '.join(map(str, missing))}. Start them, with this address as processes.coordinator."
                 ) from error
-            except (OSError, ValueError):  # whoever came is no process of a run
+            except (OSError, ValueError):  # the connection is not from a process of a run
                 continue
             if not isinstance(said, dict) or "id" not in said:
                 continue
@@ -138,13 +137,13 @@ def _gather(place: Place, until_s: float) -> None:
                     _say(each, problem)
                 raise ConfigError(problem)
             guests[said["id"]] = guest
-        listener.close()  # the coordinator listens here next
+        listener.close()  # frees the address for JAX's coordinator
         for guest in guests.values():
             _say(guest, "")
 
 
 def _report(place: Place, until_s: float) -> None:
-    """Comes to the first process, and waits until it lets all go on."""
+    """Connects to the first process and waits for the release."""
     while True:
         with contextlib.suppress(OSError), socket.create_connection(place.address, timeout=1.0) as host:
             host.sendall(json.dumps({"id": place.id, "count": place.count}).encode())
@@ -160,7 +159,7 @@ def _report(place: Place, until_s: float) -> None:
         time.sleep(_RETRY_S)
     if problem:
         raise ConfigError(problem)
-    while time.monotonic() < until_s:  # JAX would wait a second if the coordinator did not listen yet
+    while time.monotonic() < until_s:  # JAX waits a second if the coordinator does not listen yet
         with contextlib.suppress(OSError), socket.create_connection(place.address, timeout=1.0):
             return
         time.sleep(_RETRY_S)
@@ -179,7 +178,7 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def _slurm_address(environ: Mapping[str, str]) -> str | None:
-    """The first host of a SLURM step, "node[003-007,9]" for several, with a port that depends on the job."""
+    """Returns the first host of a SLURM step ("node[003-007,9]" for several) with a port that depends on the job."""
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     if not nodes:
         return None

@@ -1,4 +1,4 @@
-"""Turns SIGTERM and Ctrl-C into requests that a loop honours between two steps."""
+"""Deferred SIGTERM and Ctrl-C, which a loop handles between two steps."""
 
 import contextlib
 import os
@@ -13,11 +13,11 @@ __all__ = ["StopRequest", "stop_requests"]
 
 @dataclass
 class StopRequest:
-    """A request to stop.
+    """A request to stop; true once a signal was received.
 
     Attributes:
       received: the first signal received while signals are deferred, or None.
-      deferred: whether signals wait for the loop; otherwise they act at once, as without `stop_requests`.
+      deferred: whether signals wait for the loop; otherwise they act immediately, as without `stop_requests`.
     """
 
     received: signal.Signals | None = None
@@ -29,12 +29,12 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_requests(*, deferred: bool = True) -> Iterator[StopRequest]:
-    """Notes SIGTERM and SIGINT instead of dying of them; a second SIGINT raises KeyboardInterrupt at once.
+    """Records SIGTERM and SIGINT instead of ending the process; a second SIGINT raises KeyboardInterrupt immediately.
 
     Outside the main thread, where Python allows no handlers, the request stays empty.
 
     Args:
-      deferred: False lets signals act at once until `StopRequest.deferred` is set.
+      deferred: False lets signals act immediately until `StopRequest.deferred` is set.
     """
     request = StopRequest(deferred=deferred)
     if threading.current_thread() is not threading.main_thread():

@@ -1,4 +1,4 @@
-"""Drives one run over a cluster: forms, watches, attributes, and forms again, until it is done or given up."""
+"""The driver of one run over a cluster: forms, watches, attributes failures, and forms again until the run ends."""
 
 import contextlib
 import time
@@ -26,7 +26,7 @@ from stack_core.runtime.supervisor import GiveUp, after
 __all__ = ["Job", "supervise"]
 
 _TURN_S = 0.2
-_GATHER_S = 0.15  # a cause may be seen after its casualties
+_GATHER_S = 0.15  # a cause may be observed after its consequences
 _ATTACH_S = 5.0
 _NOTE_S = 5.0
 _ENDED_S = 10.0
@@ -34,11 +34,11 @@ _ENDED_S = 10.0
 
 @dataclass(frozen=True)
 class Job:
-    """What every worker of a run calls.
+    """The function that every worker of a run calls.
 
     Attributes:
-      target: "module:attribute", a function that goes on where an earlier formation was cut off, and returns JSON.
-      arguments: by keyword, as JSON has them.
+      target: "module:attribute" of a function that resumes interrupted work and returns a JSON value.
+      arguments: keyword arguments, JSON values.
       preload: modules that agents import once, before they fork.
     """
 
@@ -50,23 +50,23 @@ class Job:
 def supervise(
     job: Job, config: ClusterConfig, output: Path, *, observe: Callable[[Event], None], stop: StopRequest
 ) -> Any:
-    """Returns what rank 0 returned, once all ranks are done; a run that a killed driver left is attached to.
+    """Runs a job until all ranks are done and returns rank 0's result; attaches to a run that a killed driver left.
 
     Args:
-      output: the run's directory; the record lies in `output / "cluster"`.
+      output: the run's directory; the record is in `output / "cluster"`.
       observe: receives the events of rank 0, `FormationFormed` and `WorkerDied`.
-      stop: once it is set, the workers get its signal, and end as they do.
+      stop: once it is set, the workers receive its signal, and the run ends with them.
 
     Raises:
-      RunGivenUp: it fails again and again; says where.
-      StackError: of a worker, which the user must mend; or hosts do not come or do not fit.
+      RunGivenUp: the run fails repeatedly; names the step and the cause.
+      StackError: an error of a worker that the user must fix, or hosts that do not connect or are incompatible.
     """
     assert config.hosts is not None, "the caller asks for hosts"
     record = ClusterRecord(output / "cluster")
     launcher: Launcher = registries.launchers[config.launcher](config)
     if config.token_file is not None:
         read_token(Path(config.token_file))
-    # Before a driver that a signal has stopped is ended to make room for this one.
+    # Check first: `driving` kills a driver that a signal has stopped.
     _check_same_job(job, config, record, record.unfinished())
     with record.driving():
         return _Driver(job, config, record, launcher, observe, stop).run()
@@ -106,7 +106,7 @@ class _Driver:
         except (StackError, KeyboardInterrupt) as error:
             self._close_record(f"{type(error).__name__}: {error}")
             raise
-        except BaseException:  # a defect of the driver, as its death is: another may attach
+        except BaseException:  # a bug in the driver is treated like its death: another driver may attach
             exit_agents = False
             raise
         finally:
@@ -118,7 +118,7 @@ class _Driver:
         return self._form(1)
 
     def _attached(self, left: Mapping[str, Any]) -> Formation:
-        """The formation that agents held without a driver, or the next one where too little of it is left."""
+        """Returns the formation that survived without a driver, or a new one if it is incomplete."""
         notes = self.record.latest_run()
         if saved := [each for each in notes if each["kind"] == "ledger"]:
             now_s = time.monotonic()
@@ -152,7 +152,7 @@ class _Driver:
     def _form(self, number: int) -> Formation:
         """Forks a worker on every host."""
         self._switch("forming")
-        for _ in range(3):  # a host may be lost meanwhile
+        for _ in range(3):  # retries, as a host may be lost meanwhile
             try:
                 at = self.config.interface or self.hosts.present[0].at
                 formation = formed(number, f"{at}:{self.hosts.ask(0, 'port')}", self.hosts.present, self.hosts.count)
@@ -194,14 +194,14 @@ class _Driver:
             formation = self._after(formation, failure)
 
     def _after(self, formation: Formation, failure: Failure) -> Formation:
-        """The formation that follows one that failed.
+        """Returns the formation that follows a failed one.
 
         Raises:
-          RunGivenUp: another would fail likewise.
-          StackError: the error of a worker, for the user to mend.
+          RunGivenUp: another formation would fail as well.
+          StackError: the error of a worker, which the user must fix.
         """
         said = formation.members[failure.rank].error if failure.rank is not None else None
-        if said is not None and said["type"] == "Interrupted":  # as it was asked to, with its state saved
+        if said is not None and said["type"] == "Interrupted":  # a requested stop, with the state saved
             raise errors.Interrupted(said["message"])
         self.failures.append(failure)
         self._failed(formation, failure)
@@ -268,7 +268,7 @@ class _Driver:
             self._progress(formation, said["steps"])
 
     def _greet(self, formation: Formation, number: int, workers: Sequence[Mapping[str, Any]]) -> None:
-        """Notes an agent, and ends what it still holds of formations that were followed by others."""
+        """Records an agent, and ends its workers of outdated formations."""
         if number in self.hosts.present:
             host = self.hosts.present[number]
             self.record.note("agent", on=number, pid=host.pid, name=host.name)
@@ -315,7 +315,7 @@ class _Driver:
             self.hosts.tell(first, signal={"formation": formation.number, "number": int(self.stop.received)})
 
     def _end(self, formation: Formation) -> None:
-        """Ends what is left of a formation; returns when no worker of it lives."""
+        """Ends the remains of a formation; returns when none of its workers is alive."""
         waiting = {host for host in formation.hosts if host in self.hosts.present}
         for host in waiting:
             self.hosts.tell(host, end=formation.number)
@@ -360,7 +360,7 @@ class _Driver:
 
 
 def _check_same_job(job: Job, config: ClusterConfig, record: ClusterRecord, left: Mapping[str, Any] | None) -> None:
-    """Raises a ClusterError if agents may still hold a run of another config, which a new driver cannot attach to."""
+    """Raises a ClusterError if agents may still run another config, to which a new driver cannot attach."""
     if left is None:
         return
     ours, theirs = (
@@ -376,11 +376,14 @@ def _check_same_job(job: Job, config: ClusterConfig, record: ClusterRecord, left
 
 
 def _since_s(ledger: Mapping[str, Any]) -> float:
-    """Seconds since a ledger was noted: by the clock since boot, or by the calendar if the machine is another."""
+    """Returns the seconds since a ledger entry.
+
+    The monotonic clock is used within one boot of a machine, otherwise the wall clock.
+    """
     passed_s = time.monotonic() - ledger["at_s"] if ledger.get("boot") == _boot_id() else time.time() - ledger["time"]
     return max(0.0, passed_s)
 
 
 def _boot_id() -> str:
-    """What tells one boot of a machine, whose processes share the monotonic clock, from all others."""
+    """Returns the id of the machine's current boot, whose processes share the monotonic clock."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

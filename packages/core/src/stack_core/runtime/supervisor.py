@@ -1,4 +1,4 @@
-"""Decides what follows a formation's end: another formation, or the end of the run with its evidence. Pure."""
+"""The decision after a formation's end: another formation, or the end of the run with the evidence (pure)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,23 +14,28 @@ _KILLS_AT_ONE_PLACE = 4
 
 @dataclass(frozen=True)
 class Restart:
-    """Form again, from the last checkpoint."""
+    """The decision to form again, from the last checkpoint."""
 
 
 @dataclass(frozen=True)
 class GiveUp:
-    """End the run; another formation would fail likewise."""
+    """The decision to end the run, because another formation would fail as well.
+
+    Attributes:
+      reason: the evidence.
+    """
 
     reason: str
 
 
 def after(failures: Sequence[Failure], *, most_failures: int) -> Restart | GiveUp:
-    """What follows the last of a run's failures.
+    """Decides what follows the last of a run's failures.
 
-    - An error that the user must mend ends the run.
-    - A step that fails twice in a row at the same place, by the same rank and in the same way, is poison. Signals from
-      outside (SIGKILL, as of the kernel that is out of memory) may hit twice by chance, so they count from the fourth.
-    - More than `most_failures` in a row without a completed step between them end the run.
+    - An error that the user must fix ends the run.
+    - A step that fails twice in a row at the same place, by the same rank and in the same way, is considered
+      deterministic, and ends the run. Signals from outside (such as SIGKILL when the kernel is out of memory) may hit
+      twice by chance; for them the limit is four.
+    - More than `most_failures` failures in a row without a completed step between them end the run.
     """
     last = failures[-1]
     if last.mendable:

@@ -1,6 +1,6 @@
-"""Arrays between processes of no common JAX world, by `jax.experimental.transfer`.
+"""Array transfers between processes of different JAX worlds, by `jax.experimental.transfer`.
 
-Its sockets are neither authenticated nor encrypted: they listen at the address that the cluster uses, and nowhere else.
+Its sockets are neither authenticated nor encrypted; they listen only at the address that the cluster uses.
 """
 
 from typing import Any
@@ -13,10 +13,10 @@ __all__ = ["Transfers"]
 
 
 class Transfers:
-    """Offers arrays of this process to others, and pulls theirs; the server starts with the first use.
+    """A server that offers arrays of this process to others, and a client that pulls theirs; it starts on first use.
 
     Args:
-      host: the address of this machine to listen at.
+      host: address of this machine to listen at.
     """
 
     def __init__(self, host: str) -> None:
@@ -26,15 +26,15 @@ class Transfers:
 
     @property
     def address(self) -> str:
-        """Where others pull from."""
+        """The address from which others pull."""
         return self._started().address()
 
     def offer(self, key: int, array: jax.Array) -> None:
-        """Holds an array on one device until somebody pulls it, once, by its key."""
+        """Holds an array on one device until another process pulls it, once, by its key."""
         self._started().await_pull(key, [array])
 
     def pull(self, address: str, key: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Returns what the process at an address offers under a key; it must have this shape and dtype.
+        """Pulls the array offered under a key by the process at an address; it must have this shape and dtype.
 
         Raises:
           jax.errors.JaxRuntimeError: the process is gone.

@@ -1,4 +1,4 @@
-"""What the hosts of a cluster must have in common: Python, jax, the packages of stack, and their plugins."""
+"""The versions that all hosts of a cluster must share: Python, jax, the packages of stack, and plugins."""
 
 import platform
 from collections.abc import Mapping
@@ -11,7 +11,11 @@ _WATCHED = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
 
 
 def installed() -> dict[str, Any]:
-    """{"versions": of Python and what computes, "plugins": name and version of each that loaded}."""
+    """Returns the versions of Python and numerical packages, and the state of the plugins.
+
+    Returns:
+      {"versions": version by package, "plugins": version by plugin unless blocked, "failed": reason by plugin}
+    """
     from stack_core.abi.plugins import plugins
 
     versions = {"python": ".".join(platform.python_version_tuple()[:2])}
@@ -26,7 +30,7 @@ def installed() -> dict[str, Any]:
 
 
 def differing(host: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """One line for each way in which a host is not like the driver's; empty when they can run together."""
+    """Lists the differences between a host and the driver's host, one line each; empty if they are compatible."""
     lines = []
     for name in sorted({*ours["versions"], *theirs["versions"]}):
         there, here = theirs["versions"].get(name, "none"), ours["versions"].get(name, "none")

@@ -1,4 +1,4 @@
-"""A worker: a forked process that runs one function of a formation, and says how far it is."""
+"""The worker: a forked process that runs one function of a formation and reports its progress."""
 
 import importlib
 import json
@@ -18,12 +18,15 @@ __all__ = ["Order", "Worker", "current_worker", "work"]
 
 @dataclass(frozen=True)
 class Order:
-    """What a worker is forked for.
+    """The task of a forked worker.
 
     Attributes:
-      target: "module:attribute" of the function; it returns what JSON can hold.
-      arguments: by keyword, as JSON has them.
-      coordinator: where JAX's coordinator of this formation listens.
+      formation: number of the formation.
+      rank: rank of the worker in its formation.
+      count: number of workers in the formation.
+      coordinator: address of JAX's coordinator for this formation.
+      target: "module:attribute" of the function; its result must be JSON-serializable.
+      arguments: keyword arguments, JSON values.
     """
 
     formation: int
@@ -35,12 +38,12 @@ class Order:
 
     @property
     def processes(self) -> ProcessesConfig:
-        """How the processes of this formation find each other."""
+        """The settings with which the processes of this formation find each other."""
         return ProcessesConfig(count=self.count, id=self.rank, coordinator=self.coordinator)
 
 
 class Worker:
-    """This process, as a member of a formation; an observer of its run."""
+    """This process as a member of a formation; also an observer of its run."""
 
     in_loop: Final = True
 
@@ -51,14 +54,14 @@ class Worker:
         self._lock = threading.Lock()
 
     def say(self, **facts: Any) -> None:
-        """Tells the agent, and through it the driver."""
+        """Sends a message to the agent, which forwards it to the driver."""
         line = json.dumps(facts) + "\n"
         with self._lock:
             self._out.write(line)
             self._out.flush()
 
     def observe(self, event: Event) -> None:
-        """Passes an event on: all of rank 0's, and of the others how far they are."""
+        """Forwards an event: every event of rank 0, but only the progress of other ranks."""
         if self.order.rank == 0:
             self.say(event=to_frame(event))
         if isinstance(event, (StepStarted, StepFinished)):
@@ -67,30 +70,30 @@ class Worker:
             self.say(step=event.first_step, completed=True)
 
     def close(self) -> None:
-        """An observer's end; the worker goes on."""
+        """Does nothing: the worker outlives its role as an observer."""
 
 
 _current: Worker | None = None
 
 
 def current_worker() -> Worker | None:
-    """The worker that this process is; None in a process that no agent forked."""
+    """Returns the worker that this process is, or None in a process that no agent forked."""
     return _current
 
 
 def work(order: Order, out: TextIO, driver: tuple[tuple[str, int], bytes]) -> int:
-    """Runs the function of an order and says what it returned or raised; returns the exit status.
+    """Runs the function of an order and reports its result or exception; returns the exit status.
 
     Args:
-      driver: its address and the token, for functions that talk to it directly.
+      driver: address and token of the driver, for functions that connect to it directly.
     """
-    global _current  # noqa: PLW0603  a process is one worker at most, and code of any depth may report
+    global _current  # noqa: PLW0603  a process is at most one worker, and nested code may report
     worker = _current = Worker(order, out, driver)
     worker.say(running=True)
     try:
         result = _resolved(order.target)(**order.arguments)
         worker.say(result=result)
-    except BaseException as error:  # whatever ends it, the driver must hear why
+    except BaseException as error:  # the driver needs the cause of any failure
         worker.say(
             error={
                 "type": type(error).__name__,
@@ -99,7 +102,7 @@ def work(order: Order, out: TextIO, driver: tuple[tuple[str, int], bytes]) -> in
                 "traceback": traceback.format_exc(),
             }
         )
-        print(traceback.format_exc(), flush=True)  # noqa: T201  its standard output is a log
+        print(traceback.format_exc(), flush=True)  # noqa: T201  standard output is the log
         return 2 if isinstance(error, StackError) else 1
     return 0
 

@@ -1,4 +1,4 @@
-"""Forks workers from a process that has imported everything and used no device, and watches them end."""
+"""Worker processes, forked from a process that has imported everything but used no device."""
 
 import atexit
 import ctypes
@@ -21,9 +21,10 @@ class Child:
     """A forked worker.
 
     Attributes:
-      pidfd: readable once it has ended.
-      said: a pipe of what it says, one JSON object a line.
-      printed: a pipe of its standard output and error.
+      pid: process id.
+      pidfd: descriptor that is readable once the process has ended.
+      said: pipe of its messages, one JSON object per line.
+      printed: pipe of its standard output and error.
     """
 
     pid: int
@@ -37,9 +38,9 @@ class Child:
 
 
 def fork(run: Callable[[TextIO], int]) -> Child:
-    """Forks this process, which must have one thread; the child calls `run` with where to speak, and exits.
+    """Forks this process, which must have one thread; the child calls `run` with its message pipe and exits.
 
-    The child dies with its parent, keeps no descriptor of it, and has a session of its own.
+    The child dies with its parent, closes all inherited descriptors, and has its own session.
     """
     said, says = os.pipe()
     printed, prints = os.pipe()
@@ -50,7 +51,7 @@ def fork(run: Callable[[TextIO], int]) -> Child:
         try:
             _settle(parent, says, prints)
             status = run(os.fdopen(says, "w", buffering=1))
-        except BaseException:  # nothing may return to the code of the parent
+        except BaseException:  # the child must never return into the parent's code
             traceback.print_exc()
         finally:
             _leave(status)
@@ -62,7 +63,7 @@ def fork(run: Callable[[TextIO], int]) -> Child:
 
 
 def state_of(pid: int) -> str | None:
-    """The state letter of a process of this machine, "T" for one that a signal stopped; None when it is gone."""
+    """Returns the state letter of a local process ("T" if a signal stopped it), or None if the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -70,9 +71,9 @@ def state_of(pid: int) -> str | None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Ends this process by SIGKILL when its parent ends."""
+    """Makes the kernel kill this process when its parent ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before
+    if os.getppid() != parent:  # the parent ended before the call
         os._exit(1)
 
 
@@ -87,14 +88,14 @@ def _settle(parent: int, says: int, prints: int) -> None:
         if descriptor > 2 and descriptor != says:
             try:
                 os.close(descriptor)
-            except OSError:  # the one that listed them
+            except OSError:  # the descriptor of the listing itself, closed already
                 continue
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
 
 def _leave(status: int) -> None:
-    """Exits; after a failure at once, as JAX's farewell would wait for the other processes."""
+    """Exits the process; after a failure without exit handlers, since JAX's shutdown would wait for other processes."""
     try:
         if status == 0:
             atexit._run_exitfuncs()

@@ -1,1 +1,1 @@
-"""Text around language models: prompts from messages, and text from tokens."""
+"""Text processing for language models: chat templates and detokenization."""

@@ -1,4 +1,4 @@
-"""Prompts from messages, by a model's own Jinja template, as transformers renders it; needs `stack-core[chat]`."""
+"""Prompts rendered from messages by a model's Jinja template, as in transformers; needs `stack-core[chat]`."""
 
 import json
 import re
@@ -19,11 +19,11 @@ from stack_core.abi.errors import ChatTemplateError, nearest
 __all__ = ["TEMPLATE_FIELDS", "ChatTemplate"]
 
 TEMPLATE_FIELDS = ("tools", "chat_template_kwargs")
-"""Fields of a data set's record that are variables of the chat template."""
+"""Fields of a dataset record that become variables of the chat template."""
 
 _OWN = {"messages", "add_generation_prompt", "tools", "documents", "functions"}
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-# What clients get in an assistant's message and send back: it adds nothing to the prompt.
+# Fields that clients receive in an assistant's message and send back; they do not change the prompt.
 _EMPTY: Mapping[str, tuple[Any, ...]] = {
     "annotations": (None, []),
     "audio": (None,),
@@ -39,23 +39,23 @@ def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-# Written around what `{% generation %}` encloses: nothing in a prompt, marks where its spans are asked for.
+# Written around `{% generation %}` blocks: "" when rendering a prompt, marker characters when locating spans.
 _BEGIN, _END = "__generation_begin", "__generation_end"
 _PRIVATE = range(0xF0000, 0xFFFFE)
 
 
 class ChatTemplate:
-    """A compiled template.
+    """A compiled chat template.
 
-    It runs in Jinja's sandbox: it can call nothing but what is handed to it, and changes none of it. Fields and
-    variables that it does not read are refused, not dropped.
+    It runs in Jinja's sandbox: it can call only functions passed to it, and cannot modify its inputs. Fields and
+    variables that the template does not read are rejected instead of dropped.
 
     Args:
-      source: Jinja, as in `tokenizer_config.json`.
-      special_tokens: texts that it may name, such as `bos_token`.
+      source: Jinja source, as in `tokenizer_config.json`.
+      special_tokens: texts available to the template, such as `bos_token`.
 
     Raises:
-      ChatTemplateError: it is not Jinja.
+      ChatTemplateError: the source is not valid Jinja.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -79,15 +79,15 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Makes a prompt of messages.
+        """Renders messages to a prompt.
 
         Args:
-          continue_final_message: end within the last message, which the model continues.
-          variables: what else the template reads, such as `enable_thinking`.
+          continue_final_message: whether to end within the last message, which the model continues.
+          variables: additional variables of the template, such as `enable_thinking`.
           tools: JSON schemas of functions that the model may call, if the template `reads_tools`.
 
         Raises:
-          ChatTemplateError: the template does not take these messages or variables.
+          ChatTemplateError: the template rejects these messages or variables.
         """
         if continue_final_message and add_generation_prompt:
             raise ChatTemplateError(
@@ -106,18 +106,18 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Renders a whole conversation, and finds what the assistant wrote in it.
+        """Renders a complete conversation, and locates the assistant's text in it.
 
         Args:
           variables, tools: as in `render`.
 
         Returns:
-          The text that `render` makes without a generation prompt, and the begin and end, in characters of it, of each
-          `{% generation %}` block, in order of their ends.
+          The text that `render` returns without a generation prompt, and the begin and end of each `{% generation %}`
+          block, in characters of the text, in order of the ends.
 
         Raises:
-          ChatTemplateError: the template does not take these messages or variables, has no `{% generation %}` blocks,
-            or changes their text after it was written (`| trim` around a block), so that no span is certain.
+          ChatTemplateError: the template rejects these messages or variables, has no `{% generation %}` blocks, or
+            modifies their text afterwards (`| trim` around a block), which makes the spans uncertain.
         """
         if not self.marks_generation:
             raise ChatTemplateError(
@@ -125,14 +125,14 @@ class ChatTemplate:
                 "the assistant's text, its end token included, in {% generation %} ... {% endgeneration %}."
             )
         checked = self._checked(messages, variables)
-        values = {"strftime_now": datetime.now().strftime, **(variables or {})}  # one time for both
+        values = {"strftime_now": datetime.now().strftime, **(variables or {})}  # the same time in both renderings
         plain = self._run(checked, values, tools=tools)
         begin, end = islice((chr(code) for code in _PRIVATE if chr(code) not in plain), 2)
         marked = self._run(checked, {**values, _BEGIN: begin, _END: end}, tools=tools)
         return plain, _spans(marked, plain, begin, end)
 
     def options_of(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the arguments `tools` and `variables` of `render` for a record of a data set.
+        """Returns the arguments `tools` and `variables` of `render` for a dataset record.
 
         Raises:
           ChatTemplateError: its `tools` or `chat_template_kwargs` are malformed, or the template does not read them.
@@ -158,7 +158,7 @@ class ChatTemplate:
 
     @cached_property
     def marks_generation(self) -> bool:
-        """Whether it has `{% generation %}` blocks."""
+        """Whether the template has `{% generation %}` blocks."""
         return any(node.name == _BEGIN for node in self._tree.find_all(jinja2.nodes.Name))
 
     @cached_property
@@ -168,7 +168,7 @@ class ChatTemplate:
 
     @cached_property
     def _members(self) -> frozenset[str]:
-        """Names that it looks up in messages, or in anything else."""
+        """Names that the template looks up in messages or other objects."""
         attributes = {node.attr for node in self._tree.find_all(jinja2.nodes.Getattr)}
         items = {
             node.arg.value
@@ -179,13 +179,13 @@ class ChatTemplate:
 
     @cached_property
     def _roles(self) -> frozenset[str]:
-        """The usual roles, and all texts that the template compares or looks up, which name any others."""
+        """The usual roles, and all string constants of the template, which include any other roles."""
         texts = {node.value for node in self._tree.find_all(jinja2.nodes.Const) if isinstance(node.value, str)}
         return _ROLES | texts
 
     @cached_property
     def _wants_parts(self) -> bool:
-        """Whether it goes through the parts of a content, and never asks if that is a text."""
+        """Whether the template iterates over the parts of a content without testing whether it is a string."""
         loops = any(
             "content" in (getattr(each.iter, "attr", None), getattr(getattr(each.iter, "arg", None), "value", None))
             for each in self._tree.find_all(jinja2.nodes.For)
@@ -194,7 +194,7 @@ class ChatTemplate:
 
     @cached_property
     def reads_tools(self) -> bool:
-        """Whether it tells the model of tools."""
+        """Whether the template describes tools to the model."""
         return "tools" in jinja2.meta.find_undeclared_variables(self._tree)
 
     def _run(
@@ -209,7 +209,7 @@ class ChatTemplate:
         try:
             return self._template.render({**own, **self._special_tokens, **variables})
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            # A template may fail in any of these ways on messages in an order that its author did not expect.
+            # Templates raise any of these for message orders that their authors did not expect.
             raise ChatTemplateError(
                 f"The model's chat template does not take these messages: {error}", parameter="messages"
             ) from None
@@ -243,7 +243,7 @@ class ChatTemplate:
         kept = {name: self._field(name, value, role, where) for name, value in rest.items()}
         kept = {name: value for name, value in kept.items() if value is not None}
         if content is None and "tool_calls" in kept:
-            return {"role": role, "content": "", **kept}  # no text, only calls
+            return {"role": role, "content": "", **kept}  # only calls, without text
         text = _text(content, f"{where}.content")
         parts = [{"type": "text", "text": text}] if self._wants_parts else text
         return {"role": role, "content": parts, **kept}
@@ -257,7 +257,7 @@ class ChatTemplate:
         if name in self._members and isinstance(value, str):
             return value
         if name == "tool_call_id" and role == "tool" and isinstance(value, str):
-            return None  # says which call is answered, which templates without the field see by the order
+            return None  # identifies the answered call; templates without it rely on the order
         if name in _EMPTY and name not in self._members:
             raise ChatTemplateError(f"{where}.{name} is not supported here. Write it as text.", parameter=where)
         raise ChatTemplateError(
@@ -267,7 +267,7 @@ class ChatTemplate:
 
 
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Checks calls of tools; arguments that are the text of a JSON object become the object, as templates expect."""
+    """Checks tool calls; arguments given as JSON text are parsed to an object, as templates expect."""
     if not isinstance(calls, list):
         raise ChatTemplateError(f"{where} is no list of calls.", parameter=where)
     return [_tool_call(call, f"{where}.{place}") for place, call in enumerate(calls)]
@@ -293,7 +293,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _text(content: Any, where: str) -> str:
-    """A content's text; of several parts, each is on a line of its own."""
+    """Returns the text of a content; several parts are joined by newlines."""
     if isinstance(content, str):
         return content
     if content is None:
@@ -311,7 +311,7 @@ def _text(content: Any, where: str) -> str:
 
 
 def _spans(marked: str, plain: str, begin: str, end: str) -> list[tuple[int, int]]:
-    """Where marks enclose characters of a text that has none."""
+    """Returns the spans of the plain text that are enclosed by marks in the marked text."""
     pieces: list[str] = []
     opened: list[int] = []
     spans: list[tuple[int, int]] = []
@@ -333,7 +333,7 @@ def _spans(marked: str, plain: str, begin: str, end: str) -> list[tuple[int, int
 
 
 def _cut_after_last(prompt: str, content: Any) -> str:
-    """The prompt up to the end of the last message's text, which a template may have stripped of its spaces."""
+    """Cuts the prompt after the last message's text, whose whitespace the template may have stripped."""
     text: str = content if isinstance(content, str) else content[0]["text"]
     core = text.strip()
     begin = prompt.rfind(core)
@@ -347,7 +347,7 @@ def _cut_after_last(prompt: str, content: Any) -> str:
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """What transformers gives templates (`chat_template_utils.py`)."""
+    """Builds the Jinja environment that transformers uses (`chat_template_utils.py`)."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
@@ -363,7 +363,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 class _Generation(jinja2.ext.Extension):
-    """The tag `generation`, which encloses what an assistant wrote: two variables around it may mark where it is."""
+    """The tag `generation`, which encloses the assistant's text; two variables around it may mark its span."""
 
     tags = {"generation"}  # noqa: RUF012, Jinja's own declaration
 
@@ -383,5 +383,5 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without the HTML escapes that Jinja's own filter has."""
+    """Serializes to JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,4 +1,4 @@
-"""Text from tokens as they come: only whole characters, and never a part of a stop text."""
+"""Incremental detokenization: emits only complete characters, and no part of a stop text."""
 
 import codecs
 from collections.abc import Sequence
@@ -16,15 +16,15 @@ _CHARACTER_BYTES = 4
 
 
 def prompt_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """Decodes the tokens of a prompt up to the last whole character; a part of one belongs to the continuation."""
+    """Decodes the tokens of a prompt up to the last complete character; a partial one belongs to the continuation."""
     return _complete_text(tokenizer, tokens)[0]
 
 
 def _complete_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> tuple[str, int]:
-    """Returns the text up to the last whole character, and the number of last tokens that are a part of one alone.
+    """Returns the text up to the last complete character, and the number of trailing tokens of a partial one.
 
-    They are not decoded: tokenizers with byte fallback decode adjoining bytes together, and lose the whole characters
-    before an incomplete one.
+    The trailing tokens are not decoded: tokenizers with byte fallback decode adjacent bytes together, and lose the
+    complete characters before an incomplete one.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(b"".join(map(tokenizer.token_bytes, tokens[-_CHARACTER_BYTES:])))
@@ -37,7 +37,7 @@ def _complete_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> tuple[str, in
 
 
 def _context(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[int]:
-    """Returns the last tokens, from one that does not begin within a character."""
+    """Returns the last tokens, starting at one that does not begin within a character."""
     begin = max(0, len(tokens) - _CONTEXT_TOKENS)
     first = max(0, begin - _CHARACTER_BYTES + 1)
     while begin > first and 0x80 <= next(iter(tokenizer.token_bytes(tokens[begin])), 0) < 0xC0:
@@ -46,18 +46,18 @@ def _context(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[int]:
 
 
 class IncrementalDetokenizer:
-    """Decodes a growing sequence of tokens.
+    """A decoder for a growing sequence of tokens.
 
-    Invariant: the pieces that `push` and `flush` return add up to the text of all tokens after `prompt_text`.
+    Invariant: the pieces returned by `push` and `flush` concatenate to the text of all tokens after `prompt_text`.
 
-    A character may be spread over several tokens; until it is whole the decoded text ends with U+FFFD, and is kept
-    back. After 16 tokens it is not, lest a long run of bytes that are no text be decoded anew with each token; a
-    character that begins at the end of such a run is lost. Each piece is decoded together with the tokens of the one
-    before, because some tokenizers decode a token differently at the beginning of a text.
+    A character may span several tokens. Until it is complete, the decoded text ends with U+FFFD and is held back, but
+    for at most 16 tokens: otherwise a long run of invalid bytes would be decoded anew with each token. A character
+    that begins at the end of such a run is lost. Each piece is decoded together with the tokens of the previous piece,
+    because some tokenizers decode a token differently at the beginning of a text.
 
     Args:
-      prompt_tokens: what the text continues; it is decoded with the first `push` or `flush`.
-      skip_special_tokens: leave special tokens out of the text; otherwise the text has their names.
+      prompt_tokens: tokens that the text continues; decoded in the first `push` or `flush`.
+      skip_special_tokens: whether to omit special tokens from the text; otherwise the text shows their names.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_tokens: Sequence[int], *, skip_special_tokens: bool = True) -> None:
@@ -81,7 +81,7 @@ class IncrementalDetokenizer:
         return self._take(piece) if is_whole else ""
 
     def flush(self) -> str:
-        """Returns what was kept back; bytes that never became a character are U+FFFD."""
+        """Returns the text held back; incomplete characters become U+FFFD."""
         self._read_prompt()
         return self._take(self._piece())
 
@@ -94,7 +94,11 @@ class IncrementalDetokenizer:
         self._prompt = None
 
     def _special_name(self, token: int) -> str:
-        """Returns the name of a special token, and "" for another token: two of the same have a text."""
+        """Returns the name of a special token, and "" for other tokens.
+
+        A token is special if decoding it twice in a row gives no text. (Decoding some ordinary tokens once gives none
+        either.)
+        """
         assert self._special is not None
         if token not in self._special:
             is_special = not self._tokenizer.decode([token, token])
@@ -114,13 +118,13 @@ class IncrementalDetokenizer:
 
 
 class StopTexts:
-    """Passes text on up to the first stop text, which may come in several pieces.
+    """A filter that passes text through up to the first stop text, which may be split over several pieces.
 
-    A character costs a constant for each stop text, however long they are and however alike the text is (Knuth, Morris
-    and Pratt, Fast pattern matching in strings, 1977).
+    The cost per character is constant for each stop text, regardless of its length and of partial matches (Knuth,
+    Morris and Pratt, Fast pattern matching in strings, 1977).
 
     Attributes:
-      found: the stop text that was met, or None.
+      found: the stop text that was found, or None.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
@@ -129,10 +133,10 @@ class StopTexts:
         self.found: str | None = None
 
     def push(self, piece: str, *, may_stop: bool = True) -> str:
-        """Adds text and returns what is certain not to belong to a stop text; "" once one was found.
+        """Adds text and returns the part that cannot belong to a stop text; "" once one was found.
 
         Args:
-          may_stop: False lets stop texts pass that end in this piece.
+          may_stop: False ignores stop texts that end in this piece.
         """
         if self.found is not None:
             return ""
@@ -151,16 +155,16 @@ class StopTexts:
         return text[:certain]
 
     def flush(self) -> str:
-        """Returns what was held back, at the end of the text."""
+        """Returns the text held back, at the end of the text."""
         held, self._held = self._held, ""
         return held
 
 
 class _Search:
-    """Looks for one stop text in a text that grows.
+    """The search for one stop text in a growing text.
 
     Attributes:
-      matched: characters of the stop text, short of all, that the text ends with.
+      matched: length of the longest proper prefix of the stop text that is a suffix of the text.
     """
 
     __slots__ = ("_borders", "matched", "text")
@@ -171,7 +175,7 @@ class _Search:
         self._borders = _borders(text)
 
     def push(self, piece: str) -> int | None:
-        """Adds text, and says how many characters of it come before the end of the first match that ends in it."""
+        """Adds text; returns the number of its characters before the end of the first match ending in it, or None."""
         text, borders, matched, found = self.text, self._borders, self.matched, None
         if not matched and text[0] not in piece:
             return None
@@ -188,7 +192,7 @@ class _Search:
 
 @lru_cache(maxsize=1024)
 def _borders(text: str) -> tuple[int, ...]:
-    """For each beginning of a text, by its length, the length of the longest shorter one that it ends with."""
+    """Returns the length of the longest proper border (prefix that is also a suffix) of each prefix of a text."""
     borders = [0, 0]
     for character in text[1:]:
         border = borders[-1]

@@ -1,4 +1,4 @@
-"""Lines of JSONL files as records."""
+"""Parsing of JSONL lines to records."""
 
 import json
 from typing import Any
@@ -9,14 +9,14 @@ __all__ = ["parse_record"]
 
 
 def parse_record(name: str, line: bytes) -> dict[str, Any]:
-    """Parses one line of a JSONL file, which must hold one whole JSON object.
+    """Parses one line of a JSONL file, which must contain one complete JSON object.
 
     Args:
-      name: the line's place for messages, "path:line".
+      name: location of the line for messages, "path:line".
 
     Raises:
-      DataError: the line is not UTF-8, not JSON, nested too deeply, not an object, or a string in it is no Unicode text
-        because it has half of a surrogate pair.
+      DataError: the line is not UTF-8, not JSON, nested too deeply, or not an object; or one of its strings is not
+        valid Unicode because it contains half of a surrogate pair.
     """
     try:
         record: Any = json.loads(line.decode("utf-8"))
@@ -33,14 +33,14 @@ def parse_record(name: str, line: bytes) -> dict[str, Any]:
         ) from None
     if not isinstance(record, dict):
         raise DataError(f"{name}: the line holds a {type(record).__name__}; an object was expected.")
-    if b"\\u" in line:  # only an escape can put half of a pair into UTF-8
+    if b"\\u" in line:  # in UTF-8 text only an escape can contain half of a pair
         _check_characters(name, record)
     return record
 
 
 def _check_characters(name: str, record: dict[str, Any]) -> None:
-    """Raises a DataError if a string of a record has half of a surrogate pair, which no encoder takes."""
-    pending: list[tuple[str, Any]] = [("", record)]  # a list, because records may be nested deeper than Python recurses
+    """Raises a DataError if a string of a record contains half of a surrogate pair, which cannot be encoded."""
+    pending: list[tuple[str, Any]] = [("", record)]  # a stack, because nesting may exceed Python's recursion limit
     while pending:
         field, value = pending.pop()
         if isinstance(value, dict):

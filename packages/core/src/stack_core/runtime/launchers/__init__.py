@@ -1,1 +1,1 @@
-"""Launchers: how agents are started on hosts, one file each."""
+"""Launchers, which start agents on hosts, one file each."""

@@ -1,4 +1,4 @@
-"""Agents that somebody else starts on each host, as SLURM, JobSet and TPU pods do: `stack cluster join` dials in."""
+"""Agents started externally on each host, by SLURM, JobSet or a TPU pod, which connect by `stack cluster join`."""
 
 import os
 import socket
@@ -16,7 +16,10 @@ _NUMBERS = ("SLURM_NODEID", "JOB_COMPLETION_INDEX", "TPU_WORKER_ID")
 
 
 class JoinedLauncher:
-    """Waits for hosts that join; it cannot end an agent, which ends when its driver hangs up for good."""
+    """A launcher that waits for hosts to join.
+
+    It cannot end an agent; the agent ends after its driver closes the connection permanently.
+    """
 
     def __init__(self, config: ClusterConfig) -> None:
         if config.token_file is None or parsed_address(config.address)[1] == 0:
@@ -28,20 +31,20 @@ class JoinedLauncher:
             )
 
     def start(self, host: int, invitation: Invitation) -> None:
-        """Does nothing: the host comes by itself."""
+        """Does nothing, since hosts join on their own."""
 
     def end(self, host: int, pid: int | None) -> None:
-        """Does nothing: the driver hangs up, and a new formation keeps what an old one may still do from counting."""
+        """Does nothing: the driver closes the connection, and messages of old formations are ignored."""
 
     def problem(self, host: int) -> str | None:
         return None
 
     def close(self) -> None:
-        """Has nothing to free."""
+        """Does nothing."""
 
 
 def join_cluster(address: str, token_file: Path, host: int | None, orphan_s: float) -> str | None:
-    """Is the agent of this host until the driver lets it go; returns why it was refused, or gave up, if so.
+    """Runs the agent of this host until the driver releases it; returns the reason of a refusal or timeout, or None.
 
     Raises:
       ConfigError: the address or the token cannot be read.
@@ -55,7 +58,7 @@ def join_cluster(address: str, token_file: Path, host: int | None, orphan_s: flo
 
 
 def _given_number() -> int | None:
-    """The number that whoever started this host gave it."""
+    """Returns the host number assigned by the scheduler's environment variables, or None."""
     found = next((os.environ[name] for name in _NUMBERS if os.environ.get(name)), None)
     if found is not None and not found.isdecimal():
         raise ConfigError(f"The environment says that this host is number {found!r}; expected a number. Pass --host.")

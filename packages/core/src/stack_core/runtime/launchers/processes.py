@@ -1,4 +1,4 @@
-"""Agents as processes of this machine: hosts for trying things out, and for one machine with several devices."""
+"""Agents as processes of this machine, for trials and for one machine with several devices."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ _LAST_WORDS_BYTES = 2000
 
 
 class ProcessesLauncher:
-    """Starts each agent in a session of its own, so that neither Ctrl-C nor the driver's end reaches it."""
+    """A launcher that starts each agent in its own session, out of reach of Ctrl-C and the driver's end."""
 
     def __init__(self, config: ClusterConfig) -> None:
         self._agents: dict[int, subprocess.Popen[bytes]] = {}
@@ -33,7 +33,7 @@ class ProcessesLauncher:
         )
         self._agents[host] = agent
         assert agent.stdin is not None, "it is a pipe"
-        with contextlib.suppress(BrokenPipeError):  # it ended at once; `problem` says why
+        with contextlib.suppress(BrokenPipeError):  # it has already exited; `problem` reports the cause
             agent.stdin.write(invitation_json(invitation).encode())
             agent.stdin.close()
 

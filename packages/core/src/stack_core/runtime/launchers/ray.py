@@ -1,7 +1,7 @@
-"""Agents in actors of a Ray cluster: Ray finds and keeps the hosts, and everything else is as elsewhere.
+"""Agents in actors of a Ray cluster, which provides the hosts; everything else works as with other launchers.
 
-Ray's part is nodes, placement, autoscaling and the environment of the processes. Actors are detached, so that agents
-outlive a killed driver, and each ends when its agent does.
+Ray manages nodes, placement, autoscaling and the environment of the processes. Actors are detached: agents survive a
+killed driver, and each actor ends with its agent.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _NAMESPACE = "stack"
 
 
 class AgentHolder:
-    """An actor: holds the process of an agent, and ends with it."""
+    """An actor that owns an agent's process and ends with it."""
 
     def start(self, line: str) -> int:
         """Starts the agent with an invitation; returns its pid."""
@@ -37,7 +37,10 @@ class AgentHolder:
 
 
 class RayLauncher:
-    """Places one actor a host; connects to the Ray cluster at RAY_ADDRESS, or to the one of this machine."""
+    """A launcher that places one actor per host.
+
+    It connects to the Ray cluster at RAY_ADDRESS, or to a cluster of this machine.
+    """
 
     def __init__(self, config: ClusterConfig) -> None:
         try:

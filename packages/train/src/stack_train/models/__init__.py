@@ -1,1 +1,1 @@
-"""Model families, one file an architecture."""
+"""Model families, one file per architecture."""

@@ -1,4 +1,4 @@
-"""A decoder: an embedding, layers, a head. An architecture says what its layers are, as a tuple of values."""
+"""Decoder-only transformers. An architecture is a `DecoderSpec` with a tuple of layer specifications."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -32,23 +32,31 @@ __all__ = ["Block", "Decoder", "DecoderConfig", "DecoderSpec", "FurtherLayer", "
 
 @config
 class DecoderConfig:
-    """The size and the numerics of a decoder.
+    """Size and numerics of a decoder.
 
     Attributes:
+      family: name of the model family.
+      vocab_size: number of tokens in the vocabulary.
       embed: width of the residual stream.
-      kv_heads: heads of keys and values, each shared by a group of query heads; None is one for every query head.
+      layers: number of layers.
+      heads: number of query heads.
+      kv_heads: number of key-value heads, each shared by a group of query heads; None has one per query head.
       head_dim: width of a head; None is embed / heads.
-      mlp: width inside a feed-forward layer.
-      max_positions: tokens of the longest sequence.
-      tie_embeddings: the head is the embedding, transposed.
+      mlp: hidden width of feed-forward layers.
+      max_positions: maximum sequence length in tokens.
+      rope_theta: base of the rotary frequencies.
+      rope_scaling: scaling of rotary positions for long contexts; None does not scale.
+      norm_epsilon: term added to the mean square in RMS norms.
+      tie_embeddings: uses the transposed embedding as the head.
       initializer_std: standard deviation of the initial weights.
-      dtype: what activations are computed in.
-      param_dtype: dtype of parameters that no optimizer updates, in inference and in exports; `precision.params` is the
-        dtype of trained ones.
-      remat: what the backward pass computes again; see `scan_layers`.
-      unroll: train on layers that are compiled one by one: on CPUs steps of few layers are faster, compilation slower.
-      context_keys: where `mesh.context` devices share each sequence, how they get each other's keys: "ring", one
-        device's at a time, or "gathered", all at once.
+      dtype: dtype of activations.
+      param_dtype: dtype of parameters without an optimizer, in inference and exports; `precision.params` is the dtype
+        of trained parameters.
+      remat: rematerialization policy of the backward pass; see `scan_layers`.
+      unroll: compiles every layer separately in training instead of a loop. On CPUs this makes steps of models with few
+        layers faster and compilation slower.
+      context_keys: exchange of keys between the `mesh.context` devices that share a sequence: "ring" receives one
+        device's keys at a time, "gathered" all keys together.
     """
 
     family: str
@@ -75,9 +83,9 @@ class DecoderConfig:
         self.check_heads()
 
     def check_heads(self) -> None:
-        """Raises a ConfigError where attention cannot have these sizes."""
+        """Raises a ConfigError if attention does not support these sizes."""
         if self.head_dim is None and self.embed % self.heads:
-            raise ConfigError(f"embed={self.embed} is no multiple of heads={self.heads}; give head_dim or change one.")
+            raise ConfigError(f"embed={self.embed} is no multiple of heads={self.heads}; set head_dim or change one.")
         if self.heads % self.kv_head_count:
             raise ConfigError(f"heads={self.heads} is no multiple of kv_heads={self.kv_heads}; change one of them.")
         if self.head_size % 2:
@@ -85,16 +93,16 @@ class DecoderConfig:
 
     @property
     def kv_head_count(self) -> int:
-        """Heads of keys and values."""
+        """Number of key-value heads."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def head_size(self) -> int:
-        """Features of a head."""
+        """Width of a head."""
         return self.embed // self.heads if self.head_dim is None else self.head_dim
 
     def attention(self, **fields: Any) -> Attention:
-        """Attention of this size, with other fields of `Attention` as they are given."""
+        """Returns attention of this size; `fields` sets or overrides fields of `Attention`."""
         own: dict[str, Any] = {
             "heads": self.heads,
             "kv_heads": self.kv_head_count,
@@ -107,11 +115,13 @@ class DecoderConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """h = x + attention(norm(x)); y = h + feed_forward(norm(h)).
+    """A decoder layer, h = x + attention(norm(x)); y = h + feed_forward(norm(h)).
 
     Attributes:
-      input_norms: attention and the feed-forward layer take normed values; otherwise the stream as it is.
-      output_norms: what they add is normed, too.
+      attention: specification of the layer that mixes tokens.
+      feed_forward: specification of the feed-forward layer.
+      input_norms: normalizes the inputs of attention and feed-forward layer.
+      output_norms: normalizes their outputs, before the residual sum.
     """
 
     attention: Mixer
@@ -125,13 +135,14 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
-    """What a decoder's config does not say by itself.
+    """Architecture of a decoder, as derived from its config.
 
     Attributes:
-      norm: of all layers.
-      embedding_scale: what embedded tokens are multiplied by.
-      logit_softcap: see `Head`.
-      further: layers that predict later tokens, see `FurtherLayer`; all are alike.
+      layers: specification of each layer.
+      norm: RMS norm of all layers.
+      further: identical multi-token prediction layers; see `FurtherLayer`.
+      embedding_scale: factor of embedded tokens.
+      logit_softcap: soft cap of the logits; see `Head`.
     """
 
     layers: tuple[Layer, ...]
@@ -142,7 +153,7 @@ class DecoderSpec:
 
 
 class Block(nnx.Module):
-    """What `Layer` builds. Its parameters are stacked, [repeats, ...]; it is called with the slice of one layer."""
+    """Module of a `Layer`. Its parameters are stacked, [repeats, ...]; a call uses the slice of one layer."""
 
     def __init__(self, spec: Layer, build: Build) -> None:
         self.norm = build.norm
@@ -163,7 +174,7 @@ class Block(nnx.Module):
         return self._add(x, added, self.feed_forward_output_norm), layer_cache, facts
 
     def _input(self, stream: ResidualStream, scale: Parameter | None) -> tuple[jax.Array, jax.Array]:
-        """What the next layer takes, and the stream that its output is added to."""
+        """Returns the input of the next sublayer, and the residual stream to which its output is added."""
         if scale is not None:
             return stream.normed(self.norm, scale)
         x = stream.joined().x
@@ -175,15 +186,15 @@ class Block(nnx.Module):
 
 
 class FurtherLayer(nnx.Module):
-    """Predicts the token after the one that the layer before predicts, from its hidden state and that token.
+    """Multi-token prediction layers, each of which predicts one token further ahead than the layer before.
 
         h' = norm(block([norm(e), norm(h)] P))
 
-    e is the embedding of the token that follows, h the decoder's normed hidden state or h' of the layer before; the
-    head takes h'. Parameters are stacked, [repeats, ...], as those of `Block`.
+    h is the decoder's normalized hidden state, or h' of the layer before, and e is the embedding of the token that h
+    predicts. The head is applied to h'. Parameters are stacked, [repeats, ...], like the parameters of `Block`.
 
-    Source: DeepSeek-AI, DeepSeek-V3 Technical Report, 2024 (arXiv:2412.19437), section 2.2; which of the states are
-    normed is as in transformers' `MtpModel`.
+    Source: DeepSeek-AI, DeepSeek-V3 Technical Report, 2024 (arXiv:2412.19437), section 2.2. Norms are placed as in
+    transformers' `MtpModel`.
     """
 
     def __init__(self, spec: Layer, build: Build) -> None:
@@ -206,13 +217,13 @@ class FurtherLayer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A `LanguageModel`.
+    """A decoder-only `LanguageModel`.
 
-    Layers that repeat are stacked: `blocks[group][place]` holds the layers that stand at one place of a group's period.
+    Repeating layers are stacked: `blocks[group][place]` contains all layers at one position of a group's period.
 
-    Initial values: every matrix is normal with std `initializer_std`, those that write to the residual stream with that
-    divided by sqrt(2 layers), so that its variance does not grow with depth (GPT-2, section 2.3; transformers does not
-    do that); norms start as the identity, biases at 0.
+    Initial values: matrices are normal with standard deviation `initializer_std`. Matrices that write to the residual
+    stream use `initializer_std` / sqrt(2 layers) so that its variance does not grow with depth (GPT-2, section 2.3;
+    transformers does not scale them). Norms start as the identity, and biases at 0.
     """
 
     def __init__(self, config: DecoderConfig, spec: DecoderSpec, *, key: jax.Array) -> None:
@@ -235,20 +246,28 @@ class Decoder(nnx.Module):
         segment_ids: Int[Array, "batch seq"] | None = None,
         cache: KVCache | None = None,
     ) -> Outputs:
-        """Returns the normed hidden states in `config.dtype`.
+        """Returns the normalized hidden states in `config.dtype`.
 
-        A token outside the vocabulary has an embedding of NaN, which no loss survives.
+        A token outside of the vocabulary has a NaN embedding, which makes the loss NaN.
+
+        Args:
+          tokens: token ids.
+          positions: position of each token in its document.
+          segment_ids: document of each token, 0 for padding; None if each row is one document.
+          cache: keys and values of earlier tokens, which the call extends; None computes without a cache.
 
         Raises:
-          ArgumentError: the tokens are no integers.
-          ShapeError: more tokens than `max_positions`, or segments together with a cache.
+          ArgumentError: the tokens are not integers.
+          ShapeError: there are more tokens than `max_positions`, or both segments and a cache.
         """
         self._check(tokens, segment_ids, cache)
 
-        # Defined here, as its qualified name is all that a loop's operations keep of the decoder's stack, for profiles.
+        # Defined here because profiles show only this function's qualified name, not the decoder's call stack, for
+        # operations inside the loop.
         def run(block: Block, stream: ResidualStream, rows: Rows, layer_cache: Any) -> tuple[Any, Any]:
             stream, layer_cache, said = block(stream, rows, cache, layer_cache)
-            return stream.joined() if cache is None else stream, (layer_cache, said)  # a backward pass keeps each
+            # The backward pass saves every layer's input, and the sum takes half the memory of its two terms.
+            return stream.joined() if cache is None else stream, (layer_cache, said)
 
         if cache is not None:
             return self._outputs(run, tokens, Rows(positions, None), cache)
@@ -290,29 +309,29 @@ class Decoder(nnx.Module):
         return Outputs(hidden, cache, further, _facts_of(facts))
 
     def head(self) -> Head:
-        """The head in `config.dtype`, whether tied or not."""
+        """Returns the head in `config.dtype`, tied or not."""
         weight = self.embedding[...].T if self.lm_head is None else self.lm_head[...]
-        # Gathered here, once, and not in the loop that the loss runs over chunks of rows.
+        # Gathered once here; otherwise the loss would gather it in every iteration of its loop over chunks of rows.
         weight = constrain(weight.astype(self.config.dtype), "act_embed", "act_vocab", name="head")
         return Head(weight, softcap=self.logit_softcap)
 
     def logits(self, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
-        """hidden[..., embed] -> float32 logits[..., vocab]."""
+        """Returns float32 logits[..., vocab] of hidden[..., embed]."""
         return self.head().logits(hidden)
 
     @property
     def states(self) -> list[list[LayerState]]:
-        """What the layers of each group keep of a sequence, place by place."""
+        """Specification of the cached state of each group's layers, by position in the period."""
         dtype = self.config.dtype
         return [[layer.attention.state(group.repeats, dtype) for layer in group.period] for group in self.groups]
 
     @property
     def kv_cache_positions(self) -> int:
-        """How many tokens of a sequence a cache may keep: `max_positions`, or less with some scalings."""
+        """Maximum number of cached tokens per sequence: `max_positions`, or fewer with some RoPE scalings."""
         return Rope(scaling=self.config.rope_scaling).cached_positions(self.config.max_positions)
 
     def _blocks(self, layers: int, key: jax.Array) -> list[list[Block]]:
-        """The modules of each group, place by place; each draws from a key of its own."""
+        """Returns the modules of each group, by position in the period, each initialized from its own PRNG key."""
         config, keys = self.config, iter(range(2, 2 + layers))
         std, residual_std = self._stds(layers)
 
@@ -325,7 +344,7 @@ class Decoder(nnx.Module):
         return [[build(group, layer) for layer in group.period] for group in self.groups]
 
     def _stds(self, layers: int) -> tuple[float, float]:
-        """Standard deviations of initial matrices, and of those that write to the residual stream."""
+        """Returns the initial standard deviation of matrices, and of matrices that write to the residual stream."""
         return self.config.initializer_std, self.config.initializer_std / math.sqrt(2 * layers)
 
     def _further_layers(self, spec: DecoderSpec, key: jax.Array) -> FurtherLayer:
@@ -340,7 +359,10 @@ class Decoder(nnx.Module):
     def _further(
         self, layers: FurtherLayer, hidden: jax.Array, tokens: jax.Array, rows: Rows
     ) -> tuple[tuple[jax.Array, ...], Facts]:
-        """What predicts later tokens, nearest first; a row's last states, which no token follows, mean nothing."""
+        """Returns the hidden states of the multi-token prediction layers, nearest token first, and the layers' facts.
+
+        The last states of a row are meaningless because no token follows them.
+        """
         depth = layers.project.kernel.shape[0]
         embedded = jnp.stack([self._embedded(jnp.roll(tokens, -shift, axis=1)) for shift in range(1, depth + 1)])
 
@@ -358,7 +380,7 @@ class Decoder(nnx.Module):
 
     def _check(self, tokens: jax.Array, segment_ids: jax.Array | None, cache: KVCache | None) -> None:
         if not jnp.issubdtype(tokens.dtype, jnp.integer):
-            raise ArgumentError(f"The tokens are {tokens.dtype}; expected integers, the places of the vocabulary.")
+            raise ArgumentError(f"The tokens are {tokens.dtype}; expected integer token ids.")
         if tokens.shape[1] > self.config.max_positions:
             raise ShapeError(
                 f"The sequence is {tokens.shape[1]} tokens; the model has max_positions={self.config.max_positions}. "
@@ -369,7 +391,7 @@ class Decoder(nnx.Module):
 
 
 def _facts_of(groups: Sequence[Sequence[Facts]]) -> Facts:
-    """Joins what the layers said, in the order of layers; scalars, [repeats] of each place, become their mean."""
+    """Concatenates the layers' facts, grouped by layer group. Scalar facts, [repeats] per position, are averaged."""
     joined: dict[str, list[jax.Array]] = {}
     for group in groups:
         for name in dict.fromkeys(name for said in group for name in said):

@@ -1,7 +1,7 @@
-"""DeepSeek-V3: latent attention; experts in groups with shared ones beside them; the first layers are dense.
+"""DeepSeek-V3: latent attention, grouped and shared experts, and dense first layers.
 
-It computes what transformers' `DeepseekV3ForCausalLM` does, and in training what its `MtpModel` does: layers behind the
-others that predict later tokens.
+Outputs match transformers' `DeepseekV3ForCausalLM`. Training adds multi-token prediction layers that match its
+`MtpModel`.
 
 Source: DeepSeek-AI, DeepSeek-V3 Technical Report, 2024 (arXiv:2412.19437).
 """
@@ -29,14 +29,26 @@ __all__ = ["FAMILY", "DeepseekV3Config"]
 
 @config
 class DeepseekV3Config(ExpertsConfig):
-    """The size and the numerics of a DeepSeek-V3; see `ExpertsConfig`, and `LatentAttention` and `Router` for theirs.
+    """Size and numerics of a DeepSeek-V3; inherits the fields of `ExpertsConfig`.
 
     Attributes:
-      mlp: width of the feed-forward layers that are no mixtures, the first `dense_layers`.
-      expert_mlp: width of an expert.
-      shared_experts: so many experts that every token goes to.
-      rope_interleaved: neighbours rotate together, rather than halves.
-      further_layers: so many layers behind the others, each of which predicts one token more (`FurtherLayer`).
+      family: selects this family.
+      mlp: hidden width of the dense feed-forward layers.
+      query_rank: width of the query latent; None projects queries directly from the residual stream.
+      kv_rank: width of the key-value latent.
+      nope_dim: width of the part of query and key heads without rotary positions.
+      rope_dim: width of the part of query and key heads with rotary positions.
+      value_dim: width of value heads.
+      rope_interleaved: rotates adjacent features as pairs, instead of features half of `rope_dim` apart.
+      dense_layers: number of first layers with dense feed-forward layers.
+      expert_mlp: hidden width of an expert.
+      shared_experts: number of shared experts, which are applied to every token.
+      expert_groups: number of groups that the experts are divided into.
+      kept_groups: number of groups from which a token's experts are chosen.
+      normalized: normalizes the weights of a token's experts to a sum of 1.
+      expert_scale: factor of the experts' weights.
+      bias_rate: change of the experts' selection biases per step, which balances their load; see `Router`.
+      further_layers: number of multi-token prediction layers; see `FurtherLayer`.
     """
 
     family: Literal["deepseek_v3"] = "deepseek_v3"
@@ -57,11 +69,11 @@ class DeepseekV3Config(ExpertsConfig):
     further_layers: NonNegativeInt = 0
 
     def check_heads(self) -> None:
-        """Raises a ConfigError where attention cannot have these sizes."""
+        """Raises a ConfigError if attention does not support these sizes."""
         if self.head_dim is not None or self.kv_heads not in (None, self.heads):
             raise ConfigError(
-                f"kv_heads={self.kv_heads} and head_dim={self.head_dim}: all heads of latent attention unfold keys of "
-                "their own, of nope_dim + rope_dim features. Leave both out."
+                f"kv_heads={self.kv_heads} and head_dim={self.head_dim}: every head of latent attention has its own "
+                "keys, of nope_dim + rope_dim features. Remove both settings."
             )
         if self.rope_dim % 2:
             raise ConfigError(f"rope_dim={self.rope_dim} is odd; rotary positions turn pairs of features.")
@@ -83,7 +95,7 @@ class DeepseekV3Config(ExpertsConfig):
 
 
 def spec(config: DeepseekV3Config) -> DecoderSpec:
-    """Layers with equal attention, the first of them dense."""
+    """Returns the architecture, with the same attention in all layers and dense first layers."""
     attention = LatentAttention(
         heads=config.heads,
         query_rank=config.query_rank,
@@ -118,7 +130,7 @@ def spec(config: DeepseekV3Config) -> DecoderSpec:
 
 
 def _scale(config: DeepseekV3Config) -> float:
-    """YaRN's factor on the scores, which it has besides that on cosine and sine."""
+    """Returns the scale of attention scores, with YaRN's factor. YaRN also scales cosine and sine, in `ops.rope`."""
     scale = (config.nope_dim + config.rope_dim) ** -0.5
     match config.rope_scaling:
         case ops.YarnScaling(factor=factor, mscale_all_dim=mscale) if mscale and factor > 1:
@@ -129,7 +141,7 @@ def _scale(config: DeepseekV3Config) -> float:
 def _read(reader: Reader) -> dict[str, Any]:
     nope_dim, rope_dim = reader.get("qk_nope_head_dim", default=128), reader.get("qk_rope_head_dim", default=64)
     reader.expect("qk_head_dim", nope_dim + rope_dim)
-    reader.get("head_dim", "num_key_value_heads")  # transformers writes that of what rotates, others that of all
+    reader.get("head_dim", "num_key_value_heads")  # ignored: head_dim is rope_dim or nope_dim + rope_dim
     return {**read_rope(reader), "nope_dim": nope_dim, "rope_dim": rope_dim, "kv_heads": None, "head_dim": None}
 
 

@@ -1,4 +1,4 @@
-"""A family of decoders: its config, its layers, and what they are called in Hugging Face checkpoints."""
+"""Decoder families: config, layers and Hugging Face tensor names."""
 
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,13 +23,17 @@ class DecoderFamily:
     """A `ConvertibleFamily` of decoders.
 
     Attributes:
-      spec: from a config to its layers.
-      names: what parameters are called, where most families call them otherwise.
-      further_prefix: of the names of layers that predict later tokens; None numbers them on behind the others.
+      name: name of the family.
+      config_class: config class of the family.
+      config_map: mapping between the config and `config.json`.
+      spec: function from a config to its architecture.
+      names: tensor names that differ from the default names.
+      further_prefix: prefix of the tensor names of multi-token prediction layers; None numbers them after the other
+        layers.
       redundant: see `redundant_tensors`.
-      published_in: architectures of larger models whose language model is of this family; see `IsPart`.
-      sizes: names of published models, for lists.
-      tested: what the project's tests compare of it; they choose by this what they run.
+      published_in: architectures of larger models whose language model belongs to this family; see `IsPart`.
+      sizes: names of published models, for listings.
+      tested: aspects covered by the project's tests, which select their cases by it.
     """
 
     name: str
@@ -47,7 +51,7 @@ class DecoderFamily:
         return Decoder(config, self.spec(config), key=key)
 
     def weight_rules(self, config: DecoderConfig) -> tuple[WeightRule, ...]:
-        """One rule a parameter, in the order in which a checkpoint is read and written."""
+        """Returns one rule per parameter, in the order in which a checkpoint is read and written."""
         groups = groups_of(self.spec(config).layers)
         model = nnx.eval_shape(lambda: self.build(config, key=jax.random.key(0)))
         paths: list[Any] = [path for path, _ in nnx.to_flat_state(nnx.state(model))]
@@ -63,17 +67,17 @@ class DecoderFamily:
         return weight_rule(path, range(first, first + len(spec.further)), self.names, **prefix)
 
     def redundant_tensors(self, config: DecoderConfig) -> Mapping[str, str | None]:
-        """Tensors that a checkpoint may hold besides: the one that each repeats, or None if nothing reads it.
+        """Returns optional tensors of a checkpoint, each with the tensor that it repeats, or None if it is unused.
 
-        "{layer}" stands for any layer.
+        "{layer}" in a name stands for any layer.
         """
         tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_embeddings else {}
         return {**tied, **self.redundant, "model.layers.{layer}.self_attn.rotary_emb.inv_freq": None}
 
     def fitting(self, config: Any, tensors: Container[str]) -> Any:
-        """The config without layers that predict later tokens, if a checkpoint has not one of their tensors.
+        """Returns the config, without multi-token prediction layers if the checkpoint has none of their tensors.
 
-        transformers leaves them out when it saves, but keeps their number in config.json.
+        transformers omits these layers when it saves a model, but keeps their number in config.json.
         """
         if not self.spec(config).further:
             return config

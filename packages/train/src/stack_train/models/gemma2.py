@@ -1,6 +1,6 @@
-"""Gemma 2: every other layer sees a window; norms around every layer; soft caps on attention's scores and the logits.
+"""Gemma 2: sliding windows in every second layer, norms before and after each layer, soft caps on scores and logits.
 
-It computes what transformers' `Gemma2ForCausalLM` does.
+Outputs match transformers' `Gemma2ForCausalLM`.
 
 Source: Gemma Team, Gemma 2, 2024 (arXiv:2408.00118).
 """
@@ -22,12 +22,14 @@ __all__ = ["FAMILY", "Gemma2Config"]
 
 @config
 class Gemma2Config(DecoderConfig):
-    """The size and the numerics of a Gemma 2; see `DecoderConfig`.
+    """Size and numerics of a Gemma 2; inherits the fields of `DecoderConfig`.
 
     Attributes:
-      window: tokens that each token sees in the first layer and every other one, itself included.
-      query_scalar: attention is scaled by its inverse root.
-      attention_softcap, logit_softcap: soft caps of attention's scores and of the logits.
+      family: selects this family.
+      window: size of the attention window in tokens, the query included, in the first layer and every second one after.
+      query_scalar: attention scores are scaled by query_scalar ** -0.5.
+      attention_softcap: soft cap of the attention scores; None has no cap.
+      logit_softcap: soft cap of the logits; None has no cap.
     """
 
     family: Literal["gemma2"] = "gemma2"
@@ -76,7 +78,7 @@ FAMILY = DecoderFamily(
             Setting("logit_softcap", ("final_logit_softcapping",), 30.0),
         ),
         fixed={"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False},
-        silent=("hidden_act",),  # an older name of the activation, which transformers does not read
+        silent=("hidden_act",),  # older name of the activation, which transformers ignores
         read_others=_read,
         write_others=_write,
     ),

@@ -1,6 +1,6 @@
-"""Gemma 3: five layers of six see a window; norms around every layer; queries and keys are normed head by head.
+"""Gemma 3: sliding windows in five of six layers, norms before and after each layer, per-head query and key norms.
 
-It computes what transformers' `Gemma3ForCausalLM` does.
+Outputs match transformers' `Gemma3ForCausalLM`.
 
 Source: Gemma Team, Gemma 3 Technical Report, 2025 (arXiv:2503.19786).
 """
@@ -25,14 +25,17 @@ _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
 @config
 class Gemma3Config(DecoderConfig):
-    """The size and the numerics of a Gemma 3 text model; see `DecoderConfig`.
+    """Size and numerics of a Gemma 3 text model; inherits the fields of `DecoderConfig`.
 
     Attributes:
-      period: one layer in so many sees all tokens, and rotates by `rope_theta` and `rope_scaling`.
-      window: tokens that each token sees in the other layers, itself included.
-      local_theta: what these rotate by.
-      query_scalar: attention is scaled by its inverse root.
-      attention_softcap, logit_softcap: soft caps of attention's scores and of the logits.
+      family: selects this family.
+      period: interval of global layers; layer i (from 0) is global if (i + 1) % period == 0. Global layers attend to
+        all tokens and use `rope_theta` and `rope_scaling`.
+      window: size of the attention window of local layers in tokens, the query included.
+      local_theta: base of the rotary frequencies in local layers.
+      query_scalar: attention scores are scaled by query_scalar ** -0.5.
+      attention_softcap: soft cap of the attention scores; None has no cap.
+      logit_softcap: soft cap of the logits; None has no cap.
     """
 
     family: Literal["gemma3"] = "gemma3"
@@ -77,7 +80,7 @@ def _read(reader: Reader) -> dict[str, Any]:
 
 
 def _write(config: Gemma3Config) -> dict[str, Any]:
-    """`sliding_window_pattern` is transformers 4's; 5 reads `layer_types`."""
+    """Returns the keys of both versions: transformers 4 reads `sliding_window_pattern`, 5 reads `layer_types`."""
     return {
         **write_rope(config),
         "sliding_window_pattern": config.period,
@@ -91,7 +94,7 @@ GEMMA_NAMES: Names = {
     "feed_forward_norm": "pre_feedforward_layernorm.weight",
     "feed_forward_output_norm": "post_feedforward_layernorm.weight",
 }
-"""What the norms of layers are called that have four."""
+"""Tensor names of the norms in layers with four norms."""
 
 GEMMA_SETTINGS = (
     Setting("embed", ("hidden_size",), 2304),
@@ -104,7 +107,7 @@ GEMMA_SETTINGS = (
     Setting("window", ("sliding_window",), 4096),
     Setting("query_scalar", ("query_pre_attn_scalar",), 256),
 )
-"""What Gemma 2 and 3 call the same in `config.json`, with one default."""
+"""Settings with the same name and default in the `config.json` of Gemma 2 and 3."""
 
 FAMILY = DecoderFamily(
     name="gemma3",

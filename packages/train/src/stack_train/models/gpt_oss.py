@@ -1,7 +1,7 @@
-"""gpt-oss: heads with sinks, every other layer sees a window, and experts with biases whose activations are clamped.
+"""gpt-oss: attention sinks, sliding windows in every second layer, and experts with biases and clamped activations.
 
-It computes what transformers' `GptOssForCausalLM` does. The published MXFP4 weights are read as the bfloat16 numbers
-that they stand for.
+Outputs match transformers' `GptOssForCausalLM`. The published MXFP4 weights are dequantized to bfloat16 when they are
+read.
 
 Source: OpenAI, gpt-oss-120b & gpt-oss-20b Model Card, 2025 (arXiv:2508.10925).
 """
@@ -24,12 +24,14 @@ __all__ = ["FAMILY", "GptOssConfig"]
 
 @config
 class GptOssConfig(ExpertsConfig):
-    """The size and the numerics of a gpt-oss; see `ExpertsConfig`.
+    """Size and numerics of a gpt-oss; inherits the fields of `ExpertsConfig`.
 
     Attributes:
-      mlp: width of an expert.
-      window: tokens that each token sees in the first layer and every other one, itself included.
-      expert_limit: see `ops.gated_linear_unit`.
+      family: selects this family.
+      mlp: hidden width of an expert.
+      window: size of the attention window in tokens, the query included, in the first layer and every second one after.
+      expert_limit: limit at which the experts' activations are clamped; see `ops.gated_linear_unit`.
+      attention_bias: adds biases to the projections of attention.
     """
 
     family: Literal["gpt_oss"] = "gpt_oss"
@@ -41,7 +43,7 @@ class GptOssConfig(ExpertsConfig):
 
 
 def spec(config: GptOssConfig) -> DecoderSpec:
-    """Layers that differ in what they see."""
+    """Returns the architecture, with sliding windows in every second layer."""
     bias = config.attention_bias
     experts = Experts(
         router=Router(experts=config.experts, active=config.active_experts),
@@ -64,7 +66,7 @@ def spec(config: GptOssConfig) -> DecoderSpec:
 
 def _read(reader: Reader) -> dict[str, Any]:
     reader.expect_layers(alternating(reader.get("num_hidden_layers", default=36)))
-    reader.expect("experts_per_token", reader.get("num_experts_per_tok", default=4))  # published beside it
+    reader.expect("experts_per_token", reader.get("num_experts_per_tok", default=4))  # published as a duplicate
     return read_rope(reader, theta=150_000.0)
 
 
@@ -97,7 +99,7 @@ FAMILY = DecoderFamily(
             Setting("attention_bias", ("attention_bias",), True),
         ),
         fixed={"hidden_act": "silu", "swiglu_alpha": 1.702},
-        silent=("initial_context_length",),  # rope_scaling's original_max_position_embeddings once more
+        silent=("initial_context_length",),  # repeats rope_scaling's original_max_position_embeddings
         read_others=_read,
         write_others=_write,
     ),

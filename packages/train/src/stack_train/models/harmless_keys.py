@@ -1,7 +1,7 @@
-"""Keys of a published `config.json` that do not change what the model computes: they pass, for every family.
+"""Keys of published `config.json` files that do not change what the model computes, ignored for every family.
 
-A key belongs here if no forward pass depends on its value, whatever it is. A key that repeats another, or that is
-harmless at one value only, belongs to its family (`ConfigMap.silent`, `ConfigMap.fixed`).
+A key belongs here if no forward pass depends on its value. A key that repeats another key, or is harmless only at one
+value, belongs to its family (`ConfigMap.silent`, `ConfigMap.fixed`).
 """
 
 __all__ = ["HARMLESS_KEYS"]
@@ -23,7 +23,7 @@ _TEXT = """
     bos_token_id decoder_start_token_id eos_token_id id2label label2id pad_token_id prefix problem_type sep_token_id
     task_specific_params tokenizer_class
 """
-# transformers 4 wrote the settings of generation beside those of the model; `generation_config.json` has them now.
+# transformers 4 wrote generation settings to `config.json`; they are in `generation_config.json` now.
 _GENERATION = """
     bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
     exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length max_new_tokens

@@ -1,6 +1,6 @@
-"""Llama: a dense decoder with RMS norms, rotary positions, grouped-query attention and a gated feed-forward layer.
+"""Llama: a dense decoder with RMS norms, rotary positions, grouped-query attention and gated feed-forward layers.
 
-It computes what transformers' `LlamaForCausalLM` does.
+Outputs match transformers' `LlamaForCausalLM`.
 
 Source: Touvron et al., LLaMA, 2023 (arXiv:2302.13971); grouped queries and scaled rotary positions as in Llama 3, 2024
 (arXiv:2407.21783).
@@ -22,7 +22,13 @@ __all__ = ["FAMILY", "LlamaConfig"]
 
 @config
 class LlamaConfig(DecoderConfig):
-    """The size and the numerics of a Llama; see `DecoderConfig`."""
+    """Size and numerics of a Llama; inherits the fields of `DecoderConfig`.
+
+    Attributes:
+      family: selects this family.
+      attention_bias: adds biases to the projections of attention.
+      mlp_bias: adds biases to the projections of feed-forward layers.
+    """
 
     family: Literal["llama"] = "llama"
     norm_epsilon: PositiveFloat = 1e-5
@@ -31,7 +37,7 @@ class LlamaConfig(DecoderConfig):
 
 
 def spec(config: LlamaConfig) -> DecoderSpec:
-    """Layers that are all alike."""
+    """Returns the architecture, with identical layers."""
     layer = Layer(
         attention=config.attention(bias=config.attention_bias, output_bias=config.attention_bias),
         feed_forward=Gated(width=config.mlp, bias=config.mlp_bias),

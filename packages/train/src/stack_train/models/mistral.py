@@ -1,6 +1,6 @@
-"""Mistral: Llama whose layers may all see a window of the sequence.
+"""Mistral: a Llama with optional sliding-window attention in all layers.
 
-It computes what transformers' `MistralForCausalLM` does.
+Outputs match transformers' `MistralForCausalLM`.
 
 Source: Jiang et al., Mistral 7B, 2023 (arXiv:2310.06825).
 """
@@ -21,10 +21,11 @@ __all__ = ["FAMILY", "MistralConfig"]
 
 @config
 class MistralConfig(DecoderConfig):
-    """The size and the numerics of a Mistral; see `DecoderConfig`.
+    """Size and numerics of a Mistral; inherits the fields of `DecoderConfig`.
 
     Attributes:
-      window: tokens that each token sees, itself included; None sees all.
+      family: selects this family.
+      window: size of the attention window in tokens, the query included; None attends to all tokens.
     """
 
     family: Literal["mistral"] = "mistral"

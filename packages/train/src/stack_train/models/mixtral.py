@@ -1,6 +1,6 @@
-"""Mixtral: Mistral whose feed-forward layers are mixtures of experts.
+"""Mixtral: a Mistral whose feed-forward layers are mixtures of experts.
 
-It computes what transformers' `MixtralForCausalLM` does.
+Outputs match transformers' `MixtralForCausalLM`.
 
 Source: Jiang et al., Mixtral of Experts, 2024 (arXiv:2401.04088).
 """
@@ -23,12 +23,13 @@ __all__ = ["FAMILY", "ExpertsConfig", "MixtralConfig"]
 
 @config
 class ExpertsConfig(DecoderConfig):
-    """A decoder with mixtures of experts; see `DecoderConfig`.
+    """Settings of a decoder with mixtures of experts; inherits the fields of `DecoderConfig`.
 
     Attributes:
-      experts: how many each mixture has.
-      active_experts: how many each token goes to.
-      expert_buffer: see `Experts.buffer`.
+      experts: number of experts per mixture.
+      active_experts: number of experts per token.
+      expert_buffer: capacity of each device's receive buffer relative to the rows it sends; see `Experts.buffer`. None
+        drops no tokens.
     """
 
     experts: PositiveInt = 8
@@ -45,11 +46,12 @@ class ExpertsConfig(DecoderConfig):
 
 @config
 class MixtralConfig(ExpertsConfig):
-    """The size and the numerics of a Mixtral; see `ExpertsConfig`.
+    """Size and numerics of a Mixtral; inherits the fields of `ExpertsConfig`.
 
     Attributes:
-      mlp: width of an expert.
-      window: tokens that each token sees, itself included; None sees all.
+      family: selects this family.
+      mlp: hidden width of an expert.
+      window: size of the attention window in tokens, the query included; None attends to all tokens.
     """
 
     family: Literal["mixtral"] = "mixtral"
@@ -57,7 +59,7 @@ class MixtralConfig(ExpertsConfig):
 
 
 def spec(config: MixtralConfig) -> DecoderSpec:
-    """Layers that are all alike."""
+    """Returns the architecture, with identical layers."""
     experts = Experts(
         router=Router(experts=config.experts, active=config.active_experts),
         width=config.mlp,

@@ -1,6 +1,6 @@
-"""OLMo 2: what attention and feed-forward layers add is normed, not what they take; queries and keys are normed whole.
+"""OLMo 2: norms after attention and feed-forward layers instead of before, and query and key norms over all heads.
 
-It computes what transformers' `Olmo2ForCausalLM` does.
+Outputs match transformers' `Olmo2ForCausalLM`.
 
 Source: OLMo Team, 2 OLMo 2 Furious, 2025 (arXiv:2501.00656).
 """
@@ -21,7 +21,12 @@ __all__ = ["FAMILY", "Olmo2Config"]
 
 @config
 class Olmo2Config(DecoderConfig):
-    """The size and the numerics of an OLMo 2; see `DecoderConfig`."""
+    """Size and numerics of an OLMo 2; inherits the fields of `DecoderConfig`.
+
+    Attributes:
+      family: selects this family.
+      attention_bias: adds biases to the projections of attention.
+    """
 
     family: Literal["olmo2"] = "olmo2"
     norm_epsilon: PositiveFloat = 1e-5
@@ -29,7 +34,7 @@ class Olmo2Config(DecoderConfig):
 
 
 def spec(config: Olmo2Config) -> DecoderSpec:
-    """Layers that are all alike."""
+    """Returns the architecture, with identical layers."""
     bias = config.attention_bias
     layer = Layer(
         attention=config.attention(whole_norms=True, bias=bias, output_bias=bias),

@@ -1,6 +1,6 @@
-"""Qwen2 and Qwen2.5: Llama with biases of queries, keys and values; later layers may see a window.
+"""Qwen2 and Qwen2.5: a Llama with query, key and value biases, and optional sliding windows in later layers.
 
-It computes what transformers' `Qwen2ForCausalLM` does.
+Outputs match transformers' `Qwen2ForCausalLM`.
 
 Source: Qwen Team, Qwen2.5 Technical Report, 2024 (arXiv:2412.15115).
 """
@@ -21,23 +21,28 @@ __all__ = ["FAMILY", "Qwen2Config", "WindowedConfig", "read_windows", "write_win
 
 @config
 class WindowedConfig(DecoderConfig):
-    """A decoder whose later layers may see a window; see `DecoderConfig`.
+    """Settings of a decoder with optional sliding windows in later layers; inherits the fields of `DecoderConfig`.
 
     Attributes:
-      window: tokens that each token sees in these layers, itself included; None sees all in every layer.
-      full_layers: so many layers, the first, see all tokens.
+      window: size of the attention window in tokens, the query included; None attends to all tokens in every layer.
+      full_layers: number of first layers that attend to all tokens.
     """
 
     window: PositiveInt | None = None
     full_layers: NonNegativeInt = 0
 
     def window_of(self, layer: int) -> int | None:
+        """Returns the window of a layer, or None if it attends to all tokens."""
         return None if layer < self.full_layers else self.window
 
 
 @config
 class Qwen2Config(WindowedConfig):
-    """The size and the numerics of a Qwen2; see `WindowedConfig`."""
+    """Size and numerics of a Qwen2; inherits the fields of `WindowedConfig`.
+
+    Attributes:
+      family: selects this family.
+    """
 
     family: Literal["qwen2"] = "qwen2"
 
@@ -51,7 +56,7 @@ def spec(config: Qwen2Config) -> DecoderSpec:
 
 
 def read_windows(reader: Reader) -> dict[str, Any]:
-    """Reads the rope and which layers see a window."""
+    """Reads the rotary positions and the windows of layers."""
     window, full_layers = reader.get("sliding_window"), reader.get("max_window_layers", default=28)
     window = window if reader.get("use_sliding_window") else None
     layers = reader.get("num_hidden_layers")
@@ -61,7 +66,7 @@ def read_windows(reader: Reader) -> dict[str, Any]:
 
 
 def write_windows(config: WindowedConfig) -> dict[str, Any]:
-    """Returns the keys that `read_windows` reads."""
+    """Returns the keys read by `read_windows`."""
     return {
         **write_rope(config),
         "use_sliding_window": config.window is not None,

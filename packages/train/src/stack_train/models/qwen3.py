@@ -1,6 +1,6 @@
-"""Qwen3: Llama whose queries and keys are normed head by head; later layers may see a window.
+"""Qwen3: a Llama with per-head norms of queries and keys, and optional sliding windows in later layers.
 
-It computes what transformers' `Qwen3ForCausalLM` does.
+Outputs match transformers' `Qwen3ForCausalLM`.
 
 Source: Qwen Team, Qwen3 Technical Report, 2025 (arXiv:2505.09388).
 """
@@ -20,7 +20,12 @@ __all__ = ["FAMILY", "Qwen3Config"]
 
 @config
 class Qwen3Config(WindowedConfig):
-    """The size and the numerics of a Qwen3; see `WindowedConfig`."""
+    """Size and numerics of a Qwen3; inherits the fields of `WindowedConfig`.
+
+    Attributes:
+      family: selects this family.
+      attention_bias: adds biases to the projections of attention.
+    """
 
     family: Literal["qwen3"] = "qwen3"
     attention_bias: bool = False

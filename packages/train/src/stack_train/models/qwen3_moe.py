@@ -1,6 +1,6 @@
-"""Qwen3-MoE: Qwen3 whose feed-forward layers, all or some of them, are mixtures of experts.
+"""Qwen3-MoE: a Qwen3 in which some or all feed-forward layers are mixtures of experts.
 
-It computes what transformers' `Qwen3MoeForCausalLM` does.
+Outputs match transformers' `Qwen3MoeForCausalLM`.
 
 Source: Qwen Team, Qwen3 Technical Report, 2025 (arXiv:2505.09388).
 """
@@ -23,14 +23,14 @@ __all__ = ["FAMILY", "QWEN_EXPERTS", "Qwen3MoeConfig", "SparseConfig"]
 
 @config
 class SparseConfig(ExpertsConfig):
-    """A decoder of whose layers some are mixtures of experts; see `ExpertsConfig`.
+    """Settings of a decoder with mixtures of experts in some layers; inherits the fields of `ExpertsConfig`.
 
     Attributes:
-      mlp: width of the feed-forward layers that are no mixtures.
-      expert_mlp: width of an expert.
-      sparse_step: one layer in so many is a mixture.
-      dense_layers: those that are none nevertheless.
-      normalized: the weights of a token's experts add up to 1.
+      mlp: hidden width of dense feed-forward layers.
+      expert_mlp: hidden width of an expert.
+      sparse_step: interval of layers with mixtures; layer i (from 0) has one if (i + 1) % sparse_step == 0.
+      dense_layers: indices of layers, from 0, that are dense regardless of `sparse_step`.
+      normalized: normalizes the weights of a token's experts to a sum of 1.
     """
 
     expert_mlp: PositiveInt = 768
@@ -39,7 +39,7 @@ class SparseConfig(ExpertsConfig):
     normalized: bool = True
 
     def feed_forward(self, layer: int, **fields: Any) -> TokenLayer:
-        """The mixture of one layer, with other fields of `Experts` as they are given; or its gated layer."""
+        """Returns the mixture of a layer, with extra fields of `Experts`, or its dense layer."""
         if layer in self.dense_layers or (layer + 1) % self.sparse_step:
             return Gated(width=self.mlp)
         router = Router(experts=self.experts, active=self.active_experts, normalized=self.normalized)
@@ -48,10 +48,12 @@ class SparseConfig(ExpertsConfig):
 
 @config
 class Qwen3MoeConfig(SparseConfig):
-    """The size and the numerics of a Qwen3-MoE; see `SparseConfig`.
+    """Size and numerics of a Qwen3-MoE; inherits the fields of `SparseConfig`.
 
     Attributes:
-      window: tokens that each token sees, itself included; None sees all.
+      family: selects this family.
+      attention_bias: adds biases to the projections of attention.
+      window: size of the attention window in tokens, the query included; None attends to all tokens.
     """
 
     family: Literal["qwen3_moe"] = "qwen3_moe"
@@ -60,7 +62,7 @@ class Qwen3MoeConfig(SparseConfig):
 
 
 def spec(config: Qwen3MoeConfig) -> DecoderSpec:
-    """Layers with equal attention."""
+    """Returns the architecture, with the same attention in all layers."""
     bias = config.attention_bias
     attention = config.attention(head_norms=True, bias=bias, output_bias=bias, window=config.window)
     layers = [Layer(attention=attention, feed_forward=config.feed_forward(n)) for n in range(config.layers)]
@@ -68,7 +70,7 @@ def spec(config: Qwen3MoeConfig) -> DecoderSpec:
 
 
 def _read(reader: Reader) -> dict[str, Any]:
-    reader.get("max_window_layers")  # transformers has one window for all layers
+    reader.get("max_window_layers")  # ignored: transformers uses one window for all layers
     window = reader.get("sliding_window")
     return {**read_rope(reader), "window": window if reader.get("use_sliding_window") else None}
 

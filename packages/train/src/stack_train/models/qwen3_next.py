@@ -1,7 +1,7 @@
-"""Qwen3-Next: three layers of four attend by the gated delta rule, the others with gated outputs; experts in all.
+"""Qwen3-Next: gated delta rule in three of four layers, gated attention in the others, and experts in all layers.
 
-It computes what transformers' `Qwen3NextForCausalLM` does, and in training a layer behind the others that predicts the
-token after the next.
+Outputs match transformers' `Qwen3NextForCausalLM`. Training adds a multi-token prediction layer for the token after the
+next one.
 
 Source: Qwen Team, Qwen3-Next, 2025.
 """
@@ -26,13 +26,20 @@ _LINEAR, _FULL = "linear_attention", "full_attention"
 
 @config
 class Qwen3NextConfig(SparseConfig):
-    """The size and the numerics of a Qwen3-Next; see `SparseConfig`, and `DeltaAttention` for its sizes.
+    """Size and numerics of a Qwen3-Next; inherits the fields of `SparseConfig`.
 
     Attributes:
-      period: one layer in so many attends to all tokens, the others by the delta rule.
-      rotary_share: the share of a head's features that rotates.
-      shared_mlp: width of the gated layer that every token goes through besides its experts.
-      further_layers: 1 for a layer behind the others that predicts one token more (`FurtherLayer`), or 0.
+      family: selects this family.
+      period: interval of layers with full attention; layer i (from 0) has it if (i + 1) % period == 0. All remaining
+        layers use the gated delta rule.
+      rotary_share: fraction of a head's features with rotary positions.
+      key_heads: number of query and key heads of the delta rule.
+      value_heads: number of value heads of the delta rule.
+      key_dim: width of the delta rule's query and key heads.
+      value_dim: width of the delta rule's value heads.
+      kernel: size of the delta rule's causal convolution in tokens.
+      shared_mlp: hidden width of the shared expert, which is applied to every token; 0 has no shared expert.
+      further_layers: number of multi-token prediction layers (`FurtherLayer`), 0 or 1.
     """
 
     family: Literal["qwen3_next"] = "qwen3_next"
@@ -48,7 +55,7 @@ class Qwen3NextConfig(SparseConfig):
 
 
 def spec(config: Qwen3NextConfig) -> DecoderSpec:
-    """One layer of each period attends to all tokens."""
+    """Returns the architecture, with full attention in one layer of each period."""
     linear = DeltaAttention(
         key_heads=config.key_heads,
         value_heads=config.value_heads,

@@ -1,4 +1,4 @@
-"""How a model's config and its Hugging Face `config.json` say the same, in the spellings of transformers 4 and 5."""
+"""Conversion between model configs and Hugging Face `config.json` files of transformers 4 and 5."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -21,10 +21,10 @@ _SCALINGS = {
 
 
 class Reader:
-    """A `config.json` that knows which of its keys were read, so that none is passed over in silence.
+    """A `config.json` that tracks which keys were read, to prevent silently ignored keys.
 
     Attributes:
-      problems: what the model cannot do, "key=value" with what it can.
+      problems: unsupported settings, as "key=value" with the supported value.
     """
 
     def __init__(self, mapping: Mapping[str, Any]) -> None:
@@ -33,37 +33,41 @@ class Reader:
         self._unread = set(mapping) - HARMLESS_KEYS
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """The value under the first of several spellings that is there and not null; `default` where none is there."""
+        """Returns the first non-null value among several spellings of a key.
+
+        Returns None if all present spellings are null, and `default` if no spelling is present.
+        """
         self._unread -= set(names)
         found = [self._mapping[name] for name in names if name in self._mapping]
         return next((value for value in found if value is not None), None if found else default)
 
     def expect(self, name: str, value: Any) -> None:
-        """Reads a key of which the model can do one value only."""
+        """Reads a key for which the model supports only one value."""
         given = self._mapping.get(name, value)
         self._unread.discard(name)
         if given != value:
             self.problems.append(f"{name}={given!r}, not {value!r}")
 
     def expect_layers(self, kinds: Sequence[str]) -> None:
-        """Reads `layer_types`, if they are there, of which the model can do those of its other settings only."""
+        """Reads `layer_types`, if present, which must match the kinds derived from the other settings."""
         given = self.get("layer_types")
         if given is not None and given != list(kinds):
             self.problems.append(f"layer_types={given!r}, not {list(kinds)!r}")
 
     def unread(self) -> list[str]:
-        """Returns the keys that were not read, as "key=value", but for null, false, 0 and empty ones."""
+        """Returns the unread keys as "key=value", except for null, false, 0 and empty values."""
         return [f"{name}={value!r}" for name, value in self._mapping.items() if name in self._unread and value]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting under its name in our config and its names in `config.json`.
+    """A setting with the same value in our config and in `config.json`.
 
     Attributes:
-      names: all spellings; the first is written.
-      default: what transformers takes where `config.json` leaves it out.
-      resolved: the property of our config that has the value where the field may be None.
+      ours: name of the field in our config.
+      names: all spellings in `config.json`; the first is written.
+      default: value that transformers assumes if the key is missing.
+      resolved: property of our config with the effective value, for fields that may be None.
     """
 
     ours: str
@@ -73,8 +77,7 @@ class Setting:
 
 
 _IGNORE = (
-    "A key that does not change what the model computes can be left out of what is read: stack convert hf:DIR RUN "
-    "--ignore KEY, and use RUN."
+    "To ignore a key that does not change what the model computes: stack convert hf:DIR RUN --ignore KEY, and use RUN."
 )
 
 COMMON = (
@@ -90,23 +93,24 @@ COMMON = (
     Setting("tie_embeddings", ("tie_word_embeddings",), False),
     Setting("initializer_std", ("initializer_range",), 0.02),
 )
-"""What all decoders have; a family's own settings with the same name go before them."""
+"""Settings of all decoders; a family's settings of the same name override them."""
 
 
 def alternating(layers: int) -> list[str]:
-    """The `layer_types` of a decoder whose first layer and every other one see a window."""
+    """Returns the `layer_types` of a decoder with a sliding window in the first layer and every second one after it."""
     return ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
 
 
 def read_rope(
     reader: Reader, *, theta: float = 10_000.0, kind: str | None = None, partial: bool = False
 ) -> dict[str, Any]:
-    """Reads `rope_theta` and `rope_scaling`, from transformers 5's `rope_parameters` or the keys that it replaced.
+    """Reads `rope_theta` and `rope_scaling`, from transformers 5's `rope_parameters` or the keys of transformers 4.
 
     Args:
-      theta: transformers' default.
-      partial: the caller reads `partial_rotary_factor`, which otherwise has to be 1.
-      kind: of layer; its entry of `rope_parameters` is read where that has one for each kind.
+      reader: the `config.json`.
+      theta: default of transformers for `rope_theta`.
+      kind: kind of layer whose entry is read if `rope_parameters` has one per kind.
+      partial: the caller handles `partial_rotary_factor`, which must be 1 otherwise.
     """
     nested = reader.get("rope_parameters") or {}
     rope = {**(reader.get("rope_scaling") or {}), **nested.get(kind, nested)}
@@ -142,7 +146,7 @@ def _scaling(rope_type: str, rope: dict[str, Any], positions: int | None) -> Any
 
 
 def write_rope(config: Any) -> dict[str, Any]:
-    """Returns the keys of transformers 4, which 5 reads too; a scaling's defaults are left out, as both have them."""
+    """Returns the keys of transformers 4, which transformers 5 also reads, without fields that have default values."""
     scaling = config.rope_scaling
     if scaling is None:
         return {"rope_theta": config.rope_theta, "rope_scaling": None}
@@ -152,21 +156,22 @@ def write_rope(config: Any) -> dict[str, Any]:
         raise ConversionError(
             "Dynamic rope scaling starts from max_position_embeddings="
             f"{scaling.max_position_embeddings}, but max_positions is {config.max_positions}; "
-            "a Hugging Face config.json has one number for both. Make them equal."
+            "a Hugging Face config.json has one value for both. Make them equal."
         )
     return {"rope_theta": config.rope_theta, "rope_scaling": mapping}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigMap:
-    """The settings of one architecture.
+    """Mapping between our config and the `config.json` of one architecture.
 
     Attributes:
-      architecture: the name in `architectures`.
-      settings: those that our config and `config.json` have one for one, besides `COMMON`.
-      fixed: keys of which the model can do one value only.
-      silent: keys that do not change what the model computes, besides `HARMLESS_KEYS`.
-      read_others, write_others: the settings that take more than a name.
+      architecture: name in `architectures`.
+      model_type: value of `model_type`.
+      settings: settings that correspond one to one, in addition to `COMMON`.
+      fixed: keys for which the model supports only one value.
+      silent: keys that do not change what the model computes, in addition to `HARMLESS_KEYS`.
+      read_others, write_others: conversion of the settings that do not correspond one to one.
     """
 
     architecture: str
@@ -178,10 +183,10 @@ class ConfigMap:
     write_others: Callable[[Any], dict[str, Any]] = write_rope
 
     def read(self, mapping: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the fields of our config that a `config.json` gives.
+        """Converts a `config.json` to fields of our config.
 
         Raises:
-          ConversionError: it asks for what the model cannot do; names each key and value.
+          ConversionError: the model does not support a setting, or a key is unknown; the message lists them.
         """
         reader = Reader(mapping)
         reader.get(*self.silent)
@@ -201,7 +206,7 @@ class ConfigMap:
         return found
 
     def write(self, config: Any) -> dict[str, Any]:
-        """Returns the `config.json` of a config, in the form that transformers 4 and 5 both read."""
+        """Returns the `config.json` of a config, in a form that both transformers 4 and 5 read."""
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,

@@ -1,4 +1,4 @@
-"""How a model's parameters and its Hugging Face tensors correspond. Nothing is computed, so both ways are exact."""
+"""Mapping between a model's parameters and Hugging Face tensors. It only moves data, so both directions are exact."""
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,12 @@ __all__ = ["Names", "Stored", "WeightRule", "joined_tensors", "shared_tensors", 
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """A tensor of which a parameter is a part, laid out as the parameter is; see `WeightRule`."""
+    """A tensor that contains a parameter as a part, without transposition.
+
+    Attributes:
+      name: name of the tensor within a layer.
+      part, part_axis, interleaved: see `WeightRule`.
+    """
 
     name: str
     part: tuple[int, int] = (0, 1)
@@ -22,11 +27,11 @@ class Stored:
 
 
 Names = Mapping[str, "str | Stored"]
-"""What the parameters of a layer are called: the path of one in a layer -> its tensor's name in a layer's tensors.
+"""Tensor names by parameter path, both relative to a layer.
 
-Of a linear layer, path and name lack the end: "attention/query" -> "self_attn.q_proj", whose kernel is ".weight".
-"{expert}" in a name stands for the index into the parameter's [experts, ...] axis. What a `FurtherLayer` has besides
-its block is called "further/" and so on; a name that begins with "/" is the tensor's whole name.
+Linear layers omit the last part: "attention/query" -> "self_attn.q_proj", whose kernel is ".weight". "{expert}" in a
+name stands for the index into the parameter's [experts, ...] axis. Paths of the parameters of a `FurtherLayer` outside
+of its block start with "further/". A name that starts with "/" is a full tensor name.
 """
 
 _LAYER = "model.layers.{layer}."
@@ -52,23 +57,23 @@ _LAYER_NAMES: Names = {
     "feed_forward/expert_up": "mlp.experts.{expert}.up_proj.weight",
     "feed_forward/expert_down": "mlp.experts.{expert}.down_proj.weight",
 }
-"""What most families call them."""
+"""Tensor names of most families."""
 
 
 @dataclass(frozen=True)
 class WeightRule:
-    """Where one parameter lies in a Hugging Face checkpoint.
+    """The location of one parameter in a Hugging Face checkpoint.
 
     Attributes:
-      parameter: its path, such as "blocks/0/0/attention/query/kernel".
-      tensor: the tensor's name; "{layer}" and "{expert}" in it stand for indices into the parameter's leading axes,
+      parameter: path of the parameter, such as "blocks/0/0/attention/query/kernel".
+      tensor: name of the tensor, in which "{layer}" and "{expert}" stand for indices into the parameter's leading axes,
         [layers, experts, ...].
-      layers: the model's layer that each index of the first axis stands for.
-      transposed: the tensor has the last two axes the other way round; torch keeps linear weights as [d_out, d_in].
-      part: (i, n): the parameter is the ith of n equal parts of one of the tensor's axes. (0, 1) is all of it.
-      part_axis: which axis of the tensor that is.
-      interleaved: it is each nth entry from the ith on, rather than entries that lie together.
-      fused: where checkpoints of another form have it, which are read and not written.
+      layers: layer of the model for each index of the parameter's first axis; empty if it is not stacked.
+      transposed: True if the last two axes are swapped in the tensor; torch stores linear weights as [d_out, d_in].
+      part: (i, n) if the parameter is the i-th of n equal parts of the tensor; (0, 1) is the complete tensor.
+      part_axis: axis of the tensor along which it is divided into parts.
+      interleaved: True if the parameter is every n-th entry from the i-th on, instead of a contiguous slice.
+      fused: location in checkpoints of another layout, which is read but never written.
     """
 
     parameter: str
@@ -81,11 +86,11 @@ class WeightRule:
     fused: "WeightRule | None" = None
 
     def stored_in(self, tensors: Container[str]) -> "WeightRule":
-        """The rule in the form of a checkpoint that has these tensors."""
+        """Returns the rule for the layout of a checkpoint that has these tensors."""
         return self.fused if self.fused is not None and self.fused._first in tensors else self
 
     def tensor_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """The tensors, in order, that a parameter of `shape` is made of."""
+        """Returns names and shapes of the tensors that contain a parameter of `shape`, in order."""
         names = self._names(shape)
         tensor_shape = shape[names.ndim :]
         if self.transposed:
@@ -96,7 +101,7 @@ class WeightRule:
         return dict.fromkeys(names.flat, tuple(sizes))
 
     def part_of(self, tensor: np.ndarray) -> np.ndarray:
-        """A view of the part of a tensor that is the parameter's, like an entry of `tensors`."""
+        """Returns a view of the parameter's part of a tensor, in the layout of an entry of `tensors`."""
         index, count = self.part
         if count == 1:
             return tensor
@@ -105,7 +110,7 @@ class WeightRule:
         return tensor[(..., wanted, *[slice(None)] * (-1 - self.part_axis))]
 
     def tensors(self, parameter: Shaped[np.ndarray, "..."] | jax.Array) -> dict[str, np.ndarray]:
-        """Views of what a parameter is made of, by the tensors' names."""
+        """Returns views of a parameter by tensor name."""
         array = np.asarray(parameter)
         names = self._names(array.shape)
         array = array.swapaxes(-1, -2) if self.transposed else array
@@ -116,7 +121,7 @@ class WeightRule:
         return self.tensor.format(layer=next(iter(self.layers), 0), expert=0)
 
     def _names(self, shape: tuple[int, ...]) -> np.ndarray:
-        """The names in the parameter's leading axes, of which a name without indices has none."""
+        """Returns the tensor names as an array over the parameter's leading axes; 0-d if the name has no indices."""
         layers = self.layers
         experts = range(shape[1]) if "{expert}" in self.tensor else ()
         sizes = tuple(len(indices) for indices in (layers, experts) if indices)
@@ -125,7 +130,7 @@ class WeightRule:
 
 
 def shared_tensors(rules: Sequence[WeightRule]) -> list[list[WeightRule]]:
-    """The rules, in groups whose parameters are parts of the same tensors."""
+    """Groups rules whose parameters are parts of the same tensors."""
     groups: dict[tuple[str, tuple[int, ...]], list[WeightRule]] = {}
     for rule in rules:
         groups.setdefault((rule.tensor, tuple(rule.layers)), []).append(rule)
@@ -133,7 +138,7 @@ def shared_tensors(rules: Sequence[WeightRule]) -> list[list[WeightRule]]:
 
 
 def joined_tensors(rules: Sequence[WeightRule], parameters: Sequence[Any]) -> dict[str, np.ndarray]:
-    """The tensors that parameters make up, by name; `rules` are one group of `shared_tensors`."""
+    """Assembles parameters into tensors, by name; `rules` is one group of `shared_tensors`."""
     if rules[0].part[1] == 1:
         return rules[0].tensors(parameters[0])
     shapes = rules[0].tensor_shapes(parameters[0].shape)
@@ -150,17 +155,17 @@ _FUSED: Mapping[str, tuple[str, tuple[int, int]]] = {
     "feed_forward/expert_up": (_EXPERTS + "gate_up_proj", (1, 2)),
     "feed_forward/expert_down": (_EXPERTS + "down_proj", (0, 1)),
 }
-"""What transformers 5 calls the experts of a layer, and their parts, where it keeps them in one tensor."""
+"""Tensor name and part of the experts' parameters in transformers 5, which fuses all experts of a layer."""
 
 
 def weight_rule(path: Sequence[str | int], layers: Sequence[int], names: Names, *, prefix: str = _LAYER) -> WeightRule:
     """Returns the rule of one parameter of a `Decoder`.
 
     Args:
-      path: of the parameter.
-      layers: the model's layers that it is stacked of; none outside of layers.
-      names: the family's own, which go before those of most families.
-      prefix: of the names of a layer's tensors.
+      path: path of the parameter.
+      layers: layers of the model that are stacked in the parameter; empty for parameters outside of layers.
+      names: tensor names of the family, which override the default names.
+      prefix: prefix of a layer's tensor names.
     """
     parameter = "/".join(map(str, path))
     if not layers:
@@ -183,12 +188,12 @@ def weight_rule(path: Sequence[str | int], layers: Sequence[int], names: Names, 
 
 
 def _place(path: Sequence[str | int]) -> str:
-    """The path in a layer: behind blocks, group and place of the period, or behind further and its block."""
+    """Returns a parameter's path within its layer, without "blocks/GROUP/PLACE/" or "further/block/"."""
     steps = path[3:] if path[0] == "blocks" else path[2 if path[1] == "block" else 1 :]
     inside = path[0] == "blocks" or path[1] == "block"
     return "/".join(map(str, steps)) if inside else "further/" + "/".join(map(str, steps))
 
 
 def _full(prefix: str, name: str) -> str:
-    """A tensor's name; one that begins with "/" has no prefix."""
+    """Returns the full name of a tensor; the prefix is omitted if `name` starts with "/"."""
     return name[1:] if name.startswith("/") else prefix + name

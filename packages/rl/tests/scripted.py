@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from stack_core.abi.engines import Engine
 from stack_core.abi.generation import GenerationRequest, GenerationUpdate, TokenLogprob
 
 __all__ = ["END", "Letters", "Policy", "ScriptedEngine"]
@@ -14,7 +15,7 @@ __all__ = ["END", "Letters", "Policy", "ScriptedEngine"]
 END = 0
 
 
-class ScriptedEngine:
+class ScriptedEngine(Engine):
     """An `Engine` whose continuation of a prompt is `answer(prompt)`, cut to the request's limit; all logprobs are -1.
 
     Attributes:
@@ -25,8 +26,6 @@ class ScriptedEngine:
         self.requests: list[GenerationRequest] = []
         self._answer = answer
         self._version = 0
-
-    def warm_up(self) -> None: ...
 
     def start(self) -> None: ...
 

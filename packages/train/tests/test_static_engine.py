@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
-from stack_core.abi.engines import Engine, ExpectsRequests
+from stack_core.abi.engines import Engine
 from stack_core.abi.errors import ConversionError, EngineStopped, GenerationError
 from stack_core.abi.generation import GenerationRequest, SamplingParams
 from stack_train.generate import TokenGenerator
@@ -174,7 +174,6 @@ def test_receivers_are_served_and_every_request_ends_once(checkpoint):
 
 def test_an_engine_that_expects_few_continuations_has_few_rows_and_one_program(checkpoint, monkeypatch):
     engine, rows = StaticEngine(checkpoint), []
-    assert isinstance(engine, ExpectsRequests)
     engine.expect(5)
     engine.start()
     generate = engine._generate

@@ -3,17 +3,15 @@
 import time
 from dataclasses import fields
 
+from stack_core.abi.engines import Engine
 from stack_core.abi.errors import GenerationError
 from stack_core.abi.generation import EngineStats, GenerationUpdate, RequestTimes, SamplingParams
 
 
-class Lookup:
+class Lookup(Engine):
     def __init__(self, checkpoint, config=None):
         self._checkpoint = checkpoint
         self._streams, self._counts = {}, {"prompt_tokens": 0, "generated_tokens": 0}
-
-    def warm_up(self):
-        pass
 
     def start(self):
         pass

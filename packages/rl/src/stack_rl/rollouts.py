@@ -13,7 +13,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from stack_core.abi.config import Selected, changed_fields, config, to_mapping
 from stack_core.abi.data import Batch, Shapes
 from stack_core.abi.digest import tree_digest
-from stack_core.abi.engines import Engine, ExpectsRequests, KeepsMissing
+from stack_core.abi.engines import Engine
 from stack_core.abi.errors import ConfigError, DataError
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.mesh import MeshConfig
@@ -208,8 +208,7 @@ class RolloutBatches(PolicyBatches):
             self._reference = Reference(settings.reference, policy)
         placed: Any = policy if settings.engine_mesh is None else PlacedModel(policy, settings.engine_mesh)
         self._engine = registries.engines[settings.engine](placed)
-        if isinstance(self._engine, ExpectsRequests):
-            self._engine.expect(settings.batch_size)
+        self._engine.expect(settings.batch_size)
         self._engine.start()
         playing = {
             "seq_tokens": settings.seq_tokens,
@@ -230,7 +229,7 @@ class RolloutBatches(PolicyBatches):
     @property
     def takes_trained(self) -> bool:
         """Whether the engine accepts only the trained parameters, such as an adapter, and keeps its base."""
-        return isinstance(self._engine, KeepsMissing)
+        return self._engine is not None and self._engine.keeps_missing
 
     def update_weights(self, params: Any, version: int, score: Callable[[Any, Batch], Mapping[str, Any]]) -> None:
         """Sends the weights to the engine, for the next batch or, with `max_staleness`, for requests in flight."""

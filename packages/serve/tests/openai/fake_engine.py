@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from stack_core.abi.engines import Engine
 from stack_core.abi.errors import EngineBusy, EngineStopped, GenerationError
 from stack_core.abi.generation import EngineStats, GenerationRequest, GenerationUpdate, RequestTimes, TokenLogprob
 from stack_core.text.detokenize import IncrementalDetokenizer, StopTexts
@@ -95,7 +96,7 @@ class _Continuation:
     generated: int = 0
 
 
-class FakeEngine:
+class FakeEngine(Engine):
     """Generates a token of every continuation in each step.
 
     Attributes:

@@ -16,6 +16,7 @@ from pydantic import PositiveInt
 from stack_core.abi.caches import CacheStorage
 from stack_core.abi.config import config
 from stack_core.abi.data import Tokenizer
+from stack_core.abi.engines import Engine
 from stack_core.abi.errors import ConversionError, EngineStopped, GenerationError
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.generation import (
@@ -70,7 +71,7 @@ class _Continuation:
     limit: int
 
 
-class StaticEngine:
+class StaticEngine(Engine):
     """An `Engine` for small models: a batch runs until its last row has ended, and only then the next begins.
 
     Prompts and caches are padded to powers of two, so that there are few programs: one for each pair of sizes. It has
@@ -86,7 +87,6 @@ class StaticEngine:
     """
 
     keeps_missing = True
-    """See `KeepsMissing`."""
 
     def __init__(self, checkpoint: GenerativeCheckpoint, config: StaticEngineConfig | None = None) -> None:
         self._checkpoint, self._config = checkpoint, StaticEngineConfig() if config is None else config
@@ -105,7 +105,7 @@ class StaticEngine:
         self._running = 0
 
     def expect(self, continuations: int) -> None:
-        """See `ExpectsRequests`. The size then stays as it is, so that a smaller batch compiles nothing."""
+        """Sets the rows of all batches, so that a smaller batch compiles nothing; see `Engine.expect`."""
         self._rows = min(self._config.rows, 1 << (continuations - 1).bit_length())
 
     def warm_up(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["Adapters", "AdaptsModels", "LowRankFactors", "ReadsAdapters", "ServesAdapters"]
+__all__ = ["Adapters", "AdaptsModels", "LowRankFactors", "ReadsAdapters"]
 
 
 @dataclass(frozen=True)
@@ -67,31 +67,5 @@ class ReadsAdapters(Protocol):
 
         Raises:
           StackError: there are no adapters, or they belong to another model; names the digests or tensors that differ.
-        """
-        ...
-
-
-@runtime_checkable
-class ServesAdapters(Protocol):
-    """An `Engine` whose requests may each select an adapter."""
-
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        """The names that requests may select."""
-        ...
-
-    def load_adapter(self, name: str, adapters: str | Adapters) -> None:
-        """Loads an adapter from its address or factors. It replaces an adapter of the same name for later requests.
-
-        Raises:
-          StackError: the adapter cannot be read, belongs to another model, or is of an unsupported kind.
-        """
-        ...
-
-    def unload_adapter(self, name: str) -> None:
-        """Removes an adapter; requests already submitted with it finish normally.
-
-        Raises:
-          GenerationError: no adapter has this name.
         """
         ...

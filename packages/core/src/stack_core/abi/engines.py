@@ -2,34 +2,48 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from stack_core.abi.generation import EngineStats, GenerationRequest, GenerationUpdate
 
-__all__ = ["Engine", "ExpectsRequests", "KeepsMissing"]
+__all__ = ["Engine"]
 
 
-@runtime_checkable
-class Engine(Protocol):
+class Engine(ABC):
     """An engine that continues many prompts concurrently, constructed from a `GenerativeCheckpoint`.
 
     Its methods may be called from any thread.
+
+    Attributes:
+      keeps_missing: whether `update_weights` accepts a subset of the parameters, a nested mapping such as an adapter's,
+        and keeps the rest.
     """
 
-    def warm_up(self) -> None:
-        """Compiles all programs that requests may need; call it before `start`, or not at all."""
-        ...
+    keeps_missing: bool = False
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of adapters that requests may select."""
+        return ()
+
+    def expect(self, continuations: int) -> None:  # noqa: B027  optional
+        """Sets the expected number of concurrent continuations, which may size batches; call it before `start`."""
+
+    def warm_up(self) -> None:  # noqa: B027  optional
+        """Compiles all programs that requests may need; call it before `start`, or not at all."""
+
+    @abstractmethod
     def start(self) -> None:
         """Starts processing requests, including those submitted earlier."""
-        ...
 
+    @abstractmethod
     def close(self, *, drain_s: float = 0.0) -> None:
         """Waits up to `drain_s` seconds for requests to finish, aborts the remaining ones, and stops permanently."""
-        ...
 
+    @abstractmethod
     def submit(self, request: GenerationRequest, receive: Callable[[GenerationUpdate], None] | None = None) -> None:
         """Queues a request.
 
@@ -41,16 +55,16 @@ class Engine(Protocol):
           GenerationError: the model cannot serve the request; names the parameter, its value and the allowed values.
           EngineBusy: the queue is full.
         """
-        ...
 
+    @abstractmethod
     def stream(self, request_id: str) -> Iterator[GenerationUpdate]:
         """Yields the updates of a request submitted without `receive` until all continuations have finished."""
-        ...
 
+    @abstractmethod
     def abort(self, request_id: str) -> None:
         """Aborts a request before its next step; has no effect on a finished request."""
-        ...
 
+    @abstractmethod
     def update_weights(
         self,
         params: Any,
@@ -78,31 +92,7 @@ class Engine(Protocol):
           ConversionError: another structure, other shapes, or deleted arrays; names each parameter.
           EngineStopped: the engine was closed or failed.
         """
-        ...
 
-    def stats(self) -> EngineStats: ...
-
-
-@runtime_checkable
-class KeepsMissing(Protocol):
-    """An engine whose `update_weights` accepts a subset of the parameters and keeps the rest.
-
-    The subset is a nested mapping, for instance of an adapter's parameters.
-
-    Attributes:
-      keeps_missing: True.
-    """
-
-    keeps_missing: bool
-
-
-@runtime_checkable
-class ExpectsRequests(Protocol):
-    """An engine that sizes its batches by the expected number of continuations."""
-
-    def expect(self, continuations: int) -> None:
-        """Sets the maximum number of concurrent continuations; call it before `start`.
-
-        The engine serves more continuations too, but not all of them concurrently.
-        """
-        ...
+    @abstractmethod
+    def stats(self) -> EngineStats:
+        """Returns counts and rates of the engine."""

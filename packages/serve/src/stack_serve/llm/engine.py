@@ -15,6 +15,7 @@ import jax
 
 from stack_core import ops
 from stack_core.abi.adapters import Adapters
+from stack_core.abi.engines import Engine
 from stack_core.abi.errors import EngineBusy, EngineStopped, GenerationError, nearest
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.generation import EngineStats, GenerationRequest, GenerationUpdate
@@ -34,7 +35,7 @@ _LOG = logging.getLogger(__name__)
 _RETRY_AFTER_S = 1.0
 
 
-class LLMEngine:
+class LLMEngine(Engine):
     """An `Engine` of one model.
 
     From `start` to `close` a thread of its own runs the steps, and another makes texts and hands out updates; what is
@@ -42,7 +43,6 @@ class LLMEngine:
 
     Attributes:
       limits: sizes of what it serves.
-      keeps_missing: see `KeepsMissing`.
 
     Args:
       progress: receives what `warm_up` has compiled, how many programs are done, and how many there are.

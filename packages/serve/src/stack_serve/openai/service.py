@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-from stack_core.abi.adapters import ServesAdapters
 from stack_core.abi.engines import Engine
 from stack_core.abi.errors import ConfigError, GenerationError
 from stack_core.abi.formats import GenerativeCheckpoint
@@ -88,7 +87,7 @@ class Service:
     def adapters(self) -> tuple[str, ...]:
         """The names of adapters, which clients give as that of the model."""
         engine = None if self._backend is None else self._backend.engine
-        return self._adapters if engine is None or not isinstance(engine, ServesAdapters) else engine.adapters
+        return self._adapters if engine is None else engine.adapters
 
     def cut_short(self) -> None:
         """Ends what is running; clients are told that the server did so."""

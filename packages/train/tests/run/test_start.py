@@ -120,7 +120,7 @@ def test_a_torn_file_of_a_killed_run_is_named_and_written_anew(folder, name):
 
 
 def test_a_key_is_allowed_only_where_there_is_something_to_differ_from(folder):
-    with pytest.raises(ConfigError, match=r"--allow data\.source has nothing to differ from.*or run\.init_from"):
+    with pytest.raises(ConfigError, match=r"--allow data\.source has no effect.*or run\.init_from"):
         build(parse(RunConfig, mapping(folder, "alone")), allow=["data.source"])
 
 

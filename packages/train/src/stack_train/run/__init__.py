@@ -1,1 +1,1 @@
-"""A training run: its config, what it is made of, its loop, and its step compiled for hardware that is not there."""
+"""Training runs: config, trainer, training loop, and ahead-of-time compilation of the step for other hardware."""

@@ -1,4 +1,4 @@
-"""Checks of a run's config before anything is built: that its sections agree, and that its start fits it."""
+"""Config checks that run before anything is built: consistent sections, and a starting point that fits the model."""
 
 import warnings
 from pathlib import Path
@@ -26,11 +26,11 @@ def check_run(config: RunConfig) -> None:
 
 
 def check_start(config: RunConfig, allow: tuple[str, ...] = ()) -> None:
-    """Checks that a run can start from `run.init_from`; warns if only the model there is transformed.
+    """Checks that a run can start from `run.init_from`; warns if the source has transforms that the run lacks.
 
     Raises:
-      ConfigError: adapters have no base; or the start is neither a run nor a checkpoint, or has another model,
-        tokenizer, or recipe of transforms.
+      ConfigError: adapters have no base model; or the source is neither a run nor a checkpoint, or has a different
+        model, tokenizer or recipe of transforms.
     """
     if config.run.adapters_from is not None and transform_of(config).adapting is None:
         raise ConfigError(
@@ -60,10 +60,10 @@ def check_start(config: RunConfig, allow: tuple[str, ...] = ()) -> None:
 
 
 def _check_base(config: RunConfig) -> None:
-    """Raises a ConfigError if a run that starts from nothing trains adapters alone."""
+    """Raises a ConfigError if a randomly initialized run trains only adapters."""
     members = zip(transform_names(config), transform_of(config).members, strict=True)
     if names := [name for name, member in members if isinstance(member, AdaptsModels)]:
         raise ConfigError(
-            f"Section {names[0]} trains adapters beside a frozen model, and this run's model would stay random: "
+            f"Section {names[0]} trains adapters of a frozen model, and this run's model would stay random: "
             "run.init_from is not set. Set it to a run or hf:DIR, or leave the section out to train all parameters."
         )

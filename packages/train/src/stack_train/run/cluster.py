@@ -1,4 +1,4 @@
-"""A run over the hosts of a cluster: what each worker does, and the driver that watches them."""
+"""Training on the hosts of a cluster: the entry point of each worker, and the driver that supervises them."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -27,13 +27,14 @@ _PRELOAD = ("stack_train.run.cluster", "orbax.checkpoint", "stack_core.ops")
 def train_on_cluster(
     config: RunConfig, *, resume: bool = False, allow: Sequence[str] = (), terminal: bool = False
 ) -> RunSummary:
-    """Trains on `config.cluster.hosts` hosts, through failures of workers and hosts; otherwise as `train`.
+    """Trains on `config.cluster.hosts` hosts and recovers from failures of workers and hosts; otherwise as `train`.
 
-    A run whose driver was killed is attached to, while its agents hold it (`cluster.orphan_s`).
+    If the driver of the run was killed, the new driver attaches to its agents, which keep the run alive for
+    `cluster.orphan_s` seconds.
 
     Raises:
-      RunGivenUp: it fails again and again.
-      StackError: the config, the data, the directory, a checkpoint or a host does not fit.
+      RunGivenUp: the run keeps failing.
+      StackError: the config, the data, the directory, a checkpoint or a host is not usable.
     """
     arguments = {"config": to_mapping(config), "resume": resume, "allow": list(allow)}
     job = Job("stack_train.run.cluster:worker", arguments, _PRELOAD)
@@ -44,7 +45,7 @@ def train_on_cluster(
 
 
 def worker(config: dict[str, Any], resume: bool, allow: list[str]) -> dict[str, Any]:
-    """Trains as one rank of a formation; those after the first go on where there is something to go on with."""
+    """Trains as one rank of a formation. Every formation after the first resumes the run if it has started."""
     member = current_worker()
     assert member is not None, "an agent forked this process"
     _keep_small_programs()
@@ -60,7 +61,7 @@ def worker(config: dict[str, Any], resume: bool, allow: list[str]) -> dict[str, 
 
 
 def _keep_small_programs() -> None:
-    """Keeps every compiled program: a formation compiles what the one before it did."""
+    """Caches every compiled program on disk, since each formation compiles the programs of the formation before."""
     import jax
 
     keep_compiled()

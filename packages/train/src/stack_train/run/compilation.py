@@ -1,4 +1,4 @@
-"""The train step of a run, compiled for hardware that need not be there: does it fit, and how fast would it be?"""
+"""Ahead-of-time compilation of a run's train step for a target: its memory, FLOPs, collectives and roofline."""
 
 import dataclasses
 import time
@@ -26,20 +26,24 @@ __all__ = ["StepReport", "compile_step"]
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What a train step takes on a target.
+    """Cost of a train step on a target.
 
     Attributes:
+      target: name of the target, such as "v5p:2x2x1".
       platform: "tpu" or "gpu".
-      devices: of the target.
-      mesh: the mesh axes that span more than one of them.
-      model_flops: what the model needs, on all devices.
-      memory_bytes: of a device; None is "not known".
-      refusal: why the compiler gave up for lack of memory; None if it did not.
-      cost: of one device; None after a refusal.
-      mfu: upper bound: the model's FLOPs over what the devices can do in the time of the roofline.
-      lint: what it does with parameters; None after a refusal, or on one device.
+      devices: number of devices of the target.
+      mesh: sizes of the mesh axes that span more than one device.
+      parameters: number of parameters, frozen ones included.
+      work: unit and amount of the work of a step, such as ("tokens", 4096).
+      model_flops: FLOPs that the model needs per step, over all devices.
+      memory_bytes: memory of a device; None if unknown.
+      refusal: the compiler's out-of-memory message; None if the step compiled.
+      cost: cost per device; None if the step did not compile.
+      mfu: upper bound of the MFU: the model's FLOPs over the peak FLOPs of the devices in the roofline's time.
+      lint: lint of the collectives on parameters; None if the step did not compile, or on one device.
       trace_s: seconds to trace and lower the step.
-      compiler_cpu_s: seconds of all CPU cores that the compiler took.
+      compile_s: wall-clock seconds to compile the step.
+      compiler_cpu_s: CPU seconds of the compiler, over all cores.
     """
 
     target: str
@@ -60,13 +64,13 @@ class StepReport:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the step's memory fits that of a device; None is "not known"."""
+        """Whether the step fits the memory of a device; None if unknown."""
         if self.cost is None:
             return False
         return None if self.memory_bytes is None else self.cost.memory.total_bytes <= self.memory_bytes
 
     def as_mapping(self) -> dict[str, Any]:
-        """Plain values for JSON; of collectives, the sums by kind."""
+        """Converts the report to plain values for JSON; collectives are summed by kind."""
         plain = {name: getattr(self, name) for name in _PLAIN}
         plain |= {f"{self.work[0]}_per_step": self.work[1], "fits": self.fits, "model_flops": self.model_flops.total}
         cost = self.cost
@@ -87,7 +91,7 @@ class StepReport:
         }
 
     def collectives_by_kind(self) -> dict[str, dict[str, int | float]]:
-        """Per kind, sums over a step of one device: executions, bytes of the arrays, bytes that it sends."""
+        """Sums the collectives of one device over a step, by kind: executions, array bytes and bytes sent."""
         sums: dict[str, dict[str, int | float]] = {}
         for found in self.cost.collectives if self.cost else ():
             sum_ = sums.setdefault(found.kind, {"count": 0, "array_bytes": 0, "sent_bytes": 0})
@@ -113,7 +117,7 @@ _PLAIN = (
 
 
 def compile_step(config: RunConfig, target: Target) -> StepReport:
-    """Compiles the step that `stack train` would run for a config, for a target; only shapes exist, no arrays.
+    """Compiles the train step of a config for a target, from shapes; no arrays are allocated.
 
     Raises:
       HardwareError: the target's compiler is missing.
@@ -151,7 +155,7 @@ def compile_step(config: RunConfig, target: Target) -> StepReport:
 
 
 def _lint(config: RunConfig, trainer: Trainer, cost: ProgramCost) -> ProgramLint:
-    """Reads the step's collectives for the parameters that are trained."""
+    """Lints the step's collectives on the trained parameters."""
     shapes = flatten_mapping(trainer.abstract_params)
     shardings, axes = flatten_mapping(trainer.state_shardings.params), flatten_mapping(trainer.logical_axes)
     parameters = [
@@ -170,7 +174,7 @@ def _lint(config: RunConfig, trainer: Trainer, cost: ProgramCost) -> ProgramLint
 
 
 def _compiled(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled | None, str | None]:
-    """The program, or why the compiler found that it cannot fit; TPUs' compiler does not make one that does not."""
+    """Returns the compiled program, or the compiler's out-of-memory message. The TPU compiler rejects such programs."""
     try:
         return lowered.compile(), None
     except jax.errors.JaxRuntimeError as error:
@@ -181,6 +185,6 @@ def _compiled(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled | None, 
 
 
 def _mfu(ideal_s: float | None, cost: ProgramCost | None) -> float | None:
-    """At most 1, also where kernels hide so much of the work that the rest would take less than the model needs."""
+    """Bounds the MFU, at most 1, since custom kernels may hide FLOPs and make the roofline faster than the ideal."""
     step_s = None if cost is None else cost.roofline.step_s
     return ideal_s / max(step_s, ideal_s) if ideal_s and step_s else None

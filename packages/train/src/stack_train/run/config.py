@@ -24,13 +24,14 @@ __all__ = ["PipelineConfig", "RunConfig", "RunSettings", "run_config"]
 
 @config
 class PipelineConfig:
-    """How the stages of `mesh.stage` share a batch.
+    """Pipeline parallelism: the schedule of the stages of `mesh.stage`. Ignored if there is one stage.
 
     Attributes:
-      schedule: see `stack_train.nn.schedules.schedule`. "1f1b" keeps the inputs of at most 2 x stages
-        microbatches on a stage, "gpipe" those of all; "interleaved" cuts the layers of a stage into `chunks` pieces.
-      microbatches: parts of each batch that follow each other through the stages; the more, the less stages wait.
-      chunks: pieces of layers on each stage: 1, or more for "interleaved".
+      schedule: pipeline schedule, see `stack_train.nn.schedules.schedule`. "1f1b" stores the inputs of at most
+        2 x stages microbatches on a stage, "gpipe" the inputs of all microbatches; "interleaved" cuts the layers of
+        a stage into `chunks` pieces.
+      microbatches: number of microbatches per batch. More microbatches mean a smaller pipeline bubble.
+      chunks: number of pieces that the layers of a stage are cut into; must be 1 unless `schedule` is "interleaved".
     """
 
     schedule: ScheduleName = "1f1b"
@@ -40,15 +41,19 @@ class PipelineConfig:
 
 @config
 class RunSettings:
-    """How long a model is trained, and from what it starts.
+    """Length and starting point of a training run.
 
     Attributes:
-      steps: optimizer updates of the whole run.
-      accumulation_steps: microbatches that each batch is cut into; their gradients are summed before the update.
-      evaluate_every_steps: 0 evaluates after the last step only.
-      init_from: the run directory whose newest weights this run starts from, or hf:DIR, a Hugging Face checkpoint.
-      pipeline: how stages share a batch, where `mesh.stage` is more than 1.
-      adapters_from: a run or a PEFT directory (`peft:DIR`) whose adapters those of this run start as.
+      steps: total number of optimizer updates.
+      accumulation_steps: number of microbatches per batch, whose gradients are accumulated before the update. It must
+        divide the batch size; 1 computes the gradients of a batch in one pass.
+      evaluate_every_steps: number of steps between evaluations; 0 evaluates only after the last step.
+      seed: seed of the initial parameters, the order of the data and the random numbers of each step.
+      init_from: run directory whose newest weights this run starts from, or hf:DIR for a Hugging Face checkpoint.
+        None initializes the parameters randomly.
+      adapters_from: run or PEFT directory (`peft:DIR`) with the initial adapters. None creates new adapters if a
+        section of the config adds any.
+      pipeline: pipeline schedule, used if `mesh.stage` is more than 1.
     """
 
     steps: PositiveInt = 1000
@@ -62,10 +67,21 @@ class RunSettings:
 
 @config
 class RunConfig:
-    """A whole run; `output` is the directory that it owns.
+    """Config of a training run.
 
     Attributes:
-      sections: what installed packages add to a run, such as `profile:`.
+      output: directory of the run, which no other run may use.
+      model: model config; `family` selects a registered model family.
+      data: training and validation data; `kind` selects a registered kind of batches. Text by default.
+      objective: training objective, selected by `name`; next-token prediction by default.
+      optimizer: optimizer and learning-rate schedule, selected by `name`; AdamW by default.
+      precision: dtype of the trained parameters; float32 by default.
+      run: length and starting point of the run.
+      checkpoint: interval and retention of checkpoints.
+      mesh: sizes of the mesh axes, and sharding rules.
+      processes: JAX processes that train together; a single process by default.
+      cluster: hosts that train together under a driver; by default training runs in the current process.
+      sections: configs of installed packages by section name, such as `profile` or `lora`.
     """
 
     output: LocalPath
@@ -83,11 +99,11 @@ class RunConfig:
 
 
 def run_config(run: Path) -> RunConfig:
-    """Reads the resolved config of the run in a directory.
+    """Reads the resolved config of a run.
 
     Raises:
-      RunDirectoryError: there is no run.
-      ConfigError: its config does not fit what is installed.
+      RunDirectoryError: the directory holds no run.
+      ConfigError: the config does not match the installed packages.
     """
     directory = RunDirectory(run)
     return parse(RunConfig, parse_yaml(directory.config_yaml(), str(directory.config)))

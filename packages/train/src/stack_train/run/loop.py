@@ -1,4 +1,4 @@
-"""The training loop: steps, evaluation, checkpoints and stop requests, each told to observers as an event."""
+"""The training loop: steps, evaluation, checkpoints and stop requests, each reported to observers as an event."""
 
 import math
 import signal
@@ -37,13 +37,19 @@ _RECENT_STEPS = 100
 
 @dataclass(frozen=True)
 class RunSummary:
-    """How a run ended.
+    """Result of a run.
 
     Attributes:
-      validation_loss: mean over the held-out tokens after the last step; None when nothing is held out, or the run was
-        stopped before its last step.
-      metrics, validation_metrics: the objective's `shown_metrics`, of the last step and of the last evaluation.
-      work_per_s: what `work_unit` counts, median over the last hundred completed steps; None when no step was done.
+      step: last completed step.
+      loss: loss of the last completed step; None if no step was completed.
+      validation_loss: mean loss of the validation tokens after the last step; None if there is no validation split or
+        the run was stopped before its last step.
+      work_per_s: throughput in `work_unit` per second, the median of the last hundred completed steps; None if no step
+        was completed.
+      work_unit: unit of the work of a step, such as "tokens".
+      directory: run directory.
+      stopped_by: name of the signal that stopped the run; None if it ran to its last step.
+      metrics, validation_metrics: the objective's `shown_metrics` of the last step and the last evaluation.
     """
 
     step: int
@@ -59,7 +65,7 @@ class RunSummary:
 
 @dataclass(frozen=True)
 class _Dispatched:
-    """A step whose results the device has yet to deliver."""
+    """A dispatched step whose metrics have not been read."""
 
     step: int
     metrics: Metrics
@@ -68,22 +74,25 @@ class _Dispatched:
 
     @property
     def is_done(self) -> bool:
-        """Whether the device has nothing left to do for it."""
+        """Whether the device has finished the step."""
         arrays: list[Any] = [leaf for leaf in jax.tree.leaves(self.metrics) if isinstance(leaf, jax.Array)]
-        return all(array.is_ready() for array in arrays)  # which JAX's annotation of arrays lacks
+        return all(array.is_ready() for array in arrays)  # `Any` above, since jax.Array does not declare is_ready
 
 
 @dataclass
 class TrainingLoop:
     """Drives one run over a compiled step.
 
-    The device is kept one step ahead of the host: step n is dispatched before the results of step n - 1 are read, so
-    durations are measured between completions. Nothing is saved before its loss has been read and found finite.
+    The device runs one step ahead of the host: step n is dispatched before the results of step n - 1 are read, so
+    durations are measured between completions. A state is saved only after its loss was read and is finite.
 
     Attributes:
-      compiled: (state, batch) -> (state, metrics); donates the state.
-      ideal_step_s: a step's duration at the peak of the hardware, or None.
-      frozen: the sources of what a checkpoint does not hold, by model.
+      of: the run.
+      compiled: compiled step, (state, batch) -> (state, metrics); donates the state.
+      store: checkpoint store of the run.
+      bus: event bus to the observers.
+      ideal_step_s: duration of a step at the peak FLOPs of the hardware; None if unknown.
+      frozen: sources of the variables that checkpoints do not store, by model name.
     """
 
     of: Run
@@ -103,14 +112,15 @@ class TrainingLoop:
     _durations_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
 
     def run(self, state: TrainState, batches: Any, first_step: int, stop: StopRequest) -> RunSummary:
-        """Trains from `first_step` steps done to the config's last step, or to a stop request.
+        """Trains from `first_step` to the config's last step, or to a stop request.
 
         Args:
-          batches: an iterator with `get_state`; it stands where `first_step` steps left it.
+          batches: iterator with `get_state`, positioned after the batches of `first_step` steps.
+          first_step: number of steps already done.
 
         Raises:
-          NonFiniteLoss: names the step and the documents of its batch; no checkpoint of it is written.
-          Interrupted: after Ctrl-C, once the state is saved.
+          NonFiniteLoss: a loss is not finite; names the step and the documents of its batch. The step is not saved.
+          Interrupted: Ctrl-C was pressed; raised after the state is saved.
           CheckpointError: a checkpoint could not be written.
         """
         step, steps, self._stop = first_step, self.of.config.run.steps, stop
@@ -138,13 +148,13 @@ class TrainingLoop:
         return self._stopped(step, state, batches) if step < steps else self._finished(step, state, batches)
 
     def evaluate(self, state: TrainState) -> dict[str, float] | None:
-        """Returns the metrics of the held-out examples; None if there are none, or if a stop signal cuts this short."""
+        """Computes the metrics of the validation split; None if there is none, or if a stop signal interrupts it."""
         data, trainer = self.of.data, self.of.trainer
         variables, beside = trainer.evaluation_variables(state), trainer.evaluation_beside(state)
         found: list[Any] = []
         self._is_evaluation_cut = False
         for batch in data.validation_batches():
-            # Several processes evaluate to the end: a signal may have reached one of them alone.
+            # With several processes, evaluation runs to the end: the signal may have reached only one of them.
             if self._stop and self.of.processes.count == 1:
                 self._is_evaluation_cut = True
                 return None
@@ -158,7 +168,7 @@ class TrainingLoop:
 
     @staticmethod
     def _next(batches: Any, pending: _Dispatched | None) -> tuple[Any, float]:
-        """A batch, and how long it was waited for if the device had nothing left to do by then."""
+        """Returns the next batch and the seconds that the device was idle for it, 0 if the device was still busy."""
         started_s = time.perf_counter()
         with jax.profiler.TraceAnnotation("next_batch"):
             batch = next(batches)
@@ -172,7 +182,7 @@ class TrainingLoop:
         return state, _Dispatched(step, metrics, row_ids, data_wait_s)
 
     def _hand_over(self, state: TrainState, step: int) -> None:
-        """Gives data that the policy makes the weights that the next batch may be drawn from."""
+        """Passes the current weights to data that is sampled from the policy."""
         if isinstance(self.of.data, PolicyBatches):
             further = {name: each.params for name, each in state.further.items()}
             alone = self.of.data.takes_trained
@@ -183,7 +193,7 @@ class TrainingLoop:
     def _score(
         self, further: Any, frozen: Any, params: Any, batch: Mapping[str, np.ndarray]
     ) -> Mapping[str, np.ndarray]:
-        """What the trainer scores of host arrays, on the host."""
+        """Scores a batch of host arrays with the trainer and returns host arrays."""
         if self._scorer is None:
             self._scorer = self.of.trainer.compiled_scores()
         arrays, _ = self._to_device(batch)
@@ -211,7 +221,7 @@ class TrainingLoop:
         self._last = metrics
         self._durations_s.append(duration_s)
         mfu = None if self.ideal_step_s is None else self.ideal_step_s / duration_s
-        if mfu is not None and mfu > 1:  # the peak of a CPU was measured while it was busy, so it is not known
+        if mfu is not None and mfu > 1:  # a CPU's peak is measured; above 1, the CPU was busy then: unknown
             mfu = None
         rate = self._work / duration_s
         self.bus.emit(StepFinished(dispatched.step, metrics, duration_s, rate, mfu, dispatched.data_wait_s))
@@ -240,7 +250,7 @@ class TrainingLoop:
         return every > 0 and step % every == 0 and step < self.of.config.run.steps
 
     def _evaluation_missing(self, step: int) -> bool:
-        """Whether the run that is resumed ended between saving `step` and evaluating it."""
+        """Checks whether the resumed run ended after saving `step` and before evaluating it."""
         if step == 0 or not self._evaluation_due(step):
             return False
 
@@ -282,7 +292,7 @@ class TrainingLoop:
 
     def _save(self, step: int, state: TrainState, batches: Any) -> None:
         if step != self._saved_step:
-            self.bus.flush()  # a run that is resumed from here has all that was observed before
+            self.bus.flush()  # so that a run resumed from this checkpoint has all metrics of the steps before it
             stored, config_yaml = state.without_frozen(), to_yaml(self.of.config)
             self.store.save(step, stored, batches.get_state(), config_yaml, frozen=self.frozen)
             self._saved_step = step
@@ -324,7 +334,7 @@ class TrainingLoop:
 
     @property
     def shown_metrics(self) -> tuple[str, ...]:
-        """The metrics that the objective selects to be shown beside the loss."""
+        """Names of the metrics that the objective selects for display next to the loss."""
         objective = self.of.trainer.objective
         return tuple(objective.shown_metrics) if isinstance(objective, ShowsMetrics) else ()
 
@@ -337,5 +347,5 @@ class TrainingLoop:
 
 
 def _checked(metrics: Mapping[str, float]) -> dict[str, float]:
-    """What must be finite: the loss, and the norms of the gradients of the model and of further models."""
+    """Selects the metrics that must be finite: the loss, and the gradient norms of the model and auxiliary models."""
     return {name: metrics[name] for name in ("loss", *(name for name in metrics if name.endswith("grad_norm")))}

@@ -1,4 +1,4 @@
-"""Whether a run fits its devices' memory: its state and gradients before anything is traced, then the compiled step."""
+"""Memory checks of a run: its state and gradients before anything is traced, then the compiled step."""
 
 import contextlib
 import math
@@ -28,7 +28,7 @@ _GIB = 2**30
 
 
 def check_state(trainer: Trainer) -> None:
-    """Raises a HardwareError where a step's state and gradients alone are more than a device has left."""
+    """Raises a HardwareError if a step's state and gradients exceed the free memory of a device."""
     state = trainer.abstract_state
     is_summed = trainer.accumulation_steps > 1 or trainer.schedule is not None
     parts = {
@@ -45,7 +45,7 @@ def compile_fitting(step: jax.stages.Traced, trainer: Trainer) -> jax.stages.Com
     """Compiles a run's step.
 
     Raises:
-      HardwareError: it takes more memory than a device has left.
+      HardwareError: the step needs more memory than a device has free.
     """
     with out_of_memory():
         compiled = step.lower().compile()
@@ -61,7 +61,7 @@ def compile_fitting(step: jax.stages.Traced, trainer: Trainer) -> jax.stages.Com
 
 @contextlib.contextmanager
 def out_of_memory() -> Iterator[None]:
-    """Turns a compiler's or an allocator's lack of memory into a HardwareError with advice."""
+    """Converts out-of-memory errors of the compiler or the allocator to a HardwareError with advice."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -83,10 +83,10 @@ def _check(what: str, needed_bytes: int, parts: Mapping[str, int], trainer: Trai
 
 
 def _device_bytes(tree: Any, *, wide: bool = False) -> int:
-    """Returns the bytes that one device holds of arrays.
+    """Computes the size in bytes of the shards of arrays on one device.
 
     Args:
-      wide: count them in `wide_dtype`, as sums of gradients are.
+      wide: count in `wide_dtype`, the dtype of accumulated gradients.
     """
 
     def size(leaf: Any) -> int:

@@ -1,4 +1,4 @@
-"""The models of runs without their values: what a config builds, and what a run's sections make of it."""
+"""Abstract models of runs: the family's model, and the model after the run's transforms."""
 
 from typing import Any
 
@@ -15,23 +15,23 @@ __all__ = ["abstract_model", "abstract_params", "holds_codes", "stored_model"]
 
 
 def abstract_model(config: Any) -> Any:
-    """A model without values, from its config; nothing is allocated."""
+    """Builds the model of a config without values; nothing is allocated."""
     family = registries.models[config.family]
     return nnx.eval_shape(lambda: family.build(config, key=jax.random.key(0)))
 
 
 def abstract_params(config: Any) -> Tree:
-    """Shapes and dtypes of the variables of a config's model; nothing is allocated."""
+    """Returns the shapes and dtypes of the variables of a config's model; nothing is allocated."""
     return ModelVariables.of(abstract_model(config)).abstract
 
 
 def stored_model(config: RunConfig) -> Any:
-    """The model that a run's checkpoints hold, transformed if the run's is, without values."""
+    """Builds the model in a run's checkpoints without values, with the run's transforms applied."""
     return transform_of(config).apply(abstract_model(config.model))
 
 
 def holds_codes(config: RunConfig) -> bool:
-    """Whether a run's checkpoints stand for quantized arrays and nothing that merges into them."""
+    """Checks whether a run's checkpoints hold quantized arrays and the run has no transform to merge, such as LoRA."""
     if transform_of(config).merges:
         return False
     variables = ModelVariables.of(stored_model(config)).abstract

@@ -1,4 +1,4 @@
-"""Batches of the host on the devices of a mesh, of which other processes may have some."""
+"""Transfer of host batches to the devices of a mesh, with one or several processes."""
 
 import jax
 import numpy as np
@@ -11,10 +11,10 @@ __all__ = ["own_rows", "placed"]
 
 
 def own_rows(trainer: Trainer, shapes: Shapes) -> Int64[np.ndarray, " own"]:
-    """The rows of a batch that lie on devices of this process, in rising order.
+    """Returns the rows of a batch on the devices of this process, in ascending order.
 
     Args:
-      shapes: of the arrays of a batch, over all processes.
+      shapes: global shapes of the arrays of a batch.
     """
     name, first = next(iter(shapes.items()))
     places = trainer.batch_shardings({name: first})[name].addressable_devices_indices_map(first.shape)
@@ -25,10 +25,11 @@ def own_rows(trainer: Trainer, shapes: Shapes) -> Int64[np.ndarray, " own"]:
 def placed(
     trainer: Trainer, batch: Batch, *, rows: Int64[np.ndarray, " own"] | None = None, shapes: Shapes | None = None
 ) -> dict[str, jax.Array]:
-    """Puts a batch where the trainer's mesh has it.
+    """Transfers a batch to the devices of the trainer's mesh.
 
     Args:
-      rows: those of a batch of `shapes` that the arrays hold; None is all, which every process has then.
+      rows: row indices in the global batch that the arrays hold; None if every process holds all rows.
+      shapes: global shapes of the arrays; required with `rows`.
     """
     if trainer.mesh.is_multi_process:
         wholes = batch if rows is None or shapes is None else {name: shapes[name] for name in batch}
@@ -49,6 +50,6 @@ def _part(
 
 
 def _bounds(index: tuple[slice, ...] | None, size: int) -> tuple[int, int]:
-    """The rows of a device's part; batches are split along their leading axis alone."""
+    """Returns the first and the end row of a device's shard; batches are sharded along their leading axis only."""
     first, end, _ = (slice(None) if index is None else index[0]).indices(size)
     return first, end

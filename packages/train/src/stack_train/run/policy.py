@@ -1,4 +1,4 @@
-"""The model of a run as something to generate from, for data that the policy makes."""
+"""The model of a run opened for generation, for batches that are sampled from the policy."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,11 +20,11 @@ def policy_of(run: Run, variables: Tree) -> ModuleCheckpoint:
     """Opens the run's model for generation, for `PolicyBatches.take_policy`.
 
     Args:
-      variables: those that the run has now, which `load_params` copies; they need not outlive the next step.
+      variables: current variables of the run. `load_params` copies them, so the next step may donate them.
 
     Raises:
-      ConfigError: the run has several processes, none of which holds all variables.
-      GenerationError: the run's model is no language model, or its tokenizer is another's.
+      ConfigError: the run has several processes, so that no process holds all variables.
+      GenerationError: the run's model is not a language model, or its tokenizer belongs to another model.
     """
     if run.processes.count > 1:
         raise ConfigError(
@@ -33,7 +33,7 @@ def policy_of(run: Run, variables: Tree) -> ModuleCheckpoint:
         )
 
     def read(shardings: Any) -> Iterator[tuple[Any, jax.Array]]:
-        # Mapped, because a copy of a quantized array as such would be one in float.
+        # Copied leaf by leaf: jnp.copy of a whole quantized array would dequantize it to float.
         return ((path, jax.tree.map(jnp.copy, value)) for path, value in flatten_mapping(variables).items())
 
     return generative_checkpoint(

@@ -1,4 +1,4 @@
-"""The trainer of a run, and its step traced for the run's batches; nothing is allocated."""
+"""The trainer of a run and its step traced for the run's batch shapes; nothing is allocated."""
 
 import contextlib
 import dataclasses
@@ -25,24 +25,25 @@ from stack_train.variables import sharding_rules
 
 __all__ = ["build_trainer", "model_flops", "naming_sizes", "traced_step"]
 
-# Where the sizes of logical axes are set that are no fields of a model's config.
+# Config keys that set the sizes of logical axes that are not fields of the model config.
 _SIZES = {"batch": ("data.batch_size", "run.accumulation_steps"), "seq": ("data.seq_tokens",)}
 
 
 def build_trainer(
     config: RunConfig, devices: Sequence[jax.Device] | None = None, *, with_companions: bool = True
 ) -> Trainer:
-    """The trainer of a run, on all of `devices`, by default those that are there.
+    """Builds the trainer of a run.
 
     Args:
-      with_companions: without them, which need not be there then, the trainer makes and describes states alone.
+      devices: devices of the mesh; None uses all local and remote devices.
+      with_companions: if False, companions need not exist, and the trainer can only initialize and describe states.
 
     Raises:
-      ShardingError: the sizes of the mesh do not multiply to the number of devices.
-      ConfigError: the recipe of the run leaves nothing to train, or a mesh axis would divide no work.
+      ShardingError: the mesh sizes do not multiply to the number of devices.
+      ConfigError: the transforms leave no trainable parameters, or a mesh axis would not divide any work.
     """
     names = transform_names(config)
-    if len(names) == 1 and holds_codes(config):  # a further transform adds what is trained
+    if len(names) == 1 and holds_codes(config):  # a second transform, such as LoRA, would add trainable parameters
         raise ConfigError(
             f"The recipe in section {names[0]} turns parameters into codes, which no optimizer can update. Train by a "
             "method that keeps them in float, as method: qat of stack-quant does, and quantize what comes out of it."
@@ -70,7 +71,7 @@ def build_trainer(
 
 
 def _check_busy(config: RunConfig, mesh: Mesh, objective: Objective) -> None:
-    """Raises a ConfigError where the devices of a mesh axis would repeat each other's work."""
+    """Raises a ConfigError if the devices of a mesh axis would repeat each other's work."""
     idle = {}
     rules = sharding_rules(registries.models[config.model.family], config.mesh.rules)
     inputs = objective.inputs if isinstance(objective, ReadsInputs) else {}
@@ -93,7 +94,7 @@ def _schedule(config: RunConfig, mesh: Mesh) -> Schedule | None:
 
 
 def _check_staged(config: RunConfig, trainer: Trainer) -> None:
-    """Raises a ConfigError where a run has what stages cannot do."""
+    """Raises a ConfigError if a run uses a feature that pipeline stages do not support."""
     state, microbatches = trainer.abstract_state, config.run.pipeline.microbatches
     stacked = [axes for axes in jax.tree.leaves(trainer.logical_axes, is_leaf=_is_axes) if is_in_layers(axes)]
     problems = {
@@ -105,7 +106,7 @@ def _check_staged(config: RunConfig, trainer: Trainer) -> None:
         "the microbatches of run.pipeline take the place of run.accumulation_steps, which is more than 1": (
             config.run.accumulation_steps > 1
         ),
-        # The log-sum-exp that attention over a shared sequence keeps cannot be lowered inside a stage (jax 0.10.2).
+        # The log-sum-exp residual of attention over a sharded sequence cannot be lowered inside a stage (jax 0.10.2).
         f"mesh.context is {trainer.mesh.shape['context']}, and stages do not share sequences": (
             trainer.mesh.shape["context"] > 1
         ),
@@ -124,10 +125,10 @@ def _is_axes(node: Any) -> bool:
 
 
 def _companions(objective: Objective) -> dict[str, Companion]:
-    """The models that an objective asks beside the trained one.
+    """Opens the frozen models that an objective requires in addition to the trained model.
 
     Raises:
-      ConfigError: an address is neither "init" nor that of a run.
+      ConfigError: an address is neither "init" nor "run:DIRECTORY".
     """
     asked = objective.companions if isinstance(objective, NeedsCompanions) else {}
     found = {}
@@ -149,11 +150,11 @@ def _companions(objective: Objective) -> dict[str, Companion]:
 
 
 def traced_step(config: RunConfig, trainer: Trainer) -> jax.stages.Traced:
-    """The step, for `.lower().compile()`.
+    """Traces the train step, ready for `.lower().compile()`.
 
     Raises:
-      ConfigError: a rule is for a logical axis that no array has.
-      ShardingError: the mesh does not divide an array; names the keys of the config that set the sizes.
+      ConfigError: a mesh rule names a logical axis that no array has.
+      ShardingError: the mesh does not divide an array; names the config keys that set the sizes.
     """
     by_rule = sharding_rules(registries.models[config.model.family], {})
     known = {name for name, _ in by_rule.table} | set(jax.tree.leaves(trainer.logical_axes))
@@ -168,9 +169,10 @@ def traced_step(config: RunConfig, trainer: Trainer) -> jax.stages.Traced:
 
 
 def model_flops(config: RunConfig, trainer: Trainer) -> Flops:
-    """FLOPs that a step needs, whatever the mesh: counted on one of its devices, where each row meets its experts once.
+    """Counts the FLOPs that a step needs, independently of the mesh.
 
-    On a mesh, experts compute whole buffers, which have room for more rows than come.
+    The count is for one device, where each row visits its experts once. On a mesh, experts compute full buffers with
+    padding rows, which the model does not need.
     """
     if trainer.mesh.size > 1:
         alone = MeshConfig(fsdp=1, rules=config.mesh.rules)
@@ -181,7 +183,7 @@ def model_flops(config: RunConfig, trainer: Trainer) -> Flops:
 
 @contextlib.contextmanager
 def naming_sizes(config: RunConfig) -> Iterator[None]:
-    """Adds the keys of the config that set the sizes to a ShardingError."""
+    """Adds the config keys that set the sizes to the message of a ShardingError."""
     try:
         yield
     except ShardingError as error:
@@ -192,7 +194,7 @@ def naming_sizes(config: RunConfig) -> Iterator[None]:
 
 
 def _size_keys(config: RunConfig, logical_axis: str) -> list[str]:
-    """What in the config sets the size of a logical axis, as "key=value"."""
+    """Lists the config keys that set the size of a logical axis, as "key=value"."""
     axis = logical_axis.removeprefix("act_").removeprefix("norm_").removeprefix("lookup_")
     keys = _SIZES.get(axis, (f"model.{axis}", f"model.{axis}_size"))
     sections = [(key, *key.split(".")) for key in keys]

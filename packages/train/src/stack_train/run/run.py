@@ -1,4 +1,4 @@
-"""A run as its config makes it: everything that can be refused is refused before a byte is written."""
+"""Construction of a run from its config. All checks are done before anything is written."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -29,20 +29,21 @@ from stack_train.variables import sharding_rules
 
 __all__ = ["Run", "build", "fixed_differences"]
 
-# What a run learns may not change when it is resumed; how long it goes on, where it lies and what it writes may.
+# Keys that determine what a run learns must not change on resume. Its length, directory and outputs may.
 _FIXED = ("model", "data", "objective", "optimizer", "precision", "run.accumulation_steps", "run.seed")
 _FREE = ("data.prefetch_batches", "model.remat", "model.unroll")
 
 
 def build(config: RunConfig, *, resume: bool = False, allow: Sequence[str] = ()) -> "Run":
-    """Makes all that a run needs, and writes nothing.
+    """Builds a run without writing anything.
 
     Args:
-      resume: the directory holds the run, which is to go on.
-      allow: keys that may differ from those of the run that goes on, or of the one that this one starts from.
+      config: config of the run.
+      resume: resume the run in the directory.
+      allow: config keys that may differ from the resumed run, or from the run or checkpoint that this run starts from.
 
     Raises:
-      StackError: the config, the data, the directory or the devices' memory does not fit.
+      StackError: the config, the data or the directory is not usable, or the run does not fit the devices' memory.
     """
     began_s = time.perf_counter()
     processes = join(config.processes)
@@ -65,7 +66,7 @@ def _built(config: RunConfig, resume: bool, allowed: tuple[str, ...], processes:
     with naming_sizes(config):
         check_state(trainer)
     step = traced_step(config, trainer)
-    # In turn, so that one alone trains a tokenizer and tokenizes; the others find that in the cache.
+    # One process after the other: the first trains the tokenizer and tokenizes, the others read its cache.
     kind = data_of_resumed(config) if resume else config.data
     data = processes.in_turn("data", lambda: kind.build(seed=config.run.seed, model=config.model))
     rows = None
@@ -82,16 +83,20 @@ def _built(config: RunConfig, resume: bool, allowed: tuple[str, ...], processes:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that may start; `stack_train.run.train` starts it.
+    """A run that is ready to start; `stack_train.run.train` starts it.
 
     Attributes:
-      step: traced; nothing is allocated.
-      resume: go on from the newest checkpoint in the directory.
-      changes: in what the config differs from the one that it was run with before, "optimizer.learning_rate: ...".
-      processes: that do the run together.
-      rows: of the training batches that `data` makes; None makes them whole.
-      choices: `ops.choices()`, which implementations the step got.
-      began_s: when it was asked for, by `time.perf_counter`.
+      config: resolved config.
+      directory: run directory.
+      trainer: trainer of the run's model.
+      step: traced train step; nothing is allocated.
+      data: training and validation batches.
+      resume: whether to resume from the newest checkpoint in the directory.
+      changes: config differences to the resumed run, such as "optimizer.learning_rate: ...".
+      processes: processes that train together.
+      rows: rows of the global training batch that `data` yields in this process; None if it yields all rows.
+      choices: op implementations that the step uses, from `ops.choices()`.
+      began_s: `time.perf_counter()` when `build` was called.
     """
 
     config: RunConfig
@@ -108,18 +113,18 @@ class Run:
 
 
 def _with_all_rules(config: RunConfig) -> RunConfig:
-    """Adds the mesh rules of the model family and the defaults, so that the config file of the run lists all rules."""
+    """Adds the sharding rules of the model family and the default rules, so that the saved config lists all rules."""
     rules = sharding_rules(registries.models[config.model.family], config.mesh.rules)
     return replace(config, mesh=replace(config.mesh, rules=dict(rules.table)))
 
 
 def _check_allowed(config: RunConfig, directory: RunDirectory, resume: bool, allowed: tuple[str, ...]) -> None:
-    """Raises a ConfigError if `--allow` cannot act: there is nothing to differ from, or a key does not exist."""
+    """Raises a ConfigError if `--allow` has no effect: there is no earlier config, or a key does not exist."""
     if not allowed:
         return
     if not resume and config.run.init_from is None:
         raise ConfigError(
-            f"--allow {allowed[0]} has nothing to differ from: this run starts from no other. Leave it out, or give "
+            f"--allow {allowed[0]} has no effect: this run does not start from another run. Leave it out, or give "
             "--resume or run.init_from."
         )
     keys = dotted_keys(to_mapping(config))
@@ -134,8 +139,8 @@ def _check_allowed(config: RunConfig, directory: RunDirectory, resume: bool, all
 
 
 def fixed_differences(config: RunConfig, saved: Mapping[str, Any]) -> list[str]:
-    """Lists differences from a saved config in keys that training depends on, such as "data.batch_size: 4, not 8"."""
-    # Configs without the section are of runs that trained parameters in the dtype that they are published in.
+    """Lists differences from a saved config in keys that affect training, such as "data.batch_size: 4, not 8"."""
+    # Configs without the section `precision` come from runs that trained parameters in their published dtype.
     precision = {"params": saved.get("model", {}).get("param_dtype", "float32")}
     lines = differences(to_mapping(config), {"precision": precision, **saved})
     fixed = (*_FIXED, *registries.transforms.names())
@@ -146,7 +151,7 @@ def _changes(config: RunConfig, directory: RunDirectory, allowed: tuple[str, ...
     """Lists the changed config keys and data files that affect what a resumed run learns.
 
     Raises:
-      ConfigError: a key changed that `allowed` does not list.
+      ConfigError: a changed key is not in `allowed`.
     """
     saved = parse_yaml(directory.config_yaml(), str(directory.config))
     found = fixed_differences(config, saved)

@@ -1,4 +1,4 @@
-"""The files of a run's data, kept so that a resumed run names those that were added, removed or resized."""
+"""Record of a run's data files, so that a resumed run reports files that were added, removed or resized."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,7 +12,7 @@ __all__ = ["changed_files", "keep_files", "source_files"]
 
 
 def source_files(data: Any) -> dict[str, int]:
-    """The size in bytes of each file that `data.source` matches, by name; nothing for data that lies in no files."""
+    """Returns the size in bytes of each file that `data.source` matches; empty if the data is not in files."""
     source = getattr(data, "source", None)
     if not isinstance(source, str):
         return {}
@@ -24,12 +24,12 @@ def source_files(data: Any) -> dict[str, int]:
 
 
 def keep_files(data: Any, directory: RunDirectory) -> None:
-    """Writes into a run's directory which files its data lies in."""
+    """Writes the names and sizes of the data files to the run directory."""
     directory.write_json(directory.files, source_files(data))
 
 
 def changed_files(data: Any, directory: RunDirectory) -> Iterator[str]:
-    """Lines "data.source: ...", one for each file that is not as it was when the run last went on."""
+    """Yields a line "data.source: ..." for each file that changed since the run was last started."""
     before: Mapping[str, int] | None = directory.read_json(directory.files)
     if before is None:
         return

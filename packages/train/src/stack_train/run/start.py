@@ -1,4 +1,4 @@
-"""Model and tokenizer of the checkpoint that a run starts from, and a check that the run has the same."""
+"""Model and tokenizer of the checkpoint that a run starts from, and checks that they match the run's."""
 
 import dataclasses
 import shutil
@@ -29,7 +29,7 @@ __all__ = [
     "with_tokenizer_of_start",
 ]
 
-# How a model is computed, held or drawn at first may change with a new run; what it computes may not.
+# Dtypes, rematerialization, unrolling and initialization may differ in a new run; the function of the model may not.
 _FREE = ("model.dtype", "model.param_dtype", "model.remat", "model.unroll", "model.initializer_std")
 
 
@@ -37,7 +37,7 @@ def with_model_of_start(mapping: Mapping[str, Any]) -> dict[str, Any]:
     """Fills missing keys of the section `model` from the model of `run.init_from`.
 
     Raises:
-      StackError: there is no run or checkpoint to start from.
+      StackError: `run.init_from` is neither a run nor a checkpoint.
     """
     settings = mapping.get("run")
     source = settings.get("init_from") if isinstance(settings, Mapping) else None
@@ -53,26 +53,26 @@ def with_model_of_start(mapping: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"run.init_from is {source!r}, which is no directory of a run.{hub_advice(source)}")
         saved = parse_yaml(directory.config_yaml(), str(directory.config))["model"]
     if model.get("family", saved["family"]) != saved["family"]:
-        return dict(mapping)  # another family's keys mean other things; `check_same_start` refuses it
+        return dict(mapping)  # another family's keys have other meanings; `check_same_start` rejects it later
     return {**mapping, "model": {**saved, **model}}
 
 
 def open_published(source: str) -> StartingPoint | None:
-    """Opens the checkpoint that `run.init_from` names as FORMAT:DIR; None if it names the directory of a run.
+    """Opens the checkpoint that `run.init_from` names as FORMAT:DIR; returns None for a run directory.
 
     Raises:
-      ConfigError: there is no such format, or runs do not start from it.
-      StackError: the checkpoint cannot be used.
+      ConfigError: the format does not exist, or runs cannot start from it.
+      StackError: the checkpoint is not usable.
     """
     format_ = published_format(source)
     return None if format_ is None else format_.open_start(Path(source.partition(":")[2]))
 
 
 def published_format(source: str) -> StartsRuns | None:
-    """Returns the format of the address FORMAT:DIR; None for the directory of a run.
+    """Returns the format of the address FORMAT:DIR; None for a run directory.
 
     Raises:
-      ConfigError: there is no such format, or runs do not start from it.
+      ConfigError: the format does not exist, or runs cannot start from it.
     """
     scheme, separator, _ = source.partition(":")
     if not separator or "/" in scheme or Path(source).exists():
@@ -86,7 +86,7 @@ def published_format(source: str) -> StartsRuns | None:
 
 
 def with_tokenizer_of_start(config: RunConfig) -> RunConfig:
-    """Returns a config whose data take the tokenizer of `run.init_from` if they name none."""
+    """Sets the data's tokenizer to the tokenizer of `run.init_from` if the config names none."""
     source = config.run.init_from
     if source is None or getattr(config.data, "tokenizer", "") is not None:
         return config
@@ -96,21 +96,21 @@ def with_tokenizer_of_start(config: RunConfig) -> RunConfig:
 
 
 def with_tokenizer(data: Any, tokenizer: Path) -> Any:
-    """Data made of text with the tokenizer of a directory; other data as it is."""
+    """Sets the tokenizer of a data config to a directory; returns data without a tokenizer unchanged."""
     names = {field.name for field in dataclasses.fields(data)}
     changes = {"tokenizer": str(tokenizer), "vocab_size": None}
     return dataclasses.replace(data, **{name: value for name, value in changes.items() if name in names})
 
 
 def data_of_resumed(config: RunConfig) -> Any:
-    """The data of a run that goes on, with the tokenizer that the run trained, whatever its documents are by now."""
+    """Returns the data config of a resumed run with the tokenizer that it trained, even if its documents changed."""
     tokenizer = RunDirectory(Path(config.output)).tokenizer
     is_trained = getattr(config.data, "tokenizer", "") in (None, BPE)
     return with_tokenizer(config.data, tokenizer) if is_trained and tokenizer.is_dir() else config.data
 
 
 def copy_tokenizer_of_start(config: RunConfig, directory: Path) -> None:
-    """Copies the tokenizer of `run.init_from` into a run's directory, unless there is one."""
+    """Copies the tokenizer of `run.init_from` to a run directory that has none."""
     destination = RunDirectory(directory).tokenizer
     if config.run.init_from is None or destination.exists():
         return
@@ -119,13 +119,13 @@ def copy_tokenizer_of_start(config: RunConfig, directory: Path) -> None:
     partial = destination.with_name("tokenizer.partial")
     if published_format(config.run.init_from) is None:
         shutil.copytree(source, partial, dirs_exist_ok=True)
-    else:  # The directory of a published checkpoint holds its weights, too.
+    else:  # A published checkpoint has its weights in the same directory, so only the tokenizer is copied.
         HuggingFaceTokenizer.load(source).save(partial)
     partial.replace(destination)
 
 
 def start_configs(config: RunConfig) -> Path:
-    """Returns the directory of the `config.json` and `generation_config.json` that a run's model came with."""
+    """Returns the directory with the original `config.json` and `generation_config.json` of a run's model."""
     source = config.run.init_from
     if source is not None and (published := open_published(source)) is not None:
         return published.configs
@@ -140,17 +140,18 @@ def _tokenizer_of(source: str) -> Path | None:
 
 
 def model_differences(config: Any, saved: Any) -> list[str]:
-    """Lists the config keys by which two models compute different functions."""
+    """Lists the config keys in which two models differ as functions."""
     lines = differences({"model": to_mapping(config)}, {"model": to_mapping(saved)})
     return [line for line in lines if not is_under(line, _FREE)]
 
 
 def check_same_start(config: RunConfig, model: Any, allow: tuple[str, ...] = ()) -> None:
-    """Raises a ConfigError if a run's model or tokenizer differs from those of `run.init_from`.
+    """Raises a ConfigError if a run's model or tokenizer differs from the source in `run.init_from`.
 
     Args:
-      model: config of the model there.
-      allow: keys that may differ.
+      config: config of the run.
+      model: model config of the source.
+      allow: config keys that may differ.
     """
     lines = [*model_differences(config.model, model), *_tokenizer_difference(config)]
     if changed := [line for line in lines if not is_under(line, allow)]:
@@ -164,7 +165,7 @@ def check_same_start(config: RunConfig, model: Any, allow: tuple[str, ...] = ())
 
 
 def _tokenizer_difference(config: RunConfig) -> list[str]:
-    """Returns a line if `data.tokenizer` encodes texts differently from the tokenizer of `run.init_from`."""
+    """Returns a line if `data.tokenizer` differs from the tokenizer of `run.init_from`."""
     given = getattr(config.data, "tokenizer", None)
     source = _tokenizer_of(str(config.run.init_from))
     if given is None or source is None or given == str(source):

@@ -1,4 +1,4 @@
-"""Starts a run, and drives it to its last step or to a signal."""
+"""Start of a run, and its execution to the last step or a stop signal."""
 
 import contextlib
 import shutil
@@ -40,40 +40,43 @@ __all__ = ["start", "train"]
 
 
 def train(config: RunConfig, *, resume: bool = False, allow: Sequence[str] = (), terminal: bool = False) -> RunSummary:
-    """Trains a model as `config` says and returns how the run ended.
+    """Trains a model and returns a summary of the run.
 
     Args:
-      resume: go on from the newest whole checkpoint, or from the start where a killed run had none yet.
-      allow: keys that may differ from those of the run that goes on, or of the one that this one starts from.
-      terminal: draw progress bars.
+      config: config of the run.
+      resume: resume from the newest complete checkpoint, or from step 0 if the killed run had none.
+      allow: config keys that may differ from the resumed run, or from the run or checkpoint that this run starts from.
+      terminal: show progress bars.
 
     Raises:
-      StackError: the config, the data, the directory or a checkpoint does not fit; or training cannot go on.
+      StackError: the config, the data, the directory or a checkpoint is not usable, or training cannot continue.
     """
-    with contextlib.ExitStack() as last:  # once `start` has returned, the run and its programs are freed
+    with contextlib.ExitStack() as last:  # closed after `start` returned, when the run and its programs are freed
         return start(build(config, resume=resume, allow=allow), terminal=terminal, last=last)
 
 
 def start(run: Run, *, terminal: bool = False, last: contextlib.ExitStack | None = None) -> RunSummary:
-    """Trains to the last step, or to a signal; nothing is written before the compiled step is known to fit.
+    """Trains to the last step or a stop signal. Nothing is written before the compiled step is known to fit.
 
     Args:
-      terminal: draw progress bars.
-      last: gets what ends the session: its account, then the hold on the directory. None ends it before this returns.
+      run: the run to train.
+      terminal: show progress bars.
+      last: receives the callbacks that end the session: the goodput report, then the release of the directory lock.
+        None ends the session before `start` returns.
 
     Raises:
-      StackError: the step, the directory or a checkpoint does not fit, or training cannot go on.
+      StackError: the step does not fit, the directory or a checkpoint is not usable, or training cannot continue.
     """
     processes, ending = run.processes, run.processes.ending_together
     with contextlib.ExitStack() as own, ending():
         last = own if last is None else last
-        stop = last.enter_context(stop_requests(deferred=False))  # to the end: observers and reports are not cut off
+        stop = last.enter_context(stop_requests(deferred=False))  # in `last`, so that a signal never cuts off reports
         started_s = time.perf_counter()
         compiled = compile_fitting(run.step, run.trainer)
         compile_s = time.perf_counter() - started_s
-        processes.from_each("compiled", True)  # none writes before all know that it fits
+        processes.from_each("compiled", True)  # a barrier: no process writes before the step fits on all
         last.enter_context(_opened(run))
-        # Inside, too: observers learn what an exception became.
+        # `ending` and `out_of_memory` again, inside the observers, so that they see the converted exception.
         with _observed(run, last, terminal=terminal) as bus, _released(run), ending(), out_of_memory():
             processes.in_turn("files", lambda: _write_files(run))
             directory, settings = run.directory.checkpoints, run.config.checkpoint
@@ -84,7 +87,7 @@ def start(run: Run, *, terminal: bool = False, last: contextlib.ExitStack | None
 
 @contextlib.contextmanager
 def _closing(run: Run) -> Iterator[None]:
-    """Ends what the run's data does beside it, once its last checkpoint is safe."""
+    """Closes the run's data, such as its background threads, after the last checkpoint is durable."""
     try:
         yield
     finally:
@@ -92,14 +95,14 @@ def _closing(run: Run) -> Iterator[None]:
 
 
 def _tell(run: Run, bus: EventBus, event: Event) -> None:
-    """Tells observers what became of a checkpoint, and the run's data that one is safe."""
+    """Emits a checkpoint event to observers, and notifies the run's data of each durable checkpoint."""
     if isinstance(event, CheckpointSaved):
         run.data.checkpoint_saved(event.step, CheckpointDirectory(run.directory.checkpoints).steps())
     bus.emit(event)
 
 
 def _opened(run: Run) -> contextlib.AbstractContextManager[None]:
-    """The run's directory, held by the first process for all."""
+    """Locks the run directory in the first process, on behalf of all processes."""
     return run.directory.open(resume=run.resume) if run.processes.first else contextlib.nullcontext()
 
 
@@ -110,11 +113,11 @@ def _write_files(run: Run) -> None:
         if changes := [*run.changes, *_kept_choices(run)]:
             run.directory.note_changes(changes)
     else:
-        run.data.write(run.directory.path)  # existing files stay; the data learns where they are
+        run.data.write(run.directory.path)  # keeps existing files and gives the data their location
 
 
 def _kept_choices(run: Run) -> list[str]:
-    """Writes which implementations of ops the run goes on with; returns where they are not those of before."""
+    """Writes the op implementations of the run; returns the changes since it was last started."""
     before = run.directory.read_json(run.directory.ops) if run.resume else None
     run.directory.write_json(run.directory.ops, run.choices)
     return ops.changed_choices(before or [], run.choices)
@@ -132,7 +135,8 @@ def _train(
     state, records, first_step = _first_state(run, store, batches)
     run.processes.check_alike("data", {"position": batches.get_state()} if run.processes.count > 1 else {})
     if isinstance(run.data, PolicyBatches):
-        open_policy: Any = partial(policy_of, run, run.trainer.variables(state))  # frozen, unlike the protocol
+        # `Any`: the checkpoint that it returns is a frozen dataclass, unlike the protocol.
+        open_policy: Any = partial(policy_of, run, run.trainer.variables(state))
         run.data.take_policy(open_policy)
     flops, ideal_step_s = _cost(run)
     step = run.trainer.runnable(compiled, run.config.data.spec(run.config.model))
@@ -163,7 +167,7 @@ def _write_data_files(run: Run, directory: Path) -> None:
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Removes what a run that failed to start left there, which data that finds it would take for its own."""
+    """Deletes files left by a failed start so that the data does not reuse them."""
     for name in ("tokenizer", "tokenizer.partial"):
         shutil.rmtree(directory / name, ignore_errors=True)
     for name in ("reference_logprobs.npz", "encoders.json"):
@@ -171,13 +175,14 @@ def _remove_leftovers(directory: Path) -> None:
 
 
 def _first_state(run: Run, store: CheckpointStore, batches: Any) -> tuple[TrainState, Mapping[str, FrozenRecord], int]:
-    """The state to start from, the sources of what checkpoints do not hold, and the steps done; moves `batches` too."""
+    """Returns the first state, the sources of frozen variables and the steps done, and advances `batches` to match."""
     steps, trainer = 0, run.trainer
     if store.latest() is not None:
         restored = store.restore(trainer.abstract_state.without_frozen())
-        # A session that was killed before its first checkpoint may have changed the data since this one was saved.
+        # Compared with the checkpoint's config, too: a session that was killed before its first checkpoint may have
+        # changed the data after this checkpoint was saved.
         changes = (*run.changes, *fixed_differences(run.config, parse_yaml(restored.config_yaml, "config.yaml")))
-        if not any(is_under(line, ["data"]) for line in changes):  # other data begins anew
+        if not any(is_under(line, ["data"]) for line in changes):  # changed data starts from its beginning
             batches.set_state(restored.data_state)
         steps, records = restored.step, restored.frozen
         state = with_frozen(restored.state, trainer, run.config, records)
@@ -189,7 +194,7 @@ def _first_state(run: Run, store: CheckpointStore, batches: Any) -> tuple[TrainS
 
 
 def _with_given_adapters(state: TrainState, records: Mapping[str, FrozenRecord], run: Run) -> TrainState:
-    """The state with the adapters of `run.adapters_from`, if it names any, in the place of new ones."""
+    """Replaces new adapters in the state by the adapters of `run.adapters_from`, if set."""
     address = run.config.run.adapters_from
     if address is None:
         return state
@@ -199,17 +204,17 @@ def _with_given_adapters(state: TrainState, records: Mapping[str, FrozenRecord],
 
 
 def _cost(run: Run) -> tuple[int, float | None]:
-    """The model's FLOPs of one step, and how long they take at the peak of all chips, where that is known."""
+    """Returns the model's FLOPs per step and their duration at peak FLOPs in seconds; None if the peak is unknown."""
     flops, chip = model_flops(run.config, run.trainer), current_chip()
     return flops.total, flops.ideal_s(chip, units=count_units(chip, run.trainer.mesh.devices.flatten().tolist()))
 
 
 @contextlib.contextmanager
 def _observed(run: Run, last: contextlib.ExitStack, *, terminal: bool) -> Iterator[EventBus]:
-    """The bus of all registered observers; tells them when the run fails. The account of time is closed by `last`."""
+    """Opens the event bus of all registered observers, reports failures to them, and closes goodput in `last`."""
     context = ObserverContext(run.directory.path, run.config, terminal)
     observers = observers_from(registries.observers, context) if run.processes.first else []
-    if (worker := current_worker()) is not None:  # whose driver watches every rank, and draws for all
+    if (worker := current_worker()) is not None:  # the driver observes every rank and shows progress for all
         observers = [*(each for each in observers if not isinstance(each, TerminalObserver)), worker]
     for observer in observers:
         if isinstance(observer, GoodputObserver):
@@ -217,17 +222,17 @@ def _observed(run: Run, last: contextlib.ExitStack, *, terminal: bool) -> Iterat
     with EventBus(observers) as bus:
         try:
             yield bus
-        except BaseException as error:  # Observers learn of every end, Ctrl-C's included; it goes on unchanged.
+        except BaseException as error:  # Every end is reported, Ctrl-C included; the exception is re-raised.
             bus.emit(RunFailed(error))
             raise
 
 
 @contextlib.contextmanager
 def _released(run: Run) -> Iterator[None]:
-    """Leaves the directory to another run where this one fails without a checkpoint, from which it could go on."""
+    """Releases the directory to other runs if this run fails without a checkpoint to resume from."""
     try:
         yield
-    except BaseException:  # Ctrl-C, too; it goes on unchanged.
+    except BaseException:  # Ctrl-C, too; re-raised.
         if run.processes.first and not CheckpointDirectory(run.directory.checkpoints).steps():
             run.directory.release()
         raise

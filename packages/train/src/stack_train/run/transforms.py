@@ -1,4 +1,4 @@
-"""Transforms of a run's model: sections of the config with the names of transforms, which apply in order."""
+"""Transforms of a run's model: the config sections named after registered transforms, applied in order."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,12 +12,12 @@ __all__ = ["recipe_differences", "transform_names", "transform_of"]
 
 
 def transform_names(config: RunConfig) -> tuple[str, ...]:
-    """The sections that transform a run's model, in the order of the config, which is that in which they apply."""
+    """Lists the config sections that transform the run's model, in the order in which they apply."""
     return tuple(name for name in config.sections if name in registries.transforms)
 
 
 def transform_of(config: RunConfig) -> Transforms:
-    """What the sections of a run make of its model."""
+    """Builds the transforms of a run's model from its config sections."""
     shapes = config.data.spec(config.model)
     return Transforms(
         tuple(registries.transforms[name](config.sections[name], shapes) for name in transform_names(config))
@@ -25,7 +25,7 @@ def transform_of(config: RunConfig) -> Transforms:
 
 
 def recipe_differences(ours: RunConfig, theirs: RunConfig) -> list[str]:
-    """Lists in what the transforms that two runs have in common differ, "quant.rules.0.weights: 'int8', not 'int4'"."""
+    """Lists differences in the transforms that two runs share, such as "quant.rules.0.weights: 'int8', not 'int4'"."""
     common = [name for name in transform_names(ours) if name in transform_names(theirs)]
     return differences(_recipes(ours, common), _recipes(theirs, common))
 

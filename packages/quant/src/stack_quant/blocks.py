@@ -1,6 +1,6 @@
-"""Work on a large array, one block after the other, so that what is in between occupies a block's size only.
+"""Processing of a large array in blocks, so that intermediate results occupy only the memory of a block.
 
-The loop is Python's. In one compiled program XLA hoists conversions out of a loop, and copies what it runs over.
+The loop runs in Python. In a compiled loop, XLA hoists conversions out of the loop and copies the array.
 """
 
 import functools
@@ -27,10 +27,12 @@ _MOST_MORE = 16
 
 @dataclass(frozen=True)
 class Blocks:
-    """Cuts one axis into `count` equal parts.
+    """A division of one axis into equal blocks.
 
     Attributes:
-      whole_tiles: whether each tile lies in one block; otherwise every tile has a part in each of them.
+      axis: axis that is divided.
+      count: number of blocks.
+      whole_tiles: whether each tile lies in one block; otherwise every block has a part of every tile.
     """
 
     axis: int
@@ -42,7 +44,7 @@ ONE_BLOCK = Blocks(0, 1, whole_tiles=True)
 
 
 def blocks(tiles: Tiling, axes: Sequence[int]) -> Blocks:
-    """Up to about 64 blocks of at least 2**22 entries, along one of `axes`: the outermost that allows as many."""
+    """Chooses up to about 64 blocks of at least 2**22 entries, along the outermost of `axes` that allows this many."""
     wanted = min(_MOST_BLOCKS, math.prod(tiles.shape) // _FEWEST_ENTRIES)
     if wanted < 2 or not axes:
         return ONE_BLOCK
@@ -57,7 +59,7 @@ def blocks(tiles: Tiling, axes: Sequence[int]) -> Blocks:
 
 
 def _count(size: int, wanted: int) -> int:
-    """The divisor of `size` that is the least of at least `wanted`, or if that is many more, the largest below."""
+    """Returns the smallest divisor of `size` from `wanted` to 16 times `wanted`, else the largest one below."""
     more = range(wanted, min(size, _MOST_MORE * wanted) + 1)
     fewer = range(min(size, wanted), 0, -1)
     return next((count for count in (*more, *fewer) if size % count == 0), 1)
@@ -70,13 +72,13 @@ def over_blocks(
     cut: Blocks,
     combine: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
-    """What `step(index, block, *others)` returns for each block, joined along the axis that is cut.
+    """Computes `step(index, block, *others)` for each block and joins the results along the divided axis.
 
     Args:
-      step: hashable, since it is compiled once for all that are equal; its result is of a block's shape, or has an
-        entry for each of its tiles.
-      others: arrays of the rank of `array` are cut with it, unless the axis has size 1; no others are.
-      combine: takes the results of two blocks, where each has a part of every tile; a result of zeros changes nothing.
+      step: hashable function, compiled once for all equal ones. Its result has the shape of a block, or one entry for
+        each of the block's tiles.
+      others: further operands. Arrays of the rank of `array` are divided like it, unless the axis has size 1.
+      combine: combines the results of two blocks if each block has a part of every tile; zeros are its neutral element.
     """
     if cut.count == 1:
         return step(jnp.int32(0), array, *others)
@@ -87,8 +89,8 @@ def over_blocks(
     shape[cut.axis] *= cut.count if combine is None else 1
     total = jnp.zeros(shape, struct.dtype)
     for index in range(cut.count):
-        # One at a time: several in flight would hold their temporaries together, and programs with collectives may
-        # wait for each other for ever on the devices of a CPU (met on jax 0.10.2).
+        # One block at a time: several in flight would hold their temporaries together, and programs with collectives
+        # can deadlock on the devices of a CPU (seen with jax 0.10.2).
         total = jax.block_until_ready(_add_block(step, cut, combine, array, tuple(others), np.int32(index), total))
     return total
 
@@ -126,7 +128,7 @@ def _add_block(
 
 
 def repeated(count: int, body: Callable[[jax.Array, T], T], start: T, cut: Blocks) -> T:
-    """`lax.fori_loop` from 0, or Python's loop where there are blocks to go through."""
+    """Runs `lax.fori_loop` from 0 or, if `body` processes several blocks, a Python loop."""
     if cut.count == 1:
         return lax.fori_loop(0, count, body, start)
     for index in range(count):

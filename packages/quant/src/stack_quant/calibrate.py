@@ -1,4 +1,4 @@
-"""Finds the range of an array, tile by tile."""
+"""Calibration: the range of each tile of an array."""
 
 import math
 from collections.abc import Callable
@@ -19,15 +19,16 @@ from stack_quant.tiling import Tiling
 
 __all__ = ["calibrate", "half_step_tiles", "shows_all"]
 
+# The factors by which "mse" shrinks the full range: 1, 0.95, ..., 0.2.
 _SHRUNKEN = np.linspace(1.0, 0.2, 17, dtype=np.float32)
 
 
 def calibrate(array: jax.Array, spec: ArraySpec, *, name: str = "", cut: Blocks = ONE_BLOCK) -> Range:
-    """The range of each tile of a floating array, found as `spec.calibration` says.
+    """Computes the range of each tile of a floating array by `spec.calibration`.
 
     Args:
-      name: of the array, for messages.
-      cut: the blocks to go through one after the other.
+      name: name of the array in messages.
+      cut: blocks that are processed one after another.
     """
     tiles = spec.tiling(array.shape, name)
     method = spec.calibrated
@@ -48,7 +49,10 @@ def calibrate(array: jax.Array, spec: ArraySpec, *, name: str = "", cut: Blocks 
 
 
 def half_step_tiles(array: jax.Array, span: Range, spec: ArraySpec, cut: Blocks = ONE_BLOCK) -> bool | jax.Array:
-    """Whether the ends of each tile's range lie half a step beyond the outermost codes, as `spec.range_ends` says."""
+    """Returns for which tiles the ends of the range lie half a step beyond the outermost codes, by `spec.range_ends`.
+
+    The result is one bool for all tiles or, for "fitted", an array with one entry per tile.
+    """
     if spec.range_ends != "fitted" or not spec.qtype.is_integer:
         return spec.range_ends == "half_step"
     exact, half = (scales(span, spec.qtype, half_step=half_step) for half_step in (False, True))
@@ -58,7 +62,7 @@ def half_step_tiles(array: jax.Array, span: Range, spec: ArraySpec, cut: Blocks 
 
 
 def shows_all(spec: ArraySpec) -> bool:
-    """Whether a range is NaN or infinite wherever an entry of the array is."""
+    """Returns whether a NaN or infinite entry of the array always makes its range NaN or infinite."""
     return spec.calibrated.name not in ("fixed", "percentile")
 
 
@@ -72,7 +76,7 @@ def _extremes(array: jax.Array, spec: ArraySpec, tiles: Tiling, cut: Blocks) -> 
 
 
 def _root_mean_square(array: jax.Array, spec: ArraySpec, tiles: Tiling, cut: Blocks) -> Range:
-    """Of the array over its largest magnitude, so that no square overflows or vanishes."""
+    """Computes the "rms" range. Dividing by the largest magnitude of a tile keeps squares from over- or underflow."""
     extremes = _extremes(array, spec, tiles, cut)
     largest = extremes.high if extremes.low is None else jnp.maximum(extremes.high, -extremes.low)
     unit = jnp.where(largest > 0, largest, np.float32(1))
@@ -90,10 +94,11 @@ def _percentile(array: jax.Array, spec: ArraySpec, tiles: Tiling, cut: Blocks) -
 
 
 def _ranked(array: jax.Array, side: str, spec: ArraySpec, tiles: Tiling, cut: Blocks) -> jax.Array:
-    """The least magnitude on one side of each tile that the given percentage of its entries do not exceed there.
+    """Computes the given percentile of the magnitudes on one side of zero in each tile.
 
-    Bits of floats of at least 0 are in the order of the floats. Each pass fixes one bit of the result, from the highest
-    on, by counting: unlike a sort that needs no memory, and sharded entries stay where they are.
+    The bits of non-negative floats are ordered like the floats. Each pass determines one bit of the result by counting
+    smaller entries, starting from the highest bit. Unlike sorting, this needs no extra memory and moves no entries
+    between shards.
     """
     word = jnp.dtype(f"uint{8 * array.dtype.itemsize}")
     bits = 8 * word.itemsize - 1
@@ -109,6 +114,7 @@ def _ranked(array: jax.Array, side: str, spec: ArraySpec, tiles: Tiling, cut: Bl
 
 
 def _least_error(array: jax.Array, spec: ArraySpec, tiles: Tiling, cut: Blocks) -> Range:
+    """Finds the shrunken range with the smallest squared rounding error in each tile ("mse")."""
     widest, kind = _extremes(array, spec, tiles, cut), spec.qtype
 
     def try_factor(place: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -125,7 +131,7 @@ def _least_error(array: jax.Array, spec: ArraySpec, tiles: Tiling, cut: Blocks) 
 
 
 def _magnitudes(entries: jax.Array, side: str) -> jax.Array:
-    """Of the entries on one side of zero, in their own dtype; 0 for those on the other."""
+    """Returns the magnitudes of the entries on one side of zero, and 0 for the others, in their own dtype."""
     if side == "both":
         return jnp.abs(entries)
     return jnp.maximum(entries if side == "above" else -entries, 0)
@@ -133,7 +139,10 @@ def _magnitudes(entries: jax.Array, side: str) -> jax.Array:
 
 @dataclass(frozen=True)
 class _Extreme:
-    """The end of the range on one side, in the array's own dtype: a conversion before a reduction may be stored."""
+    """The end of the range on one side.
+
+    It is computed in the array's own dtype: XLA may materialize the result of a conversion before a reduction.
+    """
 
     side: str
     tiles: Tiling
@@ -157,7 +166,7 @@ class _Squares:
 
 @dataclass(frozen=True)
 class _CountBelow:
-    """How many magnitudes on one side have bits below those of a trial."""
+    """The number of magnitudes on one side whose bits are smaller than the bits of a trial value."""
 
     side: str
     tiles: Tiling
@@ -183,7 +192,7 @@ class _SquaredError:
 
 @dataclass(frozen=True)
 class _MoreError:
-    """The squared error of rounding each tile by one scale, less the error by another, in one pass over the entries."""
+    """The difference of the squared rounding errors of each tile by two scales, in one pass over the entries."""
 
     kind: QType
     tiles: Tiling

@@ -1,4 +1,4 @@
-"""Arrays to quantized arrays, and the rounding alone."""
+"""Quantization and fake quantization of arrays."""
 
 import contextlib
 import functools
@@ -29,24 +29,26 @@ def quantize(
     array: jax.Array,
     spec: ArraySpec,
     *,
-    range: Range | None = None,  # noqa: A002 (no function here iterates over integers)
+    range: Range | None = None,  # noqa: A002 (this module does not use the builtin)
     name: str = "",
     key: jax.Array | None = None,
 ) -> QArray:
-    """`array` as codes and scales.
+    """Quantizes `array` to codes and scales.
 
-    q = round(x / s) + z, saturated; s and z map the range onto the type, as `spec.range_ends` says. Without a key, to
-    the nearest, ties to even. With one, the range ends on the outermost codes.
+        q = saturate(round(x / s) + z)
+
+    The scale s and the zero point z map the range onto the type by `spec.range_ends`. Without a key, values are rounded
+    to the nearest code, ties to even. With a key, the ends of the range always lie on the outermost codes.
 
     Args:
-      array: floating. What is computed, is computed in float32.
-      range: what the values span, as `stack_quant.calibrate` finds it, of a shape whose axes divide the array's; None
+      array: floating array. The computation is in float32.
+      range: range of the values, in the form of `stack_quant.calibrate`; its axes divide the axes of the array. None
         calibrates the array itself.
-      name: of the array, for messages.
-      key: rounds at random and without bias: the mean over keys of what is within the range is the array.
+      name: name of the array in messages.
+      key: PRNG key of unbiased stochastic rounding: within the range, the mean over keys is the array.
 
     Raises:
-      ArgumentError: the array is not floating; or holds NaN or infinities, which is seen outside of jit only.
+      ArgumentError: the array is not floating, or contains NaN or infinities (checked only outside of jit).
       ShapeError: a tile does not divide its axis.
     """
     _check_floating(array, name)
@@ -66,14 +68,14 @@ def quantize(
 
 
 def _on_auto_mesh(array: jax.Array) -> tuple[jax.Array, Any, contextlib.AbstractContextManager[Any]]:
-    """Puts an array of a mesh with Explicit axes on a mesh with Auto axes of the same devices.
+    """Moves an array from a mesh with Explicit axes to a mesh with Auto axes on the same devices.
 
-    To cut a sharded axis into tiles would need the sharding of the result, which is none where a shard has no whole
-    tile.
+    With Explicit axes, splitting a sharded axis into tiles requires a sharding of the result. There is none if a shard
+    does not contain whole tiles.
 
     Returns:
-      The array, the mesh with Explicit axes or None, and the context in which to compute: the mesh that the caller has
-      set may be the one with Explicit axes, which the array no longer fits.
+      The array, the mesh with Explicit axes or None, and the context for the computation. The context replaces the mesh
+      of the caller, which may be the mesh with Explicit axes and then does not fit the array.
     """
     sharding = getattr(array, "sharding", None)
     if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
@@ -84,7 +86,7 @@ def _on_auto_mesh(array: jax.Array) -> tuple[jax.Array, Any, contextlib.Abstract
 
 
 def _whole_axes(array: jax.Array) -> tuple[int, ...]:
-    """The axes that are not sharded."""
+    """Returns the axes that are not sharded."""
     partition = getattr(getattr(array, "sharding", None), "spec", ())
     return tuple(axis for axis, _ in enumerate(array.shape) if axis >= len(partition) or partition[axis] is None)
 
@@ -101,7 +103,7 @@ def _quantized(
     """Returns the quantized array, and whether the array and its range are finite.
 
     Args:
-      own_range: `span` is the array's own, so that its ends may be fitted to it.
+      own_range: whether `span` is the range of this array, so that its ends may be fitted to the array.
     """
     finite = [] if span is None and shows_all(spec) else [_all_finite(array)]
     if span is None:
@@ -147,7 +149,7 @@ _compiled_packed = jax.jit(_packed, static_argnames="kind", donate_argnums=0)
 
 @dataclass(frozen=True)
 class _Encode:
-    """A block's codes in bytes: XLA's CPU backend copies what is joined of narrower types one by one."""
+    """The codes of a block, one per byte: XLA's CPU backend joins arrays of narrower types entry by entry."""
 
     kind: QType
     tiles: Tiling
@@ -164,7 +166,8 @@ class _Encode:
         values = tiles.split(block).astype(jnp.float32) / tiles.split(scale)
         if zero_point is not None:
             values = values + tiles.split(zero_point).astype(jnp.float32)
-        # A symmetric range has as many codes on either side, so that its lower end is no tie between the last two.
+        # A symmetric range has equally many codes on both sides. With one more negative code the lower end of a
+        # half-step range would be a tie between the last two codes.
         smallest = -self.kind.largest if zero_point is None else None
         key = None if key is None else jax.random.fold_in(key, index)
         return tiles.join(encode(values, self.kind, key=key, smallest=smallest))
@@ -177,10 +180,10 @@ def fake_quantize(
     range: Range | None = None,  # noqa: A002 (as in `quantize`)
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """`dequantize(quantize(array))`, of the array's own dtype, with a gradient that goes straight through.
+    """Computes `dequantize(quantize(array))` in the array's dtype, with a straight-through gradient.
 
-    The gradient is that of `clip(array, low, high)`, the ends included: one within the range, zero beyond. The
-    range has none.
+    The gradient is the gradient of `clip(array, low, high)`: one within the range, including its ends, and zero
+    outside. The range has no gradient.
     """
     _check_floating(array, "")
 
@@ -223,10 +226,10 @@ def _not_finite(array: jax.Array, name: str) -> str:
     if not nans + infinities:
         return (
             f"{what}: the range has entries that are not finite."
-            " Observe at least one batch, of finite values, before it is used."
+            " Observe at least one batch with finite values before using the range."
         )
     place = np.unravel_index(int(jnp.argmax(~jnp.isfinite(array).ravel())), array.shape)
     return (
         f"{what} holds {nans} NaN and {infinities} infinite entries of {array.size}, the first at "
-        f"{tuple(map(int, place))}. Quantized, they would spoil their tiles; mend them, or leave this array in float."
+        f"{tuple(map(int, place))}. They would corrupt their tiles; correct them, or leave this array in float."
     )

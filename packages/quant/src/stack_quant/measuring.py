@@ -1,4 +1,4 @@
-"""Measures the static ranges of a model's activations over a stream of calls."""
+"""Measurement of the static ranges of a model's activations over a stream of calls."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from stack_quant.transform.sites import Site
 __all__ = ["Call", "static_ranges"]
 
 Call = tuple[Sequence[Any], Mapping[str, Any]]
-"""The arguments of a call, those by place and those by name."""
+"""Positional and keyword arguments of a call."""
 
 _Step = Callable[..., Mapping[str, RangeStatistics]]
 
@@ -31,17 +31,18 @@ def static_ranges(
     sites: Mapping[str, Site],
     stream: Iterable[Call] | None,
 ) -> dict[str, Range]:
-    """The range of each site over all calls of `fn(params, *args, **kwargs)` in a stream, in float.
+    """Measures the range of each site over the calls of `fn(params, *args, **kwargs)` in a stream, run in float.
 
-    Of parameters that are shapes only, the ranges' shapes.
+    If the parameters are shapes, the result is the shapes of the ranges.
 
     Args:
-      parameters: floating.
-      stream: calls of any batch and sequence sizes; each size is compiled for.
+      parameters: floating parameters.
+      sites: sites of activations with static ranges, by name.
+      stream: calls of any batch and sequence sizes. The program is compiled once per size.
 
     Raises:
-      RuleError: there are sites, but no calls.
-      QuantError: activations hold NaN or infinities, or no call reaches them.
+      RuleError: there are sites but no calls.
+      QuantError: activations contain NaN or infinities, or no call reaches them.
     """
     arrays = parameters.arrays
     if all(isinstance(array, jax.ShapeDtypeStruct) for array in arrays.values()):
@@ -60,8 +61,9 @@ def static_ranges(
         statistics = step(statistics, arrays, arguments)
     if not steps:
         raise RuleError(
-            f"Rules ask for the static ranges of {len(sites)} activations, the first at {next(iter(sites))}, which are "
-            "measured over batches; none were given. Give some as `stream`, or leave out `static_ranges` and averages."
+            f"Rules require the static ranges of {len(sites)} activations, the first at {next(iter(sites))}, which are "
+            "measured over batches, but none were given. Give some as `stream`, or leave out `static_ranges` and "
+            "moving averages."
         )
     _check_seen(statistics)
     return _finite({name: observed_range(found) for name, found in statistics.items()})
@@ -72,7 +74,7 @@ def _step(program: Program, treatment: Treatment, sites: Mapping[str, Site]) -> 
 
 
 def _arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
-    """The arrays among arguments; and all that a program that was traced for them depends on."""
+    """Returns the arrays among the arguments, and a signature that is equal if the same traced program applies."""
     leaves, structure = jax.tree.flatten((args, kwargs))
     kinds = [(leaf.shape, leaf.dtype) if is_array(leaf) else leaf for leaf in leaves]
     return [leaf for leaf in leaves if is_array(leaf)], (structure, kinds)
@@ -87,7 +89,7 @@ def _check_seen(statistics: Mapping[str, RangeStatistics]) -> None:
     if unseen:
         raise QuantError(
             f"No batch reached the activations at {', '.join(unseen)}, which are in a branch that was not taken. "
-            "Give batches that take it as `stream`, or leave these in float."
+            "Give batches that take it as `stream`, or leave these activations in float."
         )
 
 
@@ -97,6 +99,6 @@ def _finite(ranges: dict[str, Range]) -> dict[str, Range]:
     if broken:
         raise QuantError(
             f"The activations at {', '.join(broken)} hold NaN or infinities for some batch. "
-            "Mend the model or the data, or leave these in float."
+            "Correct the model or the data, or leave these activations in float."
         )
     return ranges

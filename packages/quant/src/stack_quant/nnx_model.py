@@ -1,4 +1,4 @@
-"""Quantized `nnx` modules: the same variables, and methods that run as programs on them."""
+"""Quantized `nnx` modules, whose methods run as programs on the module's variables."""
 
 import functools
 import inspect
@@ -34,7 +34,7 @@ __all__ = [
 _RANGES = "static_ranges"
 _KEY = "rounding_key"
 FACTORS = "lora"
-"""The attribute of a module that holds the factors of its adapters."""
+"""The attribute of a module with the factors of its adapters."""
 
 _LANGUAGE_MODEL_INPUTS = ("tokens", "positions", "segment_ids")
 
@@ -49,7 +49,7 @@ def quantize_module(
     call: Callable[..., Any] | None,
     stream: Iterable[Call] | None,
 ) -> Any:
-    """As `quantize_model`, of an `nnx.Module`."""
+    """Quantizes an `nnx.Module`; see `quantize_model`."""
     treatment = model.quantization.treatment if isinstance(getattr(model, "quantization", None), Quantization) else None
     if treatment is not None and treatment.adapters:
         raise QuantError("The model has adapters, which go onto quantized parameters: put quant before lora.")
@@ -79,12 +79,14 @@ def quantize_module(
 
 @dataclass(frozen=True)
 class ModuleProgram:
-    """A call of a module as a function of its variables' values.
+    """A call of a module as a function of the values of its variables.
 
     Attributes:
-      fn: `(values, *args, **kwargs)`.
-      kinds: the classes of its variables, by path.
-      taken: what of a batch by name the call takes.
+      fn: the function `(values, *args, **kwargs)`.
+      parameters: values of the variables.
+      kinds: classes of the variables, by path.
+      args, kwargs: arguments of the call.
+      taken: function that selects the keyword arguments of a call from a batch.
     """
 
     fn: Callable[..., Any]
@@ -98,7 +100,7 @@ class ModuleProgram:
     def of(
         cls, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[..., Any] | None = None
     ) -> "ModuleProgram":
-        """Of a module that is no program yet; a language model is asked for logits where `call` does not say else."""
+        """Creates the program of a plain module. Without `call`, a language model also computes logits."""
         is_batch = call is None and isinstance(model, LanguageModel)
         used = call or (_logits if is_batch else _called)
         graph, state = nnx.split(model)
@@ -115,7 +117,10 @@ class ModuleProgram:
 
 
 def plain_module(model: Any) -> Any:
-    """A module of the class that became a program, with the variables that it has now."""
+    """Returns a copy of a quantized or adapted module with its original class and its current variables.
+
+    Static ranges, the key and adapters are dropped. Any other module is returned itself.
+    """
     if not isinstance(getattr(model, "quantization", None), Quantization):
         return model
     plain = nnx.clone(model)
@@ -127,22 +132,22 @@ def plain_module(model: Any) -> Any:
 
 
 def as_program_class(model: Any) -> None:
-    """Makes a module one whose methods run as programs, if it is not."""
+    """Changes the class of a module in place, so that its methods run as programs."""
     if not issubclass(type(model), _Program):
         object.__setattr__(model, "__class__", _program_class(type(model)))
 
 
 def is_factor(variable: Any) -> bool:
-    """Whether a variable holds a factor of an adapter."""
+    """Returns whether a variable is a factor of an adapter."""
     return isinstance(variable, nnx.LoRAParam)
 
 
 class StaticRange(nnx.Variable[Any]):
-    """A variable that holds an end of a static range of activations."""
+    """A variable with the lower or the upper ends of a static range."""
 
 
 def call_on_batches(model: Any) -> Callable[..., Any] | None:
-    """How a model takes a run's batch by name where it `RunsOnBatches`, as the `call` of `quantize_module`; or None."""
+    """Returns the `call` of `quantize_module` for a model that `RunsOnBatches`, else None."""
     return _on_batch if isinstance(model, RunsOnBatches) else None
 
 
@@ -151,7 +156,7 @@ def _on_batch(model: Any, **batch: Any) -> Any:
 
 
 def run_as_program(function: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """`function(model, *args, **kwargs)` of a quantized module, as one program on its parameters."""
+    """Computes `function(model, *args, **kwargs)` as one program on the parameters of a quantized module."""
     return _as_program("The function", function, type(model).__mro__[1])(model, *args, **kwargs)
 
 
@@ -172,7 +177,7 @@ def _variables(model: Any) -> Iterator[tuple[Sequence[Any], Any]]:
 
 
 def variables_by_path(model: Any) -> dict[str, Any]:
-    """The variables of a module, by their paths with "/" between the segments."""
+    """Returns the variables of a module by path, with "/" between the segments."""
     return {_path(keys): variable for keys, variable in _variables(model)}
 
 
@@ -181,14 +186,14 @@ def _path(keys: Sequence[Any]) -> str:
 
 
 def _merged(graph: Any, state: Any, values: Any) -> Any:
-    """The module with other values in its variables."""
-    fresh = jax.tree.map(lambda leaf: leaf, state)
+    """Builds the module with other values in its variables."""
+    fresh = jax.tree.map(lambda leaf: leaf, state)  # a copy, as the next line changes it in place
     nnx.replace_by_pure_dict(fresh, values)
     return nnx.merge(graph, fresh)
 
 
 def _range_variables(span: Range) -> Any:
-    """The ends of a range `[*layers, tiles]`; what parameters say of their axes, they say of theirs."""
+    """Creates the variables of a range [*layers, tiles], with logical axes as parameters have them."""
     axes = (*["layers"] * (span.high.ndim - 1), None)
     ends = {name: end for name, end in span._asdict().items() if end is not None}
     return nnx.Dict({name: StaticRange(end, logical_axes=axes) for name, end in ends.items()})
@@ -201,12 +206,12 @@ def _set_values(model: Any, arrays: Mapping[str, Any]) -> None:
 
 
 class _Program:
-    """Marks the classes of modules whose methods run as programs."""
+    """Marker base of the classes whose methods run as programs."""
 
 
 @functools.cache
 def _program_class(cls: type) -> type:
-    """A subclass of a module's class, its first base, whose methods run as programs."""
+    """Creates a subclass of a module's class whose methods run as programs. The module's class is its first base."""
     found: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         if base not in nnx.Module.__mro__:
@@ -223,7 +228,7 @@ def _program_class(cls: type) -> type:
 
 
 def _reduced(module: Any, protocol: Any) -> Any:
-    """As an object of its class pickles, which is made again from the module's: pickle finds no class by its name."""
+    """Implements `__reduce_ex__`: pickle cannot import the created class, so it is created again from its base."""
     _, _, *rest = object.__reduce_ex__(module, protocol)
     return _blank, (type(module).__mro__[1],), *rest
 
@@ -233,9 +238,9 @@ def _blank(cls: type) -> Any:
 
 
 def _with_key(module: Any, key: jax.Array) -> Any:
-    """The module whose gradients are rounded at random, drawn from a key: a new one for each step.
+    """Returns the module with a key for stochastic rounding of gradients. Pass a new key at each step.
 
-    It holds the same variables, so that what methods assign is assigned in both, and the key as one more.
+    The result shares the variables of the module, so that methods assign to both, and has the key as an additional one.
     """
     twin = object.__new__(type(module))
     vars(twin).update(vars(module))
@@ -248,7 +253,7 @@ def _is_method(name: str, value: Any) -> bool:
 
 
 def _as_program(name: str, function: Callable[..., Any], cls: type) -> Callable[..., Any]:
-    """A method that runs `function`, whatever it calls its first argument, with the module's quantized parameters."""
+    """Returns a method that runs `function` with the module's quantized parameters."""
 
     @functools.wraps(function)
     def method(module: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -271,10 +276,17 @@ def _as_program(name: str, function: Callable[..., Any], cls: type) -> Callable[
 
 @dataclass(frozen=True)
 class _OnValues:
-    """A method as a function of the values of its module's variables; equal to those of modules that are made alike.
+    """A method as a function of the values of its module's variables.
+
+    Instances for modules of the same structure are equal, so that these share compiled programs.
 
     Attributes:
-      state: the structure of the variables, which has `leaves` leaves.
+      name: name of the method in messages.
+      function: the method.
+      cls: class of the module before it became a program.
+      graph: graph definition of the module.
+      state: tree structure of the variables.
+      leaves: number of leaves of this structure.
     """
 
     name: str
@@ -285,7 +297,7 @@ class _OnValues:
     leaves: int
 
     def __call__(self, values: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """The result, and the values that variables got by path."""
+        """Returns the result, and the values assigned to variables by path."""
         blank = jax.tree.unflatten(self.state, [_BLANK] * self.leaves)
         twin = _merged(self.graph, blank, values)
         object.__setattr__(twin, "__class__", self.cls)
@@ -297,15 +309,15 @@ class _OnValues:
 
 
 _BLANK = jax.ShapeDtypeStruct((), jnp.float32)
-"""Stands in the place of values that are about to come."""
+"""Placeholder for values that are set later."""
 
 
 def _check_variables(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
     if before.keys() != after.keys():
         others = sorted(before.keys() ^ after.keys())
         raise QuantError(
-            f"{name} adds or removes variables ({', '.join(others)}), which a quantized module's methods cannot. "
-            "Make them before the module is quantized."
+            f"{name} adds or removes variables ({', '.join(others)}), which methods of a quantized module cannot do. "
+            "Create them before the module is quantized."
         )
 
 
@@ -313,4 +325,4 @@ def _check_unchanged(name: str, changed: Sequence[str], module: Any) -> None:
     held = {_path(keys): variable.get_value() for keys, variable in _variables(module)}
     quantized = [path for path in changed if is_quantized(held[path])]
     if quantized:
-        raise QuantError(f"{name} assigns to {quantized[0]}, which is quantized. Leave it in float by a rule.")
+        raise QuantError(f"{name} assigns to {quantized[0]}, which is quantized. Add a rule that leaves it in float.")

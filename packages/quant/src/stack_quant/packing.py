@@ -1,12 +1,12 @@
-"""Codes of 3, 5, 6 and 7 bits in as many bits of memory; JAX itself stores codes of 2 and 4 bits so.
+"""Packing of codes of 3, 5, 6 and 7 bits. JAX itself packs codes of 2 and 4 bits.
 
-An integer code is cut into planes, the highest bits first. The first is an array of int4 or int2, of the shape of the
-codes, which JAX stores in as many bits. Planes of 2 and 1 bits are bytes, each of which holds the parts of 4 or of 8
-codes along the last axis: there is no dtype of 1 bit, and Orbax saves neither uint2 nor uint4. Codes of uint4 and
-float4_e2m1fn are kept as int4 of the same bits: XLA's CPU backend cannot compile some loops over float4_e2m1fn.
+An integer code is split into planes, from the highest bits to the lowest. The first plane is an int4 or int2 array of
+the shape of the codes, which JAX stores packed. Later planes of 2 and 1 bits are bytes with the parts of 4 or 8 codes
+along the last axis: JAX has no 1-bit dtype, and Orbax cannot save uint2 or uint4. Codes of uint4 and float4_e2m1fn are
+stored as int4 with the same bits: XLA's CPU backend cannot compile some loops over float4_e2m1fn.
 
-Measured on CPUs, jax 0.10.2, 0.11.2 and 0.12: an int4 array of n entries occupies n / 2 bytes, an int2 one n / 4,
-although `nbytes` says n.
+Measured on CPUs with jax 0.10.2, 0.11.2 and 0.12: an int4 array of n entries occupies n / 2 bytes and an int2 array
+n / 4, although `nbytes` is n.
 """
 
 import math
@@ -21,13 +21,13 @@ from stack_quant.qtypes import QType
 
 __all__ = ["pack", "stored_bytes", "unpack"]
 
-_PLANES = {3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}
+_PLANES = {3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}  # bits of each plane, by the bits of a code
 _KEPT_AS_INT4 = ("uint4", "float4_e2m1fn")
 _BYTE = 8
 
 
 def pack(codes: jax.Array, kind: QType) -> tuple[jax.Array, ...]:
-    """The planes of codes of dtype `kind.code_dtype`: the codes themselves, where JAX has a dtype of so many bits."""
+    """Splits codes of dtype `kind.code_dtype` into planes; a single one if JAX has a dtype with this number of bits."""
     if kind.code_dtype in _KEPT_AS_INT4:
         return (lax.bitcast_convert_type(codes, jnp.int4),)
     if kind.bits not in _PLANES:
@@ -44,7 +44,7 @@ def pack(codes: jax.Array, kind: QType) -> tuple[jax.Array, ...]:
 
 
 def unpack(planes: tuple[jax.Array, ...], kind: QType) -> jax.Array:
-    """The inverse of `pack`."""
+    """Joins planes to codes: the inverse of `pack`."""
     if kind.code_dtype in _KEPT_AS_INT4:
         return lax.bitcast_convert_type(planes[0], kind.code_dtype)
     if kind.bits not in _PLANES:
@@ -57,13 +57,13 @@ def unpack(planes: tuple[jax.Array, ...], kind: QType) -> jax.Array:
 
 
 def stored_bytes(array: Any) -> int:
-    """What an array occupies; `nbytes` counts whole bytes for entries of 2 and of 4 bits."""
+    """Returns the memory of an array in bytes. `nbytes` would count a whole byte for each 2-bit or 4-bit entry."""
     bits = jnp.iinfo(array.dtype).bits if jnp.issubdtype(array.dtype, jnp.integer) else jnp.finfo(array.dtype).bits
     return -(-math.prod(array.shape) * bits // _BYTE)
 
 
 def _in_bytes(parts: jax.Array, bits: int) -> jax.Array:
-    """uint8[..., ceil(n * bits / 8)] from int8[..., n] of so many bits each, the first in the lowest."""
+    """Packs int8[..., n] of `bits` bits each into uint8[..., ceil(n * bits / 8)], the first in the lowest bits."""
     count = _BYTE // bits
     padded = jnp.pad(parts.astype(jnp.uint8), [(0, 0)] * (parts.ndim - 1) + [(0, -parts.shape[-1] % count)])
     grouped = padded.reshape(*parts.shape[:-1], -1, count)

@@ -224,7 +224,7 @@ def unquantized() -> Quantization:
 
 
 def _floats(array: Any) -> Any:
-    """Dequantizes a quantized parameter, so that new rules can quantize it; returns any other unchanged."""
+    """Dequantizes a parameter that is already quantized, as new rules apply to floats; returns others unchanged."""
     if not is_quantized(array):
         return array
     if isinstance(jax.tree.leaves(array)[0], jax.ShapeDtypeStruct):

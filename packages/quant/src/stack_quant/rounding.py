@@ -1,4 +1,4 @@
-"""Values to codes: to the nearest, or to either neighbour with the probability that keeps the mean."""
+"""Rounding of values to codes: to the nearest, or stochastically."""
 
 import functools
 import itertools
@@ -12,20 +12,22 @@ from stack_quant.qtypes import QType
 
 __all__ = ["as_codes", "encode", "snap"]
 
-_UNIT_STEP = np.float32(1.5 * 2**23)  # neighbouring float32 of this size differ by 1
+# float32 numbers of this size are 1 apart. Adding it to a value of magnitude up to 2**22 rounds the value to the
+# nearest integer, ties to even, which is then in the lowest bits of the sum.
+_UNIT_STEP = np.float32(1.5 * 2**23)
 _FLOAT32_EXPONENT = np.uint32(0x7F800000)
 
 
 def encode(values: jax.Array, kind: QType, *, key: jax.Array | None = None, smallest: float | None = None) -> jax.Array:
-    """Codes, each in a byte, of float32 values that are scaled already; what is out of range saturates.
+    """Rounds scaled float32 values to codes, one per byte. Values out of range saturate.
 
-    `as_codes` makes them of their dtype: uint8 holds the bits of a floating type, int8 any other code.
+    The result is uint8 with the bits of a floating type, else int8; `as_codes` converts it to the code dtype.
 
-    Without a key each value is rounded to the nearest, ties to the even integer or mantissa. With one, a value x
-    between neighbours a < b becomes b with probability (x - a) / (b - a), else a.
+    Without a key, each value is rounded to the nearest code, ties to the even integer or mantissa. With a key, a value
+    x between neighbours a < b becomes b with probability (x - a) / (b - a), else a.
 
     Args:
-      smallest: the least code that is given; by default the type's.
+      smallest: smallest code of the result; by default the smallest of the type.
     """
     if kind.codebook is not None:
         passed = [one.astype(jnp.int8) for one in _passed(values, kind.codebook, key)]
@@ -36,14 +38,14 @@ def encode(values: jax.Array, kind: QType, *, key: jax.Array | None = None, smal
 
 
 def as_codes(encoded: jax.Array, kind: QType) -> jax.Array:
-    """What `encode` gives, of dtype `kind.code_dtype`."""
+    """Converts the result of `encode` to dtype `kind.code_dtype`."""
     if kind.codebook is not None or kind.is_integer:
         return encoded.astype(kind.code_dtype)
     return lax.bitcast_convert_type(encoded.astype(f"uint{kind.bits}"), kind.code_dtype)
 
 
 def snap(values: jax.Array, kind: QType, *, key: jax.Array | None = None, smallest: float | None = None) -> jax.Array:
-    """The float32 values of the codes that `encode` gives."""
+    """Rounds to the float32 values of the codes of `encode`."""
     if kind.codebook is not None:
         gaps = np.diff(np.asarray(kind.codebook, np.float32))
         passed = _passed(values, kind.codebook, key)
@@ -63,25 +65,25 @@ def _clipped(values: jax.Array, kind: QType, smallest: float | None = None) -> j
 def _whole(values: jax.Array, key: jax.Array | None) -> jax.Array:
     if key is None:
         return jnp.round(values)
-    # The fraction of a float32 is exact; the sum of the value and a random number would be rounded again.
+    # The fraction of a float32 is exact, so it is compared; floor(value + random) would round the sum first.
     below = jnp.floor(values)
     return below + (jax.random.uniform(key, values.shape, jnp.float32) < values - below).astype(jnp.float32)
 
 
 def _small_integers(whole: jax.Array) -> jax.Array:
-    """int8 of float32 that are whole already: the lowest byte of a sum whose last bit is worth 1.
+    """Converts whole float32 numbers to int8: the lowest byte of a sum whose last bit is worth 1.
 
-    XLA converts with comparisons, for what is out of range or NaN, that quantizing on CPUs takes a tenth longer for.
+    XLA's conversion also checks for NaN and values out of range, with which quantizing on CPUs takes a tenth longer.
     """
     return lax.bitcast_convert_type(whole + _UNIT_STEP, jnp.int32).astype(jnp.int8)
 
 
 def _float_codes(values: jax.Array, kind: QType) -> jax.Array:
-    """The bits of the codes of a floating type nearest to what lies within its range, ties to even.
+    """Rounds values within the range of a floating type to the bits of the nearest code, ties to even.
 
-    Codes are in the order of the magnitudes that they stand for, one step apart: the code is the number of steps in a
-    magnitude, and as many again as a binade has for each time that the step has doubled. A conversion would round
-    alike, but XLA leaves it out where one back follows (for GPUs, jax 0.11.2), and on CPUs it takes twice as long.
+    Codes increase with the magnitudes that they represent. A code is the magnitude in steps, plus the number of codes
+    of a binade for each doubling of the step. A dtype conversion rounds in the same way, but XLA removes it if the
+    inverse conversion follows (on GPUs, jax 0.11.2), and on CPUs it takes twice as long.
     """
     limits = jnp.finfo(kind.code_dtype)
     smallest_step = np.float32(2.0 ** (limits.minexp - limits.nmant)).view(np.uint32)
@@ -90,13 +92,13 @@ def _float_codes(values: jax.Array, kind: QType) -> jax.Array:
     steps = _bits(jnp.abs(values) + unit) - _bits(unit)
     doubled = (_bits(step) - smallest_step) >> np.uint32(23 - limits.nmant)
     sign = np.uint32(2 ** (kind.bits - 1))
-    code = jnp.minimum(steps + doubled, sign - np.uint32(1))  # NaN, whose exponent is beyond all, is the last: NaN
+    code = jnp.minimum(steps + doubled, sign - np.uint32(1))  # NaN has the largest exponent and becomes the NaN code
     code = code | _bits(values) >> np.uint32(32 - kind.bits) & sign
     return code.astype(jnp.uint8)
 
 
 def _float_step(values: jax.Array, kind: QType) -> jax.Array:
-    """The distance between the numbers of a floating type next to each value: a power of two."""
+    """Returns the distance of neighbouring numbers of a floating type around each value, a power of two."""
     limits = jnp.finfo(kind.code_dtype)
     power = lax.bitcast_convert_type(_bits(values) & _FLOAT32_EXPONENT, jnp.float32)
     return jnp.maximum(power, np.float32(2.0**limits.minexp)) * np.float32(2.0**-limits.nmant)
@@ -107,7 +109,10 @@ def _bits(values: jax.Array) -> jax.Array:
 
 
 def _passed(values: jax.Array, codebook: tuple[float, ...], key: jax.Array | None) -> list[jax.Array]:
-    """Which gaps between levels a value has passed: more than half of each or, with a key, a random part."""
+    """Returns for each gap between levels whether a value is past its middle or, with a key, past a random point.
+
+    The number of passed gaps is the code.
+    """
     levels = np.asarray(codebook, np.float32)
     part = np.float32(0.5) if key is None else jax.random.uniform(key, values.shape, jnp.float32)
     return [values - low > part * (high - low) for low, high in itertools.pairwise(levels)]

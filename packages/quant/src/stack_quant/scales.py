@@ -1,4 +1,4 @@
-"""The range that a tile spans, and the scales and zero points that map it onto the values of a type."""
+"""Ranges of tiles, and the scales and zero points that map them onto a type."""
 
 from typing import Any, NamedTuple
 
@@ -17,12 +17,13 @@ _LARGEST_BYTE = 255.0
 
 
 class Range(NamedTuple):
-    """What the values of each tile span, float32, of the shape that the scales will have.
+    """The range of the values of each tile, in float32 and of the shape of the scales.
 
     Invariant: `low <= 0 <= high`, so that zero has a code.
 
     Attributes:
-      low: None if the range is symmetric; it is `-high` then.
+      low: lower ends; None for a symmetric range, from `-high` to `high`.
+      high: upper ends.
     """
 
     low: jax.Array | None
@@ -30,7 +31,12 @@ class Range(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """The fields of a `QArray` of these names, and `full`, float32: the scale times its unit."""
+    """The scales of a `QArray`, with the names of its fields.
+
+    Attributes:
+      scale, scale_unit, zero_point: see `QArray`.
+      full: float32, the scale times its unit.
+    """
 
     scale: jax.Array
     scale_unit: jax.Array | None
@@ -47,16 +53,16 @@ def scales(
     half_step: bool | jax.Array = False,
     unbiased: bool = False,
 ) -> Scales:
-    """Computes the scales that map each range onto the type: a symmetric one onto -largest to largest.
+    """Computes the scales that map each range onto the type. A symmetric range is mapped onto -largest to largest.
 
-    A range of zero, as of a tile of zeros, has the scale 1.
+    An empty range, as of a tile of zeros, has scale 1.
 
     Args:
-      unit_axes: the axes along which scales share a unit, where they have one.
-      double: float32 scales are stored as multiples of 1/255 of the largest that shares their unit.
-      half_step: whether the ends of the range lie half a step beyond the outermost integers, to which they still round,
-        for a finer step; also one entry a tile. Other types have no such step.
-      unbiased: scales of few bits are rounded up, so that nothing within the range is clipped.
+      unit_axes: axes along which scales share a unit, if they have one.
+      double: store float32 scales as multiples of 1/255 of the largest scale with the same unit.
+      half_step: whether the ends of the range lie half a step beyond the outermost integers, to which they still round.
+        This makes the step finer. One bool for all tiles or one per tile; ignored for other types.
+      unbiased: round scales of few bits up, so that nothing within the range is clipped.
     """
     half_step = half_step if kind.is_integer else False
     if span.low is None:
@@ -75,9 +81,10 @@ def scales(
 
 
 def _guarded(scale: jax.Array, width: jax.Array) -> jax.Array:
-    """No scale is zero or subnormal, which CPUs and TPUs take for zero: the division by it must be finite.
+    """Makes scales safe to divide by: 1 for an empty range, else at least the smallest normal number.
 
-    That of a NaN is NaN, so that compiled programs, which raise nothing, do not hide what went wrong in codes.
+    CPUs and TPUs treat subnormal numbers as zero. The scale of a NaN range stays NaN: compiled programs cannot raise an
+    error, and codes with a finite scale would hide the NaN.
     """
     return jnp.where(width <= 0, np.float32(1), jnp.maximum(scale, _SMALLEST_NORMAL))
 
@@ -87,9 +94,10 @@ def _as_float(condition: bool | jax.Array) -> Any:
 
 
 def _affine(low: jax.Array, high: jax.Array, kind: QType, half_step: bool | jax.Array) -> tuple[jax.Array, jax.Array]:
-    # The zero point is rounded, which moves the range by up to half a step, or by up to one if it is rounded up.
+    # Rounding the zero point up moves the range by up to one step, so the range spans one step less than the codes.
+    # With `half_step`, rounding to the nearest moves it by up to half a step, which its ends may lie beyond the codes.
     steps = np.float32(kind.largest - kind.smallest - 1) + _as_float(half_step)
-    # Halves, since the width of a range may exceed the largest float32.
+    # Halved, as the width of a range may exceed the largest float32.
     width = high * np.float32(0.5) - low * np.float32(0.5)
     scale = _guarded(width / (steps * np.float32(0.5)), width)
     exact = np.float32(kind.smallest) - low / scale
@@ -98,7 +106,7 @@ def _affine(low: jax.Array, high: jax.Array, kind: QType, half_step: bool | jax.
 
 
 def _power_of_two(scale: jax.Array) -> jax.Array:
-    """The least power of two that is not below."""
+    """Rounds scales up to powers of two."""
     bits = lax.bitcast_convert_type(scale, jnp.uint32)
     power = lax.bitcast_convert_type(bits & np.uint32(0x7F800000), jnp.float32)
     return jnp.where(power < scale, power * np.float32(2), power)

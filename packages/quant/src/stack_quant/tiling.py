@@ -1,4 +1,4 @@
-"""How an array is cut into the tiles that share a scale."""
+"""Tiles of an array, whose entries share a scale."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,12 +14,17 @@ __all__ = ["Tiling", "spread", "tile_sizes", "tiling"]
 
 @dataclass(frozen=True)
 class Tiling:
-    """An array's shape over the tiles that share a scale.
+    """The tiles of an array.
 
-    Each axis of `shape` that is cut becomes two, `(tiles, entries of a tile)`; reductions go over the axes `within`. No
-    axis of size 1 is added: XLA's CPU backend writes down what it reduces where there is one beside a cut axis.
+    `split` replaces each axis that has several tiles of several entries by two, `(tiles, entries of a tile)`.
+    Reductions over a tile are over the axes `within`. No axis of size 1 is added: next to a split axis it makes XLA's
+    CPU backend materialize the input of a reduction.
 
     Invariants: `shape[i] % scale_shape[i] == 0`.
+
+    Attributes:
+      shape: shape of the array.
+      scale_shape: number of tiles along each axis.
     """
 
     shape: tuple[int, ...]
@@ -27,7 +32,7 @@ class Tiling:
 
     @property
     def cut(self) -> tuple[bool, ...]:
-        """Of each axis, whether it has several tiles of several entries."""
+        """For each axis, whether it is split because it has several tiles of several entries."""
         return tuple(1 < count < size for size, count in zip(self.shape, self.scale_shape, strict=True))
 
     @property
@@ -38,33 +43,38 @@ class Tiling:
 
     @property
     def tile_entries(self) -> int:
-        """How many entries share a scale."""
+        """Number of entries that share a scale."""
         return math.prod(self.shape) // max(math.prod(self.scale_shape), 1)
 
     def of(self, block: jax.Array) -> "Tiling":
-        """The same tiles of a block of the array: of whole tiles along an axis, or of a part of all."""
+        """Returns the tiling of a block of the array, which has whole tiles along an axis or a part of every tile."""
         pairs = zip(block.shape, self.shape, self.scale_shape, strict=True)
         return Tiling(block.shape, tuple(count if count <= 1 else count * size // full for size, full, count in pairs))
 
     def split(self, array: jax.Array) -> jax.Array:
-        """`array` of shape `shape`, or one entry for each tile, in two axes for each that is cut."""
+        """Splits the axes of an array that has shape `shape`, or one entry per tile."""
         axes = zip(array.shape, self.scale_shape, self.cut, strict=True)
         return array.reshape(
             [part for size, count, cut in axes for part in ((count, size // count) if cut else (size,))]
         )
 
     def join(self, array: jax.Array) -> jax.Array:
-        """The inverse of `split`, from a split array or from what a reduction `within` left of one."""
+        """Joins split axes: the inverse of `split`, also after a reduction over `within`."""
         sizes = iter(array.shape)
         return array.reshape([next(sizes) * next(sizes) if cut else next(sizes) for cut in self.cut])
 
 
 def tiling(shape: Sequence[int], channel_axes: Sequence[int], tiles: Mapping[int, int], name: str = "") -> Tiling:
-    """Cuts axes in `tiles` into tiles of that many entries, `channel_axes` into single ones, no others at all.
+    """Divides a shape into tiles.
+
+    Args:
+      channel_axes: axes with tiles of one entry.
+      tiles: entries of a tile, by axis. All other axes have one tile.
+      name: name of the array in messages.
 
     Raises:
-      ArgumentError: an axis that the shape does not have, or one that is given twice.
-      ShapeError: a tile that does not divide its axis; both sizes are named, and the nearest that would do.
+      ArgumentError: an axis does not exist, or is given twice.
+      ShapeError: a tile does not divide its axis; the message has both sizes and the nearest divisor.
     """
     what = f"{name}: " if name else ""
     sizes = {_axis(axis, shape, what): 1 for axis in channel_axes}
@@ -80,7 +90,10 @@ def tiling(shape: Sequence[int], channel_axes: Sequence[int], tiles: Mapping[int
 
 
 def tile_sizes(entries: int, wanted: int) -> list[int]:
-    """The tiles that divide so many entries, the best first: `wanted`, smaller ones down to an eighth, larger ones."""
+    """Returns the divisors of `entries` in order of preference: `wanted`, smaller ones down to an eighth, larger ones.
+
+    Divisors smaller than an eighth come last.
+    """
     divisors = [size for size in range(1, entries + 1) if entries % size == 0]
     smaller = [size for size in reversed(divisors) if size <= wanted]
     fine = [size for size in smaller if 8 * size >= min(wanted, entries)]
@@ -90,7 +103,7 @@ def tile_sizes(entries: int, wanted: int) -> list[int]:
 
 def _axis(axis: int, shape: Sequence[int], what: str) -> int:
     if not -len(shape) <= axis < len(shape):
-        raise ArgumentError(f"{what}axis {axis} is none of an array of shape {tuple(shape)}.")
+        raise ArgumentError(f"{what}axis {axis} does not exist in an array of shape {tuple(shape)}.")
     return axis % len(shape)
 
 
@@ -106,7 +119,7 @@ def _tile(size: int, tile: int, axis: int, what: str) -> int:
 
 
 def spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """`scale`, whose axes divide `shape`, each entry repeated over what it covers; an axis of 1 broadcasts."""
+    """Repeats the entries of `scale`, whose axes divide `shape`, over their tiles. Axes of size 1 stay."""
     for axis, size in enumerate(shape):
         if scale.shape[axis] not in (1, size):
             scale = jnp.repeat(scale, size // scale.shape[axis], axis=axis)

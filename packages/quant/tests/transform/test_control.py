@@ -164,7 +164,7 @@ def test_a_parameter_that_a_branch_returns_is_reported(check: Any) -> None:
 
     report = check(fn, {"a": W, "b": W.T}, X)
     reasons = [row.reason for row in report.operations if row.op.endswith("cond")]
-    assert reasons == ["the parameter itself is handed on by a cond"] * 2
+    assert reasons == ["the parameter itself passes through a cond"] * 2
 
 
 def test_a_function_with_a_derivative_of_its_own_keeps_it_where_nothing_inside_is_quantized() -> None:

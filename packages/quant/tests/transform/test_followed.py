@@ -44,7 +44,7 @@ def test_stacked_layers_of_other_rules_are_joined_as_floats(check: Any) -> None:
     assert computed(found) == ["dequantized", "float"]
     assert [row.reason for row in found.operations] == [
         "the parameters that are stacked are not quantized alike",
-        "an operand is what stack makes of 0 and 1 and 2",
+        "an operand is the result of stack on 0 and 1 and 2",
     ]
 
 
@@ -108,5 +108,5 @@ def test_a_rule_that_quantizes_nothing_is_refused_and_names_the_primitive(name: 
 def test_what_an_operand_is_made_of_is_named() -> None:
     quantized = quantize_function(lambda p, x: x @ (p[0] + p[1]), WEIGHTS, Rule(path=".*", weights="int8"), (X,))
     reasons = [row.reason for row in report(quantized).operations]
-    assert reasons[-1] == "the operand is what add makes of 0"
+    assert reasons[-1] == "the operand is the result of add on 0"
     assert [row.reason for row in report(quantized).parameters] == ["", "nothing uses it", "nothing uses it"]

@@ -156,7 +156,7 @@ def test_two_activations_are_quantized_by_a_rule_on_the_operation(check: Any) ->
         (("fp8_e4m3", "fp8_e4m3"), 0),
         (("float32", "float32"), None),
     ]
-    assert report.operations[1].reason == "no rule is for this product of activations"
+    assert report.operations[1].reason == "no rule matches this product of activations"
 
 
 def test_an_activation_of_a_parameters_shape_leaves_the_parameter_alone(check: Any) -> None:
@@ -237,7 +237,7 @@ def test_what_derives_from_a_parameter_is_computed_from_its_rounded_value(check:
     report = check(lambda w, x: x @ (w * mask), normal(1, 32, 16), X)
     assert scales(report) == {"": (1, 16)}
     reasons = [row.reason for row in report.operations]
-    assert reasons == ["mul takes no quantized operand", "the operand is what mul makes of "]
+    assert reasons == ["mul takes no quantized operand", "the operand is the result of mul on "]
 
 
 def test_gradients_flow_through_quantized_products() -> None:
@@ -276,5 +276,7 @@ def test_what_a_product_sums_over_is_not_cut_and_the_reason_says_what_it_is_made
     fn = lambda p, x: x @ jnp.concatenate([p["q"], p["k"]], 0)
     quantized = quantize_function(fn, params, [Rule(path="q|k", weights="int8", optional=True)], (x,))
     reasons = {row.reason for row in report(quantized).parameters}
-    assert reasons == {"products take only what concatenate makes of it"}
-    assert [row.reason for row in report(quantized).operations] == ["an operand is what concatenate makes of q and k"]
+    assert reasons == {"products use only the result of concatenate on it"}
+    assert [row.reason for row in report(quantized).operations] == [
+        "an operand is the result of concatenate on q and k"
+    ]

@@ -1,4 +1,4 @@
-"""Methods of quantization, a registry by name: how parameters are stored and how programs compute with them."""
+"""Methods of quantization: the storage of parameters and the computation with them. A registry by name."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

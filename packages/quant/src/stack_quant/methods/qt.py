@@ -1,17 +1,17 @@
-"""Quantized training: forward and backward products are products of codes, and what they save for later is codes.
+"""Quantized training: forward and backward products multiply codes, and the residuals are codes.
 
-For y[m, n] = x[m, k] w[k, n] and its cotangent g[m, n], where Q_i rounds with a scale for each entry along the axis i,
-which the product does not sum over:
+For y[m, n] = x[m, k] w[k, n] with cotangent g[m, n]:
 
     y = Q_m(x) Q_n(w),  dL/dx = Q_m(g) Q_k(w)^T,  dL/dw = Q_k(x)^T Q_n(g)
 
-So x and w are rounded twice each, from their floats, and Q_k of each is all that is kept until the backward pass: one
-byte an entry in int8 or fp8. What no gradient is asked for is neither kept nor computed, such as that of the input of
-the first layer. Rounding has the gradient of the identity.
+Q_i rounds with one scale per entry of axis i, which is not the axis that the product sums over. Both x and w are
+therefore rounded twice from their floats. The only residuals are Q_k(x) and Q_k(w): one byte per entry in int8 or fp8.
+Gradients that are not requested, such as the gradient of the input of the first layer, are not computed and need no
+residuals. Rounding has the gradient of the identity.
 
-With a key, cotangents are rounded at random: their mean over keys is the cotangent (Gupta et al., Deep Learning with
-Limited Numerical Precision, 2015, arXiv:1502.02551). Each product draws from a key of its own. Without a key they are
-rounded to the nearest.
+With a key, cotangents are rounded stochastically: their mean over keys is the cotangent (Gupta et al., Deep Learning
+with Limited Numerical Precision, 2015, arXiv:1502.02551). Each product draws from its own key. Without a key,
+cotangents are rounded to the nearest.
 """
 
 import functools
@@ -52,13 +52,13 @@ def _check(rules: Sequence[Rule]) -> None:
         if rule.gradients is not None and rule.weights is None and rule.activations is None:
             raise RuleError(
                 f"Rule {number}, {rule}: gradients of products whose operands stay in float. "
-                "Say what weights and activations become, too."
+                "Set the types of weights and activations, too."
             )
         for name in filter(None, (rule.weights, rule.activations, rule.gradients)):
             kind = qtype(name)
             if kind.block_size is not None or kind.codebook is not None:
                 raise RuleError(
-                    f"Rule {number}, {rule}: method 'qt' has no products of {name}. "
+                    f"Rule {number}, {rule}: method 'qt' does not support products of {name}. "
                     "Use an integer type, fp8_e4m3 or fp8_e5m2."
                 )
 
@@ -69,13 +69,18 @@ def _unchanged(array: Any, spec: ArraySpec, _: Any = None) -> Any:
 
 @dataclass(frozen=True)
 class _Call:
-    """What is static of a product of two operands; dtypes are names."""
+    """The static part of a product of two operands.
+
+    Attributes:
+      types: types of the operands and the cotangent.
+      dtypes: names of the dtypes of the operands.
+    """
 
     types: ProductTypes
     dtypes: tuple[str, str]
 
     def coded(self, place: int, array: jax.Array, summed: Sequence[int]) -> Any:
-        """An operand as codes, for a product that sums over some of its axes."""
+        """Quantizes an operand for a product that sums over the axes `summed`."""
         kind, calibration = (self.types.left, self.types.right)[place], self.types.calibrations[place]
         return _coded(array, kind, summed, calibration, self.types.range_ends)
 
@@ -120,7 +125,7 @@ def _trained_linear(call: _Linear, left: jax.Array, right: jax.Array, key: jax.A
 
 
 def _linear_forward(call: _Linear, left: Any, right: Any, key: Any) -> tuple[jax.Array, Any]:
-    """Keeps the operand that the gradient of the other needs, where that is asked for."""
+    """Computes the product, and quantizes each operand as a residual if the gradient of the other is requested."""
     x, w = left.value, right.value
     rows = call.coded(0, x.reshape(-1, x.shape[-1]), (0,)) if right.perturbed else None
     columns = call.coded(1, w, (1,)) if left.perturbed else None
@@ -154,18 +159,18 @@ def _transposed(array: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Convolution(_Call):
-    """Of `lax.conv_general_dilated`: its parameters, and the shapes of its operands."""
+    """The static part of a convolution: the parameters of `lax.conv_general_dilated` and the shapes of its operands."""
 
     params: tuple[tuple[str, Any], ...]
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
 
     @property
     def numbers(self) -> tuple[Sequence[int], ...]:
-        """Of each operand and the result: (batch, feature, *space), or (feature out, feature in, *space)."""
+        """Axes of the operands and the result: (batch, feature, *space), or (feature out, feature in, *space)."""
         return dict(self.params)["dimension_numbers"]
 
     def __call__(self, left: Any, right: Any) -> jax.Array:
-        """The product of the dequantized operands; there is none of codes for all parameters."""
+        """Convolves the dequantized operands, as codes cannot be convolved for all parameters."""
         options: dict[str, Any] = dict(self.params)
         images, kernel = ops.dequantize(left, self.dtypes[0]), ops.dequantize(right, self.dtypes[1])
         return lax.conv_general_dilated(images, kernel, **options)
@@ -201,7 +206,10 @@ def _trained_convolution(call: _Convolution, left: jax.Array, right: jax.Array, 
 
 
 def _convolution_forward(call: _Convolution, left: Any, right: Any, key: Any) -> tuple[jax.Array, Any]:
-    """As `_linear_forward`; the gradient of the kernel sums over batch and space, that of the input over all else."""
+    """Computes the product and its residuals, as `_linear_forward`.
+
+    The gradient of the kernel sums over batch and space, the gradient of the input over output features and the window.
+    """
     (batch, _, *space), (out, _, *window), _ = call.numbers
     images = call.coded(0, left.value, (batch, *space)) if right.perturbed else None
     kernel = call.coded(1, right.value, (out, *window)) if left.perturbed else None
@@ -232,10 +240,10 @@ _trained_convolution.defvjp(_convolution_forward, _convolution_backward, symboli
 
 @dataclass(frozen=True)
 class _Ragged(_Call):
-    """A product of rows with the matrix of the group of each."""
+    """The static part of a ragged product, which multiplies each row with the matrix of its group."""
 
     def __call__(self, rows: Any, matrices: Any, sizes: jax.Array) -> jax.Array:
-        """The product of the dequantized rows; there is none of codes."""
+        """Multiplies the dequantized rows, as there is no ragged product of quantized rows."""
         return ops.ragged_dot(ops.dequantize(rows, self.dtypes[0]), matrices, sizes)
 
 
@@ -253,7 +261,7 @@ def _trained_ragged(
 
 
 def _ragged_forward(call: _Ragged, rows: Any, matrices: Any, sizes: Any, key: Any) -> tuple[jax.Array, Any]:
-    """As `_linear_forward`; the gradient of a group's matrix sums over the group's rows."""
+    """Computes the product and its residuals, as `_linear_forward`; the gradient of a matrix sums over its rows."""
     columns = call.coded(0, rows.value, (0,)) if matrices.perturbed else None
     turned = call.coded(1, matrices.value, (2,)) if rows.perturbed else None
     key = None if key is None else key.value
@@ -274,7 +282,7 @@ def _ragged_backward(call: _Ragged, kept: Any, cotangent: Any) -> tuple[Any, Any
     if columns is not None:
         codes = call.cotangent(cotangent, (0,), of_matrices)
         shape = (sizes.shape[0], columns.shape[1], cotangent.shape[1])
-        matrices = jnp.zeros(shape, call.dtypes[1])  # whose values a gradient of a product does not depend on
+        matrices = jnp.zeros(shape, call.dtypes[1])  # the product is linear: its gradient does not depend on these
         _, pull = jax.vjp(functools.partial(call, columns, sizes=sizes), matrices)
         (to_matrices,) = pull(ops.dequantize(codes, call.dtypes[0]))
     return to_rows, to_matrices, None, None

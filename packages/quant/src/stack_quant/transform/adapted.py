@@ -1,4 +1,4 @@
-"""Parameters with adapters of low rank, and how they move through a program without being formed."""
+"""Parameters with low-rank adapters, and their rearrangements without merging."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ from stack_quant.transform import views
 __all__ = ["Adapted", "Adapter", "Factors"]
 
 Factors = Mapping[str, Any]
-"""The trained arrays of one adapter: "down", "up", and "magnitude" of DoRA."""
+"""Trainable arrays of one adapter: "down", "up" and, for DoRA, "magnitude"."""
 
 
 @jax.tree_util.register_dataclass
@@ -25,11 +25,12 @@ Factors = Mapping[str, Any]
 class Adapted:
     """A parameter with an adapter: W' = W + s sum_r D_r U_r, or m W' / |W'| with magnitudes m (DoRA).
 
-    Invariants, for a base of n axes: down and up have n + 1, the last of them the rank; along each axis of the base
-    each of the two has all entries or one. The magnitudes have n axes, and one entry along those that |W'| sums over.
+    Invariants, for a base with n axes: down and up have n + 1 axes, the last of which is the rank. Along each axis of
+    the base they have either all entries or one. The magnitudes have n axes, with one entry along the axes over which
+    |W'| sums.
 
     Attributes:
-      base: W, an array or a quantized one.
+      base: W, an array or a quantized array.
       down, up: D and U.
       magnitude: m, or None.
       scale: s.
@@ -46,7 +47,7 @@ class Adapted:
         return self.base.shape
 
     def merged(self, dtype: Any) -> Any:
-        """W' as one array; |W'| has no gradient, as in the paper of DoRA (section 4.3)."""
+        """Computes W' as one array. |W'| has no gradient, as in section 4.3 of the DoRA paper."""
         base = ops.dequantize(self.base, jnp.float32) if is_quantized(self.base) else self.base
         down, up = (factor.astype(jnp.float32) for factor in (self.down, self.up))
         whole = base.astype(jnp.float32) + self.scale * jnp.einsum("...r,...r->...", down, up)
@@ -57,12 +58,12 @@ class Adapted:
         return whole.astype(dtype)
 
     def takes(self, contracted: Sequence[int], free: Sequence[int]) -> bool:
-        """Whether a product that sums over `contracted` can be formed by way of the rank."""
+        """Returns whether a product that sums over `contracted` can be computed through the low-rank factors."""
         lean = [(self.down, axis) for axis in free] + [(self.up, axis) for axis in contracted]
         return self.magnitude is None and all(factor.shape[axis] == 1 for factor, axis in lean)
 
     def full_along(self, axes: Sequence[int]) -> "Adapted":
-        """With an entry of everything for each entry along `axes`, so that these may be cut or mapped over."""
+        """Repeats scales and factors for each entry along `axes`, so that these axes can be sliced or mapped over."""
 
         def full(array: Any) -> Any:
             shape = [self.shape[axis] if axis in axes else size for axis, size in enumerate(array.shape)]
@@ -73,7 +74,7 @@ class Adapted:
 
     @staticmethod
     def joined(parts: "Sequence[Adapted]", axis: int) -> "Adapted | None":
-        """Parameters of one entry along an axis as one; None if their adapters are not of one kind."""
+        """Concatenates parameters with one entry along an axis; None if their adapters are of different kinds."""
         first = parts[0]
         bases = [views.view_of(part.base) if is_quantized(part.base) else part.base for part in parts]
         alike = all(
@@ -88,7 +89,7 @@ class Adapted:
         return jax.tree.map(lambda *leaves: lax.concatenate(leaves, axis), *factors)
 
     def transpose(self, permutation: Sequence[int]) -> "Adapted":
-        """As `lax.transpose` of W'."""
+        """Transposes W', as `lax.transpose`."""
 
         def transposed(array: Any) -> Any:
             return array.transpose([*permutation, *range(len(permutation), array.ndim)])
@@ -98,7 +99,7 @@ class Adapted:
         return self._with(base, transposed)
 
     def reshape(self, shape: Sequence[int]) -> "Adapted | None":
-        """As `lax.reshape` of W'; None where a new axis would lie partly along one that a factor does not have."""
+        """Reshapes W', as `lax.reshape`; None if this merges an axis of a factor with an axis that the factor lacks."""
         if math.prod(self.shape) == 0:
             return None
         groups = views.axis_groups(self.shape, shape)
@@ -127,15 +128,15 @@ class Adapted:
 
 @dataclass(frozen=True)
 class Adapter:
-    """Where the adapter of one parameter acts.
+    """The plan of the adapter of one parameter.
 
     Attributes:
-      shape: of the parameter.
-      lead: its axes along which each entry has an adapter of its own, such as layers and experts.
-      contracted: its axes that products sum over.
-      rank: of the factors.
-      scale: what their product is multiplied by.
-      has_magnitude: it has DoRA's magnitudes.
+      shape: shape of the parameter.
+      lead: axes of the parameter with a separate adapter per entry, such as layers and experts.
+      contracted: axes of the parameter over which products sum.
+      rank: rank of the factors.
+      scale: multiplier of the product of the factors.
+      has_magnitude: whether it has magnitudes (DoRA).
     """
 
     shape: tuple[int, ...]
@@ -147,12 +148,12 @@ class Adapter:
 
     @property
     def free(self) -> tuple[int, ...]:
-        """The axes that products keep."""
+        """Axes of the parameter that products keep."""
         return tuple(axis for axis in range(len(self.shape)) if axis not in {*self.lead, *self.contracted})
 
     @property
     def axes(self) -> dict[str, tuple[int | None, ...]]:
-        """By factor: the parameter's axis that each of its own lies along; None is the rank."""
+        """Axes of each factor, as the corresponding axes of the parameter; None is the rank."""
         found: dict[str, tuple[int | None, ...]] = {
             "down": (*self.lead, *self.contracted, None),
             "up": (*self.lead, None, *self.free),
@@ -160,14 +161,14 @@ class Adapter:
         return {**found, "magnitude": (*self.lead, *self.free)} if self.has_magnitude else found
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each factor: down[*lead, *contracted, rank], up[*lead, rank, *free], magnitude[*lead, *free]."""
+        """Returns the shapes: down[*lead, *contracted, rank], up[*lead, rank, *free], magnitude[*lead, *free]."""
         return {
             name: tuple(self.rank if axis is None else self.shape[axis] for axis in axes)
             for name, axes in self.axes.items()
         }
 
     def initial(self, base: Any, key: jax.Array, dtype: Any) -> dict[str, jax.Array]:
-        """Factors that change nothing: down uniform within 1 / sqrt(d_in), as PEFT draws it; up zero."""
+        """Creates factors that change nothing: down is uniform within 1 / sqrt(d_in), as in PEFT; up is zero."""
         shapes = self.shapes()
         limit = 1 / math.sqrt(math.prod(self.shape[axis] for axis in self.contracted))
         factors = {
@@ -181,14 +182,14 @@ class Adapter:
         return factors
 
     def adapted(self, base: Any, factors: Factors) -> Adapted:
-        """The parameter with factors of the shapes of `shapes`."""
+        """Returns the parameter with factors of the shapes `shapes()`."""
         magnitude = self._spread(factors["magnitude"], "magnitude") if self.has_magnitude else None
         return Adapted(
             base, self._spread(factors["down"], "down"), self._spread(factors["up"], "up"), magnitude, self.scale
         )
 
     def _spread(self, factor: Any, name: str) -> Any:
-        """A factor with the parameter's axes, one entry along those that it does not have, and then the rank."""
+        """Arranges a factor in the axes of the parameter, followed by the rank. Missing axes get one entry."""
         axes = self.axes[name]
         order = [*range(len(self.shape)), *([None] if None in axes else [])]
         present = [axis for axis in order if axis in axes]
@@ -196,6 +197,6 @@ class Adapter:
         return jnp.expand_dims(array, [place for place, axis in enumerate(order) if axis not in axes])
 
     def _ordered(self, norm: Any, name: str) -> Any:
-        """What has the kept axes in the parameter's order, in that of the factor."""
+        """Transposes an array with the kept axes from the order of the parameter to the order of the factor."""
         kept = sorted(axis for axis in self.axes[name] if axis is not None)
         return norm.transpose([kept.index(axis) for axis in self.axes[name] if axis is not None])

@@ -1,6 +1,6 @@
-"""Operations on parameters with adapters: products by way of the rank, and rearrangements.
+"""Handlers of operations on parameters with adapters: products through the low-rank factors, and rearrangements.
 
-What is not here meets the parameter as one merged array, and the report says so.
+All other operations take the merged parameter, which the report notes.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ def _with_base(operands: Sequence[Value], place: int) -> list[Value]:
 
 
 def _only_adapted(operands: Sequence[Value]) -> int | None:
-    """The place of the one operand with adapters; None if there are more."""
+    """Returns the index of the only operand with adapters; None if there are several."""
     places = [place for place, value in enumerate(operands) if value.is_adapted]
     return places[0] if len(places) == 1 else None
 
@@ -39,7 +39,7 @@ def _sum(base: Value, term: Any) -> Value:
 
 
 def _dot_general(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value] | None:
-    """x W + s (x D) U."""
+    """Computes x W + s (x D) U."""
     place = _only_adapted(operands)
     if place is None:
         return None
@@ -73,7 +73,7 @@ def _dot_general(interpreter: Interpreter, equation: Any, operands: Sequence[Val
 
 
 def _low_rank(x: Any, down: Any, up: Any, *, scale: float) -> Any:
-    """s (x D) U, of x[..., d_in], down[d_in, rank] and up[rank, d_out]."""
+    """Computes s (x D) U for x[..., d_in], down[d_in, rank] and up[rank, d_out]."""
     down, up = down.astype(x.dtype), up.astype(x.dtype)
     return ops.low_rank(x, down[None], up[None], jnp.full(1, scale, jnp.float32))
 
@@ -110,7 +110,7 @@ def _linear(down: Any, up: Any, x: Any, *, scale: float) -> Any:
 
 
 def _ragged_dot(down: Any, up: Any, x: Any, group_sizes: Any, *, scale: float) -> Any:
-    """s (x D_g) U_g, where g is the group of each row."""
+    """Computes s (x D_g) U_g, where g is the group of each row."""
     down, up = (factor.astype(x.dtype) for factor in (down[:, :, 0], up[:, 0].swapaxes(1, 2)))
     inner = ops.ragged_dot(x, down, group_sizes)
     return ops.ragged_dot(inner * jnp.asarray(scale, x.dtype), up, group_sizes)
@@ -120,7 +120,7 @@ _OF_UNIT = {"linear": _linear, "ragged_dot": _ragged_dot}
 
 
 def _gated(interpreter: Interpreter, unit: OpUnit, operands: Sequence[Value]) -> list[Value]:
-    """The gated linear unit as the program of its two linear maps, each of which adapters and rules meet as such."""
+    """Runs a gated linear unit as the program of its two linear maps, to each of which adapters and rules apply."""
 
     def gated(*arrays: Any) -> Any:
         given = unit.arrays(arrays)
@@ -157,7 +157,7 @@ def _cast(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
 
 
 def _keep(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
-    """What says something about the parameter is said of its base."""
+    """Applies an equation that leaves entries unchanged, such as a sharding constraint, to the base."""
     adapted = operands[0].array
     if is_quantized(adapted.base):
         base = views.on_codes(views.view_of(adapted.base), lambda codes: versions.bind(equation, [codes])[0])

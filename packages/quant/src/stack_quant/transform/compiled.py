@@ -1,4 +1,4 @@
-"""Programs of a quantized model that are called eagerly: compiled once for the shapes of their arguments."""
+"""A cache of compiled programs for eager calls of a quantized model."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -8,11 +8,11 @@ import jax
 
 __all__ = ["Compiled"]
 
-_MOST: Final = 64
+_MOST: Final = 64  # compiled functions in one cache
 
 
 class Compiled:
-    """Compiled functions by what they run; beyond 64 the one that was called longest ago goes. A copy has none."""
+    """A cache of up to 64 compiled functions, which evicts the least recently used. A copy starts empty."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
@@ -21,10 +21,10 @@ class Compiled:
         return Compiled, ()
 
     def __call__(self, identity: Hashable, function: Callable[..., Any], *arrays: Any) -> Any:
-        """`function(*arrays)`; results that are no arrays are those of the first call with such shapes.
+        """Computes `function(*arrays)`. Results that are not arrays come from the trace for the shapes of the arrays.
 
         Args:
-          identity: equal for functions that do the same.
+          identity: cache key, equal for functions that compute the same.
           arrays: pytrees of arrays.
         """
         if identity not in self._kept:
@@ -46,7 +46,7 @@ def _jitted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Outcome:
-    """A pytree of arrays, flat, that remembers what else there was."""
+    """A result as a list of its arrays, with its other leaves and its structure as static data."""
 
     def __init__(self, arrays: list[Any], others: dict[int, Any], structure: Any) -> None:
         self.arrays, self.others, self.structure = arrays, others, structure
@@ -59,7 +59,7 @@ class _Outcome:
 
 
 class _Aside:
-    """What JAX keeps beside the arrays of a result; each is equal to itself alone, so that it may hold anything."""
+    """Static data of a result. Instances are compared by identity, so that they may contain values of any type."""
 
     def __init__(self, others: dict[int, Any], structure: Any) -> None:
         self.others, self.structure = others, structure

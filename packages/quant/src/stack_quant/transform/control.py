@@ -1,4 +1,4 @@
-"""Calls, loops and branches: run again with quantized arrays among what they are given."""
+"""Handlers of calls, loops and branches, which are rebuilt with quantized arrays among their operands."""
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
@@ -23,9 +23,10 @@ _Function = Callable[..., Any]
 def _traced(
     interpreter: Interpreter, equation: Any, jaxpr: Any, operands: Sequence[Value]
 ) -> tuple[_Function, list[Value]]:
-    """A function of what is measured so far and the operands' arrays that runs `jaxpr`.
+    """Returns a function that runs `jaxpr`, and a list that receives the values of the results when it is traced.
 
-    It returns what is measured then, and the results' arrays. Also the list that the results' values are put into.
+    The function takes the measured statistics so far and the arrays of the operands. It returns the new statistics and
+    the arrays of the results.
     """
     results: list[Value] = []
 
@@ -39,11 +40,11 @@ def _traced(
 
 
 def _within(interpreter: Interpreter, equation: Any, measured: Any = None, *, part: int | None = None) -> Interpreter:
-    """Returns the interpreter inside of an equation: one more scope, the same records.
+    """Returns an interpreter for an inner jaxpr of an equation, with its named scope and shared records.
 
     Args:
-      measured: what is measured so far, where what is inside is traced by itself.
-      part: which of the equation's jaxprs is run, if it has several.
+      measured: statistics so far, if the inner jaxpr is traced separately.
+      part: index of the jaxpr, if the equation has several.
     """
     scope = str(equation.source_info.name_stack)
     if part is not None:
@@ -58,7 +59,7 @@ def _called(results: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
 
 
 def _jit(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
-    """A jitted function; calls that treat their operands alike share one, as they do in float."""
+    """Runs a jitted function. Calls that treat their operands in the same way share one function, as in float."""
     paths = _paths(operands)
     alike = _treatment_of_call(interpreter, equation, operands, paths)
     found = None if alike is None else interpreter.shared.get(alike)
@@ -78,17 +79,17 @@ def _jit(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> 
 
 
 def _paths(operands: Sequence[Value]) -> tuple[str, ...]:
-    """The parameters that operands are made of, in order."""
+    """Returns the paths of the parameters from which operands are computed, in order."""
     return tuple(dict.fromkeys(path for operand in operands for path in (*operand.paths, *operand.made_of)))
 
 
 def _treatment_of_call(
     interpreter: Interpreter, equation: Any, operands: Sequence[Value], paths: tuple[str, ...]
 ) -> Hashable | None:
-    """What decides how a jitted function is run: equal for calls that differ in the names of parameters alone.
+    """Returns a key that is equal for calls of a jitted function that differ only in the paths of parameters.
 
-    None where more does: while the program is surveyed or measured, with static ranges, which parameters name, and with
-    a key, of which each call draws another part.
+    It is None if calls cannot be shared: while sites are collected or measured, with static ranges, which are named by
+    parameters, and with a PRNG key, of which each call draws another part.
     """
     if interpreter.ranges != {} or interpreter.measured or interpreter.key is not None:
         return None
@@ -119,7 +120,7 @@ def _treatment_of_call(
 
 
 def _constrained(arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
-    """What the shardings of a jitted function ask for; one that is quantized or adapted stays as it was put."""
+    """Applies the shardings of a jitted function. Quantized and adapted arrays keep their sharding."""
     return [
         lax.with_sharding_constraint(array, sharding)
         if isinstance(sharding, jax.sharding.Sharding)
@@ -144,7 +145,7 @@ def _inlined(interpreter: Interpreter, equation: Any, operands: Sequence[Value])
 
 
 def _composite(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
-    """A function that a backend may replace as a whole: it stays one unless something inside is quantized."""
+    """Runs a composite function, which a backend may replace. It stays one unless an operation inside is quantized."""
     probe = dataclasses.replace(interpreter, rows=[], stops={}, measured=dict(interpreter.measured))
     results = probe.run(versions.inner(equation), operands)
     if interpreter.ranges is not None and all(row.computed == "float" for row in probe.rows):
@@ -157,9 +158,9 @@ def _composite(interpreter: Interpreter, equation: Any, operands: Sequence[Value
 
 
 def _custom(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
-    """A function with a derivative, or a batching rule, of its own; what is inside of it is quantized.
+    """Runs a function with a custom derivative or batching rule, with its operations quantized.
 
-    The derivative stays the function's own, that of the function in float at the operands as they are.
+    The derivative stays the custom derivative of the function in float, at the same operands.
     """
     by_rule = any(rule.path is None for rule in interpreter.treatment.rules) and has_products(equation)
     if not by_rule and all(operand.source is None for operand in operands):
@@ -171,17 +172,17 @@ def _custom(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) 
     if all(row.computed == "float" for row in probe.rows):
         return interpreter.as_it_is(equation, operands)
     if equation.primitive.name == "custom_vmap_call" or interpreter.ranges is None:
-        interpreter.measured.update(probe.measured)  # nothing is differentiated while ranges are measured
+        interpreter.measured.update(probe.measured)  # while ranges are measured, nothing is differentiated
         return results
     return _with_own_derivative(interpreter, equation, operands)
 
 
 def _with_own_derivative(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
-    """What an equation computes where what is inside is quantized, with the tangents of the equation in float."""
+    """Runs an equation with its operations quantized and with the tangents of the equation in float."""
 
     @jax.custom_jvp
     def function(context: Any, *arrays: Any) -> list[Any]:
-        ranges, trips, key = context  # JAX wants what may be differentiated around it handed over
+        ranges, trips, key = context  # arguments, as the function must not close over values differentiated outside
         inside = dataclasses.replace(
             _within(interpreter, equation), ranges=ranges, loops=_at(interpreter, trips), key=key, draws=[]
         )
@@ -224,7 +225,8 @@ def _scan(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
 
     key = interpreter.draw()
     over_parameters = any(row.source is not None for row in rows)
-    # A loop over data has as many trips as the data have rows, so that these share a range; no other loop's do.
+    # The number of iterations over data depends on the size of the data, so these iterations share a range. All other
+    # loops have a separate range per iteration.
     has_own_ranges = interpreter.ranges != {} and (over_parameters or not any(row.from_data for row in rows))
 
     def body(state: tuple[Any, list[Any]], xs: tuple[Any, list[Any]]) -> tuple[tuple[Any, list[Any]], list[Any]]:
@@ -265,7 +267,7 @@ def _scan(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
 
 
 def _at(interpreter: Interpreter, trips: Sequence[Any]) -> tuple[Loop, ...]:
-    """Returns the loops around with trips that were handed over to a function."""
+    """Returns the enclosing loops with the iteration indices that were passed to a function."""
     return tuple(dataclasses.replace(loop, trip=trip) for loop, trip in zip(interpreter.loops, trips, strict=True))
 
 
@@ -274,14 +276,14 @@ def _plain_value(array: Any) -> Value:
 
 
 def _passed_on(jaxpr: Any, consts: int, carried: int) -> frozenset[int]:
-    """The places of carried values that each trip hands on as it got them."""
+    """Returns the indices of the carried values that each iteration returns unchanged."""
     body = versions.equations_of(jaxpr)
     pairs = zip(body.invars[consts : consts + carried], body.outvars[:carried], strict=True)
     return frozenset(place for place, (before, after) in enumerate(pairs) if before is after)
 
 
 def _rows_passed_on(jaxpr: Any, consts: int, carried: int) -> dict[int, int]:
-    """By place among what a scan stacks: which of its rows that is, where each trip hands it on as it got it."""
+    """Returns the stacked results of a scan that are unchanged inputs, as a map from result index to input index."""
     body = versions.equations_of(jaxpr)
     rows = body.invars[consts + carried :]
     found = enumerate(next((at for at, row in enumerate(rows) if row is out), -1) for out in body.outvars[carried:])
@@ -289,7 +291,7 @@ def _rows_passed_on(jaxpr: Any, consts: int, carried: int) -> dict[int, int]:
 
 
 def _one_of(value: Value) -> Value:
-    """One slice along the first axis; of a quantized array every slice has scales of its own."""
+    """Returns the value of a slice along the first axis, along which a quantized array gets a scale per entry."""
     array = value.array
     if value.is_adapted:
         array = array.full_along([0])
@@ -300,10 +302,10 @@ def _one_of(value: Value) -> Value:
 
 
 def _settled(interpreter: Interpreter, equation: Any, value: Value) -> Any:
-    """The array of what a loop or a branch hands on, which must be plain."""
+    """Returns the plain array of a value that passes through a loop or a branch; reports parameters among them."""
     if value.is_quantized or value.is_adapted:
         name = equation.primitive.name
-        reason = f"the parameter itself is handed on by a {name}"
+        reason = f"the parameter itself passes through a {name}"
         interpreter.left(equation, [value], interpreter.name(equation, name), reason)
     return interpreter.plain(value)
 
@@ -362,7 +364,7 @@ def _cond(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
 
 
 def _chosen_alike(branches: Sequence[Any]) -> dict[int, int]:
-    """By place among the results: the place of the operand that all branches hand on as they got it."""
+    """Returns the operands that all branches return unchanged, as a map from result index to operand index."""
     found = []
     for branch in map(versions.equations_of, branches):
         places = {id(variable): place for place, variable in enumerate(branch.invars)}
@@ -378,7 +380,8 @@ def _shard_map(interpreter: Interpreter, equation: Any, operands: Sequence[Value
     whole, sites = jax.sharding.PartitionSpec(), interpreter.sites
 
     def function(ranges: Any, trips: Any, measured: Any, *arrays: Any) -> tuple[Any, list[Any]]:
-        measured, _ = vary_alike(measured, list(map(lax.axis_index, manual)))  # as the carry of a loop inside must
+        # The carry of an inner loop must vary over the same mesh axes before and after it.
+        measured, _ = vary_alike(measured, list(map(lax.axis_index, manual)))
         inside = _within(interpreter, equation, measured)
         inside = dataclasses.replace(inside, ranges=ranges, loops=_at(interpreter, trips))
         values = [dataclasses.replace(value, array=array) for (value, _), array in zip(shown, arrays, strict=True)]
@@ -400,7 +403,7 @@ def _shard_map(interpreter: Interpreter, equation: Any, operands: Sequence[Value
 
 
 def _shardable(value: Value, spec: Any, mesh: Any) -> tuple[Value, Any]:
-    """A value and how it is split; scales are split as the entries they belong to."""
+    """Returns a value and its partition specs, by which scales are sharded like their entries."""
     if not value.is_quantized:
         return value, spec
     view = views.view_of(value.array)

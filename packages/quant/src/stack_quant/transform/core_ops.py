@@ -1,4 +1,4 @@
-"""Core's ops, each seen as one equation: they take quantized weights as they are, and choose what runs for them."""
+"""Handlers of core's ops, each of which is one equation. Ops take quantized weights and choose an implementation."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ _WEIGHTS: Mapping[str, Mapping[str, int]] = {
     "linear_cross_entropy": {"weight": 0},
     "ragged_dot": {"rhs": 1},
 }
-"""The arguments that may be quantized, by op, and the axis of each that is summed over."""
+"""Weight arguments that may be quantized, by op, and the contracted axis of each."""
 
 _ACTIVATIONS: Mapping[str, Mapping[str, int]] = {
     "attention": {"query": 3, "key": 3, "value": 1},
@@ -36,14 +36,14 @@ _ACTIVATIONS: Mapping[str, Mapping[str, int]] = {
     "linear_cross_entropy": {"hidden": -1},
     "ragged_dot": {"lhs": 1},
 }
-"""The other factors, likewise."""
+"""The other factors of the products, by op, and the contracted axis of each."""
 
 _OF_LINEAR = ("linear", "gated_linear_unit")
-"""Those that are made of `ops.linear` where both operands are quantized."""
+"""Ops that run as `ops.linear` if both operands are quantized."""
 
 
 _TRAINED = (*_OF_LINEAR, "ragged_dot")
-"""Those that methods of quantized training have products for."""
+"""Ops for which methods of quantized training have products."""
 
 
 def _unit(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
@@ -52,7 +52,7 @@ def _unit(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
     name = interpreter.name(equation, unit.op)
     places = unit.arrays(range(len(operands)))
     named = (*_WEIGHTS.get(unit.op, {}), *_ACTIVATIONS.get(unit.op, {}))
-    if not all(isinstance(places[argument], int) for argument in named):  # one of them came quantized
+    if not all(isinstance(places[argument], int) for argument in named):  # an argument is already quantized
         return interpreter.as_it_is(equation, operands)
     arguments = {places[argument]: argument for argument in named}
     weights = {places[argument]: axis for argument, axis in _WEIGHTS.get(unit.op, {}).items()}
@@ -111,7 +111,7 @@ def _in_float(
 
 
 def _axis(unit: OpUnit, place: int, value: Value, axis: int) -> int:
-    """The axis of an operand that is mapped over, from that of the op's argument."""
+    """Returns the axis of a mapped operand that corresponds to an axis of the op's argument."""
     axes = list(range(len(value.shape)))
     for taken in _mapped(unit, place):
         del axes[taken]
@@ -119,19 +119,19 @@ def _axis(unit: OpUnit, place: int, value: Value, axis: int) -> int:
 
 
 def _mapped(unit: OpUnit, place: int) -> list[int]:
-    """The axes of an operand that are mapped over, from the outermost `jax.vmap` inwards."""
+    """Returns the mapped axes of an operand, from the outermost `jax.vmap` inwards."""
     return [axis for axes in reversed(unit.batching) if (axis := axes[place]) is not None]
 
 
 def _called(unit: OpUnit, arrays: Sequence[Any], floats: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
-    """Returns the op's results, as the flat list that its equation gives.
+    """Runs an op and returns its results as the flat list of its equation.
 
     Args:
-      floats: the arrays with activations as they are differentiated.
+      floats: the operands with the floats of the activations, whose derivative the result has.
     """
     places = unit.arrays(range(len(arrays)))
     is_gated = unit.op == "gated_linear_unit" and is_quantized(arrays[places["x"]])
-    if unit.op != "linear" and not is_gated:  # the others take activations in float, rounded as they are
+    if unit.op != "linear" and not is_gated:  # all other ops take the rounded activations as floats
         arrays = floats = [rounded(*each) for each in zip(arrays, floats, dtypes, strict=True)]
     arrays, floats = (
         [_mappable(unit, place, array) for place, array in enumerate(each)] if unit.batching else each
@@ -143,7 +143,7 @@ def _called(unit: OpUnit, arrays: Sequence[Any], floats: Sequence[Any], dtypes: 
 
 
 def _mappable(unit: OpUnit, place: int, array: Any) -> Any:
-    """With a scale for each entry along the axes that are mapped over."""
+    """Repeats the scales to one per entry along the mapped axes."""
     if not is_quantized(array):
         return array
     axes = list(range(len(array.shape)))
@@ -152,7 +152,7 @@ def _mappable(unit: OpUnit, place: int, array: Any) -> Any:
 
 
 def _gated(unit: OpUnit, arrays: Sequence[Any], floats: Sequence[Any], dtype: Any) -> Any:
-    """Computes the gated linear unit as its two products, each of two quantized operands."""
+    """Computes the gated linear unit by its two products of quantized operands."""
 
     def product(x: Any, weight: Any, *, dtype: Any) -> Any:
         call = functools.partial(ops.linear, preferred_dtype=dtype)
@@ -168,7 +168,7 @@ def _gated(unit: OpUnit, arrays: Sequence[Any], floats: Sequence[Any], dtype: An
 
 
 def _summed(unit: OpUnit, arrays: Sequence[Any], dtype: Any) -> list[Any]:
-    """The dtypes of the gated unit's two products: fp32 where a bias is added."""
+    """Returns the dtypes of the two products of the gated unit: float32 if a bias is added."""
     given = unit.arrays(arrays)
     return [dtype if given[bias] is None else jnp.float32 for bias in ("bias_gate", "bias_up")]
 
@@ -187,7 +187,7 @@ def _biased(product: Any, bias: Any, dtype: Any) -> Any:
 def _trained(
     interpreter: Interpreter, unit: OpUnit, arrays: Sequence[Any], operands: Sequence[Value], decision: Decision
 ) -> Any:
-    """The op as products that are trained quantized."""
+    """Computes the op by products of quantized training."""
     values, levels = unit.arrays(operands), len(unit.batching)
     if unit.op == "gated_linear_unit":
         dtype = values["x"].dtype

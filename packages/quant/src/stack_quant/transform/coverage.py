@@ -1,4 +1,4 @@
-"""What the transform did: a row for each rule and for each operation that a rule touched, or could have."""
+"""The coverage report of the transform: a row for each rule, parameter and operation."""
 
 import dataclasses
 from collections import Counter
@@ -13,18 +13,18 @@ __all__ = ["OpRow", "ParameterRow", "Report", "RuleRow", "report"]
 
 @dataclass(frozen=True)
 class OpRow:
-    """An operation that a parameter, or two activations, go into; those that are alike are one row.
+    """Identical operations on a parameter or on two activations.
 
     Attributes:
-      op: its name, the scopes around it included.
-      paths: of the parameters among its operands.
-      rule: the place of the rule that decided, from 0; None where none did.
-      operands: what each operand is: "int8", "float32".
-      computed: "quantized" where both operands go into the product as codes; "dequantized" where a parameter is
-        turned into floats for it; "rounded" where an operand is only rounded to the type's values; or "float".
-      reason: why codes are not multiplied as such, or nothing is quantized; "" where nothing is to be said.
+      op: name of the operation, including the enclosing named scopes.
+      paths: paths of the parameters among the operands.
+      rule: index of the rule that applies, from 0; None if none applies.
+      operands: type of each operand, such as "int8" or "float32".
+      computed: "quantized" if both operands enter the product as codes; "dequantized" if a parameter is dequantized for
+        it; "rounded" if an operand is only rounded to the values of its type; else "float".
+      reason: reason why codes are not multiplied, or why nothing is quantized; else "".
       source: "path:line" of the user's code, or "".
-      calls: how many such operations the program has; what is in a loop counts once.
+      calls: number of such operations in the program; an operation in a loop counts once.
     """
 
     op: str
@@ -39,15 +39,18 @@ class OpRow:
 
 @dataclass(frozen=True)
 class ParameterRow:
-    """A parameter, before and after.
+    """A parameter before and after quantization.
 
     Attributes:
-      rule: the place of the rule that matched its path, or None.
-      scheme: "int4/t128"; "float32 as int4" where it is held in float and rounded as it is used; its dtype where it is
-        left in float.
-      scale_shape: of the scales that are held, or None.
-      reason: why it is left in float; "" where it is not.
-      note: where its tiles are not those of the rule, what they are and why.
+      path: path of the parameter.
+      rule: index of the rule that applies, or None.
+      shape: shape of the parameter.
+      scheme: "int4/t128" if it is quantized; "float32 as int4" if it is stored in float and rounded in products; else
+        its dtype.
+      scale_shape: shape of the stored scales, or None.
+      bytes_before, bytes_after: memory of the parameter.
+      reason: reason why it is left in float; else "".
+      note: remark on tiles that differ from the tiles of the rule; else "".
     """
 
     path: str
@@ -63,7 +66,14 @@ class ParameterRow:
 
 @dataclass(frozen=True)
 class RuleRow:
-    """A rule, and how many parameters and operations it decided."""
+    """A rule and its matches.
+
+    Attributes:
+      number: index of the rule, from 0.
+      rule: the rule.
+      parameters: number of parameters that it quantizes.
+      operations: number of operations to which it applies.
+    """
 
     number: int
     rule: Rule
@@ -73,10 +83,11 @@ class RuleRow:
 
 @dataclass(frozen=True)
 class Report:
-    """What was quantized, what was not, and why; `str` of it is for people.
+    """Coverage report: what was quantized, what was not, and why. `str(report)` is a readable table.
 
     Attributes:
-      method: the name of the method.
+      method: name of the method.
+      rules, parameters, operations: rows of the report.
     """
 
     method: str
@@ -93,7 +104,7 @@ class Report:
         return sum(row.bytes_after for row in self.parameters)
 
     def rows(self) -> tuple[dict[str, Any], ...]:
-        """All rows as plain mappings; the entry "kind" says whether of a rule, a parameter or an operation."""
+        """Returns all rows as mappings. The entry "kind" is "rule", "parameter" or "operation"."""
         kinds = {"rule": self.rules, "parameter": self.parameters, "operation": self.operations}
         return tuple(
             {"kind": kind, **dataclasses.asdict(row)} | ({"rule": str(row.rule)} if kind == "rule" else {})
@@ -124,7 +135,7 @@ class Report:
 def report(
     method: str, rules: Sequence[Rule], parameters: Sequence[ParameterRow], operations: Sequence[OpRow]
 ) -> Report:
-    """The report, operations that are alike together."""
+    """Builds the report, with identical operations merged into one row."""
     counted = Counter(operations)
     merged = tuple(dataclasses.replace(row, calls=calls) for row, calls in counted.items())
     of_parameters = Counter(row.rule for row in parameters if not row.reason)

@@ -1,4 +1,4 @@
-"""What a rule asks of one operation, and the report of what came of it."""
+"""Decisions of the rules on operations, and their rows in the report."""
 
 import math
 from collections.abc import Sequence
@@ -24,13 +24,13 @@ _AS_FLOATS = "activations are rounded to the type, and multiplied as floats"
 
 @dataclass(frozen=True)
 class Decision:
-    """What the rules say of one operation.
+    """The decision of the rules on one operation.
 
     Attributes:
-      number: the place of the rule that decides, or None.
-      rule: that rule.
-      reason: why operands are not quantized; "" where they are.
-      path: of the parameter that the rule is for, or None.
+      number: index of the rule that applies, or None.
+      rule: this rule, or None.
+      reason: reason why operands are not quantized; "" if they are.
+      path: path of the parameter to which the rule applies, or None.
     """
 
     number: int | None
@@ -40,12 +40,16 @@ class Decision:
 
     @property
     def activations(self) -> str | None:
-        """The type that operands are quantized to that are no parameters."""
+        """The type to which operands that are not parameters are quantized, or None."""
         return None if self.rule is None or self.reason else self.rule.activations
 
 
 def decide(interpreter: Interpreter, name: str, operands: Sequence[Value]) -> Decision:
-    """Which rule decides on an operation, by its operands that may be quantized."""
+    """Finds the rule that applies to an operation.
+
+    Args:
+      operands: operands that may be quantized. With several parameters among them, a quantized one decides.
+    """
     treatment = interpreter.treatment
     parameters = [value for value in operands if value.source is not None]
     if not parameters:
@@ -54,9 +58,9 @@ def decide(interpreter: Interpreter, name: str, operands: Sequence[Value]) -> De
         interpreter.uses.extend(Use(path, name, (), mixed=made_by) for path, made_by in mixed.items())
         if number is None and mixed:
             makers = " and ".join(dict.fromkeys(mixed.values()))
-            return Decision(None, None, f"an operand is what {makers} makes of {' and '.join(mixed)}")
+            return Decision(None, None, f"an operand is the result of {makers} on {' and '.join(mixed)}")
         if number is None:
-            return Decision(None, None, "no rule is for this product of activations")
+            return Decision(None, None, "no rule matches this product of activations")
         return Decision(number, treatment.rules[number])
     ruled = sorted(parameters, key=lambda value: not value.is_quantized)
     source = ruled[0].source
@@ -66,9 +70,9 @@ def decide(interpreter: Interpreter, name: str, operands: Sequence[Value]) -> De
         return Decision(None, None, f"no rule matches {source.path}")
     rule, reason = treatment.rules[number], ""
     if source.derived:
-        reason = f"the operand is what {source.derived} makes of {source.path}"
+        reason = f"the operand is the result of {source.derived} on {source.path}"
     elif not rule.matches_op(name):
-        reason = f"rule {number} is for other operations"
+        reason = f"rule {number} applies to other operations"
     elif rule.weights is None and rule.activations is None:
         reason = f"rule {number} leaves it in float"
     return Decision(number, rule, reason, source.path)
@@ -83,11 +87,12 @@ def note(
     *,
     is_lookup: bool = False,
 ) -> None:
-    """Notes the use of a parameter.
+    """Records the use of a parameter in an operation.
 
     Args:
-      contracted: the axes of the value that are summed over, the slowest first.
-      free: those that the result keeps; a product has an entry of its own for each of the others.
+      contracted: axes of the value over which the operation sums, the slowest first.
+      free: axes that the result keeps. All other axes are batch axes.
+      is_lookup: whether the operation selects entries by index.
     """
     source = value.source
     if source is not None:
@@ -106,14 +111,14 @@ def quantized_activation(
     site: str,
     tiled: bool = True,
 ) -> tuple[Any, Any]:
-    """Quantizes an activation as rule and method say, with scales of its own along all axes but the contracted ones.
+    """Quantizes an activation by rule and method, with separate scales along all axes but the contracted ones.
 
-    Under a rule of static ranges the scales are the same along all axes. Also returns the floats whose derivative the
-    result has, for `straight_through`.
+    Under a rule with static ranges the scales are the same along these axes, too. Also returns the floats whose
+    derivative the result has, for `straight_through`.
 
     Args:
-      site: the name of the operation and of the operand.
-      tiled: along the contracted axis, if it is one, as the rule's tiles are.
+      site: name of the operation and of the operand.
+      tiled: whether a single contracted axis is divided into the tiles of the rule.
     """
     rule = decision.rule
     assert rule is not None and rule.activations is not None, "asked only where a rule says so"
@@ -137,7 +142,7 @@ def quantized_activation(
 
 
 def _tile(interpreter: Interpreter, decision: Decision, entries: int) -> int | None:
-    """How many of so many contracted entries share a scale: as many as the parameter's, or else as the rule allows."""
+    """Returns the tile size of an activation: the parameter's if it divides `entries`, else a size the rule allows."""
     rule = decision.rule
     assert rule is not None, "asked only where a rule decides"
     wanted, _ = rule.tiles
@@ -148,7 +153,7 @@ def _tile(interpreter: Interpreter, decision: Decision, entries: int) -> int | N
 
 
 def product_types(interpreter: Interpreter, decision: Decision, right: Value) -> ProductTypes:
-    """The types of a product that is trained, where a weight is on the right if one is among its operands."""
+    """Returns the types of a product in quantized training. A weight among its operands is the right one."""
     rule = decision.rule
     assert rule is not None, "asked only where a rule decides"
     if interpreter.is_weight(right):
@@ -167,10 +172,11 @@ def record(
     arrays: Sequence[Any],
     computed: str = "",
 ) -> None:
-    """Reports an operation; `arrays` are the operands as they go into it, each with its value in the same place.
+    """Adds a row for an operation to the report.
 
     Args:
-      computed: "rounded" where operands are codes that this operation takes as the floats that they stand for.
+      arrays: operands in the form in which they enter the operation, in the order of `operands`.
+      computed: see `OpRow`; "" derives it from `arrays`. "rounded" if the operation dequantizes its operands.
     """
     reason = decision.reason or (_AS_FLOATS if computed == "rounded" else "")
     kinds = tuple(_kind(interpreter, decision, *pair) for pair in zip(operands, arrays, strict=True))
@@ -185,7 +191,7 @@ def record(
 
 
 def _kind(interpreter: Interpreter, decision: Decision, value: Value, array: Any) -> str:
-    """The scheme of an operand, or the type that floats are rounded to."""
+    """Returns the scheme of a quantized operand, or the type to which floats are rounded."""
     if is_quantized(array):
         scheme = array.__stack_qview__().scheme
         has_static = decision.rule is not None and decision.rule.is_static and value.source is None

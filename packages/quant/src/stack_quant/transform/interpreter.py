@@ -1,8 +1,8 @@
-"""Runs a jaxpr with some of its inputs quantized.
+"""Interpreter of jaxprs with quantized inputs.
 
-Each value is an array, or a quantized array that stands for one, and knows whose parameter it is. An equation that has
-a handler sees quantized operands as they are; for any other they are dequantized, and a row of the report says so. What
-is run is traced by whoever calls: nothing is patched, and no cache of another program is touched.
+Each value is an array or a quantized array, together with the parameter that it comes from. An equation with a handler
+gets quantized operands. For all other equations they are dequantized, and the report gets a row. Running a jaxpr traces
+new operations in the caller's trace; nothing is patched, and no cache of another program is affected.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ _HANDS_ON = frozenset(
         "while",
     }
 )
-"""Those whose handlers pass parameters with adapters on to what is inside."""
+"""Primitives whose handlers pass parameters with adapters on to their inner jaxprs or results."""
 
 _TAKES_PARTS = frozenset(
     {
@@ -74,16 +74,17 @@ _ENTRY_BY_ENTRY = frozenset({
 
 @dataclass(frozen=True)
 class Value:
-    """What a variable of the jaxpr holds.
+    """The value of a variable of the jaxpr.
 
     Attributes:
-      array: an array, a quantized one, one with adapters, or several that are concatenated.
-      source: which parameter it is, or is computed from entry by entry; None if of none, or of activations too.
-      from_data: it depends on an input that is no parameter.
-      dtype: of the array, or that the quantized one stands for.
-      made_of: the paths of the parameters that it is computed from, where it is no longer one.
-      made_by: the primitive that computed it from them.
-      known: the number that it is whatever the inputs are, or None.
+      array: an array, a quantized array, a parameter with adapters, or concatenated parts.
+      source: parameter that the value is, or is computed from by elementwise operations; None if there is none, or if
+        the value also depends on activations.
+      from_data: whether the value depends on an input that is not a parameter.
+      dtype: dtype of the (dequantized) array.
+      made_of: paths of the parameters that the value is computed from, if it no longer counts as one.
+      made_by: primitive that computed the value from them.
+      known: number that the value equals for all inputs, or None.
     """
 
     array: Any
@@ -112,7 +113,7 @@ class Value:
 
     @property
     def parts(self) -> "list[Value]":
-        """What a concatenated value consists of."""
+        """Parts of a concatenated value."""
         return [
             dataclasses.replace(self, array=array, source=source, made_of=(), made_by="")
             for array, source in zip(self.array.arrays, self.array.sources, strict=True)
@@ -120,11 +121,11 @@ class Value:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Of the parameters that alone make it up."""
+        """Paths of the parameters, if the value is computed from parameters alone."""
         return self.made_of if self.source is None else self.source.paths
 
     def renamed(self, paths: Mapping[str, str]) -> "Value":
-        """The value of other parameters."""
+        """Returns the value with its parameters' paths replaced."""
         source = self.source
         if source is not None:
             others = tuple(paths[path] for path in source.others)
@@ -134,15 +135,17 @@ class Value:
 
 @dataclass(frozen=True)
 class Use:
-    """That a parameter goes into an operation.
+    """The use of a parameter in an operation.
 
     Attributes:
-      op: the operation's name, the scopes around it included.
-      contracted: the parts of its axes that the operation sums over, the slowest first.
-      free: the parts that it keeps, each with results of its own; what is left is mapped over.
-      is_lookup: its entries are taken by index, not multiplied.
-      derived: what goes in is computed from the parameter.
-      mixed: the primitive that makes what goes in of it, alone or with others, so that it cannot be quantized for it.
+      path: path of the parameter.
+      op: name of the operation, including the enclosing named scopes.
+      contracted: parts of the parameter's axes over which the operation sums, the slowest first.
+      free: parts of the axes that the result keeps. All other parts are batch axes.
+      is_lookup: whether the operation selects entries by index instead of multiplying them.
+      derived: whether the operand is computed from the parameter by elementwise operations.
+      mixed: primitive that computes the operand from the parameter, alone or with others, in a way that prevents
+        quantization for this use; else "".
     """
 
     path: str
@@ -156,15 +159,15 @@ class Use:
 
 @dataclass(frozen=True)
 class Treatment:
-    """What the rules say about the program at hand.
+    """Rules, method and plan for the parameters of a program.
 
     Attributes:
-      rules: in order.
-      method: what is done where they say so.
-      of_path: the place of the rule that each parameter has, for those that have one.
-      specs: how each parameter that is quantized is.
-      tiles: by path, how many entries share a scale where that is not what the rule says.
-      adapters: by path, of the parameters that have one.
+      rules: rules in order of precedence.
+      method: method of quantization.
+      of_path: index of the rule that applies to a parameter, by path.
+      specs: specification of each parameter that is quantized, by path.
+      tiles: number of entries that share a scale, by path, if it differs from the rule.
+      adapters: adapters by path of the parameter.
     """
 
     rules: tuple[Rule, ...]
@@ -175,17 +178,17 @@ class Treatment:
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
 
     def entered(self, path: str, array: Any) -> Any:
-        """What a program computes with, for what the model holds."""
+        """Returns the form in which a stored parameter enters a program."""
         spec = self.specs.get(path)
         return array if spec is None else self.method.entered(array, spec)
 
     def of_parameter(self, path: str, op: str) -> int | None:
-        """The rule for a parameter in an operation; None leaves it in float there."""
+        """Returns the index of the rule for a parameter in an operation; None leaves it in float there."""
         number = self.of_path.get(path)
         return number if number is not None and self.rules[number].matches_op(op) else None
 
     def of_activations(self, op: str) -> int | None:
-        """The rule for a product of two activations."""
+        """Returns the index of the rule for a product of two activations, or None."""
         found = (
             number for number, rule in enumerate(self.rules) if rule.path is None and rule.op and rule.matches_op(op)
         )
@@ -195,23 +198,23 @@ class Treatment:
 Handler = Callable[["Interpreter", Any, Sequence[Value]], Sequence[Value]]
 
 HANDLERS: Final[dict[str, Handler]] = {}
-"""By the name of a primitive: what to do where a parameter is among the operands, or a rule may be for it."""
+"""Handlers of equations by primitive, used if an operand is a parameter or a rule may apply to the equation."""
 
 AdaptedHandler = Callable[["Interpreter", Any, Sequence[Value]], Sequence[Value] | None]
 
 ADAPTED_HANDLERS: Final[dict[str, AdaptedHandler]] = {}
-"""Likewise, where a parameter with adapters is among the operands; None asks for it merged."""
+"""Handlers of equations with an operand that has adapters, by primitive. They return None to have it merged."""
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A scan whose trips have static ranges of their own.
+    """A scan with separate static ranges for its iterations.
 
     Attributes:
-      trips: how many there are.
-      trip: the number of the trip at hand.
-      over_parameters: each trip takes its own part of some parameters, as of layers. Otherwise trips are counted by the
-        program alone, and only activations that meet a parameter have ranges of their own.
+      trips: number of iterations.
+      trip: index of the current iteration.
+      over_parameters: whether each iteration uses its own slice of some parameters, such as a layer. Otherwise only the
+        activations that are multiplied with a parameter have separate ranges.
     """
 
     trips: int
@@ -221,22 +224,24 @@ class Loop:
 
 @dataclass
 class Interpreter:
-    """One run.
+    """One run of a program. Interpreters of inner jaxprs are copies that share the mutable fields.
 
     Attributes:
-      uses: what became of each parameter, in the order of the program.
-      rows: the operations that a parameter, or two activations, went into.
-      stops: by path, the primitives behind which a parameter is none any more.
-      scopes: the named scopes around the jaxpr that is run.
-      key: what the operations here draw from, each with a number of its own; None if they draw nothing.
-      draws: one entry for each draw so far.
-      place: where in the program this is: the number of the equation in each of the jaxprs around, the outermost first.
-      loops: the loops around whose trips have static ranges of their own, the outermost first.
-      ranges: of activations, by the site's name; None while sites are looked for.
-      sites: the sites that were found, by their keys; while ranges are measured, by name.
-      site_names: the names of the program's sites, by their keys.
-      measured: the statistics so far, by site, while ranges are measured; else empty.
-      shared: jitted functions that are called again, with what their results are and of which parameters.
+      treatment: rules, method and plan.
+      uses: uses of parameters, in the order of the program.
+      rows: rows of the report for operations on a parameter or on two activations.
+      stops: primitives whose results no longer count as the parameter, by path.
+      scopes: named scopes around the current jaxpr.
+      key: PRNG key of the current jaxpr's operations, each of which folds in its own number; None without one.
+      draws: list with one entry per draw so far.
+      place: position in the program: the index of the equation in each enclosing jaxpr, the outermost first.
+      loops: enclosing loops with separate static ranges per iteration, the outermost first.
+      ranges: static ranges of activations by name of the site; None while sites are collected.
+      sites: collected sites by key; while ranges are measured, by name.
+      site_names: names of the program's sites, by key.
+      measured: statistics so far, by name of the site, while ranges are measured; else empty.
+      shared: jitted functions for reuse by equal calls, with the values of their results and the paths of the
+        parameters of the first call.
     """
 
     treatment: Treatment
@@ -255,7 +260,7 @@ class Interpreter:
     shared: dict[Any, tuple[Any, list[Value], tuple[str, ...]]] = field(default_factory=dict)
 
     def run(self, jaxpr: Any, values: Sequence[Value]) -> list[Value]:
-        """The outputs of a jaxpr, closed or not, for the values of its inputs."""
+        """Computes the outputs of a jaxpr, closed or not, from the values of its inputs."""
         body = versions.equations_of(jaxpr)
         consts = [self.constant(const) for const in versions.consts_of(jaxpr)]
         known = dict(zip((*body.constvars, *body.invars), (*consts, *values), strict=True))
@@ -271,30 +276,30 @@ class Interpreter:
         return [read(atom) for atom in body.outvars]
 
     def draw(self) -> jax.Array | None:
-        """A key that nothing else here has; None without a key."""
+        """Returns a new key for one operation; None without a key."""
         if self.key is None:
             return None
         self.draws.append(None)
         return jax.random.fold_in(self.key, len(self.draws))
 
     def is_weight(self, value: Value) -> bool:
-        """Whether a value is a parameter that a rule quantizes, or floats that stand for it while it is trained."""
+        """Returns whether a value is a quantized parameter, or the floats of one in training."""
         source = value.source
         held = source is not None and not source.derived and source.path in self.treatment.specs
         return value.is_quantized or held
 
     def constant(self, array: Any) -> Value:
-        """What no input changes."""
+        """Returns the value of a constant."""
         dtype = jnp.result_type(array)
         is_number = np.ndim(array) == 0 and isinstance(array, np.ndarray | np.generic | float | int)
         return Value(array, None, False, dtype, known=float(array) if is_number else None)
 
     def new(self, array: Any, *operands: Value) -> Value:
-        """What is computed from operands, and is no parameter any more."""
+        """Returns the value of a result that no longer counts as a parameter."""
         return Value(array, None, any(operand.from_data for operand in operands), array.dtype)
 
     def plain(self, value: Value) -> Any:
-        """The array, dequantized if it is quantized, merged if it has adapters."""
+        """Returns the plain array of a value: dequantized, merged with its adapters and concatenated."""
         if value.is_concatenated:
             return jax.lax.concatenate(list(map(self.plain, value.parts)), value.array.axis)
         if value.is_adapted:
@@ -302,11 +307,11 @@ class Interpreter:
         return ops.dequantize(value.array, value.dtype) if value.is_quantized else value.array
 
     def joined(self, value: Value) -> Value:
-        """The value as one array, if it is concatenated."""
+        """Returns a concatenated value as one plain array; any other value is unchanged."""
         return dataclasses.replace(value, array=self.plain(value)) if value.is_concatenated else value
 
     def name(self, equation: Any, op: str) -> str:
-        """An operation's name: the named scopes around it and its own."""
+        """Returns the name of an operation, including the enclosing named scopes."""
         scope = str(equation.source_info.name_stack)
         return "/".join([*self.scopes, *([scope] if scope else []), op])
 
@@ -330,7 +335,7 @@ class Interpreter:
         ]
 
     def left(self, equation: Any, operands: Sequence[Value], op: str, reason: str, rule: int | None = None) -> None:
-        """Reports that an operation is computed in float."""
+        """Adds a row to the report for an operation that is computed in float."""
         paths = tuple(path for operand in operands if operand.source is not None for path in operand.source.paths)
         computed = "dequantized" if any(operand.is_quantized for operand in operands) else "float"
         kinds = tuple(
@@ -339,7 +344,7 @@ class Interpreter:
         self.rows.append(OpRow(op, paths, rule, kinds, computed, reason, versions.source_of(equation)))
 
     def evaluate(self, equation: Any, operands: Sequence[Value]) -> Sequence[Value]:
-        """The results of one equation."""
+        """Computes the results of one equation."""
         with versions.traced_here(equation):
             name = "stack_op" if unit_of(equation) else equation.primitive.name
             if any(operand.is_adapted for operand in operands) and name not in _HANDS_ON:
@@ -353,7 +358,7 @@ class Interpreter:
             return self._evaluate(equation, operands)
 
     def _merged(self, value: Value, primitive: str) -> Value:
-        """The value as one array that is computed from a parameter, if it has adapters."""
+        """Merges the adapters of a value, which then counts as computed from its parameter."""
         if not value.is_adapted:
             return value
         return dataclasses.replace(
@@ -374,7 +379,7 @@ class Interpreter:
         return self.as_it_is(equation, operands)
 
     def _derived(self, equation: Any, operands: Sequence[Value], results: Sequence[Any]) -> Source | None:
-        """The source of what is computed entry by entry from a parameter and from nothing that is an input."""
+        """Returns the source of an elementwise result of a parameter and of values that do not depend on data."""
         if equation.primitive.name not in _ENTRY_BY_ENTRY or any(operand.from_data for operand in operands):
             return None
         shape = results[0].shape
@@ -384,7 +389,7 @@ class Interpreter:
 
 
 def has_products(equation: Any) -> bool:
-    """Whether an equation is a product, or runs one."""
+    """Returns whether an equation is a product or contains one."""
     if equation.primitive.name in _PRODUCTS:
         return True
     return any(
@@ -393,5 +398,5 @@ def has_products(equation: Any) -> bool:
 
 
 def _inner_jaxprs(equation: Any) -> list[Any]:
-    """The jaxprs among its parameters, which may hold them in lists."""
+    """Returns the jaxprs among the parameters of an equation, including those in lists."""
     return list(inner_jaxprs(equation.params.values()))

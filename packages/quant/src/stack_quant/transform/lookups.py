@@ -1,4 +1,4 @@
-"""Entries taken by index, as of an embedding: the codes that are asked for are dequantized, and no others."""
+"""Lookups by index, such as of an embedding, which dequantize only the selected codes."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ def _gather(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) 
 
 
 def _takes_whole_slices(table: Value, params: Any) -> bool:
-    """Whether each index takes one entry along some of the indexed axes, and all entries along every other axis."""
+    """Returns whether each index selects one entry along some indexed axes, and all entries along all other axes."""
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
     indexed = set(numbers.start_index_map)
     return not numbers.operand_batching_dims and all(
@@ -47,13 +47,13 @@ def _takes_whole_slices(table: Value, params: Any) -> bool:
 
 
 def _taken(view: views.View, indices: Any, equation: Any, dtype: Any) -> Any:
-    """What `lax.gather` of the dequantized array gives."""
+    """Computes `lax.gather` of the dequantized array."""
     params = equation.params
     numbers, mode = params["dimension_numbers"], params["mode"]
     indexed = numbers.start_index_map
-    if jnp.iinfo(indices.dtype).bits < 32:  # the sizes of the axes may not fit
+    if jnp.iinfo(indices.dtype).bits < 32:  # the sizes of the axes, which follow, may exceed a small dtype
         indices = indices.astype(jnp.int32)
-    # `vmap(lambda i: table[i])` indexes the axes that it takes whole, too; 0 is the only index there.
+    # `vmap(lambda i: table[i])` also indexes the axes of which it takes all entries; the only index there is 0.
     single = {axis for axis in indexed if params["slice_sizes"][axis] == 1}
     last = np.asarray([view.shape[axis] - params["slice_sizes"][axis] for axis in indexed], indices.dtype)
 

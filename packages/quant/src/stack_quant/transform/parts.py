@@ -1,4 +1,4 @@
-"""Parameters that are concatenated, as the weights of query, key and value are before one product."""
+"""Concatenated parameters, such as the weights of query, key and value before a joint product."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -14,11 +14,13 @@ __all__ = ["Concatenated"]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Concatenated:
-    """Arrays, some of them quantized, that stand for their concatenation: each keeps its codes, scales and rule.
+    """The concatenation of arrays, kept as its parts, each of which keeps its codes, scales and rule.
 
     Attributes:
-      sources: of each array.
-      dtype: the name of the one that all stand for.
+      arrays: the parts, some of which may be quantized.
+      axis: axis of the concatenation.
+      sources: source of each part.
+      dtype: name of the dtype of all dequantized parts.
     """
 
     arrays: tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""From rules and the uses of parameters to how each parameter is quantized."""
+"""Planning: how each parameter is quantized, from the rules and the uses of the parameters."""
 
 import contextlib
 import math
@@ -22,13 +22,13 @@ _MOST_SHOWN = 8
 
 @dataclass(frozen=True)
 class Plan:
-    """What is quantized, and what is not.
+    """The plan for the parameters of a program. All fields are by path.
 
     Attributes:
-      of_path: the place of the rule that each parameter has, for those that have one.
-      specs: by path, of the parameters that are quantized.
-      left: by path, why a parameter that a rule matches is left in float.
-      tiles: by path, how many entries share a scale where the rule's tile does not divide the contracted axes.
+      of_path: index of the rule that applies to a parameter.
+      specs: specification of each parameter that is quantized.
+      left: reason why a parameter is left in float although a rule applies.
+      tiles: number of entries that share a scale, if the rule's tile size does not divide the contracted axes.
     """
 
     of_path: Mapping[str, int]
@@ -37,7 +37,7 @@ class Plan:
     tiles: Mapping[str, int] = field(default_factory=dict)
 
     def note(self, path: str) -> str:
-        """What the report says of a parameter whose tiles are not those of its rule; else ""."""
+        """Returns the report's note on a parameter whose tile size differs from its rule; else ""."""
         tile = self.tiles.get(path)
         if tile is None:
             return ""
@@ -51,17 +51,17 @@ def plan(
     ops: Sequence[str],
     stops: Mapping[str, Collection[str]],
 ) -> Plan:
-    """Which rule each parameter has, and its scales.
+    """Finds the rule of each parameter and the layout of its scales.
 
     Args:
-      shapes: of the floating parameters, by path.
-      uses: of parameters, in the order of the program.
-      ops: the names of all operations that rules may be for.
-      stops: by path, the primitives behind which it is no parameter any more.
+      shapes: shapes of the floating parameters, by path.
+      uses: uses of parameters, in the order of the program.
+      ops: names of all operations to which rules may apply.
+      stops: primitives whose results no longer count as the parameter, by path.
 
     Raises:
-      RuleError: a rule that is not optional matches nothing, or nothing that it could quantize.
-      ShapeError: a tile does not divide the axis that it lies along.
+      RuleError: a rule that is not optional matches nothing, or quantizes none of its matches.
+      ShapeError: a tile size does not divide its axis.
     """
     by_path: dict[str, list[Use]] = {path: [] for path in shapes}
     for use in uses:
@@ -103,10 +103,10 @@ def _check_matches(rules: Sequence[Rule], of_path: Mapping[str, int], paths: Seq
 
 
 def _reason(uses: Sequence[Use], stops: Collection[str]) -> str:
-    """Says why no product and no lookup takes a parameter as it is."""
+    """Returns the reason why no product and no lookup uses a parameter itself."""
     mixed = dict.fromkeys(use.mixed for use in uses if use.mixed)
     if mixed:
-        return f"products take only what {' and '.join(mixed)} makes of it"
+        return f"products use only the result of {' and '.join(mixed)} on it"
     if stops:
         return f"no product and no lookup uses it, only {', '.join(stops)}"
     return "nothing uses it"
@@ -126,9 +126,10 @@ def _check_quantizes(rules: Sequence[Rule], of_path: Mapping[str, int], left: Ma
 
 
 def _spec(path: str, rule: Rule, shape: tuple[int, ...], uses: Sequence[Use]) -> tuple[ArraySpec, int | None]:
-    """Scales that are the same over what the first product sums over, or else over what a lookup takes whole.
+    """Returns the specification of a parameter, and the number of entries that share a scale (None: all).
 
-    Also how many entries share one, None for all.
+    Entries along the axes that the first product sums over share scales. Without a product, these are the axes of which
+    a lookup takes all entries.
     """
     first = min(uses, key=lambda use: (use.is_lookup, use.derived))
     assert rule.weights is not None, "asked only for parameters that are quantized"
@@ -152,7 +153,7 @@ def _spec(path: str, rule: Rule, shape: tuple[int, ...], uses: Sequence[Use]) ->
 def _fitting_tiles(
     path: str, rule: Rule, contracted: Sequence[Part], shape: tuple[int, ...]
 ) -> tuple[dict[int, int], int | None]:
-    """The tiles of a parameter by axis, of the rule's size or, where it allows that, of the nearest that divides."""
+    """Returns the tiles of a parameter by axis, and their size, by the rule and its `smaller_tiles`."""
     assert rule.weights is not None, "asked only for parameters that are quantized"
     block = qtype(rule.weights).block_size
     wanted, _ = rule.tiles
@@ -165,9 +166,9 @@ def _fitting_tiles(
 
 
 def _kept_tiles(path: str, rule: Rule, kept: Sequence[Part], shape: tuple[int, ...]) -> dict[int, int]:
-    """Returns how many entries share a scale along each kept axis, filling the last axis first.
+    """Returns the number of entries that share a scale along each kept axis, filling the last axis first.
 
-    A table that is only looked up has no kept axes.
+    A table that is used only in lookups has no kept axes.
     """
     _, wanted = rule.tiles
     axes = list(dict.fromkeys(part.axis for part in reversed(kept)))
@@ -190,15 +191,15 @@ def _kept_tiles(path: str, rule: Rule, kept: Sequence[Part], shape: tuple[int, .
 
 
 def _tiles(path: str, contracted: Sequence[Part], shape: tuple[int, ...], tile: int | None) -> dict[int, int]:
-    """By axis, how many entries share a scale where that is not all of them.
+    """Returns the number of entries that share a scale, for the axes of which not all entries share one.
 
-    The contracted axes are cut as the one axis would be that they are together, the last of them first.
+    The contracted axes are divided like a single flattened axis, starting from the last axis.
     """
     tiles: dict[int, int] = {}
     rest = tile
     for part in reversed(contracted):
         if part.stride > 1 or part.axis in tiles:
-            continue  # the slower part of an axis, of which another part is a channel or contracted as well
+            continue  # the slower part of an axis, whose other parts are channels or also contracted
         if part.size < shape[part.axis] and not part.cut and not _is_whole(part, contracted, shape):
             tiles[part.axis] = part.size
         if rest is None:
@@ -222,7 +223,7 @@ def _tiles(path: str, contracted: Sequence[Part], shape: tuple[int, ...], tile: 
 
 
 def _is_whole(part: Part, contracted: Sequence[Part], shape: tuple[int, ...]) -> bool:
-    """Whether all parts of an axis are contracted."""
+    """Returns whether all parts of an axis are contracted."""
     size = 1
     for other in contracted:
         size *= other.size if other.axis == part.axis else 1

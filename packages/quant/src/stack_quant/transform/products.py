@@ -1,4 +1,4 @@
-"""Products: `dot_general`, convolutions and `ragged_dot`, of any dimension numbers."""
+"""Handlers of products: `dot_general`, convolutions and `ragged_dot`, with any dimension numbers."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from stack_quant.transform.straight_through import rounded, straight_through
 __all__ = ["NOT_TRAINED", "linear_call", "mapped", "ragged_call"]
 
 NOT_TRAINED = "it has no quantized gradient"
-"""Why an operation is left in float by methods that train quantized products."""
+"""Reason why methods of quantized training leave an operation in float."""
 
 _Axes = Sequence[int]
 
@@ -75,7 +75,7 @@ def _dot_general(interpreter: Interpreter, equation: Any, operands: Sequence[Val
 
 
 def _product_of_parts(interpreter: Interpreter, equation: Any, operands: Sequence[Value], place: int) -> Value:
-    """The product with a concatenated operand: that with each of its parts, or where it sums over them, with one."""
+    """Computes a product with a concatenated operand: part by part, or joined if it sums over the concatenated axis."""
 
     def product(part: Value) -> Value:
         return interpreter.evaluate(equation, [*operands[:place], part, *operands[place + 1 :]])[0]
@@ -93,10 +93,12 @@ def _product_of_parts(interpreter: Interpreter, equation: Any, operands: Sequenc
 def linear_call(
     interpreter: Interpreter, decision: Decision, right: Value, dtype: Any, *, levels: int = 0
 ) -> Callable[[Any, Any], Any]:
-    """`ops.linear`, or what trains in its place, of a left and this right operand, as `dtype`.
+    """Returns `ops.linear` or, in quantized training, its replacement: a function of the left and the right operand.
 
     Args:
-      levels: how many calls of `mapped` are around it; each of their entries draws for itself.
+      right: value of the right operand.
+      dtype: dtype of the result.
+      levels: number of enclosing calls of `mapped`, each of whose entries draws its own key.
     """
     products = interpreter.treatment.method.products
     if products is None:
@@ -110,7 +112,11 @@ def linear_call(
 
 
 def ragged_call(interpreter: Interpreter, decision: Decision, right: Value, *, levels: int = 0) -> Callable[..., Any]:
-    """What trains in the place of `ops.ragged_dot`, a function of rows, matrices and group sizes; as `linear_call`."""
+    """Returns the replacement of `ops.ragged_dot` in quantized training, a function of rows, matrices and group sizes.
+
+    Args:
+      levels: see `linear_call`.
+    """
     products = interpreter.treatment.method.products
     assert products is not None, "asked only of methods that train products"
     types, key = product_types(interpreter, decision, right), interpreter.draw()
@@ -123,14 +129,14 @@ def ragged_call(interpreter: Interpreter, decision: Decision, right: Value, *, l
 
 
 def _of_entry(key: jax.Array, levels: int) -> jax.Array:
-    """The key of one entry of what is mapped over."""
+    """Returns the key of the current entry of the mapped axes."""
     for level in range(levels):
         key = jax.random.fold_in(key, lax.axis_index(_axis_name(level)))
     return key
 
 
 def mapped(call: Callable[..., Any], axes: Any, level: int) -> Callable[..., Any]:
-    """`jax.vmap` of a call, the innermost at level 0."""
+    """Applies `jax.vmap` to a call, with a named axis; the innermost has level 0."""
     return jax.vmap(call, in_axes=axes, axis_name=_axis_name(level))
 
 
@@ -139,11 +145,11 @@ def _axis_name(level: int) -> str:
 
 
 def _decided(interpreter: Interpreter, name: str, operands: Sequence[Value], params: Any) -> Decision:
-    """The decision about a product, which is not trained quantized where a precision or a sharding is asked for."""
+    """Finds the decision on a product. Training leaves it in float if it requests a precision or an output sharding."""
     decision = decide(interpreter, name, operands)
     if interpreter.treatment.method.products is None or decision.reason or not _is_exacting(params):
         return decision
-    return dataclasses.replace(decision, reason="a precision or a sharding of its result is asked for")
+    return dataclasses.replace(decision, reason="a precision or an output sharding is requested")
 
 
 def _is_floating(operands: Sequence[Value]) -> bool:
@@ -172,7 +178,7 @@ def _free(value: Value, contracted: _Axes, batch: _Axes) -> list[int]:
 
 
 def _arranged(array: Any, batch: _Axes, free: _Axes, contracted: _Axes, *, last: bool) -> Any:
-    """[*batch, *free, d_in] if `last`, for the left of `ops.linear`; else [*batch, d_in, d_out] for its right."""
+    """Arranges an operand for `ops.linear`: [*batch, *free, d_in] if `last`, the left, else [*batch, d_in, d_out]."""
     order = [*batch, *free, *contracted] if last else [*batch, *contracted, *free]
     lead, sizes = [array.shape[axis] for axis in batch], [array.shape[axis] for axis in free]
     summed = math.prod(array.shape[axis] for axis in contracted)
@@ -185,7 +191,7 @@ def _arranged(array: Any, batch: _Axes, free: _Axes, contracted: _Axes, *, last:
 
 
 def _exact_product(left: Any, right: Any, *, batch_axes: int, dtype: Any, params: Any, dtypes: tuple[Any, Any]) -> Any:
-    """Left times right over their leading batch axes, as floats, whose a precision or a sharding is."""
+    """Multiplies the dequantized operands over leading batch axes, with the requested precision."""
     left, right = (ops.dequantize(array, of) for array, of in zip((left, right), dtypes, strict=True))
     lead = tuple(range(batch_axes))
     numbers = (((left.ndim - 1,), (batch_axes,)), (lead, lead))
@@ -194,7 +200,7 @@ def _exact_product(left: Any, right: Any, *, batch_axes: int, dtype: Any, params
 
 
 def _batched(call: Callable[[Any, Any], Any], left: Any, right: Any, *, batch_axes: int) -> Any:
-    """Left times right over their leading batch axes."""
+    """Maps a product over the leading batch axes of its operands."""
     for level in range(batch_axes):
         call = mapped(call, 0, level)
     return call(*(_mappable(array, batch_axes) for array in (left, right)))
@@ -218,7 +224,8 @@ def _convolution(interpreter: Interpreter, equation: Any, operands: Sequence[Val
     params = equation.params
     of_left, of_right, _ = params["dimension_numbers"]
     name = interpreter.name(equation, "conv")
-    # (batch, features, *space) and (features out, features in, *space): features in are the fastest.
+    # Axes of the operands: (batch, features, *space) and (features out, features in, *space). The contracted axes are
+    # listed with the input features last, as the fastest.
     note(interpreter, name, operands[0], (*of_left[2:], of_left[1]))
     note(interpreter, name, operands[1], (*of_right[2:], of_right[1]), of_right[:1])
     decision = _decided(interpreter, name, operands, params)
@@ -264,7 +271,7 @@ def _convolution(interpreter: Interpreter, equation: Any, operands: Sequence[Val
 
 
 def _has_integer_convolution(left: Any, right: Any, params: Any) -> bool:
-    """Whether both are integers with a scale for each of the batch, and for each feature that comes out."""
+    """Returns whether a convolution can run on integers: with one scale per batch entry and per output feature."""
     if not (is_quantized(left) and is_quantized(right)) or _is_exacting(params) or params["batch_group_count"] != 1:
         return False
     shown = views.view_of(left), views.view_of(right)
@@ -337,7 +344,7 @@ def _ragged_dot(interpreter: Interpreter, equation: Any, operands: Sequence[Valu
 
 
 def _is_usual(numbers: Any) -> bool:
-    """Whether it is [rows, d_in] times [groups, d_in, d_out]."""
+    """Returns whether the product is [rows, d_in] times [groups, d_in, d_out]."""
     (contracted, batch), lists = (
         numbers.dot_dimension_numbers,
         (numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions),

@@ -1,4 +1,4 @@
-"""A function of parameters and arguments as a jaxpr, and its runs with quantized parameters."""
+"""Traced calls of functions of parameters, and their runs with quantized parameters."""
 
 import dataclasses
 import functools
@@ -23,16 +23,17 @@ from stack_quant.transform.sites import Site, site_names
 __all__ = ["Parameters", "Program", "trace"]
 
 HANDLED = (adapters, control, core_ops, lookups, products, rearranging)
-"""What fills the interpreter's handlers."""
+"""Modules that register the interpreter's handlers on import."""
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """A pytree of parameters, flat; those that are quantized are leaves.
+    """A flattened pytree of parameters. Quantized parameters are leaves.
 
     Attributes:
-      leaves: all, those that are no arrays too.
-      paths: of each leaf, with "/" between its segments.
+      leaves: all leaves, including those that are not arrays.
+      paths: path of each leaf, with "/" between its segments.
+      structure: tree structure.
     """
 
     leaves: tuple[Any, ...]
@@ -41,22 +42,22 @@ class Parameters:
 
     @classmethod
     def of(cls, tree: Any) -> "Parameters":
-        """From any pytree."""
+        """Flattens a pytree."""
         found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_quantized)
         paths = tuple("/".join(map(_segment, keys)) for keys, _ in found)
         return cls(tuple(leaf for _, leaf in found), paths, structure)
 
     def tree(self, leaves: Sequence[Any]) -> Any:
-        """The pytree of other leaves."""
+        """Returns the pytree with other leaves."""
         return jax.tree.unflatten(self.structure, leaves)
 
     @property
     def arrays(self) -> dict[str, Any]:
-        """The leaves that are arrays, by path."""
+        """Arrays among the leaves, by path."""
         return {path: leaf for path, leaf in zip(self.paths, self.leaves, strict=True) if is_array(leaf)}
 
     def with_arrays(self, arrays: Mapping[str, Any]) -> Any:
-        """The pytree with other arrays by path; what is not given stays."""
+        """Returns the pytree with some arrays replaced, by path."""
         return self.tree([arrays.get(path, leaf) for path, leaf in zip(self.paths, self.leaves, strict=True)])
 
 
@@ -68,7 +69,7 @@ def _segment(key: Any) -> str:
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf has entries, or stands for some."""
+    """Returns whether a leaf is an array, a quantized array or the shape of an array."""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct) or is_quantized(leaf)
 
 
@@ -77,10 +78,10 @@ class Program:
     """A traced call.
 
     Attributes:
-      jaxpr: from the parameters' arrays and then the arguments' to the result's.
-      paths: of the parameters, in order.
-      arguments: the arrays among the arguments.
-      result: fills in the arrays of the result.
+      jaxpr: jaxpr from the arrays of the parameters, followed by those of the arguments, to the arrays of the result.
+      paths: paths of the parameters, in the order of the inputs.
+      arguments: arrays among the arguments.
+      result: function that inserts the arrays into the structure of the result.
     """
 
     jaxpr: Any
@@ -97,12 +98,12 @@ class Program:
         key: jax.Array | None = None,
         factors: Mapping[str, Factors] | None = None,
     ) -> Any:
-        """The result for parameters by path, some of them quantized.
+        """Computes the result for parameters by path, some of which may be quantized.
 
         Args:
-          factors: of the treatment's adapters, by path.
-          ranges: of activations, by site.
-          key: what gradients that are rounded at random draw from.
+          ranges: static ranges of activations, by site.
+          key: PRNG key of the stochastic rounding of gradients.
+          factors: factors of the treatment's adapters, by path.
         """
         interpreter = self._interpreter(parameters, treatment, ranges, key, factors)
         return self.result(self._run(parameters, self.arguments, factors or {}, interpreter))
@@ -116,10 +117,10 @@ class Program:
         key: jax.Array | None = None,
         factors: Mapping[str, Factors] | None = None,
     ) -> tuple[Any, dict[str, Any]]:
-        """As `run`, of a function that returns a result and new values by path.
+        """Runs a function that returns a result and new values by path; see `run`.
 
-        Codes and adapted parameters that come out as they went in, as `nnx.jit` hands on all variables of a module, are
-        no new values.
+        Quantized and adapted parameters that are returned unchanged are not new values: `nnx.jit`, for instance,
+        returns all variables of a module.
         """
         interpreter = self._interpreter(parameters, treatment, ranges, key, factors)
         result, assigned = self.result(self._values(parameters, self.arguments, factors or {}, interpreter))
@@ -131,7 +132,7 @@ class Program:
     def survey(
         self, parameters: Mapping[str, Any], treatment: Treatment, factors: Mapping[str, Factors] | None = None
     ) -> Interpreter:
-        """What a run would do, from shapes alone: its uses of parameters, its rows of the report and its sites."""
+        """Collects the uses of parameters, the rows of the report and the sites of a run, from shapes alone."""
         interpreter = Interpreter(treatment)
         run = functools.partial(self._run, interpreter=interpreter)
         given = {path: parameters[path] for path in self.paths}
@@ -146,7 +147,7 @@ class Program:
         treatment: Treatment,
         sites: Mapping[str, Site],
     ) -> Mapping[str, RangeStatistics]:
-        """The statistics by site with those of one more call, with floating parameters and other arguments."""
+        """Returns the statistics of all sites after one more call, with floating parameters and other arguments."""
         names = site_names(self.survey(parameters, treatment).sites)
         interpreter = Interpreter(treatment, sites=dict(sites), measured=dict(statistics), site_names=names)
         self._run(parameters, arguments, {}, interpreter)
@@ -209,8 +210,8 @@ def trace(fn: Callable[..., Any], parameters: Parameters, *args: Any, **kwargs: 
     """Traces `fn(parameters, *args, **kwargs)` in float, with each call of a core op as one equation.
 
     Args:
-      parameters: quantized ones are traced as the floats that they stand for.
-      args: pytrees; what is no array is passed as it is.
+      parameters: parameters of the function. Quantized ones are traced as their dequantized arrays.
+      args: pytrees; leaves that are not arrays are passed unchanged.
     """
     leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_quantized)
     places = [place for place, leaf in enumerate(leaves) if is_array(leaf)]
@@ -227,7 +228,7 @@ def trace(fn: Callable[..., Any], parameters: Parameters, *args: Any, **kwargs: 
 
     arguments = [leaves[place] for place in places]
     arrays = parameters.arrays
-    # Pairs, so that the order is that of the parameters and not of their names.
+    # A list, as JAX would sort a dict by its keys, and inputs have the order of the parameters.
     floats = [_float(array) for array in arrays.values()]
     with as_units():
         jaxpr = jax.make_jaxpr(lambda floats, arrays_: traced(dict(zip(arrays, floats, strict=True)), arrays_))(

@@ -1,4 +1,4 @@
-"""Which parameter a value is, and where each of the parameter's axes went."""
+"""Provenance of values: the parameter that a value comes from, and the position of the parameter's axes in it."""
 
 import dataclasses
 import math
@@ -10,13 +10,16 @@ __all__ = ["Part", "Source"]
 
 @dataclass(frozen=True)
 class Part:
-    """A part of one axis of a parameter: of an index i along it, (i // stride) % size.
+    """A part of one axis of a parameter. The index i along the axis has the index (i // stride) % size along the part.
 
-    The whole of an axis of n entries has stride 1 and size n; reshaped to (a, b), it is a part of stride b and size a
-    and one of stride 1 and size b.
+    A complete axis of n entries has stride 1 and size n. Reshaped to (a, b), it consists of a part with stride b and
+    size a, and a part with stride 1 and size b.
 
     Attributes:
-      cut: the axis was sliced or padded, so that `size` entries stand for the whole of it.
+      axis: axis of the parameter.
+      stride: distance along the axis of neighbouring entries of the part.
+      size: number of entries of the part.
+      cut: whether the axis was sliced or padded, so that `size` entries represent the complete axis.
     """
 
     axis: int
@@ -26,19 +29,19 @@ class Part:
 
 
 Axis = tuple[Part, ...]
-"""The parts, the slowest first, that an axis of a value is made of; none where it was added."""
+"""The parts that make up an axis of a value, the slowest first; empty for an added axis."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a value is of a parameter.
+    """The parameter that a value comes from.
 
     Attributes:
-      path: the parameter's, with "/" between its segments.
-      axes: for each axis of the value its parts of the parameter's axes.
-      derived: the primitive that computed it from the parameter, as "mul" in `w * mask`; "" if it is a rearrangement of
-        the parameter's entries.
-      others: paths of parameters that are stacked with it along a new axis, and are treated alike.
+      path: path of the parameter, with "/" between its segments.
+      axes: for each axis of the value, the parts of the parameter's axes that it consists of.
+      derived: primitive that computed the value from the parameter, such as "mul" in `w * mask`; "" if the value is a
+        rearrangement of the parameter's entries.
+      others: paths of the parameters that are stacked with it along a new axis and are treated identically.
     """
 
     path: str
@@ -52,19 +55,19 @@ class Source:
 
     @classmethod
     def of(cls, path: str, shape: Sequence[int]) -> "Source":
-        """The parameter itself."""
+        """Returns the source of the parameter itself."""
         return cls(path, tuple((Part(axis, 1, size),) for axis, size in enumerate(shape)))
 
     def permuted(self, permutation: Sequence[int | None]) -> "Source":
-        """Axes in another order; None is an axis that is new."""
+        """Returns the source after a permutation of the axes; None adds a new axis."""
         return self._with(tuple(() if axis is None else self.axes[axis] for axis in permutation))
 
     def resized(self, shape: Sequence[int]) -> "Source":
-        """After a slice or padding: what is there of an axis has the role of the whole of it."""
+        """Returns the source after slicing or padding. The entries then represent the complete axis."""
         return self._with(tuple(_resized(axis, size) for axis, size in zip(self.axes, shape, strict=True)))
 
     def reshaped(self, shape: Sequence[int]) -> "Source":
-        """The entries in the same order in another shape; no axis has parts where one would begin within a part."""
+        """Returns the source after a reshape. If a new axis would begin within a part, the axes lose their parts."""
         found = self._parts_in(shape)
         return self._with(((),) * len(shape) if found is None else found)
 
@@ -92,19 +95,19 @@ class Source:
         return None if parts else tuple(axes)
 
     def as_derived(self, primitive: str) -> "Source":
-        """The source of what a primitive computes from it, entry by entry."""
+        """Returns the source of the result of an elementwise primitive."""
         return dataclasses.replace(self, derived=self.derived or primitive)
 
     def stacked(self, sources: "Sequence[Source]") -> "Source":
-        """The source of several parameters that are stacked along a new axis."""
+        """Returns the source of several parameters stacked along a new axis."""
         return dataclasses.replace(self, others=tuple(path for source in sources for path in source.paths)[1:])
 
     def without(self, axis: int) -> "Source":
-        """One entry along an axis."""
+        """Returns the source of one entry along an axis."""
         return self._with((*self.axes[:axis], *self.axes[axis + 1 :]))
 
     def parts(self, axes: Sequence[int]) -> tuple[Part, ...]:
-        """The parts that some axes of the value are made of, in their order."""
+        """Returns the parts of some axes of the value, in order."""
         return tuple(part for axis in axes for part in self.axes[axis])
 
     def _with(self, axes: tuple[Axis, ...]) -> "Source":

@@ -1,4 +1,4 @@
-"""Equations that move, cut or cast a value and compute nothing: they act on a quantized array as on any other."""
+"""Handlers of equations that move, slice or cast a value: they keep a quantized array quantized."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ _KEPT = ("copy", "copy_p", "name", "pcast", "pvary", "sharding_constraint", "sto
 def _result(
     interpreter: Interpreter, equation: Any, operands: Sequence[Value], source: Source | None, view: Any
 ) -> list[Value]:
-    """The result; `view` is a function that rearranges the first operand where it is quantized."""
+    """Computes the result of an equation; `view` rearranges the first operand if it is quantized."""
     value = operands[0]
     if value.is_quantized and source is not None:
         return [dataclasses.replace(value, array=view(views.view_of(value.array)), source=source)]
@@ -87,7 +87,7 @@ def _split(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -
 
 
 def _concatenate(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
-    """Parameters stay what they are where a rule may be for one of them, and nothing else is among the operands."""
+    """Keeps concatenated parameters as parts if all operands are parameters and a rule may apply to one of them."""
     known = interpreter.treatment.of_path
     ruled = any(
         value.is_adapted or not known or value.source.path in known for value in operands if value.source is not None
@@ -113,7 +113,7 @@ def _stack(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -
 
 
 def _with_axis(value: Value, axis: int) -> Value:
-    """A parameter with a new axis of one entry."""
+    """Returns a parameter with a new axis of one entry."""
     shape = (*value.shape[:axis], 1, *value.shape[axis:])
     array = views.reshape(views.view_of(value.array), shape) if value.is_quantized else value.array.reshape(shape)
     axes = value.source.axes if value.source is not None else ()
@@ -122,7 +122,7 @@ def _with_axis(value: Value, axis: int) -> Value:
 
 
 def _stacked(interpreter: Interpreter, operands: Sequence[Value], axis: int) -> Value | None:
-    """Parameters that lie along a new axis, such as a list of layers before a scan, as one; None if they differ."""
+    """Joins parameters along a new axis, such as a list of layers before a scan, into one; None if they differ."""
     sources = [value.source for value in operands if value.source is not None]
     first = operands[0]
     of_path, specs = interpreter.treatment.of_path, interpreter.treatment.specs
@@ -142,7 +142,7 @@ def _stacked(interpreter: Interpreter, operands: Sequence[Value], axis: int) -> 
 
 
 def _joined(arrays: Sequence[Any], axis: int) -> Any:
-    """The arrays along an axis, of which each has one entry; None if they are not of one kind."""
+    """Concatenates arrays with one entry along an axis; None if they are of different kinds."""
     if any(isinstance(array, Adapted) for array in arrays):
         return Adapted.joined(arrays, axis) if all(isinstance(array, Adapted) for array in arrays) else None
     if not any(map(is_quantized, arrays)):
@@ -161,7 +161,7 @@ def _reverse(interpreter: Interpreter, equation: Any, operands: Sequence[Value])
 
 
 def _pad(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
-    """A parameter beside zeros, which codes can stand for, is still that parameter."""
+    """Keeps a parameter that is padded with zeros, which codes can represent, as that parameter."""
     widths, (value, padding) = equation.params["padding_config"], operands
     is_cut = any(min(low, high) < 0 or within for low, high, within in widths)
     if value.source is None or padding.known != 0 or is_cut:
@@ -190,7 +190,7 @@ def _cast(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
 
 
 def _keep(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
-    """What says something about an array and leaves it as it is."""
+    """Applies an equation that leaves entries unchanged, such as a sharding constraint, to the codes."""
 
     def kept(view: views.View) -> views.View:
         return views.on_codes(view, lambda codes: versions.bind(equation, [codes])[0])

@@ -1,8 +1,9 @@
-"""Activations with static ranges: where a program has them, what they span there, and their codes.
+"""Sites of activations with static ranges: their names, their ranges and the quantization by these.
 
-A site is one operand of one operation. It is named by the parameter that the activation is multiplied with, so that all
-functions of a model find it, whatever the operation is called there; where the parameter is in several products, by
-these operations, too. A site of a product of two activations is named by the operation and the operand.
+A site is one operand of one operation. Its name is the path of the parameter that the activation is multiplied with, so
+that all functions of a model find the range, even if the operation has different names in them. If the parameter is in
+several products, the name also contains the operation. The name of a site in a product of two activations consists of
+the operation and the operand.
 """
 
 from collections import Counter
@@ -23,12 +24,12 @@ __all__ = ["Site", "SiteKey", "site_names", "static_activation"]
 
 
 class SiteKey(NamedTuple):
-    """Where a site is in one program.
+    """Location of a site in one program.
 
     Attributes:
-      path: of the parameter that the activation is multiplied with; None for a product of two activations.
-      operand: the names of the operation and the operand.
-      place: of the operation, as `Interpreter.place`.
+      path: path of the parameter that the activation is multiplied with; None for a product of two activations.
+      operand: names of the operation and the operand.
+      place: position of the operation, as `Interpreter.place`.
     """
 
     path: str | None
@@ -37,14 +38,14 @@ class SiteKey(NamedTuple):
 
     @property
     def base(self) -> str:
-        """The name, if no other site has it."""
+        """The name of the site, if no other site has the same one."""
         return self.operand if self.path is None else self.path
 
 
 def site_names(keys: Iterable[SiteKey]) -> dict[SiteKey, str]:
-    """Names the sites of one program: "path", or "path@operation/operand" of a parameter in several products.
+    """Names the sites of one program: "path", or "path@operation/operand" for a parameter in several products.
 
-    Sites that are still alike are numbered in the order of the program: "path@operation/operand#2".
+    Sites with the same name are numbered in the order of the program: "path@operation/operand#2".
     """
     keys = list(keys)
     bases = Counter(key.base for key in keys)
@@ -58,13 +59,12 @@ def site_names(keys: Iterable[SiteKey]) -> dict[SiteKey, str]:
 
 @dataclass(frozen=True)
 class Site:
-    """A place in a program whose activations share a range.
-
-    Its range has the shape `[*layers, tiles]`.
+    """A site, with a range of shape [*layers, tiles].
 
     Attributes:
-      layers: how many trips each of the loops around it has whose trips have ranges of their own, the outermost first.
-      tiles: how many parts of the contracted axis have ranges of their own.
+      spec: specification by which the activation is quantized.
+      layers: numbers of iterations of the enclosing loops with a separate range per iteration, the outermost first.
+      tiles: number of tiles along the contracted axis, each with its own range.
     """
 
     spec: ArraySpec
@@ -72,24 +72,27 @@ class Site:
     tiles: int
 
     def empty(self) -> RangeStatistics:
-        """The statistics of no batch."""
+        """Returns the statistics of zero batches."""
         one = empty_statistics(ArraySpec(calibration=self.spec.calibration, symmetric=self.spec.symmetric), ())
         low, high = jax.tree.map(lambda end: jnp.zeros((*self.layers, self.tiles), end.dtype), (one.low, one.high))
         return RangeStatistics(low, high, jnp.zeros(self.layers, one.weight.dtype))
 
     def abstract_range(self) -> Range:
-        """The shapes of its range."""
+        """Returns the shapes of the range."""
         return jax.eval_shape(lambda: observed_range(self.empty()))
 
 
 def static_activation(interpreter: Interpreter, key: SiteKey, array: Any, spec: ArraySpec) -> Any:
-    """Quantizes an activation by the range of its site; while ranges are measured, returns it as it is.
+    """Quantizes an activation by the static range of its site.
+
+    While sites are collected, the range is found at run time. While ranges are measured, the activation is observed and
+    returned unchanged.
 
     Args:
-      spec: with one scale for all, or for each tile.
+      spec: specification with one scale for all entries, or one per tile.
 
     Raises:
-      QuantError: no range was measured there.
+      QuantError: there is no measured range of the site.
     """
     shape = spec.tiling(array.shape).scale_shape
     tiles = max(shape, default=1)
@@ -115,8 +118,8 @@ def static_activation(interpreter: Interpreter, key: SiteKey, array: Any, spec: 
 
 def _refuse(interpreter: Interpreter, name: str, held: Any, wanted: tuple[int, ...]) -> None:
     known = ", ".join(sorted(interpreter.measured or interpreter.ranges or {}))
-    what = "none was measured there" if held is None else f"that measured has {list(held)}"
+    what = "none was measured" if held is None else f"the measured range has shape {list(held)}"
     raise QuantError(
         f"The activation at {name} needs a static range of shape {list(wanted)}, [*layers, tiles]; {what}. Measured: "
-        f"{known or 'none'}. Quantize the model with a `call` that uses it as it is used here."
+        f"{known or 'none'}. Quantize the model with a `call` that uses it in the same way as this call."
     )

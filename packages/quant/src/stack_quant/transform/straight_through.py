@@ -1,10 +1,11 @@
-"""Derivatives of products of codes: codes have none, so that a product has the derivative of the floats it rounds.
+"""Straight-through derivatives of products of codes.
 
-For y = Q(x) W, where W is what a quantized parameter stands for, and its cotangent g:
+Codes have no derivative, so a product has the derivative of the floats that were rounded. For y = Q(x) W, where W is
+the dequantized parameter, and its cotangent g:
 
     dL/dx = 1[x is not clipped] * g W^T
 
-as in quantization-aware training, so that adapters, and whatever else is trained before a quantized product, learn.
+as in quantization-aware training. Adapters and other parameters before a quantized product can therefore be trained.
 """
 
 import functools
@@ -32,8 +33,8 @@ def straight_through(product: Callable[..., Any], operands: Sequence[Any], float
     """Computes `product(*operands)` with the derivative of `product(*floats)`.
 
     Args:
-      operands: some of them activations as codes, which have no derivative.
-      floats: the same operands with the activations in float, as `within_range` gives them.
+      operands: operands of the product; some of them are activations as codes, which have no derivative.
+      floats: the same operands with the activations in float, as returned by `within_range`.
     """
     places = [place for place, (one, other) in enumerate(zip(operands, floats, strict=True)) if one is not other]
     if not any(is_quantized(operands[place]) for place in places):
@@ -69,14 +70,19 @@ def straight_through(product: Callable[..., Any], operands: Sequence[Any], float
 
 
 def rounded(operand: Any, in_float: Any, dtype: Any) -> Any:
-    """Dequantizes an activation, with the derivative of its floats; any other operand stays as it is."""
+    """Dequantizes an activation, with the derivative of its floats; returns any other operand unchanged."""
     if operand is in_float:
         return operand
     return straight_through(functools.partial(ops.dequantize, dtype=dtype), [operand], [in_float])
 
 
 def within_range(array: Any, codes: Any, rule: Rule) -> Any:
-    """Returns the array, with no derivative where the codes that `rule` made of it are clipped."""
+    """Returns the array, with zero derivative at the entries that are clipped in its codes.
+
+    Args:
+      codes: quantized form of the array.
+      rule: rule by which it was quantized.
+    """
     found = calibration(rule.activation_calibration)
     if not rule.is_static and found.name in _NEVER_CLIP and found.arguments[0] >= 1:
         return array

@@ -1,4 +1,4 @@
-"""Where jaxprs differ between the versions of JAX that are supported; no other file here knows of it."""
+"""Access to the parts of jaxprs that differ between the supported versions of JAX."""
 
 import re
 from typing import Any
@@ -11,8 +11,8 @@ _NOT_THE_USER = re.compile(r"[/\\](stack_core|stack_quant|jaxtyping|flax|beartyp
 
 
 def source_of(equation: Any) -> str:
-    """Where in the user's code an equation comes from, "path:line", or ""."""
-    from jax._src import source_info_util  # JAX has no public way to ask
+    """Returns the position of an equation in the user's code, "path:line", or ""."""
+    from jax._src import source_info_util  # JAX has no public API for this
 
     for frame in source_info_util.user_frames(equation.source_info.traceback):
         if not _NOT_THE_USER.search(frame.file_name):

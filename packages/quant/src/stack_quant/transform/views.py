@@ -1,4 +1,4 @@
-"""Rearrangements of quantized arrays: of the codes, and with them of the scales."""
+"""Rearrangements of quantized arrays, which act on the codes and accordingly on the scales."""
 
 import dataclasses
 import math
@@ -33,16 +33,18 @@ __all__ = [
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class View:
-    """A quantized array as its `QView` shows it; all its leaves have the axes of the array.
-
-    Invariants: those of `QView`.
+    """A quantized array with the fields of its `QView`, whose invariants it shares. All leaves have the array's axes.
 
     Attributes:
-      codebook: the values that codes index, or None.
-      dtype: the name of the dtype that it stands for.
+      codes: unpacked codes.
+      scale: scales, with their unit.
+      zero_point: codes of 0, or None.
+      scheme: description for messages.
+      dtype: name of the dtype of the dequantized array.
+      codebook: values that the codes index, or None.
     """
 
-    codes: Any  # JAX builds pytrees of shapes, axes and shardings too
+    codes: Any  # Any, as JAX also builds this pytree from shapes, axes and shardings
     scale: Any
     zero_point: Any
     scheme: str = dataclasses.field(metadata={"static": True})
@@ -59,7 +61,7 @@ class View:
 
 
 def view_of(array: Any) -> View:
-    """The view of a `QArray`, or of what is one already."""
+    """Returns the view of a quantized array; a `View` is returned unchanged."""
     if isinstance(array, View):
         return array
     shown = array.__stack_qview__()
@@ -72,17 +74,17 @@ def _mapped(view: View, codes: jax.Array, rearrange: Callable[[jax.Array], jax.A
 
 
 def on_codes(view: View, function: Callable[[jax.Array], jax.Array]) -> View:
-    """With the codes after a function that moves none of them."""
+    """Applies a function that does not move entries to the codes."""
     return dataclasses.replace(view, codes=function(view.codes))
 
 
 def transpose(view: View, permutation: Sequence[int]) -> View:
-    """As `lax.transpose`."""
+    """Transposes the array, as `lax.transpose`."""
     return _mapped(view, view.codes.transpose(permutation), lambda scale: scale.transpose(permutation))
 
 
 def full_along(view: View, axes: Sequence[int]) -> View:
-    """With a scale for each entry along `axes`."""
+    """Repeats the scales to one per entry along `axes`."""
 
     def repeated(scale: jax.Array) -> jax.Array:
         for axis in axes:
@@ -94,12 +96,12 @@ def full_along(view: View, axes: Sequence[int]) -> View:
 
 
 def is_constant_along(view: View, axis: int) -> bool:
-    """Whether one scale serves all entries along an axis."""
+    """Returns whether all entries along an axis share a scale."""
     return view.scale.shape[axis] == 1
 
 
 def reshape(view: View, shape: Sequence[int]) -> View:
-    """The entries in the same order in another shape; scales are repeated where the new axes ask for that."""
+    """Reshapes the array, as `lax.reshape`. Scales are repeated if the new axes require it."""
     if math.prod(shape) == 0:
         return _mapped(view, view.codes.reshape(shape), lambda scale: jnp.ones(shape, scale.dtype))
     groups = axis_groups(view.shape, shape)
@@ -109,7 +111,7 @@ def reshape(view: View, shape: Sequence[int]) -> View:
 
 
 def axis_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """The finest pairs of runs of axes, old and new, that have the same number of entries."""
+    """Groups the axes of two shapes into the finest pairs of runs of axes with the same number of entries."""
     groups: list[tuple[list[int], list[int]]] = []
     i, j = 0, 0
     while i < len(old) or j < len(new):
@@ -130,9 +132,10 @@ def axis_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int],
 
 
 def _to_repeat(view: View, axes: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Which axes of a run need a scale for each entry before the run can become axes of `sizes`.
+    """Returns the axes of a group that need a scale per entry before the group can be reshaped to `sizes`.
 
-    A scale for each of `count` equal stretches of the run can stay; and what is in stretches of the run at all.
+    Flattened, the group consists of equal stretches of entries with the same scale once the axes before the last scaled
+    one have a scale per entry. If these stretches fit the new axes, nothing else needs to be repeated.
     """
     significant = [axis for axis in axes if view.shape[axis] > 1]
     scaled = [axis for axis in significant if view.scale.shape[axis] > 1]
@@ -145,7 +148,7 @@ def _to_repeat(view: View, axes: Sequence[int], sizes: Sequence[int]) -> list[in
 
 
 def _split(stretches: int, sizes: Sequence[int]) -> list[int] | None:
-    """How a run of `stretches` equal stretches lies over axes of `sizes`; None where one cuts an entry's neighbours."""
+    """Distributes equal stretches over axes of `sizes`: the number along each axis, or None if they do not fit."""
     counts = []
     for size in sizes:
         if stretches % size == 0:
@@ -166,12 +169,12 @@ def _counts(view: View, axes: Sequence[int], sizes: Sequence[int]) -> list[int]:
 
 
 def reverse(view: View, axes: Sequence[int]) -> View:
-    """As `lax.rev`."""
+    """Reverses the array along axes, as `lax.rev`."""
     return _mapped(view, lax.rev(view.codes, axes), lambda scale: lax.rev(scale, axes))
 
 
 def pad(view: View, widths: Sequence[tuple[int, int]]) -> View:
-    """The entries with zeros before and behind along each axis."""
+    """Pads the array with zeros before and after each axis."""
     cut = [axis for axis, width in enumerate(widths) if width != (0, 0) and view.scale.shape[axis] > 1]
     view = full_along(view, cut)
     kept = [width if axis in cut else (0, 0) for axis, width in enumerate(widths)]
@@ -186,7 +189,7 @@ def pad(view: View, widths: Sequence[tuple[int, int]]) -> View:
 
 
 def joined(parts: Sequence[View], axis: int) -> View | None:
-    """Arrays of one entry along an axis as one array; None if they are not quantized alike."""
+    """Concatenates arrays with one entry along an axis; None if they are not quantized in the same way."""
     first = parts[0]
     if any(jax.tree.structure(part) != jax.tree.structure(first) for part in parts) or any(
         part.scale.shape != first.scale.shape for part in parts
@@ -196,7 +199,7 @@ def joined(parts: Sequence[View], axis: int) -> View | None:
 
 
 def slice_(view: View, start: Sequence[int], limit: Sequence[int], strides: Sequence[int]) -> View:
-    """As `lax.slice`."""
+    """Slices the array, as `lax.slice`."""
     cut = [
         axis
         for axis, size in enumerate(view.shape)
@@ -214,7 +217,7 @@ def slice_(view: View, start: Sequence[int], limit: Sequence[int], strides: Sequ
 
 
 def dynamic_slice(view: View, starts: Sequence[Any], sizes: Sequence[int]) -> View:
-    """As `lax.dynamic_slice`."""
+    """Slices the array, as `lax.dynamic_slice`."""
     cut = [axis for axis, size in enumerate(view.shape) if sizes[axis] != size and view.scale.shape[axis] > 1]
     view = full_along(view, cut)
 
@@ -228,7 +231,7 @@ def dynamic_slice(view: View, starts: Sequence[Any], sizes: Sequence[int]) -> Vi
 
 
 def broadcast(view: View, shape: Sequence[int], axes: Sequence[int]) -> View:
-    """As `lax.broadcast_in_dim`; a scale is not repeated along axes that are new."""
+    """Broadcasts the array, as `lax.broadcast_in_dim`. Scales are not repeated along new axes."""
 
     def widened(scale: jax.Array) -> jax.Array:
         counts = [1] * len(shape)

@@ -1,6 +1,6 @@
 """Trains models: models, data, optimizers, objectives, checkpoints.
 
-The names below are a user's way through without a config file; each is loaded when it is first used.
+The names below are the Python API, for training without a config file. Each is imported on first use.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Adapters by their address: a run, or a directory of PEFT."""
+"""Loading of adapters by address: a run or a PEFT directory."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,12 +18,13 @@ def read_adapters(address: str, config: Any, digests: Callable[[], Digests]) -> 
     """Reads the adapters of a run or of a PEFT directory for a model.
 
     Args:
-      address: a directory, or "run:" or "peft:" and one.
-      config: of the model.
-      digests: of the leaves of the model that is there; asked where the adapters say what theirs held.
+      address: directory, "run:DIRECTORY" or "peft:DIRECTORY".
+      config: config of the model.
+      digests: returns the digests of the model's leaves; called only if the adapters record the digests of their base.
 
     Raises:
-      ConversionError: there are none, or they are of another base; names the keys, tensors or digests that differ.
+      ConversionError: the address has no adapters, or their base model differs; names the keys, tensors or digests
+        that differ.
     """
     address = local_address(address)
     scheme, separator, path = address.partition(":")

@@ -1,4 +1,4 @@
-"""The batches that a compiled step takes."""
+"""Shapes of batches, and their check against a compiled step."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,10 +17,12 @@ def batch_shapes(batch: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def check_batch(batch: Mapping[str, Any], expected: Mapping[str, jax.ShapeDtypeStruct], compile_: str) -> None:
-    """Compares a batch with the one that a program was compiled for.
+    """Checks that a batch has the arrays, shapes and dtypes that a program was compiled for.
 
     Args:
-      compile_: the method that compiles for another batch.
+      batch: the batch.
+      expected: shapes and dtypes that the program was compiled for.
+      compile_: name of the trainer's method that compiles the program, for the message.
 
     Raises:
       TrainingError: an array is missing, unknown, or has another shape or dtype; names each.

@@ -1,4 +1,4 @@
-"""Frozen models that an objective asks beside the trained one: a reference, a teacher."""
+"""Companions: frozen models that an objective uses in addition to the trained model, such as a reference."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,15 +15,18 @@ from stack_train.variables import ModelVariables
 __all__ = ["INIT", "Companion"]
 
 INIT: Final = "init"
-"""The source of a companion that is the trained model as it was at the start."""
+"""Source of a companion that is a copy of the trained model at the start of training."""
 
 
 @dataclass(frozen=True)
 class Companion:
-    """A frozen model of its own.
+    """A frozen model that an objective uses.
 
     Attributes:
-      source: `INIT`, in which case the rest is the trainer's, or "run:DIRECTORY".
+      source: `INIT` or "run:DIRECTORY". With `INIT`, the trainer's model is used and the other fields are unset.
+      family: model family.
+      model_config: config of the model.
+      transform: transform of the model, as in the run that trained it.
     """
 
     source: str
@@ -33,7 +36,7 @@ class Companion:
 
     @cached_property
     def model(self) -> ModelVariables:
-        """What the model is made of, without its values."""
+        """Variables of the model, without values."""
         family = self.family
         assert family is not None, "a companion that is the trained model has no variables of its own"
         built = nnx.eval_shape(lambda: family.build(self.model_config, key=jax.random.key(0)))

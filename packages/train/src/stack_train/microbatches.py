@@ -1,4 +1,4 @@
-"""Gradients of a batch that is cut into microbatches, one after the other."""
+"""Gradient accumulation over microbatches."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,9 +26,11 @@ def accumulate(
     Returns the gradients, the metrics, and `moved` after the last microbatch.
 
     Args:
-      zeros: of the gradients' structure, in the dtype of their sums.
-      moved: variables that the forward pass assigns, passed from each microbatch to the next.
-      keys: [microbatches], one for each; their number divides the batch.
+      gradients: computes the gradients of one microbatch.
+      zeros: zeros in the structure of the gradients and the dtype of their sums.
+      moved: variables that the forward pass updates, passed from each microbatch to the next.
+      batch: the full batch.
+      keys: PRNG keys, [microbatches]. The number of microbatches divides the batch.
     """
     parts = jax.tree.map(lambda x: split_batch(x, len(keys)), dict(batch))
 
@@ -44,7 +46,7 @@ def accumulate(
 
 
 def check_metrics(metrics: Mapping[str, Any]) -> None:
-    """Raises a TrainingError where an objective's metrics do not say by what microbatches are added up."""
+    """Raises a TrainingError if an objective's metrics have no loss with the weight to average microbatches by."""
     loss = metrics.get("loss")
     if not isinstance(loss, Metric) or loss.combination != "mean":
         raise TrainingError(
@@ -54,6 +56,6 @@ def check_metrics(metrics: Mapping[str, Any]) -> None:
 
 
 def split_batch(x: jax.Array, microbatches: int) -> jax.Array:
-    """[batch, ...] -> [microbatches, rows, ...]; each takes rows from all over, so that rows stay on their devices."""
+    """Reshapes [batch, ...] to [microbatches, rows, ...], with strided rows so that each row stays on its device."""
     parts = x.reshape(-1, microbatches, *x.shape[1:]).swapaxes(0, 1)
     return constrain(parts, None, "batch", *[None] * (x.ndim - 1), name="a microbatch")

@@ -1,4 +1,4 @@
-"""Objectives: a model's forward composed with a pure function of arrays."""
+"""Training objectives: the forward pass of a model composed with a loss."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -25,14 +25,14 @@ class CausalLMConfig:
 
         loss + balance_loss * balance + router_z_loss * z + further_loss * mean of further losses
 
-    balance and z are what mixtures of experts say of their routers, see `stack_train.nn.experts`; a further loss is the
-    cross-entropy of states that predict later tokens (`Outputs.further`), of targets in the same document.
+    balance and z are the auxiliary losses of mixture-of-experts routers, see `stack_train.nn.experts`. A further loss
+    is the cross-entropy of multi-token prediction (`Outputs.further`), on targets in the same document.
 
     Attributes:
-      z_loss: coefficient of mean(log Z ** 2), which keeps the logits' scale in place (PaLM, section 5).
-      balance_loss: coefficient that spreads tokens over experts; 0.01 in Switch Transformers (arXiv:2101.03961).
-      router_z_loss: coefficient that keeps the routers' logits small; 0.001 in ST-MoE (arXiv:2202.08906).
-      further_loss: coefficient of predicting later tokens; 0.3, then 0.1 in DeepSeek-V3 (arXiv:2412.19437).
+      z_loss: coefficient of mean(log Z ** 2), which keeps the scale of the logits stable (PaLM, section 5); 0 is off.
+      balance_loss: coefficient of the load-balancing loss; 0.01 in Switch Transformers (arXiv:2101.03961).
+      router_z_loss: coefficient that keeps router logits small; 0.001 in ST-MoE (arXiv:2202.08906).
+      further_loss: coefficient of multi-token prediction; 0.3, then 0.1 in DeepSeek-V3 (arXiv:2412.19437).
     """
 
     name: Literal["causal_lm"] = "causal_lm"
@@ -70,7 +70,7 @@ class CausalLMConfig:
         return loss, metrics
 
     def _fact(self, outputs: Outputs, fact: str) -> jax.Array:
-        """Raises a ConfigError where the model has no routers."""
+        """Returns a router metric of the outputs; raises a ConfigError if the model has no routers."""
         if fact not in outputs.facts:
             name = "router_z_loss" if fact == "router_z" else fact
             raise ConfigError(
@@ -80,10 +80,10 @@ class CausalLMConfig:
         return outputs.facts[fact]
 
     def _further(self, outputs: Outputs, head: Head, targets: jax.Array, segment_ids: jax.Array) -> jax.Array:
-        """The mean loss of the states that predict later tokens.
+        """Computes the mean loss of multi-token prediction.
 
         Raises:
-          ConfigError: the model has none.
+          ConfigError: the model has no multi-token prediction.
         """
         if not outputs.further:
             raise ConfigError(
@@ -98,7 +98,7 @@ class CausalLMConfig:
 
 
 def _later(targets: jax.Array, segment_ids: jax.Array, tokens: int) -> jax.Array:
-    """The targets of so many tokens later; ignored where these are of another segment or behind the row."""
+    """Shifts targets by a number of tokens; ignores targets in another segment or past the end of the row."""
     fill = jnp.full_like(targets[:, :tokens], IGNORED_TARGET)
     later = jnp.concatenate([targets[:, tokens:], fill], axis=1)
     segments = jnp.concatenate([segment_ids[:, tokens:], fill], axis=1)
@@ -106,10 +106,10 @@ def _later(targets: jax.Array, segment_ids: jax.Array, tokens: int) -> jax.Array
 
 
 def check_inputs(objective: Objective, batch: Shapes) -> None:
-    """Compares what an objective says that it reads with the arrays of a batch.
+    """Checks that a batch has the arrays and axes that an objective declares as inputs.
 
     Raises:
-      ConfigError: a batch lacks an array, or an array has other axes; names it, and what there is.
+      ConfigError: the batch lacks an array, or an array has other axes; names the array and lists the batch's arrays.
     """
     inputs = objective.inputs if isinstance(objective, ReadsInputs) else {}
     sizes: dict[str, tuple[int, str]] = {}

@@ -1,4 +1,4 @@
-"""The dtypes of training, decided here and nowhere else.
+"""The dtypes of training.
 
 | array | dtype |
 |---|---|
@@ -40,8 +40,8 @@ class Precision:
     """The dtype of trained parameters.
 
     Attributes:
-      params: "float32", whatever the checkpoint holds that training starts from; or "bfloat16", in half of the memory:
-        updates are then rounded stochastically, up or down with probabilities that keep their mean.
+      params: "float32", regardless of the dtype of the initial checkpoint, or "bfloat16", which halves the memory of
+        parameters. bfloat16 updates are rounded stochastically, with probabilities that preserve their mean.
     """
 
     params: Literal["float32", "bfloat16"] = "float32"
@@ -74,7 +74,7 @@ def is_low_precision(dtype: Any) -> bool:
 
 
 def wide_dtype(dtype: Any) -> Any:
-    """Returns float32 for floats of less than 32 bits, and other dtypes as they are."""
+    """Returns float32 for floats of less than 32 bits, and other dtypes unchanged."""
     return accurate_dtype(dtype) if is_low_precision(dtype) else dtype
 
 

@@ -1,4 +1,4 @@
-"""What a user says of sampling; `stack_core.ops.sampling.sampling` does it."""
+"""Sampling settings of a user; see `stack_core.ops.sampling.sampling` for the op."""
 
 from typing import Annotated
 
@@ -12,16 +12,16 @@ __all__ = ["SamplingConfig"]
 
 @config
 class SamplingConfig:
-    """How a continuation is chosen and where it ends.
+    """Sampling settings and stop conditions of a continuation.
 
     Attributes:
-      max_tokens: tokens to generate, at most.
-      temperature: what logits are divided by; 0 takes the most likely token each time.
-      top_k: how many of the most likely tokens are candidates, and tokens as likely as the last; 0 is all.
-      top_p: the most likely tokens whose probabilities first reach this sum are candidates, and tokens as likely as
-        the last.
-      seed: of the draws; the same seed gives the same text.
-      stop: texts that end the continuation; they are not part of it.
+      max_tokens: maximum number of generated tokens.
+      temperature: divisor of the logits; 0 is greedy decoding.
+      top_k: number of most likely tokens to sample from, plus ties with the last; 0 samples from all tokens.
+      top_p: probability mass of the most likely tokens to sample from, plus ties with the last; 1 samples from all
+        tokens.
+      seed: seed of the sampling; the same seed gives the same text.
+      stop: texts that end the continuation and are excluded from it.
     """
 
     max_tokens: PositiveInt = 128
@@ -33,5 +33,5 @@ class SamplingConfig:
 
     @property
     def params(self) -> SamplingParams:
-        """The same as an engine takes it; stop texts are found by whoever has the text."""
+        """The sampling parameters of an engine, without `stop`: only the caller has the text to search."""
         return SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed)

@@ -1,4 +1,4 @@
-"""What a language model thinks of the tokens of a batch: log-probabilities, entropies, values."""
+"""Scores of a language model on the tokens of a batch: log-probabilities, entropies, values."""
 
 from collections.abc import Callable, Mapping
 
@@ -25,7 +25,7 @@ def scores(
     """Scores the targets of a batch; see `Trainer.score`.
 
     Args:
-      more: what else there is to say of the model's outputs.
+      more: computes additional scores from the model's outputs and the batch.
     """
     outputs, targets = model(batch["tokens"], batch["positions"], batch["segment_ids"]), batch["targets"]
     losses = model.head().cross_entropy(outputs.hidden, targets, ignore_index=IGNORED_TARGET, reduction="none")
@@ -38,7 +38,7 @@ def scores(
 
 
 def _entropy(head: Head, hidden: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq"]:
-    """-sum_v p_v log p_v of every position, in float32; a part of the positions has its logits in memory at a time."""
+    """Computes -sum_v p_v log p_v of every position in float32, with the logits of one chunk of positions at a time."""
     batch_size, seq, _ = hidden.shape
     most = max(_MOST_LOGITS // (batch_size * head.weight.shape[-1]), 1)
     tokens = max(size for size in range(1, seq + 1) if seq % size == 0 and size <= most)

@@ -1,4 +1,4 @@
-"""Gradients and metrics of a batch whose layers are in stages."""
+"""Gradients and metrics of a batch with pipeline stages."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,7 +22,7 @@ Objective = Callable[[Tree, Mapping[str, jax.Array], jax.Array], tuple[jax.Array
 
 
 def is_in_layers(axes: tuple[str | None, ...]) -> bool:
-    """Whether a parameter with these logical axes is stacked over layers."""
+    """Checks whether a parameter with these logical axes is stacked over layers."""
     return axes[:1] == ("layers",)
 
 
@@ -37,13 +37,13 @@ def staged(
     *,
     gradients: bool,
 ) -> tuple[Tree | None, Metrics]:
-    """The mean gradients of microbatches by the weights of their losses, and their metrics, combined.
+    """Computes the gradients of microbatches averaged by the weights of their losses, and their combined metrics.
 
     Args:
-      axes: the logical axes of each parameter.
-      shardings: of each parameter.
-      key: of which each microbatch has a part.
-      gradients: whether they are formed.
+      axes: logical axes of each parameter.
+      shardings: sharding of each parameter.
+      key: PRNG key, split over the microbatches.
+      gradients: whether to compute gradients; if False, they are None.
     """
     flat, specs = flatten_mapping(params), flatten_mapping(shardings)
     paths = {path_name(path): path for path in flat}

@@ -1,4 +1,4 @@
-"""The state of training: all that an update reads and writes."""
+"""The training state: everything that an update reads and writes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -17,18 +17,18 @@ __all__ = ["TrainState"]
 )
 @dataclass(frozen=True)
 class TrainState:
-    """All that an update reads and writes; or its shapes, or its shardings, in the same structure.
+    """Everything that an update reads and writes, or its shapes or shardings in the same structure.
 
     Attributes:
-      step: int32 scalar, updates done.
+      step: number of updates done, an int32 scalar.
       params: nested dict of the variables that the optimizer updates.
-      moved: nested dict of those that the forward pass assigns, such as the statistics of a batch norm.
-      frozen: nested dict of those that stay as they are.
-      companions: nested dicts of the variables of frozen models beside the trained one, by name; where one is the
-        trained model as it was at the start, of those alone that it does not share.
-      opt_state: the optimizer's state.
-      key: the run's PRNG key; step n draws from `fold_in(key, n)`.
-      further: a `FurtherState` of each model of the objective's own, by name.
+      moved: nested dict of the variables that the forward pass updates, such as batch-norm statistics.
+      frozen: nested dict of the variables that training never changes.
+      companions: nested dicts of the variables of companions, by name. A companion that copies the initial model
+        holds only the variables that it does not share with the trained model.
+      opt_state: state of the optimizer.
+      key: PRNG key of the run; step n uses `fold_in(key, n)`.
+      further: `FurtherState` of each auxiliary model that the objective trains, by name.
     """
 
     step: Any
@@ -42,14 +42,14 @@ class TrainState:
 
     @property
     def trained(self) -> dict[str, Any]:
-        """All that gradients are taken by: `params`, and the parameters of further models under their names."""
+        """Variables that gradients are computed for: `params`, and the parameters of auxiliary models by name."""
         return {**self.params, **{name: each.params for name, each in self.further.items()}}
 
     @property
     def beside(self) -> dict[str, Any]:
-        """The variables of the models that the objective is called with beside the trained one, by name."""
+        """Variables of the companions and auxiliary models that the objective is called with, by name."""
         return {**self.companions, **{name: each.params for name, each in self.further.items()}}
 
     def without_frozen(self) -> "TrainState":
-        """What a checkpoint holds; of the rest it holds the source."""
+        """Returns the part of the state that a checkpoint stores; for frozen variables it records the source."""
         return replace(self, frozen={}, companions={})

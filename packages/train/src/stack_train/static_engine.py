@@ -44,9 +44,9 @@ class StaticEngineConfig:
     """Sizes of a static engine.
 
     Attributes:
-      rows: continuations in a batch; fewer are filled up, so that there is one shape. Where the engine is told to
-        expect fewer, it is the next power of two.
-      kv_cache: what keys and values are held as.
+      rows: number of continuations in a batch. Smaller batches are padded to this size. If `expect` announces fewer
+        continuations, batches have the next power of two.
+      kv_cache: storage format of keys and values in the cache; "model" is the model's own dtype.
     """
 
     rows: PositiveInt = 64

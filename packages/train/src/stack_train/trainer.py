@@ -1,4 +1,4 @@
-"""The training step: one pure function, compiled once, whose state is donated."""
+"""The training step: a pure function that is compiled once and donates its state."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -49,7 +49,7 @@ __all__ = ["Batch", "Trainer"]
 Batch = Mapping[str, jax.Array]
 
 _NO_PARAM = nnx.Not(nnx.Param)
-# Apart from the streams that an objective folds into its key.
+# Random streams folded into keys, distinct from the streams that an objective folds into its key.
 _MODEL_STREAM, _FURTHER_STREAM, _ROUNDING_STREAM = 0x6D6F64, 0x667274, 0x726E64
 
 
@@ -58,19 +58,22 @@ class Trainer:
     """A `Trainer` of one model on one mesh.
 
     Attributes:
-      model_config: config of `family`.
+      family: model family.
+      model_config: config of the model.
+      objective: training objective.
       optimizer: a config of `stack_train.optim`, or an Optax transformation such as `optax.adamw(1e-3)`.
-      steps: updates of the whole run, which the learning-rate schedule spans.
-      accumulation_steps: microbatches into which a batch is cut; it divides the batch.
-      rules: mesh axes by logical axis, which precede the family's and the default rules.
-      transform: what is trained instead of the family's model.
+      steps: total number of updates, which the learning-rate schedule spans.
+      mesh: device mesh.
+      accumulation_steps: number of microbatches per batch; it divides the batch size.
+      rules: mesh axes by logical axis. They override the family's rules, which override the default rules.
+      transform: transform of the family's model; the transformed model is trained.
       companions: frozen models that the objective uses, by name.
-      trained: the variables that the optimizer updates, an nnx filter. Those that have the metadata `trained=False`,
-        that the transform leaves out, or that `optimizer.groups` freezes, are not among them.
-      moved: other variables that the forward pass may assign, an nnx filter, besides variables with `trained=False`.
-        The rest are frozen.
-      schedule: what the stages of the mesh do; None without stages.
-      precision: the dtype of trained parameters. Frozen ones have the `param_dtype` of `model_config`.
+      trained: nnx filter of the variables that the optimizer updates. Variables with the metadata `trained=False`,
+        that the transform excludes, or that `optimizer.groups` freezes, are not trained.
+      moved: nnx filter of other variables that the forward pass may update, in addition to variables with
+        `trained=False`. All remaining variables are frozen.
+      schedule: pipeline schedule; None without pipeline stages.
+      precision: dtype of trained parameters. Frozen parameters have the `param_dtype` of `model_config`.
     """
 
     family: ModelFamily
@@ -89,21 +92,23 @@ class Trainer:
     precision: Precision = field(default_factory=Precision)
 
     def __post_init__(self) -> None:
-        as_optimizer(self.optimizer)  # refuses others
+        as_optimizer(self.optimizer)  # raises if it is not an optimizer
 
     def init(self, *, key: jax.Array, companions: Mapping[str, Tree] | None = None) -> TrainState:
-        """Returns the state before the first step, every leaf made where its sharding puts it.
+        """Initializes the state before the first step, with each leaf created on its sharding.
 
         Args:
-          companions: the variables of those that come from elsewhere.
+          key: PRNG key of the initialization and of the run.
+          companions: variables of the companions from other runs, by name.
         """
         return self.init_from({}, key=key, companions=companions)
 
     def init_from(self, variables: Tree, *, key: jax.Array, companions: Mapping[str, Tree] | None = None) -> TrainState:
-        """Returns the state before the first step of a run that starts from given variables, which are donated.
+        """Initializes the state of a run that starts from existing variables, which are donated.
 
         Args:
-          variables: of the family's model, by path, in floats of any dtype. Missing ones are initialized.
+          variables: variables of the family's model by path, floats of any dtype. Missing variables are initialized.
+          key: as for `init`.
           companions: as for `init`.
         """
         given = dict(companions or {})
@@ -112,7 +117,7 @@ class Trainer:
         return replace(state, companions={**state.companions, **given})
 
     def init_frozen(self, variables: Tree, *, key: jax.Array) -> tuple[Tree, Mapping[str, Tree]]:
-        """What a checkpoint of the state that `init_from` returns does not hold: frozen variables and companions."""
+        """Initializes the frozen variables and companions, the part of `init_from` that checkpoints do not store."""
         shardings = (self.state_shardings.frozen, self._companion_shardings(INIT))
 
         def frozen(given: Tree, key: jax.Array) -> tuple[Tree, Mapping[str, Tree]]:
@@ -122,16 +127,16 @@ class Trainer:
         return jax.jit(frozen, out_shardings=shardings)(variables, key)
 
     def compile(self, batch: Mapping[str, Any]) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-        """Compiles `step` for the shapes of `batch`; the state it is called with is donated."""
+        """Compiles `step` for the shapes of `batch`; the compiled step donates its state."""
         return self.runnable(self.trace(batch).lower().compile(), batch)
 
     def runnable(
         self, compiled: jax.stages.Compiled, batch: Mapping[str, Any]
     ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-        """Returns the compiled step as a function of the state's arrays that refuses other batches by name.
+        """Wraps the compiled step with a check that names the arrays of a batch with other shapes or dtypes.
 
-        Compiled programs refuse committed arrays of 4 bits on CPUs, whose layouts JAX reports in two ways (jax 0.10.2):
-        such a state goes through `jax.jit`, which compiles again, or finds the program in the cache.
+        On CPUs, compiled programs reject committed 4-bit arrays, because JAX reports their layouts in two ways (jax
+        0.10.2). A state with such arrays goes through `jax.jit`, which compiles again or hits the compilation cache.
         """
         program: Any = self._jitted(batch) if self._has_narrow_codes else compiled
         expected = batch_shapes(batch)
@@ -147,44 +152,45 @@ class Trainer:
         """Traces `step` for the shapes of `batch`; nothing is allocated.
 
         Raises:
-          ShardingError: the mesh does not divide a variable, the batch, or what the step computes from them.
-          ConfigError: the objective reads other arrays than the batch has.
-          TrainingError: the forward pass assigns a variable that is trained or frozen.
+          ShardingError: the mesh does not divide a variable, the batch, or an intermediate array.
+          ConfigError: the batch lacks an array that the objective reads.
+          TrainingError: the forward pass assigns a trained or frozen variable.
         """
         check_inputs(self.objective, batch_shapes(batch))
         return self._jitted(batch).trace(self.abstract_state, batch_shapes(batch))
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """One update; pure. It is `update` with what `gradients` gives, bit for bit.
+        """Computes one update (pure). The result equals `gradients` followed by `update`, bit for bit.
 
         Args:
-          batch: arrays that lead with [batch, ...].
+          state: current state.
+          batch: arrays of shape [batch, ...].
 
         Returns:
           The next state and the metrics of `gradients` and `update`.
         """
         gradients, metrics, moved = self.gradients(state, batch)
-        # Keeps XLA from fusing the two halves, which would round some updates in another way than `update` alone.
+        # Keeps XLA from fusing the two halves, which would round some updates differently than a separate `update`.
         gradients, moved = jax.lax.optimization_barrier((gradients, moved))
         state, reported = self.update(state, gradients, moved)
         return state, {**metrics, **reported}
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[Tree, Metrics, Tree]:
-        """The gradients of one batch; pure.
+        """Computes the gradients of one batch (pure).
 
         Returns:
-          The gradients, in the structure of `state.trained`; the objective's metrics, combined over the microbatches;
-          and the variables that the forward pass moved.
+          The gradients in the structure of `state.trained`, the objective's metrics combined over the microbatches,
+          and the variables updated by the forward pass.
         """
         with use_mesh(self.mesh, self.sharding_rules):
             return self._gradients(state, batch, jax.random.fold_in(state.key, state.step))
 
     def update(self, state: TrainState, gradients: Tree, moved: Tree) -> tuple[TrainState, Metrics]:
-        """The next state, by gradients and moved variables; pure.
+        """Applies gradients and updated variables to the state (pure).
 
         Returns:
-          The state and its metrics: `grad_norm` before clipping, that of further models under their names, and what
-          the optimizer reports.
+          The next state and metrics: `grad_norm` before clipping, `NAME_grad_norm` of each auxiliary model, and the
+          optimizer's metrics.
         """
         own = {name: gradients[name] for name in state.params}
         key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), _ROUNDING_STREAM)
@@ -203,10 +209,12 @@ class Trainer:
         return replace(state, step=state.step + 1, **changes), reported
 
     def evaluate(self, variables: Tree, batch: Batch, beside: Mapping[str, Tree] | None = None) -> Metrics:
-        """The objective's metrics on one batch, without gradients; pure.
+        """Computes the objective's metrics on one batch, without gradients (pure).
 
         Args:
-          beside: the variables of companions and further models, as `evaluation_beside` gives them.
+          variables: all variables of the model, as returned by `evaluation_variables`.
+          batch: arrays of shape [batch, ...].
+          beside: variables of companions and auxiliary models, as returned by `evaluation_beside`.
         """
         with use_mesh(self.mesh, self.sharding_rules):
             if self.schedule is not None:
@@ -217,16 +225,17 @@ class Trainer:
     def score(
         self, variables: Tree, batch: Batch, further: Mapping[str, Tree] | None = None, *, entropy: bool = False
     ) -> Mapping[str, jax.Array]:
-        """Scores the targets of a batch by a language model, without gradients; pure.
+        """Scores the targets of a batch with a language model, without gradients (pure).
 
         Args:
-          batch: tokens, targets, positions and segment_ids, int32[batch, seq]; -100 is no target.
-          further: the parameters of further models; without them an objective's own scores are left out.
-          entropy: of the distribution of every target, which needs all logits, part by part.
+          variables: all variables of the model.
+          batch: tokens, targets, positions and segment_ids, int32[batch, seq]; target -100 is ignored.
+          further: parameters of the auxiliary models; without them the objective's own scores are omitted.
+          entropy: also return the entropy at each position, which needs all logits, computed in chunks.
 
         Returns:
-          float32[batch, seq]: "logprobs", log p(target), the model's own, 0 where there is none; "entropy" if it is
-          asked for; "values" if the model's outputs have that fact; what the objective says, if it `ScoresTokens`.
+          float32[batch, seq] arrays: "logprobs", log p(target) or 0 if the target is ignored; "entropy" if requested;
+          "values" if the model outputs values; and the objective's scores if it implements `ScoresTokens`.
         """
         with use_mesh(self.mesh, self.sharding_rules):
             more = None
@@ -237,7 +246,7 @@ class Trainer:
             return self.transform.call(scored, self._evaluated(variables), batch)
 
     def compiled_scores(self) -> Callable[..., Mapping[str, jax.Array]]:
-        """`score`, compiled for each shape of a batch when it first comes; what it gives is whole on every device."""
+        """Returns `score` under `jax.jit`, compiled once per batch shape; its outputs are replicated."""
         return jax.jit(self.score, out_shardings=self._replicated)
 
     def compile_evaluation(self, batch: Mapping[str, Any]) -> Callable[..., Metrics]:
@@ -257,27 +266,27 @@ class Trainer:
         return evaluate
 
     def variables(self, state: TrainState) -> Tree:
-        """All that the model of a state is made of, as nested dicts."""
+        """Returns all variables of the model of a state, as nested dicts."""
         return join(state.params, state.moved, state.frozen)
 
     def evaluation_variables(self, state: TrainState) -> Tree:
-        """As `variables`, with the averages that the optimizer keeps of parameters in their place."""
+        """Returns `variables` with parameters replaced by the optimizer's averages, if it has any."""
         with jax.numpy_dtype_promotion("standard"):
             params = self._settings.evaluation_params(state.params, state.opt_state)
         return self.variables(replace(state, params=params))
 
     def evaluation_beside(self, state: TrainState) -> Mapping[str, Tree]:
-        """The variables of companions and, with averages in their place, of further models, by name."""
+        """Returns the variables of companions and auxiliary models by name, with averages as `evaluation_variables`."""
         with jax.numpy_dtype_promotion("standard"):
             further = {name: each.evaluated(state.further[name]) for name, each in self._further.items()}
         return {**state.companions, **further}
 
     def model(self, variables: Tree, *, key: jax.Array | None = None) -> Any:
-        """The model with given variables; its streams of random numbers start from `key`."""
+        """Builds the model from its variables; its random streams start from `key`."""
         return self._model.merge(variables, key=key)
 
     def batch_shardings(self, batch: Mapping[str, Any]) -> dict[str, NamedSharding]:
-        """Batches are split along their leading axis over all data-parallel mesh axes."""
+        """Returns the shardings of a batch: the leading axis over all data-parallel mesh axes."""
         return {
             name: self.sharding_rules.sharding(
                 self.mesh, ("batch", *[None] * (value.ndim - 1)), value.shape, name=f"batch[{name!r}]"
@@ -341,13 +350,13 @@ class Trainer:
 
     @cached_property
     def start_variables(self) -> Tree:
-        """Shapes, dtypes and shardings of the variables that `init_from` starts from, as nested dicts."""
+        """Shapes, dtypes and shardings of the variables that `init_from` accepts, as nested dicts."""
         model = ModelVariables.of(self._built)
         return jax.tree.map(_placed, model.abstract, self._shardings_of(model))
 
     @property
     def abstract_model(self) -> Any:
-        """The transformed model without values, its variables in the dtypes of training."""
+        """The transformed model without values, with variables in their training dtypes."""
         return self.transform.apply(self._built)
 
     @cached_property
@@ -376,7 +385,7 @@ class Trainer:
         return nnx.eval_shape(lambda: cast_variables(self._build(jax.random.key(0)), self._dtypes))
 
     def _build(self, key: jax.Array) -> nnx.Module:
-        # New parameters are drawn in the dtype that they are trained in: bfloat16 draws have fewer distinct values.
+        # Parameters are sampled in their training dtype: bfloat16 samples have fewer distinct values.
         return self.family.build(self.precision.training_config(self.model_config), key=key)
 
     @cached_property
@@ -537,19 +546,19 @@ class Trainer:
         if name in self._further:
             return self._further[name].model.merge(tree)
         companion = self.companions[name]
-        # One that starts as the trained model does shares what is frozen with it.
+        # A companion that copies the initial model shares the frozen variables of the trained model.
         model = self.model(join(variables, tree)) if companion.source == INIT else companion.model.merge(tree)
         model.eval()
         return model
 
     def _evaluated(self, variables: Tree) -> Any:
-        """The model as it is evaluated: without dropout, batch norms by their running statistics."""
+        """Builds the model in evaluation mode: no dropout, batch norms use running statistics."""
         model = self.model(variables)
         model.eval()
         return model
 
     def _like_params(self, grads: Tree) -> Tree:
-        """Splits gradients as their parameters are, so that sums and updates of them are split as well."""
+        """Constrains gradients to the shardings of their parameters, which shards their sums and updates as well."""
         return grads if self.mesh.size == 1 else jax.lax.with_sharding_constraint(grads, self.state_shardings.trained)
 
 

@@ -1,4 +1,4 @@
-"""Transforms of a model in a row, or none."""
+"""Composition of model transforms."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ __all__ = ["UNCHANGED", "Transforms"]
 
 @dataclass(frozen=True)
 class Transforms:
-    """Several `ModelTransform`s as one: each applies to the model that the one before made."""
+    """Composition of `ModelTransform`s: each applies to the output of the transform before it."""
 
     members: tuple[ModelTransform, ...] = ()
 
@@ -23,7 +23,7 @@ class Transforms:
         return model
 
     def call(self, function: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-        for transform in self.members:  # the last one made the model, so its call is the outermost
+        for transform in self.members:  # the last transform made the model, so its `call` is the outermost
             function = partial(transform.call, function)
         return function(model, *args, **kwargs)
 
@@ -37,11 +37,11 @@ class Transforms:
 
     @property
     def adapting(self) -> AdaptsModels | None:
-        """The last member that adds adapters."""
+        """The last transform that adds adapters, or None."""
         return next((member for member in reversed(self.members) if isinstance(member, AdaptsModels)), None)
 
     def merged(self, model: Any) -> Any:
-        """The model without what transforms added that merge; what the others did to it stays."""
+        """Merges the additions of all mergeable transforms into the model; other transforms remain applied."""
         for transform in reversed(self.members):
             if isinstance(transform, MergesModel):
                 model = transform.merged(model)
@@ -49,4 +49,4 @@ class Transforms:
 
 
 UNCHANGED = Transforms()
-"""Leaves a family's model as it is."""
+"""The identity transform."""

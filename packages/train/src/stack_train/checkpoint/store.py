@@ -1,4 +1,4 @@
-"""The checkpoints of one run: saved in the background, whole or not at all, and read back only if they are intact."""
+"""Checkpoints of one run: saved atomically in the background, verified when read."""
 
 import json
 import shutil
@@ -31,12 +31,12 @@ _SLACK_BYTES = 1 << 20
 
 @config
 class CheckpointConfig:
-    """When checkpoints are saved and how many are kept.
+    """Interval and retention of checkpoints.
 
     Attributes:
-      every_steps: training steps from one checkpoint to the next; 0 saves after the last step only.
-      keep: whole checkpoints that stay on disk; older ones are deleted once a newer one is safe.
-      background: write while training goes on; otherwise training waits for the disk.
+      every_steps: number of training steps between checkpoints; 0 saves only after the last step.
+      keep: number of complete checkpoints on disk; older checkpoints are deleted once a newer one is durable.
+      background: whether to write during training; otherwise training waits for the disk.
     """
 
     every_steps: NonNegativeInt = 500
@@ -46,15 +46,15 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class Restored:
-    """What was read from a checkpoint.
+    """Contents read from a checkpoint.
 
     Attributes:
-      step: training steps done.
-      state: of the structure that was asked for.
-      data_state: of the data iterator; None where only parameters were read.
-      config_yaml: the resolved config of the run that saved it.
-      frozen: the sources of variables that the checkpoint does not hold, by model: "model", or a companion's name.
-      kind: of the checkpoint, "train" or "weights".
+      step: number of training steps done.
+      state: restored pytree, in the requested structure.
+      data_state: state of the data iterator; None if only parameters were read.
+      config_yaml: resolved config of the run that saved the checkpoint.
+      frozen: sources of variables that the checkpoint does not store, by model: "model", or a companion's name.
+      kind: kind of the checkpoint, "train" or "weights".
     """
 
     step: int

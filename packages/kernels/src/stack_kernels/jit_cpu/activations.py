@@ -1,4 +1,4 @@
-"""The activations of `gated_linear_unit` for vectors of float32, with their slopes."""
+"""The activations of `gated_linear_unit` for vectors of float32, with their derivatives."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -14,10 +14,11 @@ _CUBIC, _GELU_SCALE = 0.044715, math.sqrt(2 / math.pi)
 
 
 def _silu(builder: Builder, x: Any) -> tuple[Any, Any]:
-    """f = x s and f' = s + f (1 - s), s the sigmoid."""
+    """Computes f = x s and f' = s + f (1 - s), with s the sigmoid."""
     build, one = builder.build, constant(1, x.type.count)
     sigmoid = build.fdiv(one, build.fadd(exp(builder, build.fneg(x)), one))
-    # Where `exp` ends: what is less than any normal number is 0, and that times -inf is NaN, as in the reference.
+    # Below the range of `exp`, the sigmoid is less than any normal number and becomes 0. Times -inf that is NaN, as in
+    # the reference.
     sigmoid = build.select(
         build.fcmp_ordered("<", x, constant(_LEAST, x.type.count)), constant(0, x.type.count), sigmoid
     )
@@ -26,7 +27,7 @@ def _silu(builder: Builder, x: Any) -> tuple[Any, Any]:
 
 
 def _gelu_tanh(builder: Builder, x: Any) -> tuple[Any, Any]:
-    """f = x (1 + t) / 2 and f' = (1 + t) / 2 + x (1 - t^2) u' / 2, of u = k (x + c x^3) and t = tanh(u)."""
+    """Computes f = x (1 + t) / 2 and f' = (1 + t) / 2 + x (1 - t^2) u' / 2, with u = k (x + c x^3) and t = tanh(u)."""
     build, lanes = builder.build, x.type.count
     one, square = constant(1, lanes), build.fmul(x, x)
     scaled = build.fmul(x, constant(_GELU_SCALE, lanes))
@@ -55,4 +56,4 @@ ACTIVATIONS: Mapping[str, Callable[[Builder, Any], tuple[Any, Any]]] = {
     "relu_squared": _relu_squared,
     "silu": _silu,
 }
-"""Those that there are, by name: f(x), which is NaN where x is, and f'(x)."""
+"""The supported activations by name: f(x), which is NaN if x is, and f'(x)."""

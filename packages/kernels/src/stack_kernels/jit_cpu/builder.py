@@ -1,4 +1,4 @@
-"""A writer of LLVM IR for kernels: pointers by bytes, loops, variables and vectors."""
+"""Builder of LLVM IR for kernels: pointers in bytes, loops, variables and vectors."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,23 +13,24 @@ BYTE, SHORT, INT32, INDEX = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 HALF, FLOAT = ir.HalfType(), ir.FloatType()
 POINTER = ir.PointerType()
 TILE: list[ir.Type] = [POINTER, POINTER, INDEX, POINTER]
-"""The parameters of `@tile`: XLA's arguments and results, the tile's number, and the scratchpad of the thread."""
+"""Parameters of `@tile`: XLA's arguments and results, the tile's index, and the thread's scratchpad."""
 _VOID = ir.VoidType()
 _DATA, _DIMS = 24, 40  # in XLA_FFI_Buffer
 _LINE_BYTES = 64
 _SCRATCH_BYTES = "scratch_bytes"
-# A frame of several pages touches each of them, in order, so that it ends the process where the stack does.
+# With this attribute a stack frame of several pages touches each of them in order, so that a stack overflow crashes at
+# once instead of writing past the guard page.
 _PROBES = '"probe-stack"="inline-asm"'
 
 
 def vector(kind: ir.Type, lanes: int) -> ir.VectorType:
-    """The type of so many values of a kind."""
+    """Returns the type of a vector with this many lanes."""
     return ir.VectorType(kind, lanes)
 
 
 @dataclass(frozen=True)
 class Variable:
-    """A place on the stack, which LLVM turns into registers where it can."""
+    """A stack slot, which LLVM promotes to registers if it can."""
 
     builder: "Builder"
     place: Any
@@ -43,12 +44,12 @@ class Variable:
 
 
 class Builder:
-    """Writes one function; every method adds instructions where the last ones ended and answers the value."""
+    """Builds one function; each method appends instructions and returns their value."""
 
     def __init__(self, module: ir.Module, name: str, parameters: list[ir.Type], result: ir.Type = _VOID) -> None:
         self.module = module
         self.function = ir.Function(module, ir.FunctionType(result, parameters), name)
-        set.add(self.function.attributes, _PROBES)  # llvmlite's own `add` knows no attributes with values
+        set.add(self.function.attributes, _PROBES)  # llvmlite's own `add` rejects attributes with values
         self.parameters = self.function.args
         self._scratch_bytes = 0
         self._entry = self.function.append_basic_block("entry")
@@ -56,7 +57,7 @@ class Builder:
         self.build = ir.IRBuilder(body)
 
     def close(self, result: Any = None) -> None:
-        """Returns from the function; variables, which all lie in its first block, come before its body."""
+        """Returns from the function; joins its first block, which holds all variables, to its body."""
         self.build.ret_void() if result is None else self.build.ret(result)
         ir.IRBuilder(self._entry).branch(self.function.blocks[1])
         if self._scratch_bytes:
@@ -71,9 +72,9 @@ class Builder:
         return variable
 
     def scratch(self, kind: Any, count: int) -> Any:
-        """A pointer to so many values in the thread's scratchpad, at a line of the cache.
+        """Returns a pointer to `count` values in the thread's scratchpad, aligned to a cache line.
 
-        The scratchpad is the function's last parameter. Functions that are called with the same one share its memory.
+        The scratchpad is the function's last parameter. Functions called with the same scratchpad share its memory.
         """
         place = self.at(self.parameters[-1], self._scratch_bytes)
         size = count * (4 if kind == FLOAT else kind.width // 8)
@@ -81,14 +82,14 @@ class Builder:
         return place
 
     def load(self, kind: ir.Type, pointer: Any) -> Any:
-        """Of a vector, from wherever one of its elements may begin."""
+        """Loads a value; a vector may begin at any of its elements."""
         return self.build.load(pointer, typ=kind, align=_alignment(kind))
 
     def store(self, value: Any, pointer: Any) -> None:
         self.build.store(value, pointer, align=_alignment(value.type))
 
     def at(self, pointer: Any, *terms: Any) -> Any:
-        """The pointer, so many bytes further: the sum of `terms`, each an index or an int."""
+        """Returns the pointer advanced by the sum of `terms` in bytes, each an index or an int."""
         for term in terms:
             offset = INDEX(term) if isinstance(term, int) else term
             pointer = self.build.gep(pointer, [offset], source_etype=BYTE)
@@ -104,11 +105,11 @@ class Builder:
         return self.build.sub(left, INDEX(right) if isinstance(right, int) else right)
 
     def over(self, left: Any, right: Any) -> Any:
-        """The quotient, rounded down, of numbers that are not negative."""
+        """Divides non-negative numbers, rounding down."""
         return self.build.udiv(left, INDEX(right) if isinstance(right, int) else right)
 
     def ceil_div(self, left: Any, right: Any) -> Any:
-        """The quotient, rounded up, of a number that is not negative and one that is positive."""
+        """Divides a non-negative number by a positive one, rounding up."""
         return self.over(self.plus(left, right - 1 if isinstance(right, int) else self.minus(right, 1)), right)
 
     def min(self, left: Any, right: Any) -> Any:
@@ -118,12 +119,12 @@ class Builder:
         return self.build.select(self.build.icmp_signed(">", left, right), left, right)
 
     def at_most(self, value: Any, limit: int) -> Any:
-        """1 or 0."""
+        """Returns 1 if the value is at most the limit, else 0."""
         return self.build.zext(self.build.icmp_signed("<=", value, INDEX(limit)), INDEX)
 
     @contextmanager
     def loop(self, start: Any, stop: Any, step: int = 1) -> Iterator[Any]:
-        """The block runs for each index from `start` in steps, as long as a whole step is left before `stop`."""
+        """Runs the block for each index from `start` in steps, while a full step is left before `stop`."""
         start, stop = (INDEX(value) if isinstance(value, int) else value for value in (start, stop))
         before = self.build.block
         head, body, after = (self.function.append_basic_block() for _ in range(3))
@@ -140,7 +141,7 @@ class Builder:
         self.build.position_at_end(after)
 
     def each_vector(self, start: Any, stop: Any, lanes: int, body: Callable[[Any, Any], None]) -> None:
-        """`body` takes the first column of each vector, and a mask for a last one that is not whole, else None.
+        """Calls `body` with the first column of each vector and a mask: None, except for a partial last vector.
 
         Some processors take far longer to store with a mask, even if it is set in all lanes.
         """
@@ -153,11 +154,11 @@ class Builder:
             body(whole, self.mask(rest, lanes))
 
     def when(self, condition: Any) -> Any:
-        """`with builder.when(condition):` runs the block only then."""
+        """Runs the block of `with builder.when(condition):` only if the condition holds."""
         return self.build.if_then(condition)
 
     def buffer(self, buffers: Any, number: int, rank: int) -> tuple[Any, list[Any]]:
-        """The data and the sizes of one of XLA's buffers."""
+        """Returns the data pointer and the sizes of one of XLA's buffers."""
         buffer = self.load(POINTER, self.at(buffers, 8 * number))
         sizes = self.load(POINTER, self.at(buffer, _DIMS))
         return self.load(POINTER, self.at(buffer, _DATA)), [
@@ -182,20 +183,20 @@ class Builder:
         return self.intrinsic(f"llvm.fma.{_suffix(addend.type)}", addend.type, left, right, addend)
 
     def prefetch(self, pointer: Any) -> None:
-        """Asks for a line of memory, to be kept in the second cache."""
+        """Prefetches a cache line into the L2 cache."""
         self.intrinsic("llvm.prefetch.p0", _VOID, pointer, INT32(0), INT32(2), INT32(1))
 
     def mask(self, count: Any, lanes: int) -> Any:
-        """Set in the first `count` lanes."""
+        """Returns a mask that is set in the first `count` lanes."""
         numbers = ir.Constant(vector(INT32, lanes), list(range(lanes)))
         return self.build.icmp_signed("<", numbers, self.splat(self.build.trunc(count, INT32), lanes))
 
     def clear(self, pointer: Any, count: Any) -> None:
-        """Makes so many bytes zero."""
+        """Zeroes `count` bytes."""
         self.intrinsic("llvm.memset.p0.i64", _VOID, pointer, BYTE(0), count, ir.IntType(1)(0))
 
     def masked_load(self, kind: ir.VectorType, pointer: Any, mask: Any) -> Any:
-        """Zero where the mask is not set, and nothing is read there."""
+        """Loads lanes whose mask is set; the other lanes are zero and their memory is not read."""
         name = f"llvm.masked.load.{_suffix(kind)}.p0"
         return self.intrinsic(name, kind, pointer, INT32(1), mask, ir.Constant(kind, None))
 
@@ -204,7 +205,7 @@ class Builder:
 
 
 def _reserve(module: ir.Module, size: int) -> None:
-    """Makes the scratchpad of a module's threads at least so many bytes."""
+    """Enlarges the scratchpad of a module's threads to at least `size` bytes."""
     held: Any = module.globals.get(_SCRATCH_BYTES)
     if held is None:
         held = ir.GlobalVariable(module, INDEX, _SCRATCH_BYTES)

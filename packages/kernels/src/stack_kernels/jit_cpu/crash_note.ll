@@ -1,4 +1,4 @@
-; Writes to standard error which kernel was entered last, and leaves the signal to whoever handled it before.
+; Writes the last entered kernel to standard error, then passes the signal to the previous handler.
 
 declare i64 @strlen(ptr)
 declare i64 @write(i32, ptr, i64)
@@ -25,7 +25,7 @@ hand_over:
   %number = sext i32 %signal to i64
   %action = getelementptr [32 x [152 x i8]], ptr @earlier, i64 0, i64 %number
   %4 = call i32 @sigaction(i32 %signal, ptr %action, ptr null)
-  ; What the processor raised comes again by itself; an abort does not.
+  ; A fault of the processor recurs by itself on return; an abort does not.
   %is_abort = icmp eq i32 %signal, 6
   br i1 %is_abort, label %again, label %end
 again:

@@ -1,7 +1,7 @@
-"""Where Python reports crashes (`faulthandler`), names the kernel of machine code that was entered last.
+"""Adds the name of the last entered machine-code kernel to Python's crash reports (`faulthandler`).
 
-A kernel notes its name in one store when it is called. Python's report has the lines of Python, which say nothing of
-what ran on XLA's threads.
+A kernel records its name with one store when it is called. Python's own report has only lines of Python, which do not
+show what ran on XLA's threads.
 """
 
 import ctypes
@@ -32,18 +32,18 @@ class _Action(ctypes.Structure):
 
 
 def last_kernel() -> str | None:
-    """The kernel that was entered last, by any thread."""
+    """Returns the kernel that was entered last, on any thread."""
     return None if _note.value is None else _note.value.decode()
 
 
 def share_note() -> None:
-    """Tells the compiler where kernels note their names."""
+    """Gives the compiler the address at which kernels record their names."""
     llvm.add_symbol("stack_kernels_last_kernel", ctypes.addressof(_note))
 
 
 @functools.cache
 def install() -> llvm.ExecutionEngine | None:
-    """Adds the note to crash reports if Python makes them, as in `python -X faulthandler` and the `stack` command."""
+    """Adds the note to crash reports if Python writes them, as in `python -X faulthandler` and the `stack` command."""
     if not faulthandler.is_enabled():
         return None
     source = resources.files("stack_kernels.jit_cpu").joinpath("crash_note.ll").read_text()

@@ -1,4 +1,4 @@
-"""Compiles kernels for the processor of this computer, and registers them with XLA."""
+"""Compiles kernels for the local processor and registers them with XLA."""
 
 import ctypes
 import functools
@@ -34,15 +34,15 @@ _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 
 @dataclass(frozen=True)
 class Processor:
-    """What kernels are written for.
+    """Properties of the processor that kernels are written for.
 
     Attributes:
-      count: the processors that this process may run on.
-      lanes: the float32 numbers of a vector register.
-      has_bf16_dot: it multiplies pairs of bf16 numbers and adds them up in fp32.
-      has_int8_dot: it multiplies fours of int8 numbers and adds them up in int32.
-      has_tiles: it multiplies tiles of 16 rows of bf16 at once, and the system lets this process use their registers.
-      features: LLVM's list, "+avx2,-avx512f".
+      count: number of processors that this process may run on.
+      lanes: float32 lanes of a vector register.
+      has_bf16_dot: it has dot products of bf16 pairs with fp32 accumulation.
+      has_int8_dot: it has dot products of four int8 numbers with int32 accumulation.
+      has_tiles: it multiplies bf16 tiles of 16 rows (AMX), and the system grants this process their registers.
+      features: LLVM's feature list, "+avx2,-avx512f".
     """
 
     count: int
@@ -54,14 +54,14 @@ class Processor:
 
     @property
     def name(self) -> str:
-        """Of those for which the same module may be written."""
+        """Name shared by processors for which the same module may be written."""
         marks = ("bf16", self.has_bf16_dot), ("int8", self.has_int8_dot)
         return "_".join([f"{self.lanes}_lanes", *(mark for mark, is_set in marks if is_set)])
 
 
 @functools.cache
 def this_processor() -> Processor | None:
-    """None if kernels are not written for what is here: they want Linux on x86-64 with AVX2 and FMA."""
+    """Returns the local processor; None if kernels do not support it: they need Linux on x86-64 with AVX2 and FMA."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return None
     has = dict(llvm.get_host_cpu_features())
@@ -74,13 +74,13 @@ def this_processor() -> Processor | None:
         has_bf16_dot=wide and bool(has.get("avx512bf16")),
         has_int8_dot=wide and bool(has.get("avx512vnni")),
         has_tiles=wide and all(has.get(name) for name in ("amx-tile", "amx-bf16", "avx512bf16")) and _may_use_tiles(),
-        # Without this LLVM splits 512-bit vectors where it thinks that they slow the clock.
+        # Without this, LLVM splits 512-bit vectors on processors that it expects to lower their clock.
         features=",".join((llvm.get_host_cpu_features().flatten(), "-prefer-256-bit")),
     )
 
 
 def _may_use_tiles() -> bool:
-    """Asks Linux for the tile registers: their state is large, so that each process has to.
+    """Requests the tile registers from Linux; each process has to, because their state is large.
 
     Source: Linux kernel documentation, Using XSTATE features in user space applications.
     """
@@ -88,7 +88,7 @@ def _may_use_tiles() -> bool:
 
 
 def on_this_cpu(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
-    """The `supports` of what is compiled for the processor at hand, and run on all of it by one device."""
+    """Implements `supports` for code compiled for the local processor, which one device runs on all of it."""
     if not chip.model.startswith(_cpu_model()):
         return f"it is compiled for the processor at hand, and the target is {chip.model or 'any CPU'}"
     if jax.default_backend() != "cpu" or jax.device_count() > 1:
@@ -97,7 +97,7 @@ def on_this_cpu(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
 
 
 def _refusal() -> str:
-    """Why no machine code runs in this process; "" where it does."""
+    """Returns why no machine code runs in this process; "" if it does."""
     chosen = os.environ.get(_SWITCH)
     if chosen == "xla":
         return f"{_SWITCH} is 'xla'"
@@ -114,13 +114,14 @@ _cpu_model = functools.cache(cpu_model)
 def kernel_call(
     name: str, build: Callable[[Processor], ir.Module], results: Any, *arguments: Any, flops: int = 0
 ) -> Any:
-    """Calls a kernel in whatever JAX is tracing.
+    """Calls a kernel within the current JAX trace.
 
     Args:
-      name: tells it from all other kernels.
-      build: makes its module where this process has not compiled it yet.
+      name: unique name of the kernel.
+      build: builds its module if this process has not compiled it yet.
       results: one `jax.ShapeDtypeStruct` or several.
-      flops: of products, where they are known before it runs; they are of the dtype of the first argument.
+      arguments: arrays to pass.
+      flops: FLOPs of its products if known before it runs, counted for the dtype of the first argument.
     """
     processor = this_processor()
     assert processor is not None, "on_this_cpu refused"
@@ -128,7 +129,7 @@ def kernel_call(
     _register(target, build, processor)
     said = {"flops": np.int64(flops), "flops_dtype": arguments[0].dtype.name} if flops else {}
     found = ffi.ffi_call(target, results, vmap_method="sequential")(*arguments, **said)
-    return vary_alike(found, arguments)[0]  # JAX takes what a foreign function gives for the same on all devices.
+    return vary_alike(found, arguments)[0]  # JAX assumes that results of a foreign function are equal on all devices.
 
 
 _registered: dict[str, Any] = {}
@@ -143,11 +144,11 @@ def _register(target: str, build: Callable[[Processor], ir.Module], processor: P
         check_handler(address)
         crash_note.install()
         ffi.register_ffi_target(target, ffi.pycapsule(ctypes.c_void_p(address)), platform="cpu")
-        _registered[target] = engine  # which owns the code
+        _registered[target] = engine  # the engine owns the code
 
 
 def compiled(module: ir.Module, processor: Processor) -> llvm.ExecutionEngine:
-    """The module and XLA's handler around it as machine code; in a report of a crash it has the module's name."""
+    """Compiles the module with XLA's handler to machine code; crash reports show the module's name."""
     crash_note.share_note()
     target = _target_machine(processor.features)
     engine = llvm.create_mcjit_compiler(_optimized(module, target), target)
@@ -156,7 +157,7 @@ def compiled(module: ir.Module, processor: Processor) -> llvm.ExecutionEngine:
 
 
 def assembly(module: ir.Module, processor: Processor) -> str:
-    """What `compiled` would make of the module, to be read; the processor need not be the one at hand."""
+    """Returns the assembly that `compiled` would produce, for inspection; the processor need not be the local one."""
     target = _target_machine(processor.features)
     return target.emit_assembly(_optimized(module, target))
 
@@ -169,7 +170,7 @@ def _optimized(module: ir.Module, target: llvm.TargetMachine) -> llvm.ModuleRef:
 
 
 def _linked(module: ir.Module) -> llvm.ModuleRef:
-    """With the handler, and with what the handler wants and the module leaves out."""
+    """Links the module with the handler, adding defaults for parts that the module leaves out."""
     name = bytearray(module.name.encode() + b"\0")
     _constant(module, "kernel_name", ir.Constant(ir.ArrayType(BYTE, len(name)), name))
     if "scratch_bytes" not in module.globals:

@@ -1,6 +1,7 @@
-"""Dot products of int8, four terms in one instruction.
+"""Dot products of int8, four terms per instruction.
 
-One operand of it has no sign: 128 is added to each of its numbers, and what that adds to the sum is taken off at last.
+One operand of the instruction is unsigned: 128 is added to each of its numbers, and the resulting excess is subtracted
+from the sum at the end.
 """
 
 from typing import Any
@@ -16,7 +17,7 @@ _LANES = 16
 
 
 def fours(builder: Builder, rows: list[Any]) -> list[Any]:
-    """Of four vectors of int8, the four numbers of each column beside each other, 128 added to each."""
+    """Interleaves four int8 vectors, making the four numbers of each column adjacent, and adds 128 to each number."""
     shift = ir.Constant(rows[0].type, [0x80] * rows[0].type.count)
     first, second, third, fourth = (builder.build.xor(row, shift) for row in rows)
     size = min(4 * _LANES, 2 * shift.type.count)
@@ -29,12 +30,15 @@ def fours(builder: Builder, rows: list[Any]) -> list[Any]:
 
 
 def add_fours(builder: Builder, total: Any, shifted: Any, x: Any) -> Any:
-    """Adds the products of the four int8 in each lane of `x` with those of `fours`."""
+    """Adds the products of the four int8 in each lane of `x` with the results of `fours`."""
     return builder.intrinsic("llvm.x86.avx512.vpdpbusd.512", total.type, total, shifted, x)
 
 
 def added_by_fours(builder: Builder, x: Any, count: Any) -> Any:
-    """What `fours` adds to a sum over `count` numbers, in every lane: 128 times the sum of the int8 at `x`."""
+    """Returns the excess that `fours` adds to a sum over `count` numbers: 128 times the sum of the int8 at `x`.
+
+    The excess is the same in every lane.
+    """
     kind, width = vector(INT32, _LANES), 4 * _LANES
     shift = ir.Constant(vector(BYTE, width), [0x80] * width)
     total = builder.variable(kind, ir.Constant(kind, None))

@@ -1,4 +1,4 @@
-"""Who takes the kernels that do little with each of many numbers."""
+"""Size limits of the kernels that do little work per number."""
 
 from stack_core.abi.ops import OpCall
 from stack_core.chips import Chip
@@ -8,14 +8,14 @@ from stack_kernels.jit_cpu.numbers import WRITTEN
 __all__ = ["FEWEST_ROWS", "LEAST_SIZE", "supports_many_rows"]
 
 LEAST_SIZE = 2**15
-"""Fewer are left to XLA, which makes them part of what comes before or after."""
+"""Smaller arrays are left to XLA, which fuses them with the operations around."""
 
 FEWEST_ROWS = 64
 """Decoding has fewer: norms of 8 to 32 rows take XLA 0.94 to 1.07 times as long, 64 of 1024 in bf16 1.34 times."""
 
 
 def supports_many_rows(call: OpCall, chip: Chip, rows: int) -> bool | str:
-    """For results like `x`, in so many rows."""
+    """Checks support for results shaped like `x`, with this many rows."""
     answer = host.on_this_cpu(call, chip)
     if answer is not True:
         return answer

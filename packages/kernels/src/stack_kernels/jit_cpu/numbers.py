@@ -1,4 +1,4 @@
-"""Reads numbers of any dtype, as they are stored, into vectors of float32, and writes those of some."""
+"""Conversions between stored numbers of any dtype and vectors of float32."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,22 +22,26 @@ BITS: Mapping[str, int] = {
     "uint4": 4,
     "float4_e2m1fn": 4,
 }
-"""The bits of each value, by its dtype's name."""
+"""Bits per value, by name of the dtype."""
 
 LEVELS: Mapping[str, tuple[float, ...]] = {
     "float4_e2m1fn": (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6),
     "int4": (0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1),
     "uint4": tuple(range(16)),
 }
-"""The value of each code of 4 bits."""
+"""Value of each 4-bit code."""
 
 
 def read(builder: Builder, dtype: str, pointer: Any, lanes: int, mask: Any | None, levels: Any | None) -> Any:
-    """The next `lanes` values of a row as float32.
+    """Reads the next `lanes` values of a row as float32.
 
     Args:
-      mask: which of them exist; None for all. Of two that share a byte both do or neither.
-      levels: a vector of 16 values for codes of 4 bits.
+      builder: the builder of the function.
+      dtype: name of the stored dtype.
+      pointer: address of the first value.
+      lanes: number of values.
+      mask: lanes that exist; None for all. Two values that share a byte both exist or both do not.
+      levels: vector of 16 values for 4-bit codes.
     """
     if BITS[dtype] == 4:
         return _looked_up(builder, _nibbles(builder, pointer, lanes, mask), levels)
@@ -45,10 +49,14 @@ def read(builder: Builder, dtype: str, pointer: Any, lanes: int, mask: Any | Non
 
 
 def write(builder: Builder, dtype: str, values: Any, pointer: Any, mask: Any | None) -> None:
-    """Stores float32 numbers as the nearest of a dtype of `WRITTEN`, the next of a row.
+    """Stores float32 numbers as the next of a row, rounded to the nearest in a dtype of `WRITTEN`.
 
     Args:
-      mask: which of them exist; None for all.
+      builder: the builder of the function.
+      dtype: name of the stored dtype.
+      values: vector of numbers.
+      pointer: address of the first value.
+      mask: lanes that exist; None for all.
     """
     stored = _WRITERS[dtype](builder, values, values.type.count)
     builder.store(stored, pointer) if mask is None else builder.masked_store(stored, pointer, mask)
@@ -60,7 +68,7 @@ def _load(builder: Builder, kind: ir.Type, pointer: Any, lanes: int, mask: Any |
 
 
 def _nibbles(builder: Builder, pointer: Any, lanes: int, mask: Any | None) -> Any:
-    """Codes of 4 bits as int32, the low half of each byte first."""
+    """Unpacks 4-bit codes to int32, the low half of each byte first."""
     half = lanes // 2
     of_bytes = None if mask is None else builder.shuffle(mask, mask, list(range(0, lanes, 2)))
     pairs = builder.build.zext(_load(builder, BYTE, pointer, half, of_bytes), vector(SHORT, half))
@@ -70,7 +78,7 @@ def _nibbles(builder: Builder, pointer: Any, lanes: int, mask: Any | None) -> An
 
 
 def _looked_up(builder: Builder, codes: Any, levels: Any) -> Any:
-    """levels[codes]; each half of the levels has a permutation of its own where a register holds 8."""
+    """Computes levels[codes]; if a register holds 8 lanes, each half of the levels has its own permutation."""
     if codes.type.count == 16:
         return builder.intrinsic("llvm.x86.avx512.permvar.sf.512", levels.type, levels, codes)
     low, high = (builder.shuffle(levels, levels, list(range(first, first + 8))) for first in (0, 8))
@@ -109,7 +117,7 @@ def _from_e5m2(builder: Builder, stored: Any, lanes: int) -> Any:
 
 
 def _from_e4m3fn(builder: Builder, stored: Any, lanes: int) -> Any:
-    """Shifted, a code is an fp16 number with the same sign, exponent and mantissa, but 2^8 times smaller."""
+    """Shifts a code to an fp16 number with equal sign, exponent and mantissa but 2^8 times smaller, then scales it."""
     wide = builder.build.shl(builder.build.sext(stored, vector(SHORT, lanes)), _constant(SHORT, lanes, 7))
     small = _from_float16(builder, builder.build.and_(wide, _constant(SHORT, lanes, 0xBFFF)), lanes)
     value = builder.build.fmul(small, ir.Constant(vector(FLOAT, lanes), [256.0] * lanes))
@@ -132,7 +140,7 @@ _READERS = {
 
 
 def _to_bfloat16(builder: Builder, values: Any, lanes: int) -> Any:
-    """Half of the last place is added, and a little less where the number that is kept is even."""
+    """Rounds to nearest even: adds half of the last place, or a little less if the kept number is even."""
     bits = builder.build.bitcast(values, vector(INT32, lanes))
     high = builder.build.lshr(bits, _constant(INT32, lanes, 16))
     is_odd = builder.build.and_(high, _constant(INT32, lanes, 1))
@@ -149,4 +157,4 @@ def _to_float16(builder: Builder, values: Any, lanes: int) -> Any:
 
 _WRITERS = {"float32": _as_it_is, "bfloat16": _to_bfloat16, "float16": _to_float16}
 WRITTEN = tuple(_WRITERS)
-"""The names of the dtypes that can be written."""
+"""Names of the dtypes that can be written."""

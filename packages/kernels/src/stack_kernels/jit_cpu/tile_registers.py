@@ -1,4 +1,4 @@
-"""AMX: registers that hold tiles of 16 rows of 64 bytes, and their products.
+"""AMX: tile registers of 16 rows of 64 bytes, and their products.
 
 Source: Intel 64 and IA-32 Architectures Optimization Reference Manual, chapter on Intel AMX.
 """
@@ -15,7 +15,7 @@ __all__ = ["TILE_BYTES", "TILE_LINE", "TILE_ROWS", "TileRegisters"]
 
 TILE_ROWS = 16
 TILE_LINE = 64
-"""The bytes of a row."""
+"""Bytes per row."""
 TILE_BYTES = TILE_ROWS * TILE_LINE
 
 _REGISTERS = 8
@@ -23,12 +23,12 @@ _REGISTERS = 8
 
 @dataclass(frozen=True)
 class TileRegisters:
-    """Writes their instructions into a function; registers are numbered from 0 to 7."""
+    """Emits tile instructions into a function; registers are numbered from 0 to 7."""
 
     builder: Builder
 
     def configure(self, rows: Any, few: Collection[int]) -> None:
-        """What comes before all else: the registers `few` have `rows` rows, the others 16."""
+        """Configures the registers, before any other use: `few` have `rows` rows, the others 16."""
         builder = self.builder
         config = builder.scratch(BYTE, TILE_LINE)
         builder.clear(config, builder.index(TILE_LINE))
@@ -41,21 +41,24 @@ class TileRegisters:
         self._write("ldtilecfg", config)
 
     def release(self) -> None:
-        """What comes last."""
+        """Releases the registers, after their last use."""
         self._write("tilerelease")
 
     def clear(self, register: int) -> None:
         self._write("tilezero", BYTE(register))
 
     def load(self, register: int, pointer: Any, stride: Any, *, passes_first_cache: bool = False) -> None:
-        """Rows that lie `stride` bytes apart."""
+        """Loads rows that are `stride` bytes apart."""
         self._write("tileloaddt164" if passes_first_cache else "tileloadd64", BYTE(register), pointer, stride)
 
     def store(self, register: int, pointer: Any, stride: Any) -> None:
         self._write("tilestored64", BYTE(register), pointer, stride)
 
     def multiply(self, total: int, left: int, right: int) -> None:
-        """total[i, j] += sum of left[i, 2k + h] * right[k, 2j + h] over k and h = 0, 1; bf16 added up in fp32."""
+        """Computes total[i, j] += sum of left[i, 2k + h] * right[k, 2j + h] over k and h = 0, 1.
+
+        Bf16 with fp32 accumulation.
+        """
         self._write("tdpbf16ps", BYTE(total), BYTE(left), BYTE(right))
 
     def _write(self, name: str, *operands: Any) -> None:

@@ -1,4 +1,4 @@
-"""Functions of vectors, most of them of float32."""
+"""Functions of vectors, mostly of float32."""
 
 import math
 from typing import Any
@@ -26,14 +26,16 @@ _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.66
 
 
 def constant(value: float | int, lanes: int) -> ir.Constant:
-    """The same number in every lane."""
+    """Returns a vector with the same number in every lane."""
     return ir.Constant(vector(FLOAT, lanes), [float(value)] * lanes)
 
 
 def exp(builder: Builder, x: Any) -> Any:
-    """The exponential, to 2 units in the last place; that of -87.3 for what is less, where no normal numbers are.
+    """Computes the exponential to 2 units in the last place.
 
-    NaN stays NaN, so that no score that is none becomes a small weight.
+    Inputs below -87.3 count as -87.3, the end of normal results.
+
+    NaN stays NaN, so that an invalid score does not become a small weight.
 
     Source: Moshier, Cephes Mathematical Library, expf.
     """
@@ -56,39 +58,39 @@ def exp(builder: Builder, x: Any) -> Any:
 
 
 def tanh(builder: Builder, x: Any) -> Any:
-    """1 - 2 / (exp(2 x) + 1)."""
+    """Computes 1 - 2 / (exp(2 x) + 1)."""
     lanes = x.type.count
     grown = builder.build.fadd(exp(builder, builder.build.fadd(x, x)), constant(1, lanes))
     return builder.build.fsub(constant(1, lanes), builder.build.fdiv(constant(2, lanes), grown))
 
 
 def as_bfloat16(builder: Builder, x: Any, more: Any | None = None) -> Any:
-    """16 or 32 numbers rounded to the nearest bf16, as int16, on a processor with bf16 dot products."""
+    """Rounds 16 or 32 numbers to the nearest bf16, as int16, on a processor with bf16 dot products."""
     if more is None:
         return builder.intrinsic("llvm.x86.avx512bf16.cvtneps2bf16.512", vector(SHORT, 16), x)
     return builder.intrinsic("llvm.x86.avx512bf16.cvtne2ps2bf16.512", vector(SHORT, 32), more, x)
 
 
 def from_bfloat16(builder: Builder, x: Any) -> Any:
-    """bf16 numbers, as int16, in float32."""
+    """Converts bf16 numbers, stored as int16, to float32."""
     lanes = x.type.count
     bits = builder.build.shl(builder.build.zext(x, vector(INT32, lanes)), _integers(16, lanes))
     return builder.build.bitcast(bits, vector(FLOAT, lanes))
 
 
 def any_lane(builder: Builder, mask: Any) -> Any:
-    """Whether a lane of a vector of booleans is true."""
+    """Checks whether any lane of a boolean vector is true."""
     lanes = ir.IntType(mask.type.count)
     return builder.build.icmp_unsigned("!=", builder.build.bitcast(mask, lanes), lanes(0))
 
 
 def reduce_max(builder: Builder, x: Any) -> Any:
-    """Of the lanes of one vector, those apart that are NaN."""
+    """Returns the maximum of a vector's lanes, ignoring NaN."""
     return builder.intrinsic(f"llvm.vector.reduce.fmax.v{x.type.count}f32", FLOAT, x)
 
 
 def total(builder: Builder, x: Any) -> Any:
-    """Of the lanes of one vector."""
+    """Returns the sum of a vector's lanes."""
     (summed,) = _halved(builder, [x, x], x.type.count // 2)
     for half in _halves(x.type.count // 2):
         (summed,) = _halved(builder, [summed, summed], half)
@@ -96,9 +98,9 @@ def total(builder: Builder, x: Any) -> Any:
 
 
 def sums(builder: Builder, vectors: list[Any]) -> Any:
-    """Lane j of the result is the sum of the lanes of vector j, of as many vectors as they have lanes.
+    """Returns a vector whose lane j is the sum of the lanes of vector j; there are as many vectors as lanes.
 
-    Each round adds the halves of what is left of every vector, and puts two of them into one.
+    Each round adds the halves of every remaining vector and merges two vectors into one.
     """
     for half in (vectors[0].type.count // 2, *_halves(vectors[0].type.count // 2)):
         vectors = _halved(builder, vectors, half)
@@ -106,14 +108,14 @@ def sums(builder: Builder, vectors: list[Any]) -> Any:
 
 
 def interleaved(builder: Builder, first: Any, second: Any, size: int) -> list[Any]:
-    """The elements of two vectors of any kind in turn, in vectors of `size`."""
+    """Alternates the elements of two vectors of any kind, in vectors of `size`."""
     count = first.type.count
     order = [lane + other for lane in range(count) for other in (0, count)]
     return [builder.shuffle(first, second, order[start : start + size]) for start in range(0, 2 * count, size)]
 
 
 def transposed(builder: Builder, rows: list[Any]) -> list[Any]:
-    """The columns of as many vectors as they have lanes: each round takes the elements of two of them in turn."""
+    """Transposes as many vectors as they have lanes: each round interleaves the elements of pairs of vectors."""
     half = len(rows) // 2
     for _ in range(half.bit_length()):
         pairs = zip(rows[:half], rows[half:], strict=True)
@@ -126,7 +128,7 @@ def _halves(count: int) -> list[int]:
 
 
 def _halved(builder: Builder, vectors: list[Any], half: int) -> list[Any]:
-    """Vectors hold parts of 2 * half lanes, each of one sum."""
+    """Adds halves within parts of 2 * half lanes; each part belongs to one sum."""
     lanes = vectors[0].type.count
     low = [lane for first in range(0, 2 * lanes, 2 * half) for lane in range(first, first + half)]
     high = [lane + half for lane in low]

@@ -1,7 +1,7 @@
 ; The handler of XLA's foreign function interface that runs a kernel's tiles on XLA's threads.
 ;
-; Offsets are those of the C structs in jaxlib's xla/ffi/api/c_api.h, version 0.3 and on, which only ever grow at their
-; ends. Errors of the pool are not passed on: what it does not take, the caller's thread does.
+; Offsets follow the C structs in jaxlib's xla/ffi/api/c_api.h from version 0.3 on, which only ever grow at their ends.
+; Errors of the pool are not propagated: tiles that it rejects run on the caller's thread.
 
 declare i64 @tiles(ptr, ptr)
 declare i64 @is_small(ptr, ptr)
@@ -13,17 +13,17 @@ declare i32 @sched_yield()
 declare i64 @llvm.smin.i64(i64, i64)
 declare void @llvm.x86.sse2.pause()
 
-@scratch_bytes = external constant i64  ; what a thread needs beside its stack, a multiple of 64
+@scratch_bytes = external constant i64  ; memory per thread in addition to its stack, a multiple of 64
 @kernel_name = external constant i8     ; ends with a zero
 @stack_kernels_last_kernel = external global ptr
 
 @no_memory = internal constant [51 x i8] c"stack-kernels: there is no memory for a scratchpad\00"
 
-; The work of one call. It is on the heap, for a thread may come to it after all is done.
+; The work of one call. It is on the heap, because a thread may reach it after all work is done.
 %Job = type {
-  i64,  ; the next tile that nobody has taken
-  i64,  ; tiles that are done
-  i64,  ; threads that may still look at the job
+  i64,  ; next unclaimed tile
+  i64,  ; finished tiles
+  i64,  ; threads that may still access the job
   i64,  ; tiles
   ptr,  ; XLA_FFI_Buffer*[] of the arguments
   ptr   ; XLA_FFI_Buffer*[] of the results
@@ -67,7 +67,7 @@ end:
   ret void
 }
 
-; One that finds no memory leaves its tiles to the others.
+; A thread that cannot allocate memory leaves its tiles to the other threads.
 define internal void @task(ptr %job) {
   %scratch = call ptr @new_scratch()
   %is_none = icmp eq ptr %scratch, null
@@ -81,7 +81,7 @@ end:
   ret void
 }
 
-; On the heap, for the stacks of threads may be small, and kernels want up to 2 MB. Null where there is no memory.
+; On the heap, because thread stacks may be small and kernels need up to 2 MB. Null if allocation fails.
 define internal ptr @new_scratch() {
   %wanted = load i64, ptr @scratch_bytes
   %is_none = icmp eq i64 %wanted, 0
@@ -90,7 +90,7 @@ define internal ptr @new_scratch() {
   ret ptr %scratch
 }
 
-; XLA asks once, when the handler is registered. It is written for version 0.3.
+; Answers XLA's version query, made once when the handler is registered. This handler is written for version 0.3.
 define internal void @answer_version(ptr %extension) {
   %metadata.at = getelementptr i8, ptr %extension, i64 24
   %metadata = load ptr, ptr %metadata.at
@@ -101,7 +101,7 @@ define internal void @answer_version(ptr %extension) {
   ret void
 }
 
-; The extension of a frame that asks for metadata, whose type is 1, or null: extensions of other types mean nothing here.
+; Returns the frame's metadata extension (type 1), or null; extensions of other types are ignored.
 define internal ptr @question(ptr %frame) {
   %first.at = getelementptr i8, ptr %frame, i64 8
   br label %next
@@ -195,7 +195,7 @@ end:
   ret void
 }
 
-; Waits for the others by looking, for some 50 us, then between what other programs do with the processor.
+; Waits for the other threads by polling for about 50 us, then by yielding the processor between polls.
 define internal void @run_shared(ptr %frame, ptr %arguments, ptr %results, i64 %tiles, ptr %scratch) {
   %api.at = getelementptr i8, ptr %frame, i64 16
   %api = load ptr, ptr %api.at

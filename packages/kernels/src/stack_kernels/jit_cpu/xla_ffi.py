@@ -1,4 +1,4 @@
-"""What XLA's foreign function interface expects of a handler, and whether one answers it so."""
+"""Protocol of XLA's foreign function interface for handlers, and a check that a handler follows it."""
 
 import ctypes
 import functools
@@ -13,7 +13,7 @@ from stack_core.abi.errors import HardwareError
 __all__ = ["VERSION", "ask_version", "check_handler", "interface_refusal"]
 
 VERSION = (0, 3)
-"""That `xla_call.ll` is written for, and declares; XLA supports a version for at least a year."""
+"""Version that `xla_call.ll` is written for and declares; XLA supports a version for at least a year."""
 
 _METADATA, _UNKNOWN = 1, 99  # types of extensions
 _HEADER = "xla/ffi/api/c_api.h"
@@ -21,7 +21,10 @@ _HEADER = "xla/ffi/api/c_api.h"
 
 @functools.cache
 def interface_refusal() -> str:
-    """Why this jaxlib cannot call handlers written for `VERSION`; "" where it can, or does not say."""
+    """Returns why this jaxlib cannot call handlers written for `VERSION`.
+
+    "" if it can, or if its version is unknown.
+    """
     header = Path(ffi.include_dir()) / _HEADER
     if not header.exists():
         return ""
@@ -60,10 +63,12 @@ class _Frame(ctypes.Structure):
 
 
 def ask_version(address: int) -> tuple[int, int]:
-    """The version that a handler declares, asked as XLA asks: by an extension, here after one of an unknown type.
+    """Returns the version that a handler declares.
+
+    The query is an extension of the call frame, as in XLA, placed after an extension of an unknown type.
 
     Raises:
-      HardwareError: it wrote to the unknown one, or something else than its version.
+      HardwareError: the handler wrote to the unknown extension, or wrote anything but its version.
     """
     metadata, untouched = _Metadata(), (ctypes.c_int64 * 8)()
     question = _Extension(32, _METADATA, None, ctypes.addressof(metadata))
@@ -81,7 +86,7 @@ def ask_version(address: int) -> tuple[int, int]:
 
 
 def check_handler(address: int) -> None:
-    """Raises HardwareError unless a compiled handler declares `VERSION` and minds what it is asked."""
+    """Raises HardwareError unless a compiled handler declares `VERSION` and follows the protocol of the query."""
     declared = ask_version(address)
     if declared != VERSION:
         raise HardwareError(

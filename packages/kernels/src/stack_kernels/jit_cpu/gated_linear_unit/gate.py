@@ -1,4 +1,4 @@
-"""The gradients of what `gated_linear_unit` makes of its two products, f(gate) * up, in one pass."""
+"""The gradients of f(gate) * up in `gated_linear_unit`, in one pass."""
 
 import functools
 from typing import Any
@@ -29,7 +29,7 @@ def gate_gradients(activation: str, gate: jax.Array, up: jax.Array, cotangent: j
 
 
 def _module(activation: str, dtype: str, processor: Processor) -> ir.Module:
-    """`@tiles` and `@tile`, which does 16384 numbers."""
+    """Builds `@tiles` and `@tile`, which computes 16384 numbers."""
     module, lanes = ir.Module(f"gate_gradient_{activation}_{dtype}"), processor.lanes
     builder = Builder(module, "tiles", [POINTER, POINTER], INDEX)
     _, (size,) = builder.buffer(builder.parameters[1], 0, 1)

@@ -1,4 +1,4 @@
-"""`gated_linear_unit` on processors with AMX: its two products and what is made of them in one kernel."""
+"""`gated_linear_unit` on processors with AMX: both products and the gate in one kernel."""
 
 import functools
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""`gated_linear_unit` of a few rows on CPUs, its products in machine code."""
+"""`gated_linear_unit` of a few rows on CPUs, with its products in machine code."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Some rows of x times a block of columns of a weight, in LLVM IR: the innermost loop of a product."""
+"""A few rows of x times a block of columns of a weight, in LLVM IR: the innermost loop of a product."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from stack_kernels.jit_cpu.vectors import interleaved
 __all__ = ["PANEL_STEPS", "Block", "Places", "Product"]
 
 PANEL_STEPS = 128
-"""Steps along k whose values fit in a panel."""
+"""Number of steps along k whose values fit in a panel."""
 
 _AHEAD = 32
 _X_TYPES = {"float32": FLOAT, "bfloat16": INT32, "int8": INT32}
@@ -22,14 +22,17 @@ _X_TYPES = {"float32": FLOAT, "bfloat16": INT32, "int8": INT32}
 
 @dataclass(frozen=True)
 class Product:
-    """y[rows, n] = x[rows, k] @ w[k, n] in float32, the sum over each tile along k multiplied by its scales.
+    """y[rows, n] = x[rows, k] @ w[k, n] in float32; the sum over each tile along k is multiplied by its scales.
 
-    The buffers are x; w; if `scaled`, the scales of w, float32[tiles, n]; with integer x the scales of x,
-    float32[rows, tiles]; if `has_codebook`, 16 levels.
+    The buffers are x; w; if `scaled`, the scales of w, float32[tiles, n]; with integer x the scales of x, float32[rows,
+    tiles]; if `has_codebook`, 16 levels.
 
     Attributes:
-      weight: the dtype of w, one of `BITS`.
-      x: "float32"; "bfloat16" or "int8" where w is of that dtype and the processor has such a dot product.
+      rows: number of rows of x.
+      weight: dtype of w, one of `BITS`.
+      x: "float32"; "bfloat16" or "int8" if w has that dtype and the processor has such a dot product.
+      scaled: True if w has scales.
+      has_codebook: True if the codes of w index a codebook.
     """
 
     rows: int
@@ -45,12 +48,12 @@ class Product:
 
     @property
     def step(self) -> int:
-        """The entries along k that one instruction adds up, 4 bytes of x."""
+        """Number of entries along k that one instruction adds, 4 bytes of x."""
         return {"float32": 1, "bfloat16": 2, "int8": 4}[self.x]
 
     @property
     def buffers(self) -> dict[str, int]:
-        """The rank of each, by name, in order."""
+        """Rank of each buffer by name, in order."""
         of_w = {"scale": 2} if self.scaled else {}
         of_x = {"x_scale": 2} if self.x == "int8" else {}
         return {"x": 2, "w": 2} | of_w | of_x | ({"levels": 1} if self.has_codebook else {})
@@ -58,14 +61,23 @@ class Product:
 
 @dataclass(frozen=True)
 class Places:
-    """Where a tile or a block finds things: pointers to their first values, and numbers.
+    """Pointers and indices of a tile or a block.
 
     Attributes:
+      x: pointer to the first row of x.
+      w: pointer to the block's first column of w.
+      y: pointer to the block's first result.
+      scale: pointer to the block's scales of w.
+      x_scale: pointer to the scales of the first row of x.
+      levels: pointer to the codebook.
+      panel: pointer to the panel.
       depth: k.
       columns: n.
-      start, stop: the part of k that is added up, within one tile of the scales.
-      tile: the number of that tile, of `tiles`.
-      left: the columns from the first of the block to the end.
+      tiles: number of scale tiles along k.
+      start: start of the summed part of k, within one scale tile.
+      stop: end of the summed part of k.
+      tile: index of the scale tile.
+      left: number of columns from the block's first to the end.
     """
 
     x: Any
@@ -85,11 +97,17 @@ class Places:
 
 
 class Block:
-    """Some rows of x times some vectors of columns of w, added to y; masked where columns may be missing.
+    """A few rows of x times some vectors of columns of w, added to y; masked if columns may be missing.
 
     Args:
-      panel: the values of w, as they are multiplied, can be put into a panel in the first cache, "written", so that
-        other rows find them there, "read"; or None.
+      module: module to add the function to.
+      product: the product.
+      processor: processor to compile for.
+      rows: number of rows.
+      vectors: number of vectors of columns.
+      is_masked: True if columns may be missing.
+      panel: "written" to store the decoded values of w in a panel in the L1 cache, "read" for further rows that load
+        them from there; or None.
     """
 
     def __init__(
@@ -128,7 +146,7 @@ class Block:
         return builder.function
 
     def _added_to_fours(self) -> list[Any]:
-        """For each row of integers, what its sums over this part of k are too large by."""
+        """Returns, for each row of integers, the excess of its sums over this part of k."""
         if self.product.x != "int8":
             return []
         builder, at = self.builder, self.at
@@ -136,7 +154,7 @@ class Block:
         return [added_by_fours(builder, row, builder.minus(at.stop, at.start)) for row in rows]
 
     def _added(self, before: Any, part: Any, row: int, column: int) -> Any:
-        """What the sum of a part of k makes of y."""
+        """Adds the scaled sum of a part of k to y."""
         if not self.product.scaled:
             return self.builder.build.fadd(before, part)
         return self.builder.fma(self._as_float(part, row), self._scale(row, column), before)
@@ -153,7 +171,7 @@ class Block:
         return ir.Constant(kind, [float(level) for level in LEVELS[self.product.weight]])
 
     def _sums(self) -> list[Variable]:
-        """The sum of the products over this part of k, for each cell."""
+        """Computes the sum of products over this part of k, for each cell."""
         builder, product = self.builder, self.product
         zero = ir.Constant(vector(INT32 if product.x == "int8" else FLOAT, self.lanes), None)
         sums = [builder.variable(zero.type, zero) for _ in self._cells()]
@@ -167,7 +185,7 @@ class Block:
         return sums
 
     def _from_memory(self, depth: Any) -> list[Any]:
-        """The values of w that one step along k multiplies, in a vector for each vector of columns."""
+        """Loads the values of w for one step along k, as one vector per vector of columns."""
         builder, product = self.builder, self.product
         lines = [self._line(builder.plus(depth, line)) for line in range(product.step)]
         self._ask_ahead(depth, _AHEAD // product.step)
@@ -189,7 +207,10 @@ class Block:
         return [builder.at(place, size * column) for column in range(self.vectors)]
 
     def _ask_ahead(self, depth: Any, distance: int) -> None:
-        """For the lines so many steps on, or, from the end of this block, those at the start of the next one."""
+        """Prefetches the lines `distance` steps ahead.
+
+        Near the end of this block, the first lines of the next block.
+        """
         builder, product = self.builder, self.product
         width = self.vectors * self.lanes * BITS[product.weight] // 8
         ahead = builder.plus(depth, distance * product.step)
@@ -208,7 +229,7 @@ class Block:
         )
 
     def _x(self, row: int, depth: Any) -> Any:
-        """4 bytes of x in every lane."""
+        """Broadcasts 4 bytes of x to every lane."""
         builder, entry_bytes = self.builder, 4 // self.product.step
         place = builder.at(
             self.at.x, builder.times(self.at.depth, row * entry_bytes), builder.times(depth, entry_bytes)
@@ -224,7 +245,7 @@ class Block:
         return builder.fma(x, weights, total)
 
     def _weights(self, lines: list[Any]) -> list[Any]:
-        """A vector for each vector of columns: of numbers, or of what the dot products take of each column."""
+        """Returns a vector per vector of columns: numbers, or the dot product's operand for each column."""
         product = self.product
         if product.x == "float32":
             width = self.lanes * BITS[product.weight] // 8
@@ -249,7 +270,7 @@ class Block:
         return self.builder.load(wide, place) if self.mask is None else self.builder.masked_load(wide, place, self.mask)
 
     def _pairs(self, lines: list[Any]) -> list[Any]:
-        """Of two bf16 rows, the two values of each column beside each other."""
+        """Interleaves two bf16 rows, so that the two values of each column are adjacent."""
         count = min(self.vectors, 2) * self.lanes
         parts: list[Any] = []
         for first in range(0, self.vectors * self.lanes, count):
@@ -272,7 +293,7 @@ class Block:
         return builder.build.fmul(scale, builder.splat(builder.load(FLOAT, place), self.lanes))
 
     def _as_float(self, total: Any, row: int) -> Any:
-        """Of integers: less what `fours` adds."""
+        """Converts integer sums to float, after subtracting the excess of `fours`."""
         if self.product.x != "int8":
             return total
         return self.builder.build.sitofp(self.builder.build.sub(total, self.added[row]), vector(FLOAT, self.lanes))

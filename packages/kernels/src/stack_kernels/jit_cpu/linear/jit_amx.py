@@ -19,11 +19,11 @@ from stack_kernels.linear.xla_cpu import linear, linear_gradients
 __all__ = ["JIT_AMX", "TILED", "run", "supports_tiles"]
 
 _LEAST_ROWS = 7
-"""Fewer are sooner in `jit_x86`."""
+"""Fewer rows are faster in `jit_x86`."""
 
 
 def supports_tiles(call: OpCall, chip: Chip, config: Any = None, *, weights: tuple[str, ...], rows: str) -> bool | str:
-    """For bf16 operands whose weights' sizes are multiples of 32, and 7 rows or more."""
+    """Checks for bf16 operands with weight sizes that are multiples of 32, and at least 7 rows."""
     answer = host.on_this_cpu(call, chip)
     if answer is not True:
         return answer
@@ -42,7 +42,7 @@ def supports_tiles(call: OpCall, chip: Chip, config: Any = None, *, weights: tup
 
 
 def run(product: TiledProduct, rows: jax.Array, *weights: jax.Array) -> list[jax.Array]:
-    """The results of a product."""
+    """Returns the results of a product."""
     columns = weights[0].shape[0 if product.is_transposed else 1]
     results = [jax.ShapeDtypeStruct((len(rows), columns), product.result)] * (3 if product.keeps_products else 1)
     flops = 2 * rows.size * columns * len(weights)
@@ -64,7 +64,7 @@ def _weight_gradient(columns: jax.Array, cotangent: jax.Array, dtype: DTypeLike)
 
 
 TILED = Products(functools.partial(_product, False), functools.partial(_product, True), _weight_gradient)
-"""Of bf16 matrices whose columns, and sums but those over rows, are multiples of 32."""
+"""Products of bf16 matrices; columns and summed axes, except rows, must be multiples of 32."""
 
 JIT_AMX = OpImplementation(
     op="linear",

@@ -1,4 +1,4 @@
-"""`linear` of a few rows on CPUs, in machine code: decoding, whose time is that of reading weights."""
+"""`linear` of a few rows on CPUs, in machine code: for decoding, which is bound by reading weights."""
 
 import functools
 import math
@@ -28,17 +28,17 @@ _MOST_STREAMED_ROWS = {"float32": 8, "bfloat16": 4, "int8": 8}
 _PART_ROWS = 64
 _LEVELS = 16
 _STREAMED_BYTES = 2**22
-"""From here on a weight is not in the caches, and streams of integers are faster for several rows too."""
+"""Weights of at least this size do not fit the caches; then integer streams are faster for several rows too."""
 _FEWEST_ROWS_OF_TILES = 3
-"""Fewer wait for memory, of which a product of integers in tiles reads four rows of the weight at a time."""
+"""Fewer rows are memory-bound, and an integer product in tiles reads four rows of the weight at a time."""
 _MOST_INTEGER_DEPTH = 2**16
-"""So many products of two int8 numbers add up to an int32, whatever they are; on the way there sums may wrap."""
+"""The sum of this many products of int8 numbers always fits an int32; intermediate sums may wrap."""
 
 
 def supports_few_rows(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
-    """For up to 64 rows of `x`, with weights that are float numbers or codes of 4 or 8 bits without a zero point.
+    """Checks for up to 64 rows of `x`, and weights that are floats or 4-bit or 8-bit codes without a zero point.
 
-    For up to 8 of bf16 or int8 where others multiply these in tiles.
+    The limit is 8 rows for bf16 or int8 operands if the processor has AMX tiles for them.
     """
     answer = host.on_this_cpu(call, chip)
     if answer is not True:
@@ -56,7 +56,7 @@ def supports_few_rows(call: OpCall, chip: Chip, config: Any = None) -> bool | st
 
 
 def _products(call: OpCall) -> set[str]:
-    """The arguments that are multiplied."""
+    """Returns the names of the arguments that are multiplied."""
     return {name for name in call.arrays if not name.startswith("bias")}
 
 
@@ -86,7 +86,10 @@ def _reads(weight: Any) -> bool | str:
 
 
 def few_rows_product(x: Any, weight: Any) -> jax.Array:
-    """x[..., k] @ weight[k, n] in float32, as float32[rows, n]: no gradient, any of them quantized."""
+    """Computes x[..., k] @ weight[k, n] as float32[rows, n], with either operand possibly quantized.
+
+    Has no gradient.
+    """
     view = weight.__stack_qview__() if is_quantized(weight) else None
     if is_quantized(x):
         if view is not None and _has_integer_dot(x.__stack_qview__(), view):
@@ -113,7 +116,7 @@ def _plain_product(rows: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _part_rows(weight: jax.Array, most: int) -> int:
-    """How many rows of a weight make a part: equal parts, so large in wide weights that few sums are added up."""
+    """Returns the number of weight rows per part: equal parts, large for wide weights so that few sums are added."""
     depth, columns = weight.shape
     return math.gcd(depth, most if columns <= SEGMENT_COLUMNS else 4 * _PART_ROWS)
 
@@ -130,8 +133,8 @@ def _streamed(rows: jax.Array, weight: jax.Array, part: int) -> jax.Array:
 
 def _call(product: Product, x: jax.Array, weight: jax.Array, *more: jax.Array) -> jax.Array:
     if BITS[product.weight] == 4:
-        # stack-quant keeps codes of uint4 and fp4 as int4. XLA takes one after the other from a type of 4 bits to
-        # another, but there and back it does nothing.
+        # stack-quant stores uint4 and fp4 codes as int4. XLA converts between 4-bit types one element at a time, but a
+        # bitcast there and back is free.
         weight = lax.bitcast_convert_type(weight, jnp.int4)
     result = jax.ShapeDtypeStruct((product.rows, weight.shape[1]), jnp.float32)
     build = functools.partial(product_module, product)
@@ -175,7 +178,7 @@ def _tiles(x: QView, weight: QView) -> int:
 
 
 def _column_scales(weight: QView, tiles: int) -> jax.Array:
-    """float32[tiles, n]: each scale repeated over the columns, and the tiles, that it covers."""
+    """Returns float32[tiles, n]: each scale repeated over the columns and the tiles that it covers."""
     scale, columns = weight.scale.astype(jnp.float32), weight.qvalue.shape[1]
     for axis, size in enumerate((tiles, columns)):
         if scale.shape[axis] != size:

@@ -1,9 +1,9 @@
-"""The product of up to eight rows with a weight of wide numbers, in LLVM IR: to read it as fast as memory can be read.
+"""The product of up to eight rows with a weight of wide numbers, in LLVM IR, at the speed of memory reads.
 
-A tile is some rows of the weight, over 8192 columns, and gives sums of its own. It is read in 8 streams, each an eighth
-of the rows, which ask for their next row; the sums of one row stay in the first cache. In the end those of all parts
-are added. Runs of memory are what processors fetch ahead; of narrow blocks of columns they fetch less. A dot product of
-bf16 takes the numbers of two streams at once and one of int8 those of four, which is a half and a third of the work.
+A tile is some rows of the weight, over 8192 columns, with its own sums. It is read in 8 streams, each an eighth of the
+rows, which prefetch their next row; the sums of one row stay in the L1 cache. In the end the sums of all parts are
+added. Processors prefetch long runs of memory better than narrow blocks of columns. A dot product of bf16 takes the
+numbers of two streams at a time and one of int8 takes four, which is a half and a third of the work.
 """
 
 import functools
@@ -25,7 +25,7 @@ SEGMENT_COLUMNS = 8192
 _X_TYPES = {"float32": FLOAT, "bfloat16": SHORT, "int8": BYTE}
 _TERMS = {"float32": 1, "bfloat16": 2, "int8": 4}
 _SMALL_BYTES = {"float32": 2**18, "bfloat16": 2**18, "int8": 2**20}
-"""So much is sooner read than another thread wakes up; by how x is multiplied, which is the other part of the time."""
+"""Below these sizes one thread finishes before another wakes up; by dtype of x, which affects the compute time."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,9 @@ class StreamedProduct:
     The buffers are x and w. The rows of a part are a multiple of 8.
 
     Attributes:
-      x: float32; or bfloat16 or int8, where w is that too and the processor has dot products of it. The sums of int8
+      rows: number of rows of x.
+      weight: dtype of w.
+      x: "float32"; or "bfloat16" or "int8" if w has that dtype and the processor has its dot products. The sums of int8
         are int32.
     """
 
@@ -53,7 +55,7 @@ class StreamedProduct:
 
 
 def streamed_module(product: StreamedProduct, processor: Processor) -> ir.Module:
-    """`@tiles`, `@is_small`, `@tile` and `@finish` of a product."""
+    """Builds `@tiles`, `@is_small`, `@tile` and `@finish` of a product."""
     module = ir.Module(product.name)
     builder = Builder(module, "tiles", [POINTER, POINTER], INDEX)
     _, (parts, _, columns) = builder.buffer(builder.parameters[1], 1, 3)
@@ -76,7 +78,7 @@ def _segments(builder: Builder, columns: Any) -> Any:
 
 
 def _write_finish(module: ir.Module, lanes: int, of_sums: ir.Type) -> None:
-    """y is the sum of the parts."""
+    """Builds `@finish`, which sums the parts into y."""
     builder = Builder(module, "finish", [POINTER, POINTER])
     results, kind = builder.parameters[1], vector(of_sums, lanes)
     add = builder.build.add if of_sums == INT32 else builder.build.fadd
@@ -95,7 +97,7 @@ def _write_finish(module: ir.Module, lanes: int, of_sums: ir.Type) -> None:
 
 
 class _Part:
-    """Writes `@tile`: the sum over a part of k."""
+    """Builder of `@tile`: the sum over a part of k."""
 
     def __init__(self, module: ir.Module, product: StreamedProduct, processor: Processor) -> None:
         self.builder = builder = Builder(module, "tile", TILE)
@@ -141,7 +143,7 @@ class _Part:
         return builder.at(self.sums, builder.times(builder.plus(builder.times(self.columns, row), column), 4))
 
     def _add_lines(self, depths: list[Any], start: Any, end: Any) -> None:
-        """A row of the weight from each stream."""
+        """Adds the products with one weight row from each stream."""
         builder, lanes = self.builder, self.lanes
         x = [self._x(row, depths) for row in range(self.product.rows)]
         lines = [
@@ -157,7 +159,7 @@ class _Part:
             self._add(x, lines, column, 1, builder.mask(builder.minus(end, column), lanes))
 
     def _x(self, row: int, depths: list[Any]) -> list[Any]:
-        """What each term of the sum has of x, in every lane: the numbers of as many streams as it takes."""
+        """Returns x for each term of the sum, in every lane: the numbers of one, two or four streams."""
         builder, kind = self.builder, _X_TYPES[self.product.x]
         starts = [builder.times(builder.plus(builder.times(self.depth, row), depth), self.x_bytes) for depth in depths]
         numbers = [builder.load(kind, builder.at(self.x, start)) for start in starts]
@@ -172,7 +174,7 @@ class _Part:
         return [builder.splat(number, self.lanes) for number in numbers]
 
     def _add(self, x: list[list[Any]], lines: list[Any], column: Any, vectors: int, mask: Any) -> None:
-        """The products of all rows of x with some vectors of columns."""
+        """Adds the products of all rows of x with some vectors of columns."""
         builder, kind = self.builder, vector(self.product.of_sums, self.lanes)
         for number, terms in enumerate(self._terms(lines, column, vectors, mask)):
             for row, values in enumerate(x):
@@ -191,7 +193,7 @@ class _Part:
         return builder.fma(x, weight, total)
 
     def _terms(self, lines: list[Any], column: Any, vectors: int, mask: Any) -> list[list[Any]]:
-        """The weight's part of each term, for each vector of columns: numbers of as many streams as it takes."""
+        """Returns the weight's operand of each term, per vector of columns: the numbers of one, two or four streams."""
         builder, lanes = self.builder, self.lanes
         if self.terms == 1:
             starts = [self._bytes(builder.plus(column, number * lanes)) for number in range(vectors)]

@@ -1,9 +1,9 @@
 """Products of bf16 matrices in AMX tiles, in LLVM IR.
 
-A tile register holds 16 rows of 64 bytes. The sums of 32 rows of x and two tiles' columns of w stay in four of them
-along k; each step loads two tiles of x and two of w, of 32 entries along k, and multiplies each with each. A tile of w
-wants the entries of two rows beside each other: a panel of w is brought into that order once for up to 512 rows of x,
-and stays in the second cache meanwhile. Where k is longer than a panel, the sums wait in fp32.
+A tile register holds 16 rows of 64 bytes. Four of them keep the sums of 32 rows of x and two column tiles of w along k;
+each step loads two tiles of x and two of w, of 32 entries along k, and multiplies all pairs. A tile of w needs the
+entries of two rows interleaved: a panel of w is packed into that order once for up to 512 rows of x, and meanwhile
+stays in the L2 cache. If k is longer than a panel, the sums are stored in fp32 in between.
 """
 
 import functools
@@ -29,7 +29,7 @@ _UNIT_ROWS = 512
 _PANEL_TILES = 512
 _PAIRS = (4, 8, 16, 32, 64)
 _MOST_WAITING = 16 * _UNIT_ROWS
-"""Rows of x by pairs of tiles of w whose sums wait."""
+"""Maximum of the rows of x times the pairs of tiles of w whose sums are stored."""
 _AHEAD = 32
 _OF_X, _OF_W = (4, 5), (6, 7)
 _SUMS = ((0, 1), (2, 3))
@@ -37,15 +37,16 @@ _SUMS = ((0, 1), (2, 3))
 
 @dataclass(frozen=True)
 class TiledProduct:
-    """y[rows, n] = x[rows, k] @ w[k, n] of bf16, added up in fp32.
+    """y[rows, n] = x[rows, k] @ w[k, n] in bf16 with fp32 accumulation.
 
-    The buffers are x and w, and y. If gated, they are x, w_gate, w_up, and y = f(x w_gate) * (x w_up), followed by the
-    two products if they are kept.
+    The buffers are x, w and y. If gated, they are x, w_gate, w_up and y = f(x w_gate) * (x w_up), followed by the two
+    products if `keeps_products`.
 
     Attributes:
-      result: the dtype of y; bfloat16 if gated.
-      is_transposed: the weights lie in memory as [n, k].
+      result: dtype of y; bfloat16 if gated.
+      is_transposed: True if the weights are stored as [n, k].
       activation: f, one of `ACTIVATIONS`; None if not gated.
+      keeps_products: True to also return the two products.
     """
 
     result: Literal["float32", "bfloat16"] = "bfloat16"
@@ -68,7 +69,7 @@ class TiledProduct:
 
 
 def tiled_module(product: TiledProduct, processor: Processor) -> ir.Module:
-    """`@tiles` and `@tile` of a product."""
+    """Builds `@tiles` and `@tile` of a product."""
     module = ir.Module(product.name)
     builder = Builder(module, "tiles", [POINTER, POINTER], INDEX)
     _, (rows, columns) = builder.buffer(builder.parameters[1], 0, 2)
@@ -79,13 +80,13 @@ def tiled_module(product: TiledProduct, processor: Processor) -> ir.Module:
 
 
 class _Size:
-    """Of a unit of work: as wide as leaves two units to each processor, and as the sums of its rows fit.
+    """Size of a unit of work: as wide as possible with two units per processor and room for the sums of its rows.
 
-    Where rows are few, it is the way of w from memory that takes the time, and long runs of it come sooner.
+    If rows are few, reading w from memory dominates, and longer runs of it are faster.
 
     Attributes:
-      columns: of y. Two tiles of w make a pair, of one weight or of both.
-      steps: along k, of a panel.
+      columns: columns of y. Two tiles of w make a pair, of one weight or of both.
+      steps: steps along k per panel.
     """
 
     def __init__(self, builder: Builder, product: TiledProduct, processor: Processor, rows: Any, columns: Any) -> None:
@@ -102,7 +103,7 @@ class _Size:
 
 
 class _Unit:
-    """Writes `@tile`: some rows of x times some columns of w."""
+    """Builder of `@tile`: some rows of x times some columns of w."""
 
     def __init__(self, module: ir.Module, product: TiledProduct, processor: Processor) -> None:
         self.builder = builder = Builder(module, "tile", TILE)
@@ -157,14 +158,17 @@ class _Unit:
         builder.close()
 
     def _starts(self, block: Any) -> list[Any]:
-        """The first rows of a block's tiles: the last of x begin so that they end with it, and repeat some."""
+        """Returns the first rows of a block's tiles.
+
+        The last tiles are aligned to the end of x and repeat some rows.
+        """
         builder = self.builder
         last = builder.minus(self.rows, self.tile_rows)
         first = builder.plus(self.row, builder.times(block, GRAIN))
         return [builder.min(builder.plus(first, offset), last) for offset in (0, TILE_ROWS)]
 
     def _pack(self, first: Any, count: Any, width: Any) -> None:
-        """Steps of the weights' columns, as pairs of tiles, each pair's steps together."""
+        """Packs steps of the weights' columns as pairs of tiles, the steps of each pair contiguous."""
         builder = self.builder
         pack = self._pack_columns if self.product.is_transposed else self._pack_rows
         with builder.loop(0, count) as step:
@@ -173,7 +177,7 @@ class _Unit:
                 pack(weight, depth, width, functools.partial(self._packed, number, step, count))
 
     def _pack_rows(self, weight: Any, depth: Any, width: Any, packed: Callable[..., Any]) -> None:
-        """Of w[k, n], the entries of two rows in turn."""
+        """Packs w[k, n] by interleaving the entries of two rows."""
         builder, line, wide = self.builder, _bytes(self.builder, self.columns), vector(SHORT, GRAIN)
         with builder.loop(0, GRAIN, 2) as row:
             start = builder.at(weight, builder.times(builder.plus(depth, row), line), _bytes(builder, self.column))
@@ -186,7 +190,7 @@ class _Unit:
                     builder.store(part, builder.at(packed(column, half), builder.times(row, TILE_LINE // 2)))
 
     def _pack_columns(self, weight: Any, depth: Any, width: Any, packed: Callable[..., Any]) -> None:
-        """Of w[n, k], pairs of entries of a row, transposed."""
+        """Packs w[n, k] by transposing pairs of entries of a row."""
         builder, line, wide = self.builder, _bytes(self.builder, self.depth), vector(INT32, TILE_ROWS)
         with builder.loop(0, width, GRAIN) as column:
             for half in range(2):
@@ -197,7 +201,7 @@ class _Unit:
                     builder.store(part, builder.at(packed(column, half), row * TILE_LINE))
 
     def _packed(self, number: int, step: Any, count: Any, column: Any, half: int) -> Any:
-        """The place of the tile of a weight that begins at a column, or, its second half, 16 columns on."""
+        """Returns the address of the packed tile of a weight for a column; the second half begins 16 columns later."""
         builder = self.builder
         tile = builder.plus(builder.over(column, TILE_ROWS), half)
         pair, slot = (builder.over(column, GRAIN), half) if len(self.weights) == 1 else (tile, number)
@@ -216,7 +220,7 @@ class _Unit:
                     self.registers.load(number, builder.at(place, number * TILE_BYTES), INDEX(TILE_LINE))
 
     def _pack_x(self, starts: list[Any], first: Any, count: Any) -> None:
-        """Steps of two tiles of x, each step's together: rows of a matrix may all want the same lines of the cache."""
+        """Packs steps of two tiles of x contiguously, because rows of a matrix may map to the same cache lines."""
         builder, line, wide = self.builder, _bytes(self.builder, self.depth), vector(SHORT, GRAIN)
         for number, start in enumerate(starts):
             with builder.loop(0, self.tile_rows) as row:
@@ -229,7 +233,7 @@ class _Unit:
                     builder.store(values, builder.at(target, builder.times(step, 2 * TILE_BYTES)))
 
     def _multiply(self, panel: Any, count: Any) -> None:
-        """The tiles of w are loaded past the first cache, where those of x stay."""
+        """Multiplies the tiles; tiles of w bypass the L1 cache, in which the tiles of x stay."""
         builder = self.builder
         with builder.loop(0, count) as step:
             start = builder.times(step, 2 * TILE_BYTES)
@@ -254,7 +258,7 @@ class _Unit:
                 self._write(halves, builder.plus(builder.times(builder.plus(start, row), self.columns), column))
 
     def _write(self, halves: list[Any], at: Any) -> None:
-        """A row of two tiles, from an entry of the results on."""
+        """Writes a row of two tiles to the results, starting at an entry."""
         builder, product = self.builder, self.product
         if product.activation is None:
             stored = [as_bfloat16(builder, *halves)] if product.result == "bfloat16" else halves
@@ -271,5 +275,5 @@ class _Unit:
 
 
 def _bytes(builder: Builder, count: Any) -> Any:
-    """Of so many bf16 numbers."""
+    """Returns the bytes of this many bf16 numbers."""
     return builder.times(count, 2)

@@ -1,9 +1,9 @@
 """The product of a few rows with a weight, in LLVM IR.
 
-What takes its time is to read the weight, which is done once. A tile is 128 columns of the weight. They are read
-in blocks, along d_in, while the sums of up to 12 rows of x stay in registers and lines that are 64 rows of the weight
-away are asked for. For more rows, taken 6 at a time, the block is wider and comes in parts, which go into a panel in
-the first cache.
+The dominant cost is reading the weight, which happens once. A tile is 128 columns of the weight. They are read in
+blocks, along d_in, while the sums of up to 12 rows of x stay in registers and lines 64 rows ahead in the weight are
+prefetched. For more rows, processed 6 at a time, the block is wider and is split into parts, which are stored in a
+panel in the L1 cache.
 """
 
 import functools
@@ -21,11 +21,11 @@ __all__ = ["product_module"]
 _TILE_COLUMNS = 128
 _ROWS_OF_ONE_PASS = 12
 _SMALL = 2**18
-"""So many products of two numbers are sooner done than another thread wakes up."""
+"""One thread finishes this many multiplications before another wakes up."""
 
 
 def product_module(product: Product, processor: Processor) -> ir.Module:
-    """`@tiles`, `@is_small` and `@tile` of a product."""
+    """Builds `@tiles`, `@is_small` and `@tile` of a product."""
     module = ir.Module(product.name)
     _write_tiles(module)
     _write_is_small(module)
@@ -42,7 +42,7 @@ def product_module(product: Product, processor: Processor) -> ir.Module:
 def _blocks(
     module: ir.Module, product: Product, processor: Processor, rows: dict[int, int], vectors: int, is_masked: bool
 ) -> dict[int, Any]:
-    """The function for each pass over a block of columns, by its first row."""
+    """Builds the function for each pass over a block of columns, by its first row."""
 
     @functools.cache
     def write(count: int, panel: Any) -> Any:
@@ -53,7 +53,7 @@ def _blocks(
 
 
 def _row_blocks(product: Product, processor: Processor) -> dict[int, int]:
-    """The rows of each pass over a block of columns, no more than registers can hold the sums of, by the first."""
+    """Returns the number of rows of each pass over a block of columns, by first row; their sums fit the registers."""
     is_narrow = product.x == "int8" or (product.x == "float32" and product.rows > _ROWS_OF_ONE_PASS)
     most = 4 if processor.lanes == 8 else 6 if is_narrow else _ROWS_OF_ONE_PASS
     passes = -(-product.rows // most)
@@ -62,7 +62,7 @@ def _row_blocks(product: Product, processor: Processor) -> dict[int, int]:
 
 
 def _vectors(product: Product, processor: Processor, rows: int) -> int:
-    """The vectors of columns in a block: 256 bytes of w, where registers suffice for the sums and what is added."""
+    """Returns the vectors of columns per block: 256 bytes of w, if registers suffice for sums and operands."""
     if product.x == "int8":
         return 4
     sums = 8 if processor.lanes == 8 else 32 if product.x == "bfloat16" and product.rows <= 8 else 24
@@ -85,7 +85,7 @@ def _write_is_small(module: ir.Module) -> None:
 
 
 class _Tile:
-    """Writes `@tile`: some columns of the product."""
+    """Builder of `@tile`: some columns of the product."""
 
     def __init__(self, module: ir.Module, product: Product, processor: Processor, vectors: int) -> None:
         self.builder = builder = Builder(module, "tile", TILE)
@@ -103,7 +103,7 @@ class _Tile:
         self.found = found
 
     def write(self, whole: dict[int, Any], rest: dict[int, Any]) -> None:
-        """With the functions for blocks of columns, and for one vector of what is left, by their first row."""
+        """Writes the function, given the functions for full blocks and for single remaining vectors, by first row."""
         builder, lanes, width = self.builder, self.lanes, self.width
         if len(whole) > 1:
             self.found["panel"] = builder.scratch(INT32, PANEL_STEPS * width)
@@ -117,7 +117,7 @@ class _Tile:
         builder.close()
 
     def _multiply(self, column: Any, blocks: dict[int, Any]) -> None:
-        """A block of columns with all rows, one part of k after the other."""
+        """Multiplies a block of columns with all rows, one part of k after the other."""
         builder, tiles = self.builder, self.found["tiles"]
         depth = builder.over(self.found["depth"], tiles)
         part = INDEX(PANEL_STEPS * self.product.step) if len(blocks) > 1 else depth

@@ -1,4 +1,4 @@
-"""`linear_cross_entropy` on processors with AMX: `cpu`, its products in tiles, so fast that logits are formed again."""
+"""`linear_cross_entropy` on processors with AMX: `xla_cpu` with tiled products, fast enough to recompute logits."""
 
 import functools
 from typing import Any

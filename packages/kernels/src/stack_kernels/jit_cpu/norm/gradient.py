@@ -1,10 +1,10 @@
-"""The gradient of rows that were normalized, in LLVM IR, from two passes over a row, or three if it is centred.
+"""The gradient of normalized rows, in LLVM IR, in two passes over a row, or three if it is centred.
 
-With r = 1 / sqrt(v + epsilon), n = (h - m) r, the scale s, the cotangent c of y, and d that of the sum h:
+With r = 1 / sqrt(v + epsilon), n = (h - m) r, the scale s, the cotangent c of y, and the cotangent d of the sum h:
 
     dh = r (c s - n mean(c s n) - mean(c s)) + d        ds = sum over rows of c n        do = sum over rows of c
 
-The second mean is there if rows are centred, and d with a residual.
+The second mean appears if rows are centred, and d with a residual.
 """
 
 from typing import Any
@@ -18,31 +18,31 @@ from stack_kernels.jit_cpu.norm.rows import RowNorm, RowTile
 __all__ = ["gradient_module", "gradient_name", "parts", "summed_over_rows"]
 
 _PART_SIZE, _MOST_PARTS = 2**15, 32
-"""A thread sums over some rows; parts are few, for one thread adds them up."""
+"""Each part sums over its rows; there are few parts, because one thread adds them."""
 
 
 def gradient_name(norm: RowNorm) -> str:
-    """Tells the kernel from all others."""
+    """Returns a unique name of the kernel."""
     return f"{norm.name}_gradient"
 
 
 def summed_over_rows(norm: RowNorm) -> list[str]:
-    """Of which arrays there is a gradient for each column."""
+    """Lists the arrays that have a gradient per column."""
     return [name for name in ("scale", "offset") if name in norm.buffers]
 
 
 def parts(rows: int, size: int) -> int:
-    """Into how many parts rows are cut, which sum over their rows."""
+    """Returns the number of parts of the rows, each of which sums over its rows."""
     each = -(-rows // max(1, min(rows * size // _PART_SIZE, _MOST_PARTS)))
     return -(-rows // each)
 
 
 def gradient_module(norm: RowNorm, processor: Processor) -> ir.Module:
-    """`@tiles`, `@tile`, which does a part of the rows, and `@finish`, which adds up what parts summed.
+    """Builds `@tiles`, `@tile`, which processes a part of the rows, and `@finish`, which adds the sums of the parts.
 
-    The buffers are h and c, [rows, size]; d if there is a residual; float32[size] of the scale if there is one, and
-    epsilon, float32[1]. The results are dh; then, of each of `summed_over_rows`, float32[size] and the sums of the
-    parts, float32[parts, size].
+    The buffers are h and c, [rows, size]; d with a residual; the scale, float32[size], if present; and epsilon,
+    float32[1]. The results are dh; then, for each of `summed_over_rows`, float32[size] and the sums of the parts,
+    float32[parts, size].
     """
     module = ir.Module(gradient_name(norm))
     builder = Builder(module, "tiles", [POINTER, POINTER], INDEX)

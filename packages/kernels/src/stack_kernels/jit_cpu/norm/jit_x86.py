@@ -1,4 +1,4 @@
-"""`norm` of many rows on CPUs, in machine code, forward and backward: some rows for each thread."""
+"""`norm` of many rows on CPUs, in machine code, forward and backward, with rows split over threads."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""Rows normalized in LLVM IR: a row is read from memory once, and stays in the first cache until it is written."""
+"""Normalization of rows in LLVM IR: a row is read from memory once and stays in the L1 cache until it is written."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,14 +18,17 @@ _TILE_SIZE = 16384
 
 @dataclass(frozen=True)
 class RowNorm:
-    """y = (h - m) / sqrt(v + epsilon) * scale + offset, of each row h = x + residual.
+    """y = (h - m) / sqrt(v + epsilon) * scale + offset, for each row h = x + residual.
 
-    The buffers are x[rows, size], the residual if there is one, float32[size] of the scale and the offset as far as
-    there are, and epsilon, float32[1]; the results y and, with a residual, h, both of the dtype of x.
+    The buffers are x[rows, size]; the residual, if present; the scale and the offset, float32[size], if present; and
+    epsilon, float32[1]. The results are y and, with a residual, h, both in the dtype of x.
 
     Attributes:
-      dtype: of x, one of `WRITTEN`.
-      is_centred: m is the mean and v the variance; else m is 0 and v the mean square.
+      dtype: dtype of x, one of `WRITTEN`.
+      is_centred: True if m is the mean and v the variance; False if m is 0 and v the mean square.
+      has_residual: True if a residual is added.
+      has_scale: True if there is a scale.
+      has_offset: True if there is an offset.
     """
 
     dtype: str
@@ -45,7 +48,7 @@ class RowNorm:
 
 
 def norm_module(norm: RowNorm, processor: Processor) -> ir.Module:
-    """`@tiles` and `@tile`, which does some rows."""
+    """Builds `@tiles` and `@tile`, which processes some rows."""
     module = ir.Module(norm.name)
     builder = Builder(module, "tiles", [POINTER, POINTER], INDEX)
     _, (rows, size) = builder.buffer(builder.parameters[1], 0, 2)
@@ -60,10 +63,13 @@ def _tile_rows(builder: Builder, size: Any) -> Any:
 
 
 class RowTile:
-    """Writes `@tile`, which does some rows h, one after the other.
+    """Builder of `@tile`, which processes some rows h, one after the other.
 
     Args:
-      arguments: the names of the buffers, "epsilon" among them.
+      module: module to add the function to.
+      norm: the normalization.
+      lanes: lanes of a vector.
+      arguments: names of the buffers, including "epsilon".
     """
 
     def __init__(self, module: ir.Module, norm: RowNorm, lanes: int, arguments: list[str]) -> None:
@@ -75,7 +81,7 @@ class RowTile:
         self.h: Any = None
 
     def write_rows(self, each: Any, do_row: Callable[[Any], None]) -> None:
-        """The rows of this tile, of which all have `each`; `do_row` takes how many bytes from the start a row lies."""
+        """Loops over the rows of this tile, `each` per tile; `do_row` takes the byte offset of a row."""
         builder = self.builder
         first = builder.times(self.number, each)
         with builder.loop(first, builder.min(builder.plus(first, each), self.rows)) as row:
@@ -83,11 +89,11 @@ class RowTile:
         builder.close()
 
     def each(self, body: Callable[[Any, Any], None]) -> None:
-        """For the first column of each vector of a row; the last one may be masked."""
+        """Calls `body` for the first column of each vector of a row; the last vector may be masked."""
         self.builder.each_vector(INDEX(0), self.size, self.lanes, body)
 
     def sums(self, count: int, add: Callable[..., list[Any]]) -> list[Any]:
-        """`add` takes a column, a mask and the vectors of the sums so far, and gives the sums."""
+        """Computes sums over a row; `add` takes a column, a mask and the current sums, and returns the new sums."""
         zero = ir.Constant(vector(FLOAT, self.lanes), None)
         found = [self.builder.variable(zero.type, zero) for _ in range(count)]
 
@@ -99,7 +105,7 @@ class RowTile:
         return [total(self.builder, sums.get()) for sums in found]
 
     def mean(self, start: Any) -> Any:
-        """In every lane; None if rows are not centred."""
+        """Returns the mean in every lane; None if rows are not centred."""
         if not self.norm.is_centred:
             return None
         build = self.builder.build
@@ -107,7 +113,7 @@ class RowTile:
         return self.builder.splat(self.per_column(summed), self.lanes)
 
     def factor(self, squares: Any) -> Any:
-        """1 / sqrt(v + epsilon), from the sum of the squares."""
+        """Computes 1 / sqrt(v + epsilon) from the sum of the squares."""
         build = self.builder.build
         spread = build.fadd(self.per_column(squares), self.builder.load(FLOAT, self.buffers["epsilon"]))
         return build.fdiv(FLOAT(1.0), self.builder.intrinsic("llvm.sqrt.f32", FLOAT, spread))
@@ -116,7 +122,7 @@ class RowTile:
         return self.builder.build.fdiv(summed, self.builder.build.sitofp(self.size, FLOAT))
 
     def centred(self, start: Any, column: Any, mask: Any, mean: Any) -> Any:
-        """h, less its mean if it has one; 0 where there is no column."""
+        """Returns h minus its mean, if centred; 0 in missing columns."""
         builder = self.builder
         h = self.read(self.h, start, column, mask)
         if mean is None:
@@ -131,7 +137,7 @@ class RowTile:
         write(self.builder, self.norm.dtype, value, self._at(rows, start, column), mask)
 
     def of_column(self, name: str, column: Any, mask: Any) -> Any:
-        """Of a buffer with a float32 for every column."""
+        """Reads from a buffer with one float32 per column."""
         place = self.builder.at(self.buffers[name], self.builder.times(column, 4))
         return read(self.builder, "float32", place, self.lanes, mask, None)
 

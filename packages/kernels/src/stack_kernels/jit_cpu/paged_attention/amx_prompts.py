@@ -1,7 +1,7 @@
 """Attention of a prompt's tokens to pages in AMX tiles, in LLVM IR.
 
-Keys are rows of memory, as tiles want them. The weights are rounded to bf16 for their product with the values, as in
-FlashAttention.
+Keys are rows of memory, which is the layout that tiles need. The weights are rounded to bf16 for their product with the
+values, as in FlashAttention.
 """
 
 from typing import Any, ClassVar
@@ -17,7 +17,7 @@ from stack_kernels.jit_cpu.tile_registers import TILE_BYTES, TILE_LINE, TILE_ROW
 
 __all__ = ["TiledPrompts"]
 
-_KEYS = 32  # the entries of a tile's row
+_KEYS = 32  # entries per tile row
 _SCORES, _OF_KEYS = 0, 1  # tile registers
 _OUTPUT, _OF_WEIGHTS, _OF_VALUES = 0, 1, 2
 _QUERIES = 4
@@ -25,7 +25,7 @@ _MOST_HEAD_DIM = _KEYS * 4
 
 
 class TiledPrompts(PromptTile):
-    """For bf16."""
+    """Prompt tiles in bf16."""
 
     dtype: ClassVar[str] = "bfloat16"
 
@@ -44,7 +44,7 @@ class TiledPrompts(PromptTile):
         self._load_queries()
 
     def _load_queries(self) -> None:
-        """Q^T, two entries of a query beside each other, into its tile registers; zero where there is no query."""
+        """Loads Q^T into its tile registers, two entries of a query adjacent; zero for missing queries."""
         builder = self.builder
         rows = [self.query_row(row) for row in range(TILE_ROWS)]
         nothing = ir.Constant(vector(INT32, TILE_ROWS), None)
@@ -76,7 +76,7 @@ class TiledPrompts(PromptTile):
             self._add_part(part, pairs)
 
     def _pack_values(self, pair: Any, key: Any) -> None:
-        """V of 32 keys, the entries of two keys beside each other; zero where there is no key."""
+        """Packs V of 32 keys, the entries of two keys interleaved; zero for missing keys."""
         builder, wide = self.builder, vector(SHORT, _KEYS)
         for half in range(_KEYS // TILE_ROWS):
             first = builder.plus(key, half * TILE_ROWS)
@@ -101,7 +101,7 @@ class TiledPrompts(PromptTile):
                         builder.store(values, place)
 
     def _weigh(self, pair: Any, sixteens: Any, level: Any) -> None:
-        """P of 32 keys from their scores, as a tile; the second 16 may not exist."""
+        """Computes P of 32 keys from their scores, as a tile; the second 16 keys may be missing."""
         builder, build = self.builder, self.builder.build
         nothing = vectors.constant(float("-inf"), TILE_ROWS)
         columns = []
@@ -120,7 +120,7 @@ class TiledPrompts(PromptTile):
             builder.store(part, builder.at(place, row * TILE_LINE))
 
     def _add_part(self, part: Any, pairs: Any) -> None:
-        """16 entries of every query's output."""
+        """Adds to 16 entries of every query's output."""
         builder = self.builder
         self.registers.clear(_OUTPUT)
         with builder.loop(0, pairs) as pair:

@@ -1,4 +1,4 @@
-"""What a kernel of attention to pages is written for, and how it finds its way in the buffers."""
+"""Static properties of a kernel of attention to pages, and its index arithmetic in the buffers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,24 +10,32 @@ from stack_kernels.jit_cpu.builder import INDEX, INT32, Builder
 __all__ = ["TILE_QUERIES", "PagedAttention", "Sequences", "strides"]
 
 TILE_QUERIES = 16
-"""The most queries of a tile, where a key head has no more."""
+"""Maximum number of queries per tile, unless a key head alone has more."""
 
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """What a kernel is written for.
+    """Static properties of a kernel.
 
     The buffers are query[tokens, heads, head_dim]; the pools of keys and of values in the axes of `layout`; int32 block
     tables[batch, pages], kv_lengths[batch] and query_starts[batch + 1]; and, if `scaled`, pools of a float32 scale for
-    each vector of keys and of values. Results are the output, shaped like the query, and the running maximum and the
-    sum of the softmax, float32[tokens, heads]; of what has nothing to attend to all are 0.
+    each vector of keys and of values. The results are the output, shaped like the query, and the running maximum and
+    the sum of the softmax, float32[tokens, heads]; all are 0 for tokens with nothing to attend to.
 
     Attributes:
-      lanes: the numbers of its vectors, which head_dim is a multiple of.
-      query: "float32", or "bfloat16" where keys are and the processor has such a dot product.
-      pages: the dtype of keys and values, one of `BITS` of at least 8.
-      output: the dtype of the output, one of `WRITTEN`.
-      left: how far back a query sees; None for all the way.
+      lanes: lanes of its vectors; divides head_dim.
+      query: "float32", or "bfloat16" if keys are bf16 and the processor has such a dot product.
+      pages: dtype of keys and values, one of `BITS` with at least 8 bits.
+      output: dtype of the output, one of `WRITTEN`.
+      scaled: True if keys and values have scales.
+      layout: axes of the pools.
+      heads: number of query heads.
+      kv_heads: number of key heads.
+      head_dim: size of a key and of a value.
+      slots: slots per page.
+      scale: factor of the scores.
+      softcap: softcap of the scores, or None.
+      left: number of earlier keys that a query sees; None for all.
     """
 
     lanes: int
@@ -50,20 +58,20 @@ class PagedAttention:
 
     @property
     def group(self) -> int:
-        """The query heads of a key head."""
+        """Number of query heads per key head."""
         return self.heads // self.kv_heads
 
     @property
     def tokens(self) -> int:
-        """The most tokens of a tile."""
+        """Maximum number of tokens per tile."""
         return max(1, TILE_QUERIES // self.group)
 
 
 class Sequences:
-    """Where the tokens and the keys of each sequence are, in whatever function is being written.
+    """Token and key ranges of each sequence, for the function under construction.
 
-    Whatever the index arrays hold, nothing that is found here lies outside of the arrays that it is an index of: it is
-    what `stack_core.ops.building.bounded_places` makes of them.
+    Indices are always within bounds, whatever the index arrays hold: they are clipped as in
+    `stack_core.ops.building.bounded_places`.
     """
 
     def __init__(self, builder: Builder, arguments: Any, attention: PagedAttention) -> None:
@@ -76,21 +84,21 @@ class Sequences:
         self.starts, _ = builder.buffer(arguments, 5, 0)
 
     def page(self, sequence: Any, number: Any) -> Any:
-        """The place in the pool of a page of a sequence."""
+        """Returns the index in the pool of a sequence's page."""
         entry = self.builder.plus(self.builder.times(sequence, self.pages), number)
         return self._integer(self.tables, entry, self.last_page)
 
     def length(self, sequence: Any) -> Any:
-        """How many keys a sequence has."""
+        """Returns the number of keys of a sequence."""
         return self._integer(self.lengths, sequence, self.builder.times(self.pages, self.attention.slots))
 
     def first_token(self) -> Any:
-        """The first that belongs to a sequence."""
+        """Returns the first token that belongs to a sequence."""
         return self._integer(self.starts, INDEX(0), self.tokens)
 
     @contextmanager
     def each(self) -> Iterator[tuple[Any, Any, Any]]:
-        """The block runs for each sequence with its number, its first token and the one after its last."""
+        """Runs the block for each sequence, with its index, its first token and the end of its tokens."""
         builder = self.builder
         start = builder.variable(INDEX, self.first_token())
         with builder.loop(0, self.count) as sequence:
@@ -99,11 +107,11 @@ class Sequences:
             start.set(end)
 
     def parts(self, start: Any, end: Any) -> Any:
-        """How many tiles so many tokens take for each key head."""
+        """Returns the number of tiles per key head for these tokens."""
         return self.builder.ceil_div(self.builder.minus(end, start), self.attention.tokens)
 
     def of_part(self, part: Any) -> tuple[Any, Any, Any, Any]:
-        """A part's sequence, which of its parts it is, the first token of the sequence and the one after its last."""
+        """Returns a part's sequence, its index within that sequence, and the start and end of the sequence's tokens."""
         builder = self.builder
         left = builder.variable(INDEX, part)
         found = [builder.variable(INDEX, INDEX(0)) for _ in range(4)]
@@ -119,14 +127,14 @@ class Sequences:
         return sequence, own, start, end
 
     def _integer(self, values: Any, index: Any, most: Any) -> Any:
-        """Of an int32 array, from 0 to `most`."""
+        """Reads an int32 array, clipped to 0 .. `most`."""
         builder = self.builder
         value = builder.build.sext(builder.load(INT32, builder.at(values, builder.times(index, 4))), INDEX)
         return builder.max(builder.min(value, most), INDEX(0))
 
 
 def strides(builder: Builder, layout: str, sizes: list[Any]) -> dict[str, Any]:
-    """How many vectors of head_dim apart neighbours along each axis lie."""
+    """Returns the distance of neighbors along each axis, in vectors of head_dim."""
     found = {}
     stride = INDEX(1)
     for axis, size in zip(reversed(layout[:-1]), reversed(sizes[:-1]), strict=True):

@@ -1,4 +1,4 @@
-"""`paged_attention` on CPUs in machine code: decoding and prompts, whatever the lengths."""
+"""`paged_attention` on CPUs in machine code: decoding and prompts of any length."""
 
 import functools
 import math
@@ -29,7 +29,7 @@ __all__ = ["JIT_X86"]
 _FEWEST_LANES = 4
 _WIDEST = 256
 _MOST_GROUP = 512
-"""So many query heads of the widest keep half a MiB of sums in a thread's scratchpad."""
+"""With this many query heads of the maximum width, the sums take half a MiB of a thread's scratchpad."""
 
 
 def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
@@ -111,13 +111,13 @@ def _llvm(query: Any, key_pages: Any, value_pages: Any, *, sinks: Any, window: A
 
 
 def _left(window: Any, most_keys: int) -> int | None:
-    """How far back a query sees, where that is less than all the keys that there may be."""
+    """Returns the number of earlier keys that a query sees; None if that covers all possible keys."""
     left = None if window is None else window[0]
     return None if left is None or left >= most_keys else left
 
 
 def _lanes(head_dim: int) -> int:
-    """Of the widest vectors of this processor that a head is whole ones of."""
+    """Returns the lanes of the widest vectors of this processor that evenly divide a head."""
     processor = host.this_processor()
     assert processor is not None, "on_this_cpu refused"
     return math.gcd(head_dim, processor.lanes)

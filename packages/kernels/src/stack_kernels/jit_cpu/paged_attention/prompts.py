@@ -1,10 +1,10 @@
 """Attention of a prompt's tokens to pages, in LLVM IR.
 
-All queries of a tile are looked at together, up to 16 of them, with 128 keys at a time:
+All queries of a tile, up to 16, are processed together, with 128 keys at a time:
 
     S^T = K Q^T             a lane is a query
     P^T = exp(S^T - m)      m is the running maximum of each lane
-    O  += P V               the sums so far shrink as m grows
+    O  += P V               previous sums shrink as m grows
 
 Source: Dao, FlashAttention-2, 2023 (arXiv:2307.08691).
 """
@@ -24,25 +24,25 @@ __all__ = ["BLOCK_KEYS", "LINE", "SQUARE", "PromptTile"]
 
 BLOCK_KEYS = 128
 LINE = 4 * TILE_QUERIES
-"""The bytes of a number of every query, or of a vector of one query's output."""
+"""Bytes of one number per query, or of a vector of one query's output."""
 SQUARE = TILE_QUERIES * LINE
 
 
 class PromptTile(ABC):
-    """Writes `prompt_tile`: some tokens of one sequence, with one key head and its queries.
+    """Builder of `prompt_tile`: some tokens of one sequence, with one key head and its queries.
 
     Attributes:
       scores: S^T of a block, 128 lines.
-      output: O, 16 entries of every query together, then the next 16.
-      decay: a line, what O shrinks by.
+      output: O, in blocks of 16 entries of every query.
+      decay: a line with the factors by which O shrinks.
     """
 
     dtype: ClassVar[str]
-    """Of queries and pages."""
+    """Dtype of queries and pages."""
 
     @classmethod
     def supports(cls, attention: PagedAttention, processor: Processor) -> bool:
-        """Whether vectors hold the queries, and a page 16 keys after the other."""
+        """Checks that vectors hold all queries of a tile and that a page holds multiples of 16 keys."""
         rows = attention.tokens * attention.group
         is_right = attention.query == attention.pages == cls.dtype and not attention.scaled
         fits = rows <= TILE_QUERIES == processor.lanes and attention.slots % TILE_QUERIES == 0
@@ -69,19 +69,19 @@ class PromptTile(ABC):
 
     @abstractmethod
     def open(self) -> None:
-        """Brings the queries where `score` wants them."""
+        """Stores the queries in the form that `score` needs."""
 
     @abstractmethod
     def score(self, sixteen: Any, key: Any) -> None:
-        """Writes lines of S^T from 16 * `sixteen` on, for 16 keys from `key` on; anything where there is none."""
+        """Writes lines of S^T from 16 * `sixteen` on, for 16 keys from `key` on; missing keys get arbitrary values."""
 
     @abstractmethod
     def add_values(self, start: Any, keys: Any, level: Any) -> None:
-        """Shrinks O, and adds P V of a block: `keys` of them, a multiple of 16, some of which may not exist."""
+        """Shrinks O and adds P V of a block with `keys` keys, a multiple of 16, of which some may be missing."""
 
     @abstractmethod
     def close(self) -> None:
-        """Leaves O as `output` says, and all else as it was."""
+        """Brings O to the form of `output` and restores all other state."""
 
     def write(self) -> Any:
         builder, attention = self.builder, self.attention
@@ -104,7 +104,7 @@ class PromptTile(ABC):
         return builder.function
 
     def query_row(self, row: int) -> tuple[Any, Any]:
-        """Where a query lies, or the first where there is none, and whether there is one."""
+        """Returns the address of a query, or of the first if it is missing, and whether it exists."""
         builder, group = self.builder, self.attention.group
         token = builder.plus(self.first, row // group)
         exists = builder.build.icmp_signed("<=", token, self.last)
@@ -115,7 +115,7 @@ class PromptTile(ABC):
         return builder.at(self.query, builder.times(number, self.row_bytes)), exists
 
     def slot(self, pool: Any, key: Any) -> Any:
-        """The pointer to a key or a value, by its number in the sequence."""
+        """Returns the pointer to a key or a value, by its index in the sequence."""
         builder, attention = self.builder, self.attention
         page = builder.over(key, attention.slots)
         number = self.sequences.page(self.sequence, page)
@@ -127,7 +127,7 @@ class PromptTile(ABC):
         return builder.at(pool, builder.times(row, self.row_bytes))
 
     def weight(self, score: Any, level: Any) -> Any:
-        """P of a line of S^T, which is added to the totals."""
+        """Computes P for a line of S^T and adds it to the totals."""
         build, nothing = self.builder.build, vectors.constant(float("-inf"), TILE_QUERIES)
         weight = vectors.exp(self.builder, build.fsub(score, level))
         weight = build.select(build.fcmp_ordered("==", score, nothing), vectors.constant(0, TILE_QUERIES), weight)
@@ -135,7 +135,7 @@ class PromptTile(ABC):
         return weight
 
     def _positions(self) -> Any:
-        """Of each query among the keys; -1 where there is none."""
+        """Returns each query's key position; -1 for missing queries."""
         builder, group = self.builder, self.attention.group
         tokens = ir.Constant(vector(INT32, TILE_QUERIES), [row // group for row in range(TILE_QUERIES)])
         numbers = builder.build.add(tokens, self._splat(self.first))
@@ -147,7 +147,7 @@ class PromptTile(ABC):
         return self.builder.splat(self.builder.build.trunc(value, INT32), TILE_QUERIES)
 
     def _visit(self, start: Any) -> None:
-        """The keys of a block, which begins at a multiple of 16."""
+        """Processes the keys of a block, which begins at a multiple of 16."""
         builder = self.builder
         left = builder.min(builder.plus(builder.minus(self.final, start), 1), INDEX(BLOCK_KEYS))
         sixteens = builder.ceil_div(left, TILE_QUERIES)
@@ -157,7 +157,10 @@ class PromptTile(ABC):
         self.add_values(start, keys, self._raise_maximum(start, keys))
 
     def _raise_maximum(self, start: Any, keys: Any) -> Any:
-        """Scales and masks the scores; what is taken from them, with which the sums so far are brought in line."""
+        """Scales and masks the scores and updates the maximum; returns the value to subtract from the scores.
+
+        Stores the decay of previous sums and applies it to the totals.
+        """
         builder, build = self.builder, self.builder.build
         kind, nothing = vector(FLOAT, TILE_QUERIES), vectors.constant(float("-inf"), TILE_QUERIES)
         before = self.maximum.get()
@@ -172,7 +175,7 @@ class PromptTile(ABC):
         after = highest.get()
         self.maximum.set(after)
         level = build.select(build.fcmp_ordered(">", after, nothing), after, vectors.constant(0, TILE_QUERIES))
-        # What there was before the first key is zero, and stays it.
+        # Sums before the first key are zero, so that the decay has no effect on them.
         decay = vectors.exp(builder, build.fsub(before, level))
         builder.store(decay, self.decay)
         self.total.set(build.fmul(self.total.get(), decay))
@@ -187,7 +190,7 @@ class PromptTile(ABC):
         return builder.build.fmul(vectors.tanh(builder, builder.build.fdiv(score, cap)), cap)
 
     def _seen(self, key: Any) -> Any:
-        """Which queries see a key."""
+        """Checks which queries see a key."""
         build, number = self.builder.build, self._splat(key)
         seen = build.icmp_signed("<=", number, self.positions)
         if self.attention.left is None:
@@ -199,7 +202,7 @@ class PromptTile(ABC):
         builder, build, attention = self.builder, self.builder.build, self.attention
         zero = vectors.constant(0, TILE_QUERIES)
         total = self.total.get()
-        has_any = build.fcmp_unordered(">", total, zero)  # true of NaN
+        has_any = build.fcmp_unordered(">", total, zero)  # also true for NaN
         factors = build.select(has_any, build.fdiv(vectors.constant(1, TILE_QUERIES), total), zero)
         maxima = build.select(has_any, self.maximum.get(), zero)
         size = BITS[attention.output] // 8

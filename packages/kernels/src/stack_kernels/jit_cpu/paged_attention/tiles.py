@@ -1,8 +1,8 @@
-"""Attention to pages in LLVM IR: each page is read once by all queries that share its sequence and key head.
+"""Attention to pages in LLVM IR: each page is read once for all queries that share its sequence and key head.
 
-A tile is a key head with some of the newest tokens of a sequence. It goes along the keys by as many as a vector has
+A tile is a key head with some of the newest tokens of a sequence. It processes as many keys at a time as a vector has
 lanes: their scores with one query, a step of the running softmax, and the weighted sum of their values; then the same
-for the next query, while the keys are still in the first cache.
+for the next query, while the keys are still in the L1 cache.
 """
 
 import functools
@@ -26,7 +26,7 @@ _BF16_DOT = "llvm.x86.avx512bf16.dpbf16ps.512"
 
 
 def paged_attention_module(attention: PagedAttention, processor: Processor) -> ir.Module:
-    """`@tiles` and `@tile` of an attention."""
+    """Builds `@tiles` and `@tile` of an attention."""
     module = ir.Module(attention.name)
     _write_tiles(module, attention)
     tiles = [kind for kind in (TiledPrompts, VectorPrompts) if kind.supports(attention, processor)]
@@ -35,7 +35,7 @@ def paged_attention_module(attention: PagedAttention, processor: Processor) -> i
 
 
 def _write_tiles(module: ir.Module, attention: PagedAttention) -> None:
-    """Counts them, and makes the output of padding zero."""
+    """Builds `@tiles`, which counts the tiles and zeroes the output of padding."""
     builder = Builder(module, "tiles", [POINTER, POINTER], INDEX)
     arguments, results = builder.parameters
     sequences = Sequences(builder, arguments, attention)
@@ -56,7 +56,7 @@ def _write_tiles(module: ir.Module, attention: PagedAttention) -> None:
 
 
 class _Tile:
-    """Writes `@tile`: some tokens of one sequence, with one key head and its queries."""
+    """Builder of `@tile`: some tokens of one sequence, with one key head and its queries."""
 
     def __init__(self, module: ir.Module, attention: PagedAttention) -> None:
         self.builder = builder = Builder(module, "tile", TILE)
@@ -77,7 +77,7 @@ class _Tile:
         self.sequence, own, start, end = self.sequences.of_part(part)
         self.first = builder.plus(start, builder.times(own, attention.tokens))
         self.last = builder.minus(builder.min(builder.plus(self.first, attention.tokens), end), 1)
-        # What a token's number and its place among the keys differ by.
+        # Difference between a token's key position and its index.
         self.shift = builder.minus(self.sequences.length(self.sequence), end)
         rows = attention.tokens * attention.group
         self.sums = builder.scratch(FLOAT, rows * attention.head_dim)
@@ -85,7 +85,7 @@ class _Tile:
         self.weights = builder.scratch(FLOAT, self.lanes)
 
     def write(self, prompt_tile: Any | None) -> None:
-        """With the function for tiles of several tokens, where there is one."""
+        """Writes the function; `prompt_tile` is the function for tiles of several tokens, if there is one."""
         builder = self.builder
         if prompt_tile is None:
             self._attend_one_by_one()
@@ -112,7 +112,7 @@ class _Tile:
         self._finish()
 
     def _rows(self, visit: Any) -> None:
-        """Calls `visit` with each query: its row in the scratch, its token, and its head."""
+        """Calls `visit` with each query: its row in the scratchpad, its token, and its head."""
         builder, group = self.builder, self.attention.group
         with builder.loop(self.first, builder.plus(self.last, 1)) as token, builder.loop(0, group) as member:
             row = builder.plus(builder.times(builder.minus(token, self.first), group), member)
@@ -136,7 +136,7 @@ class _Tile:
         return Variable(self.builder, place, vector(FLOAT, self.lanes))
 
     def _parts_of_sums(self, row: Any) -> list[Variable]:
-        """The weighted sum of the values, by vectors."""
+        """Returns the weighted sum of the values, as vectors."""
         place = self.builder.at(self.sums, self.builder.times(row, 4 * self.attention.head_dim))
         kind = vector(FLOAT, self.lanes)
         return [
@@ -145,7 +145,7 @@ class _Tile:
         ]
 
     def _visit(self, page: Any, final: Any) -> None:
-        """All keys of a page up to `final`, with all queries."""
+        """Attends all queries to the keys of a page, up to `final`."""
         builder, attention = self.builder, self.attention
         page_first = builder.times(page, attention.slots)
         held = builder.min(INDEX(attention.slots), builder.plus(builder.minus(final, page_first), 1))
@@ -162,13 +162,16 @@ class _Tile:
         self._ask_ahead(self.pools[1], following)
 
     def _page(self, page: Any) -> Any:
-        """The number of vectors in the pool before slot 0 of this head in a page of the sequence."""
+        """Returns the number of vectors in the pool before slot 0 of this head in a page of the sequence."""
         builder = self.builder
         number = self.sequences.page(self.sequence, page)
         return builder.plus(builder.times(number, self.strides["p"]), builder.times(self.head, self.strides["h"]))
 
     def _ask_ahead(self, pool: Any, page: Any) -> None:
-        """For a page that comes next: the processor cannot know where it lies. All of it at once would be too much."""
+        """Prefetches the next page, whose location the processor cannot predict.
+
+        Keys and values separately, to limit the amount.
+        """
         builder, attention = self.builder, self.attention
         row_bytes = attention.head_dim * BITS[attention.pages] // 8
         with builder.loop(0, attention.slots) as slot:
@@ -177,7 +180,7 @@ class _Tile:
                 builder.prefetch(builder.at(row, line))
 
     def _attend(self, keys: "_Keys", row: Any, token: Any, head: Any) -> None:
-        """One query to some keys: a step of its running softmax."""
+        """Attends one query to some keys: a step of its running softmax."""
         builder, lanes = self.builder, self.lanes
         bounds = self._bounds(keys, builder.plus(token, self.shift))
         seen = self._seen(bounds)
@@ -189,7 +192,7 @@ class _Tile:
         after = builder.build.select(builder.build.fcmp_ordered(">", highest, before), highest, before)
         builder.store(after, place)
         is_finite = builder.build.fcmp_ordered(">", after, ir.Constant(FLOAT, float("-inf")))
-        # NaN is no largest score, and -inf is none: the values of such keys are added all the same.
+        # The maximum ignores NaN, and it is -inf if all scores are; the values of visible keys are added nevertheless.
         with builder.when(builder.build.or_(is_finite, vectors.any_lane(builder, seen))):
             level = builder.splat(builder.build.select(is_finite, after, ir.Constant(FLOAT, 0.0)), lanes)
             # What there was before the first key is 0, and stays it.
@@ -203,7 +206,7 @@ class _Tile:
             self._add_values(keys, row, decay, bounds)
 
     def _bounds(self, keys: "_Keys", position: Any) -> tuple[Any, Any]:
-        """The first of the keys that a query at this position sees, and the one after the last."""
+        """Returns the first visible key for a query at this position, and the end of its visible keys."""
         builder = self.builder
         behind = builder.minus(position, keys.first)
         stop = builder.min(keys.count, builder.plus(behind, 1))
@@ -212,7 +215,7 @@ class _Tile:
         return builder.max(builder.minus(behind, self.attention.left), INDEX(0)), stop
 
     def _seen(self, bounds: tuple[Any, Any]) -> Any:
-        """The same as a bit for each lane."""
+        """Converts the bounds to a mask over lanes."""
         builder, lanes = self.builder, self.lanes
         numbers = ir.Constant(vector(INT32, lanes), list(range(lanes)))
 
@@ -226,12 +229,12 @@ class _Tile:
         return builder.build.and_(seen, builder.build.icmp_signed(">=", numbers, lane(first)))
 
     def _scores(self, keys: "_Keys", token: Any, head: Any) -> Any:
-        """Of each key, in its lane; whatever is in slots that hold none."""
+        """Computes the score of each key, in its lane; unused lanes get arbitrary values."""
         builder, attention = self.builder, self.attention
         queries = self._query(token, head)
         products = []
         for lane in range(self.lanes):
-            # Where a key is missing another is read, for there may be no memory.
+            # For a missing key another one is read, because its memory may not exist.
             place = self._slot(self.pools[0], keys, builder.min(INDEX(lane), builder.minus(keys.count, 1)))
             products.append(self._dot(queries, place))
         scores = builder.build.fmul(vectors.sums(builder, products), vectors.constant(attention.scale, self.lanes))
@@ -243,7 +246,7 @@ class _Tile:
         return builder.build.fmul(vectors.tanh(builder, builder.build.fdiv(scores, cap)), cap)
 
     def _query(self, token: Any, head: Any) -> list[Any]:
-        """The numbers of a query, by vectors; those of bf16 in pairs."""
+        """Loads the numbers of a query as vectors; bf16 numbers in pairs."""
         builder, attention = self.builder, self.attention
         number_bytes = BITS[attention.query] // 8
         row = builder.plus(builder.times(token, attention.heads), head)
@@ -253,7 +256,7 @@ class _Tile:
         return [builder.load(kind, builder.at(place, at)) for at in range(0, attention.head_dim * number_bytes, size)]
 
     def _dot(self, queries: list[Any], key: Any) -> Any:
-        """The products of a query with a key, some of them added up in each lane."""
+        """Multiplies a query with a key, partially summed in each lane."""
         builder, attention = self.builder, self.attention
         total = vectors.constant(0, self.lanes)
         for number, query in enumerate(queries):
@@ -265,18 +268,18 @@ class _Tile:
         return total
 
     def _numbers(self, place: Any, number: int) -> Any:
-        """A vector of a key or a value as float32."""
+        """Reads a vector of a key or a value as float32."""
         width = self.lanes * BITS[self.attention.pages] // 8
         return read(self.builder, self.attention.pages, self.builder.at(place, width * number), self.lanes, None, None)
 
     def _slot(self, pool: Any, keys: "_Keys", lane: Any) -> Any:
-        """The pointer to the key or the value of a lane."""
+        """Returns the pointer to the key or the value of a lane."""
         builder = self.builder
         row = builder.plus(keys.page, builder.times(builder.plus(keys.slot, lane), self.strides["s"]))
         return builder.at(pool, builder.times(row, self.attention.head_dim * BITS[self.attention.pages] // 8))
 
     def _scale(self, scales: Any, keys: "_Keys") -> Any:
-        """The scale of each slot, in its lane."""
+        """Returns the scale of each slot, in its lane."""
         builder = self.builder
         scale = vectors.constant(0, self.lanes)
         for lane in range(self.lanes):
@@ -287,7 +290,7 @@ class _Tile:
         return scale
 
     def _add_values(self, keys: "_Keys", row: Any, decay: Any, bounds: tuple[Any, Any]) -> None:
-        """The values by their weights, to what is left of the sum so far. Those of keys not seen are not looked at."""
+        """Adds the weighted values to the decayed sum. Values of invisible keys are not read."""
         builder = self.builder
         if self.attention.scaled:
             weights = builder.load(decay.type, self.weights)
@@ -328,10 +331,10 @@ class _Keys:
     """Up to as many keys of a page as a vector has lanes.
 
     Attributes:
-      first: the place of the first among the keys of its sequence.
-      slot: its slot.
-      count: how many there are, at least 1.
-      page: the number of vectors in the pool before slot 0 of this head.
+      first: index of the first key in its sequence.
+      slot: slot of the first key.
+      count: number of keys, at least 1.
+      page: number of vectors in the pool before slot 0 of this head.
     """
 
     first: Any

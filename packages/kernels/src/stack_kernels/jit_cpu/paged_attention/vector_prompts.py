@@ -1,6 +1,6 @@
 """Attention of a prompt's tokens to pages in vectors of float32, in LLVM IR.
 
-A number of a key or of a value meets a vector of all queries.
+Each number of a key or a value is multiplied with a vector over all queries.
 """
 
 from typing import Any, ClassVar
@@ -17,12 +17,12 @@ _ENTRY = 4
 
 
 class VectorPrompts(PromptTile):
-    """For float32; O^T is transposed in the end."""
+    """Prompt tiles in float32; O^T is transposed at the end."""
 
     dtype: ClassVar[str] = "float32"
 
     def open(self) -> None:
-        """Q^T, a line for each entry; zero where there is no query."""
+        """Stores Q^T, one line per entry; zero for missing queries."""
         builder = self.builder
         self.queries = builder.scratch(BYTE, self.parts * SQUARE)
         rows = [self.query_row(row) for row in range(TILE_QUERIES)]

@@ -24,7 +24,10 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
 
 
 def _tables(positions: Any, *, theta: float, scaling: Any, rotary_dim: int) -> tuple[Any, Any]:
-    """Cosines and sines in fp32. XLA materializes what a foreign function reads, so it computes each sine once."""
+    """Returns cosines and sines in fp32.
+
+    XLA materializes the inputs of a foreign function, so each is computed once.
+    """
     angles, factor = rope_angles(positions, theta=theta, scaling=scaling, rotary_dim=rotary_dim)
     return factor * jnp.cos(angles), factor * jnp.sin(angles)
 
@@ -45,7 +48,7 @@ def _rope(x: Any, positions: Any, *, interleaved: bool, wants: Any, **frequencie
 def _backward(
     arrays: Mapping[str, Any], options: Mapping[str, Any], output: Any, residuals: Any, cotangent: Any, *, wants: Any
 ) -> Mapping[str, Any]:
-    """What turned is turned back."""
+    """Rotates back by the negative angles."""
     frequencies = {name: option for name, option in options.items() if name != "interleaved"}
     cosine, sine = _tables(arrays["positions"], **frequencies)
     return {"x": _turned(cotangent, cosine, -sine)}

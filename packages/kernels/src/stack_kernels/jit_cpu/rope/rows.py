@@ -1,4 +1,4 @@
-"""Heads turned in LLVM IR."""
+"""Rotation of heads in LLVM IR."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -17,12 +17,13 @@ _TILE_SIZE = 16384
 
 @dataclass(frozen=True)
 class Turn:
-    """The pairs (i, i + r/2) of the first r features of every head turned, the rest as it is.
+    """Rotation of the pairs (i, i + r/2) of the first r features of every head; other features are copied.
 
-    The buffers are x[tokens, heads, head_dim] and float32[tokens, r/2] of cosines and of sines; the result is like x.
+    The buffers are x[tokens, heads, head_dim] and float32[tokens, r/2] of cosines and of sines; the result is shaped
+    like x.
 
     Attributes:
-      dtype: of x, one of `WRITTEN`.
+      dtype: dtype of x, one of `WRITTEN`.
     """
 
     dtype: str
@@ -33,7 +34,7 @@ class Turn:
 
 
 def turn_module(turn: Turn, processor: Processor) -> ir.Module:
-    """`@tiles` and `@tile`, which does some tokens."""
+    """Builds `@tiles` and `@tile`, which processes some tokens."""
     module = ir.Module(turn.name)
     builder = Builder(module, "tiles", [POINTER, POINTER], INDEX)
     _, (tokens, heads, head_dim) = builder.buffer(builder.parameters[1], 0, 3)
@@ -48,7 +49,7 @@ def _tile_tokens(builder: Builder, heads: Any, head_dim: Any) -> Any:
 
 
 class _Tile:
-    """Writes `@tile`."""
+    """Builder of `@tile`."""
 
     def __init__(self, module: ir.Module, turn: Turn, lanes: int) -> None:
         self.builder = builder = Builder(module, "tile", TILE)

@@ -1,4 +1,4 @@
-"""Fast implementations of stack's ops for TPU, GPU and CPU, and the tables that choose among them."""
+"""Fast implementations of stack's ops for TPU, GPU and CPU, and tuned tables that choose an implementation."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -72,7 +72,7 @@ class Expectation:
 
 
 class Expectations(tuple[Expectation, ...]):
-    """One row per implementation: supported ones by increasing time, then the ones that do not support the call."""
+    """One row per implementation: supported ones by increasing time, then unsupported ones."""
 
     def __str__(self) -> str:
         return "\n".join(map(str, self))
@@ -96,7 +96,7 @@ def expected(
       shapes: the op's arrays by parameter name: a shape, which gets `dtype` (int32 if the op takes integers, bool for
         masks), or any object with a shape and a dtype, including quantized arrays and pytrees.
       chip: name such as "h200" or "v5p" (`stack chips` lists them), or a `Chip`; defaults to the target chip.
-      dtype: dtype of floating arrays that are given as shapes.
+      dtype: dtype of floating arrays passed as shapes.
       direction: "forward" or "backward".
       options: the op's other arguments, such as `causal=True`.
 

@@ -5,7 +5,7 @@ from stack_core.abi.registry import Registrar
 
 STACK_ABI_MINOR = 0
 
-# One line per implementation: "op/implementation" and the attribute of stack_kernels that it is loaded from.
+# One line per implementation: "op/implementation" and its attribute in stack_kernels.
 _OPS: dict[str, str] = {
     "attention/cudnn": "attention.cudnn:CUDNN",
     "attention/splash": "attention.splash:SPLASH",

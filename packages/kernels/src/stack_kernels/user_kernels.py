@@ -53,9 +53,9 @@ def implementation(  # noqa: PLR0913  each is a field of OpImplementation
       residuals: names of the values that the function saves for a backward pass, as in `OpImplementation`.
       platforms: platforms it runs on, among "cpu", "gpu" and "tpu"; None for all.
       is_opaque: True if XLA cannot split it over devices, as is the case for a Pallas kernel.
-      priority: the implementation with the highest priority that supports a call is chosen; references have 0. A
-        negative priority runs only if it is named or a tuned table chooses it. Among equal priorities the first one
-        installed runs, with a warning.
+      priority: the implementation with the highest priority that supports a call is chosen; references have 0. An
+        implementation with a negative priority runs only if it is named or chosen by a tuned table. Among equal
+        priorities the first one installed runs, with a warning.
       before: names of the op's implementations that this one precedes regardless of priority: `("xla_cpu",)`.
 
     Raises:

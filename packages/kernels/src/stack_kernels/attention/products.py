@@ -36,7 +36,7 @@ def contract_heads(subscripts: str, left: Any, right: Any) -> Any:
 
 
 def merged(x: Any) -> Any:
-    """Reshapes [batch, kv_heads, group, rows, _] to the products' shape, the only one that XLA fuses more work into."""
+    """Reshapes [batch, kv_heads, group, rows, _] to the shape of the products, which XLA requires for fusion."""
     batch, kv_heads, group, rows, size = x.shape
     lead = (batch, kv_heads) if parts_of("act_heads") > 1 else (batch * kv_heads,)
     return x.reshape(*lead, group * rows, size)

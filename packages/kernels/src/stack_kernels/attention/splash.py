@@ -1,7 +1,7 @@
 """`attention` on TPUs: the splash kernel of the jax wheel.
 
-The kernel requires full tiles, averages all values of a tile for a query that may attend to no key, and has no scale.
-This adapter pads operands to tiles, zeroes the output of such queries, and scales the queries.
+The kernel requires full tiles, averages all values of a tile for a query without visible keys, and does not scale
+scores. This adapter pads operands to tiles, zeroes the output of such queries, and scales the queries.
 """
 
 import math

@@ -197,7 +197,7 @@ def gradients(
       lse: log of the softmax's denominator.
       of_output: cotangent of the output.
       of_lse: cotangent of the lse.
-      output: o; omitted if `weights` are given, since o_i do_i is then the mean of do_i v_j.
+      output: o; None if there are `weights`, since o_i do_i is then the mean of do_i v_j.
       weights: weights from `attend_one_tile`; without them they are recomputed tile by tile.
     """
     query, key = operands["query"], operands["key"]
@@ -332,7 +332,7 @@ def _part(x: Any, axis: int | None, start: Any, size: int) -> Any:
 
 
 def _added(x: Any, part: Any, places: Mapping[int, Any]) -> Any:
-    """Adds a part at its offset per axis; axes of size 1 are broadcast and have no offset."""
+    """Adds a part at its offset per axis; along axes of size 1, which are broadcast, the offset is 0."""
     starts: list[Any] = [0] * x.ndim
     for axis, start in places.items():
         if x.shape[axis] > 1:

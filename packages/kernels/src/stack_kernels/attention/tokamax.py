@@ -1,8 +1,8 @@
 """`attention` on Hopper and Blackwell: Tokamax's Mosaic-GPU kernels, forward and backward.
 
-The kernels support neither sinks nor segments, and average all values for a query that may attend to no key. This
-adapter turns segments into a mask, zeroes the output of such queries, and adds the sinks to the denominator afterwards:
-given the log-sum-exp that includes them, the kernel's own backward pass yields correct gradients.
+The kernels support neither sinks nor segments, and average all values for a query without visible keys. This adapter
+turns segments into a mask, zeroes the output of such queries, and adds the sinks to the denominator afterwards: given
+the log-sum-exp that includes them, the kernel's own backward pass yields correct gradients.
 """
 
 import importlib
@@ -262,8 +262,8 @@ def _limits(call: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     """Returns the mask of a call and the bounds of its keys.
 
     The mask is [batch, heads, q_seq, kv_seq]; the bounds are the first key and the end of the keys of each query,
-    [batch, 1, q_seq]. Each is None if it masks nothing. If `causal` alone limits the keys, both bounds are None,
-    because the kernel applies causality itself.
+    [batch, 1, q_seq]. Each is None if it masks nothing. If only `causal` limits the keys, both bounds are None, because
+    the kernel applies causality itself.
     """
     q_seq, kv_seq, mask = call["query"].shape[1], call["key"].shape[1], call["mask"]
     if call["segment_ids"] is not None:

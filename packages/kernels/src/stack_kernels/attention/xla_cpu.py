@@ -1,4 +1,4 @@
-"""`attention` on CPUs: one or a few batch rows at a time, so that the working set stays in the caches."""
+"""`attention` on CPUs: one or a few batch rows at a time, which keeps the working set in the caches."""
 
 import functools
 import math
@@ -164,8 +164,8 @@ def _over_batch(function: Callable[[Operands], Any], batch_rows: int, operands: 
     """Calls `function` on a few batch rows at a time; returns stacked results [batch, ...] and summed results.
 
     Args:
-      function: returns the pair (results per row, results to sum). Operands without a batch axis, or with one of size
-        1, are passed unsplit.
+      function: returns the pair (results per row, results to sum). Operands whose batch axis is missing or of size 1
+        are passed unsplit.
       batch_rows: number of rows per call; divides the batch.
       operands: arguments of the function by name.
     """

@@ -75,7 +75,7 @@ _CACHED_KEYS = 2048
 
 
 def _normal(**shapes: tuple[int, ...]) -> Draw:
-    """Samples arrays of unit variance; matrices are scaled so that their products have unit variance."""
+    """Samples arrays of unit variance; matrices are scaled for products of unit variance."""
 
     def arrays(rng: np.random.Generator) -> dict[str, np.ndarray]:
         drawn = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}

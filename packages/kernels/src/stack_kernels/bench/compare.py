@@ -2,9 +2,9 @@
 
 Both runs timed each call in turns with core's reference. The test compares the ratios of the rounds: a call regressed
 if its ratios exceed the baseline's by more than a tolerance, by the one-sided Mann-Whitney test, whose exact
-distribution makes no assumption about how times are distributed. The confidence applies to the whole comparison: at
-99%, one in a hundred comparisons of a program with itself reports any regression (Bonferroni: each of n tests gets an
-n-th of the error), if rounds vary as in the baseline. Two processes differ in more than that, for example in the
+distribution makes no assumption about how times are distributed. The confidence applies to the comparison of all calls:
+at 99%, one in a hundred comparisons of a program with itself reports any regression (Bonferroni: each of n tests gets
+an n-th of the error), if rounds vary as in the baseline. Two processes differ in more than that, for example in the
 placement of their arrays. Therefore `stack bench ops` repeats the measurement of each reported call, and there is a
 tolerance.
 
@@ -110,7 +110,8 @@ def _orders(sample_size: int, other_size: int) -> tuple[int, ...]:
     if not sample_size or not other_size:
         return (1,)
     counts = [0] * (sample_size * other_size + 1)
-    # If the greatest value is in the first sample, it exceeds all of the other sample; else it is in the other sample.
+    # The greatest value is either in the first sample, and then exceeds all of the second sample, or in the second
+    # sample.
     for wins, orders in enumerate(_orders(sample_size - 1, other_size)):
         counts[wins + other_size] += orders
     for wins, orders in enumerate(_orders(sample_size, other_size - 1)):

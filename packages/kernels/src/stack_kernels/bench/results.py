@@ -1,4 +1,4 @@
-"""Results of `stack bench ops`, as a file that later runs can compare with."""
+"""Results of `stack bench ops`, as a file to compare later runs against."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ class Row:
       dtype: measured dtype.
       direction: "forward", or "gradient" for the value and all gradients.
       asked: requested implementation, or "" if core chose.
-      ran: implementation that ran forward, plus the one that ran backward if different, each with its config.
+      ran: implementation that ran forward and, if different, backward, each with its config.
       wall_s: wall seconds of each round.
       cpu_s: CPU seconds of each round, over all threads.
       reference_wall_s: wall seconds of the reference in the same rounds.

@@ -157,7 +157,7 @@ def _is_floating(array: Any) -> bool:
 
 
 def _explained(task: Task, arrays: Mapping[str, Any]) -> ops.ExplainedCall | UnsupportedOp:
-    """Returns the implementations chosen for the call, or the error if none runs it."""
+    """Returns the implementations chosen for the call, or the error if it is unsupported."""
     (explained,) = ops.explain(task.call(task.asked or None), arrays)
     for choice in (explained.forward, explained.backward) if task.direction == "gradient" else (explained.forward,):
         if isinstance(choice, UnsupportedOp):
@@ -168,7 +168,7 @@ def _explained(task: Task, arrays: Mapping[str, Any]) -> ops.ExplainedCall | Uns
 
 
 def _ran(task: Task, explained: ops.ExplainedCall) -> str:
-    """Names the implementations that ran, or the single one if both directions use it."""
+    """Names the implementations that ran, only once if both directions share it."""
     forward, backward = _named(explained.forward), _named(explained.backward)
     return forward if task.direction == "forward" or forward == backward else f"{forward}, backward {backward}"
 

@@ -1,4 +1,4 @@
-"""Child processes that report line by line, so that a crash, hang or broken device loses nothing already reported."""
+"""Child processes that report line by line; a crash, hang or broken device loses nothing already reported."""
 
 import json
 import os

@@ -44,9 +44,7 @@ def implementations_for(op: str, platform: str) -> list[str]:
 
 
 def contract_of(op: str, deadline_s: float, *, log: Path) -> tuple[list[Contract], str | None]:
-    """Runs an op's checks in child processes.
-
-    Returns the results per implementation and what was not reached, if anything.
+    """Runs an op's checks in child processes; returns the results per implementation, and a note if it stopped early.
 
     A check that crashes its child counts as "died", and another child continues with the next check.
     """

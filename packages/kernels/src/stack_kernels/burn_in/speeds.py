@@ -1,7 +1,7 @@
 """Measures every implementation at the standard calls. `python -m stack_kernels.burn_in.speeds OUT SECONDS OPS`.
 
-Writes the results after each call, so that only the remaining calls are lost if the device breaks. Prints a JSON object
-for each call that failed.
+Writes the results after each call: if the device breaks, only the remaining calls are lost. Prints a JSON object for
+each call that failed.
 """
 
 import json

@@ -49,7 +49,7 @@ def bench_ops(
 
     Args:
       rounds: turns per call, at most 50.
-      budget_s: approximate time limit in seconds; calls not reached are left out.
+      budget_s: approximate time limit in seconds; calls not reached are skipped.
       compare: results of an earlier run on this chip.
       tolerance: relative slowdown that is tolerated; 0.05 is 5%.
       json: write the results to this file, as a baseline for later runs.
@@ -100,7 +100,7 @@ def _check(rounds: int, budget_s: float, tolerance: float, writes: Sequence[Path
 
 @dataclass
 class _Measuring:
-    """Measures tasks one after the other and shows progress.
+    """Measures tasks in order and shows progress.
 
     Attributes:
       rounds: turns per call.

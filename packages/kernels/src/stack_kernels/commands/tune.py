@@ -49,7 +49,7 @@ def tune(
       target: the function to tune.
       budget_s: seconds to measure, compilations included.
       tables: folder for the results, by default the first one that STACK_TUNED_TABLES names or .stack/tuned; set
-        STACK_TUNED_TABLES to this folder in processes that should use them.
+        STACK_TUNED_TABLES to this folder to use the results.
       again: repeat measurements that the table already has.
       clear: delete the tables of the folder first.
       merge: merge the measurements of these files first.

@@ -2,7 +2,7 @@
 
 The kernel takes both weights as one array, [d_in, 2, d_out], so they are copied into one for each call. If the weights
 are large in relation to the rows, the copy costs more than the kernel saves; therefore it runs only if named or
-measured as fastest. Rows are padded to tiles. The gradient is left to other implementations, since Tokamax's is XLA's.
+measured as fastest. Rows are padded to tiles. Other implementations compute the gradient, since Tokamax's is XLA's.
 """
 
 import importlib

@@ -67,8 +67,8 @@ def gated_gradients(
     wants: frozenset[str],
 ) -> Mapping[str, Any]:
     """Computes the gradients from x and the two products, in their dtype; recomputes f(x G)."""
-    # Without the barrier, XLA would share f(x G) with the forward pass if both are in one computation, and keep it in
-    # fp32 in between.
+    # Without the barrier, if both passes are in one computation, XLA would share f(x G) with the forward pass and hold
+    # it in fp32 until the backward pass.
     given = {name: arrays[name] for name in ("x", "w_gate", "w_up")}, residuals["gate"], residuals["up"], cotangents
     operands, *of_rows = lax.optimization_barrier(given)
     x, products = operands["x"], how.products

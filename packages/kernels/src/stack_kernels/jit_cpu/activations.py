@@ -17,8 +17,8 @@ def _silu(builder: Builder, x: Any) -> tuple[Any, Any]:
     """Computes f = x s and f' = s + f (1 - s), with s the sigmoid."""
     build, one = builder.build, constant(1, x.type.count)
     sigmoid = build.fdiv(one, build.fadd(exp(builder, build.fneg(x)), one))
-    # Below the range of `exp`, the sigmoid is less than any normal number and becomes 0. Times -inf that is NaN, as in
-    # the reference.
+    # The sigmoid becomes 0 below the range of `exp`, where it is less than any normal number; 0 times -inf is NaN, as
+    # in the reference.
     sigmoid = build.select(
         build.fcmp_ordered("<", x, constant(_LEAST, x.type.count)), constant(0, x.type.count), sigmoid
     )

@@ -18,8 +18,8 @@ _VOID = ir.VoidType()
 _DATA, _DIMS = 24, 40  # in XLA_FFI_Buffer
 _LINE_BYTES = 64
 _SCRATCH_BYTES = "scratch_bytes"
-# With this attribute a stack frame of several pages touches each of them in order, so that a stack overflow crashes at
-# once instead of writing past the guard page.
+# A stack frame of several pages then touches each page in order: a stack overflow crashes at once instead of writing
+# past the guard page.
 _PROBES = '"probe-stack"="inline-asm"'
 
 

@@ -34,7 +34,7 @@ _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 
 @dataclass(frozen=True)
 class Processor:
-    """Properties of the processor that kernels are written for.
+    """Properties of the target processor of kernels.
 
     Attributes:
       count: number of processors that this process may run on.
@@ -61,7 +61,7 @@ class Processor:
 
 @functools.cache
 def this_processor() -> Processor | None:
-    """Returns the local processor; None if kernels do not support it: they need Linux on x86-64 with AVX2 and FMA."""
+    """Returns the local processor, or None unless it runs Linux on x86-64 with AVX2 and FMA, which kernels need."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return None
     has = dict(llvm.get_host_cpu_features())
@@ -88,7 +88,7 @@ def _may_use_tiles() -> bool:
 
 
 def on_this_cpu(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
-    """Implements `supports` for code compiled for the local processor, which one device runs on all of it."""
+    """Implements `supports` for code compiled for the local processor and run on all of its cores by one device."""
     if not chip.model.startswith(_cpu_model()):
         return f"it is compiled for the processor at hand, and the target is {chip.model or 'any CPU'}"
     if jax.default_backend() != "cpu" or jax.device_count() > 1:

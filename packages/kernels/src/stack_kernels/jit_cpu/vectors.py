@@ -35,7 +35,7 @@ def exp(builder: Builder, x: Any) -> Any:
 
     Inputs below -87.3 count as -87.3, the end of normal results.
 
-    NaN stays NaN, so that an invalid score does not become a small weight.
+    NaN stays NaN; otherwise an invalid score would become a small weight.
 
     Source: Moshier, Cephes Mathematical Library, expf.
     """

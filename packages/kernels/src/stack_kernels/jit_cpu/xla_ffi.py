@@ -1,4 +1,4 @@
-"""Protocol of XLA's foreign function interface for handlers, and a check that a handler follows it."""
+"""Protocol of XLA's foreign function interface for handlers, and checks of compiled handlers."""
 
 import ctypes
 import functools

@@ -1,4 +1,4 @@
-"""Calls that the laboratory compiles, as shapes: of an 8B Llama, a mixture of experts and a delta rule."""
+"""Calls that the laboratory compiles, as shapes: an 8B Llama, a mixture of experts and a delta rule."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -84,7 +84,7 @@ def compile_for(
 class _Process:
     """A compiling process.
 
-    After its rows are read, `failure` says why it ended early and `started` what it was compiling.
+    After its rows are read, `failure` is the reason of an early end and `started` the row in progress.
     """
 
     chip: str

@@ -37,7 +37,7 @@ class Usage:
 
 
 def kernels_of(text: str) -> dict[str, int]:
-    """Counts the kernel calls of a compiled program by name; "target:name" if the name alone says little."""
+    """Counts the kernel calls of a compiled program by name; "target:name" unless the name is informative."""
     found: Counter[str] = Counter()
     for name, target in _CALL.findall(text):
         if _TARGETS.fullmatch(target):

@@ -1,7 +1,7 @@
-"""The support table: where each implementation ran, was interpreted, compiles or is refused; and its page.
+"""The support table, with the status of each implementation on each chip, and its page.
 
-A cell stands for an implementation on a chip. The number of supported calls is known without a compiler, which lets a
-test check the table against the code.
+A cell stands for an implementation on a chip. The number of supported calls needs no compiler, which lets a test check
+the table against the code.
 """
 
 import contextlib
@@ -85,7 +85,7 @@ def this_processor() -> dict[str, Any]:
 def calls_of(op: str) -> tuple[OpCall, ...]:
     """Returns the calls of the op's contract in float32 and bfloat16, and of the laboratory, as `supports` sees them.
 
-    Calls that need more devices than available are left out.
+    Calls that need more devices than available are skipped.
     """
     return tuple(_calls(op))
 
@@ -157,7 +157,7 @@ class Table:
         return cls(found["versions"], found["processor"], cells)
 
     def write(self, path: Path) -> None:
-        """Writes the table, and updates the page of the same name next to it."""
+        """Writes the table, and updates the adjacent page of the same name."""
         cells = {name: {at: asdict(cell) for at, cell in row.items()} for name, row in sorted(self.cells.items())}
         found = {"versions": self.versions, "processor": self.processor, "cells": cells}
         path.write_text(json.dumps(found, indent=1) + "\n")

@@ -36,7 +36,7 @@ _SHARED_BYTES = 200 * 2**10  # of the 227 KiB limit per block
 
 @dataclasses.dataclass(frozen=True)
 class SplitTile:
-    """Tile sizes along d_in and d_out, and the number of parts of d_in."""
+    """Tile sizes along d_in and d_out, and the number of parts into which d_in is split."""
 
     d_in: int
     d_out: int

@@ -1,7 +1,7 @@
 """`linear` on TPUs with a quantized weight: codes are decoded in VMEM, tile by tile, just before the product.
 
 If many rows need the weight, XLA writes the decoded weight to memory, at two to four times the traffic of the codes.
-The gradient of x multiplies by the transpose in the same way. Products of two quantized operands are left to XLA.
+The gradient of x multiplies by the transpose in the same way. XLA computes products of two quantized operands.
 """
 
 import functools

@@ -41,7 +41,7 @@ class Products:
 def product(rows: jax.Array, weight: jax.Array, dtype: DTypeLike, products: Products | None = None) -> jax.Array:
     """Computes rows[n, d_in] @ weight[d_in, d_out] as `dtype` with fp32 accumulation.
 
-    By XLA unless `products` is given.
+    By default XLA computes the product.
     """
     return _product(products or XLA, jnp.dtype(dtype), *vary_alike(rows, weight))
 
@@ -102,8 +102,8 @@ def _times(rows: jax.Array, weight: jax.Array, dtype: DTypeLike) -> jax.Array:
 def total(parts: jax.Array, axis: int) -> jax.Array:
     """Sums over an axis by adding up to 128 slices at a time; XLA's own reduction takes 1.5 times as long.
 
-    The slices are taken from the original array, not from a reshaped one: XLA of jax 0.10 would compute `parts` again
-    for each.
+    They are slices of the original array, because slices of a reshaped array are slow: XLA of jax 0.10 would compute
+    `parts` again for each.
     """
     count = parts.shape[axis]
     addends = next(size for size in range(min(count, _MOST_ADDENDS), 0, -1) if count % size == 0)
@@ -125,9 +125,9 @@ def _is_one_row(rows: jax.Array, weight: jax.Array) -> bool:
 def _one_row(rows: jax.Array, weight: jax.Array) -> jax.Array:
     """Computes rows[1, d_in] @ weight[d_in, d_out] in fp32 in one pass over the weight, whose read time dominates.
 
-    The terms of each sum are far apart, so that the weight is read in 16 long streams, which processors prefetch. All
-    products of a 40M-parameter model reach 29 GB/s in fp32 and 19 GB/s in bf16 on two cores; the backend's own product
-    reaches 20 and 11.
+    The terms of each sum are far apart: the weight is read in 16 long streams, which processors prefetch. All products
+    of a 40M-parameter model reach 29 GB/s in fp32 and 19 GB/s in bf16 on two cores; the backend's own product reaches
+    20 and 11.
     """
     x = lax.optimization_barrier(rows.astype(jnp.float32).T).reshape(_STREAMS, -1, 1)
     slices = weight.reshape(_STREAMS, -1, weight.shape[1])

@@ -57,7 +57,7 @@ def supports_quantized(call: OpCall, chip: Chip, config: Any = None) -> bool | s
 def quantized_product(x: Any, weight: Any, dtype: DTypeLike, config: QuantizedConfig) -> jax.Array:
     """Computes x[..., d_in] @ weight[d_in, d_out] as `dtype`, with one or both operands quantized.
 
-    The gradients are those of the product of the dequantized operands.
+    The gradients are computed from the product of the dequantized operands.
     """
     return _product(jnp.dtype(dtype), config, *vary_alike(x, weight))
 
@@ -79,7 +79,7 @@ def _product(dtype: jnp.dtype, config: QuantizedConfig, x: Any, weight: Any) -> 
 
 
 def _dense_product(dtype: jnp.dtype, x: Any, weight: Any) -> jax.Array:
-    """Computes the product of the dequantized operands, which defines the result; all gradients are derived from it."""
+    """Computes the product of the dequantized operands, which defines the result and all gradients."""
     floating = next((array.dtype for array in (x, weight) if not is_quantized(array)), jnp.float32)
     if is_quantized(x):
         x = dequantized(x, floating)
@@ -138,9 +138,9 @@ def _fused_terms(tile_rows: int) -> int:
 def _fused(rows: jax.Array, part: Columns, terms: int) -> jax.Array:
     """Sums `terms` products in one pass over the codes, then the rest of the sum, then applies the scales.
 
-    The terms of a sum are as far apart as the tile allows, so that codes are read in `terms` long contiguous streams,
-    which processors prefetch. For 512 x 1408 int8 read from memory, a row took 39 us, and 66 us with neighboring terms.
-    More than 8 streams, often a multiple of 4096 bytes apart, would evict each other from the L1 cache.
+    The terms of a sum are as far apart as the tile allows: codes are read in `terms` long contiguous streams, which
+    processors prefetch. For 512 x 1408 int8 read from memory, a row took 39 us, and 66 us with neighboring terms. More
+    than 8 streams, often a multiple of 4096 bytes apart, would evict each other from the L1 cache.
     """
     tiles, width = len(part.scale), part.stored.shape[1]
     # Without the barrier, the rows are recomputed in the loop, which XLA of jax 0.10 then does not vectorize.

@@ -50,7 +50,7 @@ def linear_cross_entropy(
 
 
 def _over_parts(function: Any, rows: Rows, weight: Any) -> Any:
-    """Maps over the row parts of a mesh, so that each loop stays on one device."""
+    """Maps over the row parts of a mesh; each loop then stays on one device."""
     if rows.labels.shape[0] == 1:
         return function(jax.tree.map(lambda x: x[0], rows), weight)[None]
     return jax.vmap(function, in_axes=(0, None))(rows, weight)
@@ -58,7 +58,7 @@ def _over_parts(function: Any, rows: Rows, weight: Any) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _total(loss: Loss, rows: Rows, weight: Any) -> Any:
-    """Computes the sum of losses times shares. Under differentiation the gradients are computed together with it."""
+    """Computes the sum of losses times shares. Under differentiation it also computes the gradients."""
     return _summed(_losses(loss, rows, weight), rows)
 
 

@@ -33,7 +33,7 @@ class NormBlock:
 
     Attributes:
       rows: rows along the axes before the normed one.
-      columns: columns along the axes after it; 1 if there are no such axes.
+      columns: columns along the axes after the normed one; 1 for the last axis.
       warps: warps per block.
     """
 

@@ -1,7 +1,7 @@
 """`paged_attention` on TPUs for decoding: each query reads the pages of its own sequence in place.
 
-The tables are in scalar memory before the kernel starts, so that a page is fetched during the attention to the previous
-one. Steps after a sequence's last page name that page again, which fetches nothing.
+The tables are in scalar memory before the kernel starts, which allows fetching a page during the attention to the
+previous page. Steps after a sequence's last page name that page again, which fetches nothing.
 """
 
 import functools

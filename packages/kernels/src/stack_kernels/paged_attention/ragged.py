@@ -4,8 +4,8 @@ The kernel reads one pool with alternating heads of keys and values, supports on
 sequences without keys that it never fetched, leaves tokens of no sequence unwritten, and averages invisible values for
 a query without visible ones. This adapter gives such sequences a key, and zeroes such tokens and queries.
 
-Unlike in the reference, a NaN in a key or a value reaches every query of its sequence, even queries that may not attend
-to it.
+Unlike in the reference, a NaN in a key or a value reaches every query of its sequence, even queries to which it is
+invisible.
 """
 
 import functools
@@ -117,7 +117,7 @@ def _attention(query: Any, key_pages: Any, *, config: RaggedTiles, **call: Any) 
 def _visited(starts: Any) -> tuple[Any, Any]:
     """Returns the starts passed to the kernel, and how many sequences it visits, int32[1]: up to the last with a query.
 
-    At least one sequence has a query, so that the kernel waits for the page that it fetches first.
+    At least one sequence has a query; otherwise the kernel would not wait for the page that it fetches first.
     """
     places = jnp.arange(len(starts), dtype=jnp.int32)
     given = jnp.where(starts[-1] > starts[0], starts, jnp.minimum(places, 1))

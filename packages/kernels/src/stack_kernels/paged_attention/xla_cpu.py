@@ -1,6 +1,6 @@
-"""`paged_attention` on CPUs for decoding: one query after the other, each over the pages of its own sequence only.
+"""`paged_attention` on CPUs for decoding: queries run in order, each over the pages of its own sequence only.
 
-Each loop ends with its sequence, so that short sequences do not wait for the longest. Pages are read in place. If query
+Each loop ends with its sequence, and short sequences do not wait for the longest. Pages are read in place. If query
 heads share key heads, all heads have one product with the slots [slots, kv_heads * head_dim]. Each query is then
 widened to all key heads and is zero outside its own head:
 

@@ -54,7 +54,7 @@ class WarpTiles:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One of the kernels, with the properties that its adapter needs.
+    """A kernel, with the properties that its adapter needs.
 
     Attributes:
       name: name of the implementation.

@@ -1,7 +1,7 @@
 """`ragged_dot` on CPUs: one group at a time, in full tiles of rows and one tile that barely exceeds the remaining rows.
 
-Loops end with the rows of a group, and each matrix is read once per group. The work is that of the rows, plus less than
-a third of each group's remainder. Such a loop cannot be differentiated, so the gradients are written explicitly. Under
+Loops end with the rows of a group, and each matrix is read once per group. The work exceeds the rows by less than a
+third of each group's remainder. Such a loop cannot be differentiated, so the gradients are written explicitly. Under
 `jax.vmap` it would compute every tile size for every group of all elements, so mapped elements run one by one.
 """
 
@@ -124,7 +124,7 @@ def _over_tiles(add: Callable[[int, Any, Any], Any], begin: Any, end: Any, rows:
 
 
 def _padded(array: Any) -> Any:
-    """Pads with a full tile of rows, so that a tile may begin at any row, or after the last."""
+    """Pads with a full tile of rows, which lets a tile begin at any row, or after the last."""
     return jnp.pad(array, ((0, _FULL_ROWS), (0, 0)))
 
 

@@ -1,1 +1,1 @@
-"""Measures op implementations and stores the results in tables that choose among them."""
+"""Measures op implementations and stores the results in tables that choose implementations."""

@@ -31,7 +31,7 @@ class WrongNumbers(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """An implementation with one of its configs, None if it has no configs; equal if the keys are equal."""
+    """An implementation with a config, or with None if it takes no config; equal if the keys are equal."""
 
     implementation: OpImplementation
     config: Any = None
@@ -49,7 +49,7 @@ class Candidate:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the forward pass saves private residuals; its backward pass is then not timed separately."""
+        """True if the forward pass saves private residuals; its backward pass is then not timed separately."""
         return OWN in self.implementation.residuals
 
     @property

@@ -1,6 +1,6 @@
-"""`stack tune` in a child process, so that a crash or a hang of an implementation does not end the search.
+"""`stack tune` in a child process, which protects the search from crashes and hangs of implementations.
 
-The child records each candidate before it tries it. If a signal or the time limit ends the child, that candidate is
+The child records each candidate before the attempt. If a signal or the time limit ends the child, that candidate is
 recorded as failed and another child continues with the rest.
 """
 
@@ -33,7 +33,7 @@ def tune_in_child(
     say: Callable[[str], None],
     grace_s: float = _GRACE_S,
 ) -> int:
-    """Runs `stack tune ARGUMENTS` in child processes until one of them exits normally; returns its exit status.
+    """Runs `stack tune ARGUMENTS` in child processes until a child exits normally; returns its exit status.
 
     Args:
       arguments: arguments of the command.

@@ -1,7 +1,7 @@
 """Cross-validation of the choice by published timings: each model's shapes are held out in turn.
 
-For each call that was timed with two or more implementations, the one chosen from the timings of other models is
-compared with the fastest. The baseline is the fixed order by which Tokamax chooses.
+For each call that was timed with two or more implementations, the choice by the timings of other models is compared
+with the fastest. The baseline is the fixed order by which Tokamax chooses.
 """
 
 import collections

@@ -3,7 +3,7 @@
 The nearest measured sizes decide which implementations and configs are compared; their times at the sizes of the call
 are interpolated from all nearby measurements. Measurements are ignored if the size ratios multiply to more than eight.
 
-The forward pass is chosen before it is known whether the call will be differentiated. If gradients were measured, the
+The choice of the forward pass cannot depend on whether the call will be differentiated. If gradients were measured, the
 pair of forward and backward with the least time for value and gradient decides both:
 
     T(f, b) = G(b)           b is f, and its forward pass saves residuals for its own backward pass
@@ -38,7 +38,7 @@ _KNOWN_CALLS = 4096
 
 
 class RelativeChipWarning(UserWarning):
-    """This chip has no measurements, so the measurements of another chip are used."""
+    """Measurements of another chip are used, for lack of measurements of this chip."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ class TunedTables:
         return choice
 
     def forget(self) -> None:
-        """Discards the tables, so that the next lookup loads them again."""
+        """Discards the tables; the next lookup loads the files again."""
         self._loaded = None
 
     def _say_relative(self, name: ChipName, near: ChipName) -> None:
@@ -306,7 +306,7 @@ def _nearest(chip: Chip, known: Iterable[ChipName]) -> ChipName | None:
 
 
 def nearest_chip(name: ChipName, known: Iterable[ChipName]) -> ChipName | None:
-    """Returns the chip itself, or the chip of its platform with the nearest peaks; None if there is no such chip."""
+    """Returns the chip itself, or the chip of its platform with the nearest peaks; None without such a chip."""
     relatives = [other for other in known if _platform(other.kind) == _platform(name.kind)]
     if name in relatives:
         return name

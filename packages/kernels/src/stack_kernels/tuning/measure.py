@@ -167,8 +167,8 @@ def measure(
 ) -> Measured[K]:
     """Times the candidates in turns.
 
-    Each candidate is first called twice, to compile it and to estimate its duration; candidates that raise are left
-    out. Ctrl-C ends the measurement and keeps the results so far. The first round always completes, regardless of the
+    Each candidate is first called twice, to compile it and to estimate its duration; candidates that raise are dropped.
+    Ctrl-C ends the measurement and keeps the results so far. The first round always completes, regardless of the
     budget.
 
     Args:
@@ -176,8 +176,8 @@ def measure(
       budget_s: wall seconds, compilation included, after which no further turn begins. A candidate that was not reached
         has no timing.
       rounds: maximum number of turns per candidate.
-      stop_early: drop candidates that are clearly slower than the fastest from later rounds, and stop when only one is
-        left. If False, all candidates have the same number of rounds.
+      stop_early: drop candidates that are clearly slower than the fastest from later rounds, and stop when one
+        candidate remains. If False, all candidates have the same number of rounds.
       compiled: the candidates have been called before, so one warm-up call is enough.
       on_round: called after each round, for progress.
     """
@@ -214,7 +214,7 @@ def _take_turns(
     stop_early: bool,
     on_round: Callable[[], None] | None,
 ) -> bool:
-    """Runs the rounds; returns whether the budget was enough for them. Each candidate has a turn in the first round."""
+    """Runs the rounds; returns False if the budget ended them early. Each candidate has a turn in the first round."""
     for number in range(rounds if running else 0):
         start = number % len(running)
         for candidate in running[start:] + running[:start]:

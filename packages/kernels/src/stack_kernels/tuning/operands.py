@@ -1,8 +1,7 @@
-"""Realistic random operands for a call of which only shapes and dtypes are known.
+"""Realistic random operands for a call, given only its shapes and dtypes.
 
 Labels are within the vocabulary, group sizes add up to the rows, block tables name existing pages, and segments are
-contiguous. Lengths are between half the capacity and all of it, so that kernels that skip padding have something to
-skip.
+contiguous. Lengths are between half the capacity and all of it, which gives kernels some padding to skip.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +19,7 @@ __all__ = ["draw_operands"]
 _SEGMENTS = 4
 _ALLOWED_SHARE = 0.9
 _IGNORED_SHARE = 0.05
-_LOGICAL_SCALE = 0.02  # standard size of dequantized values, like that of weights
+_LOGICAL_SCALE = 0.02  # scale of dequantized values, similar to weights
 
 _WITHOUT_ADAPTER_SHARE = 0.25
 
@@ -84,7 +83,7 @@ def _adapters(struct: Any, call: OpCall, rng: np.random.Generator) -> jax.Array:
 
 
 def _segments(struct: Any, call: OpCall, rng: np.random.Generator) -> Any:
-    """Returns segment ids of queries and keys: equal parts, in order, so that each segment has queries and keys."""
+    """Returns segment ids of queries and keys: equal parts, in order; each segment has queries and keys."""
 
     def ids(one: Any) -> jax.Array:
         row = 1 + np.arange(one.shape[1]) * _SEGMENTS // max(one.shape[1], 1)

@@ -48,7 +48,7 @@ class Job:
 
     Attributes:
       case: kind and direction of the call, as in tables.
-      call: one of the calls.
+      call: a representative of the calls.
       calls: number of executions in one call of the function.
       sources: source lines of the calls.
       before: candidate chosen before tuning.
@@ -111,7 +111,7 @@ def tune(
     progress: Progress | None = None,
     trying: Path | None = None,
 ) -> TuneReport:
-    """Measures the candidates for each op call in `fn(*args)`, so that later calls use the fastest.
+    """Measures the candidates for each op call in `fn(*args)`; later calls use the fastest.
 
     `fn` is traced, not run. For each distinct op call in it, including calls inside `jit`, `scan`, `vmap`, `grad` and
     `checkpoint`, every supported implementation is tried with every config on random operands: forward, and if the call
@@ -300,7 +300,7 @@ class _Search:
         return estimate_s(samples, job.case.shape) if samples else float("inf")
 
     def _measure(self, job: Job, wanted: Sequence[Candidate], share_s: float, found: list[Measurement]) -> str:
-        """Appends measurements to `found`; returns what is missing, in words."""
+        """Appends measurements to `found`; returns a description of missing ones, or ""."""
         end_s = time.perf_counter() + share_s
         trial = Trial(job.call, job.case.gradients_of)
         try:

@@ -1,8 +1,8 @@
 """Features of a call that its speed depends on: sizes, compared by distance, and traits, which must be equal.
 
-Traits are dtypes, the set of arrays present, quantization and enabled options; option values that no kernel depends on
-are left out, such as `scale` or `theta`. Sizes are the op's axes under their own names, and integer options such as the
-sides of a window.
+Traits are dtypes, the set of arrays present, quantization and enabled options; option values that do not affect any
+kernel's speed are excluded, such as `scale` or `theta`. Sizes are the op's axes under their own names, and integer
+options such as the sides of a window.
 """
 
 import functools
@@ -78,7 +78,7 @@ class CallShape:
         return tuple((name, bucket_of(size)) for name, size in self.sizes)
 
     def distance(self, other: "CallShape") -> float:
-        """Returns the sum of |log2| of the size ratios: 3 if one size is eight times the other.
+        """Returns the sum of |log2| of the size ratios: 3 for a ratio of eight.
 
         Infinite if the calls differ in anything but their sizes.
         """

@@ -1,8 +1,8 @@
 """Sources of tuned tables: tables shipped with this package, measurements of this directory, and a user's files.
 
-Measurements affect only processes that start in the directory in which they were made. `STACK_TUNED_TABLES` names files
-and folders of tables, separated as in `PATH`, that replace the shipped tables and the directory's own; set but empty,
-it disables tables.
+Measurements affect only processes that start in the directory of the measuring process. `STACK_TUNED_TABLES` names
+files and folders of tables, separated as in `PATH`, that replace the shipped tables and the directory's own; set but
+empty, it disables tables.
 """
 
 import contextlib

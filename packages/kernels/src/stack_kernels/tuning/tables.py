@@ -101,8 +101,8 @@ class Measurement:
       spread: interquartile range over the median.
       cpu_s: median CPU seconds of a call, over all threads of the process.
       rounds: number of rounds.
-      whole: True in a backward case if the seconds are those of value and gradient together, because the passes share
-        private residuals; False if they are those of the gradient.
+      whole: True in a backward case if the seconds cover value and gradient together, because the passes share private
+        residuals; False if they cover only the gradient.
       versions: versions of jax and of the measured packages.
       date: ISO 8601, UTC.
     """
@@ -149,7 +149,7 @@ class Table:
     def merge(self, *others: "Table | Iterable[Measurement]") -> "Table":
         """Returns a table with the measurements of others added.
 
-        Per key the newer wins, on equal age the one of more rounds.
+        Per key the newer measurement wins; at equal age, the measurement with more rounds.
 
         Raises:
           TuningError: another table is for another chip.

@@ -270,7 +270,7 @@ class Block:
         return self.builder.load(wide, place) if self.mask is None else self.builder.masked_load(wide, place, self.mask)
 
     def _pairs(self, lines: list[Any]) -> list[Any]:
-        """Interleaves two bf16 rows, so that the two values of each column are adjacent."""
+        """Interleaves two bf16 rows, making the two values of each column adjacent."""
         count = min(self.vectors, 2) * self.lanes
         parts: list[Any] = []
         for first in range(0, self.vectors * self.lanes, count):

@@ -116,7 +116,7 @@ def _plain_product(rows: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _part_rows(weight: jax.Array, most: int) -> int:
-    """Returns the number of weight rows per part: equal parts, large for wide weights so that few sums are added."""
+    """Returns the number of weight rows per part: equal parts, large for wide weights to add few sums."""
     depth, columns = weight.shape
     return math.gcd(depth, most if columns <= SEGMENT_COLUMNS else 4 * _PART_ROWS)
 

@@ -117,7 +117,7 @@ class _Tile:
         builder.close()
 
     def _multiply(self, column: Any, blocks: dict[int, Any]) -> None:
-        """Multiplies a block of columns with all rows, one part of k after the other."""
+        """Multiplies a block of columns with all rows, by consecutive parts of k."""
         builder, tiles = self.builder, self.found["tiles"]
         depth = builder.over(self.found["depth"], tiles)
         part = INDEX(PANEL_STEPS * self.product.step) if len(blocks) > 1 else depth

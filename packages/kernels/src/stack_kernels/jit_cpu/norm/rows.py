@@ -63,7 +63,7 @@ def _tile_rows(builder: Builder, size: Any) -> Any:
 
 
 class RowTile:
-    """Builder of `@tile`, which processes some rows h, one after the other.
+    """Builder of `@tile`, which processes some rows h in order.
 
     Args:
       module: module to add the function to.

@@ -20,7 +20,7 @@ class PagedAttention:
     The buffers are query[tokens, heads, head_dim]; the pools of keys and of values in the axes of `layout`; int32 block
     tables[batch, pages], kv_lengths[batch] and query_starts[batch + 1]; and, if `scaled`, pools of a float32 scale for
     each vector of keys and of values. The results are the output, shaped like the query, and the running maximum and
-    the sum of the softmax, float32[tokens, heads]; all are 0 for tokens with nothing to attend to.
+    the sum of the softmax, float32[tokens, heads]; all are 0 for tokens without visible keys.
 
     Attributes:
       lanes: lanes of its vectors; divides head_dim.

@@ -175,7 +175,7 @@ class PromptTile(ABC):
         after = highest.get()
         self.maximum.set(after)
         level = build.select(build.fcmp_ordered(">", after, nothing), after, vectors.constant(0, TILE_QUERIES))
-        # Sums before the first key are zero, so that the decay has no effect on them.
+        # Before the first key the sums are zero and the decay is irrelevant.
         decay = vectors.exp(builder, build.fsub(before, level))
         builder.store(decay, self.decay)
         self.total.set(build.fmul(self.total.get(), decay))

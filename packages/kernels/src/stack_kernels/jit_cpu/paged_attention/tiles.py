@@ -195,7 +195,7 @@ class _Tile:
         # The maximum ignores NaN, and it is -inf if all scores are; the values of visible keys are added nevertheless.
         with builder.when(builder.build.or_(is_finite, vectors.any_lane(builder, seen))):
             level = builder.splat(builder.build.select(is_finite, after, ir.Constant(FLOAT, 0.0)), lanes)
-            # What there was before the first key is 0, and stays it.
+            # Before the first key the sums are zero and the decay is irrelevant.
             decay = vectors.exp(builder, builder.build.fsub(builder.splat(before, lanes), level))
             weights = vectors.exp(builder, builder.build.fsub(scores, level))
             is_absent = builder.build.fcmp_ordered("==", scores, nothing)

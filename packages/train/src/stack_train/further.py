@@ -1,4 +1,4 @@
-"""Models of an objective's own that a run trains beside its model: a critic, the head of a reward model."""
+"""Auxiliary models that an objective trains together with the run's model, such as a critic or a reward head."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ __all__ = ["FurtherModel", "FurtherState", "further_models"]
 @partial(jax.tree_util.register_dataclass, data_fields=["params", "opt_state"], meta_fields=[])
 @dataclass(frozen=True)
 class FurtherState:
-    """What an update of a further model reads and writes; or its shapes, or its shardings, in the same structure."""
+    """Parameters and optimizer state of an auxiliary model, or their shapes or shardings in the same structure."""
 
     params: Any
     opt_state: Any
@@ -33,13 +33,15 @@ class FurtherState:
 
 @dataclass(frozen=True)
 class FurtherModel:
-    """A model of the objective's own, with an optimizer state of its own.
+    """An auxiliary model of the objective, with its own optimizer state.
 
     Attributes:
-      make: `make(model_config, *, key)` builds it.
-      model_config: of the run's model.
-      optimizer: the run's settings; their groups match paths that begin with `name`.
-      steps: updates of the whole run.
+      name: name of the model, by which the objective receives it.
+      make: `make(model_config, *, key)` builds the model.
+      model_config: config of the run's model.
+      optimizer: optimizer settings of the run; their groups match paths that begin with `name`.
+      steps: total number of updates.
+      precision: dtype of trained parameters.
     """
 
     name: str
@@ -54,7 +56,7 @@ class FurtherModel:
         return FurtherState(params, self._optimizer.init({self.name: params}))
 
     def update(self, state: FurtherState, gradients: Tree, *, key: jax.Array) -> tuple[FurtherState, Metrics]:
-        """The next state, and the norm of the gradients before clipping; call it with standard dtype promotion."""
+        """Returns the next state and the gradient norm before clipping. Requires standard dtype promotion."""
         named = {self.name: state.params}
         updates, opt_state = self._optimizer.update({self.name: gradients}, state.opt_state, named)
         params: Any = apply_updates(named, updates, key=key)
@@ -62,11 +64,11 @@ class FurtherModel:
         return FurtherState(params[self.name], opt_state), {f"{self.name}_grad_norm": norm}
 
     def evaluated(self, state: FurtherState) -> Tree:
-        """The parameters to evaluate: their averages, where the optimizer keeps them."""
+        """Returns the parameters for evaluation: the optimizer's averages, if it has any."""
         return self.optimizer.evaluation_params({self.name: state.params}, state.opt_state)[self.name]
 
     def shardings(self, params: Tree, replicated: Any) -> FurtherState:
-        """Where the state lies, by where the parameters lie."""
+        """Derives the shardings of the state from the shardings of the parameters."""
         shapes = {self.name: self.model.abstract}
         abstract = jax.eval_shape(self._optimizer.init, shapes)
         return FurtherState(params, like_parameters(abstract, shapes, {self.name: params}, replicated))
@@ -84,10 +86,10 @@ class FurtherModel:
 
     @cached_property
     def model(self) -> ModelVariables:
-        """What the model is made of, without its values.
+        """Variables of the model, without values.
 
         Raises:
-          TrainingError: a variable is no parameter.
+          TrainingError: a variable is not an nnx.Param.
           ConfigError: a group freezes a parameter.
         """
         return ModelVariables.of(nnx.eval_shape(lambda: self._build(jax.random.key(0))), self._kind)
@@ -123,10 +125,10 @@ def further_models(
     *,
     taken: Iterable[str],
 ) -> Mapping[str, FurtherModel]:
-    """The models that an objective trains, by their names.
+    """Builds the auxiliary models that an objective trains, by name.
 
     Args:
-      taken: names of companions, and of modules at the top of the run's model.
+      taken: reserved names: companions, and top-level modules of the run's model.
 
     Raises:
       ConfigError: a name is taken.

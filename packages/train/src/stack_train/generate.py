@@ -1,4 +1,4 @@
-"""Text from a language model, token by token, on the host's default device."""
+"""Text generation with a language model, token by token, on the default device."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,8 +28,10 @@ class Generation:
     """A finished continuation.
 
     Attributes:
-      text: without the prompt, the end token and the stop text.
-      tokens: all that the model produced; more than `text` has where a stop text cut it.
+      text: generated text, without the prompt, the end token and the stop text.
+      tokens: all generated tokens, including those after the cut if a stop text ended the text.
+      prompt_tokens: number of tokens of the prompt.
+      finish_reason: reason why generation ended.
     """
 
     text: str
@@ -41,8 +43,8 @@ class Generation:
 class TokenGenerator:
     """Continues sequences of token ids.
 
-    A prompt is padded to a power of two and the cache likewise, so that there are few shapes; each is compiled once,
-    and no sampling setting compiles anything.
+    Prompts and the cache are padded to powers of two to limit the number of compiled shapes. Sampling settings are
+    inputs of the program and never trigger a compilation.
     """
 
     def __init__(self, checkpoint: GenerativeCheckpoint, kv_cache: CacheStorage = "model") -> None:
@@ -53,7 +55,7 @@ class TokenGenerator:
         self._decode = jax.jit(self._decode_step, donate_argnames="cache")
 
     def limit(self, prompt_tokens: int, max_tokens: int) -> int:
-        """How many tokens can be generated.
+        """Returns the maximum number of tokens that can be generated.
 
         Raises:
           GenerationError: the prompt is empty, or leaves no position free.
@@ -118,7 +120,8 @@ class TextGenerator:
     """Continues texts.
 
     Args:
-      kv_cache: what keys and values are held as.
+      checkpoint: opened language model with a tokenizer.
+      kv_cache: storage format of keys and values in the cache.
 
     Raises:
       GenerationError: the checkpoint has no tokenizer.
@@ -173,7 +176,7 @@ class TextGenerator:
 
 
 def _fastest_rows(states: Any) -> int:
-    """Rows that a single sequence is decoded in; all but the first are copies.
+    """Returns the number of rows to decode a single sequence in; all rows after the first are copies.
 
     On CPU a bfloat16 product of one row is far slower than one of two: a step of a 66M-parameter Llama took 239 ms
     with one row and 47 ms with two, measured under load on two cores with jax 0.12.

@@ -1,4 +1,4 @@
-"""What stack-train registers."""
+"""Registrations of stack-train."""
 
 from stack_core.abi.hookspecs import hookimpl
 from stack_core.abi.registry import Registrar

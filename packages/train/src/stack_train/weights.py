@@ -1,4 +1,4 @@
-"""A model's parameters, from the newest intact checkpoint of a run."""
+"""Loading of a model's parameters from the newest intact checkpoint of a run."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,1 +1,1 @@
-"""Subcommands of `stack` that train brings."""
+"""Subcommands of `stack` for training, generation and conversion."""

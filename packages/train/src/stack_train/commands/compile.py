@@ -1,4 +1,4 @@
-"""`stack compile`: the train step of a run, compiled for hardware that need not be there."""
+"""`stack compile`: ahead-of-time compilation of a run's train step for a hardware target."""
 
 import json as json_format
 from pathlib import Path
@@ -34,15 +34,15 @@ def compile_run(
 ) -> None:
     """Compile a run's train step: stack compile run.yaml --target v5p:8x16x16 --data.batch_size 2048
 
-    Nothing is allocated, run or written: the target need not be there. A step that does not fit is no error, unless
-    --check is given.
+    Nothing is allocated, run or written, and the target hardware is not required. A step that does not fit is an
+    error only with --check.
 
     Args:
       config: YAML file of the run.
       overrides: --section.key VALUE, any number of them.
-      target: hardware to compile for: v6e:4x4 is a TPU's torus, h100:1x1x8 slices x hosts x GPUs; may be repeated.
+      target: hardware to compile for: v6e:4x4 is a TPU torus, h100:1x1x8 is slices x hosts x GPUs; may be repeated.
       check: exit with status 2 if the step does not fit the memory of a target.
-      json: print machine-readable results, a list with an entry a target.
+      json: print machine-readable results, a list with one entry per target.
     """
     mapping = apply_overrides(load_yaml(config), overrides_from(overrides))
     import jax  # after what a mistyped file should not wait for
@@ -55,7 +55,7 @@ def compile_run(
     from stack_train.run.start import with_model_of_start
 
     if not jax.config.values["jax_platforms"]:
-        # Of the devices that are here only one is used, for a random key; a GPU's memory should not be taken for it.
+        # The only local computation is a random key, for which JAX should not preallocate a GPU's memory.
         jax.config.update("jax_platforms", "cpu")
     run = parse(RunConfig, with_model_of_start(mapping))
     targets = [Target(name) for name in target]

@@ -38,19 +38,19 @@ def convert(
 ) -> None:
     """Convert weights: stack convert hf:DIR RUN, or stack convert RUN hf:DIR
 
-    Nothing is overwritten, and a conversion that fails leaves nothing behind. A run with adapters becomes a
-    Hugging Face checkpoint or another run (`run:DIR`) with the adapters merged, or a directory of PEFT with the
-    adapters alone.
+    Nothing is overwritten, and a failed conversion leaves no files behind. A run with adapters is converted to a
+    Hugging Face checkpoint or another run (`run:DIR`) with the adapters merged, or to a PEFT directory with only
+    the adapters.
 
     Args:
       source: a run directory, or a format and a path: `hf:DIR`, a Hugging Face checkpoint or a diffusers directory;
         `peft:DIR`, an adapter; `gguf:FILE`, a model of llama.cpp; or the format of a plugin.
-      destination: the other of the two; it must not exist.
-      base: the run that holds the model which an adapter is for; by default the one that the adapter names.
-      base_model: name of the base in an adapter that is written, such as meta-llama/Llama-3.1-8B or a directory, for
-        transformers to open; by default the run that holds it, which transformers cannot open.
-      ignore: a key of config.json to leave out, as if it were not there; may be repeated.
-      stored: what matrices are stored as, of formats that offer a choice: F16, Q8_0 or Q4_0 in GGUF.
+      destination: a run directory if the source is a format and a path, and vice versa; it must not exist.
+      base: run with the base model of an adapter; by default the base that the adapter names.
+      base_model: name of the base model to write into an adapter, such as meta-llama/Llama-3.1-8B or a directory that
+        transformers can open; by default the run with the base, which transformers cannot open.
+      ignore: a key of config.json to ignore; may be repeated.
+      stored: dtype of stored matrices, for formats with a choice: F16, Q8_0 or Q4_0 in GGUF.
       json: print machine-readable results.
     """
     from_format, from_path = _split(source, ImportsRuns)
@@ -93,7 +93,7 @@ def convert(
 
 
 def _check_options(given: Mapping[str, Any], source: str, from_format: Any, destination: str, to_format: Any) -> None:
-    """Raises a ConversionError if the format that an option is for does not take it."""
+    """Raises a ConversionError if an option does not apply to the source or destination format."""
     uses = {
         "base": (from_format, ImportsAdapters, f"is for adapters, and {source!r} is none. Leave it out"),
         "ignore": (from_format, IgnoresKeys, f"leaves out keys of a config.json, and {source!r} has none"),
@@ -110,7 +110,7 @@ def _split(address: str, ability: type) -> tuple[Any, Path]:
     """Returns the model format that an address names, or None for a run directory, and the path.
 
     Raises:
-      ConversionError: there is no such format, or it lacks `ability`, `ImportsRuns` or `ExportsRuns`.
+      ConversionError: the format does not exist, or lacks the ability, `ImportsRuns` or `ExportsRuns`.
     """
     address = local_address(address)
     scheme, separator, path = address.partition(":")

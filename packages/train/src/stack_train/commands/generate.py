@@ -1,4 +1,4 @@
-"""`stack generate`: a continuation of a prompt, streamed to the terminal."""
+"""`stack generate`: continues a prompt and streams the text to the terminal."""
 
 import dataclasses
 import json as json_format
@@ -33,16 +33,16 @@ def generate(  # noqa: PLR0913, each parameter is an option of the command
     """Generate text: stack generate DIR --prompt "def main("
 
     Args:
-      source: directory of a run, or of a checkpoint of another format; FORMAT:DIR says which.
+      source: run directory, or a checkpoint directory of another format; FORMAT:DIR names the format.
       prompt: the text to continue; - reads it from standard input.
-      max_tokens: tokens to generate, at most (128).
-      temperature: what logits are divided by (1.0); 0 takes the most likely token each time.
-      top_k: sample among so many of the most likely tokens (all).
-      top_p: sample among the most likely tokens whose probabilities add up to this (1.0).
-      seed: the same seed gives the same text (0).
-      stop: text that ends the continuation; may be given several times.
-      kv_cache: what keys and values are held as; codes of 8 bits take half of bfloat16's bytes.
-      json: print the whole result as JSON instead of streaming it.
+      max_tokens: maximum number of generated tokens (128).
+      temperature: divisor of the logits (1.0); 0 is greedy decoding.
+      top_k: number of most likely tokens to sample from (all).
+      top_p: probability mass of the most likely tokens to sample from (1.0).
+      seed: seed of the sampling; the same seed gives the same text (0).
+      stop: text that ends the continuation; may be repeated.
+      kv_cache: storage format of the KV cache; 8-bit formats take half the memory of bfloat16.
+      json: print the result as JSON instead of streaming the text.
     """
     from stack_train.generate import TextGenerator  # imports jax, which `stack --help` should not wait for
     from stack_train.sampling import SamplingConfig

@@ -32,9 +32,9 @@ def train(
     Args:
       config: YAML file of the run.
       overrides: --section.key VALUE, any number of them.
-      resume: go on from the newest whole checkpoint of the run's directory.
-      allow: a key that may differ from that of the run which goes on, or which this one starts from; may be repeated.
-      hosts: train over so many hosts, through failures of them (cluster.hosts).
+      resume: resume from the newest complete checkpoint in the run's directory.
+      allow: a config key that may differ from the resumed run or from the starting point; may be repeated.
+      hosts: number of hosts to train on, with recovery from host failures (cluster.hosts).
       launcher: what starts the agents on the hosts, such as processes (cluster.launcher).
       json: print the run's summary as JSON on standard output.
     """

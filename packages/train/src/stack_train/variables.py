@@ -1,4 +1,4 @@
-"""The variables of a model by kind: trained, moved by the forward pass, frozen."""
+"""The variables of a model by kind: trained, updated by the forward pass, or frozen."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -35,11 +35,11 @@ __all__ = [
 
 Path = tuple[Any, ...]
 Tree = Mapping[Any, Any]
-"""Nested dicts of values, or of their shapes or shardings; the path to a value is that of its variable in the model."""
+"""Nested dicts of values, shapes or shardings. A value has the same path as its variable in the model."""
 
 Kind = Literal["trained", "moved", "frozen", "drawn"]
-"""What becomes of a variable in a step: the optimizer updates it; the forward pass assigns it; nothing does; it is a
-stream of random numbers, which starts anew from the step's key."""
+"""Role of a variable in a step: updated by the optimizer, updated by the forward pass, never updated, or a random
+stream that restarts from the step's key."""
 
 
 def _as_it_is(path: Path, variable: Any) -> Kind:
@@ -48,12 +48,13 @@ def _as_it_is(path: Path, variable: Any) -> Kind:
 
 @dataclass(frozen=True, eq=False)
 class ModelVariables:
-    """What a model is made of, without its values.
+    """Structure of a model without values.
 
     Attributes:
-      graph: all of the model but its variables' values.
-      shapes: of each variable; a quantized array's is a tree.
-      axes: the logical axes of each variable; an axis without a name is None.
+      graph: nnx graph definition of the model.
+      shapes: shape and dtype of each variable; a tree for a quantized array.
+      axes: logical axes of each variable; None for an axis without a name.
+      kinds: role of each variable in a step.
     """
 
     graph: Any
@@ -66,11 +67,11 @@ class ModelVariables:
         """Describes an abstract model.
 
         Args:
-          kind_of: what becomes of a variable that is no stream of random numbers.
+          kind_of: returns the kind of a variable; not called for random streams.
 
         Raises:
-          TrainingError: a variable to be trained is no array of floats, or its logical axes are not as many as its
-            axes; names the variable.
+          TrainingError: a variable does not hold an array, or a trained variable is not an array of floats; names the
+            variable.
         """
         graph, state = nnx.split(model)
         variables = dict(nnx.to_flat_state(state))
@@ -92,7 +93,7 @@ class ModelVariables:
         return tuple(path for path, kind in self.kinds.items() if kind in kinds)
 
     def select(self, values: Mapping[Path, Any], *kinds: Kind) -> Tree:
-        """The values of variables of some kinds, as nested dicts."""
+        """Selects the values of the variables of some kinds, as nested dicts."""
         return unflatten_mapping({path: values[path] for path in self.paths(*kinds)})
 
     def split(self, tree: Tree) -> tuple[Tree, Tree, Tree]:
@@ -106,19 +107,21 @@ class ModelVariables:
         return self.select(self.shapes, "trained", "moved", "frozen")
 
     def merge(self, tree: Tree, *, key: jax.Array | None = None) -> Any:
-        """The model with the values of `tree`.
+        """Builds the model with the values of `tree`.
 
         Args:
-          key: what its streams of random numbers start from.
+          tree: values of all variables except random streams.
+          key: PRNG key that the random streams start from; `jax.random.key(0)` by default.
         """
         drawn = self._drawn(jax.random.key(0) if key is None else key)
         return nnx.merge(self.graph, nnx.State(unflatten_mapping({**flatten_mapping(tree), **drawn})))
 
     def moved_values(self, model: Any, before: Mapping[Path, Any]) -> Tree:
-        """The variables that a forward pass may assign, after it.
+        """Returns the values of the updatable variables after a forward pass.
 
         Args:
-          before: the values of all variables before it.
+          model: model after the forward pass.
+          before: values of all variables before the forward pass.
 
         Raises:
           TrainingError: the forward pass assigned another variable, or a value of another shape or dtype.
@@ -147,18 +150,18 @@ class ModelVariables:
 
 
 def values_of(model: nnx.Module) -> dict[Path, Any]:
-    """The values of a model's variables by their paths."""
+    """Returns the values of a model's variables by path."""
     return {path: variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(model))}
 
 
 def stored_values(model: nnx.Module) -> Tree:
-    """The values of a model's variables as nested dicts, without its streams of random numbers."""
+    """Returns the values of a model's variables as nested dicts, without random streams."""
     flat = nnx.to_flat_state(nnx.state(model))
     return unflatten_mapping({path: item.get_value() for path, item in flat if not isinstance(item, nnx.RngState)})
 
 
 def cast_values(tree: Tree, dtypes: Mapping[Path, Any]) -> Tree:
-    """Casts the floats of a tree, or their shapes, to the dtypes of their paths; others stay as they are."""
+    """Casts floats, or their shapes, to the dtypes given by path; other values are unchanged."""
 
     def cast(path: Path, value: Any) -> Any:
         if path not in dtypes or is_quantized(value) or value.dtype == dtypes[path]:
@@ -173,17 +176,17 @@ def cast_values(tree: Tree, dtypes: Mapping[Path, Any]) -> Tree:
 
 
 def cast_variables(model: nnx.Module, dtypes: Mapping[Path, Any]) -> Any:
-    """Returns the model with the floats of its variables cast to the dtypes of their paths."""
+    """Returns the model with float variables cast to the dtypes given by path."""
     return nnx.merge(nnx.split(model)[0], nnx.State(cast_values(unflatten_mapping(values_of(model)), dtypes)))
 
 
 def join(*trees: Tree) -> Tree:
-    """The values of several trees in one; of two with the same path, the later."""
+    """Merges several trees; later trees take precedence."""
     return unflatten_mapping({path: value for tree in trees for path, value in flatten_mapping(tree).items()})
 
 
 def sharding_rules(family: ModelFamily, given: Mapping[str, MeshAxes]) -> ShardingRules:
-    """Returns the rules of a run: `given`, before the family's, before the default rules."""
+    """Returns the sharding rules of a run: `given` over the family's rules over the default rules."""
     own = family.rules if isinstance(family, ShardsItself) else {}
     return DEFAULT_RULES.updated({**own, **given})
 
@@ -191,7 +194,7 @@ def sharding_rules(family: ModelFamily, given: Mapping[str, MeshAxes]) -> Shardi
 def variable_shardings(
     shapes: Mapping[Path, Any], axes: Mapping[Path, LogicalAxes], rules: ShardingRules, mesh: Mesh
 ) -> dict[Path, Any]:
-    """Where every variable lies by its logical axes; a quantized array's sharding is a tree of those of its parts.
+    """Computes the sharding of each variable from its logical axes; a quantized array has a tree of shardings.
 
     Raises:
       ShardingError: names every variable whose axes have no rule, collide or do not divide.
@@ -207,7 +210,7 @@ def variable_shardings(
 
 
 def part_sharding(shape: Sequence[int], sharding: NamedSharding) -> NamedSharding:
-    """Codes and scales have the axes of their array; one that the mesh does not divide, as of one scale, is whole."""
+    """Computes the sharding of the codes or scales of an array; axes that the mesh does not divide are replicated."""
 
     def divides(size: int, names: Any) -> bool:
         axes = names if isinstance(names, tuple) else (names,)
@@ -243,7 +246,7 @@ def _check_trainable(path: Path, value: Any) -> None:
 
 
 def _is_same(after: Any, before: Any) -> bool:
-    """Whether two values are the same arrays; nnx rebuilds those that are trees, as quantized ones are."""
+    """Checks whether two values have identical leaves; nnx rebuilds the containers of quantized arrays."""
     (ours, structure), (theirs, expected) = jax.tree.flatten(after), jax.tree.flatten(before)
     return structure == expected and all(new is old for new, old in zip(ours, theirs, strict=True))
 

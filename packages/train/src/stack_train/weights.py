@@ -139,7 +139,7 @@ def _load_published(source: str, variables: Mapping[_Path, Any]) -> Tree:
 
 
 def first_state(trainer: Trainer, config: RunConfig) -> tuple[TrainState, dict[str, FrozenRecord]]:
-    """Returns the state before the first step, and the sources of frozen variables by model."""
+    """Returns the state before the first step and the sources of frozen variables by model name."""
     given: Tree = {}
     source, step = INIT, 0
     if config.run.init_from is not None:

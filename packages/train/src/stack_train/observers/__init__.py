@@ -1,1 +1,1 @@
-"""Observers that write a run's metrics where people and programs read them."""
+"""Observers of a run: terminal, JSON lines, TensorBoard, history, goodput and the report."""

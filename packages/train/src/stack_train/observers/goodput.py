@@ -1,4 +1,4 @@
-"""`goodput.jsonl` in the run's directory: where the wall time of each session went."""
+"""`goodput.jsonl` in the run directory: wall time of each session by activity."""
 
 import contextlib
 import json
@@ -14,15 +14,14 @@ __all__ = ["GoodputObserver", "goodput_observer"]
 
 
 def goodput_observer(context: ObserverContext) -> "GoodputObserver":
-    """The goodput of the run of `context`."""
+    """Builds the goodput observer of a run."""
     return GoodputObserver(context.directory / "goodput.jsonl")
 
 
 class GoodputObserver:
-    """Appends `{"seconds": {activity: ...}}` when a session ends; what is killed leaves nothing.
+    """Appends `{"seconds": {activity: ...}}` when a session ends. A killed session leaves no line.
 
-    The line is there when the report is written, and is written again when all observers are done and what the run
-    took is freed.
+    The line is written before the report, and rewritten after all observers are closed and the run is freed.
     """
 
     in_loop: Final = True

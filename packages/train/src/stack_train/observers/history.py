@@ -1,4 +1,4 @@
-"""`history.jsonl` in the run's directory: when it began, went on and ended, and how."""
+"""`history.jsonl` in the run directory: start and end of each session."""
 
 import datetime
 import json
@@ -16,14 +16,14 @@ __all__ = ["HistoryObserver", "history_observer"]
 
 
 def history_observer(context: ObserverContext) -> "HistoryObserver":
-    """The history of the run of `context`."""
+    """Builds the history observer of a run."""
     return HistoryObserver(context.directory / "history.jsonl")
 
 
 class HistoryObserver:
     """Appends `{"event": "started" | "finished" | "stopped" | "failed", "time": ..., "step": ...}`.
 
-    An end has `elapsed_s` since its start, by a clock that nobody sets. What is killed leaves no end behind.
+    An end has `elapsed_s` since the start, by the monotonic clock. A killed session leaves no end.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,7 +50,7 @@ class HistoryObserver:
                 self._end("failed", error=f"{type(event.error).__name__}: {event.error}")
 
     def close(self) -> None:
-        self._end("stopped")  # by a signal, which no event tells of
+        self._end("stopped")  # by a signal such as SIGTERM, which emits no event
 
     def _end(self, how: str, **facts: Any) -> None:
         if self._runs:

@@ -1,4 +1,4 @@
-"""`metrics.jsonl` in the run's directory: one JSON object a completed step or evaluation."""
+"""`metrics.jsonl` in the run directory: one JSON object per completed step or evaluation."""
 
 import json
 from pathlib import Path
@@ -11,14 +11,14 @@ __all__ = ["JsonlObserver", "jsonl_observer"]
 
 
 def jsonl_observer(context: ObserverContext) -> "JsonlObserver":
-    """The metrics file of the run of `context`."""
+    """Builds the observer of a run's metrics file."""
     return JsonlObserver(context.directory / "metrics.jsonl")
 
 
 class JsonlObserver:
     """Appends `{"kind": "train" | "evaluation", "step": ..., metrics...}`.
 
-    A resumed run first drops the lines of steps that it is about to do again, so that each step stands once.
+    A resumed run first deletes the lines of the steps that it repeats, so each step appears once.
     """
 
     def __init__(self, path: Path) -> None:

@@ -16,14 +16,14 @@ _REST = 100.0
 
 
 def report_observer(context: ObserverContext) -> "ReportObserver":
-    """The report of the run of `context`."""
+    """Builds the report observer of a run."""
     return ReportObserver(context.directory, to_mapping(context.config))
 
 
 class ReportObserver:
-    """Writes the report; at evaluations only if that takes at most a hundredth of the run's time.
+    """Writes the report at the end, and at evaluations if that takes at most a hundredth of the run's time.
 
-    Observers are told in the order of their names, so what `history` and `jsonl` write of an event is in the report.
+    Observers receive events in the order of their names, so the report contains the lines of `history` and `jsonl`.
     """
 
     def __init__(self, directory: Path, config: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""TensorBoard event files in the run's `tensorboard/` directory."""
+"""TensorBoard event files in `tensorboard/` of the run directory."""
 
 import time
 from collections.abc import Mapping
@@ -14,14 +14,14 @@ _FLUSH_S = 10.0
 
 
 def tensorboard_observer(context: ObserverContext) -> "TensorBoardObserver":
-    """The event files of the run of `context`."""
+    """Builds the TensorBoard observer of a run."""
     return TensorBoardObserver(context.directory / "tensorboard")
 
 
 class TensorBoardObserver:
-    """Writes scalars under `train/` and `validation/`; a resumed run purges the steps that it does again.
+    """Writes scalars under `train/` and `validation/`; a resumed run purges the steps that it repeats.
 
-    It writes by itself: a `SummaryWriter` has a thread for that, and waits for ever once a full disk has ended it.
+    It does not use `SummaryWriter`, which hangs forever after a full disk has ended its writer thread.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -28,15 +28,15 @@ _SMOOTHING = 0.9
 
 
 def terminal_observer(context: ObserverContext) -> "TerminalObserver":
-    """Progress for the run of `context`."""
+    """Builds the terminal observer of a run."""
     return TerminalObserver(live=context.terminal)
 
 
 class TerminalObserver:
-    """Shows loss, the objective's `shown_metrics`, work a second, MFU and the time left, all of completed steps.
+    """Shows the loss, the objective's `shown_metrics`, throughput, MFU and remaining time of completed steps.
 
     Args:
-      live: draw a bar that updates in place; otherwise print a line every few seconds.
+      live: show a progress bar; otherwise print a line every few seconds.
     """
 
     def __init__(self, *, live: bool, console: Console | None = None) -> None:
@@ -55,7 +55,7 @@ class TerminalObserver:
 
     @singledispatchmethod
     def observe(self, event: Event) -> None:
-        """Shows an event; those without a line of their own are passed over."""
+        """Shows an event; events without a registered handler are ignored."""
 
     @observe.register
     def _(self, event: RunStarted) -> None:

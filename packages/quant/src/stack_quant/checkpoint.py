@@ -122,7 +122,7 @@ def _rules(source: str, trained_by: QuantConfig | None, given: tuple[Rule, ...] 
     if given is not None and (lines := differences({"rules": to_mapping(given)}, {"rules": to_mapping(own)})):
         listing = "\n  ".join(lines)
         raise QuantError(
-            f"The model of {source} was trained by a different recipe. Requested, rather than trained by:\n  "
+            f"The model of {source} was trained by another recipe. Differences, as requested and as trained:\n  "
             f"{listing}\nLeave --recipe out to quantize by the recipe of the training, or train without a recipe."
         )
     return own

@@ -115,8 +115,8 @@ def plan_adapters(
             )
     if not found:
         raise RuleError(
-            "The rules of lora give no parameter an adapter, so nothing would be trained: all matching rules have rank "
-            "0, which excludes a parameter. Give one of them a rank of 1 or more, such as 8."
+            "The rules of lora give no parameter an adapter, so nothing would be trained: all that match have rank 0, "
+            "which excludes a parameter. Give one of them a rank of 1 or more, such as 8."
         )
     return found
 

@@ -1,4 +1,4 @@
-"""Checkpoints: a run's state as one atomic unit, every leaf with a digest that is verified on load."""
+"""Checkpoints: a run's state saved atomically, with a digest per leaf that is verified on load."""
 
 from stack_train.checkpoint.directory import CheckpointDirectory
 from stack_train.checkpoint.frozen import FrozenRecord

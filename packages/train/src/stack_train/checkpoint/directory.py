@@ -1,11 +1,11 @@
-"""The directory that holds a run's checkpoints: their names, and what may be removed from it.
+"""The directory of a run's checkpoints: naming, and deletion of partial and old checkpoints.
 
-| name | what it is |
+| name | content |
 |---|---|
-| 00000300 | a whole checkpoint: the name is given by one rename, after its files are on the disk |
-| 00000300.orbax-checkpoint-tmp | one being written, or one whose writing was cut off |
-| 00000300.set-aside | damaged, or of a course of training that was given up; left to the user |
-| 00000300.deleted | on its way out; renamed first, so that no half-deleted directory looks whole |
+| 00000300 | a complete checkpoint, renamed to this after its files are durable |
+| 00000300.orbax-checkpoint-tmp | a checkpoint that is being written, or whose writing was interrupted |
+| 00000300.set-aside-1 | a damaged checkpoint, or a checkpoint of an abandoned course of training; left to the user |
+| 00000300.deleted | a checkpoint being deleted, renamed first because a half-deleted directory must not look complete |
 """
 
 import os
@@ -32,16 +32,16 @@ class CheckpointDirectory:
         return self.root / f"{step:08d}"
 
     def steps(self) -> tuple[int, ...]:
-        """Steps of the whole checkpoints, oldest first."""
+        """Returns the steps of the complete checkpoints, oldest first."""
         return tuple(sorted(int(path.name) for path in self._entries() if path.name.isdecimal()))
 
     def partial(self) -> tuple[tuple[int, Path], ...]:
-        """Steps and paths of the checkpoints whose writing did not end."""
+        """Returns the steps and paths of the checkpoints whose writing did not finish."""
         steps = ((path.name.removesuffix(_PARTIAL), path) for path in self._entries() if path.name.endswith(_PARTIAL))
         return tuple(sorted((int(step), path) for step, path in steps if step.isdecimal()))
 
     def prepare(self, step: int) -> None:
-        """Makes room for a checkpoint of `step`: removes partial ones and sets aside those of this step and beyond."""
+        """Prepares saving `step`: deletes partial checkpoints, and sets aside checkpoints of this and later steps."""
         self.root.mkdir(parents=True, exist_ok=True)
         self.remove_partial()
         for beyond in self.steps():
@@ -54,7 +54,7 @@ class CheckpointDirectory:
                 shutil.rmtree(path)
 
     def delete(self, steps: Sequence[int]) -> None:
-        """Deletes whole checkpoints, after what was renamed in the directory before is on the disk."""
+        """Deletes complete checkpoints, after earlier renames in the directory are durable."""
         _sync(self.root)
         for step in steps:
             doomed = self.path(step).with_suffix(_DELETED)

@@ -1,4 +1,4 @@
-"""Variables that a checkpoint does not hold, because training leaves them as their source has them."""
+"""Records of frozen variables, which a checkpoint does not store because training never changes them."""
 
 import hashlib
 import json
@@ -33,14 +33,14 @@ class FrozenRecord:
 
     @classmethod
     def of(cls, frozen: Any, *, source: str, step: int = 0) -> "FrozenRecord":
-        """Records what `frozen`, a pytree of arrays, holds."""
+        """Records the specs and digests of `frozen`, a pytree of arrays."""
         leaves = named_leaves(frozen)
         digests = array_digests({name: stored_array(leaf) for name, leaf in leaves.items()})
         return cls(source, step, {name: spec_of(leaf) for name, leaf in leaves.items()}, digests)
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "FrozenRecord":
-        """The record that `to_plain` wrote."""
+        """Restores a record from the output of `to_plain`."""
         specs = {
             name: LeafSpec(tuple(leaf["spec"]["shape"]), leaf["spec"]["dtype"], leaf["spec"]["key_impl"])
             for name, leaf in plain["leaves"].items()
@@ -49,17 +49,17 @@ class FrozenRecord:
         return cls(plain["source"], plain["step"], specs, digests)
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON, with the SHA-256 of all leaves' names, shapes, dtypes and digests together."""
+        """Converts the record to JSON values, with one SHA-256 of all names, shapes, dtypes and digests."""
         leaves = {name: {"spec": asdict(spec), "digest": self.digests[name]} for name, spec in self.specs.items()}
         listing = json.dumps(leaves, sort_keys=True).encode()
         plain = {"source": self.source, "step": self.step, "sha256": hashlib.sha256(listing).hexdigest()}
         return {**plain, "leaves": leaves}
 
     def check(self, frozen: Any) -> None:
-        """Compares variables that were read, or made, again.
+        """Checks that variables that were read or initialized again equal the recorded variables.
 
         Raises:
-          CheckpointError: they are others than those that the run was trained with; names each leaf that differs.
+          CheckpointError: the variables differ from the ones used in training; names each leaf that differs.
         """
         found = FrozenRecord.of(frozen, source=self.source, step=self.step)
         lines = [

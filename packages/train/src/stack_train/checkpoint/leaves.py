@@ -1,4 +1,4 @@
-"""The leaves of a state by name, and what is stored of each."""
+"""Named leaves of a state, their specs, and their stored form."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ __all__ = ["LeafSpec", "differences", "named_leaves", "spec_of", "stored_array"]
 
 @dataclass(frozen=True)
 class LeafSpec:
-    """What a leaf is, without its values.
+    """Shape and dtype of a leaf.
 
     Attributes:
-      shape: of the leaf; for a typed PRNG key, of the array of keys.
-      dtype: name of the elements' type; for a typed PRNG key, of its data's.
+      shape: shape of the leaf; for a typed PRNG key, shape of the array of keys.
+      dtype: name of the dtype; for a typed PRNG key, the dtype of its key data.
       key_impl: name of the PRNG of typed keys; None for any other array.
     """
 
@@ -71,7 +71,7 @@ def stored_array(leaf: Any) -> Any:
 
 
 def differences(stored: Mapping[str, LeafSpec], wanted: Mapping[str, LeafSpec]) -> list[str]:
-    """Lists, a line a leaf, where a checkpoint's leaves and those asked for do not agree."""
+    """Lists the leaves whose specs differ between a checkpoint and the request, one line per leaf."""
     return [
         f"  {name}: {stored.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} in this run"
         for name in dict.fromkeys([*wanted, *stored])

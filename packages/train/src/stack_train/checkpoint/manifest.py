@@ -1,12 +1,12 @@
-"""What a checkpoint holds, and the digests by which a reader knows that it holds just that.
+"""The manifest of a checkpoint: its contents, and digests to verify them.
 
 A checkpoint is a directory:
 
     00000300/
     ├── manifest.json    the digest of every leaf, the SHA-256 of every document, and its own
     ├── config.yaml      the run's resolved config
-    ├── data_state.json  where the data iterator stood (or data_state.bin)
-    ├── frozen.json      where the variables come from that training leaves as they are, and their digests
+    ├── data_state.json  the state of the data iterator (or data_state.bin)
+    ├── frozen.json      the sources of the frozen variables, and their digests
     └── arrays/0/        the leaves, as Orbax stores them
 """
 
@@ -41,9 +41,9 @@ class Manifest:
 
     Attributes:
       step: training steps done; 0 for converted weights.
-      kind: "train" for the whole unit, "weights" for parameters alone.
-      leaves: every array by its path in the state.
-      documents: the SHA-256 of every other file by its name.
+      kind: "train" for a full training state, "weights" for parameters only.
+      leaves: record of each array, by path in the state.
+      documents: SHA-256 of each other file, by name.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""Reading one checkpoint: nothing of it is returned before every part is known to be intact."""
+"""Reading of one checkpoint; every part is verified before anything is returned."""
 
 import json
 from collections.abc import Mapping
@@ -29,10 +29,10 @@ def read_state(
     """Reads a state, or a branch of it, and verifies every digest.
 
     Args:
-      abstract: a pytree that gives the structure, and shapes, dtypes and shardings as its leaves do.
-      under: name of the branch of the saved state that `abstract` describes, such as "params"; "" for all of it.
-      cast: cast floats to the dtypes of `abstract`; otherwise another dtype than the stored one is an error.
-      processes: that read together, each its own shards.
+      abstract: pytree with the structure, shapes, dtypes and shardings to read.
+      under: branch of the saved state that `abstract` describes, such as "params"; "" for the full state.
+      cast: whether to cast floats to the dtypes of `abstract`; otherwise a different stored dtype is an error.
+      processes: processes that read together, each reading its own shards.
 
     Returns:
       The manifest, the documents by name, and the state.

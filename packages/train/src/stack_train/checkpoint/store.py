@@ -78,14 +78,15 @@ class _InFlight:
 class CheckpointStore:
     """Saves and restores the state of one run under one directory.
 
-    Invariants, whatever moment the process is killed at: a directory that has a step for its name is whole; a damaged
-    one is never deleted, nor is the newest whole one. An error of the background is raised by the next call of `save`,
-    `poll`, `wait` or `close`. One process at a time writes to a directory; `RunDirectory` sees to that.
+    Invariants that hold even if the process is killed at any moment: a directory named after a step is complete, no
+    checkpoint is deleted because it is damaged, and the newest complete checkpoint is never deleted. Errors of the
+    background thread are raised by the next call of `save`, `poll`, `wait` or `close`. `RunDirectory` ensures that
+    only one process at a time writes to a directory.
 
     Args:
-      directory: made by the first save.
-      emit: receives `CheckpointSaved`, `CheckpointRestored` and `CheckpointSkipped`, on the caller's thread.
-      processes: that save and restore together, each its own shards; the first alone touches the directory.
+      directory: directory of the checkpoints, created by the first save.
+      emit: receives `CheckpointSaved`, `CheckpointRestored` and `CheckpointSkipped` on the caller's thread.
+      processes: processes that save and restore together, each its own shards; only the first manages the directory.
     """
 
     def __init__(
@@ -136,17 +137,18 @@ class CheckpointStore:
         frozen: Mapping[str, FrozenRecord] | None = None,
         kind: str = "train",
     ) -> None:
-        """Saves a state; returns when it is copied to the host, so that the caller may donate it.
+        """Saves a state; returns once the state is copied to the host, after which the caller may donate it.
 
-        Saving again the step that was saved or restored last does nothing. Other checkpoints of this step and beyond
-        are damaged, or of a course of training that was given up: they are renamed, with a warning.
+        Saving the step that was last saved or restored does nothing. Other checkpoints of this and later steps are
+        damaged or belong to an abandoned course of training: they are renamed, with a warning.
 
         Args:
-          step: training steps done.
-          state: a pytree of JAX arrays (typed keys among them), NumPy arrays and numbers.
-          data_state: of the data iterator, as a JSON mapping or as bytes.
-          frozen: the sources of variables that are not in `state`, by model.
-          kind: "train", or "weights" where `state` holds parameters alone.
+          step: number of training steps done.
+          state: pytree of JAX arrays (including typed keys), NumPy arrays and numbers.
+          data_state: state of the data iterator, as a JSON mapping or as bytes.
+          config_yaml: resolved config of the run.
+          frozen: sources of variables that are not in `state`, by model.
+          kind: "train", or "weights" if `state` holds only parameters.
 
         Raises:
           CheckpointError: this save, or the one before it, failed; says how many bytes were needed and free.
@@ -195,7 +197,7 @@ class CheckpointStore:
         self.wait()
 
     def poll(self) -> None:
-        """Reports a save that has ended meanwhile, well or not; never blocks. Meant for every step of a loop.
+        """Reports a save that has finished or failed, without blocking. Meant to be called at every step.
 
         Raises:
           CheckpointError: the save failed.
@@ -211,7 +213,7 @@ class CheckpointStore:
             self.wait()
 
     def wait(self) -> None:
-        """Waits until the save in flight is on disk, then deletes what `keep` leaves over.
+        """Waits until the save in flight is durable, then deletes checkpoints in excess of `keep`.
 
         Raises:
           CheckpointError: the save failed.
@@ -243,9 +245,9 @@ class CheckpointStore:
             self._checkpointer.close()
 
     def restore(self, abstract_state: Any, step: int | None = None) -> Restored:
-        """Restores a state to go on training from.
+        """Restores a state to resume training from.
 
-        A damaged or partial checkpoint is named, in a warning and a `CheckpointSkipped`, and the one before it is used.
+        Damaged or partial checkpoints are reported by a warning and a `CheckpointSkipped`, and an earlier one is used.
 
         Args:
           abstract_state: a pytree like the saved one, of `jax.ShapeDtypeStruct`s, arrays or numbers; an array lands

@@ -1,4 +1,4 @@
-"""The panel `curves`: the loss, and every further metric of `metrics.jsonl` in a small chart of its own."""
+"""The panel `curves`: a chart of the loss, and a small chart of each other metric in `metrics.jsonl`."""
 
 import itertools
 import math
@@ -23,7 +23,7 @@ Points = list[tuple[float, float]]
 
 
 def curves(directory: Path, config: Mapping[str, Any]) -> Fragment | None:
-    """Draws every metric over the steps, training's and the held-out one in a chart; None before the first step."""
+    """Draws the training and validation curves of each metric; returns None before the first step."""
     found = records(directory / "metrics.jsonl")
     train = [record for record in found if record.get("kind") == "train"]
     held_out = [record for record in found if record.get("kind") == "evaluation"]
@@ -44,7 +44,7 @@ def curves(directory: Path, config: Mapping[str, Any]) -> Fragment | None:
 
 
 def _names(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The metrics: those of every run first, then the others by name."""
+    """Lists the metric names: the standard metrics first, then the objective's in alphabetical order."""
     names = sorted({name for record in found for name in record} - {"kind", "step"})
     rates = [name for name in names if name.endswith("_per_s")]
     first = ["loss", "learning_rate", "grad_norm", *rates, "mfu", "duration_s"]
@@ -68,17 +68,17 @@ def _chart(name: str, train: Points, held_out: Points) -> Chart:
 
 
 def _series(name: str, points: Points) -> Series:
-    """A line, or a dot where there is a single point, which a line would not show."""
+    """Builds a line, or a dot for a single point, which a line would not show."""
     return Series(name, "line" if len(points) > 1 else "dots", points)
 
 
 def _half_width(points: Points) -> int:
-    """How many neighbours on each side a mean is of, 0 where there are few points."""
+    """Returns the half width of the moving average in points; 0 for short series."""
     return len(points) // 100 if len(points) >= _SMOOTH_FROM_POINTS else 0
 
 
 def _smoothed(points: Points, half: int) -> Points:
-    """Means of each point and `half` neighbours on both sides; nearer to an end, of as many as there are."""
+    """Computes the moving average over `half` points on each side, with truncated windows at both ends."""
     sums = [0.0, *itertools.accumulate(value for _, value in points)]
     spans = ((max(at - half, 0), min(at + half + 1, len(points))) for at in range(len(points)))
     means = ((sums[end] - sums[start]) / (end - start) for start, end in spans)

@@ -1,4 +1,4 @@
-"""The panel `goodput`: where the wall time of all sessions went."""
+"""The panel `goodput`: wall time of all sessions by activity."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ __all__ = ["goodput"]
 
 
 def goodput(directory: Path, config: Mapping[str, Any]) -> Fragment | None:
-    """Adds up the sessions of `goodput.jsonl`; None where none has ended."""
+    """Sums the sessions of `goodput.jsonl`; returns None if no session has ended."""
     del config
     sessions = [record["seconds"] for record in records(directory / "goodput.jsonl") if "seconds" in record]
     seconds = sum_of_sessions(sessions)

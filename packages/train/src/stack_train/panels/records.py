@@ -1,4 +1,4 @@
-"""The lines of `metrics.jsonl` and `history.jsonl`."""
+"""Reading of JSON lines files, such as `metrics.jsonl` and `history.jsonl`."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -9,7 +9,7 @@ __all__ = ["number_in", "records"]
 
 
 def records(path: Path) -> list[dict[str, Any]]:
-    """Returns the objects of a file of JSON lines, none where there is no file; lines torn by a kill are left out."""
+    """Reads the objects of a JSON lines file, empty if it does not exist; skips lines truncated by a kill."""
     if not path.exists():
         return []
     with path.open(encoding="utf-8") as lines:
@@ -27,6 +27,6 @@ def _objects(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
 
 
 def number_in(record: Mapping[str, Any], name: str) -> float | None:
-    """Returns a metric, or None where the record has none or what it has is no number."""
+    """Returns a metric of a record; None if it is missing or not a number."""
     value = record.get(name)
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -1,4 +1,4 @@
-"""The panel `samples`: the images that `stack sample` wrote into the run."""
+"""The panel `samples`: images that `stack sample` wrote to the run directory."""
 
 import base64
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ _PNG_SIZE: Final = slice(16, 24)  # width and height, big-endian, in the header 
 
 
 def samples(directory: Path, config: Mapping[str, Any]) -> Fragment | None:
-    """Shows the newest images, the latest first; None where there are none."""
+    """Shows the latest images, newest first; returns None if there are no images."""
     paths = sorted((directory / "samples").glob("*.png"), key=lambda path: path.stat().st_mtime, reverse=True)
     if not paths:
         return None

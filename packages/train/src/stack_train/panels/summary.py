@@ -1,4 +1,4 @@
-"""The panel `summary`: what was trained, on what, how it went and how it ended."""
+"""The panel `summary`: model, data, devices, results and end of a run."""
 
 import datetime
 import statistics
@@ -19,7 +19,7 @@ Record = Mapping[str, Any]
 
 
 def summary(directory: Path, config: Mapping[str, Any]) -> Fragment:
-    """Sums up a run from its config and the JSON lines in its directory; what is not known is a dash."""
+    """Summarizes a run from its config and the JSON lines in its directory; unknown values are dashes."""
     metrics, history = records(directory / "metrics.jsonl"), records(directory / "history.jsonl")
     lines = [*_sessions(history), *_changes(records(directory / "changes.jsonl"))]
     whole = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
@@ -36,7 +36,7 @@ def summary(directory: Path, config: Mapping[str, Any]) -> Fragment:
 
 
 def _ending(history: Sequence[Record]) -> Markup:
-    """How the last session ended; an error stands out."""
+    """Describes the end of the last session; errors are highlighted."""
     if not history:
         return element("p", "When the run began, and how it ended, is not recorded.")
     last = history[-1]
@@ -75,7 +75,7 @@ def _results(metrics: Sequence[Record], history: Sequence[Record], config: Mappi
 
 
 def _subject(history: Sequence[Record], config: Mapping[str, Any]) -> dict[str, Any]:
-    """What is trained, on what data and devices, and how."""
+    """Lists the model, data, objective, optimizer and devices of a run."""
     start: Record = next((each for each in reversed(history) if each["event"] == "started"), {})
     mesh = config.get("mesh", {})
     axes = {axis: size for axis, size in mesh.items() if type(size) is int and size not in (1, -1)}
@@ -115,7 +115,7 @@ def _median(found: Sequence[Record], name: str) -> float | None:
 
 
 def _duration(history: Sequence[Record], train: Sequence[Record]) -> str | None:
-    """Wall time from each start to its end; where an end is missing, the time of all steps, which is less."""
+    """Sums the wall time of all sessions; if an end is missing, the duration of all steps, a lower bound."""
     total = datetime.timedelta()
     for begin, end in zip(history[::2], history[1::2], strict=False):
         if begin["event"] != "started" or end["event"] == "started":

@@ -23,9 +23,8 @@ def test_what_it_cannot_begin_with_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_all_stages_on_this_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["bench", "burn-in", "--ops", "norm", "--budget-s", "240", "--out", str(tmp_path / "out")])
-    assert ended.value.code in (0, None), capsys.readouterr().out
+    cli.main(["bench", "burn-in", "--ops", "norm", "--budget-s", "240", "--out", str(tmp_path / "out")])
+    assert "checks failed: 0, not reached: 0." in capsys.readouterr().out
     (page,) = (tmp_path / "out").glob("*.md")
     text = page.read_text()
     assert "| `norm/reference` |" in text and "norm rms, residual" in text

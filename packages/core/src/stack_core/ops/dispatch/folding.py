@@ -64,14 +64,15 @@ class Folding:
         if self.into == "...":
             return array
         moved = jnp.moveaxis(array, 0, at)
-        return moved.reshape(*moved.shape[:at], -1, *moved.shape[at + 2 :])
+        return moved.reshape(*moved.shape[:at], moved.shape[at] * moved.shape[at + 1], *moved.shape[at + 2 :])
 
     def unfold(self, axes: str, array: Any) -> Any:
         """The inverse: mapped along the first axis."""
         if self.into == "...":
             return array
         at = self._at(axes, array.ndim)
-        split = array.reshape(*array.shape[:at], self.size, -1, *array.shape[at + 1 :])
+        # Not -1, which an empty array leaves undetermined.
+        split = array.reshape(*array.shape[:at], self.size, array.shape[at] // self.size, *array.shape[at + 1 :])
         return jnp.moveaxis(split, at, 0)
 
     def fold_all(self, axes: Sequence[str | None], arrays: Sequence[Any], mapped: Sequence[bool]) -> list[Any] | None:

@@ -1,1 +1,1 @@
-"""Layers of decoders as values: what each is, what it keeps of a token, and the module that it builds."""
+"""Decoder layers as hashable specifications, each with its cached state and the module that it builds."""

@@ -1,4 +1,4 @@
-"""Grouped-query attention: full or in a window, with what decoders add to it."""
+"""Grouped-query attention with the options of current decoders: windows, norms, sinks, soft caps and gates."""
 
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, runtime_checkable
@@ -19,19 +19,19 @@ __all__ = ["Attention", "GroupedAttention", "Mixer", "Rope"]
 
 _HEADS, _KV_HEADS = ("batch", "seq", "act_heads", None), ("batch", "seq", "act_kv_heads", None)
 _AXES: Final[dict[str, LogicalAxes]] = {"query": _HEADS, "key": _KV_HEADS, "value": _KV_HEADS}
-"""The logical axes of the operands of `ops.attention`."""
+"""Logical axes of the operands of `ops.attention`."""
 
 
 @runtime_checkable
 class Mixer(Protocol):
-    """A kind of layer that mixes the tokens of a sequence, as a hashable value."""
+    """Hashable specification of a layer that mixes the tokens of a sequence."""
 
     def build(self, build: Build) -> Any:
-        """Returns a module that is called with (x, rows, cache, layer_cache) and returns (output, layer_cache)."""
+        """Returns a module with the signature (x, rows, cache, layer_cache) -> (output, layer_cache)."""
         ...
 
     def state(self, repeats: int, dtype: str) -> LayerState:
-        """What `repeats` such layers keep of a sequence."""
+        """Returns the specification of the cached state of `repeats` such layers."""
         ...
 
 
@@ -40,7 +40,10 @@ class Rope:
     """Rotary positions; see `ops.rope`.
 
     Attributes:
-      rotary_dim: the number of leading features that turn; None is all.
+      theta: base of the rotary frequencies.
+      scaling: scaling for long contexts, or None.
+      rotary_dim: number of leading features of a head to rotate; None rotates all.
+      interleaved: rotates adjacent features as pairs, instead of features half of `rotary_dim` apart.
     """
 
     theta: float = 10_000.0
@@ -51,7 +54,7 @@ class Rope:
     def __call__(
         self, x: Float[Array, "batch seq heads head_dim"], positions: Int[Array, "batch seq"], heads: str | None
     ) -> Float[Array, "batch seq heads head_dim"]:
-        """Rotates heads, whose axis has the logical name `heads`."""
+        """Rotates queries or keys; `heads` is the logical name of their head axis."""
         turned: Any = ops.rope(
             x,
             positions,
@@ -64,10 +67,10 @@ class Rope:
         return turned
 
     def cached_positions(self, most: int) -> int:
-        """How many of `most` tokens of a sequence may be cached.
+        """Returns the maximum number of tokens of a sequence that can be cached, at most `most`.
 
-        Some scalings rotate every position differently once a sequence passes this length, but cached keys are already
-        rotated.
+        With some scalings, the rotation of all positions changes when a sequence exceeds this length, but cached keys
+        are already rotated.
         """
         match self.scaling:
             case ops.DynamicScaling(max_position_embeddings=unscaled):
@@ -79,17 +82,22 @@ class Rope:
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """y = softmax(scale rope(norm(x Q)) rope(norm(x K))^T) (x V) O, causal; query heads share key and value heads.
+    """Causal grouped-query attention, y = softmax(scale rope(norm(x Q)) rope(norm(x K))^T) (x V) O.
 
     Attributes:
-      window: tokens that a query sees, itself included; None sees all.
-      scale: of the products; None is head_dim ** -0.5.
-      bias: queries, keys and values have biases.
-      output_bias: the output has one.
-      head_norms: queries and keys are normed by RMS, head by head.
-      whole_norms: they are normed over all heads together.
-      sinks: each head has a logit that joins the softmax's denominator and has no value.
-      gated: the output is multiplied by the sigmoid of a second half of each head of queries.
+      heads: number of query heads.
+      kv_heads: number of key-value heads, each shared by a group of query heads.
+      head_dim: width of a head.
+      rope: rotary positions.
+      window: size of the attention window in tokens, the query included; None attends to all tokens.
+      softcap: soft cap of the scores, or None.
+      scale: scale of the scores; None is head_dim ** -0.5.
+      bias: adds biases to queries, keys and values.
+      output_bias: adds a bias to the output.
+      head_norms: applies an RMS norm to each head of queries and keys.
+      whole_norms: applies an RMS norm to queries and keys over all heads together.
+      sinks: adds a learned logit per head to the softmax's denominator.
+      gated: multiplies the output by the sigmoid of a gate, which is the second half of each projected query head.
       context_keys: see `ContextKeys`.
     """
 
@@ -123,12 +131,13 @@ class Attention:
 
     @property
     def op_spec(self) -> AttentionSpec:
+        """The options of `ops.attention`."""
         window = None if self.window is None else (self.window - 1, 0)
         return AttentionSpec(window=window, softcap=self.softcap, scale=self.scale)
 
 
 class GroupedAttention(nnx.Module):
-    """What `Attention` builds."""
+    """Module of an `Attention`."""
 
     def __init__(self, spec: Attention, build: Build) -> None:
         embed, queries, keys = build.embed, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
@@ -185,7 +194,7 @@ class GroupedAttention(nnx.Module):
         return self.norm(x, scale, ("batch", "seq", axis)) if self.spec.whole_norms else x
 
     def _scale(self, build: Build, features: int, axis: str) -> Parameter | None:
-        """The scale of queries' or keys' norm."""
+        """Returns the scale of the query or key norm, or None without a norm."""
         if self.spec.whole_norms:
             return build.scale(features, axis)
         return build.scale(self.spec.head_dim, "head_dim") if self.spec.head_norms else None

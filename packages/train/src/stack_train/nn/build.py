@@ -1,4 +1,4 @@
-"""The parameters of layers: stacked, in their dtype, with logical axes."""
+"""Creation of stacked layer parameters with dtypes and logical axes."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,15 +17,19 @@ Parameter = nnx.Param[jax.Array]
 
 @dataclass
 class Build:
-    """Makes the parameters of `repeats` equal layers, stacked on a leading axis "layers".
+    """Builder of the parameters of `repeats` identical layers, stacked on a leading axis "layers".
 
-    The nth call that draws values draws them from `fold_in(key, n)`.
+    The n-th call that samples values uses the key `fold_in(key, n)`.
 
     Attributes:
       embed: width of the residual stream.
+      repeats: number of stacked layers.
       std: standard deviation of initial values.
-      residual_std: that of matrices which write to the residual stream.
-      norm: of the layers.
+      residual_std: standard deviation of matrices that write to the residual stream.
+      norm: RMS norm of the layers.
+      param_dtype: dtype of the parameters.
+      key: PRNG key.
+      draws: number of keys used so far.
     """
 
     embed: int
@@ -38,13 +42,13 @@ class Build:
     draws: int = field(default=0, init=False)
 
     def child(self) -> "Build":
-        """The same with a key of its own, for a module inside the layer."""
+        """Returns a builder with a new key, for a submodule of the layer."""
         return replace(self, key=self._key())
 
     def linear(
         self, shape: tuple[int, int], axes: tuple[str | None, str | None], *, bias: bool = False, residual: bool = False
     ) -> Linear:
-        """A linear layer with a kernel of `shape`, [d_in, d_out]."""
+        """Returns a linear layer with a kernel of `shape`, [d_in, d_out]."""
         return Linear(
             (self.repeats, *shape),
             ("layers", *axes),
@@ -62,19 +66,19 @@ class Build:
         residual: bool = False,
         std: float | None = None,
     ) -> Parameter:
-        """An array of normal initial values."""
+        """Returns a parameter with normal initial values."""
         if std is None:
             std = self.residual_std if residual else self.std
         values = std * jax.random.normal(self._key(), (self.repeats, *shape), self.param_dtype)
         return nnx.Param(values, logical_axes=("layers", *axes))
 
     def full(self, size: int, axis: str | None, value: float, **metadata: Any) -> Parameter:
-        """A vector of one value; `metadata` may have a `dtype` other than that of the parameters."""
+        """Returns a vector filled with `value`; `metadata` may contain a `dtype` to use instead of `param_dtype`."""
         dtype = metadata.pop("dtype", self.param_dtype)
         return nnx.Param(jnp.full((self.repeats, size), value, dtype), logical_axes=("layers", axis), **metadata)
 
     def scale(self, size: int, axis: str = "norm") -> Parameter:
-        """The scale of a norm, which starts as the identity."""
+        """Returns the scale of a norm, initialized to the identity."""
         return self.full(size, axis, 1 - self.norm.offset)
 
     def _key(self) -> jax.Array:

@@ -1,9 +1,9 @@
-"""Sequences that devices share: the order of their tokens, and attention across all of them.
+"""Context parallelism: zigzag token order and attention over sequences that several devices share.
 
-Where a mesh splits "seq" into n parts, a decoder puts tokens into zigzag order: of 2n equal blocks device i has number
-i and number 2n - 1 - i, so that causal attention gives all devices equally much to do. What a device has of a sequence
-is a row of its own, [n * batch, seq / n], and "batch" is split over the devices of "seq" as well: whatever acts on
-tokens one by one does not notice, nor does XLA when rows and tokens become one axis.
+If a mesh splits "seq" into n parts, a decoder puts tokens into zigzag order: the sequence is cut into 2n equal blocks,
+and device i has blocks i and 2n - 1 - i, which balances the work of causal attention. Each device's part of a sequence
+becomes a separate row, [n * batch, seq / n], and "batch" is also split over the devices of "seq". Operations on single
+tokens are unaffected, and XLA can merge rows and tokens into one axis.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ from stack_core.abi.mesh import LogicalAxes, axes_of, constrain, in_mesh, map_pa
 __all__ = ["ContextKeys", "attend", "check_whole_sequence", "from_zigzag", "shared_rows", "to_zigzag"]
 
 _SHARED = "shared_seq"
-"""The logical axis that devices share inside `shared_rows`; no array has it."""
+"""Logical axis of the devices that share a sequence inside `shared_rows`; no array uses it."""
 
 ContextKeys = Literal["ring", "gathered"]
-"""How devices that share a sequence get each other's keys: one device's at a time, or all at once."""
+"""Exchange of keys between devices that share a sequence: one device's keys at a time, or all keys together."""
 
 
 def attend(
@@ -40,10 +40,12 @@ def attend(
     sinks: Float[Array, " heads"] | None = None,
     **options: Any,
 ) -> Float[Array, "batch seq heads value_dim"]:
-    """Causal `ops.attention`; inside `shared_rows` of the tokens of all devices that share a sequence.
+    """Computes causal `ops.attention`; inside `shared_rows`, over the tokens of all devices that share a sequence.
 
     Args:
-      axes: the logical axes of query, key and value.
+      query, key, value, segment_ids, sinks: see `ops.attention`.
+      axes: logical axes of query, key and value.
+      context_keys: exchange of keys between devices.
       options: window, softcap and scale of `ops.attention`.
     """
     if parts_of(_SHARED) == 1:
@@ -73,7 +75,7 @@ def attend(
 def _with_gathered_keys(
     query: jax.Array, key: jax.Array, value: jax.Array, *, segment_ids: jax.Array | None = None, **options: Any
 ) -> jax.Array:
-    """Attention of each of the device's two blocks of queries to the keys of all devices."""
+    """Computes attention of the device's two query blocks over the gathered keys of all devices."""
     axis, devices, half = _axis(_SHARED), parts_of(_SHARED), query.shape[1] // 2
     back = np.argsort(_zigzag(2 * half * devices, devices))
 
@@ -99,7 +101,7 @@ def _with_gathered_keys(
 
 @contextlib.contextmanager
 def shared_rows() -> Iterator[None]:
-    """The rules for what `to_zigzag` returns: "batch" is split over the devices of "seq", too, and "seq" is whole."""
+    """Sets the sharding rules for arrays from `to_zigzag`: "batch" is also split over the devices of "seq"."""
     context = axes_of("seq")
     if not context:
         yield
@@ -113,10 +115,12 @@ def shared_rows() -> Iterator[None]:
 
 
 def to_zigzag(x: Int[Array, "batch seq"]) -> Int[Array, "rows tokens"]:
-    """Tokens, or what is said of each, as [n * batch, seq / n]; unchanged where the mesh does not split the sequence.
+    """Reorders tokens, or arrays of values per token, into rows [n * batch, seq / n] in zigzag order.
+
+    Returns the array unchanged if the mesh does not split the sequence.
 
     Raises:
-      ShardingError: the mesh does not divide the sequence into pairs of blocks.
+      ShardingError: the sequence does not divide into two equal blocks per device.
     """
     devices = parts_of("seq")
     if devices == 1:
@@ -127,10 +131,10 @@ def to_zigzag(x: Int[Array, "batch seq"]) -> Int[Array, "rows tokens"]:
 
 
 def from_zigzag(x: Float[Array, "rows tokens embed"]) -> Float[Array, "batch seq embed"]:
-    """Activations in the order of the sequence, each device with its n-th; the inverse of `to_zigzag`.
+    """Restores activations to sequence order, the inverse of `to_zigzag`.
 
-    Of its two blocks a device has one with an even number and one with an odd one; each kind goes to its device at
-    once.
+    Every device has one block with an even index and one with an odd index. One permutation sends all even blocks to
+    their devices, and another one all odd blocks.
     """
     devices = parts_of("seq")
     if devices == 1:
@@ -157,7 +161,7 @@ def from_zigzag(x: Float[Array, "rows tokens embed"]) -> Float[Array, "batch seq
 
 
 def check_whole_sequence(what: str) -> None:
-    """Raises a ShardingError where the mesh splits the sequence, which `what` reads in order."""
+    """Raises a ShardingError if the mesh splits the sequence, which `what` must process in order."""
     if parts_of(_SHARED) > 1:
         raise ShardingError(
             f"{what} reads its sequence in order, and the mesh splits it into {parts_of(_SHARED)} parts. "
@@ -166,13 +170,13 @@ def check_whole_sequence(what: str) -> None:
 
 
 def _zigzag(seq: int, devices: int) -> np.ndarray:
-    """The places of the sequence in the order in which devices have them."""
+    """Returns the positions of the sequence in device order."""
     if seq % (2 * devices):
         below = seq - seq % (2 * devices)
         sizes = " or ".join(str(size) for size in (below, below + 2 * devices) if size)
         raise ShardingError(
-            f"The sequence has {seq} tokens; {devices} devices share it in pairs of blocks (mesh.context), so that it "
-            f"has to be a multiple of {2 * devices}. These would fit: {sizes}.",
+            f"The sequence has {seq} tokens; {devices} devices share it in pairs of blocks (mesh.context), so its "
+            f"length must be a multiple of {2 * devices}. These would fit: {sizes}.",
             logical_axes=["seq"],
         )
     blocks = np.split(np.arange(seq), 2 * devices)

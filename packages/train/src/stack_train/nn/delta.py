@@ -1,6 +1,6 @@
 """Linear attention by the gated delta rule, after a short causal convolution.
 
-Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024 (arXiv:2412.06464), as Qwen3-Next has it.
+Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024 (arXiv:2412.06464), in the variant of Qwen3-Next.
 """
 
 import math
@@ -26,13 +26,20 @@ _AXES = {"query": _HEADS, "value": _HEADS, "decay": _HEADS[:3], "initial_state":
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaAttention:
-    """y = (norm(o) * silu(z)) O, of o = linear_attention(q, k, v) and q, k, v = silu(convolution(x Q, x K, x V)).
+    """Gated delta rule, y = (norm(o) * silu(z)) O.
 
-    Queries and keys are unit vectors, and queries are divided by sqrt(key_dim); value heads in groups share both. The
-    decay of a head is -exp(a) softplus(x D + t), its beta sigmoid(x B).
+        o = linear_attention(q, k, v)        q, k, v = silu(convolution(x Q, x K, x V))
+
+    Queries and keys are normalized to unit length, and queries are then divided by sqrt(key_dim). A group of value
+    heads shares one query and key head. z is a projected gate. A head's decay is -exp(a) softplus(x D + t), and its
+    beta is sigmoid(x B).
 
     Attributes:
-      kernel: tokens that the convolution sees, a token and those before it.
+      key_heads: number of query and key heads.
+      value_heads: number of value heads, a multiple of `key_heads`.
+      key_dim: width of query and key heads.
+      value_dim: width of value heads.
+      kernel: size of the convolution in tokens, the current token included.
     """
 
     key_heads: int
@@ -43,7 +50,7 @@ class DeltaAttention:
 
     @property
     def mixed(self) -> int:
-        """Features that go through the convolution."""
+        """Number of features of the convolution: queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     def build(self, build: Build) -> "GatedDelta":
@@ -55,7 +62,7 @@ class DeltaAttention:
 
 
 class GatedDelta(nnx.Module):
-    """What `DeltaAttention` builds."""
+    """Module of a `DeltaAttention`."""
 
     def __init__(self, spec: DeltaAttention, build: Build) -> None:
         embed, values = build.embed, spec.value_heads * spec.value_dim
@@ -73,6 +80,7 @@ class GatedDelta(nnx.Module):
         if cache is None:
             check_whole_sequence("A gated delta rule")
             first = _starts(rows.segment_ids)
+            # A decay of -inf clears the state at the start of a document.
             decay = decay if first is None else jnp.where(first[..., None], -jnp.inf, decay)
             output, _ = self._recur(self._empty(x), _taps(rows.segment_ids, self.spec.kernel), None, mixed, beta, decay)
         else:
@@ -85,7 +93,7 @@ class GatedDelta(nnx.Module):
         return self.out(output.reshape(*x.shape[:2], -1)), layer_cache
 
     def _projected(self, x: Hidden) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Returns queries, keys and values side by side, [batch, seq, mixed]; and each head's gate, beta and decay."""
+        """Returns concatenated queries, keys and values, [batch, seq, mixed], and each head's gate, beta and decay."""
         spec, shape = self.spec, x.shape[:2]
         shared = spec.value_heads // spec.key_heads
         wide = shared * spec.value_dim
@@ -107,17 +115,24 @@ class GatedDelta(nnx.Module):
         beta: jax.Array,
         decay: jax.Array,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """Runs convolution and delta rule from a state, the convolution's last inputs and what the rule has stored.
+        """Runs convolution and delta rule from a state.
 
         Args:
+          state: last inputs of the convolution, and state of the delta rule.
           taps: see `_convolved`.
-          valid: bool[batch, seq]; the others, behind them, move no state. None is all.
+          valid: bool[batch, seq], True for a prefix of each row; the remaining tokens do not change the state. None if
+            all tokens are valid.
+          mixed, beta, decay: see `_projected`.
+
+        Returns:
+          The outputs and the new state.
         """
         spec, (tail, stored) = self.spec, state
         inputs = jnp.concatenate([tail.astype(mixed.dtype), mixed], axis=1)
         if valid is None:
             tail = inputs[:, mixed.shape[1] :]
         else:
+            # With a beta of 0 and a decay of 0 (a logarithm), a token leaves the state unchanged.
             beta, decay = (jnp.where(valid[..., None], each, 0) for each in (beta, decay))
             ends = jnp.sum(valid, axis=1)
             tail = jax.vmap(lambda row, end: jax.lax.dynamic_slice_in_dim(row, end, spec.kernel - 1))(inputs, ends)
@@ -139,12 +154,12 @@ class GatedDelta(nnx.Module):
 
 
 def _convolved(inputs: jax.Array, kernel: jax.Array, taps: jax.Array | None) -> jax.Array:
-    """y_t = sum_k w_k x_(t + k), each feature by itself.
+    """Computes the depthwise convolution y_t = sum_k w_k x_(t + k).
 
     Args:
-      inputs: [batch, size - 1 + seq, features].
+      inputs: x, [batch, size - 1 + seq, features].
       kernel: w, [features, size].
-      taps: bool[batch, seq, size], which of the products count; None is all.
+      taps: bool[batch, seq, size], mask of the products; None includes all.
     """
     size = kernel.shape[-1]
     seq = inputs.shape[1] - size + 1
@@ -155,7 +170,7 @@ def _convolved(inputs: jax.Array, kernel: jax.Array, taps: jax.Array | None) -> 
 
 
 def _taps(segment_ids: jax.Array | None, size: int) -> jax.Array | None:
-    """For each token which of the `size` tokens that end with it are of its segment, [batch, seq, size]."""
+    """Returns a mask of the last `size` tokens up to each token that share its segment, [batch, seq, size]."""
     if segment_ids is None:
         return None
     padded = jnp.pad(segment_ids, ((0, 0), (size - 1, 0)), constant_values=-1)
@@ -164,7 +179,7 @@ def _taps(segment_ids: jax.Array | None, size: int) -> jax.Array | None:
 
 
 def _starts(segment_ids: jax.Array | None) -> jax.Array | None:
-    """Whether each token is the first of its segment, whose state forgets those before."""
+    """Returns a mask of the first tokens of segments, [batch, seq], or None without segments."""
     if segment_ids is None:
         return None
     return jnp.diff(segment_ids, axis=1, prepend=-1) != 0

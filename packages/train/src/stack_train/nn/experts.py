@@ -1,4 +1,4 @@
-"""Mixtures of experts: each token goes to a few of many gated layers, which several devices may share."""
+"""Mixtures of experts with top-k routing and expert parallelism."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,24 +21,25 @@ from stack_train.nn.residual import Hidden, Rows
 
 __all__ = ["Experts", "Mixture", "Router", "route"]
 
-_NORMALIZER_EPSILON = 1e-20  # as DeepSeek-V3: sigmoid scores may all be 0
+_NORMALIZER_EPSILON = 1e-20  # as in DeepSeek-V3: sigmoid scores may all be 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Router:
-    """Which experts a token goes to, and how much each of them counts.
+    """Settings of the choice and the weights of a token's experts.
 
     Attributes:
-      experts: how many there are.
-      active: how many each token goes to.
-      score: of the logits.
-      normalized: the weights of a token's experts add up to 1.
-      scale: what the weights are multiplied by.
-      groups, kept_groups: experts stand in so many groups, of which a token chooses among the best: those whose two
-        best experts have the largest sum.
-      bias_rate: each expert has a bias that takes part in the choice and not in the weights. The forward pass raises
-        it by so much where the expert's load is below the mean and lowers it where it is above (Wang et al., 2024,
-        arXiv:2408.15664). None is no bias.
+      experts: number of experts.
+      active: number of experts per token.
+      score: function from logits to scores.
+      normalized: normalizes the weights of a token's experts to a sum of 1.
+      scale: factor of the weights.
+      groups: number of groups that the experts are divided into.
+      kept_groups: number of groups from which a token's experts are chosen. A group is scored by the sum of its two
+        best experts.
+      bias_rate: step of the selection biases, which affect the choice of experts but not the weights. The forward pass
+        raises the bias of an expert whose load is below the mean, and lowers the bias of one whose load is above it
+        (Wang et al., 2024, arXiv:2408.15664). None uses no bias.
     """
 
     experts: int
@@ -54,7 +55,7 @@ class Router:
 def route(
     logits: Float[Array, "tokens experts"], bias: Float[Array, " experts"] | None, router: Router
 ) -> tuple[Float[Array, "tokens active"], Int[Array, "tokens active"], Float[Array, "tokens experts"]]:
-    """Returns the weights and the indices of each token's experts, and the scores of all."""
+    """Returns the weights and indices of each token's experts, and the scores of all experts."""
     scores = jax.nn.softmax(logits, axis=-1) if router.score == "softmax" else jax.nn.sigmoid(logits)
     choice = scores if bias is None else scores + bias
     if router.groups > 1:
@@ -71,16 +72,18 @@ def route(
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """y = sum over a token's experts of weight * expert(x); each expert is a gated layer.
+    """Mixture of experts, y = sum over a token's experts of weight * expert(x); each expert is a gated layer.
 
     Attributes:
-      width: of each expert.
-      bias: the router and each of an expert's three products have biases.
-      limit, up_offset: of the gated product, see `ops.gated_linear_unit`.
-      shared: width of a gated layer that every token goes through besides; 0 is none.
-      shared_gate: that layer's output is multiplied by sigmoid(x w).
-      buffer: rows that a device of several has room for, as a multiple of those that it sends; what exceeds it is cut
-        off, and counted in the fact "dropped". None has room for all that all devices could send.
+      router: choice of experts.
+      width: hidden width of each expert.
+      activation: activation of the gate.
+      bias: adds biases to the router and to the three products of each expert.
+      limit, up_offset: options of the gated product; see `ops.gated_linear_unit`.
+      shared: hidden width of the shared expert, a gated layer for every token; 0 has no shared expert.
+      shared_gate: multiplies the shared expert's output by sigmoid(x w).
+      buffer: capacity of a device's receive buffer in expert parallelism, as a multiple of the rows it sends. Excess
+        rows are dropped and reported as the fact "dropped". None has room for the rows of all devices.
     """
 
     router: Router
@@ -98,7 +101,7 @@ class Experts:
 
 
 class Mixture(nnx.Module):
-    """What `Experts` builds."""
+    """Module of an `Experts`."""
 
     def __init__(self, spec: Experts, build: Build) -> None:
         router, embed, width = spec.router, build.embed, spec.width
@@ -128,7 +131,7 @@ class Mixture(nnx.Module):
         return y, facts
 
     def _parameters(self, dtype: Any) -> dict[str, jax.Array]:
-        """By the names of `_PARAMETERS`; the router's keep their dtype."""
+        """Returns parameters by the names of `_PARAMETERS`; matrices of experts are cast to `dtype`."""
         found = {"router": self.router.kernel[...]}
         found |= {name: getattr(self, f"expert_{name}")[...].astype(dtype) for name in ("gate", "up", "down")}
         if self.router.bias is not None:
@@ -150,11 +153,11 @@ _PARAMETERS: Final[dict[str, tuple[str | None, ...]]] = {
     "up_bias": ("experts", "mlp"),
     "down_bias": ("experts", None),
 }
-"""What a mixture computes with, and the logical axes by which devices share it."""
+"""Logical axes of a mixture's parameters within a layer."""
 
 
 def _mixed(spec: Experts, x: Hidden, counted: jax.Array, parameters: Mapping[str, jax.Array]) -> tuple[Hidden, Facts]:
-    """The sum over experts and the facts, computed on each device for the tokens that lie there."""
+    """Computes the outputs and facts of a mixture; each device processes its own tokens."""
     tokens = ("batch", "seq", "act_embed")
     arguments = [(x, tokens), (counted, tokens[:2])]
     arguments += [(array, _PARAMETERS[name]) for name, array in parameters.items()]
@@ -177,15 +180,16 @@ def _mixed_part(
     parameters |= {name: _gathered(parameters[name], axis) for name, axis in (("gate", 1), ("up", 1), ("down", 2))}
     outputs, dropped = _outputs_of_experts(spec, rows, chosen, parameters)
     y = jnp.einsum("tkd,tk->td", outputs, weights.astype(x.dtype), preferred_element_type=jnp.float32).astype(x.dtype)
-    y = lax.psum(y, axes_of("mlp")) if axes_of("mlp") else y  # each device of these has a part of every expert
+    y = lax.psum(y, axes_of("mlp")) if axes_of("mlp") else y  # these devices split every expert
     return y.reshape(x.shape), facts if dropped is None else {**facts, "dropped": dropped}
 
 
 def _outputs_of_experts(
     spec: Experts, rows: jax.Array, chosen: jax.Array, parameters: Mapping[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array | None]:
-    """What each token's experts make of it, [tokens, active, embed]; and the share of rows that were cut off."""
+    """Returns the outputs of each token's experts, [tokens, active, embed], and the fraction of dropped rows."""
     axis, active = axes_of("experts"), chosen.shape[-1]
+    # Rows are sorted by expert for the grouped products, exchanged if experts are split, and put back in order.
     order = jnp.argsort(chosen.reshape(-1), stable=True)
     sent = rows[order // active]
     sizes = jnp.bincount(chosen.reshape(-1), length=spec.router.experts)
@@ -204,7 +208,7 @@ def _outputs_of_experts(
 
 
 def _gated(spec: Experts, x: jax.Array, parameters: Mapping[str, jax.Array], sizes: jax.Array) -> jax.Array:
-    """Each group of rows through its own gated layer."""
+    """Applies each expert to its group of rows."""
 
     def product(x: jax.Array, name: str, share: jax.Array | None = None) -> jax.Array:
         bias = parameters.get(f"{name}_bias")
@@ -222,17 +226,17 @@ def _gated(spec: Experts, x: jax.Array, parameters: Mapping[str, jax.Array], siz
         limit=spec.limit,
         up_offset=spec.up_offset,
     )
-    axes = axes_of("mlp")  # each device of these adds its part of the products, and one of them the bias
+    axes = axes_of("mlp")  # the products are summed over these devices, so only the first one adds the bias
     first = (lax.axis_index(axes) == 0).astype(jnp.float32) if axes else None
     return product(gated.astype(x.dtype), "down", first)
 
 
 def _facts(router: Router, logits: jax.Array, scores: jax.Array, chosen: jax.Array, counted: jax.Array) -> Facts:
-    """Measurements over the tokens of all devices, padding left out.
+    """Computes statistics over the tokens of all devices, excluding padding.
 
-    expert_load: the share of each expert in what tokens chose. balance_loss: experts * sum of load * mean share of the
-    scores, 1 where tokens are spread evenly (Fedus et al., Switch Transformers, 2021, arXiv:2101.03961, equation 4).
-    router_z: the mean of logsumexp(logits)^2 (Zoph et al., ST-MoE, 2022, arXiv:2202.08906, equation 5).
+    expert_load: fraction of the tokens' choices for each expert. balance_loss: experts * sum of load * mean share of
+    the scores, which is 1 if tokens are spread evenly (Fedus et al., Switch Transformers, 2021, arXiv:2101.03961,
+    equation 4). router_z: mean of logsumexp(logits)^2 (Zoph et al., ST-MoE, 2022, arXiv:2202.08906, equation 5).
     """
     weight = counted.astype(jnp.float32)
     shares = scores / jnp.sum(scores, axis=-1, keepdims=True)
@@ -251,7 +255,7 @@ def _facts(router: Router, logits: jax.Array, scores: jax.Array, chosen: jax.Arr
 
 
 def _gathered(kernel: jax.Array, axis: int) -> jax.Array:
-    """A kernel's whole residual axis, which "embed" splits; its gradient is scattered again."""
+    """Gathers a kernel's residual axis, which is split over "embed"; its gradient is scattered again."""
     return lax.all_gather(kernel, axes_of("embed"), axis=axis, tiled=True) if axes_of("embed") else kernel
 
 

@@ -1,4 +1,4 @@
-"""A gated feed-forward layer."""
+"""Gated feed-forward layers."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -16,21 +16,27 @@ __all__ = ["Activation", "Facts", "FeedForward", "Gated", "TokenLayer"]
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]
 Facts = dict[str, jax.Array]
-"""What a layer says of its work besides its output, by name."""
+"""Statistics of a layer's forward pass by name, in addition to its output."""
 
 
 @runtime_checkable
 class TokenLayer(Protocol):
-    """A kind of layer that takes each token by itself, as a hashable value."""
+    """Hashable specification of a layer that processes every token independently."""
 
     def build(self, build: Build) -> Any:
-        """Returns a module that is called with (x, rows) and returns (output, facts)."""
+        """Returns a module with the signature (x, rows) -> (output, facts)."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gated:
-    """y = (f(x G) * (x U)) D, each product with a bias if `bias`."""
+    """Gated feed-forward layer, y = (f(x G) * (x U)) D.
+
+    Attributes:
+      width: hidden width.
+      activation: f.
+      bias: adds biases to the three products.
+    """
 
     width: int
     activation: Activation = "silu"
@@ -41,7 +47,7 @@ class Gated:
 
 
 class FeedForward(nnx.Module):
-    """What `Gated` builds."""
+    """Module of a `Gated`."""
 
     def __init__(self, spec: Gated, build: Build) -> None:
         self.spec = spec
@@ -57,5 +63,5 @@ class FeedForward(nnx.Module):
             axes = {"x": ("batch", "seq", "act_embed"), "w_gate": self.gate.axes, "w_up": self.up.axes}
             gated = ops.gated_linear_unit(x, gate, up, activation=activation, axes=axes)
         else:
-            gated = ACTIVATIONS[activation](self.gate(x)) * self.up(x)  # the op has no biases
+            gated = ACTIVATIONS[activation](self.gate(x)) * self.up(x)  # the op does not support biases
         return self.down(constrain(gated, "batch", "seq", "act_mlp", name="gated activations")), {}

@@ -1,4 +1,4 @@
-"""Layers that repeat: what is stacked and scanned follows from the list of layers."""
+"""Detection of repeating layers, which are stacked and scanned."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -12,25 +12,31 @@ Layer = TypeVar("Layer", bound=Hashable)
 
 @dataclass(frozen=True)
 class Group(Generic[Layer]):
-    """The layers of `period`, `repeats` times one after the other; the first is layer `start` of the model."""
+    """Consecutive layers that repeat.
+
+    Attributes:
+      start: index of the first layer in the model.
+      period: layers that repeat, in order.
+      repeats: number of repetitions of the period.
+    """
 
     start: int
     period: tuple[Layer, ...]
     repeats: int
 
     def layers(self, place: int) -> range:
-        """The model's layers that stand at one place of the period, in the order in which they are stacked."""
+        """Returns the indices of the model's layers at one position of the period, in stacking order."""
         step = len(self.period)
         return range(self.start + place, self.start + step * self.repeats, step)
 
 
 @cache
 def groups_of(layers: tuple[Layer, ...]) -> tuple[Group[Layer], ...]:
-    """Cuts layers into groups so that the fewest layers are traced, and then the fewest groups scanned.
+    """Divides layers into groups with the fewest traced layers, and among these, with the fewest scans.
 
-    With L and G for two kinds of layers, LLLLLG LLLLLG LL becomes LLLLLG twice and L twice.
+    For two kinds of layers L and G, LLLLLG LLLLLG LL becomes 2 x LLLLLG and 2 x L.
     """
-    # best[i] are the groups of layers[i:], with the numbers of layers and of groups that they trace.
+    # Dynamic programming: best[i] is (traced layers, scans, groups) of layers[i:].
     best: list[tuple[int, int, tuple[Group[Layer], ...]]] = [(0, 0, ())] * (len(layers) + 1)
     for start in reversed(range(len(layers))):
         options = []

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values are unfolded from one narrow vector a token.
+"""Multi-head latent attention, with keys and values projected from one low-rank latent per token.
 
 Source: DeepSeek-AI, DeepSeek-V2, 2024 (arXiv:2405.04434), section 2.1.
 """
@@ -24,16 +24,21 @@ _LATENT = ("batch", "seq", None)
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention:
-    """Each head's keys are [c K, rope(k)] and its values c V, of c = norm(x C) and one rotated key k = x R for all.
+    """Latent attention: a head's keys are [c K, rope(k)] and its values c V.
 
-    Without a cache keys and values are unfolded. A cache keeps [c, rope(k)]: K moves to the queries and V behind the
-    sum over tokens, which gives the same without unfolding what is kept.
+    c = norm(x C) is the token's latent, and k = x R is one rotated key shared by all heads. Without a cache, keys and
+    values are projected from c. A cache stores only [c, rope(k)]: K is then applied to the queries and V to the
+    attention output, which gives the same result without projecting the cached latents.
 
     Attributes:
-      query_rank: width of the vector that queries are unfolded from; None makes them of x.
+      heads: number of heads.
+      query_rank: width of the query latent; None projects queries directly from x.
       kv_rank: width of c.
-      nope_dim, rope_dim: features of a head's query and key that do not rotate, and that do.
-      scale: of the products.
+      nope_dim: width of the part of query and key heads without rotary positions.
+      rope_dim: width of the part of query and key heads with rotary positions.
+      value_dim: width of value heads.
+      rope: rotary positions.
+      scale: scale of the scores.
       context_keys: see `ContextKeys`.
     """
 
@@ -55,12 +60,12 @@ class LatentAttention:
 
 
 class MultiHeadLatentAttention(nnx.Module):
-    """What `LatentAttention` builds."""
+    """Module of a `LatentAttention`."""
 
     def __init__(self, spec: LatentAttention, build: Build) -> None:
         embed, heads, rank = build.embed, spec.heads, spec.query_rank
         queries, unfolded = heads * (spec.nope_dim + spec.rope_dim), heads * (spec.nope_dim + spec.value_dim)
-        self.spec, self.norm = spec, Norm()  # of the latents, whose epsilon no config.json says
+        self.spec, self.norm = spec, Norm()  # for the latents; config.json has no epsilon of this norm
         self.query_down = None if rank is None else build.linear((embed, rank), ("embed", None))
         self.query_norm = None if rank is None else build.full(rank, "norm", 1.0)
         self.query_up = None if rank is None else build.linear((rank, queries), ("latent", "heads"))

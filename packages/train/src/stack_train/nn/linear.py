@@ -1,4 +1,4 @@
-"""A linear layer, and the lookup of an embedding."""
+"""Linear layers and embedding lookup."""
 
 from typing import Any, Literal
 
@@ -18,12 +18,15 @@ FloatName = Literal["bfloat16", "float16", "float32"]
 
 
 class Linear(nnx.Module):
-    """y = x @ kernel + bias, with kernel[d_in, d_out] cast to the dtype of x.
+    """Linear layer, y = x @ kernel + bias, with kernel[d_in, d_out] cast to the dtype of x.
 
     Args:
-      shape: of the kernel, [d_in, d_out]; or [layers, d_in, d_out], in which case a scan calls it layer by layer.
+      shape: shape of the kernel, [d_in, d_out], or [layers, d_in, d_out] if a scan calls it layer by layer.
       axes: logical names of the kernel's axes.
-      std: standard deviation of the kernel's normal initial values; a bias starts at zero.
+      use_bias: adds a bias, initialized to 0.
+      std: standard deviation of the kernel's normal initial values.
+      param_dtype: dtype of kernel and bias.
+      key: PRNG key of the kernel.
     """
 
     def __init__(
@@ -49,19 +52,19 @@ class Linear(nnx.Module):
 
 
 def activation_axis(axis: str | None) -> str | None:
-    """The logical name that activations give an axis of a kernel: "embed" splits parameters only."""
+    """Returns the logical name of a kernel's axis in activations, because "embed" splits only parameters."""
     return None if axis is None else f"act_{axis}"
 
 
 def lookup(table: Float[Array, "vocab embed"], tokens: Int[Array, "batch seq"], dtype: FloatName) -> Hidden:
-    """Returns the rows of an embedding for tokens, cast to `dtype`; a token outside the vocabulary gets NaN.
+    """Returns the rows of an embedding for tokens, cast to `dtype`; NaN for tokens outside of the vocabulary.
 
-    Each device looks up its slice of the embedding for every token of its group; an all-to-all then assembles whole
-    rows. XLA by itself may gather the table on every device, or each row.
+    Each device looks up its slice of the embedding for all tokens of its group, and an all-to-all assembles complete
+    rows. Without these constraints, XLA may gather the table on every device, or each row.
     """
     if jax.__version_info__ >= (0, 12) and jax.sharding.get_abstract_mesh().manual_axes:
-        # Inside a `jax.shard_map` over stages XLA's partitioner fails where both operands are split ("Check failed:
-        # num_replica_groups"), so each device takes the whole vocabulary.
+        # Inside a `jax.shard_map` over stages, XLA's partitioner fails if both operands are split ("Check failed:
+        # num_replica_groups"), so the vocabulary is not split here.
         table = constrain(table, None, "embed", name="embedding")
     tokens = constrain(tokens, "lookup_batch", "seq", name="tokens")
     parts = take_rows(table, tokens).astype(dtype)
@@ -70,9 +73,9 @@ def lookup(table: Float[Array, "vocab embed"], tokens: Int[Array, "batch seq"], 
 
 @jax.custom_jvp
 def take_rows(table: Float[Array, "rows embed"], places: Int[Array, "*places"]) -> Float[Array, "*places embed"]:
-    """Returns rows of a table, NaN for places outside of it. The gradient of a row taken many times is summed wide.
+    """Returns rows of a table, NaN for indices out of range. Gradients of repeated rows are summed in a wider dtype.
 
-    The transpose of `jnp.take` adds in the table's dtype: of 1,000 equal gradients a bfloat16 sum keeps about 256.
+    The transpose of `jnp.take` sums in the table's dtype: a bfloat16 sum of 1,000 equal gradients stops at about 256.
     """
     return jnp.take(table, places, axis=0, mode="fill")
 

@@ -1,9 +1,9 @@
-"""Layers in stages: devices along the mesh axis "stage" keep pieces of the layers and work on different microbatches.
+"""Pipeline parallelism: devices along the mesh axis "stage" hold different layers and process different microbatches.
 
-One program runs on all of them, tick by tick as the table of a `Schedule` says. What a stage has nothing to do for in a
-tick it computes all the same and throws away, while it would wait for its neighbours: no device takes another branch
-than the others, so that layers may talk along the other axes of the mesh as they do without stages. What comes before
-and after the layers, an embedding and a loss, all stages compute; the first and the last one's count.
+All stages run the same program, tick by tick according to the table of a `Schedule`. An idle stage computes anyway and
+discards the result, instead of waiting for its neighbours. No device takes a different branch, so layers can use
+collectives along the other mesh axes as usual. All stages compute the embedding before the layers and the loss after
+them, but only the first stage's embedding and the last stage's loss are used.
 """
 
 import contextlib
@@ -26,18 +26,18 @@ __all__ = ["Boundary", "boundary", "run_stages"]
 
 Tree = Any
 Function = Callable[[Tree, Tree, Tree], tuple[jax.Array, Tree]]
-"""(layers of a piece, shared parameters, a microbatch) -> (loss, metrics)."""
+"""Function (layers of a piece, shared parameters, microbatch) -> (loss, metrics)."""
 
 _current: ContextVar["Boundary | None"] = ContextVar("boundary", default=None)
 
 
 class Boundary:
-    """Stands around the layers in one call of a model: what enters them is replaced, and what leaves them is noted.
+    """The input and output of the layers in one call of a model inside `run_stages`.
 
     Attributes:
-      received: what the layers start from instead; None for what the model gives them.
-      is_first: that `received` does not count, for this is the first piece of the layers.
-      output: what left the layers.
+      received: input of the layers, from the previous stage; None keeps the model's own input.
+      is_first: whether this is the first piece of the layers, which ignores `received`.
+      output: output of the layers.
     """
 
     def __init__(self, received: Tree = None, is_first: Any = True) -> None:
@@ -45,6 +45,11 @@ class Boundary:
         self._entered = False
 
     def enter(self, carry: Tree) -> Tree:
+        """Returns the input of the layers.
+
+        Raises:
+          TrainingError: the model runs more than one loop over layers.
+        """
         if self._entered:
             raise TrainingError(
                 "mesh.stage splits one loop over layers, and this step runs several: its model has more than one group "
@@ -56,6 +61,11 @@ class Boundary:
         return jax.tree.map(lambda own, x: jnp.where(self.is_first, own, x), carry, self.received)
 
     def leave(self, carry: Tree, outputs: Tree) -> Tree:
+        """Records the output of the layers.
+
+        Raises:
+          TrainingError: the layers have outputs besides the carry.
+        """
         if jax.tree.leaves(outputs):
             raise TrainingError(
                 "The layers report facts, as mixtures of experts do, and stages do not pass them on to the objective. "
@@ -66,7 +76,7 @@ class Boundary:
 
 
 def boundary() -> Boundary | None:
-    """The one that `scan_layers` has to respect."""
+    """Returns the current boundary for `scan_layers`, or None outside of stages."""
     return _current.get()
 
 
@@ -89,22 +99,24 @@ def run_stages(
     gradients: bool,
     specs: tuple[Mapping[str, PartitionSpec], Mapping[str, PartitionSpec]],
 ) -> tuple[Tree, tuple[Mapping[str, jax.Array], Mapping[str, jax.Array]] | None]:
-    """Calls a function for each microbatch and, if asked for, adds up the gradients of its losses.
+    """Calls a function for each microbatch, and optionally sums the gradients of its losses.
 
     Args:
-      function: runs `scan_layers` once, over the layers that it is given.
+      function: loss function, which must run `scan_layers` exactly once over the layers passed to it.
       layers: arrays [layers, ...], split over "stage".
-      shared: what all stages have of the other parameters.
-      microbatches: arrays [microbatches, ...], which all stages have.
-      gradients: whether they are formed; if not, only the forward half of the table runs.
-      specs: where gradients lie, as `layers` and `shared` do.
+      shared: all other parameters, replicated over "stage".
+      microbatches: arrays [microbatches, ...], replicated over "stage".
+      schedule: schedule of the stages.
+      gradients: computes gradients; otherwise only the forward half of the table runs.
+      specs: partition specs of the gradients of `layers` and `shared`.
 
     Returns:
-      The metrics, stacked [microbatches, ...], and the gradients of the sum of all losses by layers and shared.
+      The metrics, stacked [microbatches, ...], and the gradients of the sum of all losses with respect to `layers` and
+      `shared`, or None.
 
     Raises:
-      ShardingError: the pieces of the schedule do not divide the layers.
-      TrainingError: the function does not run `scan_layers` once, or layers report facts.
+      ShardingError: the layers do not divide into the pieces of the schedule.
+      TrainingError: the function does not run `scan_layers` exactly once, or layers report facts.
     """
     stages, chunks = schedule.stages, schedule.chunks
     for name, leaf in layers.items():
@@ -130,13 +142,13 @@ def run_stages(
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """What a stage carries from tick to tick."""
+    """State that a stage carries between ticks."""
 
-    inputs: Tree  # [slots, ...], what other stages made of microbatches
-    gradients: Tree  # [slots, ...], of what this stage made of them
+    inputs: Tree  # [slots, ...], activations received from the previous stage
+    gradients: Tree  # [gradient_slots, ...], cotangents of this stage's outputs, from the next stage
     metrics: Tree  # [microbatches, ...]
-    of_layers: Tree  # sums of gradients, wide
-    of_shared: Tree
+    of_layers: Tree  # gradient sums of this stage's layers, in a wide dtype
+    of_shared: Tree  # gradient sums of the shared parameters
 
 
 jax.tree_util.register_dataclass(_Kept, list(_Kept.__dataclass_fields__), [])
@@ -144,7 +156,7 @@ jax.tree_util.register_dataclass(_Kept, list(_Kept.__dataclass_fields__), [])
 
 @dataclass(frozen=True, eq=False)
 class _Stage:
-    """One stage, inside `jax.shard_map`: its pieces of the layers lead with [chunks, layers of a piece]."""
+    """One stage inside `jax.shard_map`; its layers are arrays [chunks, layers of a piece, ...]."""
 
     function: Function
     schedule: Schedule
@@ -166,9 +178,9 @@ class _Stage:
         shared: Any,
         rows: Any,
     ) -> Any:
-        """Runs all ticks and returns what `run_stages` does."""
+        """Runs all ticks; returns the results of `run_stages` by stage."""
         layers = {name: x[:, 0] for name, x in layers.items()}
-        # Their gradients would otherwise be summed over the stages in every tick.
+        # Arrays that do not vary over stages would have their gradients summed over the stages in every tick.
         shared, rows = _varying((shared, rows))
         stage = cls(function, schedule, with_gradients, specs, layers, shared, rows, lax.axis_index("stage"))
         kept = stage.start()
@@ -176,12 +188,13 @@ class _Stage:
             if phase.forward or with_gradients:
                 ticks = {name: schedule.table[name][phase.start : phase.end] for name in COLUMNS}
                 kept, _ = lax.scan(partial(stage.tick, phase), kept, ticks)
-        metrics = lax.psum(kept.metrics, "stage")  # of which every stage but the last has zeros
+        metrics = lax.psum(kept.metrics, "stage")  # zero on all stages except the last
         if not with_gradients:
             return metrics, None
         return metrics, ({name: x[:, None] for name, x in kept.of_layers.items()}, lax.psum(kept.of_shared, "stage"))
 
     def start(self) -> _Kept:
+        """Returns the initial state, filled with zeros."""
         row = jax.tree.map(lambda x: x[0], self.microbatches)
         piece = {name: x[0] for name, x in self.layers.items()}
         output, _, metrics = jax.eval_shape(partial(self.call, None, True), piece, self.shared, row)
@@ -198,7 +211,7 @@ class _Stage:
         return self.placed(_varying(kept))
 
     def call(self, received: Tree, is_first: Any, piece: Tree, shared: Tree, row: Tree) -> tuple[Tree, Any, Tree]:
-        """What leaves the layers, the loss and the metrics."""
+        """Runs the function on a piece; returns the output of the layers, the loss and the metrics."""
         around = Boundary(received, is_first)
         with _around(around):
             loss, metrics = self.function(piece, shared, row)
@@ -207,6 +220,7 @@ class _Stage:
         return _varying((around.output, loss, metrics))
 
     def tick(self, phase: Phase, kept: _Kept, columns: Mapping[str, Any]) -> tuple[_Kept, None]:
+        """Runs one tick: at most one forward and one backward step, and the exchange with both neighbours."""
         now = {name: column[self.index] for name, column in columns.items()}
         inputs, gradients = kept.inputs, kept.gradients
         fields: dict[str, Any] = {name: getattr(kept, name) for name in ("metrics", "of_layers", "of_shared")}
@@ -223,14 +237,18 @@ class _Stage:
         return self.placed(_Kept(inputs=inputs, gradients=gradients, **fields)), None
 
     def forward(self, kept: _Kept, now: Mapping[str, Any]) -> tuple[Tree, Tree]:
-        """What a piece makes of a microbatch, and its metrics, which count after the last piece."""
+        """Runs a piece forward; returns its output and the metrics, which are valid only for the last piece."""
         chunk, row = now["forward_chunk"], _read(self.microbatches, now["forward"])
         received = _read(kept.inputs, now["forward_slot"])
         output, _, metrics = self.call(received, self.is_first(chunk), self.piece(chunk), self.shared, row)
         return output, metrics
 
     def backward(self, kept: _Kept, now: Mapping[str, Any]) -> tuple[dict[str, Tree], Tree]:
-        """Runs a piece again from its kept input, and back."""
+        """Recomputes a piece from its saved input and runs it backward.
+
+        Returns:
+          The changed fields of the state, and the cotangent of the piece's input.
+        """
         chunk, row = now["backward_chunk"], _read(self.microbatches, now["backward"])
         is_first, is_last, does = self.is_first(chunk), self.is_last(chunk), now["backward"] >= 0
 
@@ -263,13 +281,13 @@ class _Stage:
         return (self.index == self.schedule.stages - 1) & (chunk == self.schedule.chunks - 1)
 
     def passed(self, tree: Tree, by: int) -> Tree:
-        """What the stage so many before this one has."""
+        """Shifts arrays by `by` stages along the pipeline, cyclically."""
         stages = self.schedule.stages
         pairs = [(stage, (stage + by) % stages) for stage in range(stages)]
         return jax.tree.map(lambda x: lax.ppermute(x, "stage", pairs), tree)
 
     def placed(self, kept: _Kept) -> _Kept:
-        """Splits gradients along the other axes of the mesh as their parameters are."""
+        """Shards gradients along the other mesh axes like their parameters."""
         if not self.with_gradients:
             return kept
         of_layers, of_shared = (
@@ -280,7 +298,7 @@ class _Stage:
 
 
 def _varying(tree: Tree) -> Tree:
-    """Types arrays as different on every stage."""
+    """Casts arrays to the type of arrays that vary over stages."""
 
     def cast(x: Any) -> Any:
         return x if "stage" in jax.typeof(x).mat.varying else lax.pcast(x, ("stage",), to="varying")
@@ -289,12 +307,12 @@ def _varying(tree: Tree) -> Tree:
 
 
 def _read(tree: Tree, place: Any) -> Tree:
-    """Entry `place` of arrays; of -1 any."""
+    """Returns entry `place` of arrays; for -1, an arbitrary entry."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, jnp.maximum(place, 0), keepdims=False), tree)
 
 
 def _written(tree: Tree, place: Any, value: Tree) -> Tree:
-    """Arrays with an entry replaced; at -1 none."""
+    """Returns arrays with entry `place` replaced; unchanged if `place` is -1."""
     at = jnp.maximum(place, 0)
 
     def write(x: Any, new: Any) -> Any:

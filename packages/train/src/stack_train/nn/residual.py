@@ -1,4 +1,4 @@
-"""The residual stream between layers, and how a mesh splits it."""
+"""The residual stream between layers and its sharding."""
 
 from dataclasses import dataclass
 from typing import Any, Final
@@ -14,7 +14,7 @@ __all__ = ["STREAM", "Hidden", "Norm", "ResidualStream", "Rows", "gather_sequenc
 Hidden = Float[Array, "batch seq embed"]
 
 STREAM: Final = ("batch", "norm_seq", "act_embed")
-"""The logical axes of the residual stream, where only norms and sums act on it."""
+"""Logical axes of the residual stream outside of layers, where only norms and sums use it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,8 @@ class Norm:
     """The RMS norm y = (scale + offset) x / sqrt(mean(x^2) + epsilon).
 
     Attributes:
-      offset: what stored scales lack: 1 for families whose scales start at 0.
+      epsilon: term added to the mean square.
+      offset: offset of stored scales, 1 for families whose scales start at 0.
     """
 
     epsilon: float = 1e-6
@@ -31,7 +32,7 @@ class Norm:
     def __call__(
         self, x: Float[Array, "... features"], scale: Any, axes: LogicalAxes | None = None
     ) -> Float[Array, "... features"]:
-        """Norms the last axis of `x`, whose logical axes are `axes`."""
+        """Normalizes the last axis of `x`, whose logical axes are `axes`."""
         names = None if axes is None else {"x": axes}
         normed: Any = ops.norm(x, scale[...], epsilon=self.epsilon, scale_offset=self.offset, axes=names)
         return normed
@@ -40,11 +41,12 @@ class Norm:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rows:
-    """What all layers know of a batch's tokens.
+    """Positions and segments of a batch's tokens, shared by all layers.
 
     Attributes:
-      positions: [batch, seq], each token's place in its document.
-      segment_ids: [batch, seq], 0 for padding, or None: tokens attend within their segment only.
+      positions: [batch, seq], position of each token in its document.
+      segment_ids: [batch, seq], segment of each token, 0 for padding; tokens attend only within their segment. None if
+        each row is one segment.
     """
 
     positions: Int[Array, "batch seq"]
@@ -54,11 +56,11 @@ class Rows:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ResidualStream:
-    """The residual stream between two layers; the norm that follows forms its last sum in the same pass.
+    """The residual stream between two layers, whose last sum is computed together with the next norm.
 
     Attributes:
-      x: [batch, seq, embed].
-      added: like `x`, what the layer before adds to it; None if the sum is formed.
+      x: residual stream before the last layer, [batch, seq, embed].
+      added: output of the last layer, with the shape of `x`; None if it is already added to `x`.
     """
 
     x: Any
@@ -73,14 +75,14 @@ class ResidualStream:
         return normed, x
 
     def joined(self) -> "ResidualStream":
-        """Forms the sum, which takes half the memory to keep."""
+        """Computes the sum, which takes half the memory of its two terms."""
         return self if self.added is None else ResidualStream(self.x + self.added, None)
 
 
 def shard_residual(x: Hidden) -> Hidden:
-    """Splits activations as the residual stream is split, where only norms and sums act on them.
+    """Shards activations like the residual stream, for norms and sums.
 
-    Where rules split its sequence over `tensor`, the sum of products that `tensor` leaves in parts becomes a
+    If the sharding rules split the sequence over `tensor`, the sum of partial products over `tensor` becomes a
     reduce-scatter. Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022
     (arXiv:2205.05198).
     """
@@ -88,5 +90,5 @@ def shard_residual(x: Hidden) -> Hidden:
 
 
 def gather_sequence(x: Hidden) -> Hidden:
-    """Splits activations as products and attention need them, with the whole sequence on each part of `tensor`."""
+    """Shards activations for products and attention, with the complete sequence on each device of `tensor`."""
     return constrain(x, "batch", "seq", "act_embed", name="normed activations")

@@ -1,8 +1,8 @@
-"""Schedules of pipelines as tables: what each stage does in each tick, and where what arrives is kept.
+"""Pipeline schedules as tables of each stage's work and buffers in each tick.
 
-Layers are cut into stages x chunks equal pieces; piece g is chunk g // stages of stage g % stages. In a tick a stage
-may run one piece forward for one microbatch, and one backward for another; what it makes reaches its neighbour at the
-end of the tick. Everything here is NumPy, made before anything is traced.
+Layers are divided into stages x chunks equal pieces; piece g is chunk g // stages of stage g % stages. In a tick, a
+stage may run one piece forward for one microbatch, and one piece backward for another. Results reach the neighbouring
+stage at the end of the tick. Schedules are computed in NumPy before tracing.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,22 +22,28 @@ ScheduleName = Literal["1f1b", "gpipe", "interleaved"]
 _NEVER = 2**30
 
 COLUMNS = (
-    "forward",  # the microbatch that runs forward
+    "forward",  # microbatch that runs forward
     "forward_chunk",
-    "forward_slot",  # where its input was kept
-    "backward",  # the microbatch that runs backward
+    "forward_slot",  # slot of the input
+    "backward",  # microbatch that runs backward
     "backward_chunk",
-    "backward_slot",  # where its input is kept still
-    "gradient_slot",  # where the gradient of its output was kept
-    "arriving_slot",  # where the neighbour's output goes at the end of the tick
-    "arriving_gradient_slot",  # where the other neighbour's gradient goes
+    "backward_slot",  # slot of the same piece's input, for recomputation
+    "gradient_slot",  # slot of the output's cotangent
+    "arriving_slot",  # slot for the previous stage's output, which arrives at the end of the tick
+    "arriving_gradient_slot",  # slot for the next stage's cotangent
 )
-"""Of a table: int32[ticks, stages] each, -1 where there is nothing."""
+"""Columns of a table, int32[ticks, stages] each; -1 for no entry."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Ticks from `start` to `end` in which some stage runs forward, some backward, or both."""
+    """Consecutive ticks [start, end) of one kind.
+
+    Attributes:
+      start, end: range of ticks.
+      forward: whether any stage runs forward.
+      backward: whether any stage runs backward.
+    """
 
     start: int
     end: int
@@ -47,12 +53,15 @@ class Phase:
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """What every stage does in every tick.
+    """The work of every stage in every tick.
 
     Attributes:
-      table: by the names of `COLUMNS`.
-      slots: inputs that a stage keeps at most, from when they arrive until their gradient is formed.
-      gradient_slots: gradients that a stage keeps at most, until it runs backward.
+      stages: number of stages.
+      chunks: number of pieces per stage.
+      microbatches: number of microbatches.
+      table: columns by the names in `COLUMNS`.
+      slots: maximum number of inputs that a stage buffers, from arrival until the backward pass.
+      gradient_slots: maximum number of cotangents that a stage buffers until its backward pass.
     """
 
     stages: int
@@ -64,7 +73,7 @@ class Schedule:
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """Runs of ticks that do the same: the program has a loop for each, in which every stage does as much."""
+        """Maximal runs of ticks of one kind. The program has one loop per phase, with equal work on all stages."""
         kinds = [
             (bool((forward >= 0).any()), bool((backward >= 0).any()))
             for forward, backward in zip(self.table["forward"], self.table["backward"], strict=True)
@@ -74,9 +83,9 @@ class Schedule:
 
     @property
     def work(self) -> float:
-        """Time as a multiple of what one device takes for all layers.
+        """Duration relative to one device that runs all layers.
 
-        That of 1F1B and GPipe is (microbatches + stages - 1) / (microbatches x stages).
+        1F1B and GPipe take (microbatches + stages - 1) / (microbatches x stages).
         """
         forward, backward = (
             sum(phase.end - phase.start for phase in self.phases if getattr(phase, kind))
@@ -87,15 +96,15 @@ class Schedule:
 
 @cache
 def schedule(name: ScheduleName, *, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """The table of a schedule.
+    """Computes a pipeline schedule.
 
         gpipe:        all microbatches forward, then all backward
-        1f1b:         a microbatch runs backward as soon as the last stage has it
-        interleaved:  1f1b where each stage has `chunks` pieces of the layers that do not follow each other, so that
-                      the pipeline fills and drains in 1 / chunks of the time
+        1f1b:         a microbatch runs backward as soon as it has reached the last stage
+        interleaved:  1f1b with `chunks` non-adjacent pieces of the layers per stage; the pipeline fills and drains in
+                      1 / chunks of the time
 
     Raises:
-      ConfigError: chunks for a schedule that has one, or fewer than two for "interleaved".
+      ConfigError: `chunks` is not 1 for a schedule other than "interleaved", or less than 2 for "interleaved".
 
     Source: Huang et al., GPipe, 2018 (arXiv:1811.06965); Narayanan et al., PipeDream-Flush and the interleaved
     schedule, 2021 (arXiv:2104.04473), section 2.2.
@@ -108,12 +117,12 @@ def schedule(name: ScheduleName, *, stages: int, microbatches: int, chunks: int 
 
 
 class _Simulation:
-    """Lets every stage do the next thing that it can, tick by tick."""
+    """Greedy simulation in which every stage runs its next possible step in each tick."""
 
     def __init__(self, name: str, stages: int, microbatches: int, chunks: int) -> None:
         self.name, self.stages, self.microbatches, self.chunks = name, stages, microbatches, chunks
         self.pieces = stages * chunks
-        self.ran = np.full((2, microbatches, self.pieces), _NEVER)  # forward and backward: the tick
+        self.ran = np.full((2, microbatches, self.pieces), _NEVER)  # tick of the forward and of the backward step
         self.slots: dict[tuple[str, int, int], int] = {}
         self.taken: dict[tuple[str, int], set[int]] = {}
         self.rows: list[dict[str, list[int]]] = []
@@ -132,7 +141,7 @@ class _Simulation:
         return Schedule(*counts, table, slots=most["input"], gradient_slots=most["gradient"])
 
     def _order(self, *, reverse: bool) -> Iterator[tuple[int, int]]:
-        """(microbatch, chunk) in the order of every stage: all chunks of as many microbatches as there are stages."""
+        """Yields (microbatch, chunk) in the order of every stage: all chunks of `stages` microbatches at a time."""
         for first in range(0, self.microbatches, self.stages):
             for chunk in sorted(range(self.chunks), reverse=reverse):
                 for microbatch in range(first, min(first + self.stages, self.microbatches)):
@@ -178,7 +187,7 @@ class _Simulation:
         return piece == self.pieces - 1 or bool(self.ran[1, microbatch, piece + 1] < tick)
 
     def _arrive(self, tick: int, row: dict[str, list[int]]) -> None:
-        """Gives what the stages made in this tick a place on the neighbour that it goes to."""
+        """Assigns slots on the receiving stages to the results of this tick."""
         for microbatch, piece in np.argwhere(self.ran[0] == tick).tolist():
             if piece + 1 < self.pieces:
                 row["arriving_slot"][(piece + 1) % self.stages] = self._take("input", microbatch, piece + 1)

@@ -1,4 +1,4 @@
-"""Runs a group of stacked layers: the one place that decides on loops, unrolling and rematerialization."""
+"""Execution of stacked layers: loops, unrolling and rematerialization."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -31,21 +31,22 @@ def scan_layers(
     unroll: bool,
     moves: bool,
 ) -> tuple[Any, list[Any]]:
-    """Runs the layers of a period one after the other, again and again, traced once for all repetitions.
+    """Scans over the repetitions of a period of layers, which are traced once.
+
+    Inside `run_stages`, the layers are the layers of one piece, and `carry` is the output of the previous piece.
 
     Args:
-      body: (layer, carry, per_row, its slice of its inputs) -> (carry, output).
-      period: modules whose parameters lead with [repeats, ...].
-      inputs: of each module a pytree whose leaves lead with [repeats, ...], or None.
-      per_row: arrays that lead with [batch, ...], the same for all layers.
-      remat: what the backward pass finds saved of each layer's forward pass. "none": everything it needs, without any
-        `jax.checkpoint`; "dots": matrix products; "dots_no_batch": matrix products without batch axes, so none of
-        attention's; "full": the layer's input alone. The rest is computed again.
-      unroll: compile every layer by itself and no loop, which would copy what it saves of each layer in and out of
-        arrays of all layers.
-      moves: keep what layers assign to their variables with the metadata `trained=False`.
-
-    Inside `run_stages` the layers are those of one piece, and `carry` is what the piece before it made.
+      body: function (layer, carry, per_row, slice of the layer's inputs) -> (carry, output).
+      period: modules with stacked parameters [repeats, ...].
+      carry: initial carry.
+      inputs: for each module, a pytree of arrays [repeats, ...], or None.
+      per_row: arrays [batch, ...] that are the same for all layers.
+      remat: values of each layer that are saved for the backward pass. "none": all residuals, without
+        `jax.checkpoint`; "dots": matrix products; "dots_no_batch": matrix products without batch axes, which excludes
+        attention; "full": only the layer's input. All other values are recomputed.
+      unroll: compile every layer separately. A loop has to copy each layer's saved values into and out of stacked
+        arrays.
+      moves: keep the updates of variables with the metadata `trained=False`.
 
     Returns:
       The last carry, and each module's outputs stacked [repeats, ...].
@@ -59,7 +60,8 @@ def scan_layers(
         return carry, (output, nnx.state(layer, _is_moved) if moves else None)
 
     if remat != "none":
-        run = jax.checkpoint(run, policy=_SAVED[remat], prevent_cse=unroll, static_argnums=0)  # loops keep layers apart
+        # Without a loop, XLA's common subexpression elimination would merge the recomputation with the forward pass.
+        run = jax.checkpoint(run, policy=_SAVED[remat], prevent_cse=unroll, static_argnums=0)
 
     def step(carry: Any, per_layer: Any) -> tuple[Any, list[Any]]:
         outputs = []

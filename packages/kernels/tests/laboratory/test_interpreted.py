@@ -22,6 +22,7 @@ def _checks() -> list[object]:
     return [
         pytest.param(name, check, id=f"{name}-{check}", marks=() if _is_quick(name, check) else pytest.mark.slow)
         for name in INTERPRETABLE
+        if name != "exchange/ragged_all_to_all"  # a collective of XLA, which leaves no memory uninitialized
         for check in op_checks(name.partition("/")[0])
         if check.aspect in ("float32", "bfloat16")
     ]

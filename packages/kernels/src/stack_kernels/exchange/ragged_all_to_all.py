@@ -17,7 +17,7 @@ from stack_core.ops.building import vary_alike
 __all__ = ["RAGGED_ALL_TO_ALL", "ragged_all_to_all"]
 
 
-def ragged_all_to_all(*, interpret: Any = False) -> OpImplementation:
+def ragged_all_to_all(*, interpret: bool = False) -> OpImplementation:
     """Builds the implementation; the interpreted one moves slices through an all-gather, on any device."""
     collective = _interpreted if interpret else lax.ragged_all_to_all
 

@@ -29,6 +29,7 @@ class CausalLMConfig:
     is the cross-entropy of multi-token prediction (`Outputs.further`), on targets in the same document.
 
     Attributes:
+      name: selects this objective.
       z_loss: coefficient of mean(log Z ** 2), which keeps the scale of the logits stable (PaLM, section 5); 0 is off.
       balance_loss: coefficient of the load-balancing loss; 0.01 in Switch Transformers (arXiv:2101.03961).
       router_z_loss: coefficient that keeps router logits small; 0.001 in ST-MoE (arXiv:2202.08906).

@@ -34,20 +34,22 @@ Latents = Float[Array, "batch latent_height latent_width latent_channels"]
 
 @config
 class AutoencoderKlConfig:
-    """The size and the numerics of an autoencoder.
+    """Size and numerics of an autoencoder.
 
     Attributes:
-      image_size: pixels of a side of the images that it trains on; the weights take any.
-      channels: of images.
-      latent_channels: of latents.
+      family: selects this family.
+      image_size: height and width of the training images in pixels; the weights fit any size.
+      channels: channels of the images.
+      latent_channels: channels of the latents.
       widths: channels of each level, finest first; each level but the last halves the image.
-      blocks_per_level: residual blocks of a level of the encoder; the decoder has one more.
-      groups: of the channels that a norm normalizes together.
-      attends: whether the coarsest pixels attend to each other.
-      quantizes: whether latents pass a 1 x 1 convolution on both sides, as those of Stable Diffusion do.
-      scaling_factor, shift_factor: a denoiser sees (latents - shift_factor) * scaling_factor, with a standard
-        deviation near 1.
-      dtype: what activations are computed in.
+      blocks_per_level: residual blocks per level of the encoder; the decoder has one more.
+      groups: number of groups of the group norms, a divisor of each width.
+      attends: adds self-attention at the coarsest level.
+      quantizes: adds 1 x 1 convolutions before and after the latents, as in Stable Diffusion.
+      scaling_factor, shift_factor: denoisers get (latents - shift_factor) * scaling_factor, whose standard deviation is
+        close to 1.
+      dtype: dtype of the activations.
+      param_dtype: dtype of the parameters.
     """
 
     family: Literal["autoencoder_kl"] = "autoencoder_kl"

@@ -31,12 +31,23 @@ _OLD_END = 2  # written in the configs of early CLIP models, whose end of text i
 
 @config
 class ClipTextConfig:
-    """The size and the numerics of a text encoder; the defaults are those of CLIP's ViT-L/14.
+    """Size and numerics of a CLIP text encoder; the defaults are those of ViT-L/14.
 
     Attributes:
-      max_positions: tokens of a text, its first and last included.
-      activation: of the feed-forward layers; "quick_gelu" is x sigmoid(1.702 x).
-      end: the token whose first occurrence stands for the text; 2 takes the token with the largest id.
+      family: selects this family.
+      vocab_size: number of tokens.
+      embed: width of the residual stream.
+      mlp: hidden width of the feed-forward layers.
+      layers: number of blocks.
+      heads: number of attention heads, a divisor of `embed`.
+      max_positions: maximum number of tokens in a text, including the first and the last special token.
+      activation: activation of the feed-forward layers; "quick_gelu" is x sigmoid(1.702 x).
+      norm_epsilon: added to the variance in layer norms.
+      end: token whose first occurrence is pooled into the vector of the text; 2 pools at the largest token id.
+      projection: width of the projected vector of the text.
+      initializer_std: standard deviation of the initial weights.
+      dtype: dtype of the activations.
+      param_dtype: dtype of the parameters.
     """
 
     family: Literal["clip_text"] = "clip_text"

@@ -43,15 +43,21 @@ _WAVES = 256
 
 @config
 class DitConfig:
-    """The size and the numerics of a DiT.
+    """Size and numerics of a DiT; the defaults are those of DiT-XL/2.
 
     Attributes:
-      image_size: pixels of a side, or of latents' sides.
-      out_channels: of the prediction; None is `channels`. Twice as many are those of models with learned variances.
-      patch: pixels of a patch's side.
-      classes: labels; the model knows one more, which stands for none.
-      head_dim: width of a head; the model is heads * head_dim wide.
-      dtype: what activations are computed in.
+      family: selects this family.
+      image_size: height and width of the images or latents, a multiple of `patch`.
+      channels: channels of the images or latents.
+      out_channels: channels of the prediction; None means `channels`. Models with learned variances have twice as many.
+      patch: height and width of a patch.
+      classes: number of labels; the model has one more embedding for unlabeled images.
+      layers: number of blocks.
+      heads: number of attention heads.
+      head_dim: width of a head; the residual stream is heads * head_dim wide.
+      initializer_std: standard deviation of the initial weights.
+      dtype: dtype of the activations.
+      param_dtype: dtype of the parameters.
       remat, unroll: see `scan_layers`.
     """
 

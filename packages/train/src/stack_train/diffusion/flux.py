@@ -50,17 +50,23 @@ Streams = tuple[Float[Array, "batch text embed"], Float[Array, "batch image embe
 
 @config
 class FluxConfig:
-    """The size and the numerics of a Flux; the defaults are those of FLUX.1 dev at 1024 x 1024 pixels.
+    """Size and numerics of a Flux; the defaults are those of FLUX.1 dev at 1024 x 1024 pixels.
 
     Attributes:
-      image_size: of latents' sides; the weights take any.
-      channels: of latents.
-      double_layers, single_layers: blocks with two streams, and with one.
-      text_dim, pooled_dim: features of a text's tokens, and of the text as a whole.
-      text_tokens: of a text.
-      rope_axes: features of a head that rotate by a token's number, its row and its column.
-      guidance: what the model is told where the condition has no "guidance"; None of models that are told none.
-      dtype: what activations are computed in.
+      family: selects this family.
+      image_size: height and width of the latents, a multiple of `patch`; the weights fit any size.
+      channels: channels of the latents.
+      patch: height and width of a patch.
+      double_layers, single_layers: number of blocks with two streams, and with one.
+      heads: number of attention heads.
+      head_dim: width of a head; the residual stream is heads * head_dim wide.
+      text_dim, pooled_dim: features of each text token, and of the pooled text.
+      text_tokens: number of tokens in a text.
+      rope_axes: features of a head that rotate with the token's index, its row and its column; their sum is `head_dim`.
+      guidance: guidance scale used if the condition has no "guidance"; None for models without this input.
+      initializer_std: standard deviation of the initial weights.
+      dtype: dtype of the activations.
+      param_dtype: dtype of the parameters.
       remat, unroll: see `scan_layers`.
     """
 

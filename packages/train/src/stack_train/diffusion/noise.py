@@ -20,12 +20,12 @@ Prediction: TypeAlias = Literal["epsilon", "v", "flow"]
 
 @config
 class NoiseConfig:
-    """x_t = alpha_t x0 + sigma_t e, alpha_t^2 = prod_(s <= t) (1 - beta_s), sigma_t^2 = 1 - alpha_t^2, at whole steps.
+    """x_t = alpha_t x0 + sigma_t e, alpha_t^2 = prod_(s <= t) (1 - beta_s), sigma_t^2 = 1 - alpha_t^2, t an integer.
 
     Attributes:
-      steps: of the schedule.
-      betas: beta grows linearly, its square root does ("scaled_linear"), or alpha^2 is a squared cosine.
-      beta_start, beta_end: of the linear ones.
+      steps: number of timesteps.
+      betas: schedule of beta: linear, linear in its square root ("scaled_linear"), or from a squared cosine alpha^2.
+      beta_start, beta_end: first and last beta of the linear schedules.
 
     Source: Ho et al., DDPM, 2020 (arXiv:2006.11239); the cosine: Nichol and Dhariwal, 2021 (arXiv:2102.09672); the
     scaled one: Rombach et al., Latent Diffusion, 2022 (arXiv:2112.10752).
@@ -77,16 +77,17 @@ class FlowConfig:
 
 @config
 class DynamicShift:
-    """A flow's shift by the size of the images, n tokens each.
+    """Shift of a flow as a function of the image size, n tokens per image.
 
         mu(n) = base_shift + (max_shift - base_shift) (n - base_tokens) / (max_tokens - base_tokens)
         shift = exp(mu), or mu if `curve` is "linear"
 
     Attributes:
-      base_shift, max_shift: mu of images of `base_tokens` and of `max_tokens`; other sizes lie on the same line.
-      base_tokens, max_tokens: patches of an image; 256 and 4096 are 256 x 256 and 1024 x 1024 pixels of FLUX.1.
+      base_shift, max_shift: mu for images with `base_tokens` and with `max_tokens`; other sizes lie on the same line.
+      base_tokens, max_tokens: patches per image; in FLUX.1 256 are 256 x 256 pixels, and 4096 are 1024 x 1024.
+      curve: "exponential", shift = exp(mu), or "linear", shift = mu.
 
-    It computes what `use_dynamic_shifting` of diffusers' `FlowMatchEulerDiscreteScheduler` does.
+    It matches `use_dynamic_shifting` of diffusers' `FlowMatchEulerDiscreteScheduler`.
     """
 
     base_shift: float = 0.5

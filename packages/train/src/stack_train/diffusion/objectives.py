@@ -37,15 +37,15 @@ class Denoises(Protocol):
 
 @config
 class DenoisingConfig(abc.ABC):
-    """The mean squared error of a denoiser's predictions on noisy images.
+    """Mean squared error of a denoiser's predictions for noisy images.
 
         loss = mean_b weight(t_b) |model(alpha_b x_b + sigma_b e_b, t_b, condition_b) - target_b|^2
 
-    All arrays of a batch but "images" and "weights" are the condition.
+    The condition consists of all arrays of a batch except "images" and "weights".
 
     Attributes:
-      condition_dropout: the share of examples that are shown without their condition, so that the model can be asked
-        without it: classifier-free guidance (Ho and Salimans, 2022, arXiv:2207.12598).
+      condition_dropout: fraction of examples trained without their condition, for classifier-free guidance (Ho and
+        Salimans, 2022, arXiv:2207.12598).
     """
 
     condition_dropout: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
@@ -99,12 +99,13 @@ class DenoisingConfig(abc.ABC):
 
 @config
 class FlowMatchingConfig(DenoisingConfig):
-    """The model says the velocity e - x0 of the straight line x = (1 - sigma) x0 + sigma e.
+    """Trains the velocity e - x0 of the straight line x = (1 - sigma) x0 + sigma e.
 
     Attributes:
-      times: how they are drawn before `shift` moves them: all alike, or the logistic function of a normal variable,
-        which draws more of the middle.
-      logit_mean, logit_std: of that variable.
+      name: selects this objective.
+      times: distribution of the times before `shift` is applied: uniform, or logistic of a normal variable, which
+        samples the middle more often.
+      logit_mean, logit_std: mean and standard deviation of the normal variable.
       shift: see `FlowConfig`; a `DynamicShift` depends on the size of the images.
 
     Sources: Lipman et al., Flow Matching, 2023 (arXiv:2210.02747); Liu et al., 2023 (arXiv:2209.03003); logit-normal
@@ -146,11 +147,12 @@ class FlowMatchingConfig(DenoisingConfig):
 
 @config
 class _DiscreteConfig(DenoisingConfig):
-    """Whole timesteps of a noise schedule, all alike.
+    """Objective with integer timesteps, sampled uniformly from a noise schedule.
 
     Attributes:
-      min_snr: g in the weight min(snr, g) / snr of the error of the noise, snr = alpha^2 / sigma^2, which keeps images
-        with little noise from dominating; None weighs all alike (Hang et al., 2023, arXiv:2303.09556).
+      noise: the noise schedule.
+      min_snr: g in the weight min(snr, g) / snr of the noise error, with snr = alpha^2 / sigma^2, which limits the
+        influence of images with little noise; None weights all timesteps equally (Hang et al., 2023, arXiv:2303.09556).
     """
 
     noise: NoiseConfig = NoiseConfig()
@@ -180,7 +182,11 @@ class _DiscreteConfig(DenoisingConfig):
 
 @config
 class EpsilonConfig(_DiscreteConfig):
-    """The model says the noise e in alpha x0 + sigma e (Ho et al., DDPM, 2020, arXiv:2006.11239)."""
+    """Trains the noise e in alpha x0 + sigma e (Ho et al., DDPM, 2020, arXiv:2006.11239).
+
+    Attributes:
+      name: selects this objective.
+    """
 
     name: Literal["epsilon"] = "epsilon"
 
@@ -197,7 +203,11 @@ class EpsilonConfig(_DiscreteConfig):
 
 @config
 class VConfig(_DiscreteConfig):
-    """The model says v = alpha e - sigma x0 (Salimans and Ho, 2022, arXiv:2202.00512)."""
+    """Trains v = alpha e - sigma x0 (Salimans and Ho, 2022, arXiv:2202.00512).
+
+    Attributes:
+      name: selects this objective.
+    """
 
     name: Literal["v"] = "v"
 

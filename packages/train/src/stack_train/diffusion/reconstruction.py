@@ -18,16 +18,17 @@ __all__ = ["ReconstructionConfig"]
 
 @config
 class ReconstructionConfig:
-    """The error of images that pass through their latents, and how far these are from normal ones.
+    """Reconstruction error of an autoencoder plus the KL divergence of its latents from a normal distribution.
 
         loss = mean_b |x_b - decode(z_b)|^p + kl_weight * KL(N(mean_b, variance_b) || N(0, 1)),  z = mean + deviation e
 
-    Both terms are means over pixels and over latents' numbers. There is no adversary and no perceptual loss, which
+    Both terms are means, over pixels and over latent features. There is no adversarial and no perceptual loss, which
     sharpen large images.
 
     Attributes:
+      name: selects this objective.
       error: "squared", p = 2, or "absolute", p = 1.
-      kl_weight: keeps latents from growing; 1e-6 is that of Stable Diffusion.
+      kl_weight: weight of the KL divergence, which keeps latents from growing; Stable Diffusion uses 1e-6.
 
     Source: Kingma and Welling, Auto-Encoding Variational Bayes, 2014 (arXiv:1312.6114).
     """

@@ -32,12 +32,22 @@ __all__ = ["COMPONENT", "FAMILY", "T5Encoder", "T5EncoderConfig"]
 
 @config
 class T5EncoderConfig:
-    """The size and the numerics of an encoder; the defaults are those of T5 v1.1 XXL.
+    """Size and numerics of a T5 encoder; the defaults are those of T5 v1.1 XXL.
 
     Attributes:
-      head_dim: width of a head; heads * head_dim need not be `embed`.
-      buckets: of distances between tokens, each with a bias a head; half of them for tokens before.
-      max_distance: from which on all distances share a bucket.
+      family: selects this family.
+      vocab_size: number of tokens.
+      embed: width of the residual stream.
+      mlp: hidden width of the feed-forward layers.
+      layers: number of blocks.
+      heads: number of attention heads.
+      head_dim: width of a head; heads * head_dim may differ from `embed`.
+      buckets: number of relative-position buckets, each with one bias per head; half of them are for earlier tokens.
+      max_distance: distance in tokens from which all distances share a bucket.
+      norm_epsilon: added to the mean square in norms.
+      initializer_std: standard deviation of the initial weights.
+      dtype: dtype of the activations.
+      param_dtype: dtype of the parameters.
     """
 
     family: Literal["t5_encoder"] = "t5_encoder"

@@ -31,11 +31,8 @@ class JudgedData(AnswersData):
     estimates the divergence from the reference with the mismatched answers. The arrays are int32[batch, 2, seq_tokens]
     with the answer first; `reference_logprobs`, float32[batch, 2]; and `desirable`, float32[batch], 1 or 0.
 
-    See `PreferenceData` for the other fields.
-
     Attributes:
-      kind: selects this kind of data.
-      batch_size: answers per batch, over all processes.
+      kind: selects this kind of data. `AnswersData` documents the other fields.
     """
 
     kind: Literal["judged"] = "judged"

@@ -38,7 +38,19 @@ _NAMES = ("tokens", "targets", "positions", "segment_ids")
 
 @config
 class AnswersData:
-    """Settings shared by all kinds of answers to prompts; `PreferenceData` documents the fields."""
+    """Settings shared by all kinds of answers to prompts.
+
+    Attributes:
+      source: glob of JSONL files.
+      tokenizer: directory of the tokenizer, or its `tokenizer.json`; None uses the tokenizer of `run.init_from`.
+      chat_template: file with the Jinja source of a chat template; None uses the tokenizer's template.
+      seq_tokens: tokens per row, which holds a prompt and one answer.
+      too_long: policy for examples with an answer longer than a row: "error", "drop", or "cut", which keeps its start.
+      reference: whether to score the answers under the initial weights; disable for objectives without a reference.
+      batch_size: pairs or answers per batch, over all processes.
+      validation_fraction: fraction of the examples held out for validation.
+      prefetch_batches: number of batches that a thread assembles ahead; 0 assembles them in the step's thread.
+    """
 
     source: str
     tokenizer: str | None = None
@@ -72,16 +84,7 @@ class PreferenceData(AnswersData):
     second model is kept in memory. A run cannot resume with pairs that were added later and have no score.
 
     Attributes:
-      source: glob of JSONL files.
-      kind: selects this kind of data.
-      tokenizer: directory of the tokenizer, or its `tokenizer.json`; None uses the tokenizer of `run.init_from`.
-      chat_template: file with the Jinja source of a chat template; None uses the tokenizer's template.
-      seq_tokens: tokens per row, which holds a prompt and one answer.
-      too_long: policy for pairs with an answer longer than a row: "error", "drop", or "cut", which keeps the beginning.
-      reference: whether to score the answers under the initial weights; disable for objectives without a reference.
-      batch_size: pairs per batch, over all processes.
-      validation_fraction: fraction of the pairs held out for validation.
-      prefetch_batches: number of batches that a thread assembles ahead; 0 assembles them in the step's thread.
+      kind: selects this kind of data. `AnswersData` documents the other fields.
     """
 
     kind: Literal["preferences"] = "preferences"

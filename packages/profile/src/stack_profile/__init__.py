@@ -32,7 +32,7 @@ __all__ = [
     "load_trace",
 ]
 
-# Imported on first use: `stack --help` imports this package, for its plugin, and no numpy.
+# Imported on first use: `stack --help` imports this package for its plugin and must not import numpy.
 _MODULES = {
     "AnomalyConfig": "captures.slow_steps",
     "Capture": "captures.capture",

@@ -1,6 +1,6 @@
-"""What every analysis returns: totals, rows, and the four forms in which they are read.
+"""The result type of all analyses: totals and rows, as a table, JSON, CSV or a DataFrame.
 
-The name of a field is its unit, as in `stack_core.report.fields`.
+A field's name ends with its unit, as in `stack_core.report.fields`.
 """
 
 import csv
@@ -29,10 +29,12 @@ class Answer(Generic[Row]):
     """The result of an analysis.
 
     Attributes:
-      facts: totals; those that shares refer to are among them.
-      row_type: of the rows, of which there may be none.
-      notes: what the numbers mean, and what is missing from them.
-      plots: what of it a report draws.
+      name: name of the analysis, with its grouping if it has one.
+      facts: totals by name, including the denominators of all shares.
+      row_type: dataclass of the rows, known even if there are no rows.
+      rows: rows in display order.
+      notes: explanations of the numbers and of missing data.
+      plots: plots for the HTML report.
     """
 
     name: str
@@ -43,12 +45,12 @@ class Answer(Generic[Row]):
     plots: tuple[Plot, ...] = ()
 
     def as_mapping(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the answer as a JSON-serializable mapping, without plots."""
         rows = [dataclasses.asdict(row) for row in self.rows]  # pyrefly: ignore
         return {"analysis": self.name, "facts": dict(self.facts), "rows": rows, "notes": list(self.notes)}
 
     def as_pandas(self) -> Any:
-        """The rows as a `pandas.DataFrame`.
+        """Returns the rows as a `pandas.DataFrame`.
 
         Raises:
           ProfileError: pandas is not installed.
@@ -60,7 +62,7 @@ class Answer(Generic[Row]):
         return pandas.DataFrame(self.as_mapping()["rows"], columns=self.columns)
 
     def as_csv(self) -> Iterator[str]:
-        """Lines of a spreadsheet, the first of them the names; what is not known is empty."""
+        """Yields the lines of a CSV file, header first; None becomes an empty cell."""
         for cells in (self.columns, *([getattr(row, name) for name in self.columns] for row in self.rows)):
             line = io.StringIO()
             csv.writer(line, lineterminator="\n").writerow(cells)
@@ -71,7 +73,7 @@ class Answer(Generic[Row]):
         return [field.name for field in dataclasses.fields(self.row_type)]  # pyrefly: ignore
 
     def table(self, limit: int | None = None) -> "Table":
-        """The rows for a terminal, the first `limit` of them; columns in which nothing is known are left out."""
+        """Formats the first `limit` rows as a terminal table, without columns that are empty in all of them."""
         from rich.table import Table
 
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
@@ -87,7 +89,7 @@ class Answer(Generic[Row]):
 
 
 def present(answer: Answer[Any], limit: int | None = None) -> Iterable[Any]:
-    """What a terminal shows of an answer: facts, the table, what was left out, notes."""
+    """Yields the parts of the terminal output: facts, table, number of omitted rows, notes."""
     yield ", ".join(f"{title(name)}: {number(name, value)}" for name, value in answer.facts.items())
     if answer.rows:
         yield answer.table(limit)
@@ -99,10 +101,10 @@ def present(answer: Answer[Any], limit: int | None = None) -> Iterable[Any]:
 
 
 def share_of(text: str) -> float:
-    """The share that "3%" or "0.03" is.
+    """Parses a share, "3%" or "0.03", into a fraction.
 
     Raises:
-      ProfileError: the text is neither.
+      ProfileError: the text is neither, or the share is negative.
     """
     number_, percent, rest = text.partition("%")
     try:

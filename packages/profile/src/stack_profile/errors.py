@@ -1,8 +1,8 @@
-"""Every exception that a user of stack-profile can cause.
+"""Exceptions that stack-profile raises.
 
 stack_core.abi.errors.StackError
 └── ProfileError
-    ├── TraceError      a trace that is missing, damaged, or no trace
+    ├── TraceError      a trace that is missing, damaged, or not a trace
     └── CaptureError    a capture that cannot start, stop or be written
 
 The command line prints their messages without a traceback and exits with status 2.
@@ -14,11 +14,11 @@ __all__ = ["CaptureError", "ProfileError", "TraceError"]
 
 
 class ProfileError(StackError):
-    """Base of what stack-profile raises."""
+    """Base class of stack-profile's exceptions."""
 
 
 class TraceError(ProfileError):
-    """A trace that is missing, damaged, or no trace."""
+    """A trace that is missing, damaged, or not a trace."""
 
 
 class CaptureError(ProfileError):

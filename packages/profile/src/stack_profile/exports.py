@@ -1,4 +1,4 @@
-"""A trace in the formats of other tools: Perfetto, speedscope, flame graphs, spreadsheets, Graphviz."""
+"""Exports of a trace for other tools: Perfetto, speedscope, flame graphs, spreadsheets, Graphviz."""
 
 import itertools
 import json
@@ -23,11 +23,13 @@ _NANOSECOND_S: Final = 1e-9
 
 
 def chrome(trace: Trace) -> Iterator[str]:
-    """Chrome's trace events, which https://ui.perfetto.dev and chrome://tracing show.
+    """Yields Chrome trace events, for https://ui.perfetto.dev and chrome://tracing.
 
-    Each device is a process whose tracks hold its operations from start to end of their work, as many tracks as run
-    beside each other; each host is a process with a track a thread. What the runtime notes for itself is left out: when
-    its threads wake, and the ends of operations, which theirs have.
+    Each device is a process; its tracks hold operations from start to end of their work, with as many tracks as
+    operations
+    run concurrently. Each host is a process with one track per thread. The runtime's bookkeeping events are omitted:
+    thread
+    wake-ups, and ends of operations.
     """
     processes = itertools.count(1)
     yield '{"displayTimeUnit": "ns", "traceEvents": [\n'
@@ -48,14 +50,14 @@ def chrome(trace: Trace) -> Iterator[str]:
 
 
 def folded(trace: Trace) -> Iterator[str]:
-    """One line a stack, "outermost;...;innermost;operation NANOSECONDS" of self time, for flamegraph.pl and others."""
+    """Yields one line per stack, "outermost;...;innermost;operation NANOSECONDS" of self time, for flamegraph.pl."""
     for stack, self_s in _stacks(trace.devices).items():
         if nanoseconds := round(self_s / _NANOSECOND_S):
             yield f"{';'.join(part.replace(';', ',') for part in stack)} {nanoseconds}\n"
 
 
 def speedscope(trace: Trace) -> Iterator[str]:
-    """A profile a device for https://www.speedscope.app: the self time of operations under their Python stacks."""
+    """Yields a JSON profile for https://www.speedscope.app: per device, self time by Python stack and operation."""
     frames: dict[str, int] = {}
     profiles = []
     for each in trace.devices:
@@ -79,15 +81,15 @@ def speedscope(trace: Trace) -> Iterator[str]:
 
 
 def csv(trace: Trace) -> Iterator[str]:
-    """A row an operation, as the analysis `ops` has it."""
+    """Yields one CSV row per operation, as in the analysis `ops`."""
     yield from ops(trace, by="op").as_csv()
 
 
 def write(parts: Iterable[str], path: Path) -> None:
-    """Writes a file that is whole when it has its name.
+    """Writes a file under a temporary name and renames it, so that a partial file never has the final name.
 
     Raises:
-      ProfileError: it cannot be written.
+      ProfileError: the file cannot be written.
     """
     partial = path.with_name(path.name + ".partial")
     try:
@@ -101,7 +103,7 @@ def write(parts: Iterable[str], path: Path) -> None:
 
 
 def dot(trace: Trace) -> Iterator[str]:
-    """The neighbourhood of the operation that took the most time for Graphviz, as the analysis `graph` has it."""
+    """Yields the neighbourhood of the heaviest operation as a Graphviz graph, from the analysis `graph`."""
     yield from graph_dot(graph(trace))
 
 
@@ -152,7 +154,7 @@ def _line_events(thread: int, line: Line, heads: Mapping[int, str], base_ns: int
 
 
 def _head(process: int, name: str, arguments: Mapping[str, str]) -> str:
-    """What the events of one name share: the start of their JSON."""
+    """Returns the start of the JSON that all events of one name share."""
     shown = f',"args":{json.dumps(arguments)}' if arguments else ""
     return f'{{"ph":"X","pid":{process},"name":{json.dumps(name)}{shown}'
 
@@ -181,7 +183,7 @@ def _arguments(operation: Operation) -> dict[str, str]:
 
 
 def _stacks(devices: Iterable[Ops]) -> dict[tuple[str, ...], float]:
-    """Seconds of self time by Python stack, outermost first, and operation."""
+    """Returns seconds of self time by Python stack, outermost first, and operation."""
     found: dict[tuple[str, ...], float] = {}
     for each in devices:
         for operation, self_s, _ in each.totals():

@@ -1,4 +1,4 @@
-"""What stack-profile registers."""
+"""Registrations of stack-profile."""
 
 from stack_core.abi.hookspecs import hookimpl
 from stack_core.abi.plugins import registries
@@ -19,7 +19,7 @@ def stack_register_sections(registry: Registrar) -> None:
 
 @hookimpl
 def stack_register_analyses(registry: Registrar) -> None:
-    """Each is a command `stack profile NAME` and a section of the report."""
+    """Registers the analyses; each becomes a command `stack profile NAME` and a section of the report."""
     registry.add("overview", "stack_profile.analyses.overview:overview", help="Time the steps, and what they wait for.")
     registry.add("ops", "stack_profile.analyses.ops:ops", help="Show where the devices' time went.")
     registry.add("timeline", "stack_profile.analyses.timeline:timeline", help="Show what ran when, in a step.")

@@ -1,9 +1,11 @@
-"""What devices say to each other: their collectives, how much they send, how long, and what nothing hides.
+"""Collectives between devices: bytes sent, time, waiting time, and exposed time.
 
-A collective lasts from its start to its end, an asynchronous one from where its start begins to where its done ends.
-Other operations may run beside it; exposed is the time in which a device runs collectives and nothing else. A part of
-both is waiting for the device that comes last. With S bytes sent by a device, as the algorithm that sends least does
-(`stack_core.programs.hlo_costs`),
+A collective lasts from its start to its end, an asynchronous one from the beginning of its start operation to the end
+of
+its done operation. Exposed time is the time in which a device runs collectives and nothing else; the rest is hidden by
+other operations. Both include waiting for the slowest device. With S the bytes that a device sends in the algorithm
+that
+sends the least (`stack_core.programs.hlo_costs`),
 
     rate = S / (time - wait)
 """
@@ -33,20 +35,23 @@ CommunicationGrouping = Literal["op", "kind", "axis", "line", "layer"]
 
 @dataclass(frozen=True)
 class CommunicationRow:
-    """Collectives of a group, on all devices together.
+    """Collectives of one group, summed over devices.
 
     Attributes:
+      name: name of the group.
       kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", ...
-      axis: of the mesh, along which they talk; without a mesh how many devices do, and how far apart they are.
-      line: where the program asks for them; "" where it does so in several places, or none is known.
-      occurrences: executions.
-      array_bytes, sent_bytes: of one device in its executions, the arrays and what goes over the network for them; None
-        where the program is not known.
-      time_s: from start to end; several at one time count several times.
-      wait_s: a part of it, waiting for the last device; None where the trace does not have the others.
-      exposed_s: a part of it, in which the device runs nothing else; `hidden_s` is the rest.
-      exposed_busy_share: of `busy_s`, the time in which any operation ran.
-      link_share: the rate's, of what the chip can send over all its links; None where that is not known.
+      axis: mesh axes that the collective spans; without a mesh, the number of its devices and their stride.
+      line: Python line of the collectives; "" if there are several or none is known.
+      occurrences: number of executions.
+      array_bytes, sent_bytes: array bytes and bytes sent over the network, per device over all executions; None if the
+        program is not known.
+      time_s: time from start to end; overlapping collectives each count in full.
+      wait_s: part of `time_s` spent waiting for the last device; None if the trace lacks the other devices.
+      exposed_s: part of `time_s` in which the device runs nothing else.
+      hidden_s: `time_s - exposed_s`.
+      exposed_busy_share: `exposed_s` as a share of `busy_s`, the time in which any operation ran.
+      rate_bytes_s: bytes sent per second and device, without waiting time; None if the bytes are not known.
+      link_share: `rate_bytes_s` as a share of the chip's bandwidth over all links; None if the bandwidth is not known.
     """
 
     name: str
@@ -77,15 +82,15 @@ def communication(
     """Show what devices send each other, how long it takes, and how much of it nothing hides.
 
     Args:
-      by: what to group collectives by: each alone, their kind, the axis of the mesh, the Python line, or the layer.
-      mesh: the axes of the mesh in their order, such as fsdp=4,tensor=2, where the trace does not name them.
-      chip: one that `stack chips` lists, by default the one that the trace was captured on.
-      within: lines are the innermost of a file under this directory, such as your own code's.
+      by: grouping of the collectives: individually, or by kind, mesh axis, Python line or layer.
+      mesh: axes of the mesh in order, such as fsdp=4,tensor=2, if the trace does not name them.
+      chip: name of a chip that `stack chips` lists, by default the trace's own.
+      within: use the innermost line of a file under this directory, such as your own code's.
       device: one device instead of all of them together.
 
     Raises:
-      UnknownName: there is no such chip, or no such device.
-      ProfileError: `mesh` is of another form, or of another number of devices.
+      UnknownName: the chip or the device is unknown.
+      ProfileError: `mesh` is malformed, or its size is not the number of devices.
     """
     devices = chosen_devices(trace, device)
     axes = Axes.of(trace, mesh)
@@ -122,7 +127,7 @@ def _key(by: CommunicationGrouping, line: Callable[[Operation], str]) -> Callabl
 
 
 def _link_bytes_s(trace: Trace, name: str | None) -> float | None:
-    """What a chip can send; None where it is not known, as for a CPU, which has no links."""
+    """Returns the bandwidth of a chip's links; None if unknown, and for CPUs, which have no links."""
     from stack_core.abi.plugins import registries
     from stack_core.chips.devices import row_name
 
@@ -166,7 +171,7 @@ def _row(
 
 
 def _rate(members: Sequence[tuple[Collectives, Wait | None]]) -> float | None:
-    """Bytes per second of a device; where waits are known, of the executions of which they are."""
+    """Computes bytes per second and device; where waits are known, over the executions that have one."""
     sent, talking_s = 0.0, 0.0
     for each, wait in members:
         if each.kind.sent_bytes is None:
@@ -177,7 +182,7 @@ def _rate(members: Sequence[tuple[Collectives, Wait | None]]) -> float | None:
 
 
 def _covered_s(found: Sequence[Collectives]) -> float:
-    """The time in which any collective of a device ran."""
+    """Computes the time in which any collective of a device ran."""
     if not found:
         return 0.0
     covered = union(np.concatenate([each.start_ps for each in found]), np.concatenate([each.end_ps for each in found]))

@@ -1,7 +1,8 @@
-"""What was compiled, how often, how long it took, and in what the programs of one function differ.
+"""Compilations: which functions were compiled, how often, how long it took, and why.
 
-A function is compiled again when something about its arguments is new: a shape, a dtype, a layout, a static value. The
-programs that a trace holds tell which; the events of its compilations tell how long they took.
+JAX compiles a function again when a shape, dtype, layout or static value of its arguments is new. The reason is found
+by
+comparing the programs in the trace, the times come from compilation events on the host.
 """
 
 import re
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CompileRow", "argument_differences", "compilations"]
 
-_COMPILE: Final = "backend_compile"  # the event in which JAX hands a module to XLA, or finds it in its cache on disk
+_COMPILE: Final = "backend_compile"  # JAX's event around compiling a module with XLA or loading it from the disk cache
 _CALL: Final = re.compile(r"PjitFunction\((?:jit\()?([^()]+)\)*")
 
 
@@ -31,11 +32,11 @@ class CompileRow:
     """The programs of one function.
 
     Attributes:
-      name: of the module: "jit_step" for a function `step`.
-      programs: how many of that name are loaded.
-      compilations: how many happened during the capture; `compile_s` is what they took. None where the trace has no
-        events of the host, in which JAX compiles.
-      why: in what the programs differ from each other; empty where there is one.
+      name: module name, such as "jit_step" for a function `step`.
+      programs: number of loaded programs of that name.
+      compilations: number of compilations during the capture; None if the trace has no host events, which hold them.
+      compile_s: their total time; None like `compilations`.
+      why: differences between the programs' arguments and results; empty for a single program.
     """
 
     name: str
@@ -94,7 +95,7 @@ def _notes(rows: Sequence[CompileRow]) -> Iterator[str]:
 
 
 def _events(host: HostEvents) -> Mapping[str, list[float]]:
-    """Seconds of each compilation, by the module's name; "" where the function is not known."""
+    """Collects the seconds of each compilation by module name; "" if the function is not known."""
     kinds = np.array([name.startswith(_COMPILE) for name in host.names], bool)
     calls = {row: match[1] for row, name in enumerate(host.names) if (match := _CALL.match(name))}
     of_calls = np.flatnonzero(np.isin(host.which, list(calls)))
@@ -108,12 +109,12 @@ def _events(host: HostEvents) -> Mapping[str, list[float]]:
 
 
 def _module_name(function: str) -> str:
-    """What JAX calls the module of a jitted function."""
+    """Returns JAX's module name for a jitted function."""
     return re.sub(r"[^\w.-]", "_", f"jit({function})").rstrip("_")
 
 
 def argument_differences(programs: Sequence[Program]) -> Iterator[str]:
-    """Each argument in which the programs differ, or the result, with what it was: "x: f32[8,4], f32[9,4]"."""
+    """Yields each argument, and the result, that differs between the programs: "x: f32[8,4], f32[9,4]"."""
     if len(programs) < 2:
         return
     arguments = [_arguments(program) for program in programs]
@@ -124,7 +125,7 @@ def argument_differences(programs: Sequence[Program]) -> Iterator[str]:
 
 
 def _arguments(program: Program) -> dict[str, str]:
-    """The type of each argument by its name, and of the result."""
+    """Returns the type of each argument by name, and of the result."""
     if program.module is None:
         return {}
     entry = program.module.entry

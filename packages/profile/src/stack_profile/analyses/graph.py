@@ -1,8 +1,8 @@
-"""The neighbourhood of an instruction in its program: what it reads, what reads it, what its fusions fuse.
+"""Neighbourhood of an instruction in its program: its operands, its users, and the contents of fusions.
 
-Rows are a tree as a terminal shows it, every instruction once; `operands` are the edges of the graph behind it. What
-only passes values on, tuples and bitcasts, is an edge and no instruction; constants are left out, and the arithmetic of
-indices in fusions. FLOPs and bytes are those of one execution, times those of all.
+Rows form a tree for the terminal that shows each instruction once; `operands` holds the edges of the graph. Tuples and
+bitcasts pass values through and become edges. Constants are omitted, as is index arithmetic in fusions. FLOPs and bytes
+are per execution, times are totals.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,16 +30,19 @@ class GraphRow:
     """An instruction.
 
     Attributes:
-      tree: where it hangs below the one that was asked for, and whether what is above reads, is read by or fuses it.
-      opcode: of a parameter with the name of the argument.
-      shape: with its layout, the fastest axis first; of a tuple how many arrays it has.
-      result_bytes: of what it makes.
-      flops, traffic_bytes: of one execution; None where the program does not say, as for the bytes of what is fused.
-      self_s: on all devices; None for what has no event of its own, such as what is fused.
-      busy_share: of `busy_s`, the time in which any operation ran.
-      distance: how many instructions away: negative for what is read, positive for what reads.
-      fusion: the one that it is a part of; "" for what runs for itself.
-      operands: names of the instructions that it reads; of what is fused also those that the fusion reads.
+      tree: branch below the requested instruction, with the relation to its parent: "reads", "read by" or "fuses".
+      name: name of the instruction.
+      opcode: opcode; for a parameter followed by the name of the argument.
+      shape: shape with its layout, the fastest axis first; for a tuple the number of arrays.
+      result_bytes: size of the result.
+      flops, traffic_bytes: costs of one execution; None if unknown, such as the bytes of fused instructions.
+      self_s: self time on all devices; None for instructions without events of their own, such as fused ones.
+      busy_share: `self_s` as a share of `busy_s`, the time in which any operation ran.
+      occurrences: number of executions; None like `self_s`.
+      line: Python line; "" if unknown.
+      distance: number of edges to the requested instruction: negative for operands, positive for users.
+      fusion: name of the fusion that contains the instruction; "" if it is not fused.
+      operands: names of the operands; for a fused instruction, parameters are replaced by the fusion's operands.
     """
 
     tree: str
@@ -67,17 +70,17 @@ def graph(
     fusions: bool = True,
     device: str | None = None,
 ) -> Answer[GraphRow]:
-    """Show what an instruction reads, what reads it, and what its fusions fuse.
+    """Show an instruction's operands, its users, and the contents of fusions.
 
     Args:
-      op: its name, such as fusion.3, by default the one that took the most time.
-      line: a Python line on its stack instead, such as model.py:12; of several the one that took the most time.
-      depth: how many instructions away the neighbours are.
-      fusions: show what they fuse.
+      op: name of the instruction, such as fusion.3; by default the one with the most self time.
+      line: Python line on its stack instead, such as model.py:12; of several instructions, the one with the most time.
+      depth: maximum distance of neighbours, in instructions.
+      fusions: show the instructions inside fusions.
       device: one device instead of all of them.
 
     Raises:
-      UnknownName: there is no such instruction, line or device.
+      UnknownName: the instruction, the line or the device is unknown.
       ProfileError: `depth` is negative.
     """
     if depth < 0:
@@ -110,7 +113,7 @@ def graph(
 
 
 def dot(answer: Answer[GraphRow]) -> Iterator[str]:
-    """The rows as a graph for Graphviz: fusions are boxes around what they fuse, darker where more time went."""
+    """Formats the rows as a Graphviz graph, with fusions as boxes and darker nodes for more time."""
     yield 'digraph {\n  rankdir=TB; node [shape=box, style=filled, fontname="sans-serif"];\n'
     fused: dict[str, list[GraphRow]] = {}
     for row in answer.rows:
@@ -149,7 +152,7 @@ class _Took:
 
 
 def _measured(devices: Iterable[Ops]) -> Mapping[tuple[int, str], _Took]:
-    """What each instruction took on all devices, by its program and name; of programs that the trace holds."""
+    """Returns self time and executions of each instruction on all devices, by program and name."""
     found: dict[tuple[int, str], _Took] = {}
     for each in devices:
         for operation, self_s, count in each.totals():
@@ -163,7 +166,7 @@ def _measured(devices: Iterable[Ops]) -> Mapping[tuple[int, str], _Took]:
 def _chosen(
     trace: Trace, measured: Mapping[tuple[int, str], _Took], op: str | None, line: str | None
 ) -> tuple[Program, str] | None:
-    """The program and the name of the instruction that is asked for; None where no program can be read."""
+    """Returns the program and the name of the requested instruction; None if no program can be read."""
     readable = {id(program): program for program in trace.ran if program.module is not None}
     if not readable:
         return None
@@ -188,7 +191,7 @@ def _chosen(
 
 
 def _lines(operation: Operation) -> list[str]:
-    """All lines on the stack of an operation, each after a slash."""
+    """Returns all lines on the stack of an operation, each after a slash."""
     return [f"/{frame}" for frame in operation.instruction.frames] if operation.instruction else []
 
 
@@ -199,7 +202,7 @@ def _names(program: Program) -> set[str]:
 
 _PASSED: Final = frozenset({"get-tuple-element", "tuple", "bitcast", "opt-barrier"})
 _LEFT_OUT: Final = frozenset({"constant", "iota", "partition-id", "replica-id", "after-all"})
-_STATES: Final = ("parameter", "while")  # whose results are tuples of much that has nothing to do with each other
+_STATES: Final = ("parameter", "while")  # their results are tuples of unrelated values
 _INDEX_BYTES: Final = 8
 _INDICES: Final = ("s32", "u32", "s64", "u64", "pred")
 
@@ -209,7 +212,12 @@ class _Nodes:
     """The instructions of a program, as rows of a tree.
 
     Attributes:
-      home: the computation of each instruction.
+      program: the program, for lines and arguments.
+      module: HLO module of the program.
+      costs: costs of one execution by instruction.
+      measured: measured times by instruction.
+      busy_s: time in which any operation ran.
+      home: computation of each instruction.
     """
 
     program: Program
@@ -229,7 +237,7 @@ class _Nodes:
         return cls(program, module, instruction_costs(module), measured, busy_s, home)
 
     def tree(self, name: str, depth: int, *, fusions: bool) -> Iterator[GraphRow]:
-        """The instruction and its neighbours; each of them hangs where it is nearest."""
+        """Yields the instruction and its neighbours, each below its nearest parent."""
         seen = {name}
         children: dict[str, list[tuple[str, int]]] = {}
         for sign, neighbours in ((-1, self.reads), (1, self.readers)):
@@ -252,7 +260,7 @@ class _Nodes:
         *,
         fusions: bool,
     ) -> Iterator[GraphRow]:
-        """An instruction, given with its distance, and all below it; `indent` is that of its line and of the others."""
+        """Yields the row of `node` (name, distance) and those below; `indent` is the tree's prefix of the two."""
         name, distance = node
         yield self._row(name, distance, indent[0])
         inside = self._fused(name, distance) if fusions else []
@@ -266,7 +274,7 @@ class _Nodes:
             yield from self._branch(child, children, (f"{indent[1]}{own}{way}", indent[1] + further), fusions=fusions)
 
     def reads(self, name: str) -> list[str]:
-        """What an instruction reads, through tuples and bitcasts; of loops and their states single values."""
+        """Returns an instruction's operands, through tuples and bitcasts; for loops and their states, single values."""
         found: dict[str, None] = {}
         home = self.home[name]
         for operand in home.operands(home.instructions[name]):
@@ -276,7 +284,7 @@ class _Nodes:
         return list(found)
 
     def readers(self, name: str) -> list[str]:
-        """What reads an instruction, through tuples and bitcasts; the tuple that a computation returns is a reader."""
+        """Returns an instruction's users, through tuples and bitcasts; a computation's root tuple is a user."""
         found: dict[str, None] = {}
         home = self.home[name]
         for user in home.users[name]:
@@ -307,7 +315,7 @@ class _Nodes:
         )
 
     def _fused(self, name: str, distance: int) -> list[GraphRow]:
-        """What a fusion fuses, in the order of the program; what only passes values on is left out."""
+        """Returns a fusion's instructions in program order, without constants, indices and bitcasts."""
         from stack_core.programs.hlo_costs import instruction_flops  # imports jax
 
         fusion = self.home[name].instructions[name]
@@ -330,7 +338,7 @@ class _Nodes:
         return tuple(parameter.name for parameter in self.module.computations[called].parameters)
 
     def _outside(self, name: str, outside: "Mapping[str, Instruction]") -> list[str]:
-        """The operand of the fusion that a parameter inside stands for; anything else stands for itself."""
+        """Replaces a parameter inside a fusion by the fusion's operand; returns other names unchanged."""
         if name not in outside:
             return [name]
         operand = outside[name]
@@ -338,7 +346,7 @@ class _Nodes:
 
 
 def _is_shown(instruction: "Instruction") -> bool:
-    """Neither a constant nor the whole state of a loop, of which the parts are shown."""
+    """Whether to show an instruction: not a constant, and not a loop's state tuple, whose parts are shown instead."""
     is_state = instruction.opcode == "parameter" and len(instruction.shapes) != 1
     return instruction.opcode not in _LEFT_OUT and not is_state
 

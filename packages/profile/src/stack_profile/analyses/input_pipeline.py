@@ -1,8 +1,8 @@
-"""Whether a program waits for its input, and for which stage of the pipeline that makes it.
+"""Time that a program waits for its input pipeline, by stage.
 
-The program waits while the thread that calls JAX is in the pipeline: it makes a batch itself, takes one that other
-threads prefetch, or moves one to devices. That costs nothing as long as the devices have work; where one is idle
-meanwhile, the time is lost. The time of a stage is its own, without that of the stages that it calls.
+The program waits while the thread that calls JAX is in the pipeline: while it makes a batch itself, takes a prefetched
+one, or transfers one to devices. Waiting costs nothing as long as the devices are busy; time is lost only while one of
+them is idle. Stages have self times, without the stages that they call.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,19 +26,20 @@ __all__ = ["InputRow", "InputWait", "input_pipeline", "input_wait"]
 
 @dataclass(frozen=True)
 class InputRow:
-    """A stage of the pipeline, from the first step to the last.
+    """One stage of the pipeline, from the first step to the last.
 
     Attributes:
-      kind: "read", "preprocessing" or "prefetch" as Grain says, "transfer" to devices, or "annotation".
-      threads: on how many it ran.
-      calls: how often, the calls that ended before the first step or began after the last left out.
-      self_s: in it and in no stage that it calls, on all threads together.
-      call_self_s: the same of one call.
-      waited_s: the part of `self_s` on the thread that calls JAX.
-      waited_steps_share: of `all_steps_s`.
-      idle_s: the part of `waited_s` in which a device was idle.
-      idle_steps_share: of `all_steps_s`.
-      detail: the stage's arguments, such as its function.
+      stage: name of the stage.
+      kind: Grain's "read", "preprocessing" or "prefetch", or "transfer" to devices, or "annotation".
+      threads: number of threads that ran it.
+      calls: number of calls that overlap the steps.
+      self_s: self time on all threads, without the stages that it calls.
+      call_self_s: self time per call.
+      waited_s: part of `self_s` on the thread that calls JAX.
+      waited_steps_share: `waited_s` as a share of `all_steps_s`.
+      idle_s: part of `waited_s` in which a device was idle.
+      idle_steps_share: `idle_s` as a share of `all_steps_s`.
+      detail: arguments of the stage, such as its function.
     """
 
     stage: str
@@ -55,14 +56,14 @@ class InputRow:
 
 
 def input_pipeline(trace: Trace, *, annotation: str = ANNOTATION, device: str | None = None) -> Answer[InputRow]:
-    """Show how long the program waits for its input, and for which stage.
+    """Show how long the program waits for its input, by stage of the pipeline.
 
     Args:
-      annotation: the name of a jax.profiler.TraceAnnotation in which the program gets its input without Grain.
+      annotation: name of the jax.profiler.TraceAnnotation around the input of a program that does not use Grain.
       device: one device instead of all of them.
 
     Raises:
-      UnknownName: there is no such device.
+      UnknownName: the trace does not have the device.
     """
     parts = list(_processes(trace, chosen_devices(trace, device), annotation))
     steps_s = sum((part.steps_s for part in parts), 0.0)
@@ -80,11 +81,12 @@ def input_pipeline(trace: Trace, *, annotation: str = ANNOTATION, device: str | 
 
 @dataclass(frozen=True)
 class InputWait:
-    """Of the time from the first step to the last.
+    """Waiting time for input between the first step and the last.
 
     Attributes:
-      waited_s: in which the thread that calls JAX was in the input pipeline.
-      idle_s: the part of it in which a device was idle.
+      steps_s: time from the first step to the last.
+      waited_s: time that the thread that calls JAX spent in the input pipeline.
+      idle_s: part of `waited_s` in which a device was idle.
     """
 
     steps_s: float
@@ -93,7 +95,7 @@ class InputWait:
 
     @property
     def bounds(self) -> bool:
-        """Whether a faster pipeline is worth more than anything else."""
+        """Whether the program is input-bound: devices idle for input for at least `BOUND_SHARE` of the time."""
         return self.idle_s >= BOUND_SHARE * self.steps_s
 
 
@@ -101,17 +103,21 @@ BOUND_SHARE: Final = 0.1
 
 
 def input_wait(trace: Trace, devices: Sequence[Ops]) -> InputWait | None:
-    """How long the program waited for its input; None where the trace does not show how it gets it, or no steps."""
+    """Computes the waiting time for input; None if the trace shows no steps or not how the program gets its input."""
     return _wait(list(_processes(trace, devices, ANNOTATION)))
 
 
 @dataclass(frozen=True)
 class _Process:
-    """The stages of a process in the time of its steps.
+    """Pipeline stages of one process during its steps.
 
     Attributes:
-      self_ps, idle_ps: of each event of `events`; the latter in which a device was idle, whatever the thread.
-      steps: of the first device.
+      events: executions of stages on all threads.
+      inside: rows of `events` that overlap the steps.
+      self_ps, idle_ps: self time of each event, and its part in which a device was idle, on any thread.
+      steps: number of steps of the first device.
+      steps_s: time from the first step to the last.
+      device_idle_s: time in which at least one device was idle.
     """
 
     events: StageEvents
@@ -128,7 +134,7 @@ class _Process:
 
     @property
     def is_known(self) -> bool:
-        """Whether the trace shows how the program gets its input; transfers alone do not."""
+        """Whether the trace shows how the program gets its input; transfers by themselves do not."""
         kinds = {self.events.stages[row].kind for row in np.unique(self.events.which[self.calls_jax]).tolist()}
         return bool(kinds - {"transfer"})
 
@@ -152,7 +158,7 @@ def _process(events: StageEvents, devices: Sequence[Ops], steps: Sequence[Sequen
         rows = inside[events.thread[inside] == thread]
         start, end = events.start_ps[rows].clip(first), events.end_ps[rows].clip(max=last)
         self_ps[rows] = self_times(start, end, events.depth[rows])
-        # The time of the devices' work is nobody's, so that what is left is their idle time.
+        # Depth -1 gives the busy intervals of the devices to no stage, so the self times that remain are idle time.
         depth = np.concatenate([np.full(len(working), -1), events.depth[rows]])
         begins, ends = np.concatenate([working[:, 0], start]), np.concatenate([working[:, 1], end])
         idle_ps[rows] = self_times(begins, ends, depth)[len(working) :]
@@ -197,7 +203,7 @@ def _rows(parts: Sequence[_Process], steps_s: float) -> Iterator[InputRow]:
 
 
 def _are(part: _Process, stage: Stage) -> np.ndarray:
-    """Which events are of a stage."""
+    """Returns the mask of the events of a stage."""
     known = part.events.stages
     return part.events.which == (known.index(stage) if stage in known else -1)
 

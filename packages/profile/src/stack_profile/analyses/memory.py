@@ -1,8 +1,10 @@
-"""What a program's memory holds when most of it is in use: by array, by layer, by Python line.
+"""Peak memory of a program by array, layer, kind or Python line.
 
-The buffers that XLA assigned are replayed along its schedule. At the peak there are the arguments, outputs and
-constants, which exist throughout, and the temporaries that are alive at that moment. Memory that libraries take for
-themselves while they run is not XLA's and in no number; the notes name who may do so.
+XLA's buffer assignment is replayed along its schedule. The peak consists of arguments, outputs and constants, which
+exist
+throughout, and of the temporaries live at that moment. Scratch memory that libraries allocate at run time is not part
+of
+the assignment and is not counted; a note names the operations that may use such libraries.
 """
 
 import collections
@@ -27,13 +29,15 @@ MemoryGrouping = Literal["buffer", "layer", "line", "kind"]
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """Arrays that exist at the peak.
+    """Arrays that are live at the peak.
 
     Attributes:
-      name: of the argument or the instruction, or of the group.
-      kind: "argument", "donated argument", "output", "constant", "temporary", or "unused" for the gaps between them.
-      total_share: of the program's `total_bytes`.
-      buffers: how many.
+      name: name of the argument, instruction or group.
+      kind: "argument", "donated argument", "output", "constant", "temporary", or "unused" for gaps between temporaries.
+      size_bytes: total size of the buffers.
+      total_share: `size_bytes` as a share of the program's `total_bytes`.
+      buffers: number of buffers.
+      layer, line: layer and Python line; "" if unknown or if the group has several.
     """
 
     name: str
@@ -47,7 +51,14 @@ class MemoryRow:
 
 @dataclass(frozen=True)
 class MomentRow:
-    """The temporaries after an instruction took or gave back memory."""
+    """Live temporaries after an instruction allocated or freed memory.
+
+    Attributes:
+      position: index of the moment in the schedule.
+      instruction: instruction that allocated or freed memory.
+      live_bytes: size of the live temporaries.
+      layer, line: layer and Python line of the instruction; "" if unknown.
+    """
 
     position: int
     instruction: str
@@ -59,15 +70,15 @@ class MomentRow:
 def memory(
     trace: Trace, *, by: MemoryGrouping | Literal["schedule"] = "buffer", program: str | None = None
 ) -> "Answer[MemoryRow] | Answer[MomentRow]":
-    """Show what makes the peak of a program's memory.
+    """Show what makes up the peak of a program's memory.
 
     Args:
-      by: what to group arrays by, or the schedule along which temporaries come and go.
-      program: the name of its module, such as jit_step; by default the one that took the most time.
+      by: grouping of the arrays, or the schedule along which temporaries are allocated and freed.
+      program: module name, such as jit_step; by default the program that took the most time.
 
     Raises:
-      UnknownName: the trace has no such program.
-      TraceError: its buffers are damaged.
+      UnknownName: the trace does not have the program.
+      TraceError: the program's buffers are damaged.
     """
     chosen = _chosen(trace, program)
     if chosen is None:
@@ -78,7 +89,7 @@ def memory(
 
 
 def memory_of(program: Program, *, by: MemoryGrouping = "buffer") -> Answer[MemoryRow]:
-    """The memory of a compiled program, see `stack_profile.traces.hlo.program_of`; nothing runs."""
+    """Reports the peak memory of a compiled program (`stack_profile.traces.hlo.program_of`) without running it."""
     assignment = read_buffers(program)
     if assignment is None:
         note = f"No data: the HLO of {program.name} comes without its buffers. Capture where it is compiled."
@@ -99,7 +110,7 @@ def memory_of(program: Program, *, by: MemoryGrouping = "buffer") -> Answer[Memo
 
 
 def schedule_of(program: Program) -> Answer[MomentRow]:
-    """How the temporaries of a compiled program come and go along its schedule."""
+    """Reports the live temporaries of a compiled program along its schedule."""
     assignment = read_buffers(program)
     rows: list[MomentRow] = []
     for each in assignment.schedules if assignment else ():
@@ -112,7 +123,7 @@ def schedule_of(program: Program) -> Answer[MomentRow]:
 
 
 def _drawn(assignment: Assignment) -> Iterator[Chart]:
-    """The temporaries along the schedule, with the moment at which they are the most."""
+    """Plots the live temporaries along the schedule and marks their peak."""
     moments = [moment for each in assignment.schedules for moment in each.moments()]
     if moments:
         points = [(float(position), float(moment.live_bytes)) for position, moment in enumerate(moments)]
@@ -169,7 +180,7 @@ def _at_peak(program: Program, assignment: Assignment) -> Iterator[MemoryRow]:
 
 
 def _maker(program: Program, assignment: Assignment, allocation: Allocation) -> Instruction | None:
-    """The instruction that an allocation is there for: the argument, or the first that writes to it."""
+    """Returns the argument that an allocation holds, otherwise the first instruction that writes to it."""
     names = [assignment.buffers[key].instruction for key in allocation.buffers if key in assignment.buffers]
     found = [program.instructions[name] for name in names if name in program.instructions]
     return next((each for each in found if each.opcode == "parameter"), found[0] if found else None)
@@ -180,7 +191,7 @@ def _row(name: str, kind: str, size_bytes: int, total: int, instruction: Instruc
 
 
 def _place(instruction: Instruction | None) -> tuple[str, str]:
-    """The layer and the line of an instruction."""
+    """Returns the layer and the line of an instruction."""
     if instruction is None:
         return "", ""
     return instruction.layer, str(instruction.source() or "")

@@ -1,7 +1,7 @@
-"""Where the time of the devices went: by category, by layer, by Python line, by operation.
+"""Device time by category, layer, Python line or operation.
 
-Times are self times, see `stack_profile.traces.intervals`: an instant belongs to the operations that run in it and run
-no others, so the rows sum to the time in which any operation ran.
+Times are self times (`stack_profile.traces.intervals`): an instant belongs to the innermost running operations, so the
+rows sum to the time in which any operation ran.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,17 +24,18 @@ Grouping = Literal["category", "layer", "scope", "line", "file", "op"]
 
 @dataclass(frozen=True)
 class OpsRow:
-    """What a group of operations took.
+    """Total time of one group of operations.
 
     Attributes:
-      name: of the group; empty where its operations have none, such as no layer.
-      self_s: their share in the time in which operations ran.
-      busy_share: that of `busy_s`, the time in which any operation ran.
-      forward_s, backward_s, recomputed_s, unknown_s: parts of `self_s`, by the pass of a training step; it is not known
-        of operations whose program the trace lacks.
-      occurrences: executions.
-      example: the operation that took the most of it.
-      package_line: where that is asked for in an installed package, if it is.
+      name: name of the group; empty for operations without one, such as operations outside of any layer.
+      self_s: the group's part of the busy time.
+      busy_share: `self_s` as a share of `busy_s`, the time in which any operation ran.
+      forward_s, backward_s, recomputed_s, unknown_s: parts of `self_s` by pass of the training step; unknown if the
+        trace
+        lacks the operation's program.
+      occurrences: number of executions.
+      example: the operation with the most self time in the group.
+      package_line: the example's line in an installed package; empty if it has none.
     """
 
     name: str
@@ -53,13 +54,13 @@ def ops(trace: Trace, *, by: Grouping = "op", within: Path | None = None, device
     """Show where the devices' time went.
 
     Args:
-      by: what to group operations by: the category of work, the layer of the model, the named scope, the Python line
-        or file, or each alone. Lines are the innermost of your own code, outside of installed packages.
-      within: put time on the innermost line of a file under this directory, such as your own code's.
+      by: grouping of the operations: by category of work, layer of the model, named scope, Python line or file, or
+        individually. Lines are the innermost of your own code, outside of installed packages.
+      within: assign time to the innermost line of a file under this directory, such as your own code's.
       device: one device instead of all of them together.
 
     Raises:
-      UnknownName: there is no such device.
+      UnknownName: the trace does not have the device.
     """
     devices = chosen_devices(trace, device)
     folder = str(within.resolve()) if within else ""
@@ -83,7 +84,7 @@ def _rows(devices: Sequence[Ops], key: Callable[[Operation], str]) -> tuple[OpsR
 
 
 def _facts(devices: Sequence[Ops], folder: str) -> dict[str, Any]:
-    """Attributed is the time of operations that have a Python line, in a file under `folder`."""
+    """Computes the totals; attributed time belongs to operations with a Python line (under `folder`, if given)."""
     if not devices:
         return {"devices": 0}
     totals = [total for each in devices for total in each.totals()]
@@ -104,10 +105,10 @@ def _facts(devices: Sequence[Ops], folder: str) -> dict[str, Any]:
 
 
 def chosen_devices(trace: Trace, device: str | None) -> tuple[Ops, ...]:
-    """All devices of a trace, or the one of a name.
+    """Returns all devices of a trace, or only the named one.
 
     Raises:
-      UnknownName: there is none of it.
+      UnknownName: the trace does not have the device.
     """
     found = tuple(each for each in trace.devices if device in (None, each.device))
     if not found and device is not None:
@@ -120,7 +121,7 @@ def chosen_devices(trace: Trace, device: str | None) -> tuple[Ops, ...]:
 
 
 def grouping(by: Grouping, within: str = "") -> Callable[[Operation], str]:
-    """The group of an operation."""
+    """Returns the function that maps an operation to its group's name."""
     if by in ("line", "file"):
         return lambda operation: _source(operation, within, line=by == "line")
     return GROUPINGS[by]
@@ -173,11 +174,11 @@ _DRAWN: Final[Sequence[Grouping]] = ("category", "layer", "line")
 _PARTS: Final = ("forward_s", "backward_s", "recomputed_s", "unknown_s")
 
 
-_STACK_FRAMES: Final = 100  # the default of JAX
+_STACK_FRAMES: Final = 100  # JAX's default limit
 
 
 def _notes(devices: tuple[Ops, ...], stack_frames: int) -> Iterable[str]:
-    """`stack_frames` is how many frames of a Python stack JAX kept; all of them where it is negative."""
+    """Yields the notes; `stack_frames` is JAX's limit of frames per Python stack, negative if unlimited."""
     if not devices:
         yield (
             "No data: the trace has no operations of any device. Capture while a compiled function runs; operations of "

@@ -1,7 +1,7 @@
-"""How long steps take, how much they vary, how much of them the device is idle, and what the host did then.
+"""Step times, their variation, the devices' idle time, and the host's activity during it.
 
-A step is one execution of the program that took the most time, until the next one starts. The device is idle where no
-operation runs; what the host did in that time tells why.
+A step runs from one start of the program with the longest total time to its next start. The device is idle while no
+operation runs. Host events during the idle time point to its cause.
 """
 
 import statistics
@@ -22,7 +22,7 @@ from stack_profile.traces.trace import Trace
 
 __all__ = ["OverviewRow", "overview"]
 
-_IDLE: Final = 0.1  # from this share of the steps on, what the host does is worth more than faster operations
+_IDLE: Final = 0.1  # If devices idle for at least this share of the steps, the step is bound by the host or the input.
 _SHOWN: Final = 3
 
 
@@ -31,9 +31,12 @@ class OverviewRow:
     """One step on one device.
 
     Attributes:
-      step_number: the number that the program gives it (`jax.profiler.StepTraceAnnotation`), else counted from 1.
+      step_number: the program's own number (`jax.profiler.StepTraceAnnotation`), otherwise counted from 1.
+      program: name of the step's module.
       start_s: time since the first event of the trace.
-      busy_s, idle_s: parts of `step_s`, with and without an operation.
+      step_s: duration of the step.
+      busy_s, idle_s: parts of `step_s` with and without a running operation.
+      idle_step_share: `idle_s / step_s`; None if the step has no duration.
     """
 
     step_number: int
@@ -47,13 +50,13 @@ class OverviewRow:
 
 
 def overview(trace: Trace, *, device: str | None = None) -> Answer[OverviewRow]:
-    """Time the steps: how long, how even, how much of them idle, and what the host did then.
+    """Time the steps: duration, variation, idle time, and the host's activity meanwhile.
 
     Args:
       device: one device instead of all of them.
 
     Raises:
-      UnknownName: there is no such device.
+      UnknownName: the trace does not have the device.
     """
     devices = chosen_devices(trace, device)
     rows = [_row(each, step) for each in devices for step in trace.steps[each.device]]
@@ -72,7 +75,7 @@ def overview(trace: Trace, *, device: str | None = None) -> Answer[OverviewRow]:
 
 
 def _drawn(rows: Sequence[OverviewRow]) -> Chart:
-    """The steps in their order, and what half of them lie between."""
+    """Plots the step times in order, with their quartiles."""
     series = []
     for device in dict.fromkeys(row.device for row in rows):
         steps = [row for row in rows if row.device == device]
@@ -87,14 +90,16 @@ def _drawn(rows: Sequence[OverviewRow]) -> Chart:
 
 @dataclass(frozen=True)
 class _Waits:
-    """What the host did while devices were idle.
+    """The host's activity while devices were idle.
 
     Attributes:
-      known: whether the trace has events of the host.
-      inside_s: of the idle time, in calls of JAX; `outside_s` the rest.
-      input_s: of the idle time, while the program was in its input pipeline, in calls of JAX or not; None where the
-        trace does not show how it gets its input.
-      by_name: seconds of the idle time in which a named event ran, of those that took the most of it.
+      known: whether the trace has host events.
+      inside_s: idle time while the host was inside a JAX call.
+      outside_s: the remaining idle time.
+      input_s: idle time while the program was in its input pipeline, inside JAX calls or not; None if the trace does
+        not
+        show the input pipeline.
+      by_name: the host events with the most idle time, as pairs (name, seconds of idle time).
     """
 
     known: bool
@@ -105,7 +110,7 @@ class _Waits:
 
     @classmethod
     def of(cls, host: HostEvents, idle: np.ndarray, wait: InputWait | None) -> "_Waits":
-        """`idle` are the times at which any of the devices was, as rows (start, end)."""
+        """Computes the waits from `idle`, rows (start, end) of picoseconds in which at least one device was idle."""
         idle = union(idle[:, 0], idle[:, 1])
         calls = host.jax_calls
         inside_ps = int(_overlap(union(host.start_ps[calls], host.end_ps[calls]), idle).sum())
@@ -114,7 +119,7 @@ class _Waits:
         longest = np.argsort(-np.bincount(host.which, each_ps, minlength=len(host.names)))[: 2 * _SHOWN]
         by_name: list[tuple[str, float]] = []
         for row in longest.tolist():
-            events = np.flatnonzero(host.which == row)  # which may be nested in each other
+            events = np.flatnonzero(host.which == row)  # events of one name may nest; the union counts their time once
             seconds = _overlap(union(host.start_ps[events], host.end_ps[events]), idle).sum() * PICOSECOND
             by_name += [(host.names[row], float(seconds))] if seconds else []
         by_name.sort(key=lambda pair: -pair[1])
@@ -144,12 +149,12 @@ def _row(ops_: Ops, step: Step) -> OverviewRow:
 
 
 def _idle(ops_: Ops, steps: Sequence[Step]) -> np.ndarray:
-    """When a device was idle between the start of its first step and the end of its last."""
+    """Returns the idle intervals of a device between the start of its first step and the end of its last."""
     return gaps(ops_.covered, steps[0].start_ps, steps[-1].end_ps) if steps else np.zeros((0, 2), np.int64)
 
 
 def _overlap(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Of each row (start, end) of `first`, the time that lies in the disjoint rows of `second`, which are in order."""
+    """Computes how much of each row (start, end) of `first` is covered by `second`, disjoint rows in order of time."""
     if not len(second):
         return np.zeros(len(first), np.int64)
     before = np.concatenate([[0], np.cumsum(second[:, 1] - second[:, 0])])

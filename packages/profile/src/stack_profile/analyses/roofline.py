@@ -1,11 +1,12 @@
-"""How far operations are from what the chip could do: FLOPs and bytes from the HLO, times from the trace.
+"""Roofline: FLOPs and bytes of each operation from the HLO, its time from the trace, compared with the chip's peaks.
 
 An operation of F FLOPs that moves B bytes takes at least
 
     ideal_s = max(F / peak FLOP/s of its dtype, B / memory bandwidth)
 
-and its distance from the roof is ideal_s / self_s. Bytes are those of arrays read and written once, caches left aside:
-what stays in a cache can be faster than its ideal. (Williams et al., https://doi.org/10.1145/1498765.1498785)
+and reaches the share ideal_s / self_s of the roof. Bytes count each array as read and written once and ignore caches:
+an
+operation on cached data can be faster than its ideal. (Williams et al., https://doi.org/10.1145/1498765.1498785)
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,15 +32,23 @@ __all__ = ["RooflineRow", "roofline", "roofline_of"]
 
 @dataclass(frozen=True)
 class RooflineRow:
-    """One operation, all of its executions together.
+    """One operation, summed over all of its executions.
 
     Attributes:
-      program: the name of its module.
-      flops, traffic_bytes: of all executions; None where the program does not say, as for custom calls.
-      intensity: FLOPs a byte.
-      bound: which of the two takes longer at the peaks: "compute" or "memory".
-      ideal_self_share: ideal_s / self_s; None where a peak is not known.
-      runs_expected: executions a run of the program, from its loops' trips; None where only the run decides.
+      name: name of the instruction.
+      program: name of its module.
+      category: category of work (`stack_profile.traces.categories`).
+      line: Python line; "" if unknown.
+      self_s: self time.
+      occurrences: number of executions.
+      runs_expected: executions per run of the program, from the trip counts of its loops; None if they are dynamic.
+      flops, traffic_bytes: totals over all executions; None if the program lacks them, such as the FLOPs of custom
+        calls.
+      rate_flops_s, rate_bytes_s: achieved rates, `flops` and `traffic_bytes` over `self_s`.
+      intensity: FLOPs per byte.
+      bound: "compute" or "memory", whichever takes longer at the peaks.
+      ideal_s: time at the chip's peaks.
+      ideal_self_share: `ideal_s / self_s`; None if a peak is not known.
     """
 
     name: str
@@ -60,14 +69,14 @@ class RooflineRow:
 
 
 def roofline(trace: Trace, *, chip: str | None = None, device: str | None = None) -> Answer[RooflineRow]:
-    """Compare operations, each and all together, with what the chip could do.
+    """Compare operations, individually and in total, with the chip's peaks.
 
     Args:
-      chip: one that `stack chips` lists, by default the one that the trace was captured on.
+      chip: name of a chip that `stack chips` lists, by default the trace's own.
       device: one device instead of all of them.
 
     Raises:
-      UnknownName: there is no such chip, or no such device.
+      UnknownName: the chip or the device is unknown.
     """
     if chip is not None:
         return roofline_of(trace, _registered_chip(chip), device=device)
@@ -76,15 +85,15 @@ def roofline(trace: Trace, *, chip: str | None = None, device: str | None = None
 
 
 def roofline_of(trace: Trace, chip: "Chip", *, device: str | None = None) -> Answer[RooflineRow]:
-    """The roofline against a chip that need not be registered."""
+    """Computes the roofline against a chip that need not be registered."""
     return _roofline(trace, chip, f"Peaks: {chip.provenance}.", device)
 
 
 def _registered_chip(name: str) -> "Chip":
-    """The chip of a row that `stack chips` lists; one that has to be measured is.
+    """Returns a chip that `stack chips` lists, measuring it first if it is this machine's CPU.
 
     Raises:
-      UnknownName: there is no such row.
+      UnknownName: the chip is not registered.
     """
     from stack_core.abi.plugins import registries
 
@@ -114,7 +123,7 @@ def _roofline(trace: Trace, chip: "Chip | None", said: str, device: str | None) 
 
 
 def _drawn(rows: Sequence[RooflineRow], chip: "Chip | None", sharing: int) -> Iterator[Chart]:
-    """The operations that compute, below what memory and arithmetic of the chip allow."""
+    """Plots the operations that have FLOPs below the chip's compute and memory roofs."""
     found = [row for row in rows if row.intensity and row.rate_flops_s]
     if not found:
         return
@@ -126,7 +135,7 @@ def _drawn(rows: Sequence[RooflineRow], chip: "Chip | None", sharing: int) -> It
 
 
 def _roofs(chip: "Chip", intensities: Sequence[float], sharing: int) -> list[Series]:
-    """What memory allows up to the ridge and arithmetic from there on, by dtype."""
+    """Returns one roof per dtype: bounded by memory bandwidth up to the ridge, by peak FLOP/s beyond it."""
     bandwidth = chip.hbm_bandwidth_bytes_s
     if not bandwidth:
         return []
@@ -139,19 +148,19 @@ def _roofs(chip: "Chip", intensities: Sequence[float], sharing: int) -> list[Ser
 
 
 def _costs(program: Program) -> "Mapping[str, InstructionCost] | None":
-    """By the instruction's name; None where this version of XLA cannot read the program."""
+    """Returns the costs by instruction name; None if this version of XLA cannot read the program."""
     from stack_core.programs.hlo_costs import instruction_costs  # imports jax
 
     return instruction_costs(program.module) if program.module else None
 
 
 def _sharing(chip: "Chip | None", devices: int) -> int:
-    """How many devices share the chip's peaks: all that a host's CPU is made to look like."""
+    """Returns the number of devices that share the chip's peaks: all host devices of a CPU, otherwise 1."""
     return devices if chip is not None and chip.kind == "cpu" else 1
 
 
 def _chip_of(trace: Trace) -> "tuple[Chip | None, str]":
-    """The chip that the capture names, or None where its peaks are not known; and what has to be said of it."""
+    """Returns the chip that the trace was captured on, None if its peaks are not known, and the note about it."""
     from stack_core.abi.plugins import registries
     from stack_core.chips.devices import row_name
 
@@ -164,6 +173,7 @@ def _chip_of(trace: Trace) -> "tuple[Chip | None, str]":
     if not callable(registries.chips[name]):
         chip = _registered_chip(name)
         return chip, f"Peaks: {chip.provenance}."
+    # A CPU's peaks are measured on this machine, so they only apply to a trace captured on the same CPU and cores.
     here = (machine.cpu_model(), machine.usable_cores())
     there = (trace.about.get("cpu", here[0]), trace.about.get("cores", here[1]))
     if there != here:
@@ -173,7 +183,7 @@ def _chip_of(trace: Trace) -> "tuple[Chip | None, str]":
 
 
 def _noted_kind(trace: Trace) -> str | None:
-    """What the planes of TPUs say they are, in JAX's spelling: "TPU v6 lite" for "TPU v6 Lite"."""
+    """Returns the kind of TPU that the trace's planes name, in JAX's spelling: "TPU v6 lite" for "TPU v6 Lite"."""
     kinds = {plane.stats.get("device_type_string") for space in trace.spaces for plane in space.planes} - {None}
     kind = str(kinds.pop()) if len(kinds) == 1 else ""
     return f"TPU{kind[3:].lower()}" if kind.startswith("TPU") else None
@@ -194,6 +204,7 @@ def _row(
     flops = cost.flops.total * count if cost else None
     traffic = cost.traffic_bytes * count if cost else None
     compute_s, memory_s = _ideals(cost, chip, count * sharing)
+    # XLA counts no FLOPs inside custom calls: 0 means unknown.
     if flops == 0 and operation.instruction and "custom-call" in operation.instruction.opcodes:
         flops = compute_s = None
     ideal_s = None if compute_s is None or memory_s is None else max(compute_s, memory_s)
@@ -218,7 +229,7 @@ def _row(
 
 
 def _ideals(cost: "InstructionCost | None", chip: "Chip | None", times: int) -> tuple[float | None, float | None]:
-    """Seconds at the chip's peak FLOP/s and at its peak bandwidth."""
+    """Computes the seconds at the chip's peak FLOP/s and at its peak bandwidth."""
     if cost is None or chip is None:
         return None, None
     compute_s, bandwidth = cost.flops.ideal_s(chip), chip.hbm_bandwidth_bytes_s

@@ -1,7 +1,8 @@
-"""Timeline of a step: its operations in the order of time, grouped into spans of one layer each.
+"""Timeline of a step: its operations in order of time, grouped into spans of one layer each.
 
-A span ends when the layer, the pass of training or the trip of a loop changes (`stack_profile.traces.spans`). It is
-named after the layer that takes most of it. Spans follow each other without gaps: durations sum to the window.
+A span ends when the layer, the pass of training or the loop trip changes (`stack_profile.traces.spans`). Its name is
+the
+layer with most of its time. Spans are contiguous: their durations sum to the window.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,17 +29,17 @@ class TimelineRow:
     """A span of a device's time.
 
     Attributes:
-      start_s: since the start of the window; spans follow each other without holes.
+      start_s: time since the start of the window; spans are contiguous.
       duration_s: time until the next span starts; `self_s + idle_s`.
       self_s: time in which any operation ran.
       idle_s: time in which no operation ran.
       self_window_share: `self_s` over the fact `window_s`.
-      name: the layer, where there is none the function, or "idle".
-      direction: "forward", "backward" or "recomputed"; None where that is not known, or the device idle.
-      trips: which trips of the outermost loop these are, from 1 on; None outside of loops, or where it is not known.
+      name: layer of the span, or its function if it has no layer, or "idle".
+      direction: "forward", "backward" or "recomputed"; None if unknown or idle.
+      trips: trips of the outermost loop, counted from 1, such as "3" or "3-5"; None outside of loops or if unknown.
       operations: number of executions that start in the span.
-      heaviest: the operation that most of the span belongs to; of an idle span, the host's longest activity.
-      line: of that operation.
+      heaviest: operation with most of the span's time; for an idle span, the host's longest activity.
+      line: Python line of that operation.
     """
 
     start_s: float
@@ -63,18 +64,18 @@ def timeline(
     spans: int = 40,
     device: str | None = None,
 ) -> Answer[TimelineRow]:
-    """Show what ran when: a step, in the order of time.
+    """Show what ran in a step, in order of time.
 
     Args:
-      step: its number as the overview lists it, by default one of median duration.
-      since_s: the start of a window instead of a step, since the first event of the trace.
-      until_s: its end.
-      spans: into how many at most it is cut.
-      device: by default the first.
+      step: number of the step, as in the overview; by default a step of median duration.
+      since_s: start of a window instead of a step, in seconds since the first event of the trace.
+      until_s: end of the window.
+      spans: maximum number of spans.
+      device: name of the device, by default the first.
 
     Raises:
-      UnknownName: there is no such device.
-      ProfileError: there is no such step, or the window is empty.
+      UnknownName: the trace does not have the device.
+      ProfileError: the trace does not have the step, the window is empty, or `spans` is not positive.
     """
     devices = chosen_devices(trace, device)
     if spans < 1:
@@ -108,7 +109,7 @@ def _said(row: TimelineRow) -> str:
 
 
 def _drawn_operations(ops: Ops, window: "_Window") -> Lanes:
-    """The operations that start in the window, on as many lanes as run beside each other."""
+    """Plots the operations that start in the window, on as many lanes as run concurrently."""
     inside = np.flatnonzero((ops.start_ps >= window.start_ps) & (ops.start_ps < window.end_ps))
     columns = ops.which[inside], ops.tracks[inside], ops.start_ps[inside], ops.end_ps[inside]
     spans = []
@@ -123,7 +124,13 @@ def _drawn_operations(ops: Ops, window: "_Window") -> Lanes:
 
 @dataclass(frozen=True)
 class _Window:
-    """`step` is the number of the step, None for another window."""
+    """Window of the timeline.
+
+    Attributes:
+      step: number of the step; None if the window is not a step.
+      program: name of the step's module; None like `step`.
+      start_ps, end_ps: edges of the window.
+    """
 
     step: int | None
     program: str | None
@@ -142,6 +149,7 @@ def _window(ops: Ops, steps: Sequence[Step], step: int | None, edges_s: tuple[fl
         ordered = sorted(steps, key=lambda each: each.duration_ps)
         found = [each for each in steps if each.number == step]
         if step is None:
+            # The lower median: a step that exists, also for an even number of steps.
             found = ordered[(len(ordered) - 1) // 2 :]
         if not found:
             known = f"it has the steps {steps[0].number} to {steps[-1].number}" if steps else "it has no steps"
@@ -186,13 +194,13 @@ def _rows(ops: Ops, items: Items, firsts: Sequence[int], window: _Window, host: 
 
 
 def _heaviest(column: np.ndarray, size: np.ndarray) -> int:
-    """The value that most of `size` has."""
+    """Returns the value of `column` with the largest total `size`."""
     values, inverse = np.unique(column, return_inverse=True)
     return int(values[np.argmax(np.bincount(inverse.reshape(-1), weights=size))])
 
 
 def _example(ops: Ops, items: Items, rows: np.ndarray, host: HostEvents) -> tuple[str | None, str | None]:
-    """The heaviest operation of some items and its line; of idle items what the host did in the longest of them."""
+    """Returns the heaviest operation and its line; for idle items, the host's activity in the longest one."""
     row = _heaviest(items.operation[rows], items.size_ps[rows])
     if row < 0:
         longest = rows[np.argmax(items.size_ps[rows])]
@@ -203,7 +211,7 @@ def _example(ops: Ops, items: Items, rows: np.ndarray, host: HostEvents) -> tupl
 
 
 def _doing(host: HostEvents, start_ps: int, end_ps: int) -> str | None:
-    """What the host did in most of a gap: of the events that fill as much of it, the shortest."""
+    """Returns the host's activity in a gap: the shortest of the events that cover nearly the most of it."""
     overlap = np.minimum(host.end_ps, end_ps) - np.maximum(host.start_ps, start_ps)
     if overlap.max(initial=0) <= 0:
         return None
@@ -211,6 +219,7 @@ def _doing(host: HostEvents, start_ps: int, end_ps: int) -> str | None:
     return host.names[int(host.which[most[np.argmin((host.end_ps - host.start_ps)[most])]])]
 
 
+# An event covers "nearly the most" of a gap from this share of the largest overlap on; the shortest one is innermost.
 _AS_MUCH: Final = 0.8
 
 

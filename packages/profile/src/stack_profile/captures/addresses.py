@@ -1,4 +1,4 @@
-"""Where processes that can be captured on demand are found: a file each, which only their user can read."""
+"""Published addresses of processes that can be captured on demand: one file each, readable only by their user."""
 
 import contextlib
 import dataclasses
@@ -16,12 +16,13 @@ __all__ = ["Address", "addresses", "forget", "publish"]
 
 @dataclass(frozen=True)
 class Address:
-    """A process that listens.
+    """Address of a listening process.
 
     Attributes:
-      port: on the loopback interface.
-      token: what each request must carry; who can read this file may ask.
-      command: what the process was started with.
+      pid: process ID; 0 if unknown.
+      port: port on the loopback interface.
+      token: secret that each request must carry; whoever can read the address file can send requests.
+      command: command line of the process.
     """
 
     pid: int
@@ -31,14 +32,14 @@ class Address:
 
 
 def publish(address: Address) -> Path:
-    """Writes an address for the user alone; returns its file.
+    """Writes an address to a file that only the user can read, and returns the file.
 
     Raises:
-      CaptureError: the directory is another's, or cannot be written.
+      CaptureError: the directory belongs to another user, or cannot be written.
     """
     path = _directory() / f"{address.pid}.json"
     try:
-        forget(path)  # that of a process which had this number before
+        forget(path)  # left by an earlier process with the same PID
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
             json.dump(dataclasses.asdict(address), file)
@@ -48,26 +49,26 @@ def publish(address: Address) -> Path:
 
 
 def addresses() -> dict[Path, Address]:
-    """What was published and not taken back, by file; the processes may have ended.
+    """Returns the published addresses by file; their processes may have ended.
 
     Raises:
-      CaptureError: the directory is another's.
+      CaptureError: the directory belongs to another user.
     """
     found = {}
     for path in sorted(_directory().glob("*.json")):
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # it is being written, or gone
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # the file is being written or was removed
             entry = json.loads(path.read_bytes())
             found[path] = Address(int(entry["pid"]), int(entry["port"]), str(entry["token"]), tuple(entry["command"]))
     return found
 
 
 def forget(path: Path) -> None:
-    """Takes an address back."""
+    """Removes a published address."""
     path.unlink(missing_ok=True)
 
 
 def _directory() -> Path:
-    """`$XDG_RUNTIME_DIR/stack-profile`, or one in the directory for temporary files; nobody else may enter it."""
+    """Returns the private directory of addresses: `$XDG_RUNTIME_DIR/stack-profile`, or one for temporary files."""
     base = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
     path = base / "stack-profile" if base.is_absolute() else Path(tempfile.gettempdir(), f"stack-profile-{os.getuid()}")
     try:

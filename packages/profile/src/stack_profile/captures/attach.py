@@ -1,4 +1,4 @@
-"""Captures other processes, which listen for it: `stack_profile.listen`, `stack profile run --listen`."""
+"""Captures other processes that listen (`stack_profile.listen`, `stack profile run --listen`)."""
 
 import http.client
 import json
@@ -18,17 +18,18 @@ from stack_profile.errors import CaptureError
 __all__ = ["Attached", "address_of", "attach", "attachable"]
 
 _PING_S: Final = 2.0
-_WRITE_S: Final = 300.0  # longer than it takes to write a capture of hours
+_WRITE_S: Final = 300.0  # enough to encode and write a capture of hours
 
 
 @dataclass(frozen=True)
 class Attached:
-    """What became of the capture of one process.
+    """Result of capturing one process.
 
     Attributes:
-      path: the trace's file; None where there is none.
-      partial: why it is not all of what was asked for.
-      problem: why there is none.
+      pid: process ID.
+      path: the trace's file; None if the capture failed.
+      partial: reason why the trace is shorter than requested; None if it is complete.
+      problem: reason why the capture failed; None if it succeeded.
     """
 
     pid: int
@@ -38,17 +39,17 @@ class Attached:
 
 
 def attachable() -> list[Address]:
-    """The processes of this user that listen; addresses of those that ended are removed.
+    """Returns the listening processes of this user, and removes the addresses of processes that ended.
 
     Raises:
-      CaptureError: the directory of addresses is another's.
+      CaptureError: the directory of addresses belongs to another user.
     """
     found = []
     for path, address in addresses().items():
         try:
             _ask(address, "GET", timeout_s=_PING_S)
         except TimeoutError:
-            pass  # it is stopped, or has no time; it may have later
+            pass  # the process is stopped or busy, and may answer later
         except (OSError, http.client.HTTPException, CaptureError):
             forget(path)
             continue
@@ -57,10 +58,10 @@ def attachable() -> list[Address]:
 
 
 def address_of(pid: int) -> Address:
-    """The address that a process published.
+    """Returns the address that a process published.
 
     Raises:
-      CaptureError: it does not listen, or is not there.
+      CaptureError: the process does not listen or does not exist.
     """
     listening = {address.pid: address for address in attachable()}
     if pid not in listening:
@@ -80,14 +81,17 @@ def attach(
     name: str | None = None,
     host_tracer_level: int = 2,
 ) -> list[Attached]:
-    """Captures processes at the same time and under one name, so that they are read as one trace; waits for it.
+    """Captures processes at the same time and under one name, which makes them one trace, and waits for the results.
 
     Args:
-      out: a directory that the processes can write.
-      name: of the capture, by default the time.
+      targets: addresses of the processes.
+      out: directory that the processes can write to.
+      duration_s: seconds to capture.
+      name: name of the capture, by default the time.
+      host_tracer_level: see `stack_profile.capture`.
 
     Raises:
-      ConfigError: a name that is no file's, or a time that is not positive, or over a day.
+      ConfigError: `name` is not a file name, or `duration_s` is not positive or over a day.
     """
     request = {
         "out": str(out.resolve()),
@@ -120,11 +124,11 @@ def _attached(address: Address, request: Mapping[str, Any]) -> Attached:
 def _ask(
     address: Address, method: str, content: Mapping[str, Any] | None = None, *, timeout_s: float
 ) -> dict[str, Any]:
-    """What a process answers.
+    """Sends a request to a process and returns its answer.
 
     Raises:
-      CaptureError: it refuses.
-      OSError, HTTPException, ValueError: it is not there, or is something else.
+      CaptureError: the process refuses the request.
+      OSError, HTTPException, ValueError: the process is gone, or the port belongs to another program.
     """
     connection = http.client.HTTPConnection(LOOPBACK, address.port, timeout=timeout_s)
     try:

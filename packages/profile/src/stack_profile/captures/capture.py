@@ -1,4 +1,4 @@
-"""Captures traces: recorded in memory, encoded and written by threads of their own."""
+"""Captures traces: records in memory, then encodes and writes on background threads."""
 
 import collections
 import contextlib
@@ -26,7 +26,7 @@ __all__ = ["Capture", "CaptureWarning", "capture"]
 
 
 class CaptureWarning(UserWarning):
-    """A capture that ended could not be written."""
+    """Warning about a finished capture that could not be written."""
 
 
 def capture(
@@ -38,24 +38,25 @@ def capture(
             train_step(state, batch)
         print(captured.wait())
 
-    The files lie where XProf looks for them: `out/plugins/profile/NAME/HOST.xplane.pb`. The tracer of Python functions
-    is off: it would cost 4% of a step and a quarter of Python-heavy code.
+    XProf finds the files at `out/plugins/profile/NAME/HOST.xplane.pb`. The Python function tracer is off, because it
+    would
+    cost 4% of a step and a quarter of the time of Python-heavy code.
 
     Args:
-      out: created where it is missing; what is there stays.
-      name: of this capture; the processes of one run give the same, and are read as one trace. By default the time.
-      process: which of them this is, by default JAX's index of it.
-      host_tracer_level: 1 keeps operations and annotations, 2 also what JAX's runtime does, 3 its details.
+      out: directory of the captures, created if missing; existing captures are preserved.
+      name: name of this capture, by default the time. Processes of one run use the same name and are read as one trace.
+      process: index of this process in the run, by default JAX's.
+      host_tracer_level: 1 records operations and annotations, 2 adds events of JAX's runtime, 3 adds their details.
     """
     return Capture(Path(out), name=name, process=process, host_tracer_level=host_tracer_level)
 
 
 class Capture(contextlib.ContextDecorator):
-    """One capture; there can be one at a time in a process, JAX's own included.
+    """One capture; a process can run only one at a time, including JAX's own.
 
     Attributes:
-      path: the trace's file, known once the capture has started; it exists when `wait` returns.
-      stop_s: how long the program was held up at the end.
+      path: the trace's file, set when the capture starts; the file exists once `wait` returns.
+      stop_s: seconds for which stopping blocked the program.
     """
 
     def __init__(
@@ -71,10 +72,10 @@ class Capture(contextlib.ContextDecorator):
         self.stop_s = 0.0
 
     def start(self, recording: Recording | None = None) -> "Capture":
-        """Begins to capture.
+        """Starts the capture.
 
         Args:
-          recording: one that runs already, to be kept.
+          recording: a running recording to save, instead of a new one.
 
         Raises:
           CaptureError: another capture is running, or the directory cannot be written.
@@ -82,7 +83,7 @@ class Capture(contextlib.ContextDecorator):
         mine = recording or record(host_tracer_level=self._arguments["host_tracer_level"])
         try:
             self.path = _file(self._out, self._arguments["name"], self._arguments["process"])
-        except BaseException:  # Whatever went wrong, the next capture must find the profiler free.
+        except BaseException:  # Release the profiler for the next capture after any error, including KeyboardInterrupt.
             mine.discard()
             raise
         self._about = {"started_at": datetime.now(UTC).isoformat()}
@@ -90,12 +91,12 @@ class Capture(contextlib.ContextDecorator):
         return self
 
     def stop(self, *, settle: bool = True, about: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """Ends the capture; a thread encodes and writes it. Calling it again does nothing.
+        """Stops the capture; a thread encodes and writes it. Later calls do nothing.
 
         Args:
-          settle: first wait for all arrays that are alive, so that their computation is in the trace, and then until
-            nothing is recorded.
-          about: more for its readers; "partial" says why the trace is not all of what was asked for.
+          settle: first wait for all live arrays, so that the trace includes their computation, and then until recording
+            is off.
+          about: extra metadata for readers; "partial" states why the trace is shorter than requested.
         """
         recording, self._recording = self._recording, None
         if recording is None:
@@ -111,7 +112,7 @@ class Capture(contextlib.ContextDecorator):
         self._writer = Background(lambda: self._write(recording), "capture-writer")
 
     def wait(self) -> Path:
-        """Blocks until the files are written; returns the trace's.
+        """Blocks until the files are written, and returns the trace's file.
 
         Raises:
           CaptureError: nothing was captured, or it could not be written.
@@ -132,7 +133,7 @@ class Capture(contextlib.ContextDecorator):
         self.stop(settle=error is None)
 
     def _recreate_cm(self) -> "Capture":
-        """Each call of a decorated function is a capture of its own."""
+        """Makes a new capture for each call of a decorated function."""
         return Capture(self._out, **self._arguments)
 
     def _write(self, recording: Recording) -> None:
@@ -156,11 +157,12 @@ class Capture(contextlib.ContextDecorator):
         for file, content in _missing_programs(data, programs):
             _replace(self.path.with_name(f"{stem(self.path)}.{file}.hlo.pb"), content)
         _replace(self.path.with_name(f"{stem(self.path)}.capture.json"), json.dumps(self._about, indent=2).encode())
+        # The trace comes last: readers look for it, and then need the other files.
         _replace(self.path, data)
 
 
 def _file(out: Path, name: str | None, process: int | None) -> Path:
-    """The trace's file in a folder of its own, which is made; processes of one run share it if they share a name."""
+    """Creates the capture's folder, which processes share if they have one name, and returns the trace's file."""
     import jax
 
     runs = out / "plugins" / "profile"
@@ -176,16 +178,16 @@ def _file(out: Path, name: str | None, process: int | None) -> Path:
 
 
 def _settle() -> None:
-    """Waits for every array that is alive; errors of the program are for those who use its results."""
+    """Waits for every live array; errors of the program are left to the code that uses its results."""
     import jax
 
     for array in jax.live_arrays():
-        with contextlib.suppress(Exception):  # a failed computation, or an array donated meanwhile
+        with contextlib.suppress(Exception):  # the computation failed, or the array was donated meanwhile
             array.block_until_ready()
 
 
 def _missing_programs(data: bytes, programs: list[Any]) -> Iterator[tuple[str, bytes]]:
-    """Name and HLO of the programs that ran in the trace and that it lacks, called `jit_step(7)` as in it."""
+    """Yields name, such as `jit_step(7)`, and HLO of each program that ran but is missing from the trace."""
     planes = read_space(data).planes
     held = {name for plane in planes if plane.name == "/host:metadata" for name in plane.event_names.values()}
     ran = {name.partition("(")[0] for plane in planes if plane.name != "/host:metadata" for name in _texts(plane)}
@@ -197,13 +199,13 @@ def _missing_programs(data: bytes, programs: list[Any]) -> Iterator[tuple[str, b
 
 
 def _texts(plane: Plane) -> Iterator[str]:
-    """All that the events of a plane are called or say."""
+    """Yields the names of all events and statistics of a plane."""
     yield from plane.stat_names.values()
     yield from plane.event_names.values()
 
 
 def _environment() -> dict[str, Any]:
-    """What an analysis on another machine needs to know of this one."""
+    """Returns the properties of this machine and process that analyses on another machine need."""
     import jax
 
     device = jax.devices()[0]
@@ -224,7 +226,7 @@ def _environment() -> dict[str, Any]:
 
 
 def _meshes() -> list[dict[str, int]]:
-    """Axes and their sizes of the meshes that arrays are on, that of the most arrays first."""
+    """Returns the meshes of live arrays as mappings from axis to size, the most frequent mesh first."""
     import jax
 
     shardings = [array.sharding for array in jax.live_arrays()]
@@ -234,7 +236,7 @@ def _meshes() -> list[dict[str, int]]:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Writes a file that is whole when it has its name."""
+    """Writes a file under a temporary name and renames it, so that readers never see part of it."""
     partial = path.with_name(path.name + ".partial")
     partial.write_bytes(content)
     partial.replace(path)

@@ -1,4 +1,4 @@
-"""Captures on demand: a server in the profiled process, on the loopback interface, for who knows its token."""
+"""Captures on demand: an authenticated HTTP server on the loopback interface of the profiled process."""
 
 import contextlib
 import hmac
@@ -27,17 +27,17 @@ __all__ = ["LOOPBACK", "CaptureRequest", "Listener", "listen"]
 
 LOOPBACK: Final = "127.0.0.1"
 _LARGEST_BYTES: Final = 1 << 16
-_CLOSED_S: Final = 1.0  # until nothing is left of a listener that was closed
+_CLOSED_S: Final = 1.0  # interval at which the closing thread checks for a closed listener
 
 
 @config
 class CaptureRequest:
-    """What `stack profile attach` asks for.
+    """Request that `stack profile attach` sends.
 
     Attributes:
-      out: the directory of the capture, absolute.
-      name: of the capture, which processes share.
-      duration_s: how long; less if the process ends before.
+      out: directory of the capture, an absolute path.
+      name: name of the capture; processes captured together share it.
+      duration_s: seconds to capture, at most a day; fewer if the process ends earlier.
       host_tracer_level: see `stack_profile.capture`.
     """
 
@@ -48,13 +48,13 @@ class CaptureRequest:
 
 
 def listen(*, port: int = 0) -> "Listener":
-    """Lets `stack profile attach` capture this process, from now to its end or to `close`.
+    """Lets `stack profile attach` capture this process from now on, until it ends or `close` is called.
 
-    Listens on the loopback interface alone, and answers those who know a random token, which lies in a file that only
-    this user can read.
+    The server listens only on the loopback interface. Requests need a random token from a file that only this user can
+    read.
 
     Args:
-      port: 0 for any that is free.
+      port: port to listen on, 0 for any free one.
 
     Raises:
       CaptureError: the port is in use, or the address of this process cannot be published.
@@ -63,11 +63,11 @@ def listen(*, port: int = 0) -> "Listener":
 
 
 class Listener:
-    """A process that can be captured on demand.
+    """Server that captures this process on demand.
 
     Attributes:
-      address: what the file says.
-      path: the file, which is removed when this is closed or the process ends.
+      address: published address.
+      path: file with the address, removed when the listener closes or the process ends.
     """
 
     def __init__(self, port: int) -> None:
@@ -87,17 +87,18 @@ class Listener:
             raise
         self._serving = threading.Thread(target=self._server.serve_forever, name="capture-listen", daemon=True)
         self._serving.start()
-        # A program that ends keeps what is captured until then: this thread, no daemon, outlives the main one.
+        # This thread is not a daemon: it outlives the main thread and writes a capture that is running when the program
+        # ends.
         threading.Thread(target=self._close_at_end, name="capture-listen-end").start()
 
     def close(self) -> None:
-        """Stops listening; a capture that runs is cut short and written. Calling it again does nothing."""
+        """Stops listening; a running capture is cut short and written. Later calls do nothing."""
         if self._closing.is_set():
             return
         self._closing.set()
         forget(self.path)
         self._server.shutdown()
-        self._server.server_close()  # once requests are answered
+        self._server.server_close()  # waits for open requests
 
     def __enter__(self) -> "Listener":
         return self
@@ -106,10 +107,10 @@ class Listener:
         self.close()
 
     def capture(self, request: CaptureRequest) -> dict[str, Any]:
-        """Captures this process; blocks until it is written.
+        """Captures this process, and blocks until the trace is written.
 
         Raises:
-          CaptureError: a capture is running, there is nothing to capture yet, or it cannot be written.
+          CaptureError: a capture is running, JAX has not started a device, or the trace cannot be written.
         """
         if not backend_started():
             raise CaptureError("The process has used no device of JAX yet. Attach once it has.")
@@ -137,9 +138,9 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Every request carries the token; answers are JSON."""
+    """Handler that checks the token of every request and answers in JSON."""
 
-    timeout = 5  # for one that connects and asks nothing; it would keep the process from ending
+    timeout = 5  # seconds; an idle connection would otherwise keep the process from ending
 
     def do_GET(self) -> None:
         if self._is_allowed():
@@ -171,7 +172,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, status: HTTPStatus, content: dict[str, Any]) -> None:
         body = json.dumps(content).encode()
-        with contextlib.suppress(ConnectionError):  # who asked has gone
+        with contextlib.suppress(ConnectionError):  # the client has gone
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
@@ -179,4 +180,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002, the base class calls it so
-        """The profiled program's output is its own."""
+        """Logs nothing, since standard error belongs to the profiled program."""

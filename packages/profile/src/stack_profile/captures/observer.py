@@ -1,4 +1,4 @@
-"""Captures what the `profile:` section of a training run names: some steps, slow ones, what is asked for meanwhile."""
+"""Captures parts of a training run, as its `profile:` section requests: given steps, slow steps, or on demand."""
 
 import warnings
 from pathlib import Path
@@ -19,14 +19,14 @@ __all__ = ["ProfileConfig", "ProfileObserver", "profile_observer"]
 
 @config
 class ProfileConfig:
-    """The section `profile:` of a run.
+    """The `profile:` section of a run.
 
     Attributes:
-      first_step: the first step to capture, counted from 1; the first few are slower than those that follow.
-      steps: how many; 0 for none.
-      anomaly: keeps the traces of anomalously slow steps, `{}` with the defaults of its fields.
-      listen: lets `stack profile attach` capture the run.
-      output: the directory of the captures, by default `profile` in that of the run.
+      first_step: first step to capture, counted from 1; the default skips the slower first steps.
+      steps: number of steps to capture; 0 captures none.
+      anomaly: settings for capturing anomalously slow steps, `{}` for the defaults; None does not capture them.
+      listen: whether `stack profile attach` can capture the run.
+      output: directory of the captures; None is `profile` in the run's directory.
     """
 
     first_step: PositiveInt = 10
@@ -37,7 +37,7 @@ class ProfileConfig:
 
 
 def profile_observer(context: ObserverContext) -> "ProfileObserver | None":
-    """The capture that the run of `context` asks for; None where it has no section `profile:`."""
+    """Returns the observer for a run, or None if the run has no `profile:` section."""
     section = getattr(context.config, "sections", {}).get("profile")
     if section is None:
         return None
@@ -45,10 +45,11 @@ def profile_observer(context: ObserverContext) -> "ProfileObserver | None":
 
 
 class ProfileObserver:
-    """Captures from the start of the first step until the last one is done, and slow steps wherever they are.
+    """Observer that captures the configured steps, and slow steps at any time.
 
-    The device is a step ahead of the host, so the trace also has the end of the step before and the start of the one
-    after; the analyses leave these out.
+    The device lags the host by a step, so the trace also has the end of the step before the first and the start of the
+    step
+    after the last. The analyses omit these parts.
     """
 
     in_loop: Final = True

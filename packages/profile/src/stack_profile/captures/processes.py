@@ -1,7 +1,8 @@
-"""The files of a capture, one process each, and what is assumed when they are read as one trace.
+"""Files of a capture, one set per process, and checks for reading them as one trace.
 
-Times of all processes are those of their hosts' clocks: exact to microseconds on one host, on several as good as these
-are synchronized, which NTP does to a millisecond or so. Nothing is shifted.
+Times come from each host's clock and are not shifted. They are exact to microseconds on one host; across hosts they are
+as
+good as the clocks' synchronization, about a millisecond with NTP.
 """
 
 import glob
@@ -20,12 +21,12 @@ SUFFIX: Final = ".xplane.pb"
 
 
 def stem(file: Path) -> str:
-    """What the files of one process share: host, and process where there are several."""
+    """Returns the common stem of a process's files: its host, and its index if there are several processes."""
     return file.name.removesuffix(SUFFIX)
 
 
 def about_of(file: Path) -> Mapping[str, Any]:
-    """What the capture wrote of its process; other tools write nothing."""
+    """Returns the metadata that the capture wrote about its process; empty for traces of other tools."""
     try:
         about = json.loads(file.with_name(f"{stem(file)}.capture.json").read_bytes())
     except (OSError, ValueError):
@@ -34,12 +35,12 @@ def about_of(file: Path) -> Mapping[str, Any]:
 
 
 def programs_beside(file: Path) -> tuple[bytes, ...]:
-    """The HloProtos that a capture wrote beside its trace."""
+    """Returns the HloProtos that a capture wrote next to its trace."""
     return tuple(path.read_bytes() for path in sorted(file.parent.glob(f"{glob.escape(stem(file))}.*.hlo.pb")))
 
 
 def names_of(spaces: Sequence[Space]) -> list[str]:
-    """What tells the devices of each process from the others': nothing where there is one, else its host."""
+    """Returns a prefix for the devices of each process: empty for a single process, otherwise based on its host."""
     if len(spaces) == 1:
         return [""]
     hosts = [space.hosts[0] if space.hosts else str(index) for index, space in enumerate(spaces)]
@@ -48,10 +49,10 @@ def names_of(spaces: Sequence[Space]) -> list[str]:
 
 
 def problems_of(files: Sequence[Path], abouts: Sequence[Mapping[str, Any]], spaces: Sequence[Space]) -> Iterator[str]:
-    """Why the captures of the processes are not the whole of one run.
+    """Yields reasons why the captures are not one complete run.
 
     Raises:
-      TraceError: they are months apart.
+      TraceError: the captures are over 30 days apart.
     """
     for file, about in zip(files, abouts, strict=True):
         if partial := about.get("partial"):
@@ -77,11 +78,11 @@ def problems_of(files: Sequence[Path], abouts: Sequence[Mapping[str, Any]], spac
             )
 
 
-_LONGEST_S: Final = 30 * 86400  # times in picoseconds would not fit 64 bits
+_LONGEST_S: Final = 30 * 86400  # beyond about 107 days, picoseconds overflow int64
 
 
 def _extent(file: Path, space: Space) -> tuple[int, int, str] | None:
-    """From the first event to the end of the last, since the epoch, of a file; None without any."""
+    """Returns (start, end, file name) of a file's events, in ns since the epoch; None if it has no events."""
     lines = [line.events for plane in space.planes for line in plane.lines if len(line.events)]
     if not lines:
         return None

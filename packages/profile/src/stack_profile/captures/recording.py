@@ -1,4 +1,4 @@
-"""The profiler of this process: JAX has one, so what records takes it, may have to hand it over, and gives it back."""
+"""Access to JAX's profiler, of which a process has one: recordings acquire it, may yield it, and release it."""
 
 import contextlib
 import os
@@ -17,13 +17,13 @@ _LOWEST_PRIORITY: Final = 19
 
 
 class Background:
-    """Work on a thread of its own, which the interpreter waits for; on this one where the interpreter starts none."""
+    """Work on a non-daemon thread, or on the calling thread if the interpreter is shutting down."""
 
     def __init__(self, work: Callable[[], None], name: str) -> None:
         self._thread = threading.Thread(target=work, name=name)
         try:
             self._thread.start()
-        except RuntimeError:  # The main thread has ended.
+        except RuntimeError:  # no new threads after the main thread has ended
             work()
 
     @property
@@ -35,15 +35,15 @@ class Background:
             self._thread.join(timeout_s)
 
     def lower_priority(self) -> None:
-        """Leaves the processors to the program; only Linux has priorities of threads."""
+        """Lowers the thread's priority in favour of the program; only Linux has priorities per thread."""
         if sys.platform == "linux" and self._thread.native_id is not None:
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the thread has ended
                 os.setpriority(os.PRIO_PROCESS, self._thread.native_id, _LOWEST_PRIORITY)
 
 
 @dataclass
 class _Profiler:
-    """Who has it; changed with the condition held."""
+    """Owner of the profiler; `changed` must be held to update it."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     recording: "Recording | None" = None
@@ -57,11 +57,12 @@ _profiler: Final = _Profiler()
 
 
 class Recording:
-    """What runs in this process, kept in memory until it is ended or thrown away.
+    """Recording of this process in memory, until it is ended or discarded.
 
     Attributes:
-      yields: it is thrown away when another wants the profiler.
-      lost: it was.
+      yields: whether the recording is discarded when another one needs the profiler.
+      lost: whether it was discarded.
+      ending: whether `end` was called.
     """
 
     def __init__(self, session: Any, *, yields: bool) -> None:
@@ -80,7 +81,7 @@ class Recording:
         return self._stopping is not None
 
     def end(self) -> bool:
-        """Begins to end it, on a thread of its own; False where it was lost."""
+        """Starts to end the recording on a background thread; returns False if it was discarded."""
         with _profiler.changed:
             if self.lost:
                 return False
@@ -88,12 +89,12 @@ class Recording:
             return True
 
     def data(self) -> bytes:
-        """Waits for what was recorded, as an XSpace, after `end`.
+        """Waits for the recorded data after `end` and returns it as a serialized XSpace.
 
-        The time to encode it is the processors' where nothing else wants them.
+        The encoding thread runs at low priority, and leaves the processors to the program.
 
         Raises:
-          CaptureError: the profiler was taken by something else.
+          CaptureError: the recording was lost to another user of the profiler.
         """
         if self._stopping is None:
             raise CaptureError("The capture holds nothing: another one took the profiler.")
@@ -108,7 +109,7 @@ class Recording:
         return self._data
 
     def wait_until_off(self) -> None:
-        """Waits until nothing that runs from now on is recorded; `end` was called."""
+        """Waits until the profiler no longer records; `end` must have been called."""
         from jax._src.lib import _profiler as tracer
 
         assert self._stopping is not None, "a recording is ended before that is waited for"
@@ -116,16 +117,16 @@ class Recording:
             self._stopping.join(_POLL_S)
 
     def discard(self) -> None:
-        """Throws it away, without encoding it; one that is ending ends."""
+        """Discards the recording without encoding it; has no effect once it is ending."""
         with _profiler.changed:
             if not self.ending and not self.lost:
-                self._session = None  # Its destructor ends it.
+                self._session = None  # the session's destructor stops the profiler
                 _profiler.give_to(None)
 
     def _stop(self) -> None:
         try:
             self._data = self._session.stop()
-        except RuntimeError as error:  # JaxRuntimeError among them
+        except RuntimeError as error:  # includes JaxRuntimeError
             self._error = error
         finally:
             with _profiler.changed:
@@ -133,20 +134,21 @@ class Recording:
 
 
 def record(*, host_tracer_level: int, programs: bool = True, yields: bool = False) -> Recording:
-    """Starts to record.
+    """Starts a recording.
 
     Args:
       host_tracer_level: see `stack_profile.capture`.
-      programs: whether the recording holds the compiled programs; to collect them takes milliseconds at its end.
-      yields: whether another may take the profiler from it; it does not wait for one that ends, either.
+      programs: whether to record the compiled programs; collecting them takes milliseconds at the end.
+      yields: whether other recordings may take the profiler. A yielding recording also does not wait for one that is
+        ending.
 
     Raises:
-      CaptureError: another recording is running, JAX's own included.
+      CaptureError: another recording is running, including JAX's own.
     """
     import jax
-    from jax._src.lib import _profiler as tracer  # none of the public ways stops in memory on every version
+    from jax._src.lib import _profiler as tracer  # public APIs cannot stop into memory on every version
 
-    jax.devices()  # a backend that starts later would not be recorded
+    jax.devices()  # start the backend first: one started later would not be recorded
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     options.host_tracer_level = host_tracer_level
@@ -167,7 +169,7 @@ def record(*, host_tracer_level: int, programs: bool = True, yields: bool = Fals
 
 
 def backend_started() -> bool:
-    """Whether JAX is imported and has started a backend; asking starts none."""
+    """Returns whether JAX is imported and has started a backend, without starting one."""
     bridge = sys.modules.get("jax._src.xla_bridge")
     initialized = getattr(bridge, "backends_are_initialized", None)
     return initialized is not None and initialized()

@@ -1,4 +1,4 @@
-"""When a step is so slow that its trace is worth keeping: a function of the durations alone."""
+"""Detection of slow steps whose traces are worth saving, based only on their durations."""
 
 import statistics
 from collections import deque
@@ -10,25 +10,29 @@ from stack_core.abi.config import config
 
 __all__ = ["AnomalyConfig", "SlowSteps"]
 
-_LEAST_KNOWN: Final = 20  # durations, before any is judged
-_NORMAL: Final = 1.4826  # of a normal distribution, the standard deviation over the median absolute deviation
+_LEAST_KNOWN: Final = 20  # minimum number of durations before any step is judged
+_NORMAL: Final = 1.4826  # standard deviation over median absolute deviation of a normal distribution
 
 
 @config
 class AnomalyConfig:
-    """Which steps are anomalously slow, and how many traces of them to keep.
+    """Settings that define anomalously slow steps and limit the number of their traces.
 
-    A step is slow if it takes more than `max(ratio * median, median + deviations * spread)`, both of the last
-    `history_steps` steps; the spread is a standard deviation as the median absolute deviation estimates it, which slow
-    steps hardly change.
+    A step is slow if it takes more than `max(ratio * median, median + deviations * spread)`, both over the last
+    `history_steps` steps. The spread is the standard deviation estimated from the median absolute deviation, which is
+    robust
+    to slow steps.
 
     Attributes:
-      ratio: to the median, from which on a step may be slow however even the others are.
-      deviations: spreads above the median; with 8, a step of 3 medians is slow where the spread is under a quarter.
-      history_steps: steps that are compared with; also how long a lasting change goes on to be one, at most.
-      warmup_steps: steps that are neither judged nor compared with, for caches and pipelines to fill.
-      captures: traces that are kept at most.
-      cooldown_steps: after a trace was kept, steps until the next may be.
+      ratio: minimum ratio of a slow step's duration to the median, however even the other steps are.
+      deviations: number of spreads above the median; at 8, a step of 3 medians is slow if the spread is under a quarter
+        of
+        the median.
+      history_steps: number of recent steps to compare with; also the maximum number of steps for which a lasting change
+        counts as slow.
+      warmup_steps: number of first steps that are ignored, while caches and pipelines fill.
+      captures: maximum number of saved traces.
+      cooldown_steps: number of steps after a saved trace before the next one.
     """
 
     ratio: Annotated[float, Field(gt=1)] = 2.0
@@ -40,10 +44,10 @@ class AnomalyConfig:
 
 
 class SlowSteps:
-    """Judges steps one after the other.
+    """Detector that judges one step after another.
 
     Attributes:
-      captures_left: how many more it may find.
+      captures_left: number of slow steps it may still report.
     """
 
     def __init__(self, settings: AnomalyConfig) -> None:
@@ -54,12 +58,12 @@ class SlowSteps:
 
     @property
     def is_armed(self) -> bool:
-        """Whether the next step may be found slow."""
+        """Whether the next step can be judged slow."""
         return self.captures_left > 0 and not self._cooling and len(self._recent_s) >= _LEAST_KNOWN
 
     @property
     def threshold_s(self) -> float | None:
-        """Above it a step is slow; None while too few are known."""
+        """Duration above which a step is slow; None until enough durations are known."""
         if len(self._recent_s) < _LEAST_KNOWN:
             return None
         median_s = statistics.median(self._recent_s)
@@ -67,9 +71,9 @@ class SlowSteps:
         return max(self._settings.ratio * median_s, median_s + self._settings.deviations * spread_s)
 
     def exceeded_s(self, duration_s: float) -> float | None:
-        """The threshold that a step of that duration exceeds, if its trace is to be kept, else None.
+        """Returns the threshold that a step exceeds if its trace should be saved, otherwise None.
 
-        The following steps are compared with it, too.
+        The step joins the history that later steps are compared with.
         """
         if self._unknown:
             self._unknown -= 1

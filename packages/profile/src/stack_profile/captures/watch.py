@@ -1,9 +1,10 @@
-"""Keeps the traces of anomalously slow steps, whole, by recording all steps and forgetting those that are not.
+"""Saves the traces of anomalously slow steps by recording every step and discarding the normal ones.
 
-The recording is in memory, without the compiled programs, and is thrown away every few steps, which costs a fraction of
-a millisecond; to encode it would cost ten times that, and happens for what is kept alone. A capture that is asked for
-takes the profiler away meanwhile. Where it costs too much to start and to throw away, fewer and longer recordings are
-made; where that does not help, none, with a warning.
+Recordings stay in memory, without the compiled programs. Discarding one every few steps costs a fraction of a
+millisecond; encoding costs ten times as much and is done only for slow steps. A requested capture takes the profiler
+and interrupts watching. If starting and discarding cost too much, recordings get fewer and longer; if that is not
+enough,
+watching stops with a warning.
 """
 
 import contextlib
@@ -20,31 +21,33 @@ from stack_profile.errors import CaptureError
 
 __all__ = ["Watch"]
 
-_SHORTEST_STEPS, _LONGEST_STEPS = 8, 64  # of a recording
-_MOST_SHARE: Final = 0.01  # of the time of steps, to start and to throw away recordings
+_SHORTEST_STEPS, _LONGEST_STEPS = 8, 64  # steps per recording
+_MOST_SHARE: Final = 0.01  # maximum share of step time for starting and discarding recordings
 _CHECKED_RECORDINGS: Final = 8
 _COMPILED: Final = "/jax/core/compile/backend_compile_duration"
 
 
 class Watch:
-    """Watches a loop, and keeps the trace of a step that is anomalously slow.
+    """Watches a loop and saves the traces of anomalously slow steps.
 
         with stack_profile.Watch("out") as watch:
             for batch in batches:
                 with watch.step():
                     state = jax.block_until_ready(train_step(state, batch))
 
-    A step in which something was compiled is neither judged nor compared with: `stack profile compile` tells of these.
+    Steps with a compilation are ignored; `stack profile compile` reports compilations.
 
     Attributes:
-      captures: the traces that were kept, `slow_step_N` each; of the last steps before it, too.
+      captures: saved traces, named `slow_step_N`; each also has some steps before the slow one.
     """
 
     def __init__(self, out: str | Path, settings: AnomalyConfig | None = None, *, runs_ahead: bool = False) -> None:
-        """Begins to watch.
+        """Starts watching.
 
         Args:
-          runs_ahead: the device has begun a step when the one before is reported.
+          out: directory of the captures.
+          settings: definition of slow steps, by default `AnomalyConfig()`.
+          runs_ahead: whether the device has already begun the next step when a step is reported.
         """
         import jax
 
@@ -59,13 +62,13 @@ class Watch:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """One step, which has ended when the block has."""
+        """Times one step, which must finish inside the block."""
         started_s = time.perf_counter()
         yield
         self.finished(self._last_step + 1, time.perf_counter() - started_s)
 
     def finished(self, step: int, duration_s: float) -> None:
-        """A step has ended; the number is that by which its trace is called."""
+        """Reports a finished step; `step` names its trace."""
         self._last_step = step
         self._watched_s += duration_s if self._recording is not None else 0.0
         compiled, self._compiled = self._compiled, False
@@ -77,10 +80,10 @@ class Watch:
             self._renew(step + 1)
 
     def close(self) -> None:
-        """Ends to watch, once what was kept is written. Calling it again does nothing."""
+        """Stops watching, and waits until saved traces are written. Later calls do nothing."""
         self._give_up()
         for captured in self.captures:
-            with contextlib.suppress(CaptureError):  # its writer has warned of it
+            with contextlib.suppress(CaptureError):  # the writer has already warned
                 captured.wait()
 
     def __enter__(self) -> "Watch":
@@ -95,7 +98,7 @@ class Watch:
     def _keep(self, step: int, slow_step: dict[str, Any]) -> None:
         recording, self._recording = self._recording, None
         if recording is None or recording.lost:
-            return  # another capture has it, or has taken the profiler
+            return  # another capture has taken the profiler
         about: dict[str, Any] = {"slow_step": slow_step}
         if self._runs_ahead and step == self._first_step:
             about["partial"] = f"the first {1e3 * self._gap_s:.2g} ms of step {step} are missing"
@@ -108,11 +111,11 @@ class Watch:
         self.captures.append(captured)
 
     def _renew(self, next_step: int) -> None:
-        """Throws a recording away and starts another, if it can have a use."""
+        """Replaces the recording by a new one if the next step can be judged."""
         started_s = time.perf_counter()
         self._forget()
         if self._slow.is_armed and not self._gives_up:
-            with contextlib.suppress(CaptureError):  # another capture is running; when it has ended there is a step
+            with contextlib.suppress(CaptureError):  # another capture is running; the next step tries again
                 self._recording = record(host_tracer_level=2, programs=False, yields=True)
             self._first_step = next_step
             self._gap_s = time.perf_counter() - started_s
@@ -124,7 +127,7 @@ class Watch:
             recording.discard()
 
     def _account(self) -> None:
-        """Makes recordings longer where they cost too much."""
+        """Lengthens recordings whose overhead is too high, and stops watching if they cannot get longer."""
         self._recordings += 1
         self._held_s += self._gap_s
         if self._recordings < _CHECKED_RECORDINGS:

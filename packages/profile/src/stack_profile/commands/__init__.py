@@ -1,1 +1,1 @@
-"""Subcommands of `stack` that stack-profile brings."""
+"""Subcommands of `stack profile`."""

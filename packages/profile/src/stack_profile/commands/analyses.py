@@ -1,4 +1,4 @@
-"""`stack profile NAME TRACE`: each registered analysis as a command, made of its signature and its docstring.
+"""`stack profile NAME TRACE`: a command for each registered analysis, built from its signature and docstring.
 
 `plugin.py` registers the command NAME as the attribute `analysis_NAME` of this module.
 """
@@ -18,7 +18,7 @@ __all__ = ["command"]
 
 
 def __getattr__(name: str) -> Callable[..., None]:
-    """The command `analysis_NAME`, made when it is asked for, so that other commands need not import the analysis."""
+    """Builds the command `analysis_NAME` on first use, so that other commands do not import the analysis."""
     analysis = name.removeprefix("analysis_")
     if analysis == name:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -26,10 +26,10 @@ def __getattr__(name: str) -> Callable[..., None]:
 
 
 def command(name: str, analysis: Callable[..., Answer[Any]]) -> Callable[..., None]:
-    """A function that asks `analysis` about a trace and prints the answer, with its options and those of printing.
+    """Builds a function that runs `analysis` on a trace and prints the answer, with the options of both.
 
     Raises:
-      ProfileError: the analysis is not of the form `name(trace, *, option=default, ...)`.
+      ProfileError: the analysis does not have the form `name(trace, *, option=default, ...)`.
     """
     options = _options(name, analysis)
 
@@ -45,11 +45,11 @@ def command(name: str, analysis: Callable[..., Answer[Any]]) -> Callable[..., No
 
 
 def _options(name: str, analysis: Callable[..., Answer[Any]]) -> Sequence[inspect.Parameter]:
-    """What the analysis takes beside the trace, with the annotations that its module means."""
+    """Returns the analysis's parameters except the trace, with resolved annotations."""
     try:
         _, *options = inspect.signature(analysis).parameters.values()
         hints = typing.get_type_hints(analysis, include_extras=True)
-    except Exception as error:  # A stranger's annotations may raise anything.
+    except Exception as error:  # Annotations of third-party plugins may raise anything.
         raise ProfileError(
             f"Analysis {name!r} has no signature to make a command of: {error!r}. {_EXPECTED}"
         ) from error

@@ -1,4 +1,4 @@
-"""`stack profile attach`: captures processes that run and listen for it."""
+"""`stack profile attach`: captures running processes that listen for requests."""
 
 import dataclasses
 import json as json_format
@@ -26,18 +26,19 @@ def attach(
     token: str | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
-    """Capture processes that run; without one, list those that listen for it.
+    """Capture running processes; without a PID, list those that listen.
 
-    They listen where `stack profile run --listen`, `profile: {listen: true}` or stack_profile.listen() says so.
+    Processes listen if started with `stack profile run --listen`, with `profile: {listen: true}`, or if they call
+    stack_profile.listen().
 
     Args:
-      pids: the processes; several are one trace.
+      pids: process IDs; several make one trace.
       out: directory of the capture, which the processes write.
       duration_s: seconds to capture.
-      name: of the capture, by default the time.
-      host_tracer_level: 1, 2 or 3: how much of the host is traced.
-      port: that of a process on this machine whose address is not found, with --token.
-      token: that of this process.
+      name: name of the capture, by default the time.
+      host_tracer_level: 1, 2 or 3: level of detail on the host.
+      port: port of a process on this machine whose address is not found, with --token.
+      token: token of this process.
       json: print machine-readable results.
     """
     if (port is None) != (token is None) or (port is not None and pids):

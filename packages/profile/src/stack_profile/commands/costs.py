@@ -1,4 +1,4 @@
-"""`stack profile costs`: what a function would cost, compiled and not run."""
+"""`stack profile costs`: the costs of a function, compiled but not run."""
 
 from pathlib import Path
 
@@ -21,13 +21,14 @@ def costs(
 ) -> None:
     """Compile a function without running it: stack profile costs FILE.py:fn
 
-    Its arguments are what example_args() of the same file returns, jax.ShapeDtypeStructs perhaps. FLOPs, memory and
-    instructions are shown by Python line; `stack profile gate` compares them.
+    Its arguments come from example_args() in the same file and may be jax.ShapeDtypeStructs. FLOPs, memory and
+    instructions
+    are shown by Python line; `stack profile gate` compares them.
 
     Args:
       target: the function.
-      out: also keep the costs in this file, for a later gate.
-      compilations: how often to compile it; the times of several tell how much they vary.
+      out: also write the costs to this file, for a later gate.
+      compilations: number of compilations; their times show the variation.
     """
     fn, arguments = named_function(target)
     found = compiled_costs(fn, *arguments, compilations=compilations)

@@ -1,4 +1,4 @@
-"""`stack profile diff`: what changed between captures."""
+"""`stack profile diff`: changes between captures."""
 
 from pathlib import Path
 from typing import Annotated
@@ -31,14 +31,15 @@ def diff(  # noqa: PLR0913, each parameter is an option of the command
 ) -> None:
     """Rank what changed between captures: stack profile diff BEFORE AFTER --a BEFORE2 BEFORE3 --b AFTER2 AFTER3
 
-    Rows are named slower or faster where the change is significant over the repeated steps. Several captures on both
-    sides, taken in turns, also tell what differs from one capture to the next.
+    Rows are labelled slower or faster if the change is significant over the repeated steps. With several captures per
+    side,
+    taken alternately, the test also covers variation between captures.
 
     Args:
       a: more captures of the program before.
       b: more captures of the program after.
-      by: one row an operation, or a Python line, layer, module or category of work.
-      min_change: the part of its time before from which on a row is named.
+      by: grouping of the rows: operation, Python line, layer, module or category of work.
+      min_change: minimum change of a labelled row, as a share of its time before.
     """
     sides = ([load_trace(path) for path in (first, *more)] for first, more in ((before, a), (after, b)))
     show(difference(*sides, by=by, min_change=share_of(min_change)), limit=limit, json=json, csv=csv)

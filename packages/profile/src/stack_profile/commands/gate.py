@@ -38,25 +38,26 @@ def gate(  # noqa: PLR0913, each parameter is an option of the command
     compilations: int = 3,
     json: PrintJson = False,
 ) -> None:
-    """Fail where a program became slower or larger: stack profile gate BASE NEW --max-regression 3% memory=1%
+    """Fail if a program became slower or larger: stack profile gate BASE NEW --max-regression 3% memory=1%
 
-    Each side is a capture, a file of `stack profile costs --out`, or, NEW alone, a function FILE.py:fn, which is
-    compiled and not run. Exits with 1 after a regression, and names the lines at fault, with 2 after an error. Where
-    the times decide neither for a regression nor against one it exits with 1 too, unless --undecided pass is given:
-    take more steps, or several captures a side.
+    Each side is a capture or a file of `stack profile costs --out`. NEW may also be a function FILE.py:fn, which is
+    compiled
+    and not run. Exits with 1 after a regression and names the lines at fault; exits with 2 after an error. If the times
+    are
+    undecided, exits with 1 too, unless --undecided pass is given: take more steps, or several captures per side.
 
     Args:
       a: more captures of the baseline.
       b: more captures of the new program.
-      metric: what to compare, by default all that is known of both sides.
-      max_regression: how much more is allowed of all metrics but compile_time, or of the one that is named, as in
-        compile_time=50%. By default 3%, and 25% of compile_time, which varies more.
-      undecided: what becomes of a change that the data do not decide.
-      compilations: how often FILE.py:fn is compiled.
+      metric: metrics to compare, by default all that both sides have.
+      max_regression: allowed increase of all metrics except compile_time, or of a named one, as in compile_time=50%. By
+        default 3%, and 25% for compile_time, which varies more.
+      undecided: result of the gate for undecided changes.
+      compilations: number of compilations of FILE.py:fn.
     """
     allowed = {**ALLOWED, **_allowed(max_regression)}
     if _is_function(base):
-        # A second function in this process would get the modules that the first one imported.
+        # Both files in one process would share the modules that the first one imported.
         raise ProfileError(f"{base!r} cannot be the baseline. Keep its costs: stack profile costs {base} --out FILE.")
     sides = (_side(base, a, compilations), _side(new, b, compilations))
     answer = compared(*sides, metrics=metric, allowed=allowed)
@@ -69,7 +70,7 @@ def gate(  # noqa: PLR0913, each parameter is an option of the command
 
 
 def _allowed(texts: Sequence[str]) -> dict[Metric, float]:
-    """What "3%" allows of all metrics but compile_time, and "memory=1%" of one, whichever comes first."""
+    """Parses allowed increases, in any order: "3%" for all metrics except compile_time, "memory=1%" for one."""
     everywhere: dict[Metric, float] = {}
     named: dict[Metric, float] = {}
     for text in texts:

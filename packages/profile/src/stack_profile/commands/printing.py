@@ -1,4 +1,4 @@
-"""How commands take a trace and print an answer: as a table, as JSON, as a spreadsheet."""
+"""Common parameters of the commands, and printing of answers as a table, JSON or CSV."""
 
 import json as json_format
 import sys
@@ -23,7 +23,7 @@ _WIDTH: Final = 400
 
 
 def show(answer: Answer[Any], *, limit: int, json: bool = False, csv: bool = False) -> None:
-    """Prints an answer to the standard output; JSON and spreadsheets have all rows."""
+    """Prints an answer to standard output; `limit` (0 for all) applies to tables, JSON and CSV have all rows."""
     if json:
         print(json_format.dumps(answer.as_mapping(), indent=2))
     elif csv:
@@ -35,7 +35,7 @@ def show(answer: Answer[Any], *, limit: int, json: bool = False, csv: bool = Fal
 def _print(parts: Iterable[Any]) -> None:
     from rich.console import Console
 
-    # Elsewhere than on a terminal nothing is folded, so that it can be searched.
+    # Do not fold lines outside of a terminal, so that files can be searched.
     console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
     for part in parts:
         console.print(part, markup=False)

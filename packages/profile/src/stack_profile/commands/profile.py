@@ -1,4 +1,4 @@
-"""The commands of `stack profile` that are no analyses: capture a script, write a trace for other tools."""
+"""Commands of `stack profile` that are not analyses: capture a script, export a trace."""
 
 import sys
 from pathlib import Path
@@ -10,14 +10,14 @@ from stack_profile.commands.printing import TracePath
 
 __all__ = ["export", "run"]
 
-run = App(name="run", help_flags=[], version_flags=[])  # what follows the script is the script's, its --help too
+run = App(name="run", help_flags=[], version_flags=[])  # options after the script are the script's, including --help
 
 
 @run.default
 def _run(*tokens: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> None:
     """Capture a script: stack profile run [--out DIR] [-m] script.py arguments ...
 
-    The script need not know of it. `stack profile run --help` lists the options.
+    The script needs no changes. `stack profile run --help` lists the options.
     """
     from stack_profile.commands.run_script import run_script
 
@@ -30,8 +30,8 @@ def export(
     """Write a trace for Perfetto, speedscope, flame graphs or a spreadsheet.
 
     Args:
-      to: the format.
-      output: a file, by default the standard output.
+      to: format of the file.
+      output: file to write, by default standard output.
     """
     from stack_profile.exports import EXPORTS, write
     from stack_profile.traces.trace import load_trace

@@ -21,7 +21,7 @@ def report(
     """Write every analysis, with its defaults, into one HTML file that needs no network.
 
     Args:
-      out: the file.
+      out: file to write.
     """
     from stack_profile.exports import write
     from stack_profile.report.page import page, sections

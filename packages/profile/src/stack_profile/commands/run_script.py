@@ -1,4 +1,4 @@
-"""`stack profile run`: runs a script as Python would, and captures it once its first device is there, or on demand."""
+"""`stack profile run`: runs a script as Python would, and captures it from its first device on, or on demand."""
 
 import argparse
 import runpy
@@ -21,13 +21,14 @@ _POLL_S: Final = 0.001
 
 
 def run_script(tokens: Sequence[str]) -> None:
-    """Runs the script that `tokens` name after the options; exits with its status if that is not 0.
+    """Runs the script in `tokens` after the options, and exits with its status if that is not 0.
 
-    The capture begins when the script starts a backend of JAX, so that what it sets before, platforms, flags, a
-    distributed runtime, holds.
+    The capture begins when the script starts a JAX backend. Platforms, flags and a distributed runtime that the script
+    sets
+    up before are therefore effective.
 
     Raises:
-      CaptureError: there is no such script, or it used no device of JAX.
+      CaptureError: the script does not exist, or it used no JAX device.
     """
     options = _parser().parse_args(tokens)
     if not options.module and not Path(options.script).is_file():
@@ -41,7 +42,7 @@ def run_script(tokens: Sequence[str]) -> None:
     if watch.failure is not None and status == 0:
         raise watch.failure
     print(f"stack: {watch.failure or f'the trace is in {captured.wait()}'}", file=sys.stderr)
-    if status:  # also where nothing was captured: why the script failed matters more
+    if status:  # even if nothing was captured: the script's failure matters more
         sys.exit(status)
 
 
@@ -70,10 +71,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class _Watch:
-    """Starts a capture when JAX has a backend, and stops it in time or at the end of the block.
+    """Context that starts a capture once JAX has a backend, and stops it after its duration or at the end of the block.
 
     Attributes:
-      failure: why there is no capture.
+      failure: reason why there is no capture.
     """
 
     def __init__(self, captured: Capture, *, delay_s: float, duration_s: float | None) -> None:
@@ -124,7 +125,7 @@ def _run(script: str, arguments: Sequence[str], *, module: bool) -> int:
             _run_file(Path(script).resolve())
     except SystemExit as end:
         return _status(end.code)
-    except BaseException as error:  # As Python does at the top: any error ends the script, with a traceback.
+    except BaseException as error:  # Like Python at top level: any error ends the script with a traceback.
         traceback.print_exception(error.with_traceback(_own_part(error.__traceback__)))
         return 1
     finally:
@@ -145,7 +146,7 @@ def _run_file(path: Path) -> None:
 
 
 def _own_part(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """A traceback from the script on, as it would be without this module around it."""
+    """Strips this module's frames from the start of a traceback."""
     outside = (__file__, "<frozen runpy>")
     while trace is not None and trace.tb_frame.f_code.co_filename in outside:
         trace = trace.tb_next
@@ -153,7 +154,7 @@ def _own_part(trace: types.TracebackType | None) -> types.TracebackType | None:
 
 
 def _status(code: object) -> int:
-    """What a SystemExit means to the shell; a text is printed."""
+    """Returns the exit status of a SystemExit; a message is printed to standard error."""
     if code is None or isinstance(code, int):
         return code or 0
     print(code, file=sys.stderr)

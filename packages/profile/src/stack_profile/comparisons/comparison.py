@@ -1,4 +1,4 @@
-"""Two sides of captures, how each pair of matched operations changed, and what makes a group of them."""
+"""Comparison of two sides of captures: changes of matched operations, and groups of them."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,13 +16,19 @@ __all__ = ["TRIM", "Comparison", "DiffGrouping", "Group", "Place", "grouped_diff
 
 DiffGrouping = Literal["op", "line", "layer", "module", "category"]
 
-TRIM: Final = 0.2  # of the steps, at either end
-_PEERS: Final = 0.95  # of the time: what the others take is too short to say how operations changed
+TRIM: Final = 0.2  # share of the steps trimmed at either end
+_PEERS: Final = 0.95  # share of the total time; shorter operations do not show how operations change
 
 
 @dataclass(frozen=True)
 class Group:
-    """The columns of both sides that make a row, and the pairs in it."""
+    """Columns of both sides that make up a row.
+
+    Attributes:
+      before, after: columns of each side.
+      matched: how the operations were matched; several values are joined by commas.
+      pairs: indices of the matched pairs in the group.
+    """
 
     before: tuple[int, ...]
     after: tuple[int, ...]
@@ -32,7 +38,14 @@ class Group:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Both sides, and how each pair of matched operations changed."""
+    """Both sides, with the change of each pair of matched operations.
+
+    Attributes:
+      before, after: sides of the comparison.
+      pairs: matched operations, one group per match.
+      lines: alignment of the Python lines.
+      each: difference of each pair.
+    """
 
     before: Side
     after: Side
@@ -61,24 +74,24 @@ class Comparison:
 
     @property
     def peers(self) -> np.ndarray:
-        """The pairs that tell how operations change in general: of both sides, those that take nearly all the time."""
+        """Pairs that show how operations change in general: those on both sides that take nearly all of the time."""
         order = np.argsort(-self.each.before, kind="stable")
         earlier_s = np.cumsum(self.each.before[order]) - self.each.before[order]
         heavy = order[earlier_s < _PEERS * self.each.before.sum()]
         return np.sort(heavy[(self.each.before[heavy] > 0) & (self.each.after[heavy] > 0)])
 
     def rest(self, rows: Difference) -> Difference:
-        """What steps took beyond the trimmed means of the rows."""
+        """Returns the busy time of the steps beyond the trimmed means of the rows."""
         busy = self.busy
         return dataclasses.replace(busy, before=busy.before - rows.before.sum(), after=busy.after - rows.after.sum())
 
     @property
     def edited(self) -> tuple[Group, ...]:
-        """The pairs that the two programs do not share: what appeared, disappeared, or does something else."""
+        """Pairs that the two programs do not share: operations that appeared, disappeared or changed."""
         return tuple(pair for pair in self.pairs if pair.matched not in ("alike", "moved"))
 
     def groups(self, by: DiffGrouping, pairs: tuple[Group, ...] | None = None) -> tuple[Group, ...]:
-        """All pairs, or some of them, put together by what they share."""
+        """Groups the pairs (all by default) by the line, layer, module or category of their heaviest operation."""
         pairs = self.pairs if pairs is None else pairs
         if by == "op":
             return pairs
@@ -88,9 +101,9 @@ class Comparison:
         return tuple(map(_joined, members.values()))
 
     def own_changes(self, found: Difference, groups: Sequence[Group]) -> tuple[np.ndarray, np.ndarray]:
-        """Of each group the change that is its own, and the probability of it, corrected for the number of groups.
+        """Returns each group's own change, and its p-value corrected for the number of groups.
 
-        What appeared or disappeared did so because the programs differ, which no chance makes.
+        Groups that appeared or disappeared have p = 0: the programs differ, which is not chance.
         """
         own, p = self._own_changes(found, groups)
         whole = np.array([not (group.before and group.after) for group in groups], bool)
@@ -119,14 +132,14 @@ def _joined(groups: Sequence[Group]) -> Group:
 
 
 def grouped_difference(before: Side, after: Side, groups: Sequence[Group], *, trim: float = 0.0) -> Difference:
-    """How groups of columns changed."""
+    """Computes the differences of groups of columns."""
     sums = before.sums([group.before for group in groups]), after.sums([group.after for group in groups])
     return difference(*sums, trim=trim)
 
 
 @dataclass(frozen=True)
 class Place:
-    """What a group is known by: the operation of it that takes the most, after or else before."""
+    """Labels of a group: those of its heaviest operation, after or else before."""
 
     op: str
     category: str

@@ -1,4 +1,4 @@
-"""What a compiled program costs, known without running it: FLOPs, memory and instructions by Python line."""
+"""Static costs of a compiled program: FLOPs, memory and instructions by Python line."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,11 +17,15 @@ __all__ = ["CostRow", "Costs", "compiled_costs", "costs_of"]
 
 @dataclass(frozen=True)
 class CostRow:
-    """What the instructions of one line, in one layer, cost in a run of the program.
+    """Costs of the instructions of one line in one layer, in one run of the program.
 
     Attributes:
-      line: "file:line"; empty for what has none.
-      memory_bytes: of the arrays that exist when most memory is in use.
+      line: "file:line"; empty for instructions without a line.
+      function: name of the line's function.
+      layer: layer of the instructions, or "".
+      flops, traffic_bytes: FLOPs, and bytes read and written.
+      memory_bytes: size of the arrays that are live at the peak.
+      instructions: number of instructions.
     """
 
     line: str
@@ -35,14 +39,18 @@ class CostRow:
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of a program on one device; they can be kept as a file.
+    """Costs of a program on one device, which can be saved to a file.
 
     Attributes:
-      flops, traffic_bytes: None where this version of XLA cannot read the program.
-      memory_bytes: arguments, outputs, constants and temporaries together; None where XLA's plan of them is not there.
-      compile_s: of each compilation that was timed.
-      about: the version of JAX and the hardware.
-      notes: what is missing from the numbers.
+      program: name of the module.
+      flops, traffic_bytes: totals; None if this version of XLA cannot read the program.
+      memory_bytes: total of arguments, outputs, constants and temporaries; None without XLA's buffer assignment.
+      instructions: number of instructions.
+      compile_s: seconds of each timed compilation.
+      about: version of JAX and the hardware.
+      rows: costs by line and layer.
+      notes: information that is missing from the numbers.
+      format: version of the file format.
     """
 
     program: str
@@ -57,7 +65,7 @@ class Costs:
     format: Literal["stack-profile costs 1"] = "stack-profile costs 1"
 
     def write(self, path: Path) -> None:
-        """Keeps them as JSON.
+        """Writes the costs as JSON.
 
         Raises:
           ProfileError: the file cannot be written.
@@ -71,10 +79,10 @@ class Costs:
 
     @classmethod
     def read(cls, path: Path) -> "Costs":
-        """What `write` kept.
+        """Reads a file that `write` wrote.
 
         Raises:
-          ProfileError: there is no such file, or it holds something else.
+          ProfileError: the file does not exist or is not a costs file.
         """
         from pydantic import TypeAdapter, ValidationError
 
@@ -87,7 +95,7 @@ class Costs:
             ) from error
 
     def answer(self) -> Answer[CostRow]:
-        """The lines that cost the most FLOPs, then memory, first."""
+        """Returns the costs as an answer, sorted by FLOPs, then memory."""
         names = ("program", "flops", "traffic_bytes", "memory_bytes", "instructions")
         facts = {name: getattr(self, name) for name in names}
         rows = sorted(self.rows, key=lambda row: (-row.flops, -row.memory_bytes, -row.instructions))
@@ -95,18 +103,19 @@ class Costs:
 
 
 def compiled_costs(fn: Callable[..., Any], *args: Any, compilations: int = 3) -> Costs:
-    """Compiles `fn(*args)`, times that, and reads what the program costs; nothing runs.
+    """Compiles `fn(*args)`, times the compilation, and reads the program's costs without running it.
 
-    What JAX has traced and compiled in this process is forgotten, its cache on disk not used.
+    Clears JAX's caches in this process, and does not use the persistent compilation cache.
 
     Args:
+      fn: function to compile, jitted or not.
       args: arrays or `jax.ShapeDtypeStruct`s.
-      compilations: how often it is compiled; times of several tell how much they vary.
+      compilations: number of compilations; their times show the variation.
 
     Raises:
       ArgumentError: `fn` cannot be traced for the arguments.
       ProfileError: `compilations` is not positive.
-      TraceError: the backend does not give the program.
+      TraceError: the backend does not provide the program.
     """
     import jax
 
@@ -118,7 +127,7 @@ def compiled_costs(fn: Callable[..., Any], *args: Any, compilations: int = 3) ->
     cached = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)
     try:
-        jax.jit(lambda: 0).lower().compile()  # the first compilation of a process prepares the compiler
+        jax.jit(lambda: 0).lower().compile()  # warm-up: the first compilation of a process initializes the compiler
         for _ in range(compilations):
             jax.clear_caches()
             with tracing(fn, args):
@@ -135,7 +144,7 @@ def compiled_costs(fn: Callable[..., Any], *args: Any, compilations: int = 3) ->
 
 
 def costs_of(program: Program, *, compile_s: Sequence[float] = (), about: Mapping[str, Any] | None = None) -> Costs:
-    """The costs of a program that a trace holds, or of `stack_profile.traces.hlo.program_of`."""
+    """Computes the costs of a program from a trace or from `stack_profile.traces.hlo.program_of`."""
     from stack_core.programs.hlo_costs import executed_flops, instruction_costs, memory_traffic  # imports jax
 
     module, memory = program.module, memory_of(program)
@@ -151,6 +160,7 @@ def costs_of(program: Program, *, compile_s: Sequence[float] = (), about: Mappin
     for name, instruction in program.instructions.items():
         cost, times = costs.get(name), 0
         if cost is not None:
+            # Loops with dynamic trip counts count once; a note lists them.
             times = 1 if cost.times is None else cost.times
         flops, traffic_bytes = (cost.flops.total * times, cost.traffic_bytes * times) if cost else (0, 0)
         line = str(instruction.source() or "")

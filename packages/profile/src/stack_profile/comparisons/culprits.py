@@ -1,8 +1,10 @@
-"""What made the steps slower, at the level that explains it best: an operation, a line, a layer, a module; or the host.
+"""Causes of slower steps at the level that explains them best: operation, line, layer, module, or host.
 
-A slow line may be one operation or forty, in one layer or in all, and an added layer has many lines. The level is taken
-whose first group grew most, and of those that grew about as much the finest. Operations that the two programs share are
-at fault only where the others are not: beside new work on the same cores they become slower too.
+A slow line may be one operation or forty, in one layer or in all; an added layer has many lines. The chosen level is
+the
+one whose top group grew most, or a finer one that grew about as much. Operations that both programs share are blamed
+only if
+the others do not explain the change, because new work on the same cores slows them down too.
 """
 
 import collections
@@ -22,20 +24,22 @@ from stack_profile.traces.trace import Trace
 __all__ = ["culprits"]
 
 _LEVELS: Final[Sequence[DiffGrouping]] = ("op", "line", "layer", "module")
-_AS_GOOD: Final = 0.85  # of what the group that grew most did
-_STANDS_OUT: Final = 0.2  # of the change of the step, from which on something is at fault
-_MOST: Final = 0.5  # of the busy time before: a layer or a module of so much explains nothing
-_LEAST_IDLE: Final = 0.01  # of the step: less is the noise of a machine
+_AS_GOOD: Final = 0.85  # share of the largest growth at which a finer level is preferred
+_STANDS_OUT: Final = 0.2  # minimum share of the step's change for a culprit
+_MOST: Final = 0.5  # maximum share of the busy time before: a larger layer or module explains nothing
+_LEAST_IDLE: Final = 0.01  # minimum share of the step; less idle time is noise
 _SHOWN: Final = 3
 
 
 @dataclass(frozen=True)
 class _Grown:
-    """What takes longer than before.
+    """A group of operations that takes longer than before.
 
     Attributes:
-      own_s: what of its change is its own.
-      name: of the group at its level; `line` that of its heaviest operation.
+      own_s: seconds of change beyond the general drift.
+      text: description for the user.
+      name: name of the group at its level.
+      line: line of its heaviest operation.
     """
 
     own_s: float
@@ -45,7 +49,7 @@ class _Grown:
 
 
 def culprits(before: Sequence[Trace], after: Sequence[Trace]) -> Iterator[str]:
-    """Names what made the steps slower, the first first, or says that nothing alone did."""
+    """Yields the causes of slower steps, the largest first, or a statement that nothing stands out."""
     first, second = Side.of(before), Side.of(after)
     if first is None or second is None:
         return
@@ -59,7 +63,7 @@ def culprits(before: Sequence[Trace], after: Sequence[Trace]) -> Iterator[str]:
     idle_s = change_s - busy_s
     if idle_s >= max(least_s, _LEAST_IDLE * float(comparison.step.before[0])):
         text, is_known = _idle(before, after, comparison, idle_s)
-        grown.append(_Grown(idle_s if is_known else 0.0, text))  # what the programs differ in is a cause, too
+        grown.append(_Grown(idle_s if is_known else 0.0, text))  # unexplained idle time is listed last
     if grown:
         yield from (each.text for each in sorted(grown, key=lambda each: -each.own_s)[:_SHOWN])
     else:
@@ -76,7 +80,7 @@ def _nothing(comparison: Comparison) -> str:
 
 
 def _at_the_best_level(comparison: Comparison, pairs: tuple[Group, ...], least_s: float) -> list[_Grown]:
-    """What of these pairs grew by `least_s` or more, the most first, at the level that tells it best."""
+    """Returns the groups of `pairs` that grew by `least_s` or more, the largest first, at the best level."""
     levels = [_grown(comparison, pairs, by, least_s) for by in _LEVELS]
     op, *coarser = (found[0] if found else None for found in levels)
     most_s = max((each.own_s for each in coarser if each), default=0.0)
@@ -105,7 +109,7 @@ def _grown(comparison: Comparison, pairs: tuple[Group, ...], by: DiffGrouping, l
 
 
 def _drift(comparison: Comparison) -> float:
-    """The share by which all operations became slower, which one capture a side does not tell from the machine's."""
+    """Returns the peers' median relative change; 0 with several captures on both sides or too few peers."""
     peers = comparison.each.at(comparison.peers)
     if comparison.each.of_captures or len(peers.before) < _LEAST_PEERS:
         return 0.0
@@ -126,29 +130,29 @@ def _described(place: Place, by: DiffGrouping, times: Sequence[float]) -> str:
 
 
 def _idle(before: Sequence[Trace], after: Sequence[Trace], comparison: Comparison, idle_s: float) -> tuple[str, bool]:
-    """What the host did in the time in which devices had nothing to do, and whether that is known."""
+    """Describes the host's activity in additional idle time; the flag is False if it is unknown."""
     counts = [sum(map(len, side.step_s)) for side in comparison.sides]
     compiled = [_compiling(traces, count) for traces, count in zip((before, after), counts, strict=True)]
     told = f"idle time of the devices: {number('_s', idle_s)} more a step"
     grown = {name: took - compiled[0].get(name, 0.0) for name, took in compiled[1].items()}
-    if grown and sum(grown.values()) >= idle_s / 4:  # to trace and to lower takes time as well
+    if grown and sum(grown.values()) >= idle_s / 4:  # a quarter is enough, since tracing and lowering take time too
         name = max(grown, key=lambda each: grown[each])
         line = _line_of(after, name)
         return f"{line or 'no line'} (recompilation of {name}, {number('_s', grown[name])} a step): {told}", True
     host = [_host(traces, count) for traces, count in zip((before, after), counts, strict=True)]
     new = {name: took for name, took in host[1].items() if name not in host[0]}
     if new:
-        name = max(new, key=lambda each: ("::" not in each, new[each]))  # the program's own before the runtime's
+        name = max(new, key=lambda each: ("::" not in each, new[each]))  # prefer the program's events to the runtime's
         waits = "; it waits for the value of an array, such as one that is copied to the host" if _WAIT in name else ""
         return f"{told}; new on the host is {name}, in which it is for {number('_s', new[name])} a step{waits}", True
     return f"{told}; `stack profile overview` says what for", False
 
 
-_WAIT: Final = "::Await"  # what the runtime calls it, whichever function of JAX asks for the value
+_WAIT: Final = "::Await"  # the runtime's name, whichever JAX function waits for the value
 
 
 def _compiling(traces: Sequence[Trace], steps: int) -> dict[str, float]:
-    """Seconds a step that functions were compiled, by their modules."""
+    """Returns the seconds per step of compilations, by module."""
     took: dict[str, float] = {}
     for row in (row for trace in traces for row in compilations(trace).rows if row.compile_s):
         took[row.name] = took.get(row.name, 0.0) + (row.compile_s or 0.0) / steps
@@ -156,14 +160,14 @@ def _compiling(traces: Sequence[Trace], steps: int) -> dict[str, float]:
 
 
 def _line_of(traces: Sequence[Trace], module: str) -> str:
-    """The user's line of a module's first instruction that has any."""
+    """Returns the user's line of a module's first instruction with a stack."""
     programs = (program for trace in traces for program in trace.programs if program.name == module)
     found = (each.source() for program in programs for each in program.instructions.values() if each.frames)
     return str(next(found, None) or "")
 
 
 def _host(traces: Sequence[Trace], steps: int) -> dict[str, float]:
-    """Seconds a step of the events of the host that are in at least every second step, by their names."""
+    """Returns the seconds per step of host events that occur at least every second step, by name."""
     took: dict[str, float] = {}
     counts: collections.Counter[str] = collections.Counter()
     for host in (trace.host_events for trace in traces):

@@ -1,13 +1,17 @@
-"""What changed between two programs, or between two runs of one: seconds a step, before and after.
+"""Differences between two programs, or two runs of one program, in seconds per step.
 
-Operations are matched by where they come from and what they do. Their seconds are trimmed means over the steps; what
-steps took beyond them, such as stalls, is a row of its own, so that all rows sum to the difference of the busy time. A
-row is named slower or faster when its change is significant, and large enough to matter.
+Operations are matched by their origin and function. Their seconds are trimmed means over the steps. The remainder, such
+as
+stalls, is a row of its own, so all rows sum to the difference of the busy time. A row is labelled slower or faster if
+its
+change is significant and large enough to matter.
 
-With several captures on both sides that is Student's test of the captures' means. With one on a side it is a test of a
-change like that of the program's other operations, because a machine that is busier, or clocked otherwise, changes all
-of them, each a little differently, from one step to the next and from one capture to the next. What changed all
-operations alike is a fact of its own; what took as long as before is not named, whatever the others did.
+With several captures on both sides, Student's t-test compares the captures' means. With one capture on a side, each
+change
+is tested against the changes of the program's other operations: a machine that is busier or clocked differently changes
+all of them, each slightly differently, between steps and between captures. The change common to all operations is
+reported
+as a fact. A row that takes as long as before is not labelled, whatever the others did.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,28 +32,32 @@ __all__ = ["DiffRow", "Verdict", "about_differences", "definitions", "diff", "st
 
 Verdict = Literal["slower", "faster", "not shown", "not known"]
 
-_CONFIDENCE: Final = 0.95  # of intervals
-_FALSE_SHARE: Final = 0.01  # of the rows that are named, how many may be so by chance
-_MATTERS: Final = 0.001  # of the busy time: a change below is not named
+_CONFIDENCE: Final = 0.95  # confidence level of the intervals
+_FALSE_SHARE: Final = 0.01  # false discovery rate of the labelled rows
+_MATTERS: Final = 0.001  # minimum change of a labelled row, as a share of the busy time
 
 
 @dataclass(frozen=True)
 class DiffRow:
-    """What a group of operations took in a step, before and after.
+    """Time of a group of operations per step, before and after.
 
     Attributes:
-      name: of the operation, where it has another after than before both; of the group; or "(irregular)": what the
-        steps took beyond the trimmed means of the other rows.
-      before_s, after_s: seconds of self time a step, trimmed means.
-      change_s: after_s - before_s; its confidence interval is from `low_s` to `high_s`, None where it is not known.
-      change_before_share: change_s / before_s; None for what is new.
-      own_change_s: what of `change_s` is its own: all of it where there are several captures on both sides, and of what
-        appeared or disappeared; else what is beyond the median change of the other operations, of which there must be
-        three.
-      p: the probability of such an own change by chance, corrected for the number of rows (Benjamini and Hochberg).
-      verdict: of the own change, "slower" or "faster"; "not shown" where it is small, or could be chance; "not known"
-        where there are too few steps or operations to tell.
+      name: name of the operation (both names if it changed) or of the group; "(irregular)" for the time of the steps
+        beyond
+        the trimmed means of the other rows.
+      before_s, after_s: seconds of self time per step, trimmed means.
+      change_s: after_s - before_s.
+      low_s, high_s: confidence interval of `change_s`; None if unknown.
+      change_before_share: change_s / before_s; None for new groups.
+      own_change_s: the group's own part of `change_s`: all of it with several captures on both sides, or if the group
+        appeared or disappeared; otherwise the part beyond the median change of the other operations, of which at least
+        three are needed.
+      p: probability of such an own change by chance, corrected for the number of rows (Benjamini and Hochberg).
+      verdict: "slower" or "faster" by the own change; "not shown" if it is small or could be chance; "not known" if
+        there are
+        too few steps or operations to tell.
       matched: "alike", "moved" to another line, with "other shapes", in an "other form", "appeared" or "disappeared".
+      category, layer, line, package_line: labels of the group's heaviest operation.
     """
 
     name: str
@@ -72,13 +80,13 @@ class DiffRow:
 def diff(
     before: Sequence[Trace], after: Sequence[Trace], *, by: DiffGrouping = "op", min_change: float = 0.02
 ) -> Answer[DiffRow]:
-    """Ranks what changed in the steps of captures.
+    """Ranks the changes between the steps of captures.
 
     Args:
-      before, after: captures of one program each; several tell what differs from one capture to the next.
-      by: one row a matched operation, or a Python line, layer, module or category of work, by the names of the program
-        after.
-      min_change: the share of its time before from which on a row is named.
+      before, after: captures of one program each; several captures show the variation between captures.
+      by: grouping of the rows: matched operation, Python line, layer, module or category of work, with the names of the
+        program after.
+      min_change: minimum change of a labelled row, as a share of its time before.
 
     Raises:
       ProfileError: a side has no captures.
@@ -105,7 +113,7 @@ def _rows(comparison: Comparison, by: DiffGrouping, min_change: float) -> Iterat
     own, p = comparison.own_changes(found, groups)
     rest = comparison.rest(found)
     own, p = (np.append(column, np.nan) for column in (own, p))
-    if rest.of_captures:  # of one capture a side, stalls are the machine's
+    if rest.of_captures:  # with one capture on a side, stalls cannot be attributed to the program
         own[-1], p[-1] = rest.change[0], rest.p()[0]
     found = found.beside(rest)
     low, high = found.interval(_CONFIDENCE)
@@ -130,7 +138,7 @@ def _rows(comparison: Comparison, by: DiffGrouping, min_change: float) -> Iterat
 
 
 def _described(comparison: Comparison, group: Group, by: DiffGrouping) -> tuple[str, dict[str, str]]:
-    """The name of a row, and what else is known of it."""
+    """Returns the name of a row and its labels."""
     place = Place.of(comparison, group)
     names = ("category", "layer", "line", "package_line")
     about = {"matched": group.matched, **{name: getattr(place, name) for name in names}}
@@ -149,7 +157,7 @@ def _verdict(change_s: float, own_change_s: float | None, p: float | None, *, le
 
 
 def _rank(row: DiffRow) -> tuple[bool, bool, float]:
-    """What is named first, then what changed most."""
+    """Sort key: labelled rows first, then by the size of the change."""
     changed_s = row.change_s if row.own_change_s is None else row.own_change_s
     return row.verdict not in ("slower", "faster"), row.own_change_s is None, -abs(changed_s)
 
@@ -211,7 +219,7 @@ def _notes(comparison: Comparison, min_change: float) -> Iterator[str]:
 
 
 def definitions(before: Trace, after: Trace) -> Iterator[str]:
-    """In what two traces are not of the same kind."""
+    """Yields the ways in which two traces are not comparable."""
     for what, *values in (
         ("The programs whose runs are the steps", _step_programs(before), _step_programs(after)),
         ("The numbers of devices", len(before.devices), len(after.devices)),
@@ -225,7 +233,7 @@ def definitions(before: Trace, after: Trace) -> Iterator[str]:
 
 
 def about_differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
-    """In what the machines or the versions of JAX differ, as far as both sides name theirs."""
+    """Yields the differences in hardware and JAX version that both sides record."""
     for key, what in _ABOUT.items():
         if key in before and key in after and before[key] != after[key]:
             yield f"{what} differ: {before[key]} before, {after[key]} after."
@@ -244,7 +252,7 @@ def _step_programs(trace: Trace) -> str:
 
 
 def step_program(trace: Trace) -> Program | None:
-    """The program whose runs are the steps of the first device that has any; None where its HLO is not there."""
+    """Returns the program whose runs are the steps of the first device with steps; None if its HLO is missing."""
     for ops in trace.devices:
         names = {step.program for step in trace.steps[ops.device]}
         took = [(self_s, operation.program) for operation, self_s, _ in ops.totals() if operation.module in names]

@@ -1,8 +1,9 @@
-"""Whether a program became slower or larger than a baseline, and which line is at fault.
+"""Regression gate: checks whether a program became slower or larger than a baseline, and which lines are at fault.
 
-The time of steps, and of compilations, is measured: a regression is a change beyond what is allowed that is also
-significant. Where the interval of the change holds both what is allowed and what is not, the data do not decide, which
-is a verdict of its own. Memory and FLOPs are read from the program and are exact.
+Times of steps and compilations are measured, with a confidence interval. A change beyond the allowed one is a
+regression if
+it is significant. It is within the limit if the interval is; all other changes are undecided. Memory and FLOPs are read
+from the program and are exact.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ GateVerdict = Literal["regressed", "within", "undecided"]
 ALLOWED: Final[Mapping[Metric, float]] = {"step_time": 0.03, "memory": 0.03, "flops": 0.03, "compile_time": 0.25}
 """By which share of the baseline each metric may grow."""
 
-CONFIDENCE: Final = 0.9  # of the interval; each of its ends is passed by chance half as often as that leaves
+CONFIDENCE: Final = 0.9  # two-sided level: each end of the interval has an error of 5%
 _UNITS: Final[Mapping[Metric, str]] = {"step_time": "s", "memory": "bytes", "flops": "flops", "compile_time": "s"}
 _COLUMNS: Final[Mapping[Metric, str]] = {"memory": "memory_bytes", "flops": "flops", "compile_time": "instructions"}
 _SHOWN: Final = 3
@@ -40,13 +41,17 @@ _SHOWN: Final = 3
 
 @dataclass(frozen=True)
 class GateRow:
-    """A metric beside its baseline.
+    """A metric compared with its baseline.
 
     Attributes:
-      unit: of `base` and `new`: "s", "bytes" or "flops".
-      change_base_share: (new - base) / base; the ends of its confidence interval where it is measured and known.
-      allowed_base_share: the largest change that is no regression.
-      at_fault: what grew most, the first first; empty where nothing did.
+      metric: name of the metric.
+      unit: unit of `base` and `new`: "s", "bytes" or "flops".
+      base, new: values of the two sides.
+      change_base_share: (new - base) / base; None if the base is 0.
+      low_base_share, high_base_share: confidence interval of the change; None if unknown.
+      allowed_base_share: largest change that is not a regression.
+      verdict: "regressed", "within" or "undecided".
+      at_fault: parts that grew most, the largest first; empty if nothing grew.
     """
 
     metric: Metric
@@ -63,11 +68,13 @@ class GateRow:
 
 @dataclass(frozen=True)
 class GateSide:
-    """A program as captures, as its costs, or both.
+    """A program as captures, costs, or both.
 
     Attributes:
-      step_s: of each capture the seconds of its steps; empty where they are not known of all.
-      compile_s: of each process the seconds of its compilations.
+      traces: captures of the program.
+      step_s: seconds of the steps of each capture; empty if any capture has unknown steps.
+      costs: static costs; None if unknown.
+      compile_s: seconds of the compilations in each process.
     """
 
     traces: tuple[Trace, ...]
@@ -77,7 +84,7 @@ class GateSide:
 
     @classmethod
     def of_traces(cls, traces: Sequence[Trace]) -> "GateSide":
-        """Captures; costs are those of the program whose runs are the steps."""
+        """Makes a side from captures, with the costs of the program whose runs are the steps."""
         program = step_program(traces[0])
         costs = costs_of(program, about=traces[0].about) if program else None
         compile_s = [_compile_s(trace, program.name) for trace in traces] if program else []
@@ -90,7 +97,7 @@ class GateSide:
         return cls((), (), costs, (costs.compile_s,) if costs.compile_s else ())
 
     def metrics(self) -> set[Metric]:
-        """What is known of this side."""
+        """Returns the metrics known for this side."""
         known: dict[Metric, bool] = {
             "step_time": bool(self.step_s),
             "memory": self.costs is not None and self.costs.memory_bytes is not None,
@@ -101,7 +108,7 @@ class GateSide:
 
 
 def _compile_s(trace: Trace, program: str) -> tuple[float, ...]:
-    """The mean seconds of the compilations of a program during a capture, if there were any."""
+    """Returns the mean seconds of a program's compilations during a capture, empty without compilations."""
     rows = [row for row in compilations(trace).rows if row.name == program]
     return tuple(row.compile_s / row.compilations for row in rows if row.compile_s and row.compilations)
 
@@ -112,11 +119,12 @@ def gate(
     """Compares a program with its baseline.
 
     Args:
-      metrics: by default all that are known of both sides; compilations only where each side has several.
-      allowed: by which share of the baseline a metric may grow; those that are not named as in `ALLOWED`.
+      base, new: sides of the comparison.
+      metrics: metrics to compare, by default all that both sides have; compile times only with several per side.
+      allowed: allowed growth of each metric as a share of the baseline; defaults come from `ALLOWED`.
 
     Raises:
-      ProfileError: a metric is not known of both sides, or none is.
+      ProfileError: a requested metric is unknown for a side, or the sides have no metric in common.
     """
     chosen = _chosen(base, new, metrics)
     rows = tuple(_row(metric, base, new, {**ALLOWED, **allowed}[metric]) for metric in chosen)
@@ -187,13 +195,13 @@ def _compile_times(base: GateSide, new: GateSide) -> Difference:
 
 
 def _shares(found: Difference) -> tuple[float, float | None, float | None]:
-    """The change and the ends of its interval, as shares of what was before."""
+    """Returns the change and the ends of its interval, as shares of the value before."""
     low, high = (None if np.isnan(end[0]) else float(end[0] / found.before[0]) for end in found.interval(CONFIDENCE))
     return float(found.change[0] / found.before[0]), low, high
 
 
 def _costlier(metric: Metric, base: GateSide, new: GateSide) -> Iterator[str]:
-    """The lines whose costs grew most."""
+    """Yields the lines whose costs grew most."""
     column = _COLUMNS[metric]
     before, after = (side.costs.rows if side.costs else () for side in (base, new))
     found = []

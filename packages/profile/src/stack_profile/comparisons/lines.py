@@ -1,7 +1,8 @@
-"""Which line of a program's source is which after an edit, read from what the lines compute: sources may be gone.
+"""Alignment of a program's source lines across an edit, based on what the lines compute, without the sources.
 
-Lines of a function are aligned by the operations that each asks for. What is aligned with no line before is new, and an
-operation that fuses something of a new line belongs to that line: what it takes more, it takes for it.
+Lines of a function are aligned by the operations that they request. A line aligned with none before is new. An
+operation
+whose fusion includes a part from a new line is assigned to that line, since the additional time is due to it.
 """
 
 import difflib
@@ -15,17 +16,17 @@ from stack_profile.traces.operations import Operation
 
 __all__ = ["Lines"]
 
-_Function = tuple[str, str]  # the name of its file, without folders: two versions may lie in two; its own
+_Function = tuple[str, str]  # file name without folders, which may differ between versions, and function name
 _PASSIVE: Final = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "broadcast", "bitcast"})
 
 
 @dataclass(frozen=True)
 class Lines:
-    """The lines of two sides.
+    """Alignment of the lines of two sides.
 
     Attributes:
-      moved: of a line before the line after.
-      new: the lines after that are none before.
+      moved: line after for each line before.
+      new: lines after without a line before.
     """
 
     moved: Mapping[Frame, Frame]
@@ -41,19 +42,19 @@ class Lines:
         return cls(moved, frozenset(line for lines in later.values() for line in lines if line not in found))
 
     def after(self, operation: Operation) -> str:
-        """The line of an operation of the side after: a new one that it has a part of, or else its own."""
+        """Returns the line of an operation of the side after: a new line that it has a part of, otherwise its own."""
         lines = [line for each in _parts(operation) if (line := each.source()) is not None]
         own = operation.instruction.source() if operation.instruction else None
         return str(next((line for line in lines if line in self.new), own) or "")
 
     def before(self, operation: Operation) -> str:
-        """The line of an operation of the side before, as it is called after."""
+        """Returns the line of an operation of the side before, mapped to the side after."""
         own = operation.instruction.source() if operation.instruction else None
         return "" if own is None else str(self.moved.get(own, own))
 
 
 def _parts(operation: Operation) -> Iterator[Instruction]:
-    """The instructions of an operation that do something; those of its fusion where it is one."""
+    """Yields the non-passive instructions of an operation, or of its fusion."""
     program, instruction = operation.program, operation.instruction
     if program is None or instruction is None:
         return
@@ -62,7 +63,7 @@ def _parts(operation: Operation) -> Iterator[Instruction]:
 
 
 def _functions(operations: Iterable[Operation]) -> dict[_Function, dict[Frame, set[str]]]:
-    """The lines of each function, with the operations that they ask for in programs that ran."""
+    """Returns the lines of each function, with the primitives that they request in programs that ran."""
     programs = {id(each.program): each.program for each in operations if each.program is not None}
     found: dict[_Function, dict[Frame, set[str]]] = {}
     for instruction in (each for program in programs.values() for each in program.instructions.values()):
@@ -74,7 +75,7 @@ def _functions(operations: Iterable[Operation]) -> dict[_Function, dict[Frame, s
 
 
 def _aligned(before: Mapping[Frame, set[str]], after: Mapping[Frame, set[str]]) -> Iterator[tuple[Frame, Frame]]:
-    """The lines of a function that are the same, or nearly."""
+    """Yields pairs of lines of a function that are the same or similar."""
     earlier, later = (sorted(side, key=lambda line: line.line) for side in (before, after))
     does = [[frozenset(side[line]) for line in lines] for side, lines in ((before, earlier), (after, later))]
     for kind, low, high, first, last in difflib.SequenceMatcher(None, *does, autojunk=False).get_opcodes():
@@ -87,7 +88,7 @@ def _aligned(before: Mapping[Frame, set[str]], after: Mapping[Frame, set[str]]) 
 def _likest(
     before: Mapping[Frame, set[str]], after: Mapping[Frame, set[str]], earlier: Sequence[Frame], later: Sequence[Frame]
 ) -> Iterator[tuple[Frame, Frame]]:
-    """Pairs lines with those that do the most of what they do, in their order."""
+    """Pairs each line, in order, with the remaining line whose operations are most similar."""
     free = list(later)
     for line in earlier:
         if not free:

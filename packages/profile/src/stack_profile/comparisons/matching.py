@@ -1,8 +1,9 @@
-"""Which operation of one compilation is which of another: names such as fusion.12 change whenever a program does.
+"""Matching of operations between two compilations, in which names such as fusion.12 differ.
 
-An operation is known by where it comes from and what it does. Operations are matched by all of that first; what is
-left, by less and less of it: from another line, with other shapes, fused otherwise. Where there are as many of a kind
-on both sides they are matched one to one in the order of their lines; where not, all of them together, as one kind.
+An operation is identified by its origin and its function. Operations that agree in everything are matched first, the
+rest
+by fewer and fewer properties: moved to another line, other shapes, fused differently. Equal numbers of one kind on both
+sides are matched one to one in the order of their lines, otherwise all together as one kind.
 """
 
 import dataclasses
@@ -25,12 +26,17 @@ How = Literal["alike", "moved", "other shapes", "other form", "appeared", "disap
 
 @dataclass(frozen=True)
 class Site:
-    """Where an operation comes from and what it does, without the names that a compiler gave.
+    """Origin and function of an operation, without names from the compiler.
 
     Attributes:
-      file: its name alone: two versions of a program may lie in two folders.
-      shapes: of the operands, then of the results; none where the program cannot be read.
-      ordinal: its place among those that are alike in all else, in the order of the program.
+      module: name of the program.
+      layer, direction, primitive: layer, pass of training, and JAX's name of the operation.
+      opcodes: opcodes of the operation or its fusion.
+      category: category of work.
+      shapes: shapes of the operands, then of the results; empty if the program cannot be read.
+      file: file name without folders, since two versions of a program may be in different ones.
+      function, line: function and line number of the user's line.
+      ordinal: index among operations that are equal in everything else, in program order.
     """
 
     module: str
@@ -48,7 +54,12 @@ class Site:
 
 @dataclass(frozen=True)
 class Match:
-    """Places in the two sequences that were matched, of operations that are the same, or the same kind."""
+    """Indices in the two sequences of matched operations, either the same operation or the same kind.
+
+    Attributes:
+      before, after: indices on each side.
+      how: agreement of the two sides.
+    """
 
     before: tuple[int, ...]
     after: tuple[int, ...]
@@ -56,7 +67,7 @@ class Match:
 
 
 def sites(operations: Sequence[Operation]) -> list[Site]:
-    """What identifies each operation of a capture, which are in the order of their programs; no two are equal."""
+    """Returns the identity of each operation of a capture, given in program order; all identities are distinct."""
     shapes: "dict[int, Mapping[str, tuple[ArrayShape, ...]]]" = {}
     seen: dict[Site, int] = {}
     found: list[Site] = []
@@ -71,7 +82,7 @@ def sites(operations: Sequence[Operation]) -> list[Site]:
 
 
 def match(before: Sequence[Site], after: Sequence[Site]) -> Iterator[Match]:
-    """Matches two sides, each in the order of its programs; every place is in one match, what nothing is like alone."""
+    """Matches two sides, each in program order; every index is in one match, unmatched operations by themselves."""
     left, right = dict(enumerate(before)), dict(enumerate(after))
     for how, key, one_to_one in _TIERS:
         kinds, others = _grouped(left, key), _grouped(right, key)
@@ -94,7 +105,7 @@ def match(before: Sequence[Site], after: Sequence[Site]) -> Iterator[Match]:
 
 
 def _grouped(side: Mapping[int, Site], key: Callable[[Site], Hashable]) -> dict[Hashable, list[int]]:
-    """Those of one kind in the order of their lines, which an edit above them leaves as it is."""
+    """Groups a side by kind, each in the order of lines, which edits above them preserve."""
     groups: dict[Hashable, list[int]] = {}
     for place in sorted(side, key=lambda place: (side[place].line, place)):
         groups.setdefault(key(side[place]), []).append(place)
@@ -121,7 +132,7 @@ _TIERS: Final[tuple[_Tier, ...]] = (
 
 def _site(operation: Operation, shapes: "Mapping[str, tuple[ArrayShape, ...]]") -> Site:
     instruction = operation.instruction
-    if instruction is None:  # its name is all that is known of it
+    if instruction is None:  # only its name is known
         opcodes = frozenset({operation.opcode})
         return Site(operation.module, "", "", "", opcodes, "unknown", (), file="", function=operation.name, line=0)
     frame, scope = instruction.source(), instruction.scope
@@ -140,7 +151,7 @@ def _site(operation: Operation, shapes: "Mapping[str, tuple[ArrayShape, ...]]") 
 
 
 def _shapes(program: Program) -> "Mapping[str, tuple[ArrayShape, ...]]":
-    """The types of the operands and results of each instruction, by its name."""
+    """Returns the shapes of the operands and results of each instruction by its name."""
     if program.module is None:
         return {}
     return {

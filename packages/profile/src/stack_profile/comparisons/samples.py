@@ -1,4 +1,4 @@
-"""The steps of captures as samples: what each operation, and the step as a whole, took in every one of them."""
+"""Samples from captures: times of each operation and of the entire step, in every step."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -16,13 +16,13 @@ __all__ = ["Samples", "Side", "samples_of"]
 
 @dataclass(frozen=True)
 class Samples:
-    """The steps of one capture; times are those of an average device.
+    """Steps of one capture, averaged over devices.
 
     Attributes:
-      operations: each once, on however many devices it ran, in the order of their programs.
-      self_s: [step, operation]; the sum of a row is the busy time of its step.
-      step_s: [step], from the start of one to the start of the next.
-      outside_s: the busy time in no step.
+      operations: distinct operations on all devices, in the order of their programs.
+      self_s: self times [step, operation]; the sum of a row is the step's busy time.
+      step_s: [step], from the start of one step to the start of the next.
+      outside_s: busy time outside of any step.
     """
 
     operations: tuple[Operation, ...]
@@ -39,9 +39,10 @@ class Side:
     """Captures of one program.
 
     Attributes:
-      sites, operations: of each column, which is an operation wherever it was captured; in the order of the programs.
-      self_s: of each capture [step, operation].
-      step_s: of each capture [step].
+      sites, operations: identity and operation of each column, in the order of the programs.
+      self_s: self times [step, operation] of each capture.
+      step_s: step times [step] of each capture.
+      outside_s: busy time outside of any step, in all captures together.
     """
 
     sites: tuple[Site, ...]
@@ -52,7 +53,7 @@ class Side:
 
     @classmethod
     def of(cls, traces: Sequence[Trace]) -> "Side | None":
-        """None where one of the traces does not tell steps apart.
+        """Collects the samples of captures; None if a trace does not distinguish steps.
 
         Raises:
           ProfileError: there are no traces.
@@ -78,7 +79,7 @@ class Side:
         return cls(tuple(columns), tuple(operations[site] for site in columns), tuple(self_s), step_s, outside_s)
 
     def evened(self, columns: Sequence[int]) -> "Side":
-        """Without what made all of some operations slower in a step, by the median of these, than in other steps."""
+        """Divides out each step's common slowdown, estimated by the median over some columns."""
         even = []
         for samples in self.self_s:
             typical = np.median(samples, axis=0)
@@ -88,7 +89,7 @@ class Side:
         return dataclasses.replace(self, self_s=tuple(even))
 
     def sums(self, groups: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Of each capture the seconds of groups of columns, [step, group]."""
+        """Returns the seconds of groups of columns, [step, group] for each capture."""
         return [
             np.array([samples[:, list(members)].sum(axis=1) for members in groups]).reshape(len(groups), len(samples)).T
             for samples in self.self_s
@@ -96,9 +97,10 @@ class Side:
 
 
 def samples_of(trace: Trace) -> Samples | None:
-    """The steps that another follows, or the only one; None where the trace does not tell steps apart.
+    """Returns the samples of a capture; None if the trace does not distinguish steps.
 
-    The last step is left out because it ends with its last operation, the others with the start of the next.
+    The last step is omitted unless it is the only one: it ends with its last operation, the others with the next step's
+    start.
     """
     devices = [(ops, steps[:-1] or steps) for ops in trace.devices if (steps := trace.steps[ops.device])]
     if not devices:
@@ -138,7 +140,7 @@ def _program_order(operations: Sequence[Operation]) -> list[int]:
 
 
 def _self_s(ops: Ops, steps: Sequence[Step], columns: Mapping[tuple[str, int, str], int]) -> np.ndarray:
-    """The seconds of each operation in each step, [step, column]."""
+    """Returns the seconds of each operation in each step, [step, column]."""
     step = _steps_of_rows(ops, steps)
     inside = np.flatnonzero(step >= 0)
     column = np.array([columns[_key(operation)] for operation in ops.operations])[ops.which[inside]]
@@ -148,7 +150,7 @@ def _self_s(ops: Ops, steps: Sequence[Step], columns: Mapping[tuple[str, int, st
 
 
 def _steps_of_rows(ops: Ops, steps: Sequence[Step]) -> np.ndarray:
-    """The step of each execution, -1 for none: that of its run, or of another program's the one it starts in."""
+    """Returns the step of each execution, by its run; by its start for other programs; -1 outside of steps."""
     starts, ends = (np.array([getattr(step, name) for step in steps]) for name in ("start_ps", "end_ps"))
     place = np.searchsorted(starts, ops.start_ps, "right") - 1
     place = np.where(ops.start_ps < ends[place], place, -1)

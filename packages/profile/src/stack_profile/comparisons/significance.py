@@ -1,10 +1,12 @@
-"""Whether a difference of means is more than chance: estimates from repeated steps, which resemble their neighbours.
+"""Significance of differences of means, estimated from repeated, autocorrelated steps.
 
-A step that the machine stalled takes many times as long as the others, so means are trimmed: without a share of the
-smallest and of the largest samples. Their error is Yuen's, from the winsorized variance. Steps of one capture are
-autocorrelated: n of them with the correlations rho_k between those k apart say as much about their mean as
-n / (1 + 2 (rho_1 + rho_2 + ...)) independent ones. Captures are independent of each other; where both sides have
-several, their means are the samples, and what differs from one process to the next is in the error.
+A stalled step takes many times as long as the others, so means are trimmed: a share of the smallest and of the largest
+samples is omitted. Their error is Yuen's, from the winsorized variance. Steps of one capture are autocorrelated: n
+steps
+with correlations rho_k at lag k carry as much information about their mean as n / (1 + 2 (rho_1 + rho_2 + ...))
+independent ones. Captures are independent of each other: if both sides have several, the captures' means are the
+samples,
+and the error includes the variation between processes.
 
 Sources: Yuen, The Two-Sample Trimmed t for Unequal Population Variances, 1974; Geyer, Practical Markov Chain Monte
 Carlo, 1992 (the initial positive sequence); Welch, The Generalization of Student's Problem, 1947; Benjamini and
@@ -24,14 +26,14 @@ __all__ = ["Difference", "adjusted", "against_peers", "difference", "student_qua
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of two means, for each of several quantities.
+    """Differences of two means, for each of several quantities.
 
     Attributes:
-      before, after: the means, trimmed or not, of captures' means where there are several captures.
-      error: the standard error of `after - before`; NaN where a side has one sample.
-      freedom: its degrees of freedom.
-      of_captures: whether captures are the samples; otherwise steps are, and what differs from one capture to the next
-        is not in the error.
+      before, after: means, trimmed or not, averaged over captures.
+      error: standard error of `after - before`; NaN if a side has one sample.
+      freedom: degrees of freedom of the error.
+      of_captures: whether captures are the samples; otherwise steps are, and the error excludes variation between
+        captures.
     """
 
     before: np.ndarray
@@ -45,22 +47,22 @@ class Difference:
         return self.after - self.before
 
     def at(self, places: np.ndarray) -> "Difference":
-        """That of some of the quantities."""
+        """Returns the differences of some of the quantities."""
         return self._each(lambda name: getattr(self, name)[places])
 
     def beside(self, other: "Difference") -> "Difference":
-        """That of the quantities of both."""
+        """Appends the quantities of another difference."""
         return self._each(lambda name: np.append(getattr(self, name), getattr(other, name)))
 
     def _each(self, part: Callable[[str], np.ndarray]) -> "Difference":
         return dataclasses.replace(self, **{name: part(name) for name in ("before", "after", "error", "freedom")})
 
     def p(self) -> np.ndarray:
-        """The probability of a difference so large, to either side, if there were none; NaN where it is not known."""
+        """Returns two-sided p-values; NaN if unknown."""
         return student_tail(_ratio(np.abs(self.change), self.error), self.freedom)
 
     def interval(self, confidence: float) -> tuple[np.ndarray, np.ndarray]:
-        """The ends of the confidence interval of the difference."""
+        """Returns the ends of the confidence interval of the difference."""
         half = student_quantile(1 - confidence, self.freedom) * self.error
         return self.change - half, self.change + half
 
@@ -69,8 +71,8 @@ def difference(before: Sequence[np.ndarray], after: Sequence[np.ndarray], *, tri
     """Compares the means of two sides.
 
     Args:
-      before, after: of each capture the samples in the order in which they were taken, [step, quantity].
-      trim: the share of the samples of a capture that is left out at either end.
+      before, after: samples of each capture in order of time, [step, quantity].
+      trim: share of a capture's samples to omit at either end.
     """
     sides = [[_Mean.of(samples, trim) for samples in side] for side in (before, after)]
     first, second = (np.stack([each.mean for each in side]) for side in sides)
@@ -88,7 +90,7 @@ def difference(before: Sequence[np.ndarray], after: Sequence[np.ndarray], *, tri
 
 @dataclass(frozen=True)
 class _Mean:
-    """The means of a capture's samples, the variances of these means, and how well those are known."""
+    """Trimmed means of a capture's samples, with the variances of these means and their degrees of freedom."""
 
     mean: np.ndarray
     variance: np.ndarray
@@ -96,7 +98,7 @@ class _Mean:
 
     @classmethod
     def of(cls, samples: np.ndarray, trim: float) -> "_Mean":
-        """NaN for variances that one sample alone does not show."""
+        """Computes the means; variances and degrees of freedom are NaN for a single sample."""
         count = len(samples)
         left_out = int(trim * count)
         kept = count - 2 * left_out
@@ -112,9 +114,9 @@ class _Mean:
 
 
 def _alike(centred: np.ndarray) -> np.ndarray:
-    """How many samples say as much about their mean as one that is independent of its neighbours, 1 or more.
+    """Estimates the autocorrelation time: the number of samples, 1 or more, that are worth one independent sample.
 
-    The correlations are summed in pairs of lags for as long as a pair is positive.
+    Sums the correlations in pairs of lags while the pairs are positive.
     """
     count = len(centred)
     squares = (centred**2).sum(axis=0)
@@ -127,34 +129,39 @@ def _alike(centred: np.ndarray) -> np.ndarray:
     return np.maximum(total, 1.0)
 
 
-_BIASED: Final = 2.0  # each estimated correlation is too small by about one over the number of samples
-_LEAST_FREEDOM: Final = 1.0  # however alike neighbouring steps are
+_BIASED: Final = 2.0  # each estimated correlation is biased by about -1/n, a pair by -2/n
+_LEAST_FREEDOM: Final = 1.0  # minimum degrees of freedom, for strongly correlated steps
 
 
 def _welch(variances: np.ndarray, freedoms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The error of a sum of independent parts, and its degrees of freedom."""
+    """Returns the error of a sum of independent parts, and its degrees of freedom."""
     total = variances.sum(axis=0)
     weights = (variances**2 / freedoms).sum(axis=0)
     return np.sqrt(total), np.divide(total**2, weights, out=freedoms.min(axis=0), where=weights > 0)
 
 
 def _ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
-    """Infinite over zero, and zero over zero is zero: what never varies and differs, differs for certain."""
+    """Divides, with x/0 = inf and 0/0 = 0: a difference without variance is certain."""
     quotient = np.divide(numerator, denominator, out=np.full_like(denominator, np.inf), where=denominator != 0)
     return np.where((numerator == 0) & (denominator == 0), 0.0, quotient)
 
 
 def against_peers(found: Difference, peers: Difference, own: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Each difference beyond what its peers' would make it, relative to the means before; and the probability of that.
+    """Computes each difference beyond the change expected from its peers, and its p-value.
 
-    The median of the peers' relative differences and the upper quartile of their distances from it are the location and
-    the spread of the empirical null distribution (Efron): up to a quarter of the peers may have changed otherwise.
+    The expected change is relative to the mean before. The null distribution is empirical (Efron): its location is the
+    median of
+    the peers' relative differences, its spread comes from the upper quartile of their distances to the median. Up to a
+    quarter
+    of the peers may have changed differently.
 
     Args:
-      own: of each difference the peers that are part of it, and no peers of it therefore.
+      found: differences to test.
+      peers: differences of the peers.
+      own: for each difference, the peers that are part of it and therefore excluded.
 
     Returns:
-      NaN where there are fewer than three peers.
+      The differences beyond the expected change and their p-values, NaN with fewer than three peers.
     """
     relative = peers.change / peers.before
     median, spread, freedom = np.full((3, *found.before.shape), np.nan)
@@ -172,12 +179,12 @@ def against_peers(found: Difference, peers: Difference, own: Sequence[Sequence[i
 
 
 _LEAST_PEERS: Final = 3
-_NORMAL: Final = 1.1503  # that quartile of a normal distribution over its standard deviation
-_EFFICIENCY: Final = 0.5  # of the quartile as an estimate of it, rounded down
+_NORMAL: Final = 1.1503  # upper quartile of |x| over the standard deviation, for a normal distribution
+_EFFICIENCY: Final = 0.5  # efficiency of the quartile as an estimate of the spread, rounded down
 
 
 def adjusted(p: np.ndarray) -> np.ndarray:
-    """P-values after Benjamini and Hochberg: naming all below q lets a share q of what is named be false. NaN stays."""
+    """Adjusts p-values (Benjamini and Hochberg): values below q have a false discovery rate of q. NaN stays NaN."""
     result = np.full(p.shape, np.nan)
     rows = np.flatnonzero(~np.isnan(p))
     order = rows[np.argsort(p[rows])]
@@ -187,15 +194,16 @@ def adjusted(p: np.ndarray) -> np.ndarray:
 
 
 def student_tail(distance: np.ndarray, freedom: np.ndarray) -> np.ndarray:
-    """The probability that Student's t is farther than `distance` from zero, on either side; NaN stays."""
+    """Returns the two-sided tail probability of Student's t beyond `distance`; NaN stays NaN."""
     distance, freedom = np.broadcast_arrays(np.asarray(distance, float), np.asarray(freedom, float))
     square = np.minimum(distance, _FAR) ** 2
     return np.where(np.isinf(distance), 0.0, _beta(freedom / (freedom + square), freedom / 2, 0.5))
 
 
 def student_quantile(tail: float, freedom: np.ndarray) -> np.ndarray:
-    """The distance from zero beyond which Student's t is with the probability `tail`; NaN stays."""
+    """Returns the distance from zero at which Student's t has the two-sided tail probability `tail`; NaN stays NaN."""
     low, high = np.zeros(np.shape(freedom)), np.full(np.shape(freedom), _FAR)
+    # Bisection: the tail probability decreases with the distance.
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         beyond = student_tail(middle, freedom) > tail
@@ -205,12 +213,13 @@ def student_quantile(tail: float, freedom: np.ndarray) -> np.ndarray:
 
 _FAR: Final = 1e6
 _HALVINGS: Final = 40
-_TERMS: Final = 80  # of the continued fraction; it converges in about the square root of the larger parameter
+_TERMS: Final = 80  # terms of the continued fraction, which converges in about the square root of the larger parameter
 
 
 def _beta(x: np.ndarray, a: np.ndarray, b: float) -> np.ndarray:
-    """The regularized incomplete beta function, by its continued fraction (Abramowitz and Stegun, 26.5.8)."""
+    """Computes the regularized incomplete beta function by its continued fraction (Abramowitz and Stegun, 26.5.8)."""
     a, b_, x = np.broadcast_arrays(a, np.float64(b), x)
+    # The fraction converges fast below this x; above it, use I_x(a, b) = 1 - I_{1-x}(b, a).
     flip = x > (a + 1) / (a + b_ + 2)
     one, two, place = np.where(flip, b_, a), np.where(flip, a, b_), np.where(flip, 1 - x, x)
     gamma = np.vectorize(math.lgamma, otypes=[float])
@@ -222,7 +231,7 @@ def _beta(x: np.ndarray, a: np.ndarray, b: float) -> np.ndarray:
 
 
 def _fraction(x: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """1 + d1 / (1 + d2 / (1 + ...)), from its far end."""
+    """Evaluates 1 + d1 / (1 + d2 / (1 + ...)) backwards."""
     value = np.ones_like(x)
     for term in range(_TERMS, 0, -1):
         half = term // 2

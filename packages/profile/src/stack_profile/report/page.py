@@ -1,4 +1,4 @@
-"""The page: what was captured, and a section for each registered analysis with its facts, plots, table and notes."""
+"""HTML report of a trace, with a section of facts, plots, table and notes for each registered analysis."""
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,8 +26,10 @@ class Section:
     """An analysis in the report.
 
     Attributes:
-      help: its line.
-      answer: None where it failed; `failure` says why.
+      name: name of the analysis.
+      help: help line of the analysis.
+      answer: result of the analysis; None if it failed.
+      failure: error message of a failed analysis.
     """
 
     name: str
@@ -37,7 +39,7 @@ class Section:
 
 
 def sections(trace: Trace) -> Iterator[Section]:
-    """Every registered analysis of the trace with its default options: ours in the order of a story, then others."""
+    """Runs every registered analysis with its default options, in reading order, then those of other packages."""
     entries = {entry.name: entry for entry in registries.analyses.entries()}
     for name in (*(each for each in _FIRST if each in entries), *(each for each in entries if each not in _FIRST)):
         help_ = entries[name].details.get("help", "")
@@ -45,15 +47,17 @@ def sections(trace: Trace) -> Iterator[Section]:
             yield Section(name, help_, registries.analyses[name](trace))
         except StackError as error:
             yield Section(name, help_, None, str(error))
-        except Exception as error:  # An analysis, a stranger's too, may fail in any way; the others must not be lost.
+        except Exception as error:  # A third-party analysis may raise anything; the report keeps the others.
             yield Section(name, help_, None, f"{type(error).__name__}: {error}")
 
 
 def page(trace: Trace, found: Sequence[Section], *, limit: int = 200) -> str:
-    """The document, which loads nothing from anywhere: its policy forbids it, and scripts other than its own.
+    """Builds the HTML document, whose content security policy forbids external resources and foreign scripts.
 
     Args:
-      limit: rows of a table, 0 for all.
+      trace: the trace.
+      found: sections of the report.
+      limit: maximum number of rows per table, 0 for all.
     """
     links = (element("a", _name(section), href=f"#{section.name}", class_=_failed(section)) for section in found)
     header = element(
@@ -137,7 +141,7 @@ def _answer(answer: Answer[Any], limit: int) -> Iterator[Markup]:
 
 
 def _table(answer: Answer[Any], limit: int) -> Markup:
-    """The first rows; columns in which no row has anything are left out, as on a terminal."""
+    """Formats the first rows as a table, without columns that are empty in all of them, as on a terminal."""
     shown = answer.rows[: limit or None]
     columns = [name for name in answer.columns if any(getattr(row, name) not in (None, "") for row in shown)]
     texts = {name for name in columns if all(isinstance(getattr(row, name), str | None) for row in shown)}
@@ -158,7 +162,7 @@ def _table(answer: Answer[Any], limit: int) -> Markup:
 
 
 def _cell(name: str, value: object, kind: str) -> Markup:
-    """A cell and, where people read a rounded number or a cut text, what it stands for."""
+    """Formats a cell; numbers keep their exact value in an attribute, long texts are truncated."""
     if kind == "number":
         exact = None if value is None or not isinstance(value, int | float) else repr(float(value))
         return element("td", number(name, value), class_=kind, data_value=exact)

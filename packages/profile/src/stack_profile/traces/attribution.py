@@ -1,7 +1,7 @@
-"""Finds the Python lines of each instruction of a module, in one pass over its graph.
+"""Attribution of each instruction of a module to Python lines, in one pass over its graph.
 
-An instruction without a line of its own takes that of what it fuses; else of the nearest that it reads, through others
-that have none; else of the nearest that reads it; else of the loop or call that it is in.
+An instruction without a line of its own takes one from the first of these that has it: the instructions it fuses, the
+nearest operand (through operands without lines), the nearest user, the enclosing loop or call.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ __all__ = ["attributed"]
 
 
 def attributed(module: RawModule) -> dict[str, Instruction]:
-    """The instructions of a module by name, each with the lines that asked for it."""
+    """Returns the instructions of a module by name, each with its Python lines."""
     return _Attribution(module).instructions()
 
 
@@ -21,7 +21,7 @@ _Donors = Mapping[int, RawInstruction]
 
 
 class _Attribution:
-    """The graph of a module, and who has lines in it."""
+    """Graph of a module, with the instructions that have lines."""
 
     def __init__(self, module: RawModule) -> None:
         self._stacks = module.stacks
@@ -88,13 +88,13 @@ class _Attribution:
         return () if raw.source is None else (raw.source,)
 
     def _inside(self, raw: RawInstruction) -> Iterator[RawInstruction]:
-        """The instructions of a fusion, the result first."""
+        """Yields the instructions of a fusion, the root first."""
         for called in raw.called if raw.opcode == "fusion" else ():
             if called in self._computations:
                 yield from reversed(self._computations[called].instructions)
 
     def _around(self) -> _Donors:
-        """Of each computation the innermost of the loops and calls around it that has lines."""
+        """Returns for each computation the innermost enclosing loop or call that has lines."""
         found: dict[int, RawInstruction] = {}
         known: set[int] = set()
         for computation in self._computations.values():
@@ -115,12 +115,14 @@ class _Attribution:
 def _nearest(
     located: _Donors, sources: Mapping[int, Sequence[int]], targets: Mapping[int, Sequence[int]]
 ) -> dict[int, RawInstruction]:
-    """Of each instruction the nearest located one along `sources`, of equally near ones the first; itself if located.
+    """Returns for each instruction the nearest located one along `sources`, the first of several, itself if located.
 
-    Goes outward from all located ones at once, so that it looks at every edge twice at most.
+    Breadth-first search from all located instructions; it visits each edge at most twice.
 
     Args:
-      targets: the edges of `sources` turned round.
+      located: instructions that have lines, by id.
+      sources: edges to follow, by id.
+      targets: edges of `sources` reversed.
     """
     donors = dict(located)
     wave = list(donors)

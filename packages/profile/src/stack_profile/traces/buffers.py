@@ -1,7 +1,8 @@
-"""Where XLA put the arrays of a program, and which of them are alive at each point of its schedule.
+"""XLA's placement of a program's arrays in memory, and the live arrays at each point of its schedule.
 
-A program's memory consists of allocations. Arguments, outputs and constants have theirs; temporaries share one, in
-which they come and go along the schedule, as XLA simulated it when it laid them out.
+A program's memory consists of allocations. Each argument, output and constant has its own; temporaries share one, and
+are
+allocated and freed along the schedule, as XLA simulated it during buffer assignment.
 https://github.com/openxla/xla/blob/main/xla/service/hlo.proto: BufferAssignmentProto
 """
 
@@ -23,7 +24,8 @@ class Buffer:
     """An array of the program.
 
     Attributes:
-      instruction: the name of the one that makes it; "" where that is not known.
+      size_bytes: size of the array.
+      instruction: name of the instruction that produces it; "" if unknown.
     """
 
     size_bytes: int
@@ -35,7 +37,10 @@ class Allocation:
     """A piece of memory that exists while the program runs.
 
     Attributes:
-      buffers: ids of what is placed in it.
+      index: XLA's index of the allocation.
+      size_bytes: size of the allocation.
+      kind: use of the allocation.
+      buffers: ids of the buffers placed in it.
     """
 
     index: int
@@ -46,10 +51,12 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Moment:
-    """A point of the schedule, after an instruction took or gave back memory.
+    """A point of the schedule, after an instruction allocated or freed memory.
 
     Attributes:
-      live: ids of the buffers that exist, those that share another's memory left out.
+      instruction: name of the instruction.
+      live_bytes: total size of the live buffers.
+      live: ids of the live buffers, except buffers that share another's memory.
     """
 
     instruction: str
@@ -59,12 +66,13 @@ class Moment:
 
 @dataclass(frozen=True)
 class Assignment:
-    """The memory of one device while a program runs.
+    """Memory of one device while a program runs.
 
     Attributes:
-      allocations: of its main memory.
-      schedules: of the allocations whose buffers come and go; none where XLA did not keep them.
-      elsewhere_bytes: in other memory spaces, such as a TPU's VMEM or the host.
+      allocations: allocations in the main memory.
+      buffers: arrays by id.
+      schedules: schedules of allocations with temporaries; empty if XLA did not record them.
+      elsewhere_bytes: size of allocations in other memory spaces, such as a TPU's VMEM or the host.
     """
 
     allocations: tuple[Allocation, ...]
@@ -82,25 +90,26 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the buffers of one allocation come and go.
+    """Sequence of allocations and frees of the buffers in one allocation.
 
     Attributes:
-      events: (what happens, buffer, instruction, the buffer whose memory it shares).
+      events: tuples (event kind, buffer, instruction, buffer whose memory it shares).
+      sizes: size of each buffer in bytes.
     """
 
     events: tuple[tuple[int, int, str, int], ...]
     sizes: Mapping[int, int]
 
     def allocation(self, allocations: Sequence[Allocation]) -> Allocation | None:
-        """The one of `allocations` that this is of; None where it is of none of them."""
+        """Returns the allocation that the schedule belongs to, or None if it is not in `allocations`."""
         own = {buffer for _, buffer, _, _ in self.events}
         found = max(allocations, key=lambda each: len(own & set(each.buffers)), default=None)
         return None if found is None or own.isdisjoint(found.buffers) else found
 
     def moments(self) -> Iterator[Moment]:
-        """The state after each event that changes it."""
-        owner: dict[int, int] = {}  # of those that share: whose memory they use
-        users: dict[int, int] = {}  # of each piece of memory: how many use it
+        """Yields the state after each event that changes the live memory."""
+        owner: dict[int, int] = {}  # sharing buffer -> buffer that owns the memory
+        users: dict[int, int] = {}  # owner -> number of buffers that use its memory
         live_bytes = 0
         for kind, buffer, instruction, canonical in self.events:
             if kind == _SHARE:
@@ -114,15 +123,15 @@ class Schedule:
                 yield Moment(instruction, live_bytes, frozenset(key for key, count in users.items() if count))
 
     def peak(self) -> Moment:
-        """The first moment at which most is alive."""
+        """Returns the first moment with the most live bytes."""
         return max(self.moments(), key=lambda moment: moment.live_bytes, default=Moment("", 0, frozenset()))
 
 
 def read_buffers(program: Program) -> Assignment | None:
-    """Reads a program's buffers; None where the trace does not hold them.
+    """Reads a program's buffers; None if the trace does not have them.
 
     Raises:
-      TraceError: they are damaged.
+      TraceError: the buffers are damaged.
     """
     if program.buffers is None:
         return None
@@ -135,7 +144,7 @@ def read_buffers(program: Program) -> Assignment | None:
 _ALLOCATE, _FREE, _SHARE = 0, 1, 2
 _LOGICAL_BUFFERS, _ALLOCATIONS, _TRACES = 1, 3, 4
 _BUFFER_SIZE, _BUFFER_DEFINED_AT = 2, 3
-# Of an allocation, see `_kind`.
+# Fields of BufferAllocationProto, see `_kind`.
 _THREAD_LOCAL, _IS_PARAMETER, _LIVE_OUT, _SPACE, _ASSIGNED, _CONSTANT = 3, 5, 7, 8, 9, 12
 _EVENTS = 1
 
@@ -166,7 +175,7 @@ def _buffer(data: bytes, value: Value, names: Mapping[int, str]) -> tuple[int, B
 
 
 def _allocation(data: bytes, value: Value) -> Allocation | None:
-    """None for what lies on the stack of a thread."""
+    """Reads an allocation; None for thread-local memory."""
     found = _message(data, value)
     if _integer(found.get(_THREAD_LOCAL)):
         return None
@@ -195,7 +204,7 @@ def _events(data: bytes, value: Value) -> tuple[tuple[int, int, str, int], ...]:
 
 
 def _message(data: bytes, value: Value) -> dict[int, Value]:
-    """The fields of a message, of repeated ones the last."""
+    """Returns the fields of a message; of a repeated field, the last value."""
     return dict(fields(data, *_place(value)))
 
 

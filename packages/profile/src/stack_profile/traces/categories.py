@@ -1,4 +1,4 @@
-"""What kind of work an instruction does, by its opcode and, for a fusion, by the heaviest that it fuses."""
+"""Category of work of an instruction, from its opcode or the heaviest opcode in its fusion."""
 
 from typing import Final
 
@@ -31,7 +31,7 @@ _PRODUCTS_OF_LIBRARIES: Final = ("__cublas$", "__cudnn$conv", "__onednn$matmul")
 
 
 def category(instruction: Instruction | None) -> str:
-    """One of "matrix product", "elementwise", "collective", ...; "unknown" where the program is."""
+    """Returns the category, such as "matrix product" or "elementwise"; "unknown" for None."""
     if instruction is None:
         return "unknown"
     if instruction.opcode in CONTAINERS:

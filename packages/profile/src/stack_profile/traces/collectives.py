@@ -1,4 +1,4 @@
-"""The collectives of a trace: when each ran, what it sent and to whom, what ran beside it, and who waited for whom."""
+"""Collectives of a trace: their executions, bytes, groups of devices, exposed time and waiting time."""
 
 import dataclasses
 import math
@@ -23,17 +23,22 @@ __all__ = ["Axes", "Collectives", "Kind", "Wait", "collectives_of", "waits_of"]
 
 @dataclass(frozen=True)
 class Axes:
-    """The mesh of a trace as far as it is known; the places of its devices count along the last axis first."""
+    """The mesh of a trace, if known; device numbers increase fastest along the last axis.
+
+    Attributes:
+      devices: number of devices.
+      sizes: size of each axis in order; empty if unknown.
+    """
 
     devices: int
     sizes: Mapping[str, int]
 
     @classmethod
     def of(cls, trace: Trace, given: str | None = None) -> "Axes":
-        """The mesh that is given as "fsdp=4,tensor=2", or else the one that the capture noted.
+        """Returns the mesh given as "fsdp=4,tensor=2", otherwise the one that the capture recorded.
 
         Raises:
-          ProfileError: it is of another form, or of another number of devices.
+          ProfileError: `given` is malformed, or its size is not the number of devices.
         """
         devices = int(trace.about.get("devices", len(trace.devices)))
         if given is None:
@@ -49,7 +54,7 @@ class Axes:
         return cls(devices, sizes)
 
     def spanned(self, group: Sequence[int]) -> str:
-        """The axes along which the devices of a group differ; without a mesh, "4 devices, 2 apart"."""
+        """Returns the axes along which a group's devices differ; without a mesh, text such as "4 devices, 2 apart"."""
         if self.sizes and max(group) < self.devices:
             places = np.unravel_index(np.array(group), tuple(self.sizes.values()))
             return ", ".join(name for name, place in zip(self.sizes, places, strict=True) if len(set(place)) > 1)
@@ -59,13 +64,13 @@ class Axes:
 
 @dataclass(frozen=True)
 class Kind:
-    """What is known of a collective operation from its program, or from its name alone.
+    """Properties of a collective operation, from its program or only from its name.
 
     Attributes:
       name: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", ...
-      axis: see `Axes.spanned`; "" where only the name is known.
-      array_bytes, sent_bytes: of one execution on one device, see `stack_core.programs.hlo_costs.Collective`.
-      start: the operation whose collective this one ends; "" for a whole collective, and for a start.
+      axis: see `Axes.spanned`; "" if only the name is known.
+      array_bytes, sent_bytes: bytes of one execution on one device, see `stack_core.programs.hlo_costs.Collective`.
+      start: for a done operation, the name of its start operation; otherwise "".
     """
 
     name: str
@@ -77,12 +82,14 @@ class Kind:
 
 @dataclass(frozen=True)
 class Collectives:
-    """The executions of one collective on one device, a row each, in the order of their start.
+    """Executions of one collective on one device, one per row, in order of their start.
 
     Attributes:
-      start_ps, end_ps: an asynchronous one begins with its start and ends with its done.
-      run: which execution of its program.
-      exposed_ps: of its time, in which the device runs nothing but collectives; its share where there are several.
+      operation: the collective, or the start operation of an asynchronous one.
+      kind: properties of the collective.
+      start_ps, end_ps: an asynchronous collective lasts from its start operation's start to its done operation's end.
+      run: execution of the program that each row is in.
+      exposed_ps: time in which the device runs nothing but collectives, shared between concurrent collectives.
     """
 
     operation: Operation
@@ -94,7 +101,7 @@ class Collectives:
 
     @property
     def identity(self) -> tuple[str, int, str]:
-        """What the same collective of another device shares."""
+        """Key that the same collective has on all devices."""
         return *self.operation.owner, self.operation.name
 
     @property
@@ -104,7 +111,13 @@ class Collectives:
 
 @dataclass(frozen=True)
 class Wait:
-    """Of the executions that all devices have: how many, their time, and how much of it was waiting for the last."""
+    """Waiting time in the executions that all devices have in common.
+
+    Attributes:
+      count: number of executions.
+      time_s: their total time on the device.
+      wait_s: part of `time_s` spent waiting for the last device.
+    """
 
     count: int
     time_s: float
@@ -112,16 +125,16 @@ class Wait:
 
 
 def collectives_of(devices: Sequence[Ops], axes: Axes) -> Mapping[str, tuple[Collectives, ...]]:
-    """The collectives of each device by its name."""
+    """Returns the collectives of each device by the device's name."""
     programs = {id(operation.program): operation.program for each in devices for operation in each.operations}
     kinds = {key: _kinds(program, axes) for key, program in programs.items() if program is not None}
     return {each.device: _collectives(each, kinds) for each in devices}
 
 
 def waits_of(found: Mapping[str, Sequence[Collectives]]) -> Mapping[str, Mapping[tuple[str, int, str], Wait]]:
-    """How long each device waited in each collective; none where no other device has the same executions.
+    """Computes each device's waiting time in each collective, for collectives that several devices have in common.
 
-    An execution cannot take less than where it took the least: on the device that came last.
+    The device that arrives last does not wait, so its time, the shortest, is what the execution itself takes.
     """
     together: dict[tuple[str, int, str], dict[str, Collectives]] = {}
     for device, collectives in found.items():
@@ -143,7 +156,7 @@ _NAME: Final = re.compile(rf"({_KINDS})(-start|-done)?(\.[\w.]+)?")
 
 
 def _kinds(program: Program, axes: Axes) -> Mapping[str, Kind] | None:
-    """The collectives of a program by the names under which they run; None where it cannot be read."""
+    """Returns a program's collectives by the names under which they run; None if the program cannot be read."""
     from stack_core.programs.hlo_costs import collectives  # imports jax
 
     if program.module is None:
@@ -164,7 +177,7 @@ def _kind(collective: "Collective", axes: Axes) -> Kind:
 
 
 def _kind_of(operation: Operation, kinds: Mapping[int, Mapping[str, Kind] | None]) -> Kind | None:
-    """What an operation has of a collective; None where it is something else."""
+    """Returns an operation's properties as a collective, or None if it is another operation."""
     name = operation.name.removeprefix("%")
     if (known := kinds.get(id(operation.program))) is not None:
         return known.get(name)
@@ -192,7 +205,7 @@ def _collectives(ops: Ops, kinds: Mapping[int, Mapping[str, Kind] | None]) -> tu
 
 
 def _span(ops: Ops, start: int, done: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Start, end and run of each execution; a done ends the last start before it."""
+    """Returns start, end and run of each execution; a done operation ends the last start before it."""
     rows = np.flatnonzero(ops.which == start)
     starts, ends = ops.start_ps[rows], ops.end_ps[rows]
     if done is not None:
@@ -205,7 +218,7 @@ def _span(ops: Ops, start: int, done: int | None) -> tuple[np.ndarray, np.ndarra
 def _exposed(
     ops: Ops, collectives: Collection[int], spans: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]
 ) -> list[np.ndarray]:
-    """The exposed time of each execution: an instant is first that of the other operations that run in it."""
+    """Computes the exposed time of each execution; self times give instants to concurrent other operations first."""
     if not spans:
         return []
     outer = [each.runs_others or each.beside for each in ops.operations]
@@ -219,7 +232,7 @@ def _exposed(
 
 
 def _aligned(found: Sequence[Collectives]) -> np.ndarray:
-    """Durations of the same executions, a row a device: of the runs in which all devices have equally many."""
+    """Returns durations [device, execution] in the runs in which all devices have the same number of executions."""
     counts = []
     for each in found:
         runs, executions = np.unique(each.run, return_counts=True)

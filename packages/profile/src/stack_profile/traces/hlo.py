@@ -1,7 +1,8 @@
-"""Compiled programs as traces carry them: HloProto, read without XLA's schemas.
+"""Compiled programs in a trace (HloProto), read without XLA's schemas.
 
-Each instruction is joined with the Python lines that asked for it. What XLA itself inserted, mostly copies, has none
-of its own; it takes those of what it copies for, and says so.
+Each instruction is joined with its Python lines. Instructions that XLA inserted, mostly copies, have no lines of their
+own.
+They take the lines of neighbouring instructions, and `Instruction.origin` records which.
 https://github.com/openxla/xla/blob/main/xla/service/hlo.proto
 """
 
@@ -27,11 +28,12 @@ __all__ = ["Program", "hlo_proto", "outline", "program_key", "program_of", "read
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled module; what is in it is read on first use, for most programs of a process run in no trace.
+    """A compiled module. Its contents are read on first use, because most programs of a process are not in the trace.
 
     Attributes:
-      key: unique in one process; the trace's events call it so where this process compiled it.
-      proto: the serialized HloProto.
+      name: name of the module.
+      key: unique number in its process; events of programs that this process compiled use it.
+      proto: serialized HloProto.
     """
 
     name: str
@@ -40,12 +42,12 @@ class Program:
 
     @property
     def entry(self) -> str:
-        """The name of the computation that a run of it starts."""
+        """Name of the computation at which a run starts."""
         return self._content[0]
 
     @property
     def instructions(self) -> Mapping[str, Instruction]:
-        """All of the module, by name.
+        """All instructions of the module by name.
 
         Raises:
           TraceError: the module is damaged.
@@ -62,31 +64,31 @@ class Program:
 
     @functools.cached_property
     def buffers(self) -> bytes | None:
-        """The serialized BufferAssignmentProto; None where there is none."""
+        """Serialized BufferAssignmentProto; None if the proto has none."""
         place = dict(fields(self.proto)).get(_PROTO_BUFFERS)
         return self.proto[slice(*place)] if isinstance(place, tuple) else None
 
     @functools.cached_property
     def module(self) -> "Module | None":
-        """The module as its costs are read from; None where this version of XLA cannot read it."""
-        from jax._src.lib import hlo  # JAX has no public way from a serialized module to its text
+        """Parsed module for reading costs; None if this version of XLA cannot read it."""
+        from jax._src.lib import hlo  # no public API of JAX turns a serialized module into text
 
-        from stack_core.programs.hlo import parse_hlo  # imports jax, which reading a trace does without
+        from stack_core.programs.hlo import parse_hlo  # imports jax, which is not needed to read a trace
 
         place = dict(fields(self.proto)).get(_PROTO_MODULE)
         if not isinstance(place, tuple):
             return None
         try:
             return parse_hlo(hlo.HloModule.from_serialized_hlo_module_proto(self.proto[slice(*place)]).to_string())
-        except (RuntimeError, ValueError, HardwareError):  # XLA's errors are RuntimeErrors of several names
+        except (RuntimeError, ValueError, HardwareError):  # XLA raises several subclasses of RuntimeError
             return None
 
 
 def program_of(compiled: "jax.stages.Compiled", key: int = 0) -> Program:
-    """The program of a compiled function, with its buffers; nothing runs.
+    """Reads the program of a compiled function, with its buffers, without running it.
 
     Raises:
-      TraceError: the backend does not give its HLO.
+      TraceError: the backend does not provide the HLO.
     """
     executable = compiled.runtime_executable()
     if executable is None:
@@ -97,16 +99,16 @@ def program_of(compiled: "jax.stages.Compiled", key: int = 0) -> Program:
 
 
 def hlo_proto(module: bytes, buffer_assignment: bytes = b"") -> bytes:
-    """The HloProto of a serialized HloModuleProto, and of its BufferAssignmentProto if there is one."""
+    """Builds an HloProto from a serialized HloModuleProto and, if not empty, its BufferAssignmentProto."""
     parts = ((_PROTO_MODULE, module), (_PROTO_BUFFERS, buffer_assignment))
     return b"".join(encode_bytes(number, content) for number, content in parts if content)
 
 
 def outline(proto: bytes, key: int) -> Program:
-    """A serialized HloProto, of which no more than the name is read.
+    """Makes a program from a serialized HloProto, reading only its name.
 
     Raises:
-      TraceError: it is visibly damaged, or none.
+      TraceError: the data is visibly damaged, or not an HloProto.
     """
     try:
         return Program(module_head(proto, _module_place(proto, key))[0], key, proto)
@@ -115,21 +117,21 @@ def outline(proto: bytes, key: int) -> Program:
 
 
 def read_program(proto: bytes, key: int) -> Program:
-    """Reads a serialized HloProto.
+    """Reads a serialized HloProto completely.
 
     Raises:
-      TraceError: it is damaged, or none.
+      TraceError: the data is damaged, or not an HloProto.
     """
     program = outline(proto, key)
-    _ = program.instructions  # whose reading finds damage
+    _ = program.instructions  # reading them finds damage
     return program
 
 
 def program_key(proto: bytes) -> int:
-    """The number of a HloProto's module, by which the events of CPUs name the program that they are of.
+    """Returns the number of a HloProto's module, by which events of CPUs identify their program.
 
     Raises:
-      WireError: it is damaged.
+      WireError: the data is damaged.
     """
     place = dict(fields(proto)).get(_PROTO_MODULE)
     return module_head(proto, place)[1] if isinstance(place, tuple) else 0

@@ -1,4 +1,4 @@
-"""HloModuleProto as it stands in a trace, read without XLA's schemas.
+"""HloModuleProto of a trace, read without XLA's schemas.
 
 https://github.com/openxla/xla/blob/main/xla/service/hlo.proto
 """
@@ -15,11 +15,14 @@ _NAME, _ENTRY, _COMPUTATIONS, _ID, _FRAMES = 1, 2, 3, 5, 17
 
 @dataclass(frozen=True)
 class RawInstruction:
-    """An instruction as it stands in the proto; ids are unique in the module.
+    """An instruction of the proto; ids are unique in the module.
 
     Attributes:
-      frame: the number of its Python stack, 0 where it has none.
-      source: its line alone, which is all that older versions of XLA kept.
+      frame: number of its Python stack, 0 for none.
+      source: its Python line without a stack; older versions of XLA store nothing else.
+      operands: ids of the operands.
+      called: ids of the called computations.
+      target: target of a custom call, or "".
     """
 
     id: int
@@ -44,11 +47,11 @@ class Computation:
 
 @dataclass(frozen=True)
 class RawModule:
-    """A module as it stands in the proto.
+    """A module of the proto.
 
     Attributes:
-      entry: the name of the computation that a run of it starts.
-      stacks: the Python stack of each frame's number, innermost first; number 0 is none.
+      entry: name of the computation at which a run starts.
+      stacks: Python stack of each frame number, innermost first; number 0 is empty.
     """
 
     name: str
@@ -58,10 +61,10 @@ class RawModule:
 
 
 def module_head(data: bytes, place: tuple[int, int]) -> tuple[str, int]:
-    """The name and the id of a module, without what is in it.
+    """Reads only the name and the id of a module.
 
     Raises:
-      WireError: it is damaged.
+      WireError: the module is damaged.
     """
     head = dict(fields(data, *place))
     return _text(data, head.get(_NAME, 0)), _integer(head.get(_ID))
@@ -71,7 +74,7 @@ def read_module(data: bytes, place: tuple[int, int]) -> RawModule:
     """Reads a module.
 
     Raises:
-      WireError, IndexError: it is damaged.
+      WireError, IndexError: the module is damaged.
     """
     name = entry = ""
     computations: list[Computation] = []
@@ -129,7 +132,7 @@ def _instruction(data: bytes, place: tuple[int, int]) -> RawInstruction:
 
 
 def _stacks(data: bytes, place: tuple[int, int]) -> tuple[tuple[Frame, ...], ...]:
-    """The Python stack of each frame's number, innermost first; number 0 is none."""
+    """Returns the Python stack of each frame number, innermost first; number 0 is empty."""
     tables: dict[int, list[Value]] = {1: [], 2: [], 3: [], 4: []}
     for number, value in fields(data, *place):
         tables.setdefault(number, []).append(value)

@@ -1,7 +1,7 @@
-"""What the threads of a process did for its input: stages of Grain, transfers to devices, and the program's own marks.
+"""Input-related events on a process's threads: stages of Grain, transfers to devices, and the program's annotations.
 
-While a trace is taken Grain itself annotates its stages, on whatever thread they run. Any other program says where it
-gets its input with `with jax.profiler.TraceAnnotation("next_batch"): ...`.
+Grain annotates its stages itself during a capture, on any thread. Other programs mark the code that gets their input by
+`with jax.profiler.TraceAnnotation("next_batch"): ...`.
 """
 
 import re
@@ -21,11 +21,12 @@ ANNOTATION: Final = "next_batch"
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of an input pipeline.
+    """A stage of an input pipeline.
 
     Attributes:
-      kind: "read", "preprocessing" or "prefetch" as Grain says, "transfer" to devices, or "annotation".
-      detail: the arguments of the stage as Grain writes them, such as its function; "" for others.
+      name: name of the stage.
+      kind: Grain's "read", "preprocessing" or "prefetch", or "transfer" to devices, or "annotation".
+      detail: arguments of the stage as Grain writes them, such as its function; "" for other stages.
     """
 
     name: str
@@ -35,12 +36,15 @@ class Stage:
 
 @dataclass(frozen=True)
 class StageEvents:
-    """Executions of stages, a row each.
+    """Executions of stages, one per row.
 
     Attributes:
-      which: the row of `stages`.
-      thread: a number for each thread; `calling` is that of the one that calls JAX, None where there is none.
-      depth: how many other stages the execution is in, on its thread.
+      stages: the distinct stages.
+      which: index of each row's stage in `stages`.
+      thread: number of the thread.
+      start_ps, end_ps: times since the base of the trace.
+      depth: number of enclosing stages on the same thread.
+      calling: number of the thread that calls JAX; None if no thread does.
     """
 
     stages: tuple[Stage, ...]
@@ -53,7 +57,7 @@ class StageEvents:
 
 
 def stage_events(space: Space, base_ns: int, annotation: str = ANNOTATION) -> StageEvents:
-    """The stages that ran in a process, and the events of the name `annotation`, in picoseconds since `base_ns`."""
+    """Returns the stages that ran in a process, with events named `annotation`, in picoseconds since `base_ns`."""
     stages: dict[Stage, int] = {}
     calls: dict[int, int] = {}
     columns = [np.zeros((5, 0), np.int64)]
@@ -79,14 +83,14 @@ _GRAIN: Final = re.compile(r"_?(\w+?)(?:Map|Iter)?Dataset(?:Iterator)?\((.*)\)",
 
 
 def _threads(space: Space) -> Iterator[tuple[Plane, Line]]:
-    """The threads of Python; those of XLA's pools run operations."""
+    """Yields the threads that run Python; those of XLA's pools run operations."""
     for plane in space.planes:
         if plane.name == "/host:CPU":
             yield from ((plane, line) for line in plane.lines if not line.name.startswith("tf_"))
 
 
 def _stages(plane: Plane, line: Line, annotation: str) -> list[Stage | None]:
-    """The stage of each event of a thread; None where it is none."""
+    """Returns the stage of each event of a thread, None for other events."""
     events = line.events
     keys = np.stack(
         [events.metadata, *(events.stats[f"_ipl_{name}"] for name in ("stage_name", "stage_cat", "dataset_name"))]
@@ -98,7 +102,7 @@ def _stages(plane: Plane, line: Line, annotation: str) -> list[Stage | None]:
 
 def _stage(plane: Plane, annotation: str, event: int, name: int, kind: int, dataset: int) -> Stage | None:
     if kind != MISSING:
-        # What a thread of a prefetch computes is the stage before it.
+        # A prefetch thread works on the preceding stage, which `dataset_name` names.
         text = plane.text(name if dataset == MISSING else dataset)
         match = _GRAIN.fullmatch(text)
         return Stage(match[1], plane.text(kind), match[2]) if match else Stage(text, plane.text(kind), "")

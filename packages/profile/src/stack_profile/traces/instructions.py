@@ -1,4 +1,4 @@
-"""An instruction of a compiled program, with the Python lines and the scopes that asked for it."""
+"""Instructions of a compiled program, with their Python lines and scopes."""
 
 import functools
 import itertools
@@ -13,13 +13,13 @@ __all__ = ["CONTAINERS", "Frame", "Instruction", "Origin", "called_by"]
 
 Origin = Literal["own", "fused", "operand", "user", "caller", "none"]
 
-# Instructions that run others: their time is that of what they run.
+# Instructions that run others; their time belongs to the instructions they run.
 CONTAINERS: Final = frozenset({"while", "conditional", "call", "async-start", "async-done", "async-update"})
 
 
 @dataclass(frozen=True)
 class Frame:
-    """A line of Python that was executed while the operation was traced.
+    """A Python line that was executing while the operation was traced.
 
     As text, a line of an installed package starts with the package's name: "optax/_src/update.py:42".
     """
@@ -38,7 +38,7 @@ class Frame:
 
     @property
     def package(self) -> str:
-        """The installed package that the file is of, such as "optax"; "" where it is the user's own."""
+        """Installed package of the file, such as "optax"; "" for the user's own files."""
         return _package(self.file)
 
 
@@ -54,7 +54,7 @@ def _path_in_package(file: str) -> str:
     return file[match.start(1) :] if match else file
 
 
-# The stack's own are packages too where they are installed for development, from the folders that hold their sources.
+# The second pattern is for editable installs of the stack, which are outside of site-packages.
 _PACKAGES: Final = (
     re.compile(r"[/\\](?:site|dist)-packages[/\\](\w+)"),
     re.compile(r"[/\\](stack_(?:core|kernels|quant|train|rl|serve|profile))[/\\]"),
@@ -67,18 +67,21 @@ class Instruction:
     """An instruction of a compiled program.
 
     Attributes:
-      id: unique in the module.
-      computation: the function of the module that it is in.
-      op_name: "jit(step)/jvp(mlp)/dot_general", or "".
-      frames: the Python stack, innermost first; empty where none is known.
-      outer: how many of the outermost frames called the program, for all of it has them.
-      origin: whose op_name and frames these are: its own; those of what it fuses; of what it reads; of what reads it;
-        of the loop or call that it is in; or nobody's.
-      fused: it is a part of a fusion and never runs for itself.
-      opcodes: its own, or those of what it fuses.
-      parts: the names of what it fuses, the result first.
-      target: which library or kernel a custom call calls, or "".
-      argument: of a parameter the name that JAX gave it, such as "state.params['kernel']", or "".
+      id: unique id in the module.
+      name: name of the instruction.
+      opcode: opcode of the instruction.
+      computation: name of the computation that contains it.
+      op_name: JAX's name, such as "jit(step)/jvp(mlp)/dot_general", or "".
+      frames: Python stack, innermost first; empty if unknown.
+      outer: number of outermost frames that called the program, common to all of its instructions.
+      origin: source of `op_name` and `frames`: the instruction itself, the instructions it fuses, an operand, a user,
+        the
+        enclosing loop or call, or none.
+      fused: whether it is part of a fusion and has no executions of its own.
+      opcodes: opcodes of the instructions it fuses, otherwise its own.
+      parts: names of the instructions it fuses, the root first.
+      target: library or kernel of a custom call, or "".
+      argument: JAX's name of a parameter, such as "state.params['kernel']", or "".
     """
 
     id: int
@@ -101,23 +104,25 @@ class Instruction:
 
     @property
     def layer(self) -> str:
-        """The named scopes; where the program names none, the classes whose `__call__` it is in; or ""."""
+        """Named scopes, or without any the classes whose `__call__` contains the instruction, or ""."""
         if path := self.scope.path:
             return path
         classes: list[str] = []
         for frame in self._inside:
             name = match[1] if (match := _CALL.search(frame.function)) and _is_layer(match[1], frame) else None
             if name in classes[:-1] or _function(frame) == self._traced:
-                break  # JAX puts the stack of the pass being differentiated on top of its own
+                break  # JAX puts the stack of the differentiated pass on top of the backward pass's own.
             if name is not None and classes[-1:] != [name]:
                 classes.append(name)
         return "/".join(reversed(classes))
 
     def source(self, within: str = "") -> Frame | None:
-        """The user's line, or the innermost of a file under `within` if that is given; None where none is known.
+        """Returns the user's line, or the innermost line of a file under `within` if given; None if unknown.
 
-        It is the innermost line outside of installed packages. A program all of whose lines are in packages is that of
-        the package whose function was traced: its innermost line, rather than that of an op which it calls.
+        The user's line is the innermost one outside of installed packages. If all lines are in packages, the program
+        belongs to the
+        package of the traced function. Then the innermost line of that package is returned, not one of an op that it
+        calls.
         """
         if within:
             return next((frame for frame in self.frames if frame.file.startswith(within)), None)
@@ -128,10 +133,11 @@ class Instruction:
 
     @property
     def package_source(self) -> Frame | None:
-        """The innermost line if it is in an installed package and not the user's line; else None.
+        """The innermost line if it is in an installed package and not the user's line, otherwise None.
 
-        Of an op of stack-core this is the line of its public function, such as `stack_core.ops.linear`: the frames
-        within belong to the choice of an implementation.
+        For an op of stack-core this is the line of its public function, such as `stack_core.ops.linear`; inner frames
+        belong to
+        the dispatch of an implementation.
         """
         innermost = list(itertools.takewhile(lambda frame: frame.package == _OPS_PACKAGE, self.frames))[-1:]
         line = next(iter(innermost or self.frames), None)
@@ -139,22 +145,23 @@ class Instruction:
 
     @property
     def _traced(self) -> str | None:
-        """The name of the function that was compiled."""
+        """Name of the compiled function."""
         return match[1] if (match := _TRACED.match(self.op_name)) else None
 
     @property
     def _inside(self) -> tuple[Frame, ...]:
-        """The frames of the function that was compiled, its own the last."""
+        """Frames inside the compiled function, which is the last one."""
         frames = self.frames[: max(len(self.frames) - self.outer, 0)]
         traced = [place for place, frame in enumerate(frames) if _function(frame) == self._traced]
         return frames[: traced[-1] + 1] if traced else frames
 
 
 def called_by(stacks: Iterable[tuple[Frame, ...]], op_name: str) -> int:
-    """How many frames, the outermost, are around the function that was compiled in all stacks of a program.
+    """Returns the number of outermost frames that surround the compiled function in all stacks of a program.
 
     Args:
-      op_name: of any of its instructions; frames inside the function that it names are the program's own.
+      stacks: Python stacks of the program's instructions.
+      op_name: name of any of its instructions; frames inside the function that it names belong to the program.
     """
     found = iter(stacks)
     first = next(found, ())
@@ -168,7 +175,7 @@ def called_by(stacks: Iterable[tuple[Frame, ...]], op_name: str) -> int:
 
 
 def _is_layer(name: str, frame: Frame) -> bool:
-    """Whether the class of a `__call__` is a layer: neither the machinery of ops nor a config, such as an objective."""
+    """Whether the class of a `__call__` is a layer, not part of the ops' machinery or a config such as an objective."""
     return frame.package != _OPS_PACKAGE and not name.endswith("Config")
 
 

@@ -1,8 +1,9 @@
-"""Arithmetic of intervals: what was covered, and whose time an instant was.
+"""Interval arithmetic: unions, gaps, and self times of overlapping operations.
 
-Operations overlap: on several threads or streams of a device, and where a loop's own event spans those of its body. An
-instant belongs to the operations that run in it and run no others, in equal shares where there are several. So the
-self times of all operations sum to the time in which any of them ran, the union, whatever the overlap.
+Operations overlap on several threads or streams of a device, and a loop's event spans the events of its body. Each
+instant
+belongs to the operations running at that time that run no others, in equal shares. The self times of all operations
+therefore sum to the union, the time in which any of them ran.
 """
 
 import heapq
@@ -13,7 +14,7 @@ __all__ = ["gaps", "nesting", "self_times", "tracks", "union"]
 
 
 def union(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """The union of intervals as disjoint rows (start, end) in order."""
+    """Returns the union of intervals as disjoint rows (start, end) in order."""
     order = np.argsort(starts, kind="stable")
     starts, ends = starts[order], ends[order]
     if not len(starts):
@@ -25,17 +26,18 @@ def union(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
 
 
 def gaps(covered: np.ndarray, start: int, end: int) -> np.ndarray:
-    """What of [start, end] the disjoint rows of `covered` leave free, as rows (start, end)."""
+    """Returns the parts of [start, end] outside of the disjoint rows of `covered`, as rows (start, end)."""
     edges = np.concatenate([[start], np.clip(covered, start, end).reshape(-1), [end]]).reshape(-1, 2)
     return edges[edges[:, 1] > edges[:, 0]]
 
 
 def self_times(starts: np.ndarray, ends: np.ndarray, depth: np.ndarray) -> np.ndarray:
-    """The share of each interval in the union of all, float64.
+    """Computes the share of each interval in the union of all, float64.
 
     Args:
-      depth: -1 for operations that run no others; for the others how many of their kind they are in. An instant in
-        which no operation of depth -1 runs is that of the innermost of the others.
+      starts, ends: edges of the intervals.
+      depth: -1 for operations that run no others, otherwise the nesting depth. If no operation of depth -1 runs at an
+        instant, the instant belongs to the innermost of the others.
     """
     shares = np.zeros(len(starts))
     covered = np.zeros((0, 2), np.int64)
@@ -48,7 +50,7 @@ def self_times(starts: np.ndarray, ends: np.ndarray, depth: np.ndarray) -> np.nd
 
 
 def nesting(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """How many of the intervals each lies in; of two that are alike the later row lies in the earlier."""
+    """Returns how many intervals contain each one; of two equal intervals, the earlier row contains the later."""
     depth = np.zeros(len(starts), np.int64)
     open_: list[int] = []
     for row in np.lexsort((-ends, starts)).tolist():
@@ -60,7 +62,7 @@ def nesting(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
 
 
 def _shares(starts: np.ndarray, ends: np.ndarray, taken: np.ndarray) -> np.ndarray:
-    """The share of each interval in what is not taken: at each instant one over the number of those that hold it."""
+    """Returns each interval's share of the time outside of `taken`, divided equally between overlapping intervals."""
     alone = np.zeros(len(starts), bool) if len(taken) else _alone(starts, ends)
     shares = (ends - starts).astype(float)
     shares[~alone] = _divided(starts[~alone], ends[~alone], taken)
@@ -68,7 +70,7 @@ def _shares(starts: np.ndarray, ends: np.ndarray, taken: np.ndarray) -> np.ndarr
 
 
 def _alone(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Whether an interval overlaps no other."""
+    """Returns the mask of intervals that overlap no other."""
     order = np.argsort(starts, kind="stable")
     reached = np.maximum.accumulate(ends[order])
     free = starts[order][1:] >= reached[:-1]
@@ -78,7 +80,7 @@ def _alone(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
 
 
 def _divided(starts: np.ndarray, ends: np.ndarray, taken: np.ndarray) -> np.ndarray:
-    """As `_shares`, for any intervals."""
+    """Computes `_shares` for overlapping intervals."""
     edges = np.sort(np.concatenate([starts, ends, taken.reshape(-1)]))
     running, blocked = _open(starts, ends, edges), _open(taken[:, 0], taken[:, 1], edges)
     weight = np.where((blocked == 0) & (running > 0), np.diff(edges, append=edges[-1:]) / np.maximum(running, 1), 0.0)
@@ -87,12 +89,12 @@ def _divided(starts: np.ndarray, ends: np.ndarray, taken: np.ndarray) -> np.ndar
 
 
 def _open(starts: np.ndarray, ends: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """How many intervals hold the time after each edge."""
+    """Returns the number of intervals that contain the time after each edge."""
     return np.searchsorted(np.sort(starts), edges, "right") - np.searchsorted(np.sort(ends), edges, "right")
 
 
 def tracks(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """For each interval, in the order of their starts, the first of the tracks 0, 1, ... on which none runs."""
+    """Assigns each interval, in order of their starts, to the lowest-numbered track that is free."""
     places = np.zeros(len(starts), np.int64)
     free: list[int] = []
     open_: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""Joins the events of a device with the programs that they are of."""
+"""Joins the events of a device with their programs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -15,22 +15,24 @@ from stack_profile.traces.xplane import MISSING, Events, Line, Plane
 __all__ = ["Executions", "Join", "Kind", "device_ops", "executions", "join"]
 
 
-_Owner = tuple[int, str]  # number and module of a program as events have them
+_Owner = tuple[int, str]  # number and module name of a program in events
 
 
 @dataclass(frozen=True)
 class Join:
-    """The programs of what ran in a process, by number and module as the events have them.
+    """The programs that ran in a process, by number and module name in the events.
 
-    A program that JAX loads from its compile cache runs under its number in the process that compiled it, which in
-    this process may be another program's. So a number counts where the module's name agrees and the program has all
-    operations that ran under it. Otherwise programs of that name that have all these operations are candidates: the
-    only one, or any where these operations have the same lines and scopes in all of them. Events of TPUs name no
-    module, but number a program by its content.
+    A program loaded from JAX's compile cache runs under its number in the process that compiled it. In this process,
+    the number
+    may belong to another program. A number is therefore used only if the module's name agrees and the program has all
+    operations that ran under it. Otherwise the candidates are the programs of that name with all of these operations. A
+    candidate is used if it is the only one, or if the operations have the same lines and scopes in all candidates.
+    Events of
+    TPUs do not name the module, but number a program by its content.
 
     Attributes:
-      found: None where none, or no single one, fits.
-      candidates: how many fit, where `found` has None; empty for a trace without any programs.
+      found: program of each owner; None if no program fits, or several different ones do.
+      candidates: number of fitting programs where `found` has None; empty for a trace without programs.
     """
 
     found: Mapping[_Owner, Program | None]
@@ -38,7 +40,7 @@ class Join:
 
     @classmethod
     def of(cls, programs: Mapping[int, Program], ran: Mapping[_Owner, AbstractSet[str]]) -> "Join":
-        """Joins what ran, names of operations, with the programs of the process by number."""
+        """Joins the names of operations that ran with the process's programs by number."""
         by_number = {owner: programs[owner[0]] for owner, names in ran.items() if _numbered(programs, owner, names)}
         named: dict[str, list[Program]] = {}
         for program in programs.values():
@@ -48,7 +50,7 @@ class Join:
             return [each for each in named.get(owner[1], ()) if ran[owner] <= each.instructions.keys()]
 
         fits = {owner: fitting(owner) for owner in ran.keys() - by_number.keys()}
-        if any(fits.values()):  # numbers of another process, which may be right by accident alone
+        if any(fits.values()):  # numbers come from another process, and may match only by accident
             fits |= {owner: fitting(owner) for owner in by_number if owner[1]}
         found: dict[_Owner, Program | None] = dict.fromkeys(ran) | by_number
         for owner, each in fits.items():
@@ -58,7 +60,7 @@ class Join:
         return cls(found, unjoined)
 
     def problems(self) -> Iterator[str]:
-        """What has no program, and so no lines."""
+        """Yields a message about operations without a program, which therefore have no lines."""
         unjoined = [
             f"{module} ({key}{f', which {count} programs fit' if count else ''})"
             for (key, module), count in sorted(self.candidates.items())
@@ -69,7 +71,7 @@ class Join:
 
 
 def _numbered(programs: Mapping[int, Program], owner: _Owner, names: AbstractSet[str]) -> bool:
-    """Whether the program of a number is the one that ran."""
+    """Returns whether the program with the owner's number is the program that ran."""
     key, module = owner
     program = programs.get(key)
     if program is None or module not in ("", program.name):
@@ -78,7 +80,7 @@ def _numbered(programs: Mapping[int, Program], owner: _Owner, names: AbstractSet
 
 
 def _alike(programs: Sequence[Program], names: AbstractSet[str]) -> bool:
-    """Whether there are programs, in all of which these operations have the same lines and scopes."""
+    """Returns whether there are programs and the operations have the same lines and scopes in all of them."""
     places = {
         tuple((found.op_name, found.frames) for name in sorted(names) if (found := program.instructions[name]))
         for program in programs
@@ -87,11 +89,12 @@ def _alike(programs: Sequence[Program], names: AbstractSet[str]) -> bool:
 
 
 class Kind(NamedTuple):
-    """What is the same of all executions of an operation.
+    """Common properties of all executions of an operation.
 
     Attributes:
-      beside: it is of no program.
-      key, module: number and name of the program as the events have them, `MISSING` and "" where they do not.
+      beside: whether the operation belongs to no program, such as a copy.
+      key, module: number and name of the program in events; `MISSING` and "" if absent.
+      name: name of the operation.
     """
 
     beside: bool
@@ -102,11 +105,13 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class Executions:
-    """What ran on the devices of a plane, a row each.
+    """Executions on the devices of a plane, one per row.
 
     Attributes:
-      which: the row of `kinds`.
-      columns: device, run, start and end.
+      plane: plane of the events.
+      kinds: the distinct operations.
+      which: index of each row's operation in `kinds`.
+      columns: columns such as device, run, start and end.
     """
 
     plane: Plane
@@ -116,7 +121,7 @@ class Executions:
 
 
 def executions(plane: Plane, base_ns: int) -> Executions | None:
-    """What ran on the devices of a plane: on one, or on those that a host's threads run; None where nothing did."""
+    """Returns the executions on a plane's devices, either one device or the host's CPU devices; None without any."""
     own_lines = [line for line in plane.lines if line.name in _OP_LINES]
     parts = [part for line in own_lines or plane.lines if (part := _op_events(plane, line, base_ns)) is not None]
     if not parts:
@@ -130,7 +135,7 @@ def executions(plane: Plane, base_ns: int) -> Executions | None:
 
 
 def join(ran: Sequence[Kind], programs: Mapping[int, Program]) -> Join:
-    """Finds the programs of all operations that ran in a process, among those that the trace holds."""
+    """Finds the programs of all operations that ran in a process among the trace's programs."""
     operations: dict[_Owner, set[str]] = {}
     for kind in ran:
         operations.setdefault((kind.key, kind.module), set()).add(kind.name.removeprefix("%"))
@@ -138,7 +143,7 @@ def join(ran: Sequence[Kind], programs: Mapping[int, Program]) -> Join:
 
 
 def device_ops(ran: Executions, joined: Join, prefix: str) -> list[Ops]:
-    """The operations of each device of a plane, with their programs."""
+    """Returns the operations of each device of a plane, with their programs."""
     plane = ran.plane
     devices: list[Ops] = []
     operations = [_operation(kind, joined) for kind in ran.kinds]
@@ -153,7 +158,7 @@ def device_ops(ran: Executions, joined: Join, prefix: str) -> list[Ops]:
 
 
 def _op_events(plane: Plane, line: Line, base_ns: int) -> dict[str, np.ndarray] | None:
-    """The columns of a line's operations; None where it has none."""
+    """Returns the columns of a line's operations, or None without any."""
     events = line.events
     name = events.stats["hlo_op"]
     named = _HLO if line.name in _OP_LINES else _OTHER if line.name.startswith(_STREAM) else None
@@ -178,9 +183,11 @@ def _op_events(plane: Plane, line: Line, base_ns: int) -> dict[str, np.ndarray] 
 
 
 def _times(events: Events, host_start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Start and end of events. A TPU's own clock, where it is there, starts where the first event is on the host's.
+    """Returns start and end of events, on a TPU's own clock if it was recorded.
 
-    On the host's clock its times have been corrected piece by piece, which changes durations by up to a tenth.
+    The TPU's clock is aligned with the host's at the first event. Times on the host's clock have been corrected
+    piecewise, which
+    changes durations by up to a tenth.
     """
     offset, duration = events.stats["device_offset_ps"], events.stats["device_duration_ps"]
     if not len(events) or (offset == MISSING).any() or (duration == MISSING).any():
@@ -189,16 +196,16 @@ def _times(events: Events, host_start: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return start, start + duration
 
 
-_OP_LINES: Final = ("XLA Ops",)  # of TPUs, and of GPUs where XProf has derived them
-_STREAM: Final = "Stream #"  # of GPUs; what runs on it beside operations are copies and kernels of nobody's program
+_OP_LINES: Final = ("XLA Ops",)  # on TPUs, and on GPUs if XProf derived it
+_STREAM: Final = "Stream #"  # on GPUs; it also holds copies and kernels that belong to no program
 _MODULE_LINE: Final = "XLA Modules"
 _END: Final = "end: "
-# What names a row: a text, an event of a line of operations, or an event of a stream that is of no operation.
+# Source of a row's name: a text, an event on a line of operations, or an event on a stream that is not an operation.
 _TEXT, _HLO, _OTHER = 0, 1, 2
 
 
 def _runs(plane: Plane, start: np.ndarray, base_ns: int) -> np.ndarray:
-    """Which execution of a program each operation is in, from the line on which TPUs show these; else `MISSING`."""
+    """Returns the program execution that each operation is in, from the TPU's module line; otherwise `MISSING`."""
     modules = next((line.events for line in plane.lines if line.name == _MODULE_LINE), None)
     if modules is None or not len(modules):
         return np.full(len(start), MISSING)
@@ -210,14 +217,14 @@ def _runs(plane: Plane, start: np.ndarray, base_ns: int) -> np.ndarray:
 
 
 def _shared(plane: Plane, metadata: np.ndarray, name: str) -> np.ndarray:
-    """A number that all events of a kind share; `MISSING` where they have none."""
+    """Returns a number that all events of a kind share, `MISSING` if they have none."""
     kinds, inverse = np.unique(metadata, return_inverse=True)
     values = [plane.event_stats(kind).get(name) for kind in kinds.tolist()]
     return np.array([value if isinstance(value, int) else MISSING for value in values], np.int64)[inverse]
 
 
 def _end_events(plane: Plane, base_ns: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """The (consumer, time) of the events that mark the end of an operation's work, ordered; None without any."""
+    """Returns (consumer, time) of the events that mark the end of an operation's work, in order; None without any."""
     kinds = [key for key, name in plane.event_names.items() if name.startswith(_END)]
     consumers: list[np.ndarray] = []
     times: list[np.ndarray] = []
@@ -234,13 +241,13 @@ def _end_events(plane: Plane, base_ns: int) -> tuple[np.ndarray, np.ndarray] | N
 
 
 def _work_ends(columns: Mapping[str, np.ndarray], consumer: np.ndarray, time: np.ndarray) -> np.ndarray:
-    """When the work of each operation ended: at the first mark for it after its start, else as its event does.
+    """Returns the end of each operation's work: the first mark after its start, otherwise the end of its event.
 
-    XLA's CPU runtime starts an operation in one event and marks its end in another, on whichever thread ends it.
+    XLA's CPU runtime starts an operation in one event and marks its end in another, on the thread that finishes it.
     """
     order = np.lexsort((columns["start"], columns["producer"]))
     producer, start = columns["producer"][order], columns["start"][order]
-    # Both in the order of (key, time): an operation's mark is the first that is not before it.
+    # Merge both in order of (key, time); an operation's mark is the first one not before its start.
     keys = np.concatenate([producer, consumer])
     merged = np.lexsort(
         (np.concatenate([np.zeros(len(start)), np.ones(len(time))]), np.concatenate([start, time]), keys)
@@ -275,10 +282,13 @@ def _ops(
 
 
 def _repetitions(operations: Sequence[Operation], which: np.ndarray) -> np.ndarray:
-    """Which execution of its program each row is in, by the operation with which the program began.
+    """Returns the execution of its program that each row is in, counted by the program's first operation.
 
-    GPUs do not say it. Of the operations outside loops, the first to run begins each run of its program; where the
-    program is not known these are the ones that ran the fewest times. Kernels of one operation follow each other.
+    Events of GPUs lack this number. The first operation outside of loops begins each run of its program. If the program
+    is not
+    known, the operations that ran the fewest times are assumed to be outside of loops. Several kernels of one operation
+    run
+    consecutively.
     """
     run = np.full(len(which), MISSING)
     owners = [None if each.beside else each.owner for each in operations]
@@ -298,13 +308,13 @@ def _repetitions(operations: Sequence[Operation], which: np.ndarray) -> np.ndarr
 
 
 def _kinds(plane: Plane, columns: Mapping[str, np.ndarray]) -> tuple[tuple[Kind, ...], np.ndarray]:
-    """The distinct operations, and which one each row is."""
+    """Returns the distinct operations, and the index of each row's operation."""
     keys = np.stack([columns["kind"], columns["program"], columns["module"], columns["name"]])
     pairs, which = np.unique(_codes(keys), return_inverse=True, return_index=True)[1:]
     found = []
     for kind, key, module, name in keys[:, pairs].T.tolist():
         text = plane.text(name) if kind == _TEXT else plane.event_names.get(name, "")
-        text = text.rpartition("::")[2] if kind == _TEXT else text  # XLA's annotations around a kernel, innermost last
+        text = text.rpartition("::")[2] if kind == _TEXT else text  # XLA's annotations, innermost last
         found.append(Kind(kind == _OTHER, key, plane.text(module) if module != MISSING else "", text))
     return tuple(found), which.reshape(-1)
 
@@ -317,7 +327,7 @@ def _operation(kind: Kind, joined: Join) -> Operation:
 
 
 def _codes(keys: np.ndarray) -> np.ndarray:
-    """One number for each column of alike keys."""
+    """Returns one number per column; equal columns have equal numbers."""
     code = np.zeros(keys.shape[1], np.int64)
     for row in keys:
         values, inverse = np.unique(row, return_inverse=True)

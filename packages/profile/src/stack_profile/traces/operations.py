@@ -1,4 +1,4 @@
-"""The operations of a device as they ran: columns of executions, and what is known of each operation."""
+"""Operations of a device: columns of executions, and a description of each operation."""
 
 import functools
 from collections.abc import Iterator
@@ -19,13 +19,16 @@ PICOSECOND: Final = 1e-12
 
 @dataclass(frozen=True)
 class Operation:
-    """An instruction of a program, as often as it ran.
+    """An instruction of a program, for all of its executions.
 
     Attributes:
-      module: the program's name as the events have it.
-      program_key: its number as the events have it, which may be that of the process that compiled it.
-      instruction: None where the trace does not hold the program, or the program no such instruction.
-      beside: it is of no program, such as a copy between host and GPU; it has the time that those of programs leave.
+      name: name of the instruction in events.
+      module: name of the program in events.
+      program_key: number of the program in events, which may come from the process that compiled it.
+      program: program of the instruction; None if the trace lacks it.
+      instruction: None if the trace lacks the program, or the program the instruction.
+      beside: whether it belongs to no program, such as a copy between host and GPU; it gets only the time in which no
+        program's operations run.
     """
 
     name: str
@@ -37,12 +40,12 @@ class Operation:
 
     @property
     def owner(self) -> tuple[str, int]:
-        """What tells its program from the others of the process."""
+        """Key of its program among those of the process."""
         return self.module, self.program_key
 
     @property
     def is_entry(self) -> bool:
-        """It is known to be outside all loops and calls, so that it runs once in a run of its program."""
+        """Whether it is known to be outside of all loops and calls, and so runs once per run of its program."""
         return (
             self.program is not None
             and self.instruction is not None
@@ -60,14 +63,17 @@ class Operation:
 
 @dataclass(frozen=True)
 class Ops:
-    """The executions of operations on one device, a row each, in the order of their start.
+    """Executions of operations on one device, one per row, in order of their start.
 
     Attributes:
-      which: the row of `operations`.
-      start_ps, end_ps: since the start of the trace. The end is that of the work, which on CPUs may come long after
-        that of the event which started it.
-      self_ps: the share in the union of all, see `stack_profile.traces.intervals`.
-      run: which execution of its program; `MISSING` where the trace does not say.
+      device: name of the device.
+      operations: the distinct operations.
+      which: index of each row's operation in `operations`.
+      start_ps, end_ps: times since the start of the trace. The end is that of the work; on CPUs, the event that started
+        the
+        work may end long before.
+      self_ps: share of the row in the union of all rows, see `stack_profile.traces.intervals`.
+      run: execution of the program that each row is in; `MISSING` if unknown.
     """
 
     device: str
@@ -83,12 +89,12 @@ class Ops:
 
     @functools.cached_property
     def covered(self) -> np.ndarray:
-        """When any operation ran, as disjoint rows (start, end)."""
+        """Times in which any operation ran, as disjoint rows (start, end)."""
         return union(self.start_ps, self.end_ps)
 
     @functools.cached_property
     def tracks(self) -> np.ndarray:
-        """A track for each row, on which no other runs at its time: even for loops and calls, odd for all others."""
+        """A track for each row, without overlaps on a track: even for loops and calls, odd for other operations."""
         outer = np.array([operation.runs_others for operation in self.operations], bool)[self.which]
         places = np.zeros(len(self), np.int64)
         for first, rows in enumerate((np.flatnonzero(outer), np.flatnonzero(~outer))):
@@ -101,26 +107,29 @@ class Ops:
 
     @property
     def busy_s(self) -> float:
-        """The time in which any operation ran."""
+        """Time in which any operation ran."""
         return self.union_ps * PICOSECOND
 
     def totals(self) -> Iterator[tuple[Operation, float, int]]:
-        """Each operation with the seconds of its self time and the number of its executions."""
+        """Yields each operation with the seconds of its self time and the number of its executions."""
         counts = np.bincount(self.which, minlength=len(self.operations))
         yield from zip(self.operations, (self.sums(self.self_ps) * PICOSECOND).tolist(), counts.tolist(), strict=True)
 
     def sums(self, values: np.ndarray) -> np.ndarray:
-        """The sum of a column for each of the operations."""
+        """Returns the sum of a column for each operation."""
         return np.bincount(self.which, weights=values, minlength=len(self.operations))
 
 
 @dataclass(frozen=True)
 class Step:
-    """One execution of the program that took the most time on a device; its step lasts until the next one starts.
+    """One execution of the program with the most time on a device; the step lasts until the next execution starts.
 
     Attributes:
-      number: the program's own number of the step if it annotates its steps, else counted from 1.
-      end_ps: the start of the next execution; the last step ends with its last operation.
+      number: the program's own number of the step if it annotates steps, otherwise counted from 1.
+      program: name of the module.
+      run: number of the execution.
+      start_ps: start of the execution.
+      end_ps: start of the next execution; the last step ends with its last operation.
     """
 
     number: int
@@ -136,10 +145,11 @@ class Step:
 
 @dataclass(frozen=True)
 class StepMarks:
-    """The annotations of steps (`jax.profiler.StepTraceAnnotation`) in the order of their start.
+    """Annotations of steps (`jax.profiler.StepTraceAnnotation`) in order of their start.
 
     Attributes:
-      numbers: the `step_num` of each.
+      numbers: `step_num` of each annotation.
+      start_ps: start of each annotation.
     """
 
     numbers: np.ndarray
@@ -166,11 +176,13 @@ class StepMarks:
 
 @dataclass(frozen=True)
 class HostEvents:
-    """What the threads of the hosts did, operations of devices and the runtime's own marks left out.
+    """Events on the hosts' threads, without operations of devices and the runtime's own marks.
 
     Attributes:
-      which: the row of `names`.
-      jax_calls: the rows that are calls of JAX's own; the others are a program's annotations.
+      names: the distinct names.
+      which: index of each row's name in `names`.
+      start_ps, end_ps: times since the base of the trace.
+      jax_calls: rows that are calls of JAX; the others are annotations of the program.
     """
 
     names: tuple[str, ...]
@@ -204,4 +216,4 @@ def steps_of(ops: Ops, marks: StepMarks) -> tuple[Step, ...]:
     return tuple(Step(number, name, run, start, end) for number, run, start, end in columns)
 
 
-_WHOLE: Final = 0.9  # a run with fewer of the usual number of operations began before the capture, or ended after it
+_WHOLE: Final = 0.9  # a run with fewer operations than this share of the median was cut off by the capture

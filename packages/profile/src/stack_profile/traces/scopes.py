@@ -1,8 +1,8 @@
-"""What an op name tells: the named scopes it was made in, and which pass of a training step it belongs to.
+"""Parser of op names: named scopes, and the pass of a training step.
 
-JAX names an operation by its way through the program: "jit(step)/transpose(jvp(mlp))/while/body/closed_call/
-checkpoint/rematted_computation/attention/dot_general" is the product in the scope "mlp/attention" which the backward
-pass computes again. The names of transforms and of control flow are JAX's; what is left are the program's own scopes.
+JAX names an operation by its path through the program: "jit(step)/transpose(jvp(mlp))/while/body/closed_call/
+checkpoint/rematted_computation/attention/dot_general" is a product in the scope "mlp/attention" that the backward pass
+recomputes. The parser drops JAX's names of transforms and control flow, and keeps the program's own scopes.
 """
 
 import functools
@@ -17,11 +17,12 @@ Pass = Literal["forward", "backward", "recomputed"]
 
 @dataclass(frozen=True)
 class Scope:
-    """Where an operation comes from.
+    """Parsed op name of an operation.
 
     Attributes:
-      names: the program's named scopes, outermost first; a backward operation has those of its forward one.
-      primitive: the operation as JAX calls it.
+      names: the program's named scopes, outermost first; a backward operation has those of its forward operation.
+      direction: pass of the training step.
+      primitive: JAX's name of the operation.
     """
 
     names: tuple[str, ...]
@@ -35,7 +36,7 @@ class Scope:
 
 @functools.lru_cache(maxsize=1 << 16)
 def parse_op_name(op_name: str) -> Scope:
-    """Reads "jit(step)/jvp(mlp)/dot_general"; of several names that XLA joined by ";" the first."""
+    """Parses a name such as "jit(step)/jvp(mlp)/dot_general"; of several that XLA joined by ";", the first."""
     *path, primitive = _split(op_name.partition(";")[0])
     names: list[str] = []
     transforms: set[str] = set()
@@ -56,7 +57,7 @@ _TRANSFORMS: Final = frozenset({"jvp", "transpose", "vmap", "pmap", "remat", "ch
 
 
 def _split(op_name: str) -> list[str]:
-    """The parts between slashes that stand in no parentheses."""
+    """Splits a name at the slashes that are outside of parentheses."""
     parts, depth = [""], 0
     for character in op_name:
         depth += (character == "(") - (character == ")")
@@ -68,7 +69,7 @@ def _split(op_name: str) -> list[str]:
 
 
 def _unwrap(part: str, names: list[str], transforms: set[str]) -> None:
-    """Adds the scopes and the transforms of one part, such as "transpose(jvp(mlp))"."""
+    """Adds the scopes and transforms of one part, such as "transpose(jvp(mlp))"."""
     if wrapped := _WRAPPED.fullmatch(part):
         word, inner = wrapped.groups()
         if word in _TRANSFORMS:

@@ -25,12 +25,12 @@ __all__ = ["IDLE", "Items", "Key", "cut", "items_of"]
 
 @dataclass(frozen=True)
 class Key:
-    """What neighbours share that are one span.
+    """Properties that the neighbours in one span share.
 
     Attributes:
-      path: the name, its outermost part first.
-      direction: the pass of training; None where it is not known.
-      trip: of the outermost loop, from 1 on; 0 outside of loops, or where it is not known.
+      path: name of the span, its outermost part first.
+      direction: pass of training; None if unknown.
+      trip: trip of the outermost loop, counted from 1; 0 outside of loops, or if unknown.
     """
 
     path: tuple[str, ...]
@@ -78,7 +78,7 @@ def items_of(ops: Ops, start_ps: int, end_ps: int) -> Items:
     # Loops and calls own the time in which none of their operations runs.
     rest = gaps(union(*np.concatenate([pieces, idle]).T), start_ps, end_ps)
     holder = np.full(len(rest), -1)
-    for row in np.flatnonzero(is_outer):  # in the order of their start, so that the innermost is the last
+    for row in np.flatnonzero(is_outer):  # in order of their start: the innermost is assigned last
         holder[slice(*np.searchsorted(rest[:, 0], (start[row], end[row])))] = which[row]
     trips = np.zeros(len(which), np.int64)
     trips[work] = _trips(ops, which[work])
@@ -124,7 +124,7 @@ def _latest_started(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def cut(items: Items, most: int) -> list[int]:
-    """The first items of at most so many spans."""
+    """Returns the index of the first item of each span, for at most `most` spans."""
     spans: list[_Span] = []
     window_ps = float(items.size_ps.sum())
     for depth in range(max((len(key.path) for key in items.keys), default=1) or 1, 0, -1):
@@ -142,12 +142,12 @@ def cut(items: Items, most: int) -> list[int]:
     return [span.first for span in spans]
 
 
-_SPECKS: Final = (0.0, 1e-4, 5e-4, 2e-3, 5e-3)  # shares of the window; in steps, that specks join what they are in
+_SPECKS: Final = (0.0, 1e-4, 5e-4, 2e-3, 5e-3)  # shares of the window: ever larger specks join a neighbour
 
 
 @dataclass(frozen=True)
 class _Span:
-    """Consecutive items, from `first` on."""
+    """Consecutive items starting at `first`."""
 
     first: int
     size_ps: float
@@ -155,9 +155,9 @@ class _Span:
 
 
 def _merged(spans: Sequence[_Span], least_ps: float) -> list[_Span]:
-    """Joins neighbours of one key, and what is smaller than `least_ps` with the neighbour that is more like it."""
+    """Joins neighbours with equal keys, and spans smaller than `least_ps` with the more similar neighbour."""
     merged: list[_Span] = []
-    held = 0.0, -1  # the size and the first item of what joins the span that follows
+    held = 0.0, -1  # size and first item of a small span that joins the following one
     for place, given in enumerate(spans):
         span = given if held[1] < 0 else _Span(held[1], held[0] + given.size_ps, given.key)
         held = 0.0, -1
@@ -190,10 +190,11 @@ def _keys(ops: Ops, operation: np.ndarray, trips: np.ndarray) -> tuple[tuple[Key
 
 
 def _places(operations: Sequence[Operation]) -> list[tuple[tuple[str, ...], str | None]]:
-    """The path of each operation and its pass: its layer, else a function.
+    """Returns the path of each operation, its layer or else a function, and its pass.
 
-    That function is the first on the stack in which it differs from the other operations of its program that are in no
-    layer; in training those of the loss, and apart from them those outside of what is differentiated.
+    The function is the first on the stack that differs between the program's operations without a layer. In training,
+    the
+    operations inside the differentiated function are compared separately from those outside.
     """
     stacks: dict[tuple[int, bool], list[tuple[str, ...]]] = {}
     for each in operations:
@@ -219,12 +220,12 @@ def _kin(operation: Operation, instruction: Instruction) -> tuple[int, bool]:
 
 
 def _functions(frames: Sequence[Frame]) -> tuple[str, ...]:
-    """The functions of a stack, outermost first."""
+    """Returns the functions of a stack, outermost first."""
     return tuple(frame.function.replace(".<locals>", "") for frame in reversed(frames))
 
 
 def _alike(paths: Sequence[Sequence[str]]) -> int:
-    """How many parts all paths begin with."""
+    """Returns the length of the paths' common prefix."""
     columns = enumerate(zip(*paths, strict=False))
     return next((place for place, parts in columns if len(set(parts)) > 1), min(map(len, paths)))
 
@@ -244,7 +245,7 @@ def _trips(ops: Ops, executed: np.ndarray) -> np.ndarray:
 
 
 def _loops(program: Program) -> Iterator[tuple[str, tuple[int, int]]]:
-    """How often each instruction in a loop runs, and how many trips the outermost loop around it has."""
+    """Yields each instruction in a loop with its number of executions and the trips of the outermost loop."""
     found = program.module.executions() if program.module else ()
     executions = [each for each in found if not each.fused and each.loops]
     trips = {each.loops[0]: each.times for each in executions if len(each.loops) == 1}

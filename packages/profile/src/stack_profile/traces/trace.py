@@ -1,4 +1,4 @@
-"""A trace with its operations joined to the programs, and so to the Python lines, that they come from."""
+"""Traces, with operations joined to their programs and thereby to Python lines."""
 
 import functools
 import re
@@ -22,13 +22,16 @@ __all__ = ["Trace", "load_trace", "trace_files", "trace_of"]
 
 @dataclass(frozen=True)
 class Trace:
-    """What was captured, of all processes.
+    """A capture of one or several processes.
 
     Attributes:
-      about: what the capture wrote of its process, see `stack_profile.capture`; empty for other tools' traces.
-      programs: all that were loaded; what is in them is read on first use.
-      devices: those on which operations ran.
-      problems: why the trace is not whole; empty when it is.
+      source: path of the trace, or a description.
+      spaces: the trace data of each process.
+      about: metadata that the first process's capture wrote, see `stack_profile.capture`; empty for other tools'
+        traces.
+      programs: all loaded programs; their contents are read on first use.
+      devices: devices on which operations ran.
+      problems: reasons why the trace is incomplete; empty if it is complete.
     """
 
     source: str
@@ -40,32 +43,32 @@ class Trace:
 
     @functools.cached_property
     def ran(self) -> tuple[Program, ...]:
-        """The programs of the operations."""
+        """Programs whose operations ran."""
         found = {id(each.program): each.program for ops in self.devices for each in ops.operations}
         return tuple(program for program in found.values() if program is not None)
 
     @functools.cached_property
     def base_ns(self) -> int:
-        """Where the clock of the operations and of the host's events starts, on that of the trace."""
+        """Zero of the clock of operations and host events, on the trace's clock."""
         return _base_ns(self.spaces)
 
     @functools.cached_property
     def host_events(self) -> HostEvents:
-        """The events of the threads that call JAX."""
+        """Events of the threads that call JAX."""
         return _host_events(self.spaces, self.base_ns)
 
     @functools.cached_property
     def steps(self) -> Mapping[str, tuple[Step, ...]]:
-        """The steps of each device, by its name; none where the trace does not tell the runs of programs apart."""
+        """Steps of each device by its name; empty if the trace does not distinguish the runs of programs."""
         marks = _step_marks(self.spaces[:1], self.base_ns)
         return {ops.device: steps_of(ops, marks) for ops in self.devices}
 
 
 def trace_files(path: Path) -> tuple[Path, ...]:
-    """The `*.xplane.pb` of the newest capture under a directory, one a process; or the file itself.
+    """Returns the `*.xplane.pb` files of the newest capture under a directory, one per process, or the file itself.
 
     Raises:
-      TraceError: there is none.
+      TraceError: the path does not exist or contains no capture.
     """
     if path.is_file():
         return (path,)
@@ -82,10 +85,10 @@ def trace_files(path: Path) -> tuple[Path, ...]:
 
 
 def load_trace(path: Path | str) -> Trace:
-    """Reads the newest capture under `path`; nothing is written there.
+    """Reads the newest capture under `path`, without writing anything there.
 
     Raises:
-      TraceError: there is none, or it is no trace.
+      TraceError: the capture does not exist, or is not a trace.
     """
     files = trace_files(Path(path))
     spaces, abouts = [read_space(file) for file in files], [about_of(file) for file in files]
@@ -109,8 +112,11 @@ def trace_of(
     """Joins the operations of the processes with their programs.
 
     Args:
-      beside: of each process the HloProtos that the trace itself lacks.
-      problems: why these are not the whole trace.
+      spaces: trace data of each process.
+      source: path of the trace, or a description.
+      about: metadata of the capture.
+      beside: HloProtos of each process that the trace itself lacks.
+      problems: known reasons why the trace is incomplete.
     """
     base_ns = _base_ns(spaces)
     found_problems = list(problems)
@@ -131,7 +137,7 @@ def trace_of(
 _HLO_STAT: Final = "Hlo Proto"
 _HOST_PLANE: Final = "/host:CPU"
 _POOL_THREADS: Final = ("tf_",)
-# What JAX and its runtime call their own events; all others are a program's annotations.
+# Names of JAX's and its runtime's own events; all others are annotations of the program.
 _JAX_CALL: Final = re.compile(
     r"PjitFunction|ParseArguments|\w+::|Pj[Rr]t|backend_compile|lower_|trace_to_|DevicePut|Transfer|BufferFromHost"
     r"|np\.asarray\(jax|shard_args|Compile|Handle inputs"
@@ -153,7 +159,7 @@ def _host_events(spaces: Sequence[Space], base_ns: int) -> HostEvents:
             end = np.where(line.events.stats["step_num"] == MISSING, start + line.events.duration_ps, start)
             columns.append(np.stack([np.array(keys, np.int64)[inverse], start, end]))
     which, start, end = np.concatenate(columns, axis=1)
-    keep = end > start  # marks are no work, nor are annotations of whole steps
+    keep = end > start  # drop marks without duration and annotations of steps
     is_call = np.array([_JAX_CALL.match(name) is not None for name in names], bool)
     return HostEvents(tuple(names), which[keep], start[keep], end[keep], np.flatnonzero(is_call[which[keep]]))
 
@@ -174,7 +180,7 @@ def _lines(space: Space) -> Iterable[Line]:
 
 
 def _programs(space: Space, problems: list[str]) -> dict[int, Program]:
-    """The programs of a process by key; those that are damaged are added to `problems`."""
+    """Returns the programs of a process by key, and adds damaged ones to `problems`."""
     found: dict[int, Program] = {}
     for plane in space.planes:
         for event, name in plane.event_names.items() if plane.name == "/host:metadata" else ():
@@ -186,7 +192,7 @@ def _programs(space: Space, problems: list[str]) -> dict[int, Program]:
 
 
 def _without_damaged(programs: Mapping[int, Program], ran: Sequence[Kind], problems: list[str]) -> dict[int, Program]:
-    """Programs without the damaged ones of those that may have run, which are added to `problems`."""
+    """Returns the programs except damaged ones that may have run, which are added to `problems`."""
     names, keys = {kind.module for kind in ran}, {kind.key for kind in ran if not kind.module}
     kept = {}
     for key, program in programs.items():
@@ -200,7 +206,7 @@ def _without_damaged(programs: Mapping[int, Program], ran: Sequence[Kind], probl
 
 
 def _beside(protos: Sequence[bytes], problems: list[str]) -> dict[int, Program]:
-    """Programs by key; those that are damaged are added to `problems`."""
+    """Returns programs by key, and adds damaged ones to `problems`."""
     found = {}
     for proto in protos:
         try:

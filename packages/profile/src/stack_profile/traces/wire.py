@@ -1,4 +1,4 @@
-"""Reads protobuf's wire format without its schema compiler: one message at a time, or millions of alike ones at once.
+"""Reader of protobuf's wire format without compiled schemas, for one message or millions of similar ones.
 
 A message is a sequence of fields, each a tag (number << 3 | wire type) and a value: a varint (0), 8 bytes (1), a length
 and that many bytes (2), or 4 bytes (5). https://protobuf.dev/programming-guides/encoding
@@ -25,16 +25,16 @@ __all__ = [
 ]
 
 Buffer = bytes | bytearray
-Value = int | tuple[int, int]  # a varint, or where the bytes of anything else start and end
+Value = int | tuple[int, int]  # a varint, or (start, end) of the bytes of other values
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _MAX_VARINT_BYTES: Final = 10
-PADDING: Final = 16  # bytes after a buffer that `read_fields` may look at
-_BATCH: Final = 1 << 16  # messages decoded together: their columns stay in the processor's cache
+PADDING: Final = 16  # bytes after a buffer that `read_fields` may read
+_BATCH: Final = 1 << 16  # messages per batch: their columns fit the processor's cache
 
 
 class WireError(ValueError):
-    """The bytes are no protobuf message, or end within one; `position` is where."""
+    """Error for bytes that are not a complete protobuf message; `position` is the place of the damage."""
 
     def __init__(self, message: str, position: int) -> None:
         super().__init__(message)
@@ -42,10 +42,10 @@ class WireError(ValueError):
 
 
 def fields(data: Buffer, start: int = 0, end: int | None = None) -> Iterator[tuple[int, Value]]:
-    """The fields of one message: (number, integer), or (number, (start, end)) where the value is bytes.
+    """Yields the fields of one message: (number, integer), or (number, (start, end)) for bytes.
 
     Raises:
-      WireError: the message is damaged, or a field ends after it.
+      WireError: the message is damaged, or a field extends past its end.
     """
     end = len(data) if end is None else end
     position = start
@@ -69,7 +69,7 @@ def fields(data: Buffer, start: int = 0, end: int | None = None) -> Iterator[tup
 
 
 def varints(data: Buffer, value: Value) -> list[int]:
-    """The elements of a repeated integer field, packed or a single one."""
+    """Returns the elements of a repeated integer field, packed or a single one."""
     if isinstance(value, int):
         return [value]
     position, end = value
@@ -81,7 +81,7 @@ def varints(data: Buffer, value: Value) -> list[int]:
 
 
 def encode_bytes(number: int, content: bytes) -> bytes:
-    """A field of bytes, as it stands in a message."""
+    """Encodes a field of bytes for a message."""
     head = bytearray()
     for value in (number << 3 | _BYTES, len(content)):
         rest = value
@@ -93,13 +93,13 @@ def encode_bytes(number: int, content: bytes) -> bytes:
 
 
 def signed(value: int) -> int:
-    """An int64, which the wire carries as an unsigned number."""
+    """Converts an unsigned number of the wire to int64."""
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
 @dataclass(frozen=True)
 class Spans:
-    """Where messages lie in a buffer: message i is `data[starts[i]:ends[i]]`."""
+    """Locations of messages in a buffer: message i is `data[starts[i]:ends[i]]`."""
 
     starts: np.ndarray
     ends: np.ndarray
@@ -114,16 +114,19 @@ class Spans:
 def partition(
     data: Buffer, number: int, start: int, end: int, *, cut: bool = False
 ) -> tuple[Spans, list[tuple[int, Value]], str]:
-    """Takes a message apart into one repeated field of messages, of which there may be millions, and all others.
+    """Splits a message into one repeated field of messages, possibly millions, and all other fields.
 
     Args:
-      cut: take the last message also where it is cut off, as far as it goes.
+      data: buffer with the message.
+      number: number of the repeated field.
+      start, end: location of the message in the buffer.
+      cut: whether to include the last message if it is truncated.
 
     Returns:
-      The messages, the other fields, and what kept the rest from being read, or "".
+      The messages, the other fields, and the reason why the rest could not be read, or "".
     """
-    tag = number << 3 | _BYTES  # one byte, as the tags of the fields up to 15 are
-    places: list[int] = []  # of the tags
+    tag = number << 3 | _BYTES  # tags of fields up to 15 have one byte
+    places: list[int] = []  # positions of the tags
     others: list[tuple[int, Value]] = []
     position, begin, problem, append = start, start, "", places.append
     try:
@@ -145,12 +148,12 @@ def partition(
     except WireError as error:
         problem = str(error)
     sizes, starts = _varints_at(np.frombuffer(data, np.uint8), np.array(places, np.int64) + 1)
-    # Compared unsigned: a last message that is cut off may claim any size.
+    # Compared unsigned: a truncated last message may claim any size.
     return Spans(starts, starts + np.minimum(sizes, (end - starts).astype(np.uint64)).astype(np.int64)), others, problem
 
 
 def _after(data: Buffer, position: int, value: Value, end: int) -> int:
-    """Where the field at `position`, which was read as `value`, ends."""
+    """Returns the end of the field at `position` that was read as `value`."""
     return value[1] if isinstance(value, tuple) else _varint(data, _varint(data, position, end)[1], end)[1]
 
 
@@ -161,12 +164,13 @@ def read_fields(
 
     Args:
       array: uint8, the whole buffer with `PADDING` bytes after its messages.
-      numbers: fields to read, of one element at most and not of 4 bytes.
-      nested: a repeated field of messages.
+      spans: locations of the messages.
+      numbers: fields to read; each occurs at most once per message and is not 4 bytes wide.
+      nested: number of a repeated field of messages.
 
     Returns:
-      For each number a uint64 column with a row a message: the varint or the 8 bytes, of bytes the place of their
-      length, 0 where there is no such field; the messages of `nested`; and the row to which each of these belongs.
+      For each number a uint64 column with one row per message: the varint or the 8 bytes, for bytes the place of their
+      length, 0 for absent fields; the messages of `nested`; and the row that each of these belongs to.
 
     Raises:
       WireError: a message is damaged.
@@ -188,7 +192,7 @@ _NONE: Final = np.zeros(0, np.int64)
 def _read_batch(
     array: np.ndarray, spans: Spans, columns: Mapping[int, np.ndarray], nested: int | None
 ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """The n-th field of all messages at once, for n = 1, 2, ... until the last message has ended."""
+    """Reads the n-th field of all messages together, for n = 1, 2, ... until the last message has ended."""
     found = []
     cursor, ends, rows = spans.starts, spans.ends, np.arange(len(spans))
     while True:
@@ -215,7 +219,15 @@ def _read_batch(
 def _contents(
     array: np.ndarray, kind: int, begin: np.ndarray, value: np.ndarray, after: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What fields of one wire type hold, and the places after them, from their first varints and the places after."""
+    """Returns the contents of fields of one wire type, and the places after them.
+
+    Args:
+      array: the whole buffer.
+      kind: wire type of the fields.
+      begin: places after the tags.
+      value: varints read at `begin`.
+      after: places after these varints.
+    """
     if kind == _VARINT:
         return value, after
     if kind == _BYTES:
@@ -228,7 +240,7 @@ def _contents(
 
 
 def _distinct(tags: np.ndarray) -> list[int]:
-    """The numbers that occur; almost always there are a few small ones."""
+    """Returns the distinct tags; almost always there are a few small ones."""
     if int(tags.max()) < 1 << 8:
         return np.flatnonzero(np.bincount(tags.astype(np.uint8))).tolist()
     return np.unique(tags).tolist()
@@ -240,7 +252,7 @@ def _damaged(cursor: np.ndarray) -> WireError:
 
 
 def _varints_at(array: np.ndarray, cursor: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The varints at the given places, and the places after them."""
+    """Decodes the varints at the given places, and returns them with the places after them."""
     byte = array[cursor]
     value = (byte & 0x7F).astype(np.uint64)
     cursor = cursor + 1

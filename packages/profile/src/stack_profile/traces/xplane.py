@@ -1,7 +1,8 @@
-"""Reads XSpace, the format of `*.xplane.pb` that JAX's profiler, XProf and TensorBoard share, into columns.
+"""Reader of XSpace, the format of `*.xplane.pb` that JAX's profiler, XProf and TensorBoard share, into columns.
 
-An XSpace holds planes (a host, a device), a plane lines (a thread, a stream), a line events with a start and a
-duration. Names and statistics of events stand once in tables of the plane. Planes are read when they are asked for.
+An XSpace holds planes (a host, a device), a plane holds lines (a thread, a stream), and a line holds events with a
+start
+and a duration. Names and common statistics of events are in tables of the plane. Planes are read on first use.
 https://github.com/openxla/xla/blob/main/third_party/tsl/tsl/profiler/protobuf/xplane.proto
 """
 
@@ -30,7 +31,7 @@ __all__ = ["MISSING", "Events", "Line", "Plane", "Space", "read_space"]
 
 Stat = int | float | str | bytes
 
-# Numbers of fields, by message.
+# Field numbers by message.
 _SPACE_PLANES, _SPACE_ERRORS, _SPACE_WARNINGS, _SPACE_HOSTS = 1, 2, 3, 4
 _PLANE_NAME, _PLANE_LINES, _PLANE_EVENT_METADATA, _PLANE_STAT_METADATA, _PLANE_STATS = 2, 3, 4, 5, 6
 _LINE_NAME, _LINE_TIMESTAMP_NS, _LINE_EVENTS = 2, 3, 4
@@ -38,27 +39,27 @@ _EVENT_METADATA, _EVENT_OFFSET, _EVENT_DURATION, _EVENT_STATS, _EVENT_OCCURRENCE
 _STAT_METADATA, _STAT_DOUBLE, _STAT_UINT, _STAT_INT, _STAT_STRING, _STAT_BYTES, _STAT_REFERENCE = 1, 2, 3, 4, 5, 6, 7
 _METADATA_NAME, _METADATA_DISPLAY_NAME, _METADATA_STATS = 2, 4, 5
 
-# Statistics of single events that are kept as columns: what joins an operation with its program, its run, its end; and
-# the times of a TPU's own clock.
+# Statistics of single events that become columns. They join an operation with its program, its run and its end, and
+# hold times on a TPU's own clock.
 _TEXT: Final = ("hlo_op", "hlo_module", "tf_op", "_ipl_stage_name", "_ipl_stage_cat", "_ipl_dataset_name")
 _NUMBERS: Final = (
     "program_id", "run_id", "device_ordinal", "step_num", "group_id", "_pt", "_p", "_ct", "_c", "device_offset_ps",
     "device_duration_ps",
 )  # fmt: skip
-_CHUNK: Final = 1 << 17  # events whose statistics are in memory at one time
+_CHUNK: Final = 1 << 17  # events per chunk, to bound the memory for statistics
 
 MISSING: Final = np.iinfo(np.int64).min
 
 
 @dataclass(frozen=True)
 class Events:
-    """The events of one line, a row each.
+    """Events of one line, one per row.
 
     Attributes:
-      metadata: the key of the event in its plane's tables.
-      timestamp_ns: where the line's clock starts, since the epoch where the trace tells.
-      offset_ps, duration_ps: of each event, the former from there.
-      stats: by name, int64 with `MISSING` where an event has none; texts are keys of the plane's `texts`.
+      timestamp_ns: zero of the line's clock, since the epoch if the trace records it.
+      metadata: key of each event in its plane's tables.
+      offset_ps, duration_ps: start of each event on the line's clock, and its duration.
+      stats: statistics by name, int64 with `MISSING` for absent ones; texts are keys for `Plane.text`.
     """
 
     timestamp_ns: int
@@ -71,13 +72,13 @@ class Events:
         return len(self.metadata)
 
     def start_ps(self, base_ns: int) -> np.ndarray:
-        """Since `base_ns`; an epoch in picoseconds would not fit 64 bits."""
+        """Returns times since `base_ns`; picoseconds since the epoch would overflow 64 bits."""
         return (self.timestamp_ns - base_ns) * 1000 + self.offset_ps
 
 
 @dataclass(frozen=True)
 class Line:
-    """A thread of a host, a stream of a device, or a row of what was derived from them."""
+    """A thread of a host, a stream of a device, or a row derived from them."""
 
     name: str
     events: Events
@@ -88,8 +89,10 @@ class Plane:
     """A host or a device; its tables and lines are read on first use.
 
     Attributes:
-      origin_ns: when the recording began, if the times of the lines count from there; 0 if they are whole.
-      problems: what could not be read; what could is there.
+      name: name of the plane.
+      host: name of the host.
+      origin_ns: start of the recording if the lines' times count from there; 0 if they are absolute.
+      problems: descriptions of unreadable parts; all readable parts are present.
     """
 
     name: str
@@ -116,12 +119,12 @@ class Plane:
 
     @functools.cached_property
     def _kept(self) -> Mapping[str, int]:
-        """The statistics that are kept as columns and occur in this plane, with their keys."""
+        """Statistics of this plane that become columns, with their keys."""
         return {name: self._stat_keys[name] for name in _KEPT if name in self._stat_keys}
 
     @functools.cached_property
     def event_names(self) -> Mapping[int, str]:
-        """By key; a device's operations have their short name, not the text of the whole instruction."""
+        """Names of events by key; operations of devices have their short name, not the text of the instruction."""
         names = {}
         for key, place in self._metadata.items():
             found = {number: value for number, value in self._fields(place) if number != _METADATA_STATS}
@@ -131,18 +134,18 @@ class Plane:
 
     @functools.cached_property
     def stats(self) -> Mapping[str, Stat]:
-        """The statistics of the plane as a whole."""
+        """Statistics of the plane itself."""
         places = (value for number, value in self._fields((self._start, self._end)) if number == _PLANE_STATS)
         return dict(map(self._stat, places))
 
     def event_stats(self, key: int) -> Mapping[str, Stat]:
-        """The statistics that all events of a key share."""
+        """Returns the statistics that all events of a key share."""
         place = self._metadata.get(key)
         found = self._fields(place) if place else ()
         return dict(self._stat(value) for number, value in found if number == _METADATA_STATS)
 
     def text(self, key: int) -> str:
-        """What a column of texts means by `key`."""
+        """Returns the text of a key in a column of texts."""
         if -len(self._texts) <= key < 0:
             return self._texts[-1 - key]
         return self.stat_names.get(key, "")
@@ -155,21 +158,21 @@ class Plane:
         return tuple(map(self._line, spans.starts.tolist(), spans.ends.tolist()))
 
     def _fields(self, place: tuple[int, int]) -> Iterator[tuple[int, Value]]:
-        """The fields of a message as far as they can be read."""
+        """Yields the fields of a message up to the first unreadable one."""
         try:
             yield from fields(self._data, *place)
         except WireError as error:
             self._problem(str(error))
 
     def _problem(self, problem: str) -> None:
-        if not self.problems:  # where one thing is cut off, so is what it holds
+        if not self.problems:  # one truncation also truncates everything inside, so the first message is enough
             self.problems.append(problem)
 
     def _text(self, place: Value) -> str:
         return self._data[slice(*place)].decode(errors="replace") if isinstance(place, tuple) else ""
 
     def _entries(self, number: int) -> Iterator[tuple[int, tuple[int, int]]]:
-        """The (key, place of the value) of a map."""
+        """Yields (key, location of the value) for the entries of a map."""
         for found, place in self._fields((self._start, self._end)):
             if found == number and isinstance(place, tuple):
                 entry = dict(self._fields(place))
@@ -212,7 +215,7 @@ class Plane:
             chunks = [self._chunk(spans[:0])]
         columns = [np.concatenate(column) for column in zip(*chunks, strict=True)]
         del chunks
-        placed = columns[3] == 0  # sums over many occurrences have no place in time
+        placed = columns[3] == 0  # aggregates of many occurrences have no time
         if not placed.all():
             columns = [column[placed] for column in columns]
         metadata, offset_ps, duration_ps, _, *found = columns
@@ -221,7 +224,7 @@ class Plane:
         return Events(timestamp_ns, metadata, offset_ps, duration_ps, stats)
 
     def _chunk(self, spans: Spans) -> list[np.ndarray]:
-        """Metadata, offset, duration and occurrences of events, then the statistics that are kept."""
+        """Returns metadata, offset, duration and occurrences of events, then the statistics that become columns."""
         numbers = (_EVENT_METADATA, _EVENT_OFFSET, _EVENT_DURATION, _EVENT_OCCURRENCES)
         columns, stats, owners = read_fields(self._array, spans, numbers, _EVENT_STATS)
         values, _, _ = read_fields(self._array, stats, tuple(range(_STAT_METADATA, _STAT_REFERENCE + 1)))
@@ -234,7 +237,7 @@ class Plane:
         return [*(columns[number].view(np.int64) for number in numbers), *kept]
 
     def _column(self, values: Mapping[int, np.ndarray], which: np.ndarray) -> np.ndarray:
-        """The value of each statistic: an integer, or the key of a text."""
+        """Returns the value of each statistic: an integer, or the key of a text."""
         column = values[_STAT_UINT][which] | values[_STAT_INT][which] | values[_STAT_REFERENCE][which]
         column = column.view(np.int64)
         places = values[_STAT_STRING][which]
@@ -243,7 +246,7 @@ class Plane:
         return column
 
     def _own_text(self, place: int) -> int:
-        """The key of a text that stands in the event itself, its length at `place`."""
+        """Returns the key of a text stored in the event itself, with its length at `place`."""
         text = self._text(next(fields(self._data, place - 1))[1])
         if text not in self._texts:
             self._texts.append(text)
@@ -252,10 +255,12 @@ class Plane:
 
 @dataclass(frozen=True)
 class Space:
-    """A trace as it was written by one process, or merged from several.
+    """A trace written by one process, or merged from several.
 
     Attributes:
-      problems: what the trace itself reports, and what could not be read; empty when it is whole.
+      planes: hosts and devices.
+      hosts: names of the hosts.
+      problems: problems that the trace reports, and unreadable parts; empty if it is complete.
     """
 
     planes: tuple[Plane, ...]
@@ -264,15 +269,15 @@ class Space:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Grows as planes are read."""
+        """Problems known so far; reading planes may add more."""
         return (*self._reported, *(f"{plane.name}: {text}" for plane in self.planes for text in plane.problems))
 
 
 def read_space(source: Path | bytes) -> Space:
-    """Reads a trace; what is cut off or damaged is missing from it, and named in `problems`.
+    """Reads a trace; truncated or damaged parts are missing and listed in `problems`.
 
     Raises:
-      TraceError: there is no such file, it is empty, or it is something else than a trace.
+      TraceError: the file does not exist, is empty, or is not a trace.
     """
     name = repr(str(source)) if isinstance(source, Path) else "The trace"
     data, size = _load(source, name)
@@ -300,7 +305,7 @@ _ENVIRONMENT, _STARTED_NS = "Task Environment", "profile_start_time"
 
 
 def _seems(data: bytes) -> str:
-    """What a file is instead of a trace."""
+    """Describes the format of a file that is not a trace."""
     form = next((form for start, form in _FORMATS.items() if data.lstrip().startswith(start)), None)
     return f": it is {form}" if form else f": it starts with {data[:16]!r}"
 
@@ -316,7 +321,7 @@ _FORMATS: Final = {
 
 
 def _load(source: Path | bytes, name: str) -> tuple[bytearray, int]:
-    """The bytes with padding, and how many there are without."""
+    """Returns the bytes with padding, and their number without padding."""
     if isinstance(source, bytes):
         return bytearray(source) + bytes(PADDING), len(source)
     try:
@@ -336,12 +341,12 @@ def _plane(data: bytearray, start: int, end: int, host: str) -> Plane:
                 name = _decode(data, value)
                 break
     except WireError:
-        pass  # A plane that is damaged before its name is of no use; one damaged after it says so when it is read.
+        pass  # damage before the name makes the plane useless; damage after it is reported when the plane is read
     return Plane(name, host, 0, [], data, np.frombuffer(data, np.uint8), start, end)
 
 
 def _set_origin(planes: Sequence[Plane]) -> None:
-    """Profilers of JAX count time from their start, which a plane of its own tells: each process from another."""
+    """Sets the origin of times, which JAX's profiler records in a plane of its own, separately for each process."""
     for environment in (plane for plane in planes if plane.name == _ENVIRONMENT):
         origin_ns = environment.stats.get(_STARTED_NS)
         if isinstance(origin_ns, int):

@@ -1,4 +1,4 @@
-"""Profiles JAX programs: traces joined with the compiled program and the Python source."""
+"""Profiler for JAX programs: traces joined with the compiled program and the Python source."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

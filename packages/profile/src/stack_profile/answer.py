@@ -31,7 +31,7 @@ class Answer(Generic[Row]):
     Attributes:
       name: name of the analysis, with its grouping if it has one.
       facts: totals by name, including the denominators of all shares.
-      row_type: dataclass of the rows, known even if there are no rows.
+      row_type: dataclass of the rows, also set for an answer without rows.
       rows: rows in display order.
       notes: explanations of the numbers and of missing data.
       plots: plots for the HTML report.
@@ -73,7 +73,7 @@ class Answer(Generic[Row]):
         return [field.name for field in dataclasses.fields(self.row_type)]  # pyrefly: ignore
 
     def table(self, limit: int | None = None) -> "Table":
-        """Formats the first `limit` rows as a terminal table, without columns that are empty in all of them."""
+        """Formats the first `limit` rows as a terminal table, without empty columns."""
         from rich.table import Table
 
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)

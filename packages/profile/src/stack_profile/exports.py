@@ -26,10 +26,8 @@ def chrome(trace: Trace) -> Iterator[str]:
     """Yields Chrome trace events, for https://ui.perfetto.dev and chrome://tracing.
 
     Each device is a process; its tracks hold operations from start to end of their work, with as many tracks as
-    operations
-    run concurrently. Each host is a process with one track per thread. The runtime's bookkeeping events are omitted:
-    thread
-    wake-ups, and ends of operations.
+    operations run concurrently. Each host is a process with one track per thread. The runtime's bookkeeping events are
+    omitted: thread wake-ups, and ends of operations.
     """
     processes = itertools.count(1)
     yield '{"displayTimeUnit": "ns", "traceEvents": [\n'
@@ -86,7 +84,7 @@ def csv(trace: Trace) -> Iterator[str]:
 
 
 def write(parts: Iterable[str], path: Path) -> None:
-    """Writes a file under a temporary name and renames it, so that a partial file never has the final name.
+    """Writes a file atomically, by renaming a temporary file.
 
     Raises:
       ProfileError: the file cannot be written.

@@ -1,1 +1,1 @@
-"""Analyses of a trace, one a file; each returns an `Answer`."""
+"""Analyses of a trace, one per file; each returns an `Answer`."""

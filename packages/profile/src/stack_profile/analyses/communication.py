@@ -1,11 +1,9 @@
 """Collectives between devices: bytes sent, time, waiting time, and exposed time.
 
 A collective lasts from its start to its end, an asynchronous one from the beginning of its start operation to the end
-of
-its done operation. Exposed time is the time in which a device runs collectives and nothing else; the rest is hidden by
-other operations. Both include waiting for the slowest device. With S the bytes that a device sends in the algorithm
-that
-sends the least (`stack_core.programs.hlo_costs`),
+of its done operation. Exposed time is the time in which a device runs collectives and nothing else; the rest is hidden
+by other operations. Both times include waiting for the slowest device. With S the bytes that a device sends in the
+algorithm that sends the least (`stack_core.programs.hlo_costs`),
 
     rate = S / (time - wait)
 """
@@ -41,17 +39,18 @@ class CommunicationRow:
       name: name of the group.
       kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", ...
       axis: mesh axes that the collective spans; without a mesh, the number of its devices and their stride.
-      line: Python line of the collectives; "" if there are several or none is known.
+      line: Python line of the collectives; "" for several or unknown lines.
       occurrences: number of executions.
       array_bytes, sent_bytes: array bytes and bytes sent over the network, per device over all executions; None if the
         program is not known.
       time_s: time from start to end; overlapping collectives each count in full.
-      wait_s: part of `time_s` spent waiting for the last device; None if the trace lacks the other devices.
+      wait_s: part of `time_s` spent waiting for the last device; None unless several devices of the trace ran the
+        collective.
       exposed_s: part of `time_s` in which the device runs nothing else.
       hidden_s: `time_s - exposed_s`.
       exposed_busy_share: `exposed_s` as a share of `busy_s`, the time in which any operation ran.
-      rate_bytes_s: bytes sent per second and device, without waiting time; None if the bytes are not known.
-      link_share: `rate_bytes_s` as a share of the chip's bandwidth over all links; None if the bandwidth is not known.
+      rate_bytes_s: bytes sent per second and device, without waiting time; None if the bytes are unknown.
+      link_share: `rate_bytes_s` as a share of the chip's bandwidth over all links; None if the bandwidth is unknown.
     """
 
     name: str
@@ -127,7 +126,7 @@ def _key(by: CommunicationGrouping, line: Callable[[Operation], str]) -> Callabl
 
 
 def _link_bytes_s(trace: Trace, name: str | None) -> float | None:
-    """Returns the bandwidth of a chip's links; None if unknown, and for CPUs, which have no links."""
+    """Returns the bandwidth of a chip's links, or None for CPUs and unknown chips."""
     from stack_core.abi.plugins import registries
     from stack_core.chips.devices import row_name
 
@@ -171,7 +170,7 @@ def _row(
 
 
 def _rate(members: Sequence[tuple[Collectives, Wait | None]]) -> float | None:
-    """Computes bytes per second and device; where waits are known, over the executions that have one."""
+    """Computes bytes per second and device, over the executions with a known wait if there are any."""
     sent, talking_s = 0.0, 0.0
     for each, wait in members:
         if each.kind.sent_bytes is None:

@@ -1,8 +1,7 @@
 """Compilations: which functions were compiled, how often, how long it took, and why.
 
 JAX compiles a function again when a shape, dtype, layout or static value of its arguments is new. The reason is found
-by
-comparing the programs in the trace, the times come from compilation events on the host.
+by comparing the programs in the trace, the times come from compilation events on the host.
 """
 
 import re
@@ -34,7 +33,7 @@ class CompileRow:
     Attributes:
       name: module name, such as "jit_step" for a function `step`.
       programs: number of loaded programs of that name.
-      compilations: number of compilations during the capture; None if the trace has no host events, which hold them.
+      compilations: number of compilations during the capture; None without host events, which record compilations.
       compile_s: their total time; None like `compilations`.
       why: differences between the programs' arguments and results; empty for a single program.
     """

@@ -35,7 +35,7 @@ class GraphRow:
       opcode: opcode; for a parameter followed by the name of the argument.
       shape: shape with its layout, the fastest axis first; for a tuple the number of arrays.
       result_bytes: size of the result.
-      flops, traffic_bytes: costs of one execution; None if unknown, such as the bytes of fused instructions.
+      flops, traffic_bytes: costs of one execution; None if unknown, as for the bytes of fused instructions.
       self_s: self time on all devices; None for instructions without events of their own, such as fused ones.
       busy_share: `self_s` as a share of `busy_s`, the time in which any operation ran.
       occurrences: number of executions; None like `self_s`.
@@ -73,8 +73,8 @@ def graph(
     """Show an instruction's operands, its users, and the contents of fusions.
 
     Args:
-      op: name of the instruction, such as fusion.3; by default the one with the most self time.
-      line: Python line on its stack instead, such as model.py:12; of several instructions, the one with the most time.
+      op: name of the instruction, such as fusion.3; by default the heaviest one.
+      line: Python line on its stack instead, such as model.py:12; the heaviest instruction of the line is shown.
       depth: maximum distance of neighbours, in instructions.
       fusions: show the instructions inside fusions.
       device: one device instead of all of them.
@@ -166,7 +166,7 @@ def _measured(devices: Iterable[Ops]) -> Mapping[tuple[int, str], _Took]:
 def _chosen(
     trace: Trace, measured: Mapping[tuple[int, str], _Took], op: str | None, line: str | None
 ) -> tuple[Program, str] | None:
-    """Returns the program and the name of the requested instruction; None if no program can be read."""
+    """Returns the program and the name of the requested instruction, or None without a readable program."""
     readable = {id(program): program for program in trace.ran if program.module is not None}
     if not readable:
         return None

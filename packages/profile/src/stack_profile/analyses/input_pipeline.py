@@ -1,8 +1,8 @@
 """Time that a program waits for its input pipeline, by stage.
 
 The program waits while the thread that calls JAX is in the pipeline: while it makes a batch itself, takes a prefetched
-one, or transfers one to devices. Waiting costs nothing as long as the devices are busy; time is lost only while one of
-them is idle. Stages have self times, without the stages that they call.
+one, or transfers one to devices. Waiting costs nothing as long as the devices are busy; only idle devices lose time.
+Stages have self times, without the stages that they call.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ class InputRow:
     Attributes:
       stage: name of the stage.
       kind: Grain's "read", "preprocessing" or "prefetch", or "transfer" to devices, or "annotation".
-      threads: number of threads that ran it.
+      threads: number of threads that ran the stage.
       calls: number of calls that overlap the steps.
       self_s: self time on all threads, without the stages that it calls.
       call_self_s: self time per call.
@@ -103,7 +103,7 @@ BOUND_SHARE: Final = 0.1
 
 
 def input_wait(trace: Trace, devices: Sequence[Ops]) -> InputWait | None:
-    """Computes the waiting time for input; None if the trace shows no steps or not how the program gets its input."""
+    """Computes the waiting time for input, or returns None for a trace without steps or input stages."""
     return _wait(list(_processes(trace, devices, ANNOTATION)))
 
 

@@ -1,10 +1,8 @@
 """Peak memory of a program by array, layer, kind or Python line.
 
 XLA's buffer assignment is replayed along its schedule. The peak consists of arguments, outputs and constants, which
-exist
-throughout, and of the temporaries live at that moment. Scratch memory that libraries allocate at run time is not part
-of
-the assignment and is not counted; a note names the operations that may use such libraries.
+exist throughout, and of the temporaries live at that moment. Scratch memory that libraries allocate at run time is not
+part of the assignment and is not counted; a note names the operations that may use such libraries.
 """
 
 import collections
@@ -89,7 +87,7 @@ def memory(
 
 
 def memory_of(program: Program, *, by: MemoryGrouping = "buffer") -> Answer[MemoryRow]:
-    """Reports the peak memory of a compiled program (`stack_profile.traces.hlo.program_of`) without running it."""
+    """Reports the peak memory of a compiled program (`stack_profile.traces.hlo.program_of`); nothing runs."""
     assignment = read_buffers(program)
     if assignment is None:
         note = f"No data: the HLO of {program.name} comes without its buffers. Capture where it is compiled."
@@ -180,7 +178,7 @@ def _at_peak(program: Program, assignment: Assignment) -> Iterator[MemoryRow]:
 
 
 def _maker(program: Program, assignment: Assignment, allocation: Allocation) -> Instruction | None:
-    """Returns the argument that an allocation holds, otherwise the first instruction that writes to it."""
+    """Returns the argument in an allocation, otherwise the first instruction that writes there."""
     names = [assignment.buffers[key].instruction for key in allocation.buffers if key in assignment.buffers]
     found = [program.instructions[name] for name in names if name in program.instructions]
     return next((each for each in found if each.opcode == "parameter"), found[0] if found else None)

@@ -31,8 +31,7 @@ class OpsRow:
       self_s: the group's part of the busy time.
       busy_share: `self_s` as a share of `busy_s`, the time in which any operation ran.
       forward_s, backward_s, recomputed_s, unknown_s: parts of `self_s` by pass of the training step; unknown if the
-        trace
-        lacks the operation's program.
+        trace lacks the operation's program.
       occurrences: number of executions.
       example: the operation with the most self time in the group.
       package_line: the example's line in an installed package; empty if it has none.

@@ -1,4 +1,4 @@
-"""Step times, their variation, the devices' idle time, and the host's activity during it.
+"""Step times, their variation, the devices' idle time, and the host's activity in idle time.
 
 A step runs from one start of the program with the longest total time to its next start. The device is idle while no
 operation runs. Host events during the idle time point to its cause.
@@ -36,7 +36,7 @@ class OverviewRow:
       start_s: time since the first event of the trace.
       step_s: duration of the step.
       busy_s, idle_s: parts of `step_s` with and without a running operation.
-      idle_step_share: `idle_s / step_s`; None if the step has no duration.
+      idle_step_share: `idle_s / step_s`; None for a step of length 0.
     """
 
     step_number: int
@@ -97,8 +97,7 @@ class _Waits:
       inside_s: idle time while the host was inside a JAX call.
       outside_s: the remaining idle time.
       input_s: idle time while the program was in its input pipeline, inside JAX calls or not; None if the trace does
-        not
-        show the input pipeline.
+        not show the input pipeline.
       by_name: the host events with the most idle time, as pairs (name, seconds of idle time).
     """
 

@@ -5,8 +5,7 @@ An operation of F FLOPs that moves B bytes takes at least
     ideal_s = max(F / peak FLOP/s of its dtype, B / memory bandwidth)
 
 and reaches the share ideal_s / self_s of the roof. Bytes count each array as read and written once and ignore caches:
-an
-operation on cached data can be faster than its ideal. (Williams et al., https://doi.org/10.1145/1498765.1498785)
+an operation on cached data can be faster than its ideal. (Williams et al., https://doi.org/10.1145/1498765.1498785)
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,14 +40,13 @@ class RooflineRow:
       line: Python line; "" if unknown.
       self_s: self time.
       occurrences: number of executions.
-      runs_expected: executions per run of the program, from the trip counts of its loops; None if they are dynamic.
-      flops, traffic_bytes: totals over all executions; None if the program lacks them, such as the FLOPs of custom
-        calls.
+      runs_expected: executions per run of the program, from the trip counts of its loops; None for dynamic trip counts.
+      flops, traffic_bytes: totals over all executions; None if unknown, as for the FLOPs of custom calls.
       rate_flops_s, rate_bytes_s: achieved rates, `flops` and `traffic_bytes` over `self_s`.
       intensity: FLOPs per byte.
       bound: "compute" or "memory", whichever takes longer at the peaks.
       ideal_s: time at the chip's peaks.
-      ideal_self_share: `ideal_s / self_s`; None if a peak is not known.
+      ideal_self_share: `ideal_s / self_s`; None without the chip's peaks.
     """
 
     name: str
@@ -135,7 +133,7 @@ def _drawn(rows: Sequence[RooflineRow], chip: "Chip | None", sharing: int) -> It
 
 
 def _roofs(chip: "Chip", intensities: Sequence[float], sharing: int) -> list[Series]:
-    """Returns one roof per dtype: bounded by memory bandwidth up to the ridge, by peak FLOP/s beyond it."""
+    """Returns one roof per dtype: memory bandwidth up to the ridge point, peak FLOP/s from there on."""
     bandwidth = chip.hbm_bandwidth_bytes_s
     if not bandwidth:
         return []
@@ -148,7 +146,7 @@ def _roofs(chip: "Chip", intensities: Sequence[float], sharing: int) -> list[Ser
 
 
 def _costs(program: Program) -> "Mapping[str, InstructionCost] | None":
-    """Returns the costs by instruction name; None if this version of XLA cannot read the program."""
+    """Returns the costs by instruction name, or None for a program that this version of XLA cannot read."""
     from stack_core.programs.hlo_costs import instruction_costs  # imports jax
 
     return instruction_costs(program.module) if program.module else None
@@ -160,7 +158,7 @@ def _sharing(chip: "Chip | None", devices: int) -> int:
 
 
 def _chip_of(trace: Trace) -> "tuple[Chip | None, str]":
-    """Returns the chip that the trace was captured on, None if its peaks are not known, and the note about it."""
+    """Returns the chip of the trace, or None for unknown peaks, and a note for the user."""
     from stack_core.abi.plugins import registries
     from stack_core.chips.devices import row_name
 

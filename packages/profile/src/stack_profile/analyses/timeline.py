@@ -1,8 +1,7 @@
 """Timeline of a step: its operations in order of time, grouped into spans of one layer each.
 
 A span ends when the layer, the pass of training or the loop trip changes (`stack_profile.traces.spans`). Its name is
-the
-layer with most of its time. Spans are contiguous: their durations sum to the window.
+the layer with most of its time. Spans are contiguous: their durations sum to the window.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,8 +33,8 @@ class TimelineRow:
       self_s: time in which any operation ran.
       idle_s: time in which no operation ran.
       self_window_share: `self_s` over the fact `window_s`.
-      name: layer of the span, or its function if it has no layer, or "idle".
-      direction: "forward", "backward" or "recomputed"; None if unknown or idle.
+      name: layer of the span, otherwise its function, or "idle".
+      direction: "forward", "backward" or "recomputed"; None for unknown and idle spans.
       trips: trips of the outermost loop, counted from 1, such as "3" or "3-5"; None outside of loops or if unknown.
       operations: number of executions that start in the span.
       heaviest: operation with most of the span's time; for an idle span, the host's longest activity.
@@ -127,7 +126,7 @@ class _Window:
     """Window of the timeline.
 
     Attributes:
-      step: number of the step; None if the window is not a step.
+      step: number of the step; None for any other window.
       program: name of the step's module; None like `step`.
       start_ps, end_ps: edges of the window.
     """
@@ -211,7 +210,7 @@ def _example(ops: Ops, items: Items, rows: np.ndarray, host: HostEvents) -> tupl
 
 
 def _doing(host: HostEvents, start_ps: int, end_ps: int) -> str | None:
-    """Returns the host's activity in a gap: the shortest of the events that cover nearly the most of it."""
+    """Returns the host's activity in a gap: the shortest event whose overlap is close to the largest."""
     overlap = np.minimum(host.end_ps, end_ps) - np.maximum(host.start_ps, start_ps)
     if overlap.max(initial=0) <= 0:
         return None

@@ -28,8 +28,8 @@ class Attached:
     Attributes:
       pid: process ID.
       path: the trace's file; None if the capture failed.
-      partial: reason why the trace is shorter than requested; None if it is complete.
-      problem: reason why the capture failed; None if it succeeded.
+      partial: reason why the trace is shorter than requested; None for a complete trace.
+      problem: reason why the capture failed; None after a success.
     """
 
     pid: int
@@ -85,7 +85,7 @@ def attach(
 
     Args:
       targets: addresses of the processes.
-      out: directory that the processes can write to.
+      out: directory that the processes can write.
       duration_s: seconds to capture.
       name: name of the capture, by default the time.
       host_tracer_level: see `stack_profile.capture`.

@@ -39,8 +39,7 @@ def capture(
         print(captured.wait())
 
     XProf finds the files at `out/plugins/profile/NAME/HOST.xplane.pb`. The Python function tracer is off, because it
-    would
-    cost 4% of a step and a quarter of the time of Python-heavy code.
+    would cost 4% of a step and a quarter of the time of Python-heavy code.
 
     Args:
       out: directory of the captures, created if missing; existing captures are preserved.
@@ -94,8 +93,8 @@ class Capture(contextlib.ContextDecorator):
         """Stops the capture; a thread encodes and writes it. Later calls do nothing.
 
         Args:
-          settle: first wait for all live arrays, so that the trace includes their computation, and then until recording
-            is off.
+          settle: first wait for all live arrays, to include their computation in the trace, then until recording is
+            off.
           about: extra metadata for readers; "partial" states why the trace is shorter than requested.
         """
         recording, self._recording = self._recording, None
@@ -178,7 +177,7 @@ def _file(out: Path, name: str | None, process: int | None) -> Path:
 
 
 def _settle() -> None:
-    """Waits for every live array; errors of the program are left to the code that uses its results."""
+    """Waits for every live array; errors are ignored here, and raised where the program uses the results."""
     import jax
 
     for array in jax.live_arrays():
@@ -236,7 +235,7 @@ def _meshes() -> list[dict[str, int]]:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Writes a file under a temporary name and renames it, so that readers never see part of it."""
+    """Writes a file atomically, by renaming a temporary file."""
     partial = path.with_name(path.name + ".partial")
     partial.write_bytes(content)
     partial.replace(path)

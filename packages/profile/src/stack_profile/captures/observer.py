@@ -24,7 +24,7 @@ class ProfileConfig:
     Attributes:
       first_step: first step to capture, counted from 1; the default skips the slower first steps.
       steps: number of steps to capture; 0 captures none.
-      anomaly: settings for capturing anomalously slow steps, `{}` for the defaults; None does not capture them.
+      anomaly: settings for capturing anomalously slow steps, `{}` for the defaults; None disables this.
       listen: whether `stack profile attach` can capture the run.
       output: directory of the captures; None is `profile` in the run's directory.
     """
@@ -37,7 +37,7 @@ class ProfileConfig:
 
 
 def profile_observer(context: ObserverContext) -> "ProfileObserver | None":
-    """Returns the observer for a run, or None if the run has no `profile:` section."""
+    """Returns the observer for a run, or None without a `profile:` section."""
     section = getattr(context.config, "sections", {}).get("profile")
     if section is None:
         return None
@@ -48,8 +48,7 @@ class ProfileObserver:
     """Observer that captures the configured steps, and slow steps at any time.
 
     The device lags the host by a step, so the trace also has the end of the step before the first and the start of the
-    step
-    after the last. The analyses omit these parts.
+    step after the last. The analyses omit these parts.
     """
 
     in_loop: Final = True

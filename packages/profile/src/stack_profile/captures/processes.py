@@ -1,8 +1,7 @@
 """Files of a capture, one set per process, and checks for reading them as one trace.
 
 Times come from each host's clock and are not shifted. They are exact to microseconds on one host; across hosts they are
-as
-good as the clocks' synchronization, about a millisecond with NTP.
+as good as the clocks' synchronization, about a millisecond with NTP.
 """
 
 import glob
@@ -82,7 +81,7 @@ _LONGEST_S: Final = 30 * 86400  # beyond about 107 days, picoseconds overflow in
 
 
 def _extent(file: Path, space: Space) -> tuple[int, int, str] | None:
-    """Returns (start, end, file name) of a file's events, in ns since the epoch; None if it has no events."""
+    """Returns (start, end, file name) of a file's events, in ns since the epoch; None without events."""
     lines = [line.events for plane in space.planes for line in plane.lines if len(line.events)]
     if not lines:
         return None

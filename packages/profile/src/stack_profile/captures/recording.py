@@ -1,4 +1,4 @@
-"""Access to JAX's profiler, of which a process has one: recordings acquire it, may yield it, and release it."""
+"""Access to JAX's profiler, a singleton that recordings acquire, may yield to others, and release."""
 
 import contextlib
 import os
@@ -43,7 +43,7 @@ class Background:
 
 @dataclass
 class _Profiler:
-    """Owner of the profiler; `changed` must be held to update it."""
+    """Current owner of the profiler, guarded by the condition `changed`."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     recording: "Recording | None" = None
@@ -61,7 +61,7 @@ class Recording:
 
     Attributes:
       yields: whether the recording is discarded when another one needs the profiler.
-      lost: whether it was discarded.
+      lost: whether the recording was discarded.
       ending: whether `end` was called.
     """
 
@@ -117,7 +117,7 @@ class Recording:
             self._stopping.join(_POLL_S)
 
     def discard(self) -> None:
-        """Discards the recording without encoding it; has no effect once it is ending."""
+        """Discards the recording without encoding; does nothing after `end`."""
         with _profiler.changed:
             if not self.ending and not self.lost:
                 self._session = None  # the session's destructor stops the profiler
@@ -139,8 +139,8 @@ def record(*, host_tracer_level: int, programs: bool = True, yields: bool = Fals
     Args:
       host_tracer_level: see `stack_profile.capture`.
       programs: whether to record the compiled programs; collecting them takes milliseconds at the end.
-      yields: whether other recordings may take the profiler. A yielding recording also does not wait for one that is
-        ending.
+      yields: whether other recordings may take the profiler. A yielding recording fails while another one is ending,
+        instead of waiting.
 
     Raises:
       CaptureError: another recording is running, including JAX's own.

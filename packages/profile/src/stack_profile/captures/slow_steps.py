@@ -20,16 +20,14 @@ class AnomalyConfig:
 
     A step is slow if it takes more than `max(ratio * median, median + deviations * spread)`, both over the last
     `history_steps` steps. The spread is the standard deviation estimated from the median absolute deviation, which is
-    robust
-    to slow steps.
+    robust to slow steps.
 
     Attributes:
-      ratio: minimum ratio of a slow step's duration to the median, however even the other steps are.
+      ratio: minimum ratio of a slow step's duration to the median, even if the spread is tiny.
       deviations: number of spreads above the median; at 8, a step of 3 medians is slow if the spread is under a quarter
-        of
-        the median.
-      history_steps: number of recent steps to compare with; also the maximum number of steps for which a lasting change
-        counts as slow.
+        of the median.
+      history_steps: number of recent steps in the median and spread; also the maximum number of steps for which a
+        lasting change counts as slow.
       warmup_steps: number of first steps that are ignored, while caches and pipelines fill.
       captures: maximum number of saved traces.
       cooldown_steps: number of steps after a saved trace before the next one.
@@ -73,7 +71,7 @@ class SlowSteps:
     def exceeded_s(self, duration_s: float) -> float | None:
         """Returns the threshold that a step exceeds if its trace should be saved, otherwise None.
 
-        The step joins the history that later steps are compared with.
+        The step also joins the history for later steps.
         """
         if self._unknown:
             self._unknown -= 1

@@ -3,8 +3,7 @@
 Recordings stay in memory, without the compiled programs. Discarding one every few steps costs a fraction of a
 millisecond; encoding costs ten times as much and is done only for slow steps. A requested capture takes the profiler
 and interrupts watching. If starting and discarding cost too much, recordings get fewer and longer; if that is not
-enough,
-watching stops with a warning.
+enough, watching stops with a warning.
 """
 
 import contextlib

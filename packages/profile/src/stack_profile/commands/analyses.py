@@ -18,7 +18,7 @@ __all__ = ["command"]
 
 
 def __getattr__(name: str) -> Callable[..., None]:
-    """Builds the command `analysis_NAME` on first use, so that other commands do not import the analysis."""
+    """Builds the command `analysis_NAME` on first use; other commands need not import the analysis."""
     analysis = name.removeprefix("analysis_")
     if analysis == name:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

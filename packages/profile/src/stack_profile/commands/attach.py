@@ -26,7 +26,7 @@ def attach(
     token: str | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
-    """Capture running processes; without a PID, list those that listen.
+    """Capture running processes; without a PID, list listening processes.
 
     Processes listen if started with `stack profile run --listen`, with `profile: {listen: true}`, or if they call
     stack_profile.listen().

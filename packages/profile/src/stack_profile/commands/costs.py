@@ -22,8 +22,7 @@ def costs(
     """Compile a function without running it: stack profile costs FILE.py:fn
 
     Its arguments come from example_args() in the same file and may be jax.ShapeDtypeStructs. FLOPs, memory and
-    instructions
-    are shown by Python line; `stack profile gate` compares them.
+    instructions are shown by Python line; `stack profile gate` compares two sets of costs.
 
     Args:
       target: the function.

@@ -32,8 +32,7 @@ def diff(  # noqa: PLR0913, each parameter is an option of the command
     """Rank what changed between captures: stack profile diff BEFORE AFTER --a BEFORE2 BEFORE3 --b AFTER2 AFTER3
 
     Rows are labelled slower or faster if the change is significant over the repeated steps. With several captures per
-    side,
-    taken alternately, the test also covers variation between captures.
+    side, taken alternately, the test also covers variation between captures.
 
     Args:
       a: more captures of the program before.

@@ -41,15 +41,14 @@ def gate(  # noqa: PLR0913, each parameter is an option of the command
     """Fail if a program became slower or larger: stack profile gate BASE NEW --max-regression 3% memory=1%
 
     Each side is a capture or a file of `stack profile costs --out`. NEW may also be a function FILE.py:fn, which is
-    compiled
-    and not run. Exits with 1 after a regression and names the lines at fault; exits with 2 after an error. If the times
-    are
-    undecided, exits with 1 too, unless --undecided pass is given: take more steps, or several captures per side.
+    compiled and not run. Exits with 1 after a regression and names the lines at fault; exits with 2 after an error. If
+    the times are undecided, exits with 1 too, except with --undecided pass: take more steps, or several captures per
+    side.
 
     Args:
       a: more captures of the baseline.
       b: more captures of the new program.
-      metric: metrics to compare, by default all that both sides have.
+      metric: metrics to compare, by default the metrics of both sides.
       max_regression: allowed increase of all metrics except compile_time, or of a named one, as in compile_time=50%. By
         default 3%, and 25% for compile_time, which varies more.
       undecided: result of the gate for undecided changes.

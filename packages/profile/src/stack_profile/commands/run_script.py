@@ -24,8 +24,7 @@ def run_script(tokens: Sequence[str]) -> None:
     """Runs the script in `tokens` after the options, and exits with its status if that is not 0.
 
     The capture begins when the script starts a JAX backend. Platforms, flags and a distributed runtime that the script
-    sets
-    up before are therefore effective.
+    sets up before are therefore effective.
 
     Raises:
       CaptureError: the script does not exist, or it used no JAX device.
@@ -74,7 +73,7 @@ class _Watch:
     """Context that starts a capture once JAX has a backend, and stops it after its duration or at the end of the block.
 
     Attributes:
-      failure: reason why there is no capture.
+      failure: error of a failed capture.
     """
 
     def __init__(self, captured: Capture, *, delay_s: float, duration_s: float | None) -> None:
@@ -114,7 +113,7 @@ class _Watch:
 
 
 def _run(script: str, arguments: Sequence[str], *, module: bool) -> int:
-    """Runs a script or module as `__main__` and returns the status that Python would exit with."""
+    """Runs a script or module as `__main__` and returns its exit status."""
     before = sys.argv, sys.path[0]
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path.cwd() if module else Path(script).resolve().parent)

@@ -1,1 +1,1 @@
-"""What changed between captures, and whether it may."""
+"""Comparisons of captures, and the regression gate."""

@@ -1,4 +1,4 @@
-"""Comparison of two sides of captures: changes of matched operations, and groups of them."""
+"""Comparison of two sides of captures: changes of matched operations and groups of operations."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -74,7 +74,7 @@ class Comparison:
 
     @property
     def peers(self) -> np.ndarray:
-        """Pairs that show how operations change in general: those on both sides that take nearly all of the time."""
+        """Pairs that show how operations change in general: the heaviest ones, which exist on both sides."""
         order = np.argsort(-self.each.before, kind="stable")
         earlier_s = np.cumsum(self.each.before[order]) - self.each.before[order]
         heavy = order[earlier_s < _PEERS * self.each.before.sum()]
@@ -139,7 +139,7 @@ def grouped_difference(before: Side, after: Side, groups: Sequence[Group], *, tr
 
 @dataclass(frozen=True)
 class Place:
-    """Labels of a group: those of its heaviest operation, after or else before."""
+    """Labels of a group, taken from its heaviest operation, after or else before."""
 
     op: str
     category: str

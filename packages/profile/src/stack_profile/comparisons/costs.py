@@ -43,7 +43,7 @@ class Costs:
 
     Attributes:
       program: name of the module.
-      flops, traffic_bytes: totals; None if this version of XLA cannot read the program.
+      flops, traffic_bytes: totals; None for a program that this version of XLA cannot read.
       memory_bytes: total of arguments, outputs, constants and temporaries; None without XLA's buffer assignment.
       instructions: number of instructions.
       compile_s: seconds of each timed compilation.
@@ -103,7 +103,7 @@ class Costs:
 
 
 def compiled_costs(fn: Callable[..., Any], *args: Any, compilations: int = 3) -> Costs:
-    """Compiles `fn(*args)`, times the compilation, and reads the program's costs without running it.
+    """Compiles `fn(*args)`, times the compilation, and reads the program's costs; nothing runs.
 
     Clears JAX's caches in this process, and does not use the persistent compilation cache.
 

@@ -1,10 +1,9 @@
 """Causes of slower steps at the level that explains them best: operation, line, layer, module, or host.
 
-A slow line may be one operation or forty, in one layer or in all; an added layer has many lines. The chosen level is
-the
-one whose top group grew most, or a finer one that grew about as much. Operations that both programs share are blamed
-only if
-the others do not explain the change, because new work on the same cores slows them down too.
+A slow line may be one operation or forty, in one layer or in all; an added layer has many lines. The chosen level has
+the group that grew most; a finer level is preferred if its top group grew about as much. Operations that both programs
+share are blamed only if edited operations do not explain the change: new work on the same cores slows shared operations
+down too.
 """
 
 import collections

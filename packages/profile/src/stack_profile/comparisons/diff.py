@@ -1,17 +1,13 @@
 """Differences between two programs, or two runs of one program, in seconds per step.
 
-Operations are matched by their origin and function. Their seconds are trimmed means over the steps. The remainder, such
-as
-stalls, is a row of its own, so all rows sum to the difference of the busy time. A row is labelled slower or faster if
-its
-change is significant and large enough to matter.
+Operations are matched by their origin and computation. Their seconds are trimmed means over the steps. The remainder,
+such as stalls, is a row of its own, so all rows sum to the difference of the busy time. A row is labelled slower or
+faster if its change is significant and large enough to matter.
 
 With several captures on both sides, Student's t-test compares the captures' means. With one capture on a side, each
-change
-is tested against the changes of the program's other operations: a machine that is busier or clocked differently changes
-all of them, each slightly differently, between steps and between captures. The change common to all operations is
-reported
-as a fact. A row that takes as long as before is not labelled, whatever the others did.
+change is tested against the changes of the program's other operations: a machine that is busier or clocked differently
+changes all of them, each slightly differently, between steps and between captures. The change common to all operations
+is reported as a fact. A row that takes as long as before is not labelled, however the rest changed.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,8 +39,7 @@ class DiffRow:
 
     Attributes:
       name: name of the operation (both names if it changed) or of the group; "(irregular)" for the time of the steps
-        beyond
-        the trimmed means of the other rows.
+        beyond the trimmed means of the other rows.
       before_s, after_s: seconds of self time per step, trimmed means.
       change_s: after_s - before_s.
       low_s, high_s: confidence interval of `change_s`; None if unknown.
@@ -54,8 +49,7 @@ class DiffRow:
         three are needed.
       p: probability of such an own change by chance, corrected for the number of rows (Benjamini and Hochberg).
       verdict: "slower" or "faster" by the own change; "not shown" if it is small or could be chance; "not known" if
-        there are
-        too few steps or operations to tell.
+        there are too few steps or operations to tell.
       matched: "alike", "moved" to another line, with "other shapes", in an "other form", "appeared" or "disappeared".
       category, layer, line, package_line: labels of the group's heaviest operation.
     """
@@ -252,7 +246,7 @@ def _step_programs(trace: Trace) -> str:
 
 
 def step_program(trace: Trace) -> Program | None:
-    """Returns the program whose runs are the steps of the first device with steps; None if its HLO is missing."""
+    """Returns the program whose runs are the steps of the first device with steps; None without its HLO."""
     for ops in trace.devices:
         names = {step.program for step in trace.steps[ops.device]}
         took = [(self_s, operation.program) for operation, self_s, _ in ops.totals() if operation.module in names]

@@ -1,9 +1,8 @@
 """Regression gate: checks whether a program became slower or larger than a baseline, and which lines are at fault.
 
-Times of steps and compilations are measured, with a confidence interval. A change beyond the allowed one is a
-regression if
-it is significant. It is within the limit if the interval is; all other changes are undecided. Memory and FLOPs are read
-from the program and are exact.
+Times of steps and compilations are measured, with a confidence interval. A change is a regression if it exceeds the
+allowed one and is significant, within the limit if its entire interval is, and otherwise undecided. Memory and FLOPs
+are read from the program and are exact.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,7 +46,7 @@ class GateRow:
       metric: name of the metric.
       unit: unit of `base` and `new`: "s", "bytes" or "flops".
       base, new: values of the two sides.
-      change_base_share: (new - base) / base; None if the base is 0.
+      change_base_share: (new - base) / base; None for a base of 0.
       low_base_share, high_base_share: confidence interval of the change; None if unknown.
       allowed_base_share: largest change that is not a regression.
       verdict: "regressed", "within" or "undecided".
@@ -120,11 +119,11 @@ def gate(
 
     Args:
       base, new: sides of the comparison.
-      metrics: metrics to compare, by default all that both sides have; compile times only with several per side.
+      metrics: metrics to compare, by default the metrics of both sides; compile times only with several per side.
       allowed: allowed growth of each metric as a share of the baseline; defaults come from `ALLOWED`.
 
     Raises:
-      ProfileError: a requested metric is unknown for a side, or the sides have no metric in common.
+      ProfileError: a requested metric is unknown for a side, or the sides share no metric.
     """
     chosen = _chosen(base, new, metrics)
     rows = tuple(_row(metric, base, new, {**ALLOWED, **allowed}[metric]) for metric in chosen)

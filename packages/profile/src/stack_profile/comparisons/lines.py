@@ -1,8 +1,7 @@
-"""Alignment of a program's source lines across an edit, based on what the lines compute, without the sources.
+"""Alignment of a program's source lines across an edit, based on the operations of each line, without the sources.
 
 Lines of a function are aligned by the operations that they request. A line aligned with none before is new. An
-operation
-whose fusion includes a part from a new line is assigned to that line, since the additional time is due to it.
+operation whose fusion includes a part from a new line is assigned to that line, which causes its additional time.
 """
 
 import difflib
@@ -42,7 +41,7 @@ class Lines:
         return cls(moved, frozenset(line for lines in later.values() for line in lines if line not in found))
 
     def after(self, operation: Operation) -> str:
-        """Returns the line of an operation of the side after: a new line that it has a part of, otherwise its own."""
+        """Returns the line of an operation of the side after: a new line among its parts, otherwise its own line."""
         lines = [line for each in _parts(operation) if (line := each.source()) is not None]
         own = operation.instruction.source() if operation.instruction else None
         return str(next((line for line in lines if line in self.new), own) or "")

@@ -1,9 +1,8 @@
 """Matching of operations between two compilations, in which names such as fusion.12 differ.
 
-An operation is identified by its origin and its function. Operations that agree in everything are matched first, the
-rest
-by fewer and fewer properties: moved to another line, other shapes, fused differently. Equal numbers of one kind on both
-sides are matched one to one in the order of their lines, otherwise all together as one kind.
+An operation is identified by its origin and its computation. Operations that agree in everything are matched first, the
+rest by fewer and fewer properties: moved to another line, other shapes, fused differently. Equal numbers of one kind on
+both sides are matched one to one in the order of their lines, otherwise all together as one kind.
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ How = Literal["alike", "moved", "other shapes", "other form", "appeared", "disap
 
 @dataclass(frozen=True)
 class Site:
-    """Origin and function of an operation, without names from the compiler.
+    """Origin and computation of an operation, without names from the compiler.
 
     Attributes:
       module: name of the program.

@@ -53,10 +53,10 @@ class Side:
 
     @classmethod
     def of(cls, traces: Sequence[Trace]) -> "Side | None":
-        """Collects the samples of captures; None if a trace does not distinguish steps.
+        """Collects the samples of captures, or returns None for a trace without distinguishable steps.
 
         Raises:
-          ProfileError: there are no traces.
+          ProfileError: `traces` is empty.
         """
         if not traces:
             raise ProfileError("A side of the comparison has no captures; name one at least.")
@@ -97,10 +97,10 @@ class Side:
 
 
 def samples_of(trace: Trace) -> Samples | None:
-    """Returns the samples of a capture; None if the trace does not distinguish steps.
+    """Returns the samples of a capture, or None for a trace without distinguishable steps.
 
-    The last step is omitted unless it is the only one: it ends with its last operation, the others with the next step's
-    start.
+    The last step is omitted unless it is the only one: it ends with its last operation, other steps with the next
+    step's start.
     """
     devices = [(ops, steps[:-1] or steps) for ops in trace.devices if (steps := trace.steps[ops.device])]
     if not devices:

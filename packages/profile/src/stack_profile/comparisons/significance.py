@@ -1,12 +1,10 @@
 """Significance of differences of means, estimated from repeated, autocorrelated steps.
 
-A stalled step takes many times as long as the others, so means are trimmed: a share of the smallest and of the largest
+A stalled step takes many times as long as usual, so means are trimmed: a share of the smallest and of the largest
 samples is omitted. Their error is Yuen's, from the winsorized variance. Steps of one capture are autocorrelated: n
-steps
-with correlations rho_k at lag k carry as much information about their mean as n / (1 + 2 (rho_1 + rho_2 + ...))
+steps with correlations rho_k at lag k carry as much information about their mean as n / (1 + 2 (rho_1 + rho_2 + ...))
 independent ones. Captures are independent of each other: if both sides have several, the captures' means are the
-samples,
-and the error includes the variation between processes.
+samples, and the error includes the variation between processes.
 
 Sources: Yuen, The Two-Sample Trimmed t for Unequal Population Variances, 1974; Geyer, Practical Markov Chain Monte
 Carlo, 1992 (the initial positive sequence); Welch, The Generalization of Student's Problem, 1947; Benjamini and
@@ -150,10 +148,8 @@ def against_peers(found: Difference, peers: Difference, own: Sequence[Sequence[i
     """Computes each difference beyond the change expected from its peers, and its p-value.
 
     The expected change is relative to the mean before. The null distribution is empirical (Efron): its location is the
-    median of
-    the peers' relative differences, its spread comes from the upper quartile of their distances to the median. Up to a
-    quarter
-    of the peers may have changed differently.
+    median of the peers' relative differences, its spread comes from the upper quartile of their distances to the
+    median. Up to a quarter of the peers may have changed differently.
 
     Args:
       found: differences to test.

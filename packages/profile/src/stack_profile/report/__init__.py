@@ -1,1 +1,1 @@
-"""A trace as one HTML page that loads nothing."""
+"""HTML report of a trace, a single self-contained page."""

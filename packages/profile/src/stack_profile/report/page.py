@@ -39,7 +39,7 @@ class Section:
 
 
 def sections(trace: Trace) -> Iterator[Section]:
-    """Runs every registered analysis with its default options, in reading order, then those of other packages."""
+    """Runs every registered analysis with its default options, this package's first, in reading order."""
     entries = {entry.name: entry for entry in registries.analyses.entries()}
     for name in (*(each for each in _FIRST if each in entries), *(each for each in entries if each not in _FIRST)):
         help_ = entries[name].details.get("help", "")
@@ -141,7 +141,7 @@ def _answer(answer: Answer[Any], limit: int) -> Iterator[Markup]:
 
 
 def _table(answer: Answer[Any], limit: int) -> Markup:
-    """Formats the first rows as a table, without columns that are empty in all of them, as on a terminal."""
+    """Formats the first rows as a table, without empty columns, like the terminal."""
     shown = answer.rows[: limit or None]
     columns = [name for name in answer.columns if any(getattr(row, name) not in (None, "") for row in shown)]
     texts = {name for name in columns if all(isinstance(getattr(row, name), str | None) for row in shown)}

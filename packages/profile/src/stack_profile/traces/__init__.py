@@ -1,1 +1,1 @@
-"""Reading traces, and joining what ran with the programs that it comes from."""
+"""Readers of traces, and the join of operations with their programs."""

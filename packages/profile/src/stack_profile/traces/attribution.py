@@ -1,7 +1,7 @@
 """Attribution of each instruction of a module to Python lines, in one pass over its graph.
 
-An instruction without a line of its own takes one from the first of these that has it: the instructions it fuses, the
-nearest operand (through operands without lines), the nearest user, the enclosing loop or call.
+An instruction without a line takes one from the first of these sources: the instructions it fuses, the nearest operand
+(through operands without lines), the nearest user, the enclosing loop or call.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

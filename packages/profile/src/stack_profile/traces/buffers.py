@@ -1,8 +1,7 @@
 """XLA's placement of a program's arrays in memory, and the live arrays at each point of its schedule.
 
-A program's memory consists of allocations. Each argument, output and constant has its own; temporaries share one, and
-are
-allocated and freed along the schedule, as XLA simulated it during buffer assignment.
+A program's memory consists of allocations. Each argument, output and constant has an allocation; temporaries share one,
+and are allocated and freed along the schedule, as XLA simulated it during buffer assignment.
 https://github.com/openxla/xla/blob/main/xla/service/hlo.proto: BufferAssignmentProto
 """
 
@@ -25,7 +24,7 @@ class Buffer:
 
     Attributes:
       size_bytes: size of the array.
-      instruction: name of the instruction that produces it; "" if unknown.
+      instruction: name of the producing instruction; "" if unknown.
     """
 
     size_bytes: int
@@ -40,7 +39,7 @@ class Allocation:
       index: XLA's index of the allocation.
       size_bytes: size of the allocation.
       kind: use of the allocation.
-      buffers: ids of the buffers placed in it.
+      buffers: ids of its buffers.
     """
 
     index: int
@@ -71,7 +70,7 @@ class Assignment:
     Attributes:
       allocations: allocations in the main memory.
       buffers: arrays by id.
-      schedules: schedules of allocations with temporaries; empty if XLA did not record them.
+      schedules: schedules of allocations with temporaries; empty without XLA's heap traces.
       elsewhere_bytes: size of allocations in other memory spaces, such as a TPU's VMEM or the host.
     """
 
@@ -101,7 +100,7 @@ class Schedule:
     sizes: Mapping[int, int]
 
     def allocation(self, allocations: Sequence[Allocation]) -> Allocation | None:
-        """Returns the allocation that the schedule belongs to, or None if it is not in `allocations`."""
+        """Returns the schedule's allocation, or None for one outside of `allocations`."""
         own = {buffer for _, buffer, _, _ in self.events}
         found = max(allocations, key=lambda each: len(own & set(each.buffers)), default=None)
         return None if found is None or own.isdisjoint(found.buffers) else found
@@ -128,7 +127,7 @@ class Schedule:
 
 
 def read_buffers(program: Program) -> Assignment | None:
-    """Reads a program's buffers; None if the trace does not have them.
+    """Reads a program's buffers, or returns None for a trace without buffers.
 
     Raises:
       TraceError: the buffers are damaged.
@@ -204,7 +203,7 @@ def _events(data: bytes, value: Value) -> tuple[tuple[int, int, str, int], ...]:
 
 
 def _message(data: bytes, value: Value) -> dict[int, Value]:
-    """Returns the fields of a message; of a repeated field, the last value."""
+    """Returns the fields of a message, with the last value of repeated fields."""
     return dict(fields(data, *_place(value)))
 
 

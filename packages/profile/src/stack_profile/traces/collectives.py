@@ -35,7 +35,7 @@ class Axes:
 
     @classmethod
     def of(cls, trace: Trace, given: str | None = None) -> "Axes":
-        """Returns the mesh given as "fsdp=4,tensor=2", otherwise the one that the capture recorded.
+        """Returns the mesh given as "fsdp=4,tensor=2", otherwise the capture's mesh.
 
         Raises:
           ProfileError: `given` is malformed, or its size is not the number of devices.
@@ -68,7 +68,7 @@ class Kind:
 
     Attributes:
       name: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", ...
-      axis: see `Axes.spanned`; "" if only the name is known.
+      axis: see `Axes.spanned`; "" without the program.
       array_bytes, sent_bytes: bytes of one execution on one device, see `stack_core.programs.hlo_costs.Collective`.
       start: for a done operation, the name of its start operation; otherwise "".
     """
@@ -134,7 +134,7 @@ def collectives_of(devices: Sequence[Ops], axes: Axes) -> Mapping[str, tuple[Col
 def waits_of(found: Mapping[str, Sequence[Collectives]]) -> Mapping[str, Mapping[tuple[str, int, str], Wait]]:
     """Computes each device's waiting time in each collective, for collectives that several devices have in common.
 
-    The device that arrives last does not wait, so its time, the shortest, is what the execution itself takes.
+    The device that arrives last does not wait, so the shortest time is the duration without waiting.
     """
     together: dict[tuple[str, int, str], dict[str, Collectives]] = {}
     for device, collectives in found.items():
@@ -156,7 +156,7 @@ _NAME: Final = re.compile(rf"({_KINDS})(-start|-done)?(\.[\w.]+)?")
 
 
 def _kinds(program: Program, axes: Axes) -> Mapping[str, Kind] | None:
-    """Returns a program's collectives by the names under which they run; None if the program cannot be read."""
+    """Returns a program's collectives by the names under which they run, or None for an unreadable program."""
     from stack_core.programs.hlo_costs import collectives  # imports jax
 
     if program.module is None:
@@ -177,7 +177,7 @@ def _kind(collective: "Collective", axes: Axes) -> Kind:
 
 
 def _kind_of(operation: Operation, kinds: Mapping[int, Mapping[str, Kind] | None]) -> Kind | None:
-    """Returns an operation's properties as a collective, or None if it is another operation."""
+    """Returns an operation's properties as a collective, or None for other operations."""
     name = operation.name.removeprefix("%")
     if (known := kinds.get(id(operation.program))) is not None:
         return known.get(name)
@@ -205,7 +205,7 @@ def _collectives(ops: Ops, kinds: Mapping[int, Mapping[str, Kind] | None]) -> tu
 
 
 def _span(ops: Ops, start: int, done: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns start, end and run of each execution; a done operation ends the last start before it."""
+    """Returns start, end and run of each execution; a done operation ends the latest earlier start."""
     rows = np.flatnonzero(ops.which == start)
     starts, ends = ops.start_ps[rows], ops.end_ps[rows]
     if done is not None:

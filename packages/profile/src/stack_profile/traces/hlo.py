@@ -1,8 +1,7 @@
 """Compiled programs in a trace (HloProto), read without XLA's schemas.
 
-Each instruction is joined with its Python lines. Instructions that XLA inserted, mostly copies, have no lines of their
-own.
-They take the lines of neighbouring instructions, and `Instruction.origin` records which.
+Each instruction is joined with its Python lines. Instructions that XLA inserted, mostly copies, take the lines of
+neighbouring instructions, and `Instruction.origin` records which.
 https://github.com/openxla/xla/blob/main/xla/service/hlo.proto
 """
 
@@ -32,7 +31,7 @@ class Program:
 
     Attributes:
       name: name of the module.
-      key: unique number in its process; events of programs that this process compiled use it.
+      key: unique number in its process, also used in events if this process compiled the program.
       proto: serialized HloProto.
     """
 
@@ -64,13 +63,13 @@ class Program:
 
     @functools.cached_property
     def buffers(self) -> bytes | None:
-        """Serialized BufferAssignmentProto; None if the proto has none."""
+        """Serialized BufferAssignmentProto, or None."""
         place = dict(fields(self.proto)).get(_PROTO_BUFFERS)
         return self.proto[slice(*place)] if isinstance(place, tuple) else None
 
     @functools.cached_property
     def module(self) -> "Module | None":
-        """Parsed module for reading costs; None if this version of XLA cannot read it."""
+        """Parsed module for reading costs; None for a module that this version of XLA cannot read."""
         from jax._src.lib import hlo  # no public API of JAX turns a serialized module into text
 
         from stack_core.programs.hlo import parse_hlo  # imports jax, which is not needed to read a trace
@@ -85,7 +84,7 @@ class Program:
 
 
 def program_of(compiled: "jax.stages.Compiled", key: int = 0) -> Program:
-    """Reads the program of a compiled function, with its buffers, without running it.
+    """Reads the program of a compiled function, with its buffers; nothing runs.
 
     Raises:
       TraceError: the backend does not provide the HLO.

@@ -44,7 +44,7 @@ class StageEvents:
       thread: number of the thread.
       start_ps, end_ps: times since the base of the trace.
       depth: number of enclosing stages on the same thread.
-      calling: number of the thread that calls JAX; None if no thread does.
+      calling: number of the thread that calls JAX; None without such a thread.
     """
 
     stages: tuple[Stage, ...]
@@ -83,7 +83,7 @@ _GRAIN: Final = re.compile(r"_?(\w+?)(?:Map|Iter)?Dataset(?:Iterator)?\((.*)\)",
 
 
 def _threads(space: Space) -> Iterator[tuple[Plane, Line]]:
-    """Yields the threads that run Python; those of XLA's pools run operations."""
+    """Yields the threads that run Python, without XLA's pools, which run operations."""
     for plane in space.planes:
         if plane.name == "/host:CPU":
             yield from ((plane, line) for line in plane.lines if not line.name.startswith("tf_"))

@@ -70,15 +70,14 @@ class Instruction:
       id: unique id in the module.
       name: name of the instruction.
       opcode: opcode of the instruction.
-      computation: name of the computation that contains it.
+      computation: name of the enclosing computation.
       op_name: JAX's name, such as "jit(step)/jvp(mlp)/dot_general", or "".
       frames: Python stack, innermost first; empty if unknown.
       outer: number of outermost frames that called the program, common to all of its instructions.
       origin: source of `op_name` and `frames`: the instruction itself, the instructions it fuses, an operand, a user,
-        the
-        enclosing loop or call, or none.
-      fused: whether it is part of a fusion and has no executions of its own.
-      opcodes: opcodes of the instructions it fuses, otherwise its own.
+        the enclosing loop or call, or none.
+      fused: whether it is part of a fusion and never runs separately.
+      opcodes: opcodes of the fused instructions, or the single opcode.
       parts: names of the instructions it fuses, the root first.
       target: library or kernel of a custom call, or "".
       argument: JAX's name of a parameter, such as "state.params['kernel']", or "".
@@ -120,9 +119,8 @@ class Instruction:
         """Returns the user's line, or the innermost line of a file under `within` if given; None if unknown.
 
         The user's line is the innermost one outside of installed packages. If all lines are in packages, the program
-        belongs to the
-        package of the traced function. Then the innermost line of that package is returned, not one of an op that it
-        calls.
+        belongs to the package of the traced function. Then the innermost line of that package is returned, which skips
+        the ops that the package calls.
         """
         if within:
             return next((frame for frame in self.frames if frame.file.startswith(within)), None)
@@ -136,8 +134,7 @@ class Instruction:
         """The innermost line if it is in an installed package and not the user's line, otherwise None.
 
         For an op of stack-core this is the line of its public function, such as `stack_core.ops.linear`; inner frames
-        belong to
-        the dispatch of an implementation.
+        belong to the dispatch of an implementation.
         """
         innermost = list(itertools.takewhile(lambda frame: frame.package == _OPS_PACKAGE, self.frames))[-1:]
         line = next(iter(innermost or self.frames), None)

@@ -1,9 +1,8 @@
 """Interval arithmetic: unions, gaps, and self times of overlapping operations.
 
 Operations overlap on several threads or streams of a device, and a loop's event spans the events of its body. Each
-instant
-belongs to the operations running at that time that run no others, in equal shares. The self times of all operations
-therefore sum to the union, the time in which any of them ran.
+instant belongs to the operations running at that time that run no others, in equal shares. The self times of all
+operations therefore sum to the union, the time in which any of them ran.
 """
 
 import heapq
@@ -37,7 +36,7 @@ def self_times(starts: np.ndarray, ends: np.ndarray, depth: np.ndarray) -> np.nd
     Args:
       starts, ends: edges of the intervals.
       depth: -1 for operations that run no others, otherwise the nesting depth. If no operation of depth -1 runs at an
-        instant, the instant belongs to the innermost of the others.
+        instant, the instant belongs to the innermost interval.
     """
     shares = np.zeros(len(starts))
     covered = np.zeros((0, 2), np.int64)

@@ -22,16 +22,14 @@ _Owner = tuple[int, str]  # number and module name of a program in events
 class Join:
     """The programs that ran in a process, by number and module name in the events.
 
-    A program loaded from JAX's compile cache runs under its number in the process that compiled it. In this process,
-    the number
-    may belong to another program. A number is therefore used only if the module's name agrees and the program has all
-    operations that ran under it. Otherwise the candidates are the programs of that name with all of these operations. A
+    A program loaded from JAX's compile cache runs under a number from another process, which may belong to a different
+    program in this one. A number is therefore used only if the module's name agrees and the program has all operations
+    that ran under that number. Otherwise the candidates are the programs of that name with all of these operations. A
     candidate is used if it is the only one, or if the operations have the same lines and scopes in all candidates.
-    Events of
-    TPUs do not name the module, but number a program by its content.
+    Events of TPUs do not name the module, but number a program by its content.
 
     Attributes:
-      found: program of each owner; None if no program fits, or several different ones do.
+      found: program of each owner; None without a fitting program, or with several different ones.
       candidates: number of fitting programs where `found` has None; empty for a trace without programs.
     """
 
@@ -60,7 +58,7 @@ class Join:
         return cls(found, unjoined)
 
     def problems(self) -> Iterator[str]:
-        """Yields a message about operations without a program, which therefore have no lines."""
+        """Yields a message about operations without a program and thus without lines."""
         unjoined = [
             f"{module} ({key}{f', which {count} programs fit' if count else ''})"
             for (key, module), count in sorted(self.candidates.items())
@@ -80,7 +78,7 @@ def _numbered(programs: Mapping[int, Program], owner: _Owner, names: AbstractSet
 
 
 def _alike(programs: Sequence[Program], names: AbstractSet[str]) -> bool:
-    """Returns whether there are programs and the operations have the same lines and scopes in all of them."""
+    """Returns whether the operations have the same lines and scopes in all programs; False without programs."""
     places = {
         tuple((found.op_name, found.frames) for name in sorted(names) if (found := program.instructions[name]))
         for program in programs
@@ -186,8 +184,7 @@ def _times(events: Events, host_start: np.ndarray) -> tuple[np.ndarray, np.ndarr
     """Returns start and end of events, on a TPU's own clock if it was recorded.
 
     The TPU's clock is aligned with the host's at the first event. Times on the host's clock have been corrected
-    piecewise, which
-    changes durations by up to a tenth.
+    piecewise, which changes durations by up to a tenth.
     """
     offset, duration = events.stats["device_offset_ps"], events.stats["device_duration_ps"]
     if not len(events) or (offset == MISSING).any() or (duration == MISSING).any():
@@ -243,7 +240,8 @@ def _end_events(plane: Plane, base_ns: int) -> tuple[np.ndarray, np.ndarray] | N
 def _work_ends(columns: Mapping[str, np.ndarray], consumer: np.ndarray, time: np.ndarray) -> np.ndarray:
     """Returns the end of each operation's work: the first mark after its start, otherwise the end of its event.
 
-    XLA's CPU runtime starts an operation in one event and marks its end in another, on the thread that finishes it.
+    XLA's CPU runtime starts an operation in one event and marks its end in another, on the thread that finishes the
+    work.
     """
     order = np.lexsort((columns["start"], columns["producer"]))
     producer, start = columns["producer"][order], columns["start"][order]
@@ -285,10 +283,8 @@ def _repetitions(operations: Sequence[Operation], which: np.ndarray) -> np.ndarr
     """Returns the execution of its program that each row is in, counted by the program's first operation.
 
     Events of GPUs lack this number. The first operation outside of loops begins each run of its program. If the program
-    is not
-    known, the operations that ran the fewest times are assumed to be outside of loops. Several kernels of one operation
-    run
-    consecutively.
+    is not known, the operations that ran the fewest times are assumed to be outside of loops. Several kernels of one
+    operation run consecutively.
     """
     run = np.full(len(which), MISSING)
     owners = [None if each.beside else each.owner for each in operations]

@@ -25,8 +25,8 @@ class Operation:
       name: name of the instruction in events.
       module: name of the program in events.
       program_key: number of the program in events, which may come from the process that compiled it.
-      program: program of the instruction; None if the trace lacks it.
-      instruction: None if the trace lacks the program, or the program the instruction.
+      program: program of the instruction, or None.
+      instruction: the instruction, or None without the program or without a match in the program.
       beside: whether it belongs to no program, such as a copy between host and GPU; it gets only the time in which no
         program's operations run.
     """
@@ -40,12 +40,12 @@ class Operation:
 
     @property
     def owner(self) -> tuple[str, int]:
-        """Key of its program among those of the process."""
+        """Key of the program in its process."""
         return self.module, self.program_key
 
     @property
     def is_entry(self) -> bool:
-        """Whether it is known to be outside of all loops and calls, and so runs once per run of its program."""
+        """Whether the operation surely is outside of loops and calls, and so runs once per run of the program."""
         return (
             self.program is not None
             and self.instruction is not None
@@ -70,8 +70,7 @@ class Ops:
       operations: the distinct operations.
       which: index of each row's operation in `operations`.
       start_ps, end_ps: times since the start of the trace. The end is that of the work; on CPUs, the event that started
-        the
-        work may end long before.
+        the work may end long before.
       self_ps: share of the row in the union of all rows, see `stack_profile.traces.intervals`.
       run: execution of the program that each row is in; `MISSING` if unknown.
     """
@@ -182,7 +181,7 @@ class HostEvents:
       names: the distinct names.
       which: index of each row's name in `names`.
       start_ps, end_ps: times since the base of the trace.
-      jax_calls: rows that are calls of JAX; the others are annotations of the program.
+      jax_calls: rows that are calls of JAX; the remaining rows are the program's annotations.
     """
 
     names: tuple[str, ...]

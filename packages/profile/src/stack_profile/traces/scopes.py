@@ -20,7 +20,7 @@ class Scope:
     """Parsed op name of an operation.
 
     Attributes:
-      names: the program's named scopes, outermost first; a backward operation has those of its forward operation.
+      names: the program's named scopes, outermost first; a backward operation has the scopes of its forward operation.
       direction: pass of the training step.
       primitive: JAX's name of the operation.
     """

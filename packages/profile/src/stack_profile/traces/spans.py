@@ -193,8 +193,7 @@ def _places(operations: Sequence[Operation]) -> list[tuple[tuple[str, ...], str 
     """Returns the path of each operation, its layer or else a function, and its pass.
 
     The function is the first on the stack that differs between the program's operations without a layer. In training,
-    the
-    operations inside the differentiated function are compared separately from those outside.
+    the operations inside the differentiated function are compared separately from those outside.
     """
     stacks: dict[tuple[int, bool], list[tuple[str, ...]]] = {}
     for each in operations:

@@ -192,7 +192,7 @@ def _programs(space: Space, problems: list[str]) -> dict[int, Program]:
 
 
 def _without_damaged(programs: Mapping[int, Program], ran: Sequence[Kind], problems: list[str]) -> dict[int, Program]:
-    """Returns the programs except damaged ones that may have run, which are added to `problems`."""
+    """Filters out damaged programs that may have run, and adds them to `problems`."""
     names, keys = {kind.module for kind in ran}, {kind.key for kind in ran if not kind.module}
     kept = {}
     for key, program in programs.items():

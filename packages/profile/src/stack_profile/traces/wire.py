@@ -114,7 +114,7 @@ class Spans:
 def partition(
     data: Buffer, number: int, start: int, end: int, *, cut: bool = False
 ) -> tuple[Spans, list[tuple[int, Value]], str]:
-    """Splits a message into one repeated field of messages, possibly millions, and all other fields.
+    """Splits a message into one repeated field of messages, possibly millions, and the remaining fields.
 
     Args:
       data: buffer with the message.
@@ -123,7 +123,7 @@ def partition(
       cut: whether to include the last message if it is truncated.
 
     Returns:
-      The messages, the other fields, and the reason why the rest could not be read, or "".
+      The messages, the remaining fields, and the reason why the rest could not be read, or "".
     """
     tag = number << 3 | _BYTES  # tags of fields up to 15 have one byte
     places: list[int] = []  # positions of the tags
@@ -170,7 +170,7 @@ def read_fields(
 
     Returns:
       For each number a uint64 column with one row per message: the varint or the 8 bytes, for bytes the place of their
-      length, 0 for absent fields; the messages of `nested`; and the row that each of these belongs to.
+        length, 0 for absent fields; the messages of `nested`; and for each of these the row of its parent message.
 
     Raises:
       WireError: a message is damaged.
@@ -252,7 +252,7 @@ def _damaged(cursor: np.ndarray) -> WireError:
 
 
 def _varints_at(array: np.ndarray, cursor: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Decodes the varints at the given places, and returns them with the places after them."""
+    """Decodes the varints at the given places, and returns the values and the places behind."""
     byte = array[cursor]
     value = (byte & 0x7F).astype(np.uint64)
     cursor = cursor + 1

@@ -1,8 +1,7 @@
 """Reader of XSpace, the format of `*.xplane.pb` that JAX's profiler, XProf and TensorBoard share, into columns.
 
 An XSpace holds planes (a host, a device), a plane holds lines (a thread, a stream), and a line holds events with a
-start
-and a duration. Names and common statistics of events are in tables of the plane. Planes are read on first use.
+start and a duration. Names and common statistics of events are in tables of the plane. Planes are read on first use.
 https://github.com/openxla/xla/blob/main/third_party/tsl/tsl/profiler/protobuf/xplane.proto
 """
 
@@ -56,7 +55,7 @@ class Events:
     """Events of one line, one per row.
 
     Attributes:
-      timestamp_ns: zero of the line's clock, since the epoch if the trace records it.
+      timestamp_ns: zero of the line's clock, since the epoch for traces that record the time.
       metadata: key of each event in its plane's tables.
       offset_ps, duration_ps: start of each event on the line's clock, and its duration.
       stats: statistics by name, int64 with `MISSING` for absent ones; texts are keys for `Plane.text`.

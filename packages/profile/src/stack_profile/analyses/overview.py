@@ -115,6 +115,8 @@ class _Waits:
         inside_ps = int(_overlap(union(host.start_ps[calls], host.end_ps[calls]), idle).sum())
         idle_ps = int(np.sum(idle[:, 1] - idle[:, 0]))
         each_ps = _overlap(np.stack([host.start_ps, host.end_ps], axis=1), idle)
+        # Nested events of one name count several times here: take twice as many candidates, and rank them by their
+        # union.
         longest = np.argsort(-np.bincount(host.which, each_ps, minlength=len(host.names)))[: 2 * _SHOWN]
         by_name: list[tuple[str, float]] = []
         for row in longest.tolist():

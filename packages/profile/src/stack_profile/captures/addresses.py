@@ -40,6 +40,7 @@ def publish(address: Address) -> Path:
     path = _directory() / f"{address.pid}.json"
     try:
         forget(path)  # left by an earlier process with the same PID
+        # The file must be new and private from the start, since it holds the token.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
             json.dump(dataclasses.asdict(address), file)

@@ -165,6 +165,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _is_allowed(self) -> bool:
         given = self.headers.get("Authorization", "").encode()
+        # A constant-time comparison does not reveal how much of a guessed token is right.
         allowed = hmac.compare_digest(given, f"Bearer {self._listener.address.token}".encode())
         if not allowed:
             self._answer(HTTPStatus.UNAUTHORIZED, {"error": "The token is not that of this process."})

@@ -48,7 +48,7 @@ def gate(  # noqa: PLR0913, each parameter is an option of the command
     Args:
       a: more captures of the baseline.
       b: more captures of the new program.
-      metric: metrics to compare, by default the metrics of both sides.
+      metric: metrics to compare, by default all metrics known for both sides.
       max_regression: allowed increase of all metrics except compile_time, or of a named one, as in compile_time=50%. By
         default 3%, and 25% for compile_time, which varies more.
       undecided: result of the gate for undecided changes.

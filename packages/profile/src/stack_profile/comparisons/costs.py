@@ -129,6 +129,7 @@ def compiled_costs(fn: Callable[..., Any], *args: Any, compilations: int = 3) ->
     try:
         jax.jit(lambda: 0).lower().compile()  # warm-up: the first compilation of a process initializes the compiler
         for _ in range(compilations):
+            # Otherwise JAX would reuse the program of the previous compilation.
             jax.clear_caches()
             with tracing(fn, args):
                 lowered = jitted.lower(*args)

@@ -119,7 +119,7 @@ def gate(
 
     Args:
       base, new: sides of the comparison.
-      metrics: metrics to compare, by default the metrics of both sides; compile times only with several per side.
+      metrics: metrics to compare, by default all metrics known for both sides; compile times if each has several.
       allowed: allowed growth of each metric as a share of the baseline; defaults come from `ALLOWED`.
 
     Raises:

@@ -6,6 +6,7 @@ from stack_profile.traces.instructions import CONTAINERS, Instruction
 
 __all__ = ["category"]
 
+# In order of precedence: the first kind that occurs in a fusion names the fusion.
 _KINDS: Final = (
     ("matrix product", {"dot", "ragged-dot", "scaled-dot"}),
     ("convolution", {"convolution"}),

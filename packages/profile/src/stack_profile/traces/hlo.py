@@ -27,7 +27,7 @@ __all__ = ["Program", "hlo_proto", "outline", "program_key", "program_of", "read
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled module. Its contents are read on first use, because most programs of a process are not in the trace.
+    """A compiled module. Its contents are read on first use, because most loaded programs do not run during the trace.
 
     Attributes:
       name: name of the module.

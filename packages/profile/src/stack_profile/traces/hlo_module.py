@@ -15,9 +15,13 @@ _NAME, _ENTRY, _COMPUTATIONS, _ID, _FRAMES = 1, 2, 3, 5, 17
 
 @dataclass(frozen=True)
 class RawInstruction:
-    """An instruction of the proto; ids are unique in the module.
+    """An instruction of the proto.
 
     Attributes:
+      id: unique id in the module.
+      name: name of the instruction.
+      opcode: opcode of the instruction.
+      op_name: JAX's name of the operation, or "".
       frame: number of its Python stack, 0 for none.
       source: its Python line without a stack; older versions of XLA store nothing else.
       operands: ids of the operands.
@@ -50,7 +54,9 @@ class RawModule:
     """A module of the proto.
 
     Attributes:
+      name: name of the module.
       entry: name of the computation at which a run starts.
+      computations: functions of the module.
       stacks: Python stack of each frame number, innermost first; number 0 is empty.
     """
 

@@ -147,7 +147,7 @@ class Instruction:
 
     @property
     def _inside(self) -> tuple[Frame, ...]:
-        """Frames inside the compiled function, which is the last one."""
+        """Frames of the compiled function and of the functions it calls, its own frame last."""
         frames = self.frames[: max(len(self.frames) - self.outer, 0)]
         traced = [place for place, frame in enumerate(frames) if _function(frame) == self._traced]
         return frames[: traced[-1] + 1] if traced else frames

@@ -327,5 +327,6 @@ def _codes(keys: np.ndarray) -> np.ndarray:
     code = np.zeros(keys.shape[1], np.int64)
     for row in keys:
         values, inverse = np.unique(row, return_inverse=True)
+        # Renumber after each row: the product of several rows could overflow int64.
         code = np.unique(code * len(values) + inverse, return_inverse=True)[1]
     return code

@@ -45,7 +45,7 @@ class Operation:
 
     @property
     def is_entry(self) -> bool:
-        """Whether the operation surely is outside of loops and calls, and so runs once per run of the program."""
+        """Whether the operation certainly runs outside of loops and calls, hence once per run of its program."""
         return (
             self.program is not None
             and self.instruction is not None
@@ -205,6 +205,7 @@ def steps_of(ops: Ops, marks: StepMarks) -> tuple[Step, ...]:
     np.maximum.at(ends, inverse.reshape(-1), ops.end_ps[rows])
     order = np.argsort(starts)
     limits = np.append(starts[order][1:], ends[order][-1])
+    # Only the first and the last run can be cut off by the capture.
     whole = counts[order] >= _WHOLE * np.median(counts)
     inner = np.arange(len(runs)).clip(1, len(runs) - 2) == np.arange(len(runs))
     name = ops.operations[int(ops.which[rows[0]])].module

@@ -46,12 +46,13 @@ IDLE: Final = Key((), None, 0)
 
 @dataclass(frozen=True)
 class Items:
-    """Consecutive pieces of a window, one per row; together they cover it.
+    """Consecutive pieces of a window, one per row; together they cover the window.
 
     Attributes:
       keys: the distinct keys; the first is `IDLE`.
       key: index of the piece's key in `keys`.
       operation: index of its operation among the device's, -1 if idle.
+      start_ps, end_ps: edges of the piece.
       executions_ps: sorted start times of the executions in the window, loops and calls excluded.
     """
 
@@ -244,7 +245,7 @@ def _trips(ops: Ops, executed: np.ndarray) -> np.ndarray:
 
 
 def _loops(program: Program) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yields each instruction in a loop with its number of executions and the trips of the outermost loop."""
+    """Yields each instruction in a loop with its number of executions and the trip count of the outermost loop."""
     found = program.module.executions() if program.module else ()
     executions = [each for each in found if not each.fused and each.loops]
     trips = {each.loops[0]: each.times for each in executions if len(each.loops) == 1}

@@ -60,6 +60,7 @@ class Trace:
     @functools.cached_property
     def steps(self) -> Mapping[str, tuple[Step, ...]]:
         """Steps of each device by its name; empty if the trace does not distinguish the runs of programs."""
+        # Step numbers must be consecutive; the marks of several processes would repeat them.
         marks = _step_marks(self.spaces[:1], self.base_ns)
         return {ops.device: steps_of(ops, marks) for ops in self.devices}
 

@@ -170,7 +170,7 @@ def read_fields(
 
     Returns:
       For each number a uint64 column with one row per message: the varint or the 8 bytes, for bytes the place of their
-        length, 0 for absent fields; the messages of `nested`; and for each of these the row of its parent message.
+      length, 0 for absent fields; the messages of `nested`; and for each of these the row of its parent message.
 
     Raises:
       WireError: a message is damaged.

@@ -237,6 +237,7 @@ class Plane:
 
     def _column(self, values: Mapping[int, np.ndarray], which: np.ndarray) -> np.ndarray:
         """Returns the value of each statistic: an integer, or the key of a text."""
+        # A statistic has one of these fields, and absent fields are 0.
         column = values[_STAT_UINT][which] | values[_STAT_INT][which] | values[_STAT_REFERENCE][which]
         column = column.view(np.int64)
         places = values[_STAT_STRING][which]

@@ -117,8 +117,8 @@ def test_every_field_of_an_objective_changes_its_step_or_is_refused(name):
 @pytest.mark.parametrize(
     ("objective", "problem"),
     [
-        ({"name": "grpo", "kl_estimator": "k3"}, "objective.kl is 0, so objective.kl_estimator would not act"),
-        ({"name": "grpo", "reference": "data"}, "objective.kl is 0, so objective.reference would not act"),
+        ({"name": "grpo", "kl_estimator": "k3"}, "objective.kl is 0, so objective.kl_estimator would have no effect"),
+        ({"name": "grpo", "reference": "data"}, "objective.kl is 0, so objective.reference would have no effect"),
         ({"name": "flow_matching", "times": "uniform", "logit_std": 0.5}, "so objective.logit_std would not act"),
         ({"name": "v", "noise": {"betas": "cosine", "beta_end": 0.01}}, "so beta_end would not act"),
     ],
@@ -130,8 +130,11 @@ def test_a_field_that_another_turns_off_is_refused(objective, problem):
 @pytest.mark.parametrize(
     ("setting", "problem"),
     [
-        ({"decay": 0.9, "whiten": False}, "data.advantage is 'group', so data.decay and data.whiten would not act"),
-        ({"most_candidates": 8}, "data.most_candidates would not act, as every token is a candidate"),
+        (
+            {"decay": 0.9, "whiten": False},
+            "data.advantage is 'group', so data.decay and data.whiten would have no effect",
+        ),
+        ({"most_candidates": 8}, "data.most_candidates would have no effect, because every token is a candidate"),
     ],
 )
 def test_a_setting_of_rollouts_that_another_turns_off_is_refused(setting, problem):

@@ -253,7 +253,7 @@ def test_a_policy_published_in_bfloat16_is_updated_and_sampled_in_float32(tmp_pa
 def test_values_are_asked_of_an_objective_that_has_a_critic(tmp_path):
     batches = build(cell(tmp_path / "run", "data.advantage=gae")).data
     batches._scores = lambda batch: {"logprobs": 0.0}
-    with pytest.raises(DataError, match="needs a critic's values, but the objective gives none"):
+    with pytest.raises(DataError, match="needs a critic's values, but the objective has no critic"):
         batches._values(dict.fromkeys(("tokens", "targets", "positions", "segment_ids")))
 
 

@@ -64,5 +64,5 @@ print("ends")
 def test_a_tool_that_hangs_does_not_keep_the_process():
     ended = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr
-    said = [f"the tool {name!r} gave nothing within 0.1 s" for name in ("hang", "hang_elsewhere")]
+    said = [f"the tool {name!r} did not return within 0.1 s" for name in ("hang", "hang_elsewhere")]
     assert sorted(ended.stdout.splitlines()) == ["ends", *said]

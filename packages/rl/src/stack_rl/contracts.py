@@ -78,7 +78,9 @@ class Environment(Protocol):
         """Starts the episode and returns the prompt."""
         ...
 
-    async def step(self, action: Action) -> Outcome: ...
+    async def step(self, action: Action) -> Outcome:
+        """Applies an action and returns its reward and the next observation."""
+        ...
 
     async def close(self) -> None:
         """Frees the episode's resources. Called exactly once, also after a failure."""

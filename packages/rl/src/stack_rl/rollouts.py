@@ -161,13 +161,13 @@ class RolloutData:
         of_critic = ("discount", "decay", "whiten", "critic_warmup_steps")
         if self.advantage != "gae" and (unread := changed_fields(self, of_critic)):
             raise ConfigError(
-                f"data.advantage is {self.advantage!r}, so data.{' and data.'.join(unread)} would not act. Set "
-                "data.advantage: gae, which needs an objective with a critic, such as ppo; or leave that out."
+                f"data.advantage is {self.advantage!r}, so data.{' and data.'.join(unread)} would have no "
+                "effect. Set data.advantage: gae, for an objective with a critic such as ppo, or leave that out."
             )
         if not self.drawing.is_narrowed and changed_fields(self, ("most_candidates",)):
             raise ConfigError(
-                "data.most_candidates would not act, as every token is a candidate. Set data.top_k or data.top_p, or "
-                "leave that out."
+                "data.most_candidates would have no effect, because every token is a candidate. Set data.top_k or "
+                "data.top_p, or leave it out."
             )
         if self.reference is not None:
             self.reference.check()
@@ -349,7 +349,7 @@ class RolloutBatches(PolicyBatches):
         scores = self._scores({name: batch[name] for name in _SCORED})
         if "values" not in scores:
             raise DataError(
-                "data.advantage is 'gae', which needs a critic's values, but the objective gives none. Choose "
+                "data.advantage is 'gae', which needs a critic's values, but the objective has no critic. Choose "
                 "objective.name: ppo, or another data.advantage."
             )
         return np.asarray(scores["values"])

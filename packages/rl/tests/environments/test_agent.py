@@ -126,7 +126,7 @@ def test_an_agent_that_fails_has_no_reward(tmp_path):
         assert play(tmp_path, raising, on_failure="drop")[0] == [None]
     with pytest.raises(EnvironmentFailed, match="returned None; a number or a Score"):
         play(tmp_path, nothing)
-    with pytest.raises(EnvironmentFailed, match=r"returned 1\.0 before it asked"):
+    with pytest.raises(EnvironmentFailed, match=r"returned 1\.0 before its first request"):
         play(tmp_path, lambda access, record: 1.0)
     with pytest.raises(EnvironmentFailed, match="reward is nan"):
         play(tmp_path, lambda access, record: two_turns(access, record).value * float("nan"))

@@ -96,7 +96,7 @@ def test_turns_are_bounded_and_a_message_that_was_cut_off_calls_nothing(tmp_path
 def test_a_tool_that_does_not_end_is_no_reward(tmp_path):
     call = '<tool_call>{"name": "slow", "arguments": {"x": 1}}</tool_call>'
     started_s = time.monotonic()
-    with pytest.raises(EnvironmentFailed, match=r"records.jsonl:1 failed: .*'slow' gave nothing within 0.1 s"):
+    with pytest.raises(EnvironmentFailed, match=r"records.jsonl:1 failed: .*'slow' did not return within 0.1 s"):
         play(tmp_path, [call], tool_timeout_s=0.1)
     assert play(tmp_path, [call], tool_timeout_s=0.1, on_failure="drop")[1] is None
     assert time.monotonic() - started_s < 10

@@ -84,7 +84,7 @@ def test_characters_count_at_their_place(text, share):
     ("reward", "message"),
     [
         (fails, r"prompts.jsonl:1 failed: .*reward 'fails' raised ZeroDivisionError: no denominator"),
-        (nan, r"prompts.jsonl:1 failed: .*reward 'nan' gave nan for '42'"),
+        (nan, r"prompts.jsonl:1 failed: .*reward 'nan' returned nan for '42'"),
         ("exact", r"prompts.jsonl:1 failed: .*reward 'exact' raised KeyError: .*no 'answer'.*other fields: 'key'"),
     ],
 )

@@ -221,11 +221,11 @@ def test_a_judge_sees_the_reference_answer_and_the_policy_s(judge):
 
 def test_a_judge_that_says_no_grade_or_cannot_be_asked_is_no_grade(judge):
     Judge.answers = ((200, "I would rather not."),)
-    with pytest.raises(Unchecked, match="unparsed: the judge said 'I would rather not"):
+    with pytest.raises(Unchecked, match="unparsed: no grade in the judge's answer 'I would rather not"):
         scored(JudgeConfig(url=judge, model="m"), "x")
     assert scored(JudgeConfig(url=judge, model="m", unchecked="wrong"), "x") == (0.0, "unparsed")
     Judge.asked, Judge.answers = [], ((404, "no such model"),)
-    with pytest.raises(EnvironmentFailed, match="gives no answer: 404"):
+    with pytest.raises(EnvironmentFailed, match="did not answer: 404"):
         scored(JudgeConfig(url=judge, model="m"), "x")
     assert len(Judge.asked) == 1  # it would say so again
     with pytest.raises(EnvironmentFailed, match="Connection refused"):

@@ -177,7 +177,7 @@ class _Episode:
             return event.messages
         if isinstance(event, _Raised):
             raise _failed(event.error)
-        raise EnvironmentFailed(f"the agent returned {event.value!r} before it asked the policy anything")
+        raise EnvironmentFailed(f"the agent returned {event.value!r} before its first request to the policy")
 
     async def reply(self, text: str, *, is_finished: bool, tokens: tuple[int, ...]) -> Reply:
         before = self._asked

@@ -182,7 +182,7 @@ class _ToolConversation:
                     return str(await function(**arguments))
             return str(await self.threads.run(functools.partial(function, **arguments), timeout_s=self.timeout_s))
         except TimeoutError as error:
-            raise TimeoutError(f"the tool {call['name']!r} gave nothing within {self.timeout_s:g} s") from error
+            raise TimeoutError(f"the tool {call['name']!r} did not return within {self.timeout_s:g} s") from error
         except Exception as error:  # Tools are user code; the policy sees their errors and can learn from them.
             return f"Error: {type(error).__name__}: {error}"
 

@@ -140,8 +140,8 @@ class PolicyConfig:
         of_kl = ("kl_estimator", "kl_corrected", "reference")
         if not self.kl and (unread := changed_fields(self, of_kl)):
             raise ConfigError(
-                f"objective.kl is 0, so objective.{' and objective.'.join(unread)} would not act. Set objective.kl, or "
-                "leave that out."
+                f"objective.kl is 0, so objective.{' and objective.'.join(unread)} would have no effect. Set "
+                "objective.kl, or leave that out."
             )
 
     def token_losses(self, tokens: PolicyTokens) -> Float[Array, "batch seq"]:
@@ -235,7 +235,7 @@ class PolicyObjective:
         there, settings = "reference_logprobs" in batch, self.config
         if there and not (settings.kl and settings.reference == OF_DATA):
             raise ConfigError(
-                f"The data has a reference (data.reference), which the objective does not read: objective.kl is "
+                f"The data has a reference (data.reference), which the objective does not use: objective.kl is "
                 f"{settings.kl}, and objective.reference is {settings.reference!r}. Set objective.kl and "
                 "objective.reference: data, or leave data.reference out."
             )

@@ -169,7 +169,7 @@ class _Reader:
                 found, has_divided = (found * other, has_divided) if operator == "*" else (found / other, True)
             elif self._begins_factor():
                 if has_divided or self.peek.kind == "number":  # 1/2x and 5 6 are ambiguous
-                    raise Unreadable("a product without a sign behind a quotient or before a number")
+                    raise Unreadable("an implicit product after a quotient or before a number")
                 found *= self.factor()
             else:
                 return found
@@ -185,7 +185,7 @@ class _Reader:
         if kinds != ["number", "number", "symbol", "number"] or tokens[2].text != "/" or not tokens[1].is_spaced:
             return None
         if not all(tokens[at].text.isdigit() for at in (0, 1, 3)):
-            raise Unreadable("two numbers beside each other")
+            raise Unreadable("two adjacent numbers")
         self._at += 4
         if self.peek.text == "/":
             raise Unreadable("a mixed number that is divided")
@@ -196,7 +196,7 @@ class _Reader:
         while self.take("!"):
             value = found.rational
             if value is None or value.denominator > 1 or not 0 <= value <= _MAX_FACTORIAL:
-                raise Unreadable("the factorial of something else than a small number")
+                raise Unreadable("a factorial of anything but a small whole number")
             found = number(math.factorial(int(value)))
         if self.take("^"):
             found = found.power(self._exponent())
@@ -236,7 +236,7 @@ class _Reader:
         value = _decimal(text)
         if self.peek.text == "_":
             if not text.isdigit():
-                raise Unreadable("an index of a number that is not whole")
+                raise Unreadable("an index of a number that is not an integer")
             return self._variable(text, longest=2)  # a numeral in a base differs from its value as an answer
         if self.peek != Token("command", "frac", self.peek.is_spaced) or not text.isdigit():
             return number(value)
@@ -260,7 +260,7 @@ class _Reader:
         for letter in name[:-1]:
             found *= symbol(letter)
         if name[-1] in "fgh" and self.peek.text == "(":
-            raise Unreadable("a function that nothing is known of")
+            raise Unreadable("an unknown function")
         return found * self._variable(name[-1])
 
     def _variable(self, name: str, *, longest: int = 1) -> Expression:
@@ -300,13 +300,13 @@ class _Reader:
             degree = self._closed("]")
         value = degree.rational
         if value is None or value.denominator > 1 or value < 2:
-            raise Unreadable("a root whose degree is no whole number above 1")
+            raise Unreadable("a root whose degree is not an integer above 1")
         return self._argument().root(int(value))
 
     def _binomial(self) -> Expression:
         above, below = self._argument().rational, self._argument().rational
         if above is None or below is None or (above.denominator, below.denominator) != (1, 1):
-            raise Unreadable("a binomial coefficient of something else than whole numbers")
+            raise Unreadable("a binomial coefficient of numbers that are not integers")
         if not 0 <= below <= above <= _MAX_FACTORIAL:
             raise Unreadable("a binomial coefficient out of bounds")
         return number(math.comb(int(above), int(below)))
@@ -365,7 +365,7 @@ class _Reader:
         follows = self.peek
         is_function = follows.text in _APPLIED
         if (self._begins_factor() and not is_function) or follows.text in ("^", "!"):
-            raise Unreadable("an argument without brackets that may go on")
+            raise Unreadable("an argument without brackets whose end is ambiguous")
         return argument
 
 

@@ -120,7 +120,7 @@ class _Judge:
         said = await self._asked(_filled(settings, completion))
         grade = _grade(settings, said)
         if grade is None:
-            return unchecked(settings.unchecked, "unparsed", f"the judge said {said[-200:]!r}")
+            return unchecked(settings.unchecked, "unparsed", f"no grade in the judge's answer {said[-200:]!r}")
         return Score(value=grade / settings.highest)
 
     async def _asked(self, question: str) -> str:
@@ -140,7 +140,7 @@ class _Judge:
             except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
                 reason = f"{type(error).__name__}: {error}"
             await asyncio.sleep(min(2.0**attempt, 30.0) * 0.5)
-        raise EnvironmentFailed(f"the judge at {self._settings.url} gives no answer: {reason}")
+        raise EnvironmentFailed(f"the judge at {self._settings.url} did not answer: {reason}")
 
     def _post(self, question: str) -> str:
         settings = self._settings

@@ -169,7 +169,7 @@ def _depths(tokens: Sequence[Token]) -> Iterator[tuple[int, int]]:
         yield at, depth
         depth -= is_symbol and token.text in _CLOSING
         if depth < 0:
-            raise Unreadable("a bracket that closes nothing")
+            raise Unreadable("a closing bracket without an opening one")
     if depth:
         raise Unreadable("a bracket that is not closed")
 
@@ -197,7 +197,7 @@ def _relation(tokens: list[Token], places: list[int]) -> Answer:
     if sign in "=∈" and (name := _name(left)) is not None:
         return Named(name, _item(right))
     if sign == "∈":
-        raise Unreadable("an element that is no variable")
+        raise Unreadable("an element that is not a variable")
     if sign in ">≥":
         left, right, sign = right, left, {">": "<", "≥": "≤"}[sign]
     return Relation(sign, read_expression(left) - read_expression(right))
@@ -222,7 +222,7 @@ def _as_open(part: Answer | None) -> Answer:
             raise Unreadable("a tuple in a union")
         return Interval(*part.members, has_low=False, has_high=False)
     if part is None:
-        raise Unreadable("a union of something else than sets")
+        raise Unreadable("a union of parts that are not sets")
     return part
 
 
@@ -243,7 +243,7 @@ def _sequence(tokens: list[Token]) -> Answer | None:
         return None
     opening, closing = tokens[0].text, tokens[-1].text
     if (opening == "{") != (closing == "}"):
-        raise Unreadable("brackets of two kinds")
+        raise Unreadable("mismatched brackets")
     inner = tokens[1:-1]
     parts = _parts(inner, is_inner=True) if inner else []
     if opening == "{":
@@ -255,7 +255,7 @@ def _sequence(tokens: list[Token]) -> Answer | None:
     if len(members) == 2 and ((opening, closing) != ("(", ")") or has_infinity):
         return Interval(*members, has_low=opening == "[", has_high=closing == "]")
     if (opening == "(") != (closing == ")"):
-        raise Unreadable("brackets of two kinds")
+        raise Unreadable("mismatched brackets")
     return Members(members, is_set=False)
 
 

@@ -156,7 +156,7 @@ async def _score(
     except Exception as error:  # Rewards are user code and may raise any exception.
         raise EnvironmentFailed(f"reward {name!r} raised {type(error).__name__}: {error}") from error
     if not math.isfinite(number):
-        raise EnvironmentFailed(f"reward {name!r} gave {number} for {completion.text!r}; it must be finite")
+        raise EnvironmentFailed(f"reward {name!r} returned {number} for {completion.text!r}; it must be finite")
     return number, score.verdict, facts
 
 

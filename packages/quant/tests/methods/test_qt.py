@@ -230,8 +230,8 @@ def test_the_key_of_an_objective_is_that_of_the_rounding() -> None:
     ("options", "message"),
     [
         ({"weights": "int8", "tile_size": 32}, "Leave `tile_size` out"),
-        ({"weights": "nvfp4"}, "no products of nvfp4"),
-        ({"weights": "nf4"}, "no products of nf4"),
+        ({"weights": "nvfp4"}, "does not support products of nvfp4"),
+        ({"weights": "nf4"}, "does not support products of nf4"),
         ({"gradients": "int8"}, "operands stay in float"),
     ],
 )

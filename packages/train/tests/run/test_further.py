@@ -109,7 +109,7 @@ class Counting(Guide):
         ({"norm": Guide}, {}, ConfigError, "trains a model 'norm', which is the name of a companion or of a module"),
         ({"guide": Counting}, {}, TrainingError, "'guide/calls' .* is a Variable; hold it in an nnx.Param"),
         ({"guide": Guide}, {"groups": {"guide": {"frozen": True}}}, ConfigError, "freezes 'guide/"),
-        ({"guide": Guide}, {"groups": {"gide": {}}}, ConfigError, "'gide' in its path"),
+        ({"guide": Guide}, {"groups": {"gide": {}}}, ConfigError, "'gide' matches no parameter"),
     ],
 )
 def test_what_a_run_cannot_train_is_refused(config_of, made, optimizer, error, message):

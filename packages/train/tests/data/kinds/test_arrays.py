@@ -63,7 +63,7 @@ def tokens(*ids, dtype=np.int32, targets=(1, -100)):
     [
         ({"targets": (1, 9)}, "targets with 9, but the model has tokens 0 to 8. .*model.vocab_size"),
         ({"targets": (1, -2)}, "targets with -2"),
-        ({"dtype": np.float32}, "tokens of float32; expected integers"),
+        ({"dtype": np.float32}, "tokens of float32; expected integer token ids"),
         ({"ids": (-100,)}, "tokens with -100"),
     ],
 )

@@ -24,7 +24,7 @@ def instruction(*frames, op_name="jit(step)/add", outer=OUTER):
 
 
 def test_a_user_s_line_is_the_innermost_outside_of_packages_and_the_package_s_own_is_known():
-    op = (Frame(CORE, 10, "run"), Frame(CORE.replace("_dispatch", "_linear"), 76, "linear"))
+    op = (Frame(CORE, 10, "run"), Frame(CORE.replace("dispatch/dispatch", "definitions/linear"), 76, "linear"))
     found = instruction(*op, Frame(USER, 20, "Mlp.__call__"), Frame(TRAIN, 30, "step"), *CALLERS)
     assert (str(found.source()), str(found.package_source)) == (f"{USER}:20", "stack_core/ops/definitions/linear.py:76")
     own = instruction(Frame(USER, 20, "step"), *CALLERS)

@@ -1,4 +1,4 @@
-"""What a generation engine is made with."""
+"""Configuration of the generation engine."""
 
 from collections.abc import Mapping
 from typing import Annotated, Final, Literal
@@ -14,40 +14,41 @@ CacheType = Literal["model", "float32", "bfloat16", "int8", "fp8_e4m3", "fp8_e5m
 PageLayout = Literal["phsd", "pshd", "hpsd", "psh2d"]
 
 ANY_LAYOUT: Final[PageLayout] = "pshd"
-"""Where no layout is better: a token's keys of all heads lie together."""
+"""The default layout if no other is faster: the keys of all heads of a token are contiguous."""
 
 _Count = Annotated[int, Field(ge=1, le=2**16)]
-"""Sizes of tables that are made at the start."""
+"""Sizes of tables allocated at startup."""
 
 
 @config
 class EngineConfig:
-    """How much an engine holds and does at once.
+    """Capacity and scheduling settings of a generation engine.
 
     Attributes:
-      max_sequences: continuations that run at once; others wait.
-      max_tokens: of a prompt and its continuation together; None is the model's `max_positions`.
-      step_tokens: tokens that one step computes, at most; prompts are cut into chunks to fit beside decoding.
-      decode_repeats: steps of decoding that one program takes at most, while no prompt can begin and as long as that is
-        40 ms; clients hear of their tokens together. 1 tells of each token as soon as it is known.
-      page_tokens: tokens of a page of the cache.
-      pages: of the cache; None is what `max_sequences` sequences of `max_tokens` need, or what fits in memory.
-      memory_fraction: of the memory that the parameters leave free, what the cache may take where `pages` is None.
-      cache_dtype: what keys and values are held in; "model" is what the model computes them in.
-      page_layout: axes of a pool of pages, as `ops.paged_attention` names them. None is the layout that suits the
-        implementations for the chip best, as `ops.page_layout` says, and "pshd" where none is better.
-      tensor: devices that each layer's heads and features are split over.
-      prefix_caching: keep pages of prompts for later requests that begin alike. None does for models whose every state
-        lies in pages: a recurrent state is that of one token, and cannot be cut where another prompt branches off.
-      adapters: addresses of adapters by the names that requests have for them: runs that were trained with adapters, or
-        directories of PEFT.
-      max_adapters: that lie on the devices at once; of those that nobody uses, the one used longest ago gives way.
+      max_sequences: maximum number of continuations that run concurrently; others wait.
+      max_tokens: maximum total length of a prompt and its continuation; None means the model's `max_positions`.
+      step_tokens: maximum number of tokens per step; prompts are split into chunks that share a step with decoding.
+      decode_repeats: maximum number of decoding steps per program launch, used while no prompt can start and limited
+        to about 40 ms. Clients receive the tokens of one launch together; 1 sends each token immediately.
+      page_tokens: number of tokens per cache page.
+      pages: number of cache pages; None means enough for `max_sequences` sequences of `max_tokens`, or as many as
+        fit in memory.
+      memory_fraction: fraction of the memory left free by the parameters that the cache may use if `pages` is None.
+      cache_dtype: dtype of the cached keys and values; "model" is the dtype in which the model computes them.
+      page_layout: axis order of the page pool, in the notation of `ops.paged_attention`. None selects the best layout
+        for the chip's implementations (see `ops.page_layout`), or "pshd" if no other is better.
+      tensor: number of devices over which the heads and features of each layer are sharded.
+      prefix_caching: whether to keep the pages of prompts for later requests with the same prefix. None enables it
+        unless the model has recurrent states: these cannot be rewound to the token where another prompt diverges.
+      adapters: adapter addresses, keyed by the names used in requests. An address is a run trained with adapters or a
+        PEFT directory.
+      max_adapters: maximum number of adapters on the devices; the least recently used idle adapter is evicted first.
       adapter_rank: the most that adapters may have which are loaded later; None is that of `adapters`. It is rounded up
         to a power of two.
-      max_waiting: continuations that may wait, `n` for each request; more are refused, except where none wait.
-      priorities: a request's priority counts from `-priorities` to `priorities`, so that none waits for ever; with 0
-        requests may not have one.
-      seed: of requests without one.
+      max_waiting: maximum number of waiting continuations (`n` per request); more are refused unless none is waiting.
+      priorities: bound on request priorities, which are clipped to [-priorities, priorities] to prevent starvation;
+        with 0, requests must not set a priority.
+      seed: seed of the generator that seeds requests without their own; None means a random seed.
     """
 
     max_sequences: _Count = 32

@@ -1,4 +1,4 @@
-"""The pages of a key-value cache as numbers: who holds them, and which are kept for those that begin alike."""
+"""Page allocator of the key-value cache, with reference counts and prefix caching."""
 
 from array import array
 from collections import OrderedDict
@@ -9,15 +9,15 @@ __all__ = ["PagePool", "extend_digests"]
 
 
 class PagePool:
-    """Counts the references to each page; keeps registered pages that nobody holds until their room is needed.
+    """Reference-counted page pool that retains unreferenced registered pages until they are needed.
 
     Invariants:
       a page is free (0 references, not registered), kept (0 references, registered) or held (1 or more)
       available == free + kept == pages - held
       a digest names at most one page
 
-    Of the kept pages the one that was released longest ago is given away first, and of those released together the
-    last of the sequence, which is of no use without the ones before it.
+    Kept pages are evicted in the order of their release. Pages released together are evicted from the end of the
+    sequence, because a page is useless without its predecessors.
     """
 
     def __init__(self, pages: int) -> None:
@@ -30,15 +30,15 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """Pages that `take` can give."""
+        """Number of pages available to `take`."""
         return len(self._free) + len(self._kept)
 
     def references(self, page: int) -> int:
-        """How many hold the page."""
+        """Returns the reference count of a page."""
         return self._references[page]
 
     def take(self) -> int:
-        """Returns a page for its taker alone; there must be one available."""
+        """Allocates a page with one reference; a page must be available."""
         if self._free:
             page = self._free.pop()
         else:
@@ -48,14 +48,14 @@ class PagePool:
         return page
 
     def share(self, pages: Iterable[int]) -> None:
-        """Holds registered pages, as `find` returns them, once more."""
+        """Adds a reference to each of the registered pages, as returned by `find`."""
         for page in pages:
             if not self._references[page]:
                 del self._kept[page]
             self._references[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Gives back what `take` and `share` gave, in the order of a sequence's tokens."""
+        """Drops one reference to each page; `pages` are in the order of a sequence's tokens."""
         for page in reversed(pages):
             self._references[page] -= 1
             if self._references[page]:
@@ -66,13 +66,13 @@ class PagePool:
                 self._free.append(page)
 
     def register(self, page: int, digest: bytes) -> None:
-        """Lets others find a held page by its contents; if another one has them already, that one is found."""
+        """Registers a held page under the digest of its contents, unless the digest already has a page."""
         if digest not in self._page_of:
             self._page_of[digest] = page
             self._digest_of[page] = digest
 
     def find(self, digests: Iterable[bytes]) -> list[int]:
-        """Returns the pages of the longest run of digests, from the first, that are registered."""
+        """Returns the pages of the longest registered prefix of the digests."""
         found = []
         for digest in digests:
             page = self._page_of.get(digest)
@@ -82,11 +82,11 @@ class PagePool:
         return found
 
     def kept_among(self, pages: Iterable[int]) -> int:
-        """How many of the pages nobody holds, so that sharing them leaves so many fewer available."""
+        """Counts the unreferenced pages, by which `share` would reduce the available pages."""
         return sum(not self._references[page] for page in pages)
 
     def forget(self) -> None:
-        """Nothing is found any more; those who hold pages keep them."""
+        """Clears the prefix cache; referenced pages stay allocated."""
         self._page_of.clear()
         self._digest_of.clear()
         self._free.extend(reversed(self._kept))
@@ -96,12 +96,12 @@ class PagePool:
 def extend_digests(
     digests: list[bytes], tokens: Sequence[int], *, page_tokens: int, pages: int, adapter: int | None = None
 ) -> None:
-    """Appends digests until there are `pages` of them, all of which `tokens` must fill.
+    """Appends page digests until there are `pages` of them; `tokens` must fill all these pages.
 
         digests[i] = sha256(digests[i - 1] + tokens[i page_tokens : (i + 1) page_tokens])
 
-    Each stands for its page's tokens and all before them, which with the adapter are what keys and values depend on.
-    The adapter's number stands in the place of digests[-1].
+    Each digest covers the tokens of its page and all earlier tokens, since keys and values depend on them and on the
+    adapter. The adapter's number takes the place of digests[-1].
     """
     first = b"" if adapter is None else adapter.to_bytes(8, "little")
     for page in range(len(digests), pages):

@@ -1,4 +1,4 @@
-"""A request that an engine works on: its continuations, and what it tells of them."""
+"""Engine-side state of a request: its continuations and updates."""
 
 import logging
 import time
@@ -21,8 +21,8 @@ class Continuation:
     """One of a request's continuations.
 
     Attributes:
-      sequence, settings, ending: what the engine's thread knows of it.
-      output, has_ended: what the thread that makes texts knows of it.
+      sequence, settings, ending: state used by the engine thread.
+      output, has_ended: state used by the detokenization thread.
     """
 
     sequence: Sequence
@@ -38,11 +38,11 @@ class Work:
     """A request, from `submit` to the last update.
 
     Attributes:
-      receive: gets its updates.
-      adapter: of all its continuations.
-      waits: nothing of it has begun or ended.
-      unfinished: continuations of whose end nobody was told.
-      prompt_logprobs: of the tokens of the prompt, as far as they were asked for and computed.
+      receive: callback for the updates of the request.
+      adapter: adapter shared by all continuations, or None.
+      waits: whether no continuation has started or ended yet.
+      unfinished: number of continuations whose end has not been reported.
+      prompt_logprobs: log-probabilities of the prompt tokens; None if not requested or not yet computed.
     """
 
     request: GenerationRequest
@@ -63,11 +63,11 @@ class Work:
 
     @property
     def deadline_s(self) -> float | None:
-        """When it ends at the latest, of `time.monotonic()`."""
+        """Deadline of the request on the clock of `time.monotonic()`, or None."""
         return None if self.request.timeout_s is None else self.submitted_s + self.request.timeout_s
 
     def completed(self, update: GenerationUpdate, *, cached_tokens: int = 0) -> GenerationUpdate:
-        """An update with what is known of the request as a whole."""
+        """Returns the update with the request-level fields filled in."""
         now_s = time.monotonic()
         if update.tokens and self.first_token_s is None:
             self.first_token_s = now_s
@@ -83,8 +83,8 @@ class Work:
         return update
 
     def tell(self, update: GenerationUpdate) -> None:
-        """Sends an update on."""
+        """Passes an update to the receiver."""
         try:
             self.receive(update)
-        except BaseException:  # A receiver's fault is its own; the other requests go on.
+        except BaseException:  # A failing receiver must not affect other requests.
             _LOG.exception("The receiver of request %r failed", self.request.request_id)

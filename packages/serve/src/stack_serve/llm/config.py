@@ -43,8 +43,8 @@ class EngineConfig:
       adapters: adapter addresses, keyed by the names used in requests. An address is a run trained with adapters or a
         PEFT directory.
       max_adapters: maximum number of adapters on the devices; the least recently used idle adapter is evicted first.
-      adapter_rank: the most that adapters may have which are loaded later; None is that of `adapters`. It is rounded up
-        to a power of two.
+      adapter_rank: maximum rank of adapters loaded later. None means the largest rank in `adapters`, which is also the
+        lower bound; the result is rounded up to a power of two.
       max_waiting: maximum number of waiting continuations (`n` per request); more are refused unless none is waiting.
       priorities: bound on request priorities, which are clipped to [-priorities, priorities] to prevent starvation;
         with 0, requests must not set a priority.

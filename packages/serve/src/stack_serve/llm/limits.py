@@ -1,4 +1,4 @@
-"""What an engine can serve: each request is checked before it is queued."""
+"""Limits of an engine, and the validation of requests before they are queued."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -23,14 +23,14 @@ _MOST_CONTINUATIONS = 128
 
 @dataclass(frozen=True)
 class Limits:
-    """The sizes of an engine.
+    """Sizes and capabilities of an engine, against which requests are validated.
 
     Attributes:
-      max_tokens: of a prompt and its continuation together.
-      pages: of the cache.
-      end_tokens: how many the model has.
-      priorities: whether requests may have one.
-      prefix_caching: pages of prompts are kept for requests that begin alike.
+      max_tokens: maximum total length of a prompt and its continuation.
+      pages: number of cache pages.
+      end_tokens: number of end tokens of the model.
+      priorities: whether requests may set a priority.
+      prefix_caching: whether pages of prompts are kept for later requests with the same prefix.
     """
 
     max_tokens: int
@@ -43,10 +43,10 @@ class Limits:
 
     @classmethod
     def of(cls, checkpoint: GenerativeCheckpoint, config: EngineConfig) -> "Limits":
-        """The sizes that a config asks for, and those that it leaves open.
+        """Resolves the sizes of a config, with defaults from the model and the free memory.
 
         Raises:
-          ConfigError: they do not fit each other or the model.
+          ConfigError: the sizes are inconsistent with each other or with the model.
         """
         max_tokens = checkpoint.max_positions if config.max_tokens is None else config.max_tokens
         if max_tokens > checkpoint.max_positions:
@@ -77,7 +77,7 @@ class Limits:
         )
 
     def total_tokens(self, request: GenerationRequest) -> int:
-        """The most tokens that prompt and continuation may have."""
+        """Returns the maximum total length of the prompt and one continuation."""
         wanted = request.sampling.max_tokens
         return self.max_tokens if wanted is None else len(request.prompt) + wanted
 
@@ -151,7 +151,7 @@ class Limits:
 
 
 def _keeps_prefixes(checkpoint: GenerativeCheckpoint, config: EngineConfig) -> bool:
-    """Raises a ConfigError where prefixes are to be kept of a model with recurrent states."""
+    """Resolves `prefix_caching`; raises a ConfigError if it is True for a model with recurrent states."""
     is_recurrent = any(isinstance(state, Recurrent) for state in jax.tree.leaves(checkpoint.states))
     if is_recurrent and config.prefix_caching:
         raise ConfigError(
@@ -162,7 +162,7 @@ def _keeps_prefixes(checkpoint: GenerativeCheckpoint, config: EngineConfig) -> b
 
 
 def _fitting_pages(checkpoint: GenerativeCheckpoint, config: EngineConfig) -> int:
-    """Pages for which there is memory: the config's part of what the parameters leave free, on each device."""
+    """Returns the number of pages that fit in `memory_fraction` of the memory left free by the parameters."""
 
     def cache_bytes(pages: int) -> int:
         sizes = {"page_tokens": config.page_tokens, "slots": config.max_sequences + 1}

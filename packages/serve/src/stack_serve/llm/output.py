@@ -1,4 +1,4 @@
-"""What a client is told of a continuation: tokens as they become known, their text, and why it ended."""
+"""Incremental output of a continuation: tokens, text and finish reason."""
 
 from collections.abc import Collection
 from typing import NamedTuple
@@ -11,10 +11,10 @@ __all__ = ["GOES_ON", "EndOfTokens", "Ending", "Output"]
 
 
 class EndOfTokens(NamedTuple):
-    """Why a continuation ends with a token, whatever its text; no reason if it goes on.
+    """Finish reason due to a token, independent of the text; None if the continuation is not finished.
 
     Attributes:
-      stop_reason: the stop token, unless it is one of the model's own.
+      stop_reason: the request's stop token; None for an end token of the model.
     """
 
     reason: FinishReason | None = None
@@ -25,11 +25,11 @@ GOES_ON = EndOfTokens()
 
 
 class Ending:
-    """Knows by the tokens of a continuation when it ends; a stop text may end it sooner, which `Output` finds.
+    """Token-based stopping criterion of a continuation. Stop texts, detected by `Output`, may end it sooner.
 
     Args:
-      end_tokens: the model's own.
-      max_tokens: of the continuation.
+      end_tokens: end tokens of the model.
+      max_tokens: maximum length of the continuation.
     """
 
     def __init__(self, sampling: SamplingParams, *, end_tokens: Collection[int], max_tokens: int) -> None:
@@ -39,7 +39,7 @@ class Ending:
         self._tokens = 0
 
     def push(self, token: int) -> EndOfTokens:
-        """Adds a token, and says whether and why it is the last one."""
+        """Adds a token and returns the finish reason if it is the last one."""
         self._tokens += 1
         if self._tokens > self._min_tokens:
             if token in self._end_tokens:
@@ -50,7 +50,7 @@ class Ending:
 
 
 class _Held(NamedTuple):
-    """A token that nobody was told of; `begins` is how many characters the continuation had before it."""
+    """A token not sent yet; `begins` is the number of characters decoded before it."""
 
     token: int
     logprob: TokenLogprob | None
@@ -59,14 +59,14 @@ class _Held(NamedTuple):
 
 
 class Output:
-    """Makes updates of the tokens of one continuation.
+    """Converts the tokens of one continuation to updates.
 
-    Text is held back until its characters are whole and it is certain that no stop text begins with it, and so are, if
-    there are stop texts, the tokens that it begins with. A token is part of the continuation if its text begins before
-    the end of the continuation's; a stop token is always part of it, though its text is not unless `include_stop`.
+    Text is held back until its characters are complete and it cannot be the beginning of a stop text. If there are
+    stop texts, the tokens of this text are held back too. A token is part of the continuation if its text begins before
+    the end of the continuation's text. A stop token is always part of it, but its text only with `include_stop`.
 
     Args:
-      tokenizer: None gives tokens without text; then the request has no stop texts.
+      tokenizer: tokenizer of the model; None returns tokens without text and requires a request without stop texts.
     """
 
     def __init__(self, request: GenerationRequest, index: int, *, tokenizer: Tokenizer | None) -> None:
@@ -88,12 +88,12 @@ class Output:
     def push(
         self, token: int, end: EndOfTokens = GOES_ON, logprob: TokenLogprob | None = None, *, version: int = 0
     ) -> bool:
-        """Adds a token, and says whether it is the last one.
+        """Adds a token and returns whether it is the last one.
 
         Args:
-          end: whether the token itself is a reason for that.
-          logprob: its own, if the request asks for them.
-          version: of the weights that drew it.
+          end: finish reason due to the token itself.
+          logprob: log-probability of the token, if requested.
+          version: version of the weights with which it was sampled.
         """
         self._tokens += 1
         begins = self._decoded_characters
@@ -111,14 +111,14 @@ class Output:
         return reason is not None
 
     def take(self) -> GenerationUpdate:
-        """What has become certain since the last update; after the last token it says why that is the last."""
+        """Returns the output confirmed since the last update, with the finish reason after the last token."""
         return self._update(self._reason, stop_reason=self._stop_reason)
 
     def end(self, reason: FinishReason, *, error: str | None = None) -> GenerationUpdate:
-        """Ends it for another reason than its tokens; what was held back is told.
+        """Ends the continuation for an external reason and returns the text held back.
 
         Args:
-          error: what went wrong, for people.
+          error: human-readable description of the failure.
         """
         self._text += self._rest()
         return self._update(reason, error=error)
@@ -128,7 +128,7 @@ class Output:
         return self._tokens > self._sampling.min_tokens
 
     def _passed(self, piece: str) -> str:
-        """What of the text decoded so far, `piece` being the end of it, is certain to be the continuation's."""
+        """Adds newly decoded text and returns the text that is certain to belong to the continuation."""
         if self._stop_texts.found is not None:
             return ""
         self._decoded_characters += len(piece)
@@ -139,7 +139,7 @@ class Output:
         return text
 
     def _rest(self) -> str:
-        """What was held back, at the end of the text."""
+        """Flushes the text held back by the detokenizer and the stop texts."""
         text = self._passed(self._detokenizer.flush()) if self._detokenizer else ""
         return text + self._stop_texts.flush()
 
@@ -164,7 +164,7 @@ class Output:
         )
 
     def _take_certain(self, *, ended: bool) -> list[_Held]:
-        """The tokens that are certain to be part of the continuation and were not told yet."""
+        """Removes and returns the held tokens that are certain to be part of the continuation."""
         cut = self._stop_texts.found is not None
         if cut or (self._sampling.stop and not ended):
             count = sum(held.begins < self._told_characters for held in self._held)

@@ -1,4 +1,4 @@
-"""One continuation of a prompt, as the host knows it."""
+"""Host-side state of one continuation of a prompt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Sequence"]
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """A prompt and what has been generated of one continuation; the scheduler alone writes to it.
+    """A prompt and the generated tokens of one continuation, modified only by the scheduler once it has arrived.
 
     Invariants:
       computed_tokens <= total_tokens = len(tokens) + in_flight <= max_total_tokens
@@ -17,27 +17,27 @@ class Sequence:
       slot is None if and only if it is not running; then pages is empty and computed_tokens is 0
 
     Attributes:
-      index: which of the request's continuations.
-      tokens: prompt and generated ones, as far as the host knows them.
-      max_total_tokens: of prompt and continuation together.
-      priority: the lower number goes first, within the scheduler's bounds.
-      arrival: number of its arrival; no two are the same.
-      turn: who has the lower one goes first, of equal ones the earlier arrival.
-      adapter: the number of its adapter; None is none.
-      cacheable: its prompt may come from kept pages; no, if something is wanted of each token of the prompt.
-      leader: the request's first continuation, whose prompt this one waits for in order to share its pages.
-      computed_tokens: tokens whose keys and values are in its pages once the steps that are planned have run.
-      in_flight: tokens that steps sample which are planned, but which the host has not seen.
-      slot: its place among the running.
-      adapter_slot: where its adapter lies while it is running; -1 if it has none.
-      pages: numbers of its pages in the order of its tokens; those that others hold too are only read.
-      cached_tokens: tokens of its prompt that lay in kept pages when it first began.
-      preemptions: how often it lost its pages.
-      prompt_planned: steps before the one being planned compute all of its prompt, or did once.
-      ended: it is to have no more tokens.
-      digests: of its full pages, as far as they were needed.
-      registered_pages: those of its pages that were offered to others.
-      weights_version: of the weights that all of its pages are from.
+      index: index of the continuation within the request.
+      tokens: prompt tokens and the generated tokens read back so far.
+      max_total_tokens: maximum total length of prompt and continuation.
+      priority: priority of the request, lowest first; the scheduler clips it to its bounds.
+      arrival: unique arrival number.
+      turn: scheduling key, lowest first; ties are broken by arrival.
+      adapter: number of the adapter; None means the base model.
+      cacheable: whether the prompt may use the prefix cache; False if prompt log-probabilities are requested.
+      leader: first continuation of the request; this one waits for its prompt in order to share the pages.
+      computed_tokens: number of tokens whose keys and values are in the pages after all planned steps.
+      in_flight: number of tokens sampled by planned steps but not yet read by the host.
+      slot: slot of a running sequence, otherwise None.
+      adapter_slot: slot of the adapter while the sequence is running; -1 without an adapter.
+      pages: page numbers in token order; pages shared with other sequences are read-only.
+      cached_tokens: number of prompt tokens found in the prefix cache at the first start.
+      preemptions: number of times the sequence lost its pages.
+      prompt_planned: whether earlier steps compute the full prompt; stays True after a preemption.
+      ended: whether the sequence is finished.
+      digests: digests of the full pages, computed on demand.
+      registered_pages: number of leading pages registered in the prefix cache.
+      weights_version: scheduler's weights version at admission; pages are registered only while it is current.
     """
 
     id: int
@@ -67,5 +67,5 @@ class Sequence:
 
     @property
     def total_tokens(self) -> int:
-        """Tokens that are known, or will be when the planned steps have run."""
+        """Number of tokens after all planned steps."""
         return len(self.tokens) + self.in_flight

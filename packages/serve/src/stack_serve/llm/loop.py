@@ -1,4 +1,4 @@
-"""What an engine's thread does, turn by turn: plan and start a step, then read the tokens of the one before."""
+"""Main loop of the engine thread: each turn plans and launches a step, then reads the tokens of the previous step."""
 
 import time
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from stack_serve.llm.work import Continuation, Work
 __all__ = ["EngineLoop", "KeysOfOldWeights"]
 
 KeysOfOldWeights = Literal["keep", "recompute", "abort"]
-"""What becomes of requests that run when weights are replaced."""
+"""Treatment of running requests when the weights are replaced."""
 
 _MOST_SEED = 2**32
 _MOST_REPEATED_S = 0.04
@@ -34,12 +34,12 @@ _MOST_REPEATED_S = 0.04
 
 @dataclass(frozen=True)
 class _StartedStep:
-    """A step that the devices were given.
+    """A step launched on the devices.
 
     Attributes:
-      version: of the weights that it computes with.
-      prompt_logprobs: of the tokens that follow those of the step, if any row wants them.
-      started_s: of `time.monotonic()`.
+      version: version of the weights used by the step.
+      prompt_logprobs: log-probabilities of the token after each token of the step; None if no row requests them.
+      started_s: launch time on the clock of `time.monotonic()`.
     """
 
     plan: Plan
@@ -50,14 +50,15 @@ class _StartedStep:
 
 
 class EngineLoop:
-    """The state of an engine, which only one thread may change.
+    """State of an engine, to be modified by a single thread.
 
     Attributes:
-      stats: as of the last turn.
-      done_waiting: how many continuations have begun, or ended before they could.
+      stats: statistics after the last turn.
+      done_waiting: number of continuations that have left the queue, because they or another of the same request
+        started or ended.
 
     Args:
-      put: takes news to be told.
+      put: callback for the results to be sent to clients.
     """
 
     def __init__(
@@ -89,12 +90,12 @@ class EngineLoop:
         self.stats = self._state.stats(compilations=0)
 
     def start(self) -> None:
-        """The thread that takes the turns calls it before the first; what is compiled from then on is counted."""
+        """Starts the count of compilations; the engine thread calls this before its first turn."""
         self._compilations_before = compilations_here()
 
     @property
     def has_work(self) -> bool:
-        """Whether a turn would do anything."""
+        """Whether any continuation or launched step is unfinished."""
         return bool(self._continuations) or self._started is not None
 
     def work(
@@ -103,7 +104,7 @@ class EngineLoop:
         receive: Callable[[GenerationUpdate], None],
         adapter: HostAdapter | None = None,
     ) -> Work:
-        """What is to be done for a request; any thread may ask."""
+        """Creates the state of a request; any thread may call this."""
         work = Work(request, receive, adapter)
         sampling = request.sampling
         seed = int(self._seeds.integers(_MOST_SEED)) if sampling.seed is None else sampling.seed
@@ -133,7 +134,7 @@ class EngineLoop:
         return work
 
     def begin(self, work: Work) -> None:
-        """Takes up a request."""
+        """Queues the continuations of a request for the next turn."""
         for continuation in work.continuations:
             continuation.sequence.id = continuation.sequence.arrival = self._arrived
             self._arrived += 1
@@ -141,7 +142,7 @@ class EngineLoop:
             self._continuations[continuation.sequence.id] = continuation
 
     def end(self, work: Work, reason: FinishReason) -> None:
-        """Ends what is left of a request that was begun."""
+        """Ends the unfinished continuations of a request."""
         for continuation in work.continuations:
             if continuation.sequence.id in self._continuations:
                 self._drop(continuation)
@@ -150,16 +151,16 @@ class EngineLoop:
         self.tell()
 
     def stop(self, continuation: Continuation) -> None:
-        """Ends a continuation that its text or its deadline has ended, of which the client was told."""
+        """Drops a continuation whose end (stop text or deadline) was already reported to the client."""
         if continuation.sequence.id in self._continuations:
             self._drop(continuation)
             self._waits_no_more(continuation.work)
 
     def update_weights(self, placed: Any, *, version: int | None, kv: KeysOfOldWeights) -> None:
-        """Replaces the parameters and forgets the pages that were kept for other requests; see `Engine`.
+        """Replaces the parameters and clears the prefix cache; see `Engine`.
 
         Args:
-          placed: what `Programs.place` gave.
+          placed: parameters returned by `Programs.place`.
         """
         if kv == "abort":
             for work in {continuation.work for continuation in self._continuations.values()}:
@@ -172,7 +173,7 @@ class EngineLoop:
             recompute(self._state)
 
     def turn(self) -> None:
-        """Starts the next step, and reads the one before, which the devices work on meanwhile."""
+        """Launches the next step, then reads the previous one, to keep the devices busy."""
         arrivals, self._arrivals = self._arrivals, list[Sequence]()
         with jax.profiler.TraceAnnotation("plan"):
             plan = schedule(self._state, arrivals, repeats=self._repeats)
@@ -185,7 +186,7 @@ class EngineLoop:
         self.stats = self._state.stats(compilations=compilations_here() - self._compilations_before)
 
     def tell(self) -> None:
-        """Passes on what was read: once the next step is started, for whom it wakes competes for Python's lock."""
+        """Sends the results. Called after the next launch, since the threads it wakes compete for the GIL."""
         if self._untold:
             untold, self._untold = self._untold, list[News]()
             self._put(untold)
@@ -226,7 +227,7 @@ class EngineLoop:
         return wanted and row.start + 1 < row.sequence.prompt_tokens
 
     def _read(self, step: _StartedStep) -> None:
-        """Waits for a step's tokens and makes of them what is to be told."""
+        """Waits for the tokens of a step and collects the results to be sent."""
         if step.prompt_logprobs is not None:
             self._read_prompts(step)
         jax.block_until_ready((step.result.hidden, step.result.sampled))
@@ -262,7 +263,7 @@ class EngineLoop:
                 self._untold.append(End(continuation, "error", error))
 
     def _set_repeats(self, step: _StartedStep) -> None:
-        """Lets as many steps follow each other in a program as take `_MOST_REPEATED_S`, going by the last one."""
+        """Sets the steps per program to fill `_MOST_REPEATED_S`, estimated from the last step."""
         now_s = time.monotonic()
         took_s = now_s - max(step.started_s, self._read_s)
         self._read_s = now_s
@@ -289,5 +290,5 @@ class EngineLoop:
 
 
 def _readable(figures: Any) -> Any:
-    """On the host."""
+    """Copies the arrays to the host."""
     return jax.tree.map(np.asarray, figures)

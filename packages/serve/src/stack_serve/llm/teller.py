@@ -1,4 +1,4 @@
-"""The thread that makes texts of an engine's tokens and hands them to receivers: the engine's own waits for neither."""
+"""Thread that detokenizes and delivers updates, so that the engine thread waits for neither."""
 
 import heapq
 import itertools
@@ -20,12 +20,12 @@ _LOG = logging.getLogger(__name__)
 
 
 class Tokens(NamedTuple):
-    """What a step gave to a continuation.
+    """Tokens that a step generated for a continuation.
 
     Attributes:
-      version: of the weights that drew the tokens.
-      end: why the last of the tokens ends it, if one does.
-      figures: arrays on the host whose rows at `index` are the log-probabilities of the tokens, if they are wanted.
+      version: version of the weights with which the tokens were sampled.
+      end: finish reason due to the last token, if any.
+      figures: host arrays whose rows at `index` hold the log-probabilities of the tokens; None if not requested.
     """
 
     continuation: Continuation
@@ -37,7 +37,7 @@ class Tokens(NamedTuple):
 
 
 class PromptScores(NamedTuple):
-    """Log-probabilities of the tokens of a prompt from `position` on: the rows of `figures` at `index`."""
+    """Log-probabilities of the prompt tokens from `position` on: the rows of `figures` at `index`."""
 
     continuation: Continuation
     position: int
@@ -46,7 +46,7 @@ class PromptScores(NamedTuple):
 
 
 class End(NamedTuple):
-    """The end of a continuation for another reason than its tokens."""
+    """End of a continuation for a reason other than its tokens."""
 
     continuation: Continuation
     reason: FinishReason
@@ -57,13 +57,13 @@ News = Tokens | PromptScores | End
 
 
 class Teller:
-    """Tells receivers what becomes of their requests; each continuation ends once, whatever is told of it afterwards.
+    """Delivers updates to receivers; anything that arrives after the end of a continuation is ignored.
 
-    Deadlines are kept here, where they pass on time even while a step takes long or never ends.
+    Deadlines are checked in this thread so that they expire on time even if a step is slow or hangs.
 
     Args:
-      stopped: called when a continuation has ended of which the engine does not know that.
-      ended: called before the last update of a request is handed out.
+      stopped: called after a continuation ended here without the engine loop's knowledge.
+      ended: called before the last update of a request is delivered.
     """
 
     def __init__(self, *, stopped: Callable[[Continuation], None], ended: Callable[[Work], None]) -> None:
@@ -75,20 +75,20 @@ class Teller:
         self._thread = threading.Thread(target=self._run, name="stack-text", daemon=True)
 
     def start(self) -> None:
-        """Begins to tell."""
+        """Starts the thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """Waits until all that was put is told, and stops."""
+        """Delivers everything in the queue and stops the thread."""
         self._queue.put(None)
         self._thread.join()
 
     def put(self, news: list[News]) -> None:
-        """Has news told, in order; any thread may call it, and waits for nothing."""
+        """Queues results for delivery in order (thread-safe, non-blocking)."""
         self._queue.put(news)
 
     def watch(self, work: Work) -> None:
-        """Ends a request when its deadline has passed, if it has one."""
+        """Registers the deadline of a request, if it has one; the request ends when it expires."""
         if work.deadline_s is not None:
             self._queue.put(work)
 
@@ -97,11 +97,11 @@ class Teller:
             for news in batch:
                 try:
                     self._take_in(news)
-                except BaseException as error:  # One request's fault, be it a panic; the others are told of theirs.
+                except BaseException as error:  # Even a panic of one request must not affect the others.
                     self._fail(news.continuation, error)
 
     def _next(self) -> list[News] | None:
-        """Waits for what is to be told next, which may be that a deadline has passed: that goes before tokens."""
+        """Waits for the next results; expired deadlines go before tokens."""
         while True:
             left_s = self._deadlines[0][0] - time.monotonic() if self._deadlines else None
             if left_s is not None and left_s <= 0:
@@ -116,7 +116,7 @@ class Teller:
             heapq.heappush(self._deadlines, (given.deadline_s or 0.0, next(self._watched), given))
 
     def _fail(self, continuation: Continuation, error: BaseException) -> None:
-        """Ends a continuation of which something cannot be told."""
+        """Ends a continuation whose update failed."""
         _LOG.error("Request %r cannot be told of", continuation.work.request.request_id, exc_info=error)
         if not continuation.has_ended:
             self._tell(continuation, _bare_end(continuation, "error", f"The answer cannot be told: {error!r}"))
@@ -148,7 +148,7 @@ class Teller:
             try:
                 end, logprob = news.end if place == last else GOES_ON, found[place] if found else None
                 has_ended = output.push(token, end, logprob, version=news.version)
-            except Exception as error:  # Whatever a tokenizer raises concerns this request, and no other.
+            except Exception as error:  # A tokenizer error affects only this request.
                 self._tell(continuation, output.take())
                 message = f"The text of token {token} cannot be made: {error}"
                 self._tell(continuation, _ended(continuation, "error", message))
@@ -174,10 +174,10 @@ class Teller:
 
 
 def _ended(continuation: Continuation, reason: FinishReason, error: str | None) -> GenerationUpdate:
-    """The last update of a continuation that its tokens did not end."""
+    """Returns the last update of a continuation that ends for an external reason."""
     try:
         return continuation.output.end(reason, error=error)
-    except Exception:  # Whatever a tokenizer raises at what was held back; the end has to be told.
+    except Exception:  # The end must be delivered even if the tokenizer fails on held-back text.
         return _bare_end(continuation, reason, error)
 
 

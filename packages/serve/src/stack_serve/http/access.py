@@ -1,4 +1,4 @@
-"""A line of log for each request, with an id that the client is told, too."""
+"""Access log: one line per request, with an id that is also returned to the client."""
 
 import logging
 import random
@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 __all__ = ["LOG", "AccessLog"]
 
 LOG = logging.getLogger("stack_serve.access")
-"""Silent unless it is given a handler and the level INFO."""
+"""Logger of the access log. Silent unless it has a handler and the level INFO."""
 
 _MOST_ID_CHARACTERS = 128
 # Reading the system's random numbers would hand the interpreter to another thread in every request.
@@ -17,9 +17,10 @@ _IDS = random.Random()
 
 
 class AccessLog:
-    """Gives each request an id, the client's own `X-Request-Id` if that is a short word, and logs how it ended.
+    """Middleware that assigns each request an id and logs its outcome.
 
-    The id is in the answer's header `X-Request-Id`, and in the scope's state for what answers.
+    The id is the client's own `X-Request-Id` if that is a short word, and random otherwise. It is returned in the
+    response header `X-Request-Id` and stored in the scope's state for the application.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -44,7 +45,7 @@ class AccessLog:
             if LOG.isEnabledFor(logging.INFO):
                 client = (scope.get("client") or ("-",))[0]
                 took_s = time.monotonic() - began_s
-                # What a client wrote is shown escaped, so that it cannot forge lines.
+                # The path comes from the client: escape it to prevent forged log lines.
                 path = ascii(scope["path"][:200])[1:-1]
                 LOG.info("%s %s %s %s %.3fs %s", client, scope["method"], path, status or "-", took_s, request_id)
 

@@ -1,4 +1,4 @@
-"""What any server is made with."""
+"""Configuration shared by all HTTP servers."""
 
 from typing import Annotated
 
@@ -9,23 +9,24 @@ from stack_core.abi.config import config
 __all__ = ["MAX_SECONDS", "Seconds", "ServerConfig"]
 
 MAX_SECONDS = 1e9
-"""30 years; event loops take no infinite delay."""
+"""About 30 years. Event loops do not accept an infinite delay."""
 
 Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
 
 
 @config
 class ServerConfig:
-    """Where the server listens, whom it lets in, and how much it takes.
+    """Address, access control, timeouts and size limits of an HTTP server.
 
     Attributes:
-      port: 0 takes one that is free.
-      api_keys: clients send one of them as a bearer token; none lets everybody in.
-      receive_timeout_s: the head of a request, and then its body, must have arrived after so long.
-      stall_timeout_s: the connection of a client that takes nothing of its answer for so long is cut.
-      drain_s: seconds that running requests have to end after SIGTERM; the others get status 503.
-      max_body_bytes: of a request.
-      cors_origins: of pages whose scripts may use the server, "*" for all.
+      host: host name or IP address to listen on.
+      port: TCP port to listen on. 0 picks a free port.
+      api_keys: keys that clients may send as a bearer token. An empty tuple disables authentication.
+      receive_timeout_s: time limit in seconds for receiving a request's head, and then for its body.
+      stall_timeout_s: seconds without progress in sending a response before the connection is closed.
+      drain_s: seconds that running requests have to finish after SIGTERM; the others get status 503.
+      max_body_bytes: maximum size of a request body.
+      cors_origins: origins of web pages whose scripts may use the server; "*" allows all.
     """
 
     host: str = "127.0.0.1"

@@ -1,4 +1,4 @@
-"""What an inference server is made with."""
+"""Configuration of an inference server."""
 
 from typing import Annotated
 
@@ -12,16 +12,17 @@ __all__ = ["InferenceConfig"]
 
 @config
 class InferenceConfig:
-    """Which versions are served, and how much may wait.
+    """Versions to serve, queue and request limits, and the gRPC port.
 
     Attributes:
-      live_versions: of each model, counted from its newest; 0 is all. A newer one replaces the oldest.
-      poll_s: how often the repository is looked at; 0 never, so that clients load and unload.
-      max_waiting: rows that may wait for a version; more are refused.
-      grpc_port: to serve over gRPC, too; 0 takes one that is free.
-      max_json_bytes: of a request's JSON, whose parsing stops all other requests: 60 ms for 16 MiB. Larger tensors are
-        sent as binary.
-      timeout_s: of requests that name no time themselves; None waits.
+      live_versions: number of newest versions to serve per model; 0 serves all. A newer version replaces the oldest.
+      poll_s: seconds between scans of the repository. 0 disables scanning; clients then load and unload models.
+      max_waiting: maximum number of rows queued per version. A request that exceeds it is rejected unless the queue
+        is empty.
+      grpc_port: port of the additional gRPC server; 0 picks a free port. None serves HTTP only.
+      max_json_bytes: maximum size of a request's JSON. Parsing blocks all other requests (60 ms for 16 MiB), so larger
+        tensors must be sent as binary.
+      timeout_s: timeout in seconds of requests that set none themselves. None sets no limit.
     """
 
     live_versions: NonNegativeInt = 1

@@ -1,4 +1,4 @@
-"""What a server of one language model is made with."""
+"""Configuration of a server for one language model."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,13 +13,13 @@ __all__ = ["OpenAIConfig"]
 
 @config
 class OpenAIConfig(ServerConfig):
-    """What clients call the model, and what they may ask of it.
+    """Configuration of the OpenAI-compatible server: model names and request limits.
 
     Attributes:
-      model_names: what clients call the model; the first is what they are told. None is the checkpoint's own name.
-      chat_template: file of a Jinja template that is used instead of the model's own.
-      timeout_s: after so long a request ends with status 504; None never.
-      max_choices: prompts of a request times the continuations of each.
+      model_names: names that clients may use for the model. None uses the checkpoint's own name.
+      chat_template: path of a Jinja template that replaces the model's own. None keeps the model's.
+      timeout_s: seconds after which a request ends with status 504. None sets no limit.
+      max_choices: maximum of a request's number of prompts times the continuations per prompt.
     """
 
     model_names: tuple[Annotated[str, Field(min_length=1)], ...] | None = None

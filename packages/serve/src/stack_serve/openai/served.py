@@ -1,4 +1,4 @@
-"""One model behind OpenAI's interface, as an HTTP server serves it."""
+"""One language model served over HTTP with OpenAI's API."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,10 +13,10 @@ __all__ = ["OpenAIApp"]
 
 
 class OpenAIApp:
-    """Takes jobs when the engine is warm.
+    """Application that accepts jobs once the engine is warm.
 
     Args:
-      make_engine: called on a thread of its own.
+      make_engine: function that builds the engine; called on a separate thread.
     """
 
     def __init__(self, service: Service, make_engine: Callable[[], Engine]) -> None:
@@ -26,26 +26,26 @@ class OpenAIApp:
         self._engine: Engine | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Makes the engine and compiles its programs."""
+        """Builds the engine and compiles its programs."""
         engine = self.make_engine()
         engine.warm_up()
         engine.start()
         self._engine = engine
 
     def serve(self) -> None:
-        """Takes jobs from now on."""
+        """Starts accepting jobs."""
         assert self._engine is not None
         self.service.serve(self._engine)
 
     def drain(self) -> None:
-        """Takes no more jobs."""
+        """Stops accepting jobs."""
         self.service.state = "draining"
 
     def cut_short(self) -> None:
-        """Ends what is running."""
+        """Cancels the running jobs."""
         self.service.cut_short()
 
     def close(self) -> None:
-        """Ends the engine."""
+        """Closes the engine if it was started."""
         if self._engine is not None:
             self._engine.close()

@@ -13,7 +13,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from stack_core.abi.config import Selected, changed_fields, config, to_mapping
 from stack_core.abi.data import Batch, Shapes
 from stack_core.abi.digest import tree_digest
-from stack_core.abi.engines import Engine
+from stack_core.abi.engines import Engine, checked_engine
 from stack_core.abi.errors import ConfigError, DataError
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.mesh import MeshConfig
@@ -207,7 +207,7 @@ class RolloutBatches(PolicyBatches):
         if settings.reference is not None:
             self._reference = Reference(settings.reference, policy)
         placed: Any = policy if settings.engine_mesh is None else PlacedModel(policy, settings.engine_mesh)
-        self._engine = registries.engines[settings.engine](placed)
+        self._engine = checked_engine(settings.engine, registries.engines[settings.engine](placed))
         self._engine.expect(settings.batch_size)
         self._engine.start()
         playing = {
@@ -249,10 +249,10 @@ class RolloutBatches(PolicyBatches):
         }
         return RolloutIterator(self._next_batch, self._state, self._restore, fingerprint)
 
-    def checkpoint_saved(self, step: int, kept: Sequence[int]) -> None:
+    def checkpoint_saved(self, step: int, steps: Sequence[int]) -> None:
         """Acknowledges the groups that the saved checkpoint was trained on."""
         if self._journal is not None:
-            self._journal.saved(step, kept)
+            self._journal.saved(step, steps)
 
     def close(self) -> None:
         """Stops all running episodes. Sampled groups stay in the journal."""

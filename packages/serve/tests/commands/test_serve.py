@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from stack_core.abi import model_formats
+from stack_core.abi.errors import PluginError
 from stack_core.cli import main
 from stack_serve.http.server import HttpServer
 
-from ..openai.fake_engine import checkpoint
+from ..openai.fake_engine import FakeEngine, checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -107,11 +108,19 @@ def test_help_tells_the_truth(capsys: Any) -> None:
     assert "status 503 until everything is compiled" in shown and "--memory-fraction" in shown
 
 
+def test_an_engine_of_another_class_is_refused(served: list[HttpServer], monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = {"odd": lambda checkpoint: {"checkpoint": checkpoint}}
+    monkeypatch.setattr("stack_core.abi.plugins.registries", SimpleNamespace(engines=engines))
+    main(["serve", "RUN", "--port", "0", "--engine", "odd"])
+    with pytest.raises(PluginError, match="engines 'odd' constructed a dict"):
+        served[0]._app.make_engine()
+
+
 def test_the_engine_is_made_of_its_options(
     served: list[HttpServer], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     made: list[Any] = []
-    engines = {"llm": lambda *given, progress: made.extend((*given, progress))}
+    engines = {"llm": lambda *given, progress: made.extend((*given, progress)) or FakeEngine()}
     monkeypatch.setattr("stack_core.abi.plugins.registries", SimpleNamespace(engines=engines))
     main(
         [

@@ -34,5 +34,5 @@ def test_a_decay_may_start_without_a_warm_up_and_a_warm_up_may_be_all():
 
 @pytest.mark.parametrize("unused", [{"decay_fraction": 0.5}, {"final_fraction": 0.0}])
 def test_a_constant_rate_refuses_settings_of_a_decay(unused):
-    with pytest.raises(ConfigError, match=rf"'constant', so {next(iter(unused))} would not act"):
+    with pytest.raises(ConfigError, match=rf"'constant', so {next(iter(unused))} would have no effect"):
         ScheduleConfig(decay="constant", **unused)

@@ -132,12 +132,12 @@ class Batches(ABC):
     def write(self, directory: Path) -> None:  # noqa: B027  optional
         """Writes files that belong to the run, such as the tokenizer, each atomically. Existing files stay."""
 
-    def checkpoint_saved(self, step: int, kept: Sequence[int]) -> None:  # noqa: B027
+    def checkpoint_saved(self, step: int, steps: Sequence[int]) -> None:  # noqa: B027
         """Releases whatever was held for a resume from an earlier checkpoint.
 
         Args:
           step: step of a checkpoint that is complete on disk, with the iterator's state.
-          kept: steps of all checkpoints, oldest first; a run resumes from none before the first.
+          steps: steps of all checkpoints, oldest first; a run cannot resume from before the first.
         """
 
     def close(self) -> None:  # noqa: B027

@@ -6,10 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
+from stack_core.abi.errors import PluginError
+
 if TYPE_CHECKING:
     from stack_core.abi.generation import EngineStats, GenerationRequest, GenerationUpdate
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "checked_engine"]
 
 
 class Engine(ABC):
@@ -96,3 +98,17 @@ class Engine(ABC):
     @abstractmethod
     def stats(self) -> EngineStats:
         """Returns counts and rates of the engine."""
+
+
+def checked_engine(name: str, engine: Any) -> Engine:
+    """Returns an engine that the registry entry `name` constructed.
+
+    Raises:
+      PluginError: it does not derive from `Engine`.
+    """
+    if not isinstance(engine, Engine):
+        raise PluginError(
+            f"engines {name!r} constructed a {type(engine).__name__}; expected a class derived from "
+            "stack_core.abi.engines.Engine."
+        )
+    return engine

@@ -81,9 +81,9 @@ __all__ = [
 
 
 class StackError(Exception):
-    """A mistake that the user can fix.
+    """Base class of errors that the user can fix.
 
-    The message says what is wrong, what was given, what was expected and what to do.
+    The message contains the problem, the given value, the expected values and a remedy.
     """
 
 

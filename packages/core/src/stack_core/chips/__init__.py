@@ -1,4 +1,4 @@
-"""What hardware can do: rows of chips, the one that programs are compiled for, and targets that are not there."""
+"""Hardware specifications: known chips, the chip to compile for, and targets that need not be present."""
 
 from stack_core.abi.chips import Chip
 from stack_core.chips.context import target_chip, use_chip

@@ -1,1 +1,1 @@
-"""What a program asks of hardware: its operations, costs, collectives, and what is wrong with it."""
+"""Analysis of compiled programs: operations, costs, collectives, and a lint."""

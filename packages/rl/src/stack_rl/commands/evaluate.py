@@ -9,6 +9,7 @@ import numpy as np
 from cyclopts import Parameter
 
 from stack_core.abi.config import load_yaml, parse
+from stack_core.abi.engines import checked_engine
 from stack_core.abi.errors import ConfigError, EnvironmentFailed
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.plugins import registries
@@ -64,7 +65,7 @@ def played(data: RolloutData, policy: GenerativeCheckpoint, tasks: Tasks) -> lis
     """
     if not tasks.held_out:
         raise ConfigError("The environment has no held-out tasks; set data.environment.held_out.")
-    engine = registries.engines[data.engine](policy)
+    engine = checked_engine(data.engine, registries.engines[data.engine](policy))
     engine.expect(min(data.batch_size, tasks.held_out))
     engine.start()
     player = Player(

@@ -61,7 +61,7 @@ def estimator_in_loss(name: str) -> Estimator:
     """
     if name == "k1":
         raise ConfigError(
-            "The KL estimator 'k1', log p - log p_ref, cannot be a part of the loss: its gradient is that of log p, "
+            "kl_estimator 'k1', log p - log p_ref, cannot be a part of the loss: its gradient is that of log p, "
             "whose expectation is zero, so it only adds noise. Choose 'k2' or 'k3', or subtract k1 from the reward."
         )
     if name not in LOSS_ESTIMATORS:

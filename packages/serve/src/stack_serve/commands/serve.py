@@ -136,6 +136,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
 
 
 def _serve(model: str, engine_name: str, config: Any, options: dict[str, Any], *, json: bool) -> None:
+    from stack_core.abi.engines import checked_engine
     from stack_core.abi.model_formats import open_for_generation
     from stack_core.abi.plugins import registries
     from stack_serve.http.server import HttpServer, listen  # imports what `stack --help` should not wait for
@@ -161,7 +162,8 @@ def _serve(model: str, engine_name: str, config: Any, options: dict[str, Any], *
         def engine() -> Any:
             nonlocal made
             is_llm = engine_name == "llm"
-            made = make_engine(checkpoint, engine_config, progress=progress) if is_llm else make_engine(checkpoint)
+            found = make_engine(checkpoint, engine_config, progress=progress) if is_llm else make_engine(checkpoint)
+            made = checked_engine(engine_name, found)
             service.progress = "compiling"
             _say("compiling; requests get status 503 until it is done")
             return made

@@ -40,7 +40,7 @@ class NoiseConfig:
         if not self.beta_start <= self.beta_end < 1.0:
             raise ConfigError(f"beta_start={self.beta_start} and beta_end={self.beta_end} must grow and end below 1.")
         if self.betas == "cosine" and (unused := changed_fields(self, ("beta_start", "beta_end"))):
-            raise ConfigError(f"betas is 'cosine', so {' and '.join(unused)} would not act. Leave that out.")
+            raise ConfigError(f"betas is 'cosine', so {' and '.join(unused)} would have no effect. Remove it.")
 
     def alphas_and_sigmas(self) -> tuple[Weights, Weights]:
         """alpha_t and sigma_t for t = 0 .. steps - 1, float64."""

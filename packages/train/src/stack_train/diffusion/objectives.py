@@ -121,8 +121,8 @@ class FlowMatchingConfig(DenoisingConfig):
     def __post_init__(self) -> None:
         if self.times == "uniform" and (unused := changed_fields(self, ("logit_mean", "logit_std"))):
             raise ConfigError(
-                f"objective.times is 'uniform', so objective.{' and objective.'.join(unused)} would not act. Leave "
-                "that out, or choose times: logit_normal."
+                f"objective.times is 'uniform', so objective.{' and objective.'.join(unused)} would have no effect. "
+                "Remove it, or choose times: logit_normal."
             )
 
     @property

@@ -35,8 +35,8 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         if self.decay == "constant" and (unused := changed_fields(self, ("decay_fraction", "final_fraction"))):
             raise ConfigError(
-                f"optimizer.schedule.decay is 'constant', so {' and '.join(unused)} would not act. Remove it, or "
-                "choose decay: cosine or linear."
+                f"optimizer.schedule.decay is 'constant', so {' and '.join(unused)} would have no effect. Remove it, "
+                "or choose decay: cosine or linear."
             )
 
     def build(self, peak: float, steps: int) -> optax.Schedule:

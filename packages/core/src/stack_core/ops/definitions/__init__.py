@@ -1,1 +1,1 @@
-"""The ops, a file each: the public function with its equation, and its reference."""
+"""The ops, one file each: the public function with its equation, and its reference."""

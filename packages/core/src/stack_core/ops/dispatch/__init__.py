@@ -1,1 +1,1 @@
-"""How a call finds its implementation: choosing, the forward and backward pass, mapping, splitting, explaining."""
+"""Dispatch of op calls: choice of implementation, forward and backward passes, batching, sharding, explanation."""

@@ -1,1 +1,1 @@
-"""What several references share: tiles, a running softmax, pages, scaled positions, quantized operands."""
+"""Shared parts of the references: tiles, running softmax, pages, position scaling, quantized operands."""

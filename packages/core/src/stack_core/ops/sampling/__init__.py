@@ -1,1 +1,1 @@
-"""How the next token is chosen, on the device."""
+"""Sampling of the next token on the device."""

@@ -56,8 +56,8 @@ class TextData(TextSettings):
         check_positions(self.seq_tokens, model)
         if not self.trains_tokenizer and changed_fields(self, ("tokenizer_bytes",)):
             raise ConfigError(
-                f"data.tokenizer is {self.tokenizer!r}, so data.tokenizer_bytes would not act. Remove it, or set "
-                "data.tokenizer: bpe."
+                f"data.tokenizer is {self.tokenizer!r}, so data.tokenizer_bytes would have no effect. Remove it, or "
+                "set data.tokenizer: bpe."
             )
 
     def build(self, *, seed: int, model: Any, cache_dir: Path | None = None) -> "Pipeline":

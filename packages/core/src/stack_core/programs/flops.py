@@ -1,8 +1,8 @@
-"""FLOPs of a function, counted from its jaxpr: no compilation, no hardware, no formula per model.
+"""FLOP counts of functions, derived from their jaxprs: no compilation, no hardware, no formula per model.
 
-Matrix products and convolutions are counted, a multiplication and an addition as two FLOPs; elementwise work,
-reductions and decompositions are not, which is the convention of every published MFU. Multiplications with the zeros
-of a convolution's padding and dilation do not count either, as in XLA's cost analysis.
+Matrix products and convolutions are counted, with a multiply-add as two FLOPs. Elementwise operations, reductions and
+matrix decompositions are not, which is the convention of published MFU figures. Multiplications by the zeros of a
+convolution's padding and dilation do not count either, as in XLA's cost analysis.
 """
 
 import math
@@ -21,11 +21,12 @@ __all__ = ["Flops", "count_flops", "inner_jaxprs", "model_flops_per_step", "vali
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs by the dtype of the operands, the wider where they differ.
+    """FLOP counts by operand dtype; by the wider one if the operands differ.
 
     Attributes:
-      by_dtype: such as {"bfloat16": 1024}.
-      uncounted: loops whose number of trips only their run decides; their FLOPs are in no sum. One line each.
+      by_dtype: FLOPs by dtype name, such as {"bfloat16": 1024}.
+      uncounted: descriptions of loops whose trip count is only known at run time, one line each. `count_flops` leaves
+        their FLOPs out; `executed_flops` counts one trip.
     """
 
     by_dtype: Mapping[str, int] = field(default_factory=dict)
@@ -46,10 +47,10 @@ class Flops:
         return Flops({dtype: flops * times for dtype, flops in self.by_dtype.items()}, self.uncounted)
 
     def ideal_s(self, chip: Chip, *, units: int = 1) -> float | None:
-        """Seconds at the peak of `units` of the chip.
+        """Computes the time in seconds at the peak rate of `units` units of the chip.
 
         Returns:
-          None where that is not known: a dtype without a peak, or loops without a count.
+          None for a dtype without a peak rate, or for loops without a trip count.
         """
         if self.uncounted or not self.by_dtype.keys() <= chip.peak_flops.keys():
             return None
@@ -57,12 +58,13 @@ class Flops:
 
 
 def count_flops(function: Callable[..., Any], *args: Any) -> Flops:
-    """FLOPs that one call does, over all devices it runs on.
+    """Counts the FLOPs of one call, summed over all devices that run it.
 
-    A scan counts its body once a trip, a `cond` its most expensive branch, a Pallas kernel its body once a grid cell;
-    what `jax.checkpoint` computes again in a backward pass counts again. A foreign function counts what it says in its
-    attributes `flops` and `flops_dtype`, a Pallas kernel over a grid that only its run knows what its `cost_estimate`
-    says. A `while` loop's trips are not guessed: it is reported in `Flops.uncounted`, unless it does no FLOPs.
+    A scan counts its body once per iteration, a `cond` its most expensive branch, and a Pallas kernel its body once per
+    grid cell. Recomputation by `jax.checkpoint` in a backward pass counts again. A foreign function counts its
+    attribute `flops`, under the dtype in its attribute `flops_dtype`. A Pallas kernel with a dynamic grid counts its
+    `cost_estimate` if its products have a single dtype. The trip count of a `while` loop is not guessed: the loop is
+    listed in `Flops.uncounted`, unless it does no FLOPs.
 
     Args:
       args: arrays, or pytrees of anything with a shape and a dtype.
@@ -71,20 +73,20 @@ def count_flops(function: Callable[..., Any], *args: Any) -> Flops:
 
 
 def model_flops_per_step(loss: Callable[..., Any], *args: Any) -> Flops:
-    """FLOPs that a training step needs, whatever it does: the numerator of MFU.
+    """Counts the model FLOPs of a training step, the numerator of MFU.
 
-    Three times those of the forward pass `loss(*args)`: a product has one derivative of the same cost by each of its
-    operands. What rematerialization computes again is left out, and attention counts every pair of positions that the
-    forward pass computes, masked or not (PaLM, https://arxiv.org/abs/2204.02311, appendix B).
+    They are three times the FLOPs of the forward pass `loss(*args)`, because each product has one derivative of equal
+    cost per operand. Rematerialization is left out. Attention counts every pair of positions that the forward pass
+    computes, masked or not (PaLM, https://arxiv.org/abs/2204.02311, appendix B).
 
     Args:
-      args: as for `count_flops`; those of one whole batch.
+      args: arguments of `loss` for one full batch, as for `count_flops`.
     """
     return count_flops(loss, *args) * 3
 
 
 def _jaxpr_flops(jaxpr: Any) -> Flops:
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)  # closed or not: JAX 0.11 made them one class
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)  # closed or open: JAX 0.11 merged the two classes
     return sum((_equation_flops(equation) for equation in jaxpr.eqns), Flops())
 
 
@@ -96,7 +98,7 @@ def _equation_flops(equation: Any) -> Flops:
 
 
 def inner_jaxprs(values: Any) -> Iterator[Any]:
-    """The jaxprs among the parameters of an equation, which may hold them in lists."""
+    """Yields the jaxprs among the parameters of an equation, including jaxprs in lists."""
     for value in values:
         if hasattr(value, "eqns") or hasattr(getattr(value, "jaxpr", None), "eqns"):
             yield value
@@ -110,7 +112,7 @@ def _product(flops: int, *operands: Any) -> Flops:
 
 
 def _dot_general(equation: Any) -> Flops:
-    """2 * the size of the result * the sizes of the contracted axes."""
+    """Counts 2 * size of the result * sizes of the contracted axes."""
     left, right = equation.invars
     (contracted, _), _ = equation.params["dimension_numbers"]
     summed = math.prod(left.aval.shape[axis] for axis in contracted)
@@ -118,7 +120,10 @@ def _dot_general(equation: Any) -> Flops:
 
 
 def _ragged_dot_general(equation: Any) -> Flops:
-    """2 * the size of the left operand * the sizes of the right operand's own axes: each row meets one group."""
+    """Counts 2 * size of the left operand * sizes of the right operand's own axes.
+
+    The number of groups is no factor, because each row of the left operand belongs to one group.
+    """
     left, right = equation.invars[:2]
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (_, contracted), (_, batch) = numbers.dot_dimension_numbers
@@ -128,7 +133,7 @@ def _ragged_dot_general(equation: Any) -> Flops:
 
 
 def _convolution(equation: Any) -> Flops:
-    """2 * batch * features out * features in of a group * what `valid_pairs` counts along every other axis."""
+    """Counts 2 * batch * output features * input features per group * `valid_pairs` of every spatial axis."""
     left, right = equation.invars
     params = equation.params
     left_axes, right_axes, out_axes = params["dimension_numbers"]
@@ -149,7 +154,16 @@ def _convolution(equation: Any) -> Flops:
 
 
 def valid_pairs(size: int, kernel: int, out: int, *, stride: int, padding: int, dilations: tuple[int, int]) -> int:
-    """Along one axis, the pairs of a result and a kernel element that meet an input, not padding or a hole."""
+    """Counts the (output, kernel element) pairs along one axis that read an input, not padding or a dilation hole.
+
+    Args:
+      size: number of inputs.
+      kernel: number of kernel elements.
+      out: number of outputs.
+      stride: inputs (holes included) between neighbouring outputs.
+      padding: zeros before the first input.
+      dilations: (input dilation, kernel dilation).
+    """
     input_dilation, kernel_dilation = dilations
     place = np.arange(out)[:, None] * stride + np.arange(kernel)[None] * kernel_dilation - padding
     return int(np.sum((place >= 0) & (place < (size - 1) * input_dilation + 1) & (place % input_dilation == 0)))
@@ -181,7 +195,7 @@ def _cond(equation: Any) -> Flops:
 
 
 def _shard_map(equation: Any) -> Flops:
-    """The body's shapes are one device's; the axes it is manual over say how many run it."""
+    """Multiplies the FLOPs of the body, which has per-device shapes, by the devices along its newly manual axes."""
     mesh = equation.params["mesh"]
     devices = math.prod(mesh.shape[axis] for axis in equation.params["newly_manual_axes"])
     return _jaxpr_flops(equation.params["jaxpr"]) * devices
@@ -199,7 +213,7 @@ def _pallas_call(equation: Any) -> Flops:
 
 
 def _linear_solve(equation: Any) -> Flops:
-    """The solver alone runs; the other functions are there for its derivatives."""
+    """Counts only the solver; the other jaxprs define derivatives and the transpose."""
     return _jaxpr_flops(equation.params["jaxprs"].solve)
 
 

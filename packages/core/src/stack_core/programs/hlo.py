@@ -1,7 +1,7 @@
-"""Reads compiled HLO text: which instructions run, and how often.
+"""Parser for compiled HLO text, with the number of executions of each instruction.
 
-XLA prints a compiled module as computations of one instruction a line. Its own cost analysis counts the body of a loop
-once; here every instruction comes with the number of its executions, loops multiplied in.
+XLA prints a compiled module as computations with one instruction per line. Its own cost analysis counts the body of a
+loop once; here the executions of an instruction include the trips of all enclosing loops.
 """
 
 import functools
@@ -18,12 +18,13 @@ __all__ = ["ArrayShape", "Computation", "Execution", "Instruction", "Module", "p
 
 @dataclass(frozen=True)
 class ArrayShape:
-    """The type of one array.
+    """Dtype, dimensions and layout of one array.
 
     Attributes:
-      dtype: as HLO calls it: "bf16", "s8", "pred".
-      memory_space: 0 is the device's main memory; what the others are is up to the backend.
-      layout: as HLO writes it, such as "1,0:T(8,128)", the fastest axis first; no part of what makes two alike.
+      dtype: HLO name of the dtype: "bf16", "s8", "pred".
+      dims: size of each axis.
+      memory_space: 0 for the device's main memory; the meaning of other numbers depends on the backend.
+      layout: HLO layout string such as "1,0:T(8,128)", the fastest axis first; ignored by comparisons.
     """
 
     dtype: str
@@ -33,19 +34,21 @@ class ArrayShape:
 
     @property
     def bytes(self) -> int:
-        """Without the padding of a tiled layout; tokens and opaque values have none."""
+        """Size without the padding of a tiled layout; 0 for tokens and opaque values."""
         return math.ceil(math.prod(self.dims) * _bits(self.dtype) / 8)
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a computation.
+    """One instruction (one line) of a computation.
 
     Attributes:
-      shapes: of its result; the arrays of a tuple in order, nested ones flattened.
+      name: unique name within the module.
+      opcode: HLO opcode, such as "fusion" or "all-gather-start".
+      shapes: arrays of the result; nested tuples are flattened in order.
       operands: names of instructions of the same computation.
-      arguments: the text between the parentheses: operands, or a constant's value.
-      attributes: the text that follows them.
+      arguments: text between the parentheses: the operands, or a constant's value.
+      attributes: text after the parentheses.
     """
 
     name: str
@@ -57,17 +60,17 @@ class Instruction:
 
     @property
     def operation(self) -> str:
-        """The opcode, also of what only starts here and runs beside the instructions that follow."""
+        """Opcode without the suffix "-start", which marks instructions that run asynchronously."""
         return self.opcode.removesuffix("-start")
 
     @property
     def op_name(self) -> str:
-        """Where the program asked for it: "jit(step)/while/body/dot_general"."""
+        """Location in the traced program, such as "jit(step)/while/body/dot_general", or ""."""
         match = re.search(r'op_name="([^"]*)"', self.attributes)
         return match[1] if match else ""
 
     def called(self, *attributes: str) -> tuple[str, ...]:
-        """The computations that attributes such as "calls" or "body" name."""
+        """Returns the names of the computations in attributes such as "calls" or "body"."""
         names: list[str] = []
         for attribute in attributes:
             for single, several in re.findall(rf"\b{attribute}=(?:%([\w.\-]+)|\{{([^}}]*)\}})", self.attributes):
@@ -88,13 +91,13 @@ class Computation:
 
     @functools.cached_property
     def parameters(self) -> tuple[Instruction, ...]:
-        """In the order of the arguments."""
+        """Parameter instructions in the order of the arguments."""
         found = [instruction for instruction in self.instructions.values() if instruction.opcode == "parameter"]
         return tuple(sorted(found, key=lambda instruction: int(instruction.arguments)))
 
     @functools.cached_property
     def users(self) -> Mapping[str, tuple[Instruction, ...]]:
-        """The instructions that read each result."""
+        """Instructions that read each result, by the result's name."""
         users: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
         for instruction in self.instructions.values():
             for operand in dict.fromkeys(instruction.operands):
@@ -102,7 +105,7 @@ class Computation:
         return {name: tuple(found) for name, found in users.items()}
 
     def constant(self, name: str) -> int | None:
-        """The value of an integer constant, also behind copies; None if it is something else."""
+        """Returns the value of an integer constant, looking through copies; None for any other instruction."""
         instruction = self.instructions[name]
         while instruction.opcode in _COPIES:
             instruction = self.instructions[instruction.operands[0]]
@@ -112,13 +115,15 @@ class Computation:
 
 @dataclass(frozen=True)
 class Execution:
-    """An instruction that runs.
+    """An executed instruction and its surroundings.
 
     Attributes:
+      instruction: executed instruction.
+      computation: computation that contains the instruction.
       times: executions in one run of the module.
-      loops: names of the while instructions around it, outermost first.
-      fused: it is a part of a fusion.
-      runner: the name under which a device runs it: its own, or that of the fusion or asynchronous call around it.
+      loops: names of the enclosing while instructions, outermost first.
+      fused: whether the instruction is part of a fusion.
+      runner: name under which a device runs it: its own, or the name of the enclosing fusion or asynchronous call.
     """
 
     instruction: Instruction
@@ -137,11 +142,14 @@ class Module:
     entry: Computation
 
     def executions(self) -> Iterator[Execution]:
-        """All instructions that run; of a conditional every branch, of a loop with unknown trips one trip."""
+        """Yields all instructions that run.
+
+        Every branch of a conditional counts as taken, and a loop of unknown trip count as one trip.
+        """
         yield from self._executions(self.entry, 1, (), fused=False)
 
     def inside(self, fusion: Instruction) -> list[tuple[Instruction, Computation]]:
-        """All that a fusion fuses, each with its computation."""
+        """Returns the instructions in a fusion, nested fusions included, each with its computation."""
         inner = [
             execution
             for name in fusion.called(*_CALLS["fusion"])
@@ -150,7 +158,7 @@ class Module:
         return [(execution.instruction, execution.computation) for execution in inner]
 
     def unknown_loops(self) -> tuple[str, ...]:
-        """The loops whose number of trips only their run decides."""
+        """Returns the loops whose trip count is only known at run time, by their `op_name` (or name)."""
         return tuple(
             execution.instruction.op_name or execution.instruction.name
             for execution in self.executions()
@@ -159,9 +167,9 @@ class Module:
         )
 
     def trips(self, loop: Instruction, computation: Computation) -> int | None:
-        """How often the body of a while instruction of `computation` runs; None where its run decides.
+        """Returns the trip count of a while instruction of `computation`, or None if only the run decides it.
 
-        XLA notes it for CPUs and GPUs. Otherwise it follows from a counter that starts at a constant, is compared
+        XLA annotates it on CPUs and GPUs. Otherwise it is derived from a counter that starts at a constant, is compared
         with a constant and grows by a constant.
         """
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
@@ -174,7 +182,7 @@ class Module:
         start = _element(computation, computation.operands(loop)[0], counter)
         first = None if start is None else computation.constant(start.name)
         step = _step(self.computations[body], counter)
-        return None if first is None or step is None else max(0, -(-(last - first) // step))
+        return None if first is None or step is None else max(0, -(-(last - first) // step))  # rounded up
 
     def _executions(
         self, computation: Computation, times: int, loops: tuple[str, ...], *, fused: bool, runner: str = ""
@@ -193,10 +201,10 @@ class Module:
 
 
 def parse_hlo(text: str) -> Module:
-    """Reads the text of a compiled module, such as `compiled.as_text()`.
+    """Parses the text of a compiled module, such as `compiled.as_text()`.
 
     Raises:
-      HardwareError: it is no HLO, or of a form that this version of JAX does not print.
+      HardwareError: the text has no entry computation, so it is not HLO of the form that this version of JAX prints.
     """
     computations: dict[str, Computation] = {}
     instructions: dict[str, Instruction] = {}
@@ -213,8 +221,8 @@ def parse_hlo(text: str) -> Module:
             root = instruction if line.lstrip().startswith("ROOT ") else root
     if entry is None or entry not in computations:
         raise HardwareError(
-            f"This is no compiled HLO: it starts with {text[:60]!r} and has no entry computation. Pass the text of "
-            "`jax.jit(...).lower(...).compile().as_text()`."
+            f"The text is not compiled HLO: it starts with {text[:60]!r} and has no entry computation. Pass the result "
+            "of `jax.jit(...).lower(...).compile().as_text()`."
         )
     return Module(computations, computations[entry])
 
@@ -265,7 +273,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _closing(line: str, start: int) -> int:
-    """The place after the parenthesis that closes the one at `start`."""
+    """Returns the index after the parenthesis that closes the parenthesis at `start`."""
     depth = 0
     for match in re.compile(r"[()]").finditer(line, start):
         depth += 1 if match[0] == "(" else -1
@@ -284,7 +292,7 @@ def _shapes(text: str) -> tuple[ArrayShape, ...]:
 
 
 def _bound(condition: Computation) -> tuple[int, int] | None:
-    """The (counter's place in the state, bound) of a condition `state[counter] < bound`."""
+    """Returns (index of the counter in the loop state, bound) of a condition `state[counter] < bound`, or None."""
     root = condition.root
     if root.opcode != "compare" or "direction=LT" not in root.attributes:
         return None
@@ -295,7 +303,7 @@ def _bound(condition: Computation) -> tuple[int, int] | None:
 
 
 def _place(computation: Computation, instruction: Instruction) -> int | None:
-    """The index of a value in the tuple that is the computation's parameter, also behind copies."""
+    """Returns the index of a value in the computation's tuple parameter, looking through copies, or None."""
     while instruction.opcode in _COPIES:
         instruction = computation.operands(instruction)[0]
     if instruction.opcode != "get-tuple-element":
@@ -309,7 +317,7 @@ def _element(computation: Computation, state: Instruction, index: int) -> Instru
 
 
 def _step(body: Computation, counter: int) -> int | None:
-    """What a trip adds to the counter."""
+    """Returns the positive constant that one trip adds to the counter; None for any other update."""
     value = _element(body, body.root, counter)
     while value is not None and value.opcode in _COPIES:
         value = body.operands(value)[0]

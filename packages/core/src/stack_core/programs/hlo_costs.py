@@ -1,7 +1,7 @@
-"""What a compiled program does on each device: FLOPs, bytes of main memory, collectives.
+"""Per-device costs of a compiled program: FLOPs, main-memory traffic and collectives.
 
-All three are read from the module that runs, after partitioning and fusion, so that work done twice, on every device or
-again in the backward pass shows; loops count as often as they run.
+All three are read from the compiled module, after partitioning and fusion. They therefore include work that is
+replicated on every device or recomputed in the backward pass. Loop bodies count once per trip.
 """
 
 import json
@@ -29,19 +29,21 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective instruction, as every device runs it.
+    """A collective instruction, as executed by every device.
 
     Attributes:
       kind: "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
         "collective-broadcast".
       times: executions in one run of the program.
-      loops: names of the loops around it, outermost first.
-      arrays: those it makes, or for a reduce-scatter those it takes: the larger side. Of a ragged all-to-all, the
-        smaller of what a device has and its buffer: more than that is not sent, taken over all devices.
-      group: places in the program's list of devices that talk to each other, the first of several such groups.
-      op_name: where the program asked for it.
-      runner: the name of the instruction under which a device runs it, see `stack_core.programs.hlo.Execution`.
-      is_gather: it is an all-reduce to which each device gives its part amid zeros, as TPUs run some gathers.
+      loops: names of the enclosing loops, outermost first.
+      arrays: arrays of the larger side: the operands of a reduce-scatter, otherwise the results. For a ragged
+        all-to-all, the smaller of a device's operand and its output buffer; the average of the bytes sent by a device
+        exceeds neither.
+      group: positions in the program's list of devices that communicate with each other, for the first of several such
+        groups.
+      op_name: location in the traced program.
+      runner: name of the instruction under which a device runs it, see `stack_core.programs.hlo.Execution`.
+      is_gather: whether it is an all-reduce of zero-padded parts, which is how TPUs run some gathers.
     """
 
     kind: str
@@ -55,15 +57,15 @@ class Collective:
 
     @property
     def array_bytes(self) -> int:
-        """Of the larger side, one execution."""
+        """Size of the larger side in one execution."""
         return sum(array.bytes for array in self.arrays)
 
     @property
     def sent_bytes(self) -> float:
-        """What a device sends in one execution by the algorithm that sends least, a ring.
+        """Bytes that a device sends in one execution with a ring algorithm, which sends the least.
 
-        With n devices: (n - 1) / n of the arrays to gather, scatter or exchange them; twice that to reduce them on all
-        devices; all of them to permute.
+        With n devices: (n - 1) / n of the arrays to gather, scatter or exchange them, twice that to reduce them on all
+        devices, and all of them to permute.
         """
         size = len(self.group)
         factor = {"all-reduce": 2 * (size - 1) / size, "collective-permute": 1.0}.get(self.kind, (size - 1) / size)
@@ -72,12 +74,12 @@ class Collective:
 
 @dataclass(frozen=True)
 class InstructionCost:
-    """What one execution of an instruction does; a fusion's is that of all it fuses.
+    """Cost of one execution of an instruction; the cost of a fusion includes all fused instructions.
 
     Attributes:
-      flops: as in `executed_flops`.
-      traffic_bytes: as in `memory_traffic`.
-      times: executions in one run of the program; None within a loop whose trips only its run decides.
+      flops: FLOPs as in `executed_flops`.
+      traffic_bytes: main-memory traffic as in `memory_traffic`.
+      times: executions in one run of the program; None within a loop of unknown trip count.
     """
 
     flops: Flops
@@ -86,9 +88,9 @@ class InstructionCost:
 
 
 def instruction_costs(module: Module) -> dict[str, InstructionCost]:
-    """The cost of every instruction that runs for itself, by name; those of a fusion are in the fusion's.
+    """Computes the cost of every instruction outside of fusions, by name.
 
-    What runs others, such as a loop, costs nothing beside them.
+    Instructions that only run others, such as loops, cost nothing themselves.
     """
     costs: dict[str, InstructionCost] = {}
     uncounted: set[str] = set()
@@ -101,7 +103,7 @@ def instruction_costs(module: Module) -> dict[str, InstructionCost]:
         known = uncounted.isdisjoint(execution.loops)
         flops = sum(_flops_inside(execution, module), Flops())
         cost = InstructionCost(flops, _traffic(execution, module), execution.times if known else None)
-        if name in costs and known:  # a computation that is called from several places
+        if name in costs and known:  # its computation is called from several places
             cost = InstructionCost(flops, cost.traffic_bytes, execution.times + (costs[name].times or 0))
         costs[name] = cost
     return costs
@@ -116,7 +118,7 @@ def _flops_inside(execution: Execution, module: Module) -> Iterator[Flops]:
 
 
 def instruction_flops(instruction: Instruction, computation: Computation) -> Flops:
-    """FLOPs of one instruction by itself, as in `executed_flops`; what it fuses or calls is not its own."""
+    """Counts the FLOPs of one instruction as in `executed_flops`, without the instructions that it fuses or calls."""
     count = _FLOPS.get(instruction.opcode)
     if count is None or not (done := count(instruction, computation)):
         return Flops()
@@ -125,9 +127,10 @@ def instruction_flops(instruction: Instruction, computation: Computation) -> Flo
 
 
 def executed_flops(module: Module) -> Flops:
-    """FLOPs of the matrix products and convolutions that one device runs.
+    """Counts the FLOPs of the matrix products and convolutions that one device runs.
 
-    Calls of libraries other than cuBLAS, and Pallas kernels, are in no sum: `uncounted_kernels` names them.
+    Library calls count if they are calls of cuBLAS or have an attribute `flops`. Pallas kernels and cuDNN calls do not;
+    `uncounted_kernels` lists their names.
     """
     flops = Flops({}, tuple(f"loop {name}, counted once" for name in module.unknown_loops()))
     for execution in module.executions():
@@ -137,9 +140,9 @@ def executed_flops(module: Module) -> Flops:
 
 
 def uncounted_kernels(module: Module) -> tuple[str, ...]:
-    """The names of kernels that run and whose FLOPs `executed_flops` does not know.
+    """Returns the names of executed kernels whose FLOPs `executed_flops` does not count.
 
-    A Mosaic kernel's own estimate is not taken: that of a grouped product is of all rows, in a group or not.
+    A Mosaic kernel's own estimate is not used: the estimate of a grouped product covers all rows, in a group or not.
     """
     found = (execution.instruction for execution in module.executions())
     kernels = (each for each in found if each.opcode == "custom-call" and _KERNEL.search(each.attributes))
@@ -147,20 +150,20 @@ def uncounted_kernels(module: Module) -> tuple[str, ...]:
 
 
 def memory_traffic(module: Module) -> int:
-    """Bytes that one device reads from and writes to its main memory, caches left aside.
+    """Computes the bytes that one device reads from and writes to its main memory, without regard to caches.
 
-    Every instruction reads its operands and writes its result; a fusion does so once for all that is in it. Of an array
-    that is only sliced or updated in place, only the part counts. Layouts that place an array in another memory space,
-    such as a TPU's VMEM, are no traffic.
+    Every instruction reads its operands and writes its result; a fusion does so once for all its parts. If an array is
+    only sliced or updated in place, only that part counts. Arrays whose layout places them in another memory space,
+    such as a TPU's VMEM, do not count.
     """
     return sum(execution.times * _traffic(execution, module) for execution in module.executions())
 
 
 def collectives(module: Module, device_count: int) -> tuple[Collective, ...]:
-    """The collectives that run among more than one device, in the order of the module.
+    """Returns the collectives that run among more than one device, in the order of the module.
 
     Args:
-      device_count: devices that the module was compiled for.
+      device_count: number of devices that the module was compiled for.
     """
     found = []
     for execution in module.executions():
@@ -171,12 +174,12 @@ def collectives(module: Module, device_count: int) -> tuple[Collective, ...]:
         group = first_group(instruction, device_count)
         operands = computation.operands(instruction)
         if execution.fused and {user.opcode for user in computation.users[instruction.name]} == {"dynamic-slice"}:
-            kind = "reduce-scatter"  # which TPUs run as a fusion of an all-reduce and a slice of its result
+            kind = "reduce-scatter"  # TPUs run it as a fusion of an all-reduce and a slice of its result.
         arrays = tuple(shape for operand in operands for shape in operand.shapes)
         if kind == "all-gather":
             arrays = _gathered(instruction, arrays, len(group))
         elif kind == "ragged-all-to-all":
-            arrays = (min(arrays[:2], key=lambda array: array.bytes),)  # the others are tables of places and sizes
+            arrays = (min(arrays[:2], key=lambda array: array.bytes),)  # the other operands are offsets and sizes
         if len(group) > 1:
             name, runner = instruction.op_name, execution.runner
             gathers = kind == "all-reduce" and _are_parts(operands, computation, module)
@@ -213,24 +216,25 @@ def _dot(instruction: Instruction, computation: Computation) -> int:
 
 
 def _library_product(instruction: Instruction, computation: Computation) -> int:
-    """A product that became a call of cuBLAS, whose result comes with a workspace, or what a foreign function says."""
+    """Counts the FLOPs of a cuBLAS call, or reads the attribute `flops` of a foreign function; 0 for other calls."""
     said = re.search(r"\bflops = (\d+) : i64", instruction.attributes)
     if said is not None:
         return int(said[1])
     config = re.search(r"backend_config=(\{.*)", instruction.attributes)
     if '"__cublas$' not in instruction.attributes or config is None:
         return 0
-    # What follows the config on the line is no JSON.
+    # The rest of the line after the config is not JSON.
     gemm = json.JSONDecoder().raw_decode(config[1])[0]["gemm_backend_config"]
     left = computation.operands(instruction)[0].shapes[0]
     contracted = gemm["dot_dimension_numbers"]["lhs_contracting_dimensions"]
+    # shapes[0] is the product; the result of a cuBLAS call also includes a workspace.
     return 2 * math.prod(instruction.shapes[0].dims) * math.prod(left.dims[int(axis)] for axis in contracted)
 
 
 def _convolution(instruction: Instruction, computation: Computation) -> int:
-    """2 * batch * features out * features in of a group * what `valid_pairs` counts along every other axis.
+    """Counts 2 * batch * output features * input features per group * `valid_pairs` of every spatial axis.
 
-    TPUs run matrix products as convolutions, batch axes as dilated spatial ones.
+    TPUs run matrix products as convolutions, with batch axes as dilated spatial axes.
     """
     left, right = (operand.shapes[0].dims for operand in computation.operands(instruction)[:2])
     result = instruction.shapes[0].dims
@@ -259,7 +263,7 @@ _FLOPS: Final = {"dot": _dot, "convolution": _convolution, "custom-call": _libra
 
 
 def _window(attributes: str, axes: int) -> dict[str, list[int]]:
-    """The window's stride, padding before, and dilations along every spatial axis."""
+    """Parses the window's strides, leading padding and dilations along every spatial axis."""
     window = re.search(r"window=\{([^}]*)\}", attributes)
     given = dict(re.findall(r"(\w+)=(\S+)", window[1])) if window else {}
     defaults = {"stride": "1", "pad": "0_0", "lhs_dilate": "1", "rhs_dilate": "1"}
@@ -269,8 +273,8 @@ def _window(attributes: str, axes: int) -> dict[str, list[int]]:
     }
 
 
-# Opcodes that move nothing: names for other results, control flow whose parts count for themselves, and the ends of
-# what a start has counted.
+# Opcodes that move nothing: aliases of other results, constants, and calls and control flow, whose parts count
+# separately.
 _FREE: Final = frozenset({
     "after-all", "async", "bitcast", "call", "conditional", "constant", "get-dimension-size",
     "get-tuple-element", "iota", "opt-barrier", "parameter", "partition-id", "replica-id", "tuple", "while",
@@ -297,7 +301,7 @@ def _traffic(execution: Execution, module: Module) -> int:
     read, written = sum(_main_memory(operand.shapes) for operand in operands), _main_memory(instruction.shapes)
     if instruction.opcode == "copy-start":
         written = _main_memory(instruction.shapes[:1])
-    elif instruction.opcode.endswith("-start"):  # The result repeats the operands beside what is made of them.
+    elif instruction.opcode.endswith("-start"):  # Its result usually includes the operands, which are not written.
         written = written - read or written
     return read + written
 
@@ -307,7 +311,10 @@ def _main_memory(shapes: Iterable[ArrayShape]) -> int:
 
 
 def _read(inner: Computation, parameter: Instruction, operand: Instruction) -> int:
-    """Bytes of an operand that a fusion reads: all, or only the slices that it takes."""
+    """Computes the bytes of an operand that a fusion reads: all of it, or only its slices.
+
+    An operand that is only updated in place is not read.
+    """
     users = inner.users[parameter.name]
     parts = 0
     for user in users:
@@ -319,7 +326,7 @@ def _read(inner: Computation, parameter: Instruction, operand: Instruction) -> i
 
 
 def _written(inner: Computation, result: Instruction) -> int:
-    """Bytes that a fusion writes: all of its results, or only what it updates of one."""
+    """Computes the bytes that a fusion writes: its results, or only the updated part of a result."""
     if result.opcode == "tuple":
         return sum(_written(inner, operand) for operand in inner.operands(result))
     if result.opcode == "bitcast":
@@ -331,7 +338,7 @@ def _written(inner: Computation, result: Instruction) -> int:
 
 
 def _are_parts(operands: Iterable[Instruction], computation: Computation, module: Module) -> bool:
-    """Whether each array of several numbers is one value everywhere but in the part that a device writes."""
+    """Returns whether every non-scalar operand is a broadcast value except for the part that the device writes."""
     arrays = [operand for operand in operands if any(shape.dims for shape in operand.shapes)]
     return bool(arrays) and all(_is_part(array, computation, module) for array in arrays)
 
@@ -354,7 +361,7 @@ def _is_part(array: Instruction, computation: Computation, module: Module) -> bo
 
 
 def _gathered(instruction: Instruction, operands: tuple[ArrayShape, ...], size: int) -> tuple[ArrayShape, ...]:
-    """The operands of an all-gather at the size to which they are gathered."""
+    """Returns the shapes of an all-gather's operands after gathering."""
     (axis,) = _numbers(r"dimensions=\{(\d+)\}", instruction.attributes)
     return tuple(
         ArrayShape(

@@ -1,4 +1,4 @@
-"""The groups of devices of a collective, in the forms in which XLA writes them."""
+"""Device groups of collectives, in all forms that XLA prints."""
 
 import math
 import re
@@ -12,7 +12,10 @@ __all__ = ["first_group"]
 
 
 def first_group(instruction: Instruction, device_count: int) -> tuple[int, ...]:
-    """The first group of devices of a collective, in any of the forms in which XLA writes groups."""
+    """Parses the first device group of a collective; without an explicit group, returns all devices.
+
+    The first group of a collective-permute is its first pair of source and target.
+    """
     attributes = instruction.attributes
     if pairs := re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", attributes):
         return tuple(sorted({int(pairs[1]), int(pairs[2])}))
@@ -26,7 +29,7 @@ def first_group(instruction: Instruction, device_count: int) -> tuple[int, ...]:
 
 
 def _iota_group(size: int, dims: str, permutation: str | None) -> tuple[int, ...]:
-    """`[groups,size]<=[dims]T(permutation)`: counted up, reshaped to dims, transposed, reshaped to the groups."""
+    """Parses `[groups,size]<=[dims]T(permutation)`: an iota reshaped to dims, transposed and reshaped to groups."""
     places = np.arange(math.prod(map(int, dims.split(",")))).reshape([int(dim) for dim in dims.split(",")])
     if permutation is not None:
         places = places.transpose([int(axis) for axis in permutation.split(",")])
@@ -34,9 +37,10 @@ def _iota_group(size: int, dims: str, permutation: str | None) -> tuple[int, ...
 
 
 def _mesh_group(axes: str, devices: str, over: str) -> tuple[int, ...]:
-    """`mesh['a'=2,'b'=4], device_ids=(...) {'b','a':(1)2}`: the axes of a mesh that a group spans.
+    """Parses `mesh['a'=2,'b'=4], device_ids=(...) {'b','a':(1)2}`: the mesh axes that a group spans.
 
-    `'a':(p)s` is the part of size s of an axis that is split into p, s and the rest. Devices may be `([dims]T(p))`.
+    `'a':(p)s` is the part of size s of an axis that is split into p, s and the rest. The device list may be an iota,
+    `([dims]T(p))`.
     """
     sizes = {name: int(size) for name, size in re.findall(r"'?([\w.]+)'?=(\d+)", axes)}
     listed = devices.partition("device_ids=")[2]

@@ -1,4 +1,4 @@
-"""Where jaxprs differ between the versions of JAX that are supported."""
+"""Access to jaxprs across the supported versions of JAX."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -24,23 +24,23 @@ _INNER = {
 
 
 def equations_of(jaxpr: Any) -> Any:
-    """The jaxpr with `eqns`, `invars` and `outvars`; since JAX 0.11 a closed one is of the same class."""
+    """Returns the jaxpr with `eqns`, `invars` and `outvars`; since JAX 0.11 a closed jaxpr is of the same class."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def consts_of(jaxpr: Any) -> Sequence[Any]:
-    """The constants of a closed jaxpr, which are the values of its `constvars`; none of an open one."""
+    """Returns the constants of a closed jaxpr, the values of its `constvars`; () for an open one."""
     return getattr(jaxpr, "consts", ())
 
 
 def inner(equation: Any) -> Any:
-    """The jaxpr that a call runs once on its operands, or None if the equation is no such call."""
+    """Returns the jaxpr that a call runs once on its operands, or None if the equation is not such a call."""
     name = _INNER.get(equation.primitive.name)
     return None if name is None else equation.params[name]
 
 
 def scan_counts(equation: Any) -> tuple[int, int]:
-    """How many constants and how many carried values a scan has."""
+    """Returns the number of constants and the number of carried values of a scan."""
     params = equation.params
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
@@ -49,16 +49,16 @@ def scan_counts(equation: Any) -> tuple[int, int]:
 
 
 def bind(equation: Any, operands: Sequence[Any]) -> list[Any]:
-    """Runs an equation as it is on other operands."""
+    """Runs an equation unchanged on other operands."""
     found = equation.primitive.get_bind_params(equation.params)
-    functions, params = found if isinstance(found, tuple) else ((), found)  # since JAX 0.12 params alone
+    functions, params = found if isinstance(found, tuple) else ((), found)  # JAX 0.12 returns the params only
     results = equation.primitive.bind(*functions, *operands, **params)
     return list(results) if equation.primitive.multiple_results else [results]
 
 
 @contextlib.contextmanager
 def traced_here(equation: Any) -> Iterator[None]:
-    """Makes what is traced in the block inherit the equation's scopes, mesh and other settings."""
+    """Makes operations traced in the block inherit the equation's named scopes, mesh and other settings."""
     scope = str(equation.source_info.name_stack)
     with equation.ctx.manager, jax.named_scope(scope) if scope else contextlib.nullcontext():
         yield

@@ -1,6 +1,6 @@
-"""What a compiled train step does with its parameters: what each has gathered and summed, and what costs too much.
+"""Lint of a compiled train step: how its parameters are gathered and reduced, and which collectives cost too much.
 
-Collectives do not name parameters; they are found by their shapes. Parameters of one shape are told of together.
+Collectives do not name parameters, so they are matched by shape. Parameters of equal shape are reported together.
 """
 
 import itertools
@@ -15,19 +15,21 @@ __all__ = ["Fault", "LintedParameter", "ProgramLint", "lint_program"]
 
 FaultKind = Literal["replicated", "gradient summed whole", "more than a layer gathered", "moved in an inner loop"]
 
+# Replicated parameters up to this share of all parameters, such as norm scales, are accepted.
 _SMALL_SHARE = 1e-3
 _GRADIENTS = ("all-reduce",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LintedParameter:
-    """A parameter as devices hold it.
+    """Shape and sharding of a parameter.
 
     Attributes:
-      shape: of the whole.
-      part: of what one device holds.
-      layers: it is stacked over layers, along its first axis.
-      bytes: of one number.
+      name: path in the model.
+      shape: full shape.
+      part: shape of one device's shard.
+      layers: whether the first axis stacks layers.
+      bytes: size of one element.
     """
 
     name: str
@@ -47,13 +49,14 @@ class LintedParameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Something that costs more than it has to.
+    """An avoidable cost of the program.
 
     Attributes:
-      parameters: that it is about, the names of all that it may be.
-      bytes: of the array that moves each time, or of what is replicated.
-      times: in a step; 1 for what is replicated.
-      loops: around it, outermost first.
+      kind: name of the check that found it.
+      parameters: names of all parameters that match the array.
+      bytes: size of the array moved per execution, or of the replicated parameter.
+      times: executions per step; 1 for a replicated parameter.
+      loops: names of the enclosing loops, outermost first.
     """
 
     kind: FaultKind
@@ -71,9 +74,9 @@ class Fault:
 
 
 _REMEDIES: Mapping[str, str] = {
-    "replicated": "Split an axis of it by mesh.rules, or by the logical axes of its family.",
-    "gradient summed whole": "Each device keeps a part of it: constrain the gradient as the parameter is, so that the "
-    "sum becomes a reduce-scatter. If it is, the compiler sums whole over so many devices: let mesh.fsdp span fewer.",
+    "replicated": "Split one of its axes with mesh.rules, or with the logical axes of its family.",
+    "gradient summed whole": "Each device keeps a shard of it: constrain the gradient to the parameter's sharding, so "
+    "that the sum becomes a reduce-scatter. If it is, the compiler sums in full over so many devices: reduce mesh.fsdp.",
     "more than a layer gathered": "Gather inside the loop over layers, one layer at a time.",
     "moved in an inner loop": "It is the same in every trip: gather it, and sum its gradient, outside of the loop.",
 }
@@ -81,12 +84,12 @@ _REMEDIES: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramLint:
-    """What was found.
+    """Result of `lint_program`.
 
     Attributes:
-      largest: of each parameter the collective that moves the largest array of its shape; None if there is none.
-      replicated_bytes: of parameters that every device holds whole.
-      faults: the costliest first.
+      largest: for each parameter, the collective that moves the largest array of its shape, or None.
+      replicated_bytes: total size of the parameters that every device stores in full.
+      faults: faults by descending cost (bytes * times).
     """
 
     largest: Mapping[str, Collective | None]
@@ -94,7 +97,7 @@ class ProgramLint:
     faults: tuple[Fault, ...]
 
     def as_mapping(self) -> dict[str, object]:
-        """Plain values for JSON."""
+        """Returns the result as plain values for JSON."""
         return {
             "replicated_bytes": self.replicated_bytes,
             "faults": [
@@ -124,16 +127,17 @@ class ProgramLint:
 def lint_program(
     found: Sequence[Collective], parameters: Sequence[LintedParameter], *, outer_trips: int = 1
 ) -> ProgramLint:
-    """Reads the collectives of a train step for its parameters.
+    """Checks how the collectives of a train step treat its parameters.
 
-        replicated                  held whole by every device, and more than a thousandth of all parameters
-        gradient summed whole       an all-reduce of more than a device's part of a parameter that is split
+        replicated                  stored in full by every device, and more than a thousandth of all parameters
+        gradient summed whole       an all-reduce of more than a device's shard of a sharded parameter
         more than a layer gathered  an all-gather of several layers of a parameter that is stacked over layers
-        moved in an inner loop      a collective of a parameter that has no layers, more often than microbatches are
+        moved in an inner loop      a collective of a parameter without layers, more often than once a microbatch
 
     Args:
-      found: by `stack_core.programs.hlo_costs.collectives`.
-      outer_trips: microbatches that follow each other in a step.
+      found: collectives from `stack_core.programs.hlo_costs.collectives`.
+      parameters: shapes and shardings of the step's parameters.
+      outer_trips: microbatches that run one after another in a step.
     """
     largest: dict[str, Collective | None] = {parameter.name: None for parameter in parameters}
     faults: dict[tuple[str, tuple[str, ...]], Fault] = {}
@@ -169,7 +173,7 @@ def lint_program(
 
 
 def _by_shape(parameters: Iterable[LintedParameter]) -> list[tuple[LintedParameter, ...]]:
-    """Parameters that no shape tells apart."""
+    """Groups the parameters that have the same shape and sharding; drops parameters of a single element per layer."""
     groups: dict[tuple[object, ...], list[LintedParameter]] = {}
     for parameter in parameters:
         if math.prod(parameter.shape[1:] if parameter.layers else parameter.shape) > 1:
@@ -180,20 +184,20 @@ def _by_shape(parameters: Iterable[LintedParameter]) -> list[tuple[LintedParamet
 def _matching(
     dims: Sequence[int], by_shape: Sequence[tuple[LintedParameter, ...]]
 ) -> Iterator[tuple[LintedParameter, ...]]:
-    """The parameters whose axes the array has in the same order, or, if there are none, those that it may transpose."""
+    """Yields the parameters whose axes the array has, in the same order if there are any, otherwise in any order."""
     in_order = [group for group in by_shape if _layers_in(dims, group[0], transposed=False) is not None]
     yield from in_order or (group for group in by_shape if _layers_in(dims, group[0]) is not None)
 
 
 def _layers_in(dims: Sequence[int], parameter: LintedParameter, *, transposed: bool = True) -> int | None:
-    """How many layers of a parameter an array holds, more than a device's part of one; None if it holds none.
+    """Returns the number of layers of a parameter in an array, or None for an array within a device's shard.
 
     Args:
-      transposed: the array's axes may stand in another order than the parameter's.
+      transposed: whether the array's axes may be in another order than the parameter's.
     """
     layers = parameter.shape[0] if parameter.layers else 1
     axes = list(zip(parameter.shape, parameter.part, strict=True))[1 if parameter.layers else 0 :]
-    if len(axes) < 2:  # vectors of any meaning have the same shape
+    if len(axes) < 2:  # Vectors of all kinds have the same shape.
         return None
     sizes = [size for size in dims if size > 1]
     own = math.prod(part for _, part in axes)
@@ -209,7 +213,7 @@ def _layers_in(dims: Sequence[int], parameter: LintedParameter, *, transposed: b
 
 
 def _ways_to_hold(axes: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
-    """The axes that an array may have of a parameter: all, or all but those of which a device holds one place."""
+    """Yields the axes that an array of the parameter may have: all, or all but those with one element per device."""
     yield axes
     longer = [(size, part) for size, part in axes if part > 1]
     if 2 <= len(longer) < len(axes):

@@ -1,4 +1,4 @@
-"""What a compiled program takes of a device: its memory, and how long it takes at the device's peaks."""
+"""Memory use of a compiled program on one device, and its time at the device's peak rates."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,17 +17,19 @@ if TYPE_CHECKING:
 __all__ = ["LinkShare", "ProgramCost", "ProgramMemory", "Roofline", "program_cost", "program_memory"]
 
 LinkShare = Callable[[Sequence["jax.Device"]], float | None]
-"""The share of a device's links that it can use to talk to the given devices; None where no link is known."""
+"""Share of a device's links that it can use to communicate with the given devices; None if the links are unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramMemory:
-    """Bytes of one device's memory while a program runs.
+    """Memory of one device while a program runs, in bytes.
 
     Attributes:
-      aliased_bytes: of the outputs, what takes the place of donated arguments.
-      temporary_bytes: the most that exists at one time beside arguments and outputs.
-      code_bytes: of the program itself, where the backend says so.
+      argument_bytes: size of the arguments.
+      output_bytes: size of the outputs.
+      aliased_bytes: size of the outputs that reuse the memory of donated arguments.
+      temporary_bytes: largest size of temporaries at one time, beyond arguments and outputs.
+      code_bytes: size of the program itself, if the backend reports it.
     """
 
     argument_bytes: int
@@ -43,10 +45,16 @@ class ProgramMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """Seconds that each part of a device needs at its peak; None is "not known".
+    """Time in seconds that each part of a device needs at its peak rate; None means unknown.
 
-    The step's time is predicted as that of the longest, as if everything overlapped. Units that are not at their peak,
-    and parts that wait for each other, make a run longer; what stays in a cache, a GPU's L2, makes `memory_s` shorter.
+    The predicted time of a step is the longest of the three, as if everything overlapped. Units below their peak rate,
+    and parts that wait for each other, make a run longer. Data that stays in a cache, such as a GPU's L2, makes
+    `memory_s` shorter.
+
+    Attributes:
+      compute_s: time for the FLOPs.
+      memory_s: time for the main-memory traffic.
+      network_s: time for the collectives.
     """
 
     compute_s: float | None
@@ -55,26 +63,31 @@ class Roofline:
 
     @property
     def step_s(self) -> float | None:
-        """The longest; None when one of them is not known."""
+        """Longest of the three times, or None unless all are known."""
         terms = (self.compute_s, self.memory_s, self.network_s)
         known = [term for term in terms if term is not None]
         return max(known) if len(known) == len(terms) else None
 
     @property
     def binding(self) -> str | None:
-        """Which of them is the longest: "compute", "memory" or "network"."""
+        """Name of the longest time: "compute", "memory" or "network"; None unless all are known."""
         terms = {"compute": self.compute_s, "memory": self.memory_s, "network": self.network_s}
         return next((name for name, term in terms.items() if term is not None and term == self.step_s), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramCost:
-    """What one device does in one run of a compiled program.
+    """Cost of one run of a compiled program on one device.
 
     Attributes:
-      flops: products that it runs, whether the model needs them or not; `uncounted_kernels` are left out.
-      traffic_bytes: to and from its main memory.
-      unknown_loops: loops whose trips are not known; their bodies count once.
+      memory: memory that the program occupies.
+      flops: FLOPs of the products that the device runs, whether the model needs them or not, without
+        `uncounted_kernels`.
+      traffic_bytes: bytes read from and written to main memory.
+      collectives: collectives in program order.
+      unknown_loops: loops of unknown trip count; their bodies count once.
+      uncounted_kernels: names of the kernels whose FLOPs are unknown.
+      roofline: time at the device's peak rates.
     """
 
     memory: ProgramMemory
@@ -89,11 +102,12 @@ class ProgramCost:
 def program_cost(
     compiled: "jax.stages.Compiled", devices: Sequence["jax.Device"], chip: Chip, *, link_share: LinkShare
 ) -> ProgramCost:
-    """Reads the cost of a program from its compiled form; nothing runs.
+    """Computes the cost of a program from its compiled form, without running the program.
 
     Args:
-      devices: those it was compiled for, in the order of its mesh.
-      chip: what they are, or are parts of.
+      devices: devices that the program was compiled for, in mesh order.
+      chip: chip that the devices are, or are parts of.
+      link_share: share of the chip's links between devices, such as `Target.link_share`.
 
     Raises:
       HardwareError: the compiled form cannot be read.
@@ -120,16 +134,17 @@ def program_cost(
 
 
 def program_memory(compiled: "jax.stages.Compiled", platform: str) -> ProgramMemory:
-    """Reads what a compiled program takes of one device's memory.
+    """Reads how much memory a compiled program takes on one device.
 
     Raises:
-      HardwareError: the compiler does not say.
+      HardwareError: the compiler does not report the memory.
     """
     stats = compiled.memory_analysis()
     if stats is None:
-        raise HardwareError("The compiler does not say how much memory the program takes; update jax and its plugins.")
+        raise HardwareError("The compiler does not report the program's memory usage; update jax and its plugins.")
     resident = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    # XLA sums temporaries over all memories, VMEM included; its peak is of main memory alone, and wrong on CPUs.
+    # XLA's size of temporaries includes other memories, such as VMEM. Its peak covers only main memory, but is wrong
+    # on CPUs.
     peak = 0 if platform == "cpu" else stats.peak_memory_in_bytes
     return ProgramMemory(
         argument_bytes=stats.argument_size_in_bytes,

@@ -141,7 +141,7 @@ def test_a_damaged_cache_is_named_and_replaced(measurements, tmp_path, damage):
     measured()
     path = cache_file(tmp_path)
     path.write_text(damage(path.read_text()), errors="surrogateescape")
-    with pytest.warns(ChipCacheWarning, match=f"{path.name}' is damaged and is taken again"):
+    with pytest.warns(ChipCacheWarning, match=f"{path.name}' is damaged and is repeated"):
         chip = measured()
     assert measured() == chip
     assert chip.peak_flops == measurements[1]["peak_flops"]
@@ -150,9 +150,7 @@ def test_a_damaged_cache_is_named_and_replaced(measurements, tmp_path, damage):
 
 def test_a_cache_that_cannot_be_written_is_named_and_does_not_fail(measurements, monkeypatch, tmp_path):
     (tmp_path / "stack").write_text("a file where the folder should be")
-    with pytest.warns(
-        ChipCacheWarning, match=r"cannot be kept and is taken again at every start: .* Set XDG_CACHE_HOME"
-    ):
+    with pytest.warns(ChipCacheWarning, match=r"cannot be saved and is repeated at every start: .* Set XDG_CACHE_HOME"):
         assert measured().peak_flops == measurements[0]["peak_flops"]
 
 

@@ -48,7 +48,7 @@ GPUS = {"a100-40gb:1x1x1": 1, "a100-80gb:1x1x8": 8, "h100:1x1x8": 8, "h200:1x1x1
         ("v5p:0x2x2", "does not exist: .* Nearest: v5p:2x2x2"),
         ("v6e:16x15", "Nearest: v6e:16x14 or v6e:16x16"),
         ("v6e:32x32", "has 1024 chips; the largest slice of v6e has 256"),
-        ("h100:8", "slices x hosts x GPUs of a host, at most 8 of those, as in h100:1x1x8"),
+        ("h100:8", "slices x hosts x GPUs per host, with at most 8 per host, as in h100:1x1x8"),
         ("h100:1x1x16", "at most 8"),
         ("h100:1x0x8", "at most 8"),
     ],

@@ -1,4 +1,4 @@
-"""Hardware specifications: known chips, the chip to compile for, and targets that need not be present."""
+"""Hardware specifications: known chips, the chip to compile for, and targets that need not be attached."""
 
 from stack_core.abi.chips import Chip
 from stack_core.chips.context import target_chip, use_chip

@@ -1,4 +1,4 @@
-"""The chip that a program is traced for, which need not be the one at hand."""
+"""The chip that programs are traced for, which need not be the local one."""
 
 import contextlib
 from typing import Final
@@ -14,16 +14,16 @@ target: Final[JitContext[Chip]] = JitContext()
 
 
 def target_chip() -> Chip:
-    """The chip of the surrounding `use_chip`; outside of one, that of JAX's first device.
+    """Returns the chip of the surrounding `use_chip`, otherwise the chip of JAX's first device.
 
     Raises:
-      HardwareError: as `current_chip` does.
+      HardwareError: as in `current_chip`.
     """
     return target.value or _current_chip()
 
 
 def use_chip(chip: Chip) -> contextlib.AbstractContextManager[None]:
-    """Makes `chip` the target of what is traced in this context; it nests.
+    """Makes `chip` the target of everything traced in this context. Contexts nest.
 
     Ops choose their implementations for the target. A function that `jax.jit` traced for another chip, or outside of
     any `use_chip`, is traced again.
@@ -34,5 +34,5 @@ def use_chip(chip: Chip) -> contextlib.AbstractContextManager[None]:
 def _current_chip() -> Chip:
     import jax
 
-    with jax.ensure_compile_time_eval():  # A measurement must run, not become part of the program that is traced.
+    with jax.ensure_compile_time_eval():  # A measurement must run now, not become part of the trace.
         return current_chip()

@@ -1,8 +1,8 @@
-"""Chips: one row a kind, and which row the current devices have.
+"""Chip registry: one row per kind of hardware, and the row of a JAX device.
 
 The hook `stack_register_chips` registers a row with `registry.add("h200", target, device_kinds=("NVIDIA H200*",))`. The
-target is a `Chip`, or a function without arguments that measures one; `device_kinds` are shell patterns for JAX's
-`device.device_kind`, by default the row's name alone.
+target is a `Chip`, or a function without arguments that measures one. `device_kinds` are shell patterns for JAX's
+`device.device_kind`; the default is the row's name.
 """
 
 import fnmatch
@@ -21,7 +21,7 @@ __all__ = ["chip_of", "count_units", "current_chip", "row_name"]
 
 
 def current_chip() -> Chip:
-    """The chip of the first device of JAX's default backend, as `chip_of` describes it.
+    """Returns the chip of the first device of JAX's default backend, as in `chip_of`.
 
     Raises:
       HardwareError: JAX finds no device, or two rows claim this one.
@@ -39,30 +39,31 @@ def current_chip() -> Chip:
 
 
 def chip_of(device: "jax.Device") -> Chip:
-    """The chip that a device is, or is a part of.
+    """Returns the chip that a device is, or is part of.
 
-    Hardware without a row has no peaks and no bandwidths, which is not the same as zero: whoever divides by them has to
-    say "not known". The first call for a CPU may take one or two seconds, see `stack_core.chips.measure`.
+    Hardware without a row has no peak rates and no bandwidths. Unknown is not zero: callers that divide by them must
+    report them as unknown. The first time that a CPU's peak is read may take one or two seconds, see
+    `stack_core.chips.measure`.
 
     Raises:
-      HardwareError: two rows claim the device, or its row is no `Chip`.
+      HardwareError: two rows claim the device, or its row is not a `Chip`.
     """
     return _row(device.device_kind) or _unknown(device)
 
 
 def count_units(chip: Chip, devices: Sequence["jax.Device"]) -> int:
-    """How many units of `chip` the devices make up: its peaks times this is the peak of all of them."""
+    """Counts the units of `chip` that the devices make up; their total peak is this number times the chip's peak."""
     if chip.unit != "chip":
         return len(devices)
-    # Every process has CPU devices of its own; those of a TPU chip share their coordinates.
+    # All CPU devices of a process are one unit. Devices of one TPU chip share their coordinates.
     return len({(device.process_index, tuple(getattr(device, "coords", ()))) for device in devices})
 
 
 def row_name(device_kind: str) -> str | None:
-    """The name of the row for devices of a kind, or None where there is none; the row is not measured.
+    """Returns the name of the row for a kind of device, or None; the row is not measured.
 
     Raises:
-      HardwareError: two rows claim them.
+      HardwareError: two rows claim this kind.
     """
     names = [entry.name for entry in registries.chips.entries() if _matches(device_kind, entry.name, entry.details)]
     if len(names) > 1:

@@ -1,4 +1,4 @@
-"""What XLA has to know of a GPU to compile for it, beside what its chip row says.
+"""GPU parameters that XLA needs for cross-compilation, in addition to the chip's row.
 
 Provenance: NVIDIA's architecture white papers and CUDA's table of compute capabilities, as in the device descriptions
 that OpenXLA publishes for cross-compilation (`xla/backends/gpu/target_config/specs`: a100_sxm_80, h100_sxm, h200 and
@@ -17,15 +17,15 @@ _KIB = 2**10
 
 @dataclass(frozen=True, kw_only=True)
 class GpuConfig:
-    """One kind of GPU; the limits of CUDA's programming model are the same for all of these.
+    """Compiler parameters of one kind of GPU. The limits of CUDA's programming model are the same for all of them.
 
     Attributes:
       compute_capability: (major, minor).
-      cores: streaming multiprocessors that are enabled.
-      fpus: fp32 units of a core.
-      shared_memory_bytes: of a core.
-      shared_memory_per_block_bytes: the most that one block can ask for.
-      clock_ghz: at its highest.
+      cores: number of enabled streaming multiprocessors.
+      fpus: number of fp32 units per core.
+      shared_memory_bytes: shared memory per core.
+      shared_memory_per_block_bytes: largest shared memory that one block can request.
+      clock_ghz: maximum clock rate.
     """
 
     compute_capability: tuple[int, int]
@@ -36,11 +36,11 @@ class GpuConfig:
     clock_ghz: float
 
     def text_proto(self, chip: Chip, device_kind: str) -> str:
-        """XLA's `GpuTargetConfigProto`, as text.
+        """Returns XLA's `GpuTargetConfigProto` as text.
 
         Args:
-          chip: the GPU's row, for its memory.
-          device_kind: what JAX is to call the devices.
+          chip: row of the GPU, for its L2 and main memory.
+          device_kind: `device_kind` that JAX reports for the devices.
         """
         major, minor = self.compute_capability
         return f"""
@@ -94,4 +94,4 @@ GPU_CONFIGS: Final = {
     "h200": _HOPPER,
     "b200": _BLACKWELL,
 }
-"""By the names of chip rows."""
+"""Compiler parameters by the name of the chip's row."""

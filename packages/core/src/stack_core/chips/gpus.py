@@ -1,11 +1,12 @@
-"""NVIDIA's data-center GPUs, by what NVIDIA publishes of them.
+"""NVIDIA's data-center GPUs, with the numbers that NVIDIA publishes.
 
-The data sheets' headline numbers of tensor cores are with structured sparsity; the peaks here are dense, half of those.
-NVLink is given in both directions; a row has one. Data sheets round the size of memory; here it is what CUDA reports as
-the total, where XLA's repository describes the GPU taken from there (`xla/backends/gpu/target_config/specs`).
+Data sheets headline the peaks of tensor cores with structured sparsity; the peaks here are dense, half of those. Data
+sheets give NVLink's bandwidth in both directions; a row has one direction. Data sheets round memory sizes; the sizes
+here are the totals that CUDA reports, from XLA's description of the GPU if there is one
+(`xla/backends/gpu/target_config/specs`).
 
-Tensor cores take float32 operands by rounding them to TF32, which has 10 bits of mantissa and is JAX's default;
-`precision="highest"` multiplies in true float32, outside of the tensor cores.
+Tensor cores round float32 operands to TF32, which has 10 bits of mantissa and is JAX's default. `precision="highest"`
+multiplies in true float32, outside of the tensor cores.
 """
 
 import dataclasses
@@ -50,7 +51,7 @@ A100_80GB = dataclasses.replace(
     provenance="NVIDIA A100 Tensor Core GPU data sheet, SXM; memory: XLA's a100_sxm_80.txtpb",
 )
 
-# Cards may be bridged in pairs by NVLink; what reaches every other card is PCIe 4.0 x16.
+# NVLink bridges connect cards only in pairs; the link between any two cards is PCIe 4.0 x16.
 A100_PCIE_40GB = dataclasses.replace(
     A100_40GB,
     kind="a100-pcie-40gb",

@@ -1,4 +1,4 @@
-"""What this machine has, and the part of it that this process may use; read from the system, without JAX."""
+"""Resources of this machine and the part that this process may use, read from the system without JAX."""
 
 import contextlib
 import ctypes
@@ -18,16 +18,16 @@ __all__ = [
     "usable_cores",
 ]
 
-# A limit of the container: cgroup version 2, then version 1. Without a container there is no such file.
+# Limits of a container: cgroup version 2, then version 1. Outside of a container the files do not exist.
 _MEMORY_LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")
 _MEMORY_USES = ("sys/fs/cgroup/memory.current", "sys/fs/cgroup/memory/memory.usage_in_bytes")
 _CPU_NUMBERS = {"family": "cpu family", "model": "model"}
 
 
 def cpu_model(root: Path = Path("/")) -> str:
-    """The CPU's name with its family and model, for virtual machines may shorten the name to that of a whole series.
+    """Returns the CPU's name with its family and model; on systems that report no name, the CPU's architecture.
 
-    That of its architecture where the system does not tell.
+    Virtual machines may shorten the name to a whole series of CPUs; family and model then still identify the CPU.
     """
     fields = _cpu_fields(root)
     if "model name" not in fields:
@@ -37,20 +37,20 @@ def cpu_model(root: Path = Path("/")) -> str:
 
 
 def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
-    """What the CPU can do, by Linux's names, such as "amx_bf16"; nothing where the system does not tell."""
+    """Returns the CPU's features by their Linux names, such as "amx_bf16"; empty if the system does not report them."""
     return frozenset(_cpu_fields(root).get("flags", "").split())
 
 
 def usable_cores() -> int:
-    """Cores that this process may be scheduled on."""
+    """Returns the number of cores that this process may be scheduled on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_quota_cores(root: Path = Path("/")) -> float | None:
-    """How many cores' worth of time a container grants, or None where it sets no limit."""
+    """Returns the CPU time that a container grants, in cores, or None if it sets no limit."""
     with contextlib.suppress(OSError, ValueError):
         quota_us, period_us = (root / "sys/fs/cgroup/cpu.max").read_text().split()
-        return int(quota_us) / int(period_us)  # "max" is no integer
+        return int(quota_us) / int(period_us)  # raises ValueError for "max", which means no limit
     with contextlib.suppress(OSError, ValueError):
         quota_us = (root / "sys/fs/cgroup/cpu/cpu.cfs_quota_us").read_text()
         period_us = (root / "sys/fs/cgroup/cpu/cpu.cfs_period_us").read_text()
@@ -59,7 +59,7 @@ def cpu_quota_cores(root: Path = Path("/")) -> float | None:
 
 
 def memory_bytes(root: Path = Path("/")) -> int | None:
-    """The machine's memory, or the part of it that a container may use; None where the system does not tell."""
+    """Returns the size of the machine's memory, or the container's limit if it is lower; None when unknown."""
     try:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
@@ -68,32 +68,32 @@ def memory_bytes(root: Path = Path("/")) -> int | None:
 
 
 def resident_bytes(root: Path = Path("/")) -> int | None:
-    """Memory that this process holds; None where the system does not tell."""
+    """Returns the resident memory of this process; None when the system does not report it."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int((root / "proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return None
 
 
 def give_memory_back() -> None:
-    """Returns to the system what this process has freed, which glibc keeps for later; does nothing without glibc."""
+    """Returns freed memory that glibc keeps for reuse to the system; without glibc, only collects garbage."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int | None:
-    """Memory that a new process can have without swapping; None where the system does not tell."""
+    """Returns the memory that a new process can use without swapping; None when unknown."""
     amounts = [_field(root / "proc/meminfo", "MemAvailable:", unit_bytes=1024)]
     limit, use = _first_integer(root, _MEMORY_LIMITS), _first_integer(root, _MEMORY_USES)
     if limit is not None and use is not None:
-        # A container's use counts its cached files, which the system gives up when memory is needed.
+        # A container's usage includes cached files, which the system drops when memory is needed.
         cached = _field(root / "sys/fs/cgroup/memory.stat", "inactive_file", unit_bytes=1) or 0
         amounts.append(max(limit - use + cached, 0))
     return min((amount for amount in amounts if amount is not None), default=None)
 
 
 def _cpu_fields(root: Path) -> dict[str, str]:
-    """Of the first processor in /proc/cpuinfo."""
+    """Returns the fields of the first processor in /proc/cpuinfo."""
     fields: dict[str, str] = {}
     with contextlib.suppress(OSError):
         for line in (root / "proc/cpuinfo").read_text().splitlines():
@@ -112,6 +112,6 @@ def _field(path: Path, name: str, *, unit_bytes: int) -> int | None:
 
 def _first_integer(root: Path, paths: tuple[str, ...]) -> int | None:
     for path in paths:
-        with contextlib.suppress(OSError, ValueError):  # a limit that is not set reads "max"
+        with contextlib.suppress(OSError, ValueError):  # an unset limit reads "max"
             return int((root / path).read_text())
     return None

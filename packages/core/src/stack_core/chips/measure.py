@@ -1,8 +1,8 @@
-"""The CPU's row, whose peaks are measured when they are first read, once a machine, and kept in the user's cache.
+"""The CPU's row. Its peaks are measured once per machine, when they are first read, and cached on disk.
 
-Measured are the best of several matrix products a dtype, of up to three sizes, and of several passes over an array
-that no cache holds. It takes one or two seconds. A measurement that was taken while the machine was busy is replaced
-at the first start at which it is not.
+A measurement takes one or two seconds: for each dtype, the best of several matrix products of up to three sizes, and
+the best of several passes over an array larger than any cache. A measurement taken on a busy machine is replaced at the
+first start on an idle one.
 """
 
 import functools
@@ -28,7 +28,7 @@ from stack_core.chips import machine
 
 __all__ = ["ChipCacheWarning", "measured_cpu"]
 
-# Operands and accumulator: narrow products with wide results are the fastest that XLA has on a CPU.
+# (operand, accumulator): XLA's fastest narrow products on CPUs accumulate in a wider dtype.
 _PRODUCTS = (
     (np.dtype(np.float32), np.dtype(np.float32)),
     (np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)),
@@ -42,11 +42,11 @@ _MEASURED = ("peak_flops", "hbm_bandwidth_bytes_s", "provenance")
 
 
 class ChipCacheWarning(UserWarning):
-    """The CPU's measurement could not be read from the cache, or not be kept there."""
+    """Warning that the CPU's measurement could not be read from the cache or saved."""
 
 
 class _Cpu(Chip):
-    """The CPU of this process: its peaks are measured, or read from the cache, when one of them is read."""
+    """The CPU of this process, whose peaks are read from the cache, or measured, on first access."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in _MEASURED:
@@ -61,11 +61,11 @@ class _Cpu(Chip):
 
 @functools.cache
 def measured_cpu() -> Chip:
-    """The CPU of this process, with the cores it may use; its peaks are measured once they are read.
+    """Returns the CPU of this process, limited to the cores that it may use. Its peaks are measured on first access.
 
-    The cache of measurements is one file a CPU model, number of usable cores, version of JAX and `XLA_FLAGS`, under
-    `$XDG_CACHE_HOME/stack/chips`. One that is damaged, or cannot be written, is a `ChipCacheWarning`. To read a peak
-    raises HardwareError where JAX was told to do without its CPU backend.
+    Measurements are cached under `$XDG_CACHE_HOME/stack/chips`, in one file per CPU model, number of usable cores,
+    version of JAX and `XLA_FLAGS`. A `ChipCacheWarning` is emitted for a file that is damaged or cannot be written.
+    Reading a peak raises `HardwareError` if JAX_PLATFORMS excludes JAX's CPU backend.
     """
     chip = object.__new__(_Cpu)
     known = {
@@ -98,7 +98,7 @@ def _measurement() -> dict[str, Any]:
 
 
 def _with_wider_products(peaks: Mapping[str, float]) -> dict[str, float]:
-    """Returns peaks that a narrower dtype never has below a wider one.
+    """Returns peaks in which a narrower dtype is at least as fast as a wider one.
 
     A product of narrow operands can always be computed in the wider dtype. XLA's own narrow products are slower on CPUs
     without instructions for them, and a peak that kernels exceed would give an MFU above 100%.
@@ -113,7 +113,7 @@ def _with_wider_products(peaks: Mapping[str, float]) -> dict[str, float]:
 
 
 def _identity() -> dict[str, str | int]:
-    """What a measurement is valid for."""
+    """Returns the settings that a measurement depends on."""
     return {
         "cpu": machine.cpu_model(),
         "cores": machine.usable_cores(),
@@ -123,30 +123,30 @@ def _identity() -> dict[str, str | int]:
 
 
 def _is_busy() -> bool:
-    """Whether more than half of the cores were in use during the last minute."""
+    """Returns whether more than half of the cores were in use during the last minute."""
     try:
         return os.getloadavg()[0] > machine.usable_cores() / 2
-    except (AttributeError, OSError):  # not every system tells
+    except (AttributeError, OSError):  # Some systems do not report the load.
         return False
 
 
 def _cache_path(identity: Mapping[str, Any]) -> Path:
-    # A core that measures other fields, or in another way, writes separate files.
+    # Versions of stack-core that measure other fields, or in another way, write separate files.
     content = {"identity": identity, "fields": sorted(_MEASURED), "version": 2}
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
     return user_cache_dir() / "chips" / f"cpu-{digest}.json"
 
 
 def _read(path: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The cached measurement, or None where there is none that can be used."""
+    """Returns the cached measurement; None without a valid one."""
     try:
         content = json.loads(path.read_bytes())
         _check(content, identity)
     except OSError:
         return None
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are among them
+    except ValueError as error:  # includes JSONDecodeError and UnicodeDecodeError
         warnings.warn(
-            f"The CPU's measurement in {str(path)!r} is damaged and is taken again: {error}",
+            f"The CPU's measurement in {str(path)!r} is damaged and is repeated: {error}",
             ChipCacheWarning,
             stacklevel=3,
         )
@@ -155,14 +155,14 @@ def _read(path: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _check(content: Any, identity: Mapping[str, Any]) -> None:
-    """Raises ValueError unless `content` is what `measured_cpu` writes."""
+    """Raises ValueError unless `content` has the form that `measured_cpu` writes."""
     if not isinstance(content, dict) or content.keys() != {"identity", "busy", "peaks"}:
         raise ValueError("it does not hold one measurement.")
     if content["identity"] != identity:
         raise ValueError(f"it is of {content['identity']}, not of {identity}.")
     peaks = content["peaks"]
     if not isinstance(peaks, dict) or peaks.keys() != set(_MEASURED):
-        raise ValueError("its fields are not those that are measured.")
+        raise ValueError("its fields are not the measured ones.")
     if not isinstance(peaks["peak_flops"], dict):
         raise ValueError(f"its peaks are {peaks['peak_flops']!r}.")
     rates = [peaks["hbm_bandwidth_bytes_s"], *peaks["peak_flops"].values()]
@@ -184,8 +184,8 @@ def _write(path: Path | None, content: Mapping[str, Any]) -> None:
             Path(temporary).unlink(missing_ok=True)
     except OSError as error:
         warnings.warn(
-            f"The CPU's measurement cannot be kept and is taken again at every start: {error}. "
-            "Set XDG_CACHE_HOME to a folder that can be written.",
+            f"The CPU's measurement cannot be saved and is repeated at every start: {error}. "
+            "Set XDG_CACHE_HOME to a writable folder.",
             ChipCacheWarning,
             stacklevel=3,
         )
@@ -196,7 +196,7 @@ def _measure(identity: Mapping[str, Any], *, busy: bool) -> dict[str, Any]:
         device = jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:
         raise HardwareError(f"JAX has no CPU to measure: {error} Add cpu to JAX_PLATFORMS.") from error
-    # The first call may come from a function that is being traced, where array operations would join the trace.
+    # The peaks may first be read while a function is traced, where array operations would become part of the trace.
     with jax.ensure_compile_time_eval(), jax.default_device(device):
         peaks = {operand.name: _product_flops(operand, result) for operand, result in _PRODUCTS}
         bandwidth_bytes_s = _bandwidth_bytes_s()
@@ -210,7 +210,7 @@ def _measure(identity: Mapping[str, Any], *, busy: bool) -> dict[str, Any]:
 
 
 def _product_flops(operand: np.dtype[Any], result: np.dtype[Any]) -> float | None:
-    """The best rate of a square product in FLOP/s, or None where XLA has none for these dtypes."""
+    """Measures the best rate of a square product in FLOP/s; None for dtypes that XLA does not support."""
 
     @jax.jit
     def product(x: jax.Array) -> jax.Array:
@@ -224,13 +224,13 @@ def _product_flops(operand: np.dtype[Any], result: np.dtype[Any]) -> float | Non
         x = jnp.ones((size, size), operand)
         try:
             best = max(best, flops / _best_s(lambda x=x: product(x), _PRODUCT_BUDGET_S))
-        except jax.errors.JaxRuntimeError:  # the compiler has no such product; a missing peak says so
+        except jax.errors.JaxRuntimeError:  # The compiler does not support the product, so its peak stays unknown.
             return None
     return best
 
 
 def _bandwidth_bytes_s() -> float:
-    """Bytes read and written per second by the best pass that changes an array in place."""
+    """Measures the bytes read and written per second by the best pass that updates an array in place."""
     increment = jax.jit(lambda x: x + np.float32(1), donate_argnums=0)
     x = jnp.zeros(_COPY_BYTES // 4, np.float32)
 
@@ -243,7 +243,7 @@ def _bandwidth_bytes_s() -> float:
 
 
 def _best_s(function: Callable[[], jax.Array], budget_s: float) -> float:
-    """The shortest wall time to completion of at least three calls after the first, within about `budget_s`."""
+    """Returns the shortest wall time of at least three calls after a warm-up call, within about `budget_s`."""
     function().block_until_ready()
     durations_s: list[float] = []
     while len(durations_s) < 3 or sum(durations_s) < budget_s:

@@ -1,4 +1,4 @@
-"""The memory that devices have left for arrays."""
+"""Free memory of devices."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -12,9 +12,12 @@ __all__ = ["free_bytes"]
 
 
 def free_bytes(devices: Sequence["jax.Device"]) -> int | None:
-    """Bytes that arrays may still take on each of some devices of this process; None where none of them tells.
+    """Returns the bytes still free for arrays on the fullest of some devices of this process.
 
-    Devices without memory of their own, as a CPU's are, share the machine's.
+    Devices without memory of their own, such as CPU devices, share the machine's.
+
+    Returns:
+      None when no device reports its memory.
     """
     counted = [device.memory_stats() or {} for device in devices]
     left = [stats["bytes_limit"] - stats["bytes_in_use"] for stats in counted if "bytes_limit" in stats]

@@ -1,11 +1,11 @@
-"""Targets: hardware to compile for, which need not be there.
+"""Targets: hardware to compile for, which need not be attached.
 
     target = Target("v5p:8x16x16")
     mesh = make_mesh(MeshConfig(tensor=8), target.devices)
     with use_target(target):
         compiled = jax.jit(step, in_shardings=...).lower(*shapes).compile()
 
-TPUs are compiled for by the libtpu wheel, GPUs by JAX's CUDA plugin; neither needs a chip or a driver.
+The libtpu wheel compiles for TPUs and JAX's CUDA plugin for GPUs; neither needs a chip or a driver.
 """
 
 import contextlib
@@ -36,7 +36,14 @@ _GPUS_A_HOST: Final = 8
 
 @dataclass(frozen=True, kw_only=True)
 class _TpuKind:
-    """A kind of TPU: libtpu's name for it, how many axes its torus has, and the chips of the largest slice."""
+    """A kind of TPU.
+
+    Attributes:
+      name: libtpu's name for the kind.
+      axes: number of axes of the torus.
+      largest_chips: number of chips in the largest slice.
+      options: additional arguments of `get_topology_desc`.
+    """
 
     name: str
     axes: int
@@ -53,8 +60,8 @@ _TPUS: Final = {
     "v7x": _TpuKind(name="tpu7x", axes=3, largest_chips=9216),
 }
 
-# Without a TPU libtpu would ask Google's metadata server what machine this is, complain that it gets no answer, and
-# keep other processes from compiling at the same time.
+# Without these, libtpu on a machine without a TPU queries Google's metadata server for the machine type, prints errors
+# because it gets no answer, and keeps other processes from compiling at the same time.
 _WITHOUT_TPU: Final = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -64,11 +71,11 @@ _WITHOUT_TPU: Final = {
 
 @dataclass(frozen=True)
 class Target:
-    """A slice of TPUs or some GPUs, by name.
+    """A slice of TPUs or a group of GPUs, by name.
 
     Attributes:
-      name: "CHIP:SIZES". The chip is a name of the registry `chips`. The sizes of a TPU are those of its torus,
-        "v5p:8x16x16" or "v6e:4x4"; those of a GPU are slices x hosts x GPUs of a host, "h100:1x1x8".
+      name: "CHIP:SIZES". CHIP is a name in the registry `chips`. The sizes of a TPU are the axes of its torus,
+        "v5p:8x16x16" or "v6e:4x4". The sizes of GPUs are slices x hosts x GPUs per host, "h100:1x1x8".
 
     Raises:
       HardwareError: the name is malformed, its chip is unknown, or no such topology exists.
@@ -81,7 +88,7 @@ class Target:
         if match is None:
             raise HardwareError(
                 f"Target {self.name!r} is not of the form CHIP:SIZES, such as v5p:8x16x16 or v6e:4x4 (a TPU's torus), "
-                "or h100:1x1x8 (slices x hosts x GPUs of a host)."
+                "or h100:1x1x8 (slices x hosts x GPUs per host)."
             )
         known = sorted({**_TPUS, **GPU_CONFIGS})
         if match[1] not in known:
@@ -102,7 +109,7 @@ class Target:
 
     @property
     def chip(self) -> Chip:
-        """The row of the registry `chips`.
+        """Row of the registry `chips`.
 
         Raises:
           UnknownName: the plugin that registers the row is blocked.
@@ -111,7 +118,7 @@ class Target:
 
     @functools.cached_property
     def devices(self) -> tuple["jax.Device", ...]:
-        """Devices to compile for; nothing can be put on them.
+        """Devices to compile for; they cannot hold arrays.
 
         Raises:
           HardwareError: the compiler is not installed, or does not load.
@@ -119,10 +126,13 @@ class Target:
         return _tpu_devices(self) if self.chip_name in _TPUS else _gpu_devices(self)
 
     def link_share(self, devices: Sequence["jax.Device"]) -> float | None:
-        """The share of a chip's links that it can use to talk to all the given devices.
+        """Returns the share of a chip's links that it can use to communicate with all the given devices.
 
-        On a torus, every axis along which they differ brings the same share, as if each were a ring. Between the GPUs
-        of a host it is all of NVLink; of what connects hosts nothing is known, which is None.
+        On a torus, every axis along which the devices differ contributes the same share, as if each axis were a ring.
+        GPUs of one host use all of NVLink.
+
+        Returns:
+          None for GPUs of several hosts, because the network between hosts is unknown.
         """
         if self.chip_name not in _TPUS:
             return 1.0 if len({device.process_index for device in devices}) == 1 else None
@@ -142,12 +152,12 @@ class Target:
         if chips > kind.largest_chips:
             raise HardwareError(
                 f"Target {self.name!r} has {chips} chips; the largest slice of {self.chip_name} has "
-                f"{kind.largest_chips}. Take fewer."
+                f"{kind.largest_chips}. Use fewer chips."
             )
         if chips != 1 and (0 in sizes or any(size % 2 for size in sizes[:2])):
             raise HardwareError(
-                f"Target {self.name!r} does not exist: a host of {self.chip_name} holds 2x2 chips, so that the first "
-                f"two sizes are even, unless it is a single chip. Nearest: {' or '.join(self._even_neighbours())}."
+                f"Target {self.name!r} does not exist: a host of {self.chip_name} has 2x2 chips, so the first two "
+                f"sizes must be even, except for a single chip. Nearest: {' or '.join(self._even_neighbours())}."
             )
 
     def _even_neighbours(self) -> list[str]:
@@ -163,8 +173,9 @@ class Target:
         sizes = self.sizes
         if len(sizes) != 3 or 0 in sizes or sizes[2] > _GPUS_A_HOST:
             raise HardwareError(
-                f"Target {self.name!r}: the sizes of GPUs are slices x hosts x GPUs of a host, at most {_GPUS_A_HOST} "
-                f"of those, as in {self.chip_name}:1x1x{_GPUS_A_HOST} or {self.chip_name}:1x4x{_GPUS_A_HOST}."
+                f"Target {self.name!r}: the sizes of GPUs are slices x hosts x GPUs per host, with at most "
+                f"{_GPUS_A_HOST} per host, as in {self.chip_name}:1x1x{_GPUS_A_HOST} or "
+                f"{self.chip_name}:1x4x{_GPUS_A_HOST}."
             )
 
 
@@ -172,10 +183,11 @@ class Target:
 def use_target(target: Target) -> Iterator[None]:
     """Traces and lowers for the target: ops choose implementations for its chip, and kernels see its devices.
 
-    JAX's default device is the target's first, which runs nothing: arrays are made before or after, or in a trace.
+    JAX's default device becomes the target's first, which cannot run anything. Create arrays before or after this
+    context, or in a trace.
 
     Raises:
-      HardwareError: as `Target.devices` does.
+      HardwareError: as in `Target.devices`.
     """
     import jax
 
@@ -187,7 +199,7 @@ def use_target(target: Target) -> Iterator[None]:
 
 
 def _tpu_devices(target: Target) -> tuple["jax.Device", ...]:
-    from jax.experimental import topologies  # Importing jax sets TPU_SKIP_MDS_QUERY where there is no TPU.
+    from jax.experimental import topologies  # Importing jax sets TPU_SKIP_MDS_QUERY on machines without a TPU.
 
     _require(target, "tpu", "libtpu")
     kind, sizes = _TPUS[target.chip_name], target.sizes
@@ -214,18 +226,18 @@ def _gpu_devices(target: Target) -> tuple["jax.Device", ...]:
         sizes = "x".join(map(str, target.sizes))
         return topologies.get_topology_desc(target.chip_name, "cuda", topology=sizes, target_config=config)
 
-    # The plugin refuses to load where the CUDA libraries are missing, which only running on a GPU needs.
+    # Without this the plugin does not load if CUDA libraries are missing, although only running on a GPU needs them.
     with _environment({"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}):
         try:
             try:
                 description = describe()
-            except NotImplementedError:  # JAX loads plugins once, and did so before the variable was set.
+            except NotImplementedError:  # JAX loads plugins only once, here before the variable was set.
                 _load_cuda_plugin()
                 description = describe()
         except RuntimeError as error:
             raise HardwareError(
-                f"JAX's CUDA plugin offers no topology for target {target.name!r}: {error}. Check that its version is "
-                f"that of jax: {install_command('stack-core[cuda13]', upgrade=True)}"
+                f"JAX's CUDA plugin offers no topology for target {target.name!r}: {error}. Check that its version "
+                f"matches jax: {install_command('stack-core[cuda13]', upgrade=True)}"
             ) from error
     return tuple(description.devices)
 
@@ -239,13 +251,13 @@ def _require(target: Target, extra: str, *modules: str) -> None:
     if not any(importlib.util.find_spec(module) for module in modules):
         raise HardwareError(
             f"Compiling for {target.name!r} needs {modules[0]}, which is not installed. "
-            f"It needs no {target.chip_name}: {install_command(f'stack-core[{extra}]')}"
+            f"No {target.chip_name} is needed: {install_command(f'stack-core[{extra}]')}"
         )
 
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Sets those variables that are not set, and removes them again."""
+    """Sets the variables that are unset, and removes them again afterwards."""
     added = {name: value for name, value in values.items() if name not in os.environ}
     os.environ.update(added)
     try:

@@ -1,12 +1,12 @@
-"""TPUs, by what Google publishes of them.
+"""TPUs, with the numbers that Google publishes.
 
 Each version's page of the Cloud TPU documentation (docs.cloud.google.com/tpu/docs) gives the peaks of a chip, its HBM
-and the bandwidth of its interconnect (ICI) in both directions, of which a row has half. JAX's own table,
-`jax/_src/tpu_info.py`, adds VMEM, and the integer peaks that the pages have dropped.
+and the bandwidth of its interconnect (ICI) in both directions; a row has half of that bandwidth. JAX's own table,
+`jax/_src/tpu_info.py`, adds VMEM and the integer peaks that the pages have dropped.
 
-The matrix unit multiplies bfloat16. It takes float32 operands at that rate by rounding them, which is JAX's default;
-`precision="highest"` makes six passes of one product. Peaks of dtypes that it would have to convert are left out,
-except fp8 on v5p and v6e, whose pages name it. The common memory (CMEM) of v4 is not VMEM and is not counted.
+The matrix unit multiplies bfloat16. By default, JAX rounds float32 operands to bfloat16 and gets the same rate;
+`precision="highest"` takes six passes per product. Peaks of dtypes that the unit would have to convert are left out,
+except fp8 on v5p and v6e, which is on their pages. The common memory (CMEM) of v4 is not VMEM and is not counted.
 """
 
 from stack_core.abi.chips import Chip
@@ -50,7 +50,7 @@ V5P = Chip(
     kind="v5p",
     unit="chip",
     peak_flops=_peaks(bfloat16=459e12, int8=918e12, int4=1.84e15, float8_e4m3fn=459e12, float8_e5m2=459e12),
-    hbm_bytes=95 * _GIB,  # of 96: the page counts what libtpu leaves to programs
+    hbm_bytes=95 * _GIB,  # of 96 GiB: the page gives the part that libtpu leaves to programs
     hbm_bandwidth_bytes_s=2765e9,
     on_chip_bytes=2 * 64 * _MIB,
     link_bandwidth_bytes_s=1200e9 / 2,
@@ -68,7 +68,7 @@ V6E = Chip(
     provenance="Cloud TPU documentation, TPU v6e and (fp8) TPU7x; int4 and VMEM: jax/_src/tpu_info.py",
 )
 
-# JAX sees each of the two dies as a device, with half of everything; the link between them is not counted.
+# JAX sees each of the two dies as a device, so the row has half of a chip. The link between the dies is not counted.
 V7X = Chip(
     kind="v7x",
     unit="core",

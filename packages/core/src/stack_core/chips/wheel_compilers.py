@@ -1,6 +1,7 @@
-"""The compilers of NVIDIA's wheels, which JAX's Triton and Mosaic-GPU kernels want rather than a machine's own.
+"""The compilers of NVIDIA's wheels, which JAX's Triton and Mosaic-GPU kernels need instead of the machine's own.
 
-Both look for ptxas on PATH first, where one older than the wheel's refuses their code ("Unsupported .version").
+Both kinds of kernels look for ptxas on PATH first. A ptxas older than the wheel's rejects their code ("Unsupported
+.version").
 """
 
 import contextlib
@@ -13,7 +14,7 @@ __all__ = ["path_with_wheel_compilers", "use_wheel_compilers"]
 
 
 def path_with_wheel_compilers() -> str:
-    """PATH with the folders of the wheels' compilers before all others, if there are any."""
+    """Returns PATH with the folders of the wheels' compilers, if there are any, in front."""
     found = importlib.util.find_spec("nvidia")
     places = () if found is None else found.submodule_search_locations or ()
     folders = [str(folder) for place in places if (folder := Path(place) / "cu13" / "bin").is_dir()]
@@ -22,7 +23,7 @@ def path_with_wheel_compilers() -> str:
 
 @contextlib.contextmanager
 def use_wheel_compilers() -> Iterator[None]:
-    """Has what is compiled in this context, and processes that it starts, find the wheels' compilers first."""
+    """Puts the wheels' compilers first on PATH, for compilations in this context and the processes it starts."""
     before = os.environ.get("PATH")
     os.environ["PATH"] = path_with_wheel_compilers()
     try:

@@ -213,7 +213,7 @@ def _pallas_call(equation: Any) -> Flops:
 
 
 def _linear_solve(equation: Any) -> Flops:
-    """Counts only the solver; the other jaxprs define derivatives and the transpose."""
+    """Counts only the solver; the other jaxprs define derivatives."""
     return _jaxpr_flops(equation.params["jaxprs"].solve)
 
 

@@ -167,10 +167,10 @@ class Module:
         )
 
     def trips(self, loop: Instruction, computation: Computation) -> int | None:
-        """Returns the trip count of a while instruction of `computation`, or None if only the run decides it.
+        """Returns the trip count of a while instruction of `computation`; None when only the run decides.
 
-        XLA annotates it on CPUs and GPUs. Otherwise it is derived from a counter that starts at a constant, is compared
-        with a constant and grows by a constant.
+        XLA annotates the count on CPUs and GPUs. Otherwise the count is derived from a counter that starts at a
+        constant, is compared with a constant and grows by a constant.
         """
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
             return int(known[1])

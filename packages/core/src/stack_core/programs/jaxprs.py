@@ -34,7 +34,7 @@ def consts_of(jaxpr: Any) -> Sequence[Any]:
 
 
 def inner(equation: Any) -> Any:
-    """Returns the jaxpr that a call runs once on its operands, or None if the equation is not such a call."""
+    """Returns the jaxpr that a call runs once on its operands; None for other equations."""
     name = _INNER.get(equation.primitive.name)
     return None if name is None else equation.params[name]
 

@@ -75,8 +75,8 @@ class Fault:
 
 _REMEDIES: Mapping[str, str] = {
     "replicated": "Split one of its axes with mesh.rules, or with the logical axes of its family.",
-    "gradient summed whole": "Each device keeps a shard of it: constrain the gradient to the parameter's sharding, so "
-    "that the sum becomes a reduce-scatter. If it is, the compiler sums in full over so many devices: reduce mesh.fsdp.",
+    "gradient summed whole": "Each device keeps a shard of it: constrain the gradient to the parameter's sharding, and "
+    "the sum becomes a reduce-scatter. If it is, the compiler sums in full over so many devices: reduce mesh.fsdp.",
     "more than a layer gathered": "Gather inside the loop over layers, one layer at a time.",
     "moved in an inner loop": "It is the same in every trip: gather it, and sum its gradient, outside of the loop.",
 }
@@ -88,7 +88,7 @@ class ProgramLint:
 
     Attributes:
       largest: for each parameter, the collective that moves the largest array of its shape, or None.
-      replicated_bytes: total size of the parameters that every device stores in full.
+      replicated_bytes: total size of the replicated parameters.
       faults: faults by descending cost (bytes * times).
     """
 
@@ -173,7 +173,7 @@ def lint_program(
 
 
 def _by_shape(parameters: Iterable[LintedParameter]) -> list[tuple[LintedParameter, ...]]:
-    """Groups the parameters that have the same shape and sharding; drops parameters of a single element per layer."""
+    """Groups the parameters by shape and sharding; drops parameters with a single element per layer."""
     groups: dict[tuple[object, ...], list[LintedParameter]] = {}
     for parameter in parameters:
         if math.prod(parameter.shape[1:] if parameter.layers else parameter.shape) > 1:

@@ -63,7 +63,7 @@ class Roofline:
 
     @property
     def step_s(self) -> float | None:
-        """Longest of the three times, or None unless all are known."""
+        """Longest of the three times; None unless all are known."""
         terms = (self.compute_s, self.memory_s, self.network_s)
         known = [term for term in terms if term is not None]
         return max(known) if len(known) == len(terms) else None

@@ -25,10 +25,10 @@ TABLE = Path(__file__).parents[1] / "docs" / "adapters.md"
 HEAD = """\
 # Adapters and nf4, by family
 
-Which parameters of a layer take adapters of low rank (`lora:`, path `blocks`; of `flux` path `.*_blocks`, of
-`autoencoder_kl` all), and which of these the recipe `nf4` leaves out. In the products of matrices adapters go by way of
-the rank; in convolutions, marked by *, the kernel with its adapter is formed. Parameters without a product, such as
-norms and biases, have neither.
+The parameters of each family that support low-rank adapters (`lora:` with path `blocks`; `.*_blocks` for `flux`, all
+paths for `autoencoder_kl`), and the subset that the recipe `nf4` leaves unquantized. In matrix products, adapters are
+applied as two low-rank products. In convolutions (marked *), the adapter is added to the kernel first. Parameters
+without a product, such as norms and biases, support neither.
 """
 PATHS = {"flux": ".*_blocks", "autoencoder_kl": ".*"}
 SMALL = {"vocab_size": 64, "embed": 64, "heads": 4, "mlp": 64, "max_positions": 32}
@@ -103,7 +103,7 @@ def _place(path: str) -> str:
 
 def page() -> str:
     rows = "\n".join(map(row, sorted(registries.models)))
-    return f"{HEAD}\n| family | with adapters | of these not in nf4 |\n|---|---|---|\n{rows}\n"
+    return f"{HEAD}\n| family | adapters | adapters but not nf4 |\n|---|---|---|\n{rows}\n"
 
 
 @pytest.mark.parametrize(

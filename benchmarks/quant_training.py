@@ -27,9 +27,9 @@ from stack_core.abi.metrics import combine_all
 from stack_quant.section import QuantConfig, Quantization
 from stack_train.data.pipeline import Pipeline
 from stack_train.run.config import RunConfig
-from stack_train.run.program import build_trainer
-from stack_train.state import TrainState
-from stack_train.trainer import Trainer
+from stack_train.run.program import build_program
+from stack_train.step.program import Program
+from stack_train.step.state import TrainState
 
 CONFIG = Path(__file__).parents[1] / "examples" / "quickstart.yaml"
 W8A8 = ({"path": ".*", "weights": "int8", "activations": "int8"},)
@@ -68,23 +68,24 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
     pipeline = data_of(run)
     held_out = [on_device(batch) for batch in itertools.islice(pipeline.validation_batches(), arguments.batches)]
 
-    trainer = build_trainer(run)
-    state, losses = trained(trainer, trainer.init(key=jax.random.key(0)), pipeline, steps)
+    program = build_program(run)
+    state, losses = trained(program, program.init(key=jax.random.key(0)), pipeline, steps)
     params = jax.tree.map(np.asarray, state.params)
-    in_float = loss_of(trainer, trainer.model(params), held_out, None)
-    w8a8, w4 = (loss_of(trainer, trainer.model(params), held_out, rules) for rules in (W8A8, W4))
+    in_float = loss_of(program, program.step.model.merge(params), held_out, None)
+    w8a8, w4 = (loss_of(program, program.step.model.merge(params), held_out, rules) for rules in (W8A8, W4))
 
     onward = trained_on(mapping)
-    aware = build_trainer(parsed(onward, arguments.qat_steps, {"method": "qat", "rules": W4}))
+    aware = build_program(parsed(onward, arguments.qat_steps, {"method": "qat", "rules": W4}))
     larger = data_of(parsed(onward, arguments.qat_steps))
-    learned, _ = trained(aware, aware.init_from(params, key=jax.random.key(1)), larger, arguments.qat_steps)
-    qat = loss_of(trainer, trainer.model(learned.params), held_out, W4)
+    learned, _ = trained(aware, aware.init(params, key=jax.random.key(1)), larger, arguments.qat_steps)
+    qat = loss_of(program, program.step.model.merge(learned.params), held_out, W4)
     # The steps themselves lower the loss: the gap is that of a float model which is trained on as long.
-    plain = build_trainer(parsed(onward, arguments.qat_steps))
-    control, _ = trained(plain, plain.init_from(params, key=jax.random.key(1)), larger, arguments.qat_steps)
-    longer, longer_w4 = (loss_of(trainer, trainer.model(control.params), held_out, rules) for rules in (None, W4))
+    plain = build_program(parsed(onward, arguments.qat_steps))
+    control, _ = trained(plain, plain.init(params, key=jax.random.key(1)), larger, arguments.qat_steps)
+    model = program.step.model.merge(control.params)
+    longer, longer_w4 = (loss_of(program, model, held_out, rules) for rules in (None, W4))
 
-    quantized = build_trainer(parsed(mapping, steps, {"method": "qt", "rules": INT8}))
+    quantized = build_program(parsed(mapping, steps, {"method": "qt", "rules": INT8}))
     start = quantized.init(key=jax.random.key(0))
     _, in_int8 = trained(quantized, start, pipeline, min(arguments.qt_steps, steps))
 
@@ -151,11 +152,11 @@ def data_of(run: RunConfig) -> Pipeline:
     return run.data.build(seed=run.run.seed, model=run.model)
 
 
-def trained(trainer: Trainer, state: TrainState, pipeline: Pipeline, steps: int) -> tuple[TrainState, np.ndarray]:
+def trained(program: Program, state: TrainState, pipeline: Pipeline, steps: int) -> tuple[TrainState, np.ndarray]:
     """The state after so many steps, and the loss of each; batches are the same for all trainers."""
     batches = map(on_device, pipeline.train_iterator())
     first = next(batches)
-    step, losses = trainer.compile(first), []
+    step, losses = program.compile(first), []
     for batch in itertools.chain([first], itertools.islice(batches, steps - 1)):
         state, metrics = step(state, batch)
         losses.append(metrics["loss"].value)
@@ -167,7 +168,7 @@ def on_device(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: array for name, array in batch.items() if name != "row_ids"}
 
 
-def loss_of(trainer: Trainer, model: nnx.Module, batches: Sequence[Any], rules: Sequence[Any] | None) -> float:
+def loss_of(program: Program, model: nnx.Module, batches: Sequence[Any], rules: Sequence[Any] | None) -> float:
     """The mean loss of a model, or of what it is quantized to."""
     transform = None if rules is None else Quantization(parse(QuantConfig, {"rules": rules}), batches[0])
     if transform is not None:
@@ -179,8 +180,8 @@ def loss_of(trainer: Trainer, model: nnx.Module, batches: Sequence[Any], rules: 
     def metrics(state: Any, batch: Any) -> Any:
         merged = nnx.merge(graph, state)
         if transform is None:
-            return trainer.objective(merged, batch, key=key)[1]
-        return transform.call(trainer.objective, merged, batch, key=key)[1]
+            return program.step.objective(merged, batch, key=key)[1]
+        return transform.call(program.step.objective, merged, batch, key=key)[1]
 
     return float(combine_all([metrics(state, batch) for batch in batches])["loss"])
 

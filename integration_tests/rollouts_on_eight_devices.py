@@ -13,7 +13,7 @@ from stack_rl.math.weights import WEIGHTS
 from stack_rl.rollouts import RolloutBatches
 from stack_train import build, start
 from stack_train.run.placing import placed
-from stack_train.run.program import build_trainer
+from stack_train.run.program import build_program
 
 ROWS, SEQ = 16, 12
 MESHES = ("mesh.data=8,mesh.fsdp=1", "mesh.fsdp=8", "mesh.tensor=2,mesh.fsdp=4", "mesh.fsdp=2,run.accumulation_steps=4")
@@ -41,10 +41,10 @@ def gradients(output: Path, mesh: str) -> list:
     sizes = (f"data.seq_tokens={SEQ}", "data.groups=4", "data.group_size=4", "objective.kl=0.1")
     config = cell(output / "never", *sizes, *mesh.split(","))
     count = int(np.prod(list(config.mesh.sizes.values())))
-    trainer = build_trainer(config, jax.devices()[:count])
-    state = trainer.init(key=jax.random.key(0))
-    differentiate = jax.jit(lambda state, batch: trainer.gradients(state, batch)[0])
-    return [jax.device_get(differentiate(state, placed(trainer, batch(name)))) for name in WEIGHTS]
+    program = build_program(config, jax.devices()[:count])
+    state = program.init(key=jax.random.key(0))
+    differentiate = jax.jit(lambda state, batch: program.on_mesh(program.step.gradients)(state, batch)[0])
+    return [jax.device_get(differentiate(state, placed(program, batch(name)))) for name in WEIGHTS]
 
 
 def batch(weights: str) -> dict[str, np.ndarray]:

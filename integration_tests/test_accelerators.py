@@ -27,7 +27,7 @@ from stack_train.generative import generative_checkpoint
 from stack_train.models.gpt_oss import GptOssConfig
 from stack_train.models.llama import LlamaConfig
 from stack_train.run.config import RunConfig
-from stack_train.run.program import build_trainer, traced_step
+from stack_train.run.program import build_program, traced_step
 
 SEQ, ROWS, HEADS = 256, 8, 4
 MODEL = {"family": "llama", "vocab_size": 512, "layers": 2, "embed": 256, "heads": HEADS, "kv_heads": 2, "mlp": 512}
@@ -96,9 +96,9 @@ def step_for(target, folder, model=MODEL, second="tensor", devices=None):
     config = parse(
         RunConfig, {**fields, "data": {"seq_tokens": SEQ, "batch_size": 2 * ROWS if second == "stage" else ROWS}}
     )
-    trainer = build_trainer(config, target.devices if devices is None else devices)
+    program = build_program(config, target.devices if devices is None else devices)
     with use_target(target):
-        return traced_step(config, trainer).lower().compile()
+        return traced_step(config, program).lower().compile()
 
 
 def gathers(compiled, target):

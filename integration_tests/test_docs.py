@@ -32,10 +32,12 @@ CONTRACTS = (
     "stack_core.abi.generation",
     "stack_core.abi.launchers",
     "stack_core.abi.models",
+    "stack_core.abi.objectives",
+    "stack_core.abi.observers",
     "stack_core.abi.ops",
     "stack_core.abi.policy",
     "stack_core.abi.reports",
-    "stack_core.abi.training",
+    "stack_core.abi.transforms",
     "stack_core.abi.tuning",
     "stack_rl.contracts",
 )

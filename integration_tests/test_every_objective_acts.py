@@ -11,7 +11,7 @@ from stack_core.abi.config import parse
 from stack_core.abi.errors import ConfigError
 from stack_core.abi.plugins import registries
 from stack_train.run.config import RunConfig
-from stack_train.run.program import build_trainer
+from stack_train.run.program import build_program
 
 DECODER = {
     "family": "deepseek_v3",
@@ -85,8 +85,8 @@ def step(objective):
         config = parse(RunConfig, {"output": "none", "model": model, "data": data, "objective": objective})
     except ConfigError as error:
         return str(error)
-    trainer = build_trainer(config)
-    traced = jax.make_jaxpr(trainer.step)(trainer.abstract_state, config.data.spec(config.model))
+    program = build_program(config)
+    traced = jax.make_jaxpr(program.step)(program.abstract_state, config.data.spec(config.model))
     return re.sub(r"0x[0-9a-f]+", "", str(traced)), [str(x) for x in traced.consts]
 
 

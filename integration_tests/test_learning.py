@@ -16,7 +16,7 @@ import pytest
 from stack_core.abi.config import apply_overrides, load_yaml, parse
 from stack_core.abi.errors import ConfigError, ConversionError, DataError
 from stack_core.abi.mesh import MeshConfig
-from stack_core.abi.model_formats import open_for_generation, open_further
+from stack_core.abi.model_formats import open_auxiliary, open_for_generation
 from stack_core.cli import main
 from stack_rl.contracts import Completion
 from stack_rl.environments.prompts import PromptsConfig
@@ -94,7 +94,10 @@ def test_a_reward_model_scores_answers_as_it_was_trained_to(tiny):
     np.testing.assert_allclose(asyncio.run(scored(own_mesh, completions[:3])), found[:3], rtol=1e-5)
 
     shapes = {"kernel": jax.ShapeDtypeStruct((16,), jnp.float32), "bias": jax.ShapeDtypeStruct((), jnp.float32)}
-    values, head = open_further("runs/tiny-reward", "reward", shapes), scalar_head(config.model, key=jax.random.key(0))
+    values, head = (
+        open_auxiliary("runs/tiny-reward", "reward", shapes),
+        scalar_head(config.model, key=jax.random.key(0)),
+    )
     head.kernel.set_value(values["kernel"])
     head.bias.set_value(values["bias"])
     assert float(jnp.abs(values["kernel"]).max()) > 0

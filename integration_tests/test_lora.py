@@ -17,7 +17,7 @@ from stack_core.ops.building import is_quantized
 from stack_quant.packing import stored_bytes
 from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.run.config import RunConfig, run_config
-from stack_train.run.program import build_trainer, traced_step
+from stack_train.run.program import build_program, traced_step
 from stack_train.run.train import train
 from stack_train.weights import load_model, load_params
 
@@ -100,8 +100,8 @@ def test_the_example_learns_and_stores_its_adapters_alone(run, chats):
     (checkpoint,) = (run / "checkpoints").glob("*8")
     frozen = json.loads((checkpoint / "frozen.json").read_text())["model"]
     assert frozen["source"] == f"run:{chats['run.init_from']}" and len(frozen["sha256"]) == 64
-    trainer = build_trainer(run_config(run))
-    trained = named_leaves(trainer.abstract_params)
+    program = build_program(run_config(run))
+    trained = named_leaves(program.step.model.variables.trained)
     kernels = {path.rsplit("/", 1)[0].removeprefix("lora/") for path in trained}
     assert all(path.startswith("lora/blocks/") for path in trained) and len(kernels) == 7
     assert not any(name.startswith("lora/") for name in frozen["leaves"])
@@ -114,8 +114,8 @@ def test_adapters_on_quantized_activations_learn_as_on_quantized_weights(run, ch
 
 
 def test_the_frozen_base_takes_at_most_0_6_bytes_a_parameter(tmp_path):
-    trainer = build_trainer(config_of(on_text(), tmp_path))
-    frozen = jax.tree.leaves(trainer.abstract_state.frozen, is_leaf=is_quantized)
+    program = build_program(config_of(on_text(), tmp_path))
+    frozen = jax.tree.leaves(program.abstract_state.frozen, is_leaf=is_quantized)
     nf4 = [leaf for leaf in frozen if is_quantized(leaf) and "nf4" in leaf.scheme]
     sizes = [sum(map(stored_bytes, jax.tree.leaves(leaf))) / np.prod(leaf.shape) for leaf in nf4]
     assert len(nf4) == 7 and max(sizes) <= 0.6
@@ -124,7 +124,7 @@ def test_the_frozen_base_takes_at_most_0_6_bytes_a_parameter(tmp_path):
 @pytest.mark.parametrize("remat", ["none", pytest.param("full", marks=pytest.mark.slow)])
 def test_the_step_holds_at_most_one_layer_of_the_base_in_float(tmp_path, remat):
     config = config_of(on_text() | {"model": SIZES | {"remat": remat}}, tmp_path)
-    program = traced_step(config, build_trainer(config)).lower().compile().as_text()
+    program = traced_step(config, build_program(config)).lower().compile().as_text()
     for shape in ((EMBED, WIDTH), (WIDTH, EMBED), (EMBED, EMBED)):
         assert f"f32[{LAYERS},{shape[0]},{shape[1]}]" not in program
 

@@ -18,7 +18,7 @@ from stack_train.diffusion.components import load_component
 from stack_train.diffusion.samplers import SamplerConfig
 from stack_train.diffusion.sampling import open_images
 from stack_train.run.config import RunConfig, run_config
-from stack_train.run.program import build_trainer
+from stack_train.run.program import build_program
 from stack_train.run.train import train
 from stack_train.weights import load_model
 
@@ -96,7 +96,7 @@ def tuned(request, tmp_path_factory):
 
 def test_the_base_stays_in_nf4_and_the_adapters_alone_learn(tuned):
     family, base, run = tuned
-    state = build_trainer(run_config(run)).abstract_state
+    state = build_program(run_config(run)).abstract_state
     names = named_leaves(state.params)
     assert names and all(name.startswith("lora/") for name in names)
     frozen = [leaf for leaf in jax.tree.leaves(state.frozen, is_leaf=is_quantized) if is_quantized(leaf)]

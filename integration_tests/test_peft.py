@@ -21,7 +21,7 @@ from stack_train.peft.modules import modules_of
 from stack_train.peft.writing import write_peft
 from stack_train.run.config import RunConfig, run_config
 from stack_train.run.model import abstract_model
-from stack_train.run.program import build_trainer
+from stack_train.run.program import build_program
 from stack_train.trained_adapters import digests_of_run, run_adapters
 from stack_train.variables import stored_values
 from stack_train.weights import load_model, load_params
@@ -36,7 +36,7 @@ def made_run(directory: Path, *, seed: int = 0, **model: Any) -> Path:
     fields = {name: value for name, value in {**MODEL, **model}.items() if value is not None}
     mapping = {"output": str(directory), "model": fields, "data": {"seq_tokens": 16}}
     config: RunConfig = parse(RunConfig, mapping)
-    family_model = build_trainer(config).init(key=jax.random.key(seed)).params
+    family_model = build_program(config).init(key=jax.random.key(seed)).params
     with CheckpointStore(RunDirectory(directory).checkpoints) as store:
         store.save_weights(named_leaves(family_model).items(), to_yaml(config))
     RunDirectory(directory).config.write_text(to_yaml(config))

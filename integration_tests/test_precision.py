@@ -8,7 +8,7 @@ import pytest
 from stack_core.abi.config import parse
 from stack_core.abi.errors import ConfigError
 from stack_train.run.config import RunConfig
-from stack_train.run.program import build_trainer
+from stack_train.run.program import build_program
 
 MODEL = {"family": "llama", "vocab_size": 29, "layers": 1, "embed": 16, "heads": 2, "mlp": 32, "max_positions": 16}
 PATHS = ".*(attention|feed_forward).*"
@@ -27,7 +27,7 @@ def trainer_of(sections, dtype):
     optimizer = {"learning_rate": 1e-6, "beta2": 0.999, "schedule": {"decay": "constant"}}
     data = {"source": "text:unread", "seq_tokens": 8, "batch_size": 4}
     base = {"output": "unwritten", "model": {**MODEL, "param_dtype": dtype}, "data": data, "optimizer": optimizer}
-    return build_trainer(parse(RunConfig, {**base, **sections}))
+    return build_program(parse(RunConfig, {**base, **sections}))
 
 
 def floats(tree):
@@ -38,13 +38,13 @@ def vector(tree):
     return np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
 
 
-def trained(trainer, values):
+def trained(program, values):
     """The losses of three steps, and the state and parameters around them."""
     tokens = np.random.default_rng(0).integers(0, 29, (4, 9), dtype=np.int32)
     positions, segments = np.tile(np.arange(8, dtype=np.int32), (4, 1)), np.ones((4, 8), np.int32)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "positions": positions, "segment_ids": segments}
-    state, losses = trainer.init_from(jax.tree.map(jnp.copy, values), key=jax.random.key(0)), []
-    start, step = vector(state.params), jax.jit(trainer.step)
+    state, losses = program.init(jax.tree.map(jnp.copy, values), key=jax.random.key(0)), []
+    start, step = vector(state.params), jax.jit(program.on_mesh(program.step))
     for _ in range(3):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))

@@ -21,7 +21,7 @@ from stack_profile.analyses.roofline import roofline_of
 from stack_profile.analyses.timeline import timeline
 from stack_profile.traces.trace import load_trace
 from stack_train.run.config import RunConfig
-from stack_train.run.program import build_trainer
+from stack_train.run.program import build_program
 from stack_train.run.train import train
 
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.yaml"
@@ -91,9 +91,9 @@ def test_forward_backward_and_recomputed_operations_meet_in_their_layer(trace):
 
 
 def test_the_flops_of_a_step_are_those_of_its_jaxpr(config, trace):
-    trainer = build_trainer(config)
+    program = build_program(config)
     shapes = config.data.spec(config.model)
-    expected = count_flops(trainer.step, trainer.abstract_state, shapes).total
+    expected = count_flops(program.step, program.abstract_state, shapes).total
     (device,) = trace.devices
     runs = {step.run for step in trace.steps[device.device]}
     per_step = [

@@ -1,4 +1,4 @@
-"""Runs on rollouts: what they report, that sampler and trainer agree, and that a killed one ends like a whole one."""
+"""Runs on rollouts: what they report, that sampler and program agree, and that a killed one ends like a whole one."""
 
 import json
 import math
@@ -23,7 +23,7 @@ from stack_rl.objectives.presets import GRPOConfig
 from stack_rl.rollouts import RolloutData
 from stack_train import RunConfig, RunSettings, build, start
 from stack_train.run.config import run_config
-from stack_train.run.program import build_trainer
+from stack_train.run.program import build_program
 from stack_train.run.train import train
 from stack_train.weights import load_model, load_start
 
@@ -240,7 +240,7 @@ def test_a_policy_published_in_bfloat16_is_updated_and_sampled_in_float32(tmp_pa
     published = ("model.param_dtype=bfloat16", "optimizer.learning_rate=1e-6", "run.evaluate_every_steps=0")
     config = cell(tmp_path / "run", *published, "run.steps=2", "checkpoint.every_steps=1")
     train(config)
-    variables = build_trainer(config).start_variables
+    variables = build_program(config).initial_variables
     dtypes = {path: leaf.dtype for path, leaf in flatten_mapping(variables).items()}
     start, end = (
         flatten_mapping(load_start(tmp_path / "run", config.model, step=step, dtypes=dtypes)[0]) for step in (1, 2)

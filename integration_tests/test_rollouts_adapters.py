@@ -8,7 +8,7 @@ import pytest
 from stack_core.ops.building import is_quantized
 from stack_serve.llm.engine import LLMEngine
 from stack_train.checkpoint import named_leaves
-from stack_train.run.program import build_trainer
+from stack_train.run.program import build_program
 from stack_train.run.train import train
 from stack_train.static_engine import StaticEngine
 
@@ -70,14 +70,14 @@ SLOW = pytest.mark.slow
 def test_grpo_sends_the_adapter_alone_and_is_held_to_the_base(tmp_path, base, sent, quant, engine):
     config = cell(tmp_path / "run", *quant, *LORA, f"data.engine={engine}", f"run.init_from={base}")
     train(config)
-    trainer = build_trainer(config)
-    state = trainer.abstract_state
+    program = build_program(config)
+    state = program.abstract_state
     adapter = size_bytes(state.params)
     assert len(sent) == 9  # before the first step, and after each
     assert {size for _, size, _ in sent} == {adapter} and adapter < 0.5 * size_bytes(state.frozen)
     assert all(names == set(named_leaves(state.params)) for names, *_ in sent)
     assert {codes for *_, codes in sent} == {bool(quant)} == {holds_codes(state.frozen)}
     steps = records(tmp_path / "run", "train")
-    assert max(each["largest_mismatch"] for each in steps) < 1e-4  # the sampler has the trainer's weights
+    assert max(each["largest_mismatch"] for each in steps) < 1e-4  # the sampler has the program's weights
     divergences = [each["kl"] for each in steps]
     assert divergences[0] == pytest.approx(0.0, abs=1e-6) and divergences[-1] > 0.0, json.dumps(steps[-1])

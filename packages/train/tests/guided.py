@@ -10,6 +10,7 @@ from flax import nnx
 
 from stack_core.abi.config import config
 from stack_core.abi.metrics import Metric
+from stack_core.abi.objectives import Objective
 
 __all__ = ["Guide", "GuidedConfig"]
 
@@ -25,7 +26,7 @@ class Guide(nnx.Module):
 
 
 @config
-class GuidedConfig:
+class GuidedConfig(Objective):
     """The mean square error of the guide."""
 
     name: Literal["guided"] = "guided"
@@ -33,10 +34,10 @@ class GuidedConfig:
     inputs: ClassVar[Mapping[str, str]] = MappingProxyType(
         dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), "batch seq")
     )
-    trained_models: ClassVar[Mapping[str, Callable[..., Any]]] = MappingProxyType({"guide": Guide})
 
-    def build(self) -> Any:
-        return self
+    @property
+    def auxiliary_models(self) -> Mapping[str, Callable[..., Any]]:
+        return {"guide": Guide}
 
     def __call__(self, model: Any, batch: Any, *, key: jax.Array, guide: Guide) -> Any:
         hidden = model(batch["tokens"], batch["positions"], batch["segment_ids"]).hidden

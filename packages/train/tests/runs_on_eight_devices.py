@@ -22,7 +22,7 @@ from stack_core.programs.flops import model_flops_per_step
 from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.run import train as run
 from stack_train.run.config import RunConfig
-from stack_train.run.program import build_trainer, model_flops
+from stack_train.run.program import build_program, model_flops
 
 CONFIG = {
     "model": {
@@ -116,9 +116,9 @@ def stop_after(step):
 
 def state_of(config, step):
     """The state saved at a step, restored onto the config's mesh, and its leaves on the host."""
-    trainer = build_trainer(config)
+    program = build_program(config)
     with CheckpointStore(Path(config.output) / "checkpoints") as store:
-        state = store.restore(trainer.abstract_state, step).state
+        state = store.restore(program.abstract_state, step).state
     return state, {
         name: np.asarray(jax.random.key_data(leaf) if name == "key" else leaf)
         for name, leaf in named_leaves(state).items()
@@ -194,7 +194,7 @@ def a_mixture_needs_the_flops_that_one_device_does(root, texts):
     mixture = ("model.family=mixtral", "model.experts=8", "model.active_experts=2", "mesh.fsdp=2", "mesh.expert=4")
     config = config_of(root / "mixture", texts, *mixture)
     alone = dataclasses.replace(config, mesh=MeshConfig())
-    on_mesh, on_one = build_trainer(config), build_trainer(alone, jax.devices()[:1])
+    on_mesh, on_one = build_program(config), build_program(alone, jax.devices()[:1])
     needed = model_flops(config, on_mesh)
     assert needed == model_flops(alone, on_one)
     done = model_flops_per_step(

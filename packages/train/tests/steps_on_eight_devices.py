@@ -16,10 +16,11 @@ from stack_core.ops.definitions import linear_cross_entropy
 from stack_core.ops.references import attention_tiles
 from stack_core.programs.hlo import Execution, parse_hlo
 from stack_core.programs.hlo_costs import executed_flops
-from stack_train.models.llama import FAMILY, LlamaConfig
+from stack_train.models.llama import LlamaConfig
 from stack_train.objectives import CausalLMConfig
 from stack_train.optim import AdamWConfig, ScheduleConfig
-from stack_train.trainer import Trainer
+from stack_train.step.program import Program
+from stack_train.step.step import make_step
 
 MODEL = LlamaConfig(
     vocab_size=48,
@@ -48,17 +49,15 @@ ROWS, SEQ, STEPS, CHUNKS = 16, 16, 4, 4
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
 
-def make_trainer(sizes, **changes):
+def make_program(sizes, rules=None, **changes):
     mesh = make_mesh(MeshConfig(**{"fsdp": 1, **sizes}), jax.devices()[: math.prod(sizes.values())])
     fields = {
-        "family": FAMILY,
-        "model_config": MODEL,
-        "objective": CausalLMConfig().build(),
+        "model": MODEL,
+        "objective": CausalLMConfig(),
         "optimizer": AdamWConfig(learning_rate=1e-2, schedule=ScheduleConfig(warmup_steps=2)),
         "steps": STEPS,
-        "mesh": mesh,
     }
-    return Trainer(**{**fields, **changes})
+    return Program(make_step(**{**fields, **changes}), mesh, rules or {})
 
 
 def batches():
@@ -72,12 +71,12 @@ def batches():
         yield {"tokens": tokens[:, :-1], "targets": targets, "positions": positions, "segment_ids": segments}
 
 
-def trained(trainer, state):
+def trained(program, state):
     """Losses and gradient norms of all steps, the last state, the compiled step, and the first step's gradients."""
     results, compiled, gradients = [], None, None
     for batch in batches():
-        placed = _on(trainer, batch)
-        compiled = compiled or trainer.trace(placed).lower().compile()
+        placed = _on(program, batch)
+        compiled = compiled or program.trace(placed).lower().compile()
         state, metrics = compiled(state, placed)
         gradients = gradients or first_moments(state)
         results.append([float(metrics["loss"]), float(metrics["grad_norm"])])
@@ -90,21 +89,21 @@ def first_moments(state):
     return [leaf for path, leaf in leaves if "mu" in _names(path)]
 
 
-def expected_sharding(trainer, path, leaf):
+def expected_sharding(program, path, leaf):
     """The sharding of a leaf of the state by the name that its path ends with, read from the rules anew."""
     if leaf.ndim == 0:
-        return trainer.sharding_rules.sharding(trainer.mesh, (), ())
+        return program.sharding_rules.sharding(program.mesh, (), ())
     names = _names(path)
-    axes = trainer.logical_axes
+    axes = program.step.model.variables.logical_axes
     for name in names[names.index("params" if "params" in names else "mu" if "mu" in names else "nu") + 1 :]:
         axes = axes[name]
-    return trainer.sharding_rules.sharding(trainer.mesh, axes, leaf.shape)
+    return program.sharding_rules.sharding(program.mesh, axes, leaf.shape)
 
 
-def check_state(trainer, state):
+def check_state(program, state):
     """Every parameter and every moment lies by its rule, and parameters do not lie whole where a rule splits them."""
-    check_shardings(state, jax.tree.map_with_path(lambda *leaf: expected_sharding(trainer, *leaf), state))
-    parts = math.prod(trainer.mesh.shape[axis] for axis in ("fsdp", "tensor"))
+    check_shardings(state, jax.tree.map_with_path(lambda *leaf: expected_sharding(program, *leaf), state))
+    parts = math.prod(program.mesh.shape[axis] for axis in ("fsdp", "tensor"))
     kernel = state.params["blocks"][0][0]["feed_forward"]["up"]["kernel"]
     assert kernel.addressable_shards[0].data.size == kernel.size // parts
 
@@ -113,11 +112,12 @@ def elements(execution: Execution):
     return [math.prod(shape.dims) for shape in execution.instruction.shapes]
 
 
-def check_collectives(trainer, compiled, sizes):
+def check_collectives(program, compiled, sizes):
     """Parameters are gathered layer by layer, the head once; its gradient is summed once; updates stay in place."""
     tensor = sizes.get("tensor", 1)
-    stacked = {leaf.size // tensor for leaf in jax.tree.leaves(trainer.abstract_params["blocks"]) if leaf.ndim == 3}
-    head = trainer.abstract_params["lm_head"].size // tensor
+    trained = program.step.model.variables.trained
+    stacked = {leaf.size // tensor for leaf in jax.tree.leaves(trained["blocks"]) if leaf.ndim == 3}
+    head = trained["lm_head"].size // tensor
     found = [
         execution
         for execution in parse_hlo(compiled.as_text()).executions()
@@ -151,31 +151,31 @@ def placements(sizes, *, every):
 
 def same_losses_on_meshes(*, every):
     """Returns the state that all start from, that of one device."""
-    single = make_trainer({"data": 1})
+    single = make_program({"data": 1})
     start = jax.device_get(jax.tree.map(_plain, single.init(key=jax.random.key(0))))
     expected, _, whole, of_one = trained(single, _placed(single, start))
     assert len(of_one) == len(jax.tree.leaves(start.params))
     assert expected[-1, 0] < expected[0, 0]
     for sizes in MESHES if every else FEW_MESHES:
         for rules in placements(sizes, every=every):
-            trainer = make_trainer(sizes, rules=rules, accumulation_steps=2 if len(sizes) == 3 else 1)
-            found, state, compiled, of_mesh = trained(trainer, _placed(trainer, start))
-            where = f"{sizes}, norm_seq -> {dict(trainer.sharding_rules.table)['norm_seq']}"
+            program = make_program(sizes, rules=rules, accumulation_steps=2 if len(sizes) == 3 else 1)
+            found, state, compiled, of_mesh = trained(program, _placed(program, start))
+            where = f"{sizes}, norm_seq -> {dict(program.sharding_rules.table)['norm_seq']}"
             np.testing.assert_allclose(found[:, 0], expected[:, 0], rtol=1e-5, err_msg=f"losses, {where}")
             np.testing.assert_allclose(found[:, 1], expected[:, 1], rtol=1e-4, err_msg=f"gradient norms, {where}")
-            check_state(trainer, state)
+            check_state(program, state)
             assert flops(compiled) <= MOST_WORK * flops(whole) / math.prod(sizes.values()), where
-            if not rules and trainer.accumulation_steps == 1:
-                check_collectives(trainer, compiled, sizes)
+            if not rules and program.step.accumulation_steps == 1:
+                check_collectives(program, compiled, sizes)
             for one, several in zip(of_one, of_mesh, strict=True):
                 np.testing.assert_allclose(several, one, rtol=0, atol=1e-5 * np.abs(one).max(), err_msg=where)
     return start
 
 
 def initial_values_do_not_depend_on_the_mesh(start):
-    trainer = make_trainer({"fsdp": 4, "tensor": 2})
-    state = trainer.init(key=jax.random.key(0))
-    check_state(trainer, state)
+    program = make_program({"fsdp": 4, "tensor": 2})
+    state = program.init(key=jax.random.key(0))
+    check_state(program, state)
     for one, other in zip(*map(jax.tree.leaves, (start.params, state.params)), strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -183,9 +183,9 @@ def initial_values_do_not_depend_on_the_mesh(start):
 def further_models_lie_by_their_rules_and_learn_as_on_one_device():
     kernels = []
     for sizes in ({"data": 1}, {"fsdp": 4, "tensor": 2}):
-        trainer = make_trainer(sizes, objective=GuidedConfig())
-        _, state, *_ = trained(trainer, trainer.init(key=jax.random.key(0)))
-        guide = state.further["guide"]
+        program = make_program(sizes, objective=GuidedConfig())
+        _, state, *_ = trained(program, program.init(key=jax.random.key(0)))
+        guide = state.auxiliary["guide"]
         kernels.append(guide.params["kernel"])
         for leaf in (kernels[-1], *(each for each in jax.tree.leaves(guide.opt_state) if each.ndim == 2)):
             assert leaf.addressable_shards[0].data.size == leaf.size // math.prod(sizes.values())
@@ -200,14 +200,14 @@ def _plain(leaf):
     return jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
-def _on(trainer, batch):
-    return jax.device_put(batch, trainer.batch_shardings(batch))
+def _on(program, batch):
+    return jax.device_put(batch, program.batch_shardings(batch))
 
 
-def _placed(trainer, start):
-    """A host's state on a trainer's mesh."""
+def _placed(program, start):
+    """A host's state on a program's mesh."""
     with_key = dataclasses.replace(start, key=jax.random.wrap_key_data(start.key))
-    return jax.device_put(with_key, trainer.state_shardings)
+    return jax.device_put(with_key, program.state_shardings)
 
 
 if __name__ == "__main__":

@@ -14,29 +14,28 @@ from stack_core.abi.config import parse
 from stack_core.abi.errors import ConfigError, TrainingError
 from stack_core.abi.mesh import MeshConfig, make_mesh
 from stack_core.abi.plugins import registries
-from stack_train.companions import INIT, Companion
-from stack_train.models.llama import FAMILY, LlamaConfig
+from stack_train.models.llama import LlamaConfig
 from stack_train.nn.linear import lookup, take_rows
 from stack_train.objectives import CausalLMConfig
 from stack_train.optim import AdamWConfig, GroupConfig, ScheduleConfig
-from stack_train.precision import Precision, apply_updates, widen, widen_optimizer
-from stack_train.trainer import Trainer
+from stack_train.step.precision import Precision, apply_updates, widen, widen_optimizer
+from stack_train.step.program import Program
+from stack_train.step.step import make_step
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 MODEL = LlamaConfig(vocab_size=29, layers=1, embed=16, heads=2, mlp=24, max_positions=16, param_dtype="bfloat16")
 IN_BF16 = Precision(params="bfloat16")
 
 
-def make_trainer(**changes):
+def make_program(**changes):
     fields = {
-        "family": FAMILY,
-        "model_config": MODEL,
-        "objective": CausalLMConfig().build(),
+        "model": MODEL,
+        "objective": CausalLMConfig(),
         "optimizer": AdamWConfig(learning_rate=1e-5, beta2=0.999, schedule=ScheduleConfig(decay="constant")),
         "steps": 30,
-        "mesh": make_mesh(MeshConfig(), devices=jax.devices()[:1]),
     }
-    return Trainer(**{**fields, **changes})
+    mesh, rules = make_mesh(MeshConfig(), devices=jax.devices()[:1]), changes.pop("rules", {})
+    return Program(make_step(**{**fields, **changes}), mesh, rules)
 
 
 def make_batch(rows=4, seq=8):
@@ -46,16 +45,16 @@ def make_batch(rows=4, seq=8):
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "positions": positions, "segment_ids": segments}
 
 
-def published(trainer):
+def published(program):
     """The values of a checkpoint in bfloat16."""
-    params = trainer.init(key=jax.random.key(1)).params
+    params = program.init(key=jax.random.key(1)).params
     return jax.tree.map(lambda x: x.astype(BF16), params)
 
 
-def train(trainer, values, steps=30):
+def train(program, values, steps=30):
     """Losses, and the parameters at the end."""
-    state, batch, losses = trainer.init_from(values, key=jax.random.key(0)), make_batch(), []
-    step = jax.jit(trainer.step)
+    state, batch, losses = program.init(values, key=jax.random.key(0)), make_batch(), []
+    step = jax.jit(program.on_mesh(program.step))
     for _ in range(steps):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
@@ -73,10 +72,10 @@ def vector(tree):
 @pytest.mark.parametrize("rate", [1e-6, pytest.param(1e-5, marks=pytest.mark.slow)])
 def test_a_bfloat16_checkpoint_trains_exactly_as_its_values_in_float32(rate):
     optimizer = AdamWConfig(learning_rate=rate, beta2=0.999, schedule=ScheduleConfig(decay="constant"))
-    trainer = make_trainer(optimizer=optimizer)
-    values = published(trainer)
-    wide = make_trainer(optimizer=optimizer, model_config=dataclasses.replace(MODEL, param_dtype="float32"))
-    losses, state = train(trainer, jax.tree.map(jnp.copy, values))
+    program = make_program(optimizer=optimizer)
+    values = published(program)
+    wide = make_program(optimizer=optimizer, model=dataclasses.replace(MODEL, param_dtype="float32"))
+    losses, state = train(program, jax.tree.map(jnp.copy, values))
     expected_losses, expected = train(wide, jax.tree.map(lambda x: x.astype(F32), values))
     assert losses == expected_losses and losses[-1] < losses[0]
     assert (vector(state.params) == vector(expected.params)).all()
@@ -85,11 +84,11 @@ def test_a_bfloat16_checkpoint_trains_exactly_as_its_values_in_float32(rate):
 
 
 def test_bfloat16_parameters_move_as_far_as_float32_ones_and_steps_are_reproducible():
-    trainer = make_trainer(precision=IN_BF16, accumulation_steps=2)
-    values = published(trainer)
+    program = make_program(precision=IN_BF16, accumulation_steps=2)
+    values = published(program)
     start = vector(values)
-    (_, state), (_, again) = (train(trainer, jax.tree.map(jnp.copy, values)) for _ in range(2))
-    _, wide = train(make_trainer(accumulation_steps=2), jax.tree.map(jnp.copy, values))
+    (_, state), (_, again) = (train(program, jax.tree.map(jnp.copy, values)) for _ in range(2))
+    _, wide = train(make_program(accumulation_steps=2), jax.tree.map(jnp.copy, values))
     assert (vector(state.params) == vector(again.params)).all()
     moved, expected = vector(state.params) - start, vector(wide.params) - start
     # Rounded to the nearest, the projection is below .2: most updates of 1e-5 vanish.
@@ -125,18 +124,18 @@ def test_second_moments_decay_in_float32_whatever_the_parameters_are():
 @pytest.mark.parametrize("name", registries.optimizers.names())
 def test_every_optimizer_keeps_float32_states_of_bfloat16_parameters(name):
     optimizer = parse(registries.optimizers[name], {"name": name, "ema_decay": None})
-    trainer = make_trainer(optimizer=optimizer, precision=IN_BF16)
-    state = trainer.abstract_state
-    assert floats(jax.eval_shape(trainer.evaluation_variables, state)) == {"bfloat16"}  # averages too
+    program = make_program(optimizer=optimizer, precision=IN_BF16)
+    state = program.abstract_state
+    assert floats(jax.eval_shape(program.step.evaluation_variables, state)) == {"bfloat16"}  # averages too
     assert floats(state.params) == {"bfloat16"} and floats(state.opt_state) == {"float32"}
 
 
 @pytest.mark.parametrize("name", registries.models.names())
 def test_every_family_published_in_bfloat16_is_trained_in_float32(name):
     family = registries.models[name]
-    trainer = make_trainer(family=family, model_config=family.config_class(param_dtype="bfloat16"))
-    state = trainer.abstract_state
-    assert floats((state.params, state.moved, state.opt_state)) == {"float32"} and not floats(state.frozen)
+    program = make_program(model=(family, family.config_class(param_dtype="bfloat16")))
+    state = program.abstract_state
+    assert floats((state.params, state.mutable, state.opt_state)) == {"float32"} and not floats(state.frozen)
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [(Precision(), "float32"), (IN_BF16, "bfloat16")])
@@ -145,21 +144,21 @@ def test_a_model_of_the_objective_is_trained_in_the_same_dtype(precision, dtype)
         def __init__(self, config, *, key):
             self.kernel = nnx.Param(jnp.zeros(config.embed, config.param_dtype), logical_axes=("embed",))
 
-    class Objective(type(CausalLMConfig().build())):
-        trained_models: ClassVar = {"critic": Critic}
+    class Objective(type(CausalLMConfig())):
+        auxiliary_models: ClassVar = {"critic": Critic}
 
-    state = make_trainer(objective=Objective(), precision=precision).abstract_state
-    assert floats(state.further["critic"].params) == floats(state.params) == {dtype}
-    assert floats(state.further["critic"].opt_state) == {"float32"}
+    state = make_program(objective=Objective(), precision=precision).abstract_state
+    assert floats(state.auxiliary["critic"].params) == floats(state.params) == {dtype}
+    assert floats(state.auxiliary["critic"].opt_state) == {"float32"}
 
 
 def test_microbatches_of_bfloat16_parameters_are_summed_in_float32():
     batch = make_batch(rows=64)
-    one, summing = make_trainer(precision=IN_BF16), make_trainer(precision=IN_BF16, accumulation_steps=64)
-    state, gradients = one.init(key=jax.random.key(0)), jax.jit(one.gradients)
+    one, summing = make_program(precision=IN_BF16), make_program(precision=IN_BF16, accumulation_steps=64)
+    state, gradients = one.init(key=jax.random.key(0)), jax.jit(one.on_mesh(one.step.gradients))
     rows = [{name: x[row : row + 1] for name, x in batch.items()} for row in range(64)]
     expected = np.mean([vector(gradients(state, row)[0]) for row in rows], axis=0)
-    found, metrics, _ = jax.jit(summing.gradients)(state, batch)
+    found, metrics, _ = jax.jit(summing.on_mesh(summing.step.gradients))(state, batch)
     assert floats(found) == {"float32"} and float(metrics["loss"].weight) == 64 * 8
     error = np.linalg.norm(vector(found) - expected) / np.linalg.norm(expected)
     assert error < 1e-6  # in bfloat16 about .02
@@ -182,12 +181,16 @@ def test_gradients_of_a_row_taken_often_are_summed_in_float32():
 
 def test_what_is_frozen_keeps_the_dtype_of_the_checkpoint_and_a_reference_is_the_policy_exactly():
     optimizer = AdamWConfig(groups={"mlp|feed_forward": GroupConfig(frozen=True)})
-    trainer = make_trainer(optimizer=optimizer, companions={"reference": Companion(INIT)})
-    state = trainer.init(key=jax.random.key(0))
+
+    class Referenced(CausalLMConfig):
+        auxiliary_models: ClassVar = {"reference": "init"}
+
+    program = make_program(optimizer=optimizer, objective=Referenced())
+    state = program.init(key=jax.random.key(0))
     assert (floats(state.params), floats(state.frozen)) == ({"float32"}, {"bfloat16"})
-    assert (vector(state.companions["reference"]) == vector(state.params)).all()
+    assert (vector(state.auxiliary["reference"].params) == vector(state.params)).all()
     assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(
-        lambda x: (x.shape, x.dtype), trainer.abstract_state
+        lambda x: (x.shape, x.dtype), program.abstract_state
     )
 
 
@@ -206,7 +209,7 @@ def test_an_optax_transformation_does_what_the_same_config_does():
     config = AdamWConfig(learning_rate=1e-3, weight_decay=0.0, clip_norm=None, schedule=schedule)
     given = optax.adamw(1e-3, config.beta1, config.beta2, config.epsilon, weight_decay=0.0)
     (losses, state), (expected_losses, expected) = (
-        train(make_trainer(optimizer=each, precision=IN_BF16), {}, steps=3) for each in (given, config)
+        train(make_program(optimizer=each, precision=IN_BF16), {}, steps=3) for each in (given, config)
     )
     assert losses == expected_losses and (vector(state.params) == vector(expected.params)).all()
 
@@ -220,15 +223,15 @@ def test_an_optax_transformation_does_what_the_same_config_does():
     ids=["chain", "multi_steps"],
 )
 def test_optax_optimizers_learn_and_have_shardings(given):
-    trainer = make_trainer(optimizer=given)
-    state = trainer.init(key=jax.random.key(0))
-    for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(trainer.state_shardings), strict=True):
+    program = make_program(optimizer=given)
+    state = program.init(key=jax.random.key(0))
+    for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(program.state_shardings), strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
-    losses, _ = train(trainer, {}, steps=6)
+    losses, _ = train(program, {}, steps=6)
     assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("given", ["adamw", optax.adamw, None], ids=["name", "function", "none"])
 def test_what_is_no_optimizer_is_refused_by_name(given):
     with pytest.raises(ConfigError, match=r"optimizer is .*AdamWConfig.*optax\.adamw\(3e-4\)"):
-        make_trainer(optimizer=given)
+        make_program(optimizer=given)

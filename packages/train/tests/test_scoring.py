@@ -9,19 +9,20 @@ import numpy as np
 import pytest
 
 from stack_core.abi.mesh import MeshConfig, make_mesh
-from stack_train import scoring
-from stack_train.models.llama import FAMILY, LlamaConfig
+from stack_train.models.llama import LlamaConfig
 from stack_train.objectives import CausalLMConfig
 from stack_train.optim import AdamWConfig
-from stack_train.trainer import Trainer
+from stack_train.step import scoring
+from stack_train.step.program import Program
+from stack_train.step.step import make_step
 
 MODEL = LlamaConfig(vocab_size=13, layers=1, embed=8, heads=2, mlp=8, dtype="float32", initializer_std=0.5)
 
 
 @pytest.fixture
-def trainer():
+def program():
     mesh = make_mesh(MeshConfig(), devices=jax.devices()[:1])
-    return Trainer(FAMILY, MODEL, CausalLMConfig().build(), AdamWConfig(), steps=1, mesh=mesh)
+    return Program(make_step(MODEL, CausalLMConfig(), AdamWConfig()), mesh)
 
 
 def make_batch(seq=6):
@@ -33,24 +34,24 @@ def make_batch(seq=6):
     return {name: jnp.asarray(array) for name, array in batch.items()}
 
 
-def test_scores_are_those_of_the_logits(trainer, monkeypatch):
+def test_scores_are_those_of_the_logits(program, monkeypatch):
     monkeypatch.setattr(scoring, "_MOST_LOGITS", 2 * 2 * MODEL.vocab_size)  # two tokens of both rows at a time
     batch = make_batch()
-    variables = trainer.variables(trainer.init(key=jax.random.key(0)))
-    found = jax.jit(partial(trainer.score, entropy=True))(variables, batch)
-    model = trainer.model(variables)
+    variables = program.step.variables(program.init(key=jax.random.key(0)))
+    found = jax.jit(partial(program.on_mesh(program.step.score), entropy=True))(variables, batch)
+    model = program.step.model.merge(variables)
     logits = model.logits(model(batch["tokens"], batch["positions"], batch["segment_ids"]).hidden)
     logprobs = np.asarray(jax.nn.log_softmax(logits), np.float64)
     expected = np.take_along_axis(logprobs, np.maximum(batch["targets"], 0)[..., None], axis=-1)[..., 0]
     expected[0, 0] = 0.0
     np.testing.assert_allclose(found["logprobs"], expected, atol=1e-5)
     np.testing.assert_allclose(found["entropy"], -(np.exp(logprobs) * logprobs).sum(-1), rtol=1e-5)
-    assert set(trainer.score(variables, batch)) == {"logprobs"}
+    assert set(program.on_mesh(program.step.score)(variables, batch)) == {"logprobs"}
 
 
-def test_values_are_a_fact_of_the_models_outputs(trainer):
+def test_values_are_a_fact_of_the_models_outputs(program):
     batch = make_batch()
-    model = trainer.model(trainer.variables(trainer.init(key=jax.random.key(0))))
+    model = program.step.model.merge(program.step.variables(program.init(key=jax.random.key(0))))
 
     class Critic:
         head, logits, states = model.head, model.logits, model.states

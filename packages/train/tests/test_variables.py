@@ -13,7 +13,8 @@ from stack_core.abi.errors import ConfigError, ShardingError, StackError, Traini
 from stack_core.abi.mesh import MeshConfig, make_mesh
 from stack_core.abi.metrics import Metric
 from stack_train.optim import AdamWConfig, GroupConfig, ScheduleConfig
-from stack_train.trainer import Trainer
+from stack_train.step.program import Program
+from stack_train.step.step import make_step
 from stack_train.transform import Transforms
 from stack_train.variables import sharding_rules
 
@@ -92,16 +93,15 @@ def squared_error(model, batch, *, key):
     return loss, {"loss": Metric.mean(loss, jnp.float32(len(batch["x"])))}
 
 
-def make_trainer(*parts, **changes):
+def make_program(*parts, **changes):
     fields = {
-        "family": Family(),
-        "model_config": parts,
+        "model": (Family(), parts),
         "objective": squared_error,
         "optimizer": AdamWConfig(learning_rate=3e-2, weight_decay=0.0, schedule=ScheduleConfig(decay="constant")),
         "steps": 30,
-        "mesh": make_mesh(MeshConfig(), devices=jax.devices()[:1]),
     }
-    return Trainer(**{**fields, **changes})
+    mesh, rules = make_mesh(MeshConfig(), devices=jax.devices()[:1]), changes.pop("rules", {})
+    return Program(make_step(**{**fields, **changes}), mesh, rules)
 
 
 def make_batch():
@@ -110,10 +110,10 @@ def make_batch():
     return {"x": x, "y": x @ rng.normal(0.0, 0.5, (WIDTH, WIDTH)).astype(np.float32)}
 
 
-def train(trainer, steps=10):
+def train(program, steps=10):
     """The first state, on the host, the last, and the losses."""
     batch, losses = make_batch(), []
-    state, step = trainer.init(key=jax.random.key(0)), trainer.compile(batch)
+    state, step = program.init(key=jax.random.key(0)), program.compile(batch)
     first = jax.device_get(replace(state, key=None))
     for _ in range(steps):
         state, metrics = step(state, batch)
@@ -126,42 +126,42 @@ def sizes(tree):
 
 
 def test_a_model_without_logical_axes_trains_and_its_batch_statistics_move():
-    first, state, losses = train(make_trainer("layers", "norm", "table", "calls"))
+    first, state, losses = train(make_program("layers", "norm", "table", "calls"))
     assert losses[-1] < 0.7 * losses[0]
     assert not np.array_equal(first.params["layers"][1]["kernel"], state.params["layers"][1]["kernel"])
-    assert set(state.moved) == {"norm", "table", "calls"} and not state.frozen
-    assert np.abs(state.moved["norm"]["mean"]).max() > 0.01
-    np.testing.assert_array_equal(state.moved["table"], first.moved["table"])
-    assert int(state.moved["calls"]) == 10
+    assert set(state.mutable) == {"norm", "table", "calls"} and not state.frozen
+    assert np.abs(state.mutable["norm"]["mean"]).max() > 0.01
+    np.testing.assert_array_equal(state.mutable["table"], first.mutable["table"])
+    assert int(state.mutable["calls"]) == 10
 
 
 def test_microbatches_move_statistics_one_after_the_other():
-    _, state, _ = train(make_trainer("norm", "calls", accumulation_steps=4), steps=3)
-    assert int(state.moved["calls"]) == 12
+    _, state, _ = train(make_program("norm", "calls", accumulation_steps=4), steps=3)
+    assert int(state.mutable["calls"]) == 12
 
 
 def test_evaluation_takes_running_statistics_moves_nothing_and_drops_nothing():
-    trainer = make_trainer("norm", "dropout")
-    _, state, _ = train(trainer)
-    batch, variables = make_batch(), trainer.evaluation_variables(state)
-    losses = {float(trainer.compile_evaluation(batch)(variables, batch)["loss"]) for _ in range(2)}
+    program = make_program("norm", "dropout")
+    _, state, _ = train(program)
+    batch, variables = make_batch(), program.step.evaluation_variables(state)
+    losses = {float(program.compile_evaluation(batch)(variables, batch)["loss"]) for _ in range(2)}
     one = {name: rows[:1] for name, rows in batch.items()}
-    alone = float(trainer.compile_evaluation(one)(variables, one)["loss"])
-    model = trainer.model(variables)
+    alone = float(program.compile_evaluation(one)(variables, one)["loss"])
+    model = program.step.model.merge(variables)
     model.eval()
     np.testing.assert_allclose(alone, float(np.mean((model(one["x"]) - one["y"]) ** 2)), rtol=1e-5)
     assert len(losses) == 1
 
 
 def test_dropout_draws_from_the_key_of_the_step():
-    trainer, batch = make_trainer("dropout"), make_batch()
-    state = trainer.init(key=jax.random.key(0))
-    gradients = jax.jit(lambda state, batch: trainer.gradients(state, batch)[0]["kernel"])
+    program, batch = make_program("dropout"), make_batch()
+    state = program.init(key=jax.random.key(0))
+    gradients = jax.jit(lambda state, batch: program.on_mesh(program.step.gradients)(state, batch)[0]["kernel"])
     states = (state, state, replace(state, step=state.step + 1))
     same, again, next_step = (gradients(one, batch) for one in states)
     np.testing.assert_array_equal(same, again)
     assert not np.array_equal(same, next_step)
-    assert "dropout" not in state.moved and "dropout" not in state.frozen  # nothing of it needs to be saved
+    assert "dropout" not in state.mutable and "dropout" not in state.frozen  # nothing of it needs to be saved
 
 
 @pytest.mark.parametrize(
@@ -176,24 +176,25 @@ def test_dropout_draws_from_the_key_of_the_step():
     ids=["filter", "groups"],
 )
 def test_two_trained_leaves_have_optimizer_state_and_the_rest_is_frozen(changes):
-    trainer = make_trainer("adapter", "norm", **{"moved": nnx.BatchStat, **changes})
-    first, state, _ = train(trainer)
+    program = make_program("adapter", "norm", **{"mutable": nnx.BatchStat, **changes})
+    first, state, _ = train(program)
     assert set(state.params) == {"down", "up"}
     assert sizes(state.opt_state) == 2 * sizes(state.params) == 2 * (WIDTH * 2 + 2 * WIDTH)
     np.testing.assert_array_equal(state.frozen["kernel"], first.frozen["kernel"])
-    assert set(state.frozen["norm"]) == {"scale", "bias"} and set(state.moved["norm"]) == {"mean", "var"}
+    assert set(state.frozen["norm"]) == {"scale", "bias"} and set(state.mutable["norm"]) == {"mean", "var"}
     assert not np.array_equal(state.params["up"], first.params["up"])
-    assert trainer.parameter_count == sizes(state.params) + sizes(state.frozen)
+    assert program.step.model.parameter_count == sizes(state.params) + sizes(state.frozen)
 
 
 def test_a_step_is_its_two_halves_bitwise():
-    trainer, batch = make_trainer("layers", "norm", "dropout"), make_batch()
-    whole = halves = trainer.init(key=jax.random.key(0))
-    step, gradients, update = map(jax.jit, (trainer.step, trainer.gradients, trainer.update))
+    program, batch = make_program("layers", "norm", "dropout"), make_batch()
+    whole = halves = program.init(key=jax.random.key(0))
+    functions = (program.step, program.step.gradients, program.step.update)
+    step, gradients, update = (jax.jit(program.on_mesh(function)) for function in functions)
     for _ in range(3):
         whole, whole_metrics = step(whole, batch)
-        grads, metrics, moved = gradients(halves, batch)
-        halves, reported = update(halves, grads, moved)
+        grads, metrics, mutable = gradients(halves, batch)
+        halves, reported = update(halves, grads, mutable)
     for one, other in zip(jax.tree.leaves(replace(whole, key=0)), jax.tree.leaves(replace(halves, key=0)), strict=True):
         np.testing.assert_array_equal(one, other)
     assert jax.tree.map(float, whole_metrics) == jax.tree.map(float, {**metrics, **reported})
@@ -234,37 +235,37 @@ class Adapts:
 
 
 def test_transforms_apply_in_order_and_say_what_is_trained():
-    trainer = make_trainer("layers", transform=Transforms((Rounds(), Adapts())))
-    first, state, losses = train(trainer)
+    program = make_program("layers", transform=Transforms((Rounds(), Adapts())))
+    first, state, losses = train(program)
     assert set(state.params) == {"down", "up"}
     np.testing.assert_array_equal(first.frozen["kernel"] * 4 % 1, 0)
     np.testing.assert_array_equal(state.frozen["kernel"], first.frozen["kernel"])
     assert losses[-1] < losses[0]
-    batch, variables = make_batch(), trainer.variables(state)
-    evaluated = float(trainer.compile_evaluation(batch)(variables, batch)["loss"])
-    twin = trainer.model(variables)
+    batch, variables = make_batch(), program.step.variables(state)
+    evaluated = float(program.compile_evaluation(batch)(variables, batch)["loss"])
+    twin = program.step.model.merge(variables)
     twin.kernel.set_value(twin.kernel[...] + twin.down[...] @ twin.up[...])
     np.testing.assert_allclose(evaluated, np.mean((twin(batch["x"]) - batch["y"]) ** 2), rtol=1e-5)
 
 
 def test_a_run_may_start_from_some_of_the_variables():
-    trainer = make_trainer("adapter", trained=Adapter)
+    program = make_program("adapter", trained=Adapter)
     given = jnp.full((WIDTH, WIDTH), 2.0)
-    state = trainer.init_from({"kernel": jnp.array(given)}, key=jax.random.key(0))
+    state = program.init({"kernel": jnp.array(given)}, key=jax.random.key(0))
     np.testing.assert_array_equal(state.frozen["kernel"], given)
-    np.testing.assert_array_equal(state.params["down"], trainer.init(key=jax.random.key(0)).params["down"])
+    np.testing.assert_array_equal(state.params["down"], program.init(key=jax.random.key(0)).params["down"])
 
 
 def test_a_family_brings_rules_for_its_own_axes_and_the_run_has_the_last_word():
-    trainers = [make_trainer("own axis", family=ShardedFamily(), rules=rules) for rules in ({}, {"channels": None})]
-    specs = [trainer.state_shardings.params["scale"].spec for trainer in trainers]
+    programs = [make_program(model=(ShardedFamily(), ("own axis",)), rules=rules) for rules in ({}, {"channels": None})]
+    specs = [program.state_shardings.params["scale"].spec for program in programs]
     assert specs == [jax.sharding.PartitionSpec("fsdp"), jax.sharding.PartitionSpec(None)]
     # A rule that equals the default precedes the family's too.
     family = ShardedFamily()
     family.rules = types.MappingProxyType({"channels": "fsdp", "embed": "tensor"})
     for given, expected in (({}, ("tensor",)), ({"embed": "fsdp"}, ("fsdp",))):
         assert sharding_rules(family, given).mesh_axes("embed") == expected
-    train(trainers[0], steps=1)
+    train(programs[0], steps=1)
 
 
 @pytest.mark.parametrize(
@@ -278,18 +279,18 @@ def test_a_family_brings_rules_for_its_own_axes_and_the_run_has_the_last_word():
 )
 def test_what_cannot_be_trained_is_refused_by_name(parts, error, message):
     with pytest.raises(error, match=message) as caught:
-        make_trainer(*parts).trace(make_batch())
+        make_program(*parts).trace(make_batch())
     assert isinstance(caught.value, StackError)
 
 
 def test_a_forward_pass_may_not_move_what_is_frozen():
-    trainer = make_trainer(
+    program = make_program(
         "moves its kernel", "layers", optimizer=AdamWConfig(groups={"kernel": GroupConfig(frozen=True)})
     )
     with pytest.raises(TrainingError, match="assigns variable 'kernel', which is frozen"):
-        trainer.trace(make_batch())
+        program.trace(make_batch())
 
 
 def test_a_group_that_matches_nothing_is_refused():
     with pytest.raises(ConfigError, match="Did you mean 'kernel'"):
-        make_trainer(optimizer=AdamWConfig(groups={"kernal": GroupConfig(frozen=True)})).trace(make_batch())
+        make_program(optimizer=AdamWConfig(groups={"kernal": GroupConfig(frozen=True)})).trace(make_batch())

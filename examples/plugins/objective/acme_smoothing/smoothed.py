@@ -4,10 +4,11 @@ from typing import ClassVar, Literal
 
 from stack_core.abi.config import config
 from stack_core.abi.metrics import Metric
+from stack_core.abi.objectives import Objective
 
 
 @config
-class Smoothed:
+class Smoothed(Objective):
     """Source: Szegedy et al., 2015 (arXiv:1512.00567), section 7."""
 
     name: Literal["smoothed"] = "smoothed"
@@ -15,10 +16,7 @@ class Smoothed:
 
     inputs: ClassVar = dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), "batch seq")
 
-    def build(self):
-        return self
-
-    def __call__(self, model, batch, *, key, **companions):
+    def __call__(self, model, batch, *, key, **auxiliary):
         outputs = model(batch["tokens"], batch["positions"], batch["segment_ids"])
         loss = model.head().cross_entropy(outputs.hidden, batch["targets"], label_smoothing=self.smoothing)
         return loss, {"loss": Metric.mean(loss, (batch["targets"] >= 0).sum().astype("float32"))}

@@ -9,7 +9,6 @@ import pytest
 
 from stack_core.abi.data import IGNORED_TARGET
 from stack_core.abi.errors import ConfigError
-from stack_core.abi.training import NeedsCompanions
 from stack_core.ops import Head
 from stack_rl.math.distillation import forward_kl
 from stack_rl.objectives.distillation import LogitDistillConfig, token_divergences
@@ -47,8 +46,7 @@ def expected(config: LogitDistillConfig, weight: np.ndarray) -> float:
 def test_the_loss_is_the_divergence_from_the_teacher_at_the_targets(divergence: Any) -> None:
     config = LogitDistillConfig(teacher="run:runs/teacher", divergence=divergence, temperature=1.5, beta=0.3)
     objective = config.build()
-    assert isinstance(objective, NeedsCompanions)
-    assert objective.companions == {"teacher": "run:runs/teacher"}
+    assert objective.auxiliary_models == {"teacher": "run:runs/teacher"}
     weight, teacher = (each.astype(np.float32).astype(np.float64) for each in (WEIGHT, TEACHER))
     with jax.enable_x64(True):
         batch = {name: jnp.asarray(value, jnp.int32) for name, value in {"tokens": TOKENS, "targets": TARGETS}.items()}

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from stack_core.abi.data import IGNORED_TARGET
-from stack_core.abi.training import TrainsModels
 from stack_rl.objectives.kto import KTOConfig
 from stack_rl.objectives.reward_model import RewardModelConfig
 from stack_rl.objectives.scalar import ScalarHead
@@ -59,7 +58,7 @@ def expected_reward_loss(kernel: np.ndarray) -> float:
 
 def test_a_reward_model_minimizes_the_loss_of_bradley_and_terry() -> None:
     config = RewardModelConfig(margin=0.2, centre=0.05)
-    assert isinstance(config.build(), TrainsModels)
+    assert list(config.build().auxiliary_models) == ["reward"]
     with jax.enable_x64(True):
         model = Bigrams(jnp.asarray(EMBEDDING), jnp.asarray(WEIGHT))
 

@@ -16,7 +16,6 @@ import pytest
 from stack_core.abi.data import IGNORED_TARGET
 from stack_core.abi.errors import ConfigError
 from stack_core.abi.models import Outputs
-from stack_core.abi.training import NeedsCompanions, ScoresTokens, TrainsModels
 from stack_core.ops import Head
 from stack_rl.math.advantages import distilled
 from stack_rl.math.weights import WEIGHTS, token_weights
@@ -203,9 +202,7 @@ def test_ppo_minimizes_the_losses_of_policy_and_critic() -> None:
     kernel = rng.normal(0, 0.5, EMBED)
     config = PPOConfig(correction=None, dual_clip=1.1, value_weight=0.3, value_clip=0.1, kl=0.2)
     objective = config.build()
-    assert isinstance(objective, TrainsModels)
-    assert isinstance(objective, ScoresTokens)
-    assert PPOConfig().build().companions == {}
+    assert list(PPOConfig().build().auxiliary_models) == ["critic"]
     with jax.enable_x64(True):
         batch = laid_out([[each] for each in members], weights_of("token", members), 8)
         batch |= {name: jnp.asarray(rng.normal(0, 0.3, (8, SEQ))) for name in ("old_values", "returns")}
@@ -310,10 +307,9 @@ def test_what_else_the_data_says_of_episodes_is_reported() -> None:
 
 
 def test_only_a_divergence_needs_a_reference() -> None:
-    assert not isinstance(GRPOConfig().build(), NeedsCompanions)
+    assert GRPOConfig().build().auxiliary_models == {}
     built = GRPOConfig(kl=0.1, reference="run:runs/sft").build()
-    assert isinstance(built, NeedsCompanions)
-    assert built.companions == {"reference": "run:runs/sft"}
+    assert built.auxiliary_models == {"reference": "run:runs/sft"}
 
 
 def test_what_cannot_work_is_refused_with_the_reason() -> None:

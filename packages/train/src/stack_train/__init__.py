@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from stack_train.checkpoint import CheckpointStore as CheckpointStore
     from stack_train.generate import TextGenerator as TextGenerator
     from stack_train.objectives import CausalLMConfig as CausalLMConfig
     from stack_train.run.config import RunConfig as RunConfig
@@ -16,17 +17,22 @@ if TYPE_CHECKING:
     from stack_train.run.train import start as start
     from stack_train.run.train import train as train
     from stack_train.sampling import SamplingConfig as SamplingConfig
-    from stack_train.trainer import Trainer as Trainer
+    from stack_train.step.program import Program as Program
+    from stack_train.step.step import Step as Step
+    from stack_train.step.step import make_step as make_step
 
 __all__ = [
     "CausalLMConfig",
+    "CheckpointStore",
+    "Program",
     "Run",
     "RunConfig",
     "RunSettings",
     "SamplingConfig",
+    "Step",
     "TextGenerator",
-    "Trainer",
     "build",
+    "make_step",
     "start",
     "train",
 ]
@@ -34,13 +40,16 @@ __all__ = [
 # Imported on first use: importing this package imports no jax.
 _MODULES = {
     "CausalLMConfig": "objectives",
+    "CheckpointStore": "checkpoint",
+    "Program": "step.program",
     "Run": "run.run",
     "RunConfig": "run.config",
     "RunSettings": "run.config",
     "SamplingConfig": "sampling",
+    "Step": "step.step",
     "TextGenerator": "generate",
-    "Trainer": "trainer",
     "build": "run.run",
+    "make_step": "step.step",
     "start": "run.train",
     "train": "run.train",
 }

@@ -1,6 +1,8 @@
 """Training objectives: the forward pass of a model composed with a loss."""
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
@@ -10,17 +12,17 @@ from pydantic import NonNegativeFloat
 
 from stack_core.abi.config import config
 from stack_core.abi.data import IGNORED_TARGET, Shapes
-from stack_core.abi.errors import ConfigError, nearest
+from stack_core.abi.errors import ConfigError, PluginError, nearest
 from stack_core.abi.metrics import Metric, Metrics
 from stack_core.abi.models import LanguageModel, Outputs
-from stack_core.abi.training import Objective, ReadsInputs
+from stack_core.abi.objectives import Objective
 from stack_core.ops import Head
 
-__all__ = ["CausalLMConfig", "check_inputs"]
+__all__ = ["CausalLMConfig", "as_objective", "check_inputs"]
 
 
 @config
-class CausalLMConfig:
+class CausalLMConfig(Objective):
     """Next-token cross-entropy, the mean over the targets that are not ignored.
 
         loss + balance_loss * balance + router_z_loss * z + further_loss * mean of further losses
@@ -46,11 +48,8 @@ class CausalLMConfig:
         dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), "batch seq")
     )
 
-    def build(self) -> Objective:
-        return self
-
     def __call__(
-        self, model: LanguageModel, batch: Mapping[str, jax.Array], *, key: jax.Array, **companions: Any
+        self, model: LanguageModel, batch: Mapping[str, jax.Array], *, key: jax.Array, **auxiliary: Any
     ) -> tuple[jax.Array, Metrics]:
         del key  # a dense decoder without dropout draws nothing
         outputs = model(batch["tokens"], batch["positions"], batch["segment_ids"])
@@ -106,16 +105,55 @@ def _later(targets: jax.Array, segment_ids: jax.Array, tokens: int) -> jax.Array
     return jnp.where(segments == segment_ids, later, IGNORED_TARGET)
 
 
+@dataclass(frozen=True)
+class _FunctionObjective(Objective):
+    """An `Objective` around a loss function."""
+
+    function: Callable[..., Any]
+
+    def __call__(
+        self, model: Any, batch: Mapping[str, jax.Array], *, key: jax.Array, **auxiliary: Any
+    ) -> tuple[jax.Array, Metrics]:
+        takes_key = "key" in inspect.signature(self.function).parameters
+        result = self.function(model, batch, key=key) if takes_key else self.function(model, batch)
+        loss, metrics = result if isinstance(result, tuple) else (result, {})
+        rows = jnp.float32(next(iter(batch.values())).shape[0])
+        return loss, {
+            name: metric if isinstance(metric, Metric) else Metric.mean(metric, rows)
+            for name, metric in {"loss": loss, **metrics}.items()
+        }
+
+
+def as_objective(objective: Any) -> Objective:
+    """Returns an `Objective` unchanged, and wraps a loss function.
+
+    Args:
+      objective: `loss(model, batch)` or `loss(model, batch, *, key)` returns a scalar, the mean over the rows of the
+        batch, or the scalar and a mapping of metrics: `Metric`s, or scalars that are means over the rows. A loss that
+        is averaged over something else returns its weight: `{"loss": Metric.mean(loss, weight)}`.
+
+    Raises:
+      PluginError: `objective` is neither.
+    """
+    if isinstance(objective, Objective):
+        return objective
+    if callable(objective) and not isinstance(objective, type) and not hasattr(objective, "inputs"):
+        return _FunctionObjective(objective)
+    raise PluginError(
+        f"The objective is {objective!r}; expected a subclass of stack_core.abi.objectives.Objective, or a function "
+        "loss(model, batch)."
+    )
+
+
 def check_inputs(objective: Objective, batch: Shapes) -> None:
     """Checks that a batch has the arrays and axes that an objective declares as inputs.
 
     Raises:
       ConfigError: the batch lacks an array, or an array has other axes; names the array and lists the batch's arrays.
     """
-    inputs = objective.inputs if isinstance(objective, ReadsInputs) else {}
     sizes: dict[str, tuple[int, str]] = {}
     held = ", ".join(f"{name}{list(array.shape)}" for name, array in batch.items())
-    for name, axes in inputs.items():
+    for name, axes in objective.inputs.items():
         if name not in batch:
             raise ConfigError(
                 f"The objective reads {name!r} of a batch, which the data does not have.{nearest(name, batch)} A batch "

@@ -23,8 +23,8 @@ from stack_train.run.config import RunConfig, run_config
 from stack_train.run.model import stored_model
 from stack_train.run.start import model_differences
 from stack_train.run.transforms import transform_of
-from stack_train.state import TrainState
-from stack_train.trainer import Trainer
+from stack_train.step.program import Program
+from stack_train.step.state import TrainState
 from stack_train.variables import ModelVariables, values_of
 from stack_train.weights import load_model
 
@@ -141,7 +141,7 @@ def adapter_section(adapters: Adapters) -> tuple[str, Any]:
     raise ConversionError(f"No installed package adds adapters: {install_command('stack-quant')}.")
 
 
-def with_adapters(state: TrainState, trainer: Trainer, config: RunConfig, adapters: Adapters) -> TrainState:
+def with_adapters(state: TrainState, program: Program, config: RunConfig, adapters: Adapters) -> TrainState:
     """The state before a run's first step, with given adapters in the place of new ones.
 
     Args:
@@ -152,7 +152,7 @@ def with_adapters(state: TrainState, trainer: Trainer, config: RunConfig, adapte
     """
     adapting = transform_of(config).adapting
     assert adapting is not None, "checked before the run starts"
-    model = adapting.with_adapters(trainer.model(trainer.variables(state)), adapters)
+    model = adapting.with_adapters(program.step.model.merge(program.step.variables(state)), adapters)
     values, params = values_of(model), flatten_mapping(state.params)
     given = {path: jax.device_put(values[path], old.sharding) for path, old in params.items()}
     return replace(state, params=unflatten_mapping(given))

@@ -16,16 +16,18 @@ from stack_core.abi.data import Batches
 from stack_core.abi.errors import ConversionError
 from stack_core.abi.formats import Conversion, Progress
 from stack_core.abi.metrics import Metrics
+from stack_core.abi.objectives import Objective
 from stack_core.abi.run_directory import RunDirectory
-from stack_core.abi.training import NeedsCompanions, TrainsModels
 from stack_train.adapters import read_adapters
 from stack_train.checkpoint import CheckpointStore, named_leaves
-from stack_train.further import FurtherModel, FurtherState
 from stack_train.generative import ModuleCheckpoint, generative_checkpoint, parameters_of
+from stack_train.objectives import as_objective
 from stack_train.run.config import RunConfig, run_config
 from stack_train.run.model import abstract_model, holds_codes, stored_model
 from stack_train.run.start import with_tokenizer
 from stack_train.run.transforms import transform_names, transform_of
+from stack_train.step.auxiliary import trained_model
+from stack_train.step.state import AuxiliaryState
 from stack_train.trained_adapters import digests_of_run
 from stack_train.variables import ModelVariables, stored_values
 from stack_train.weights import load_model, load_start
@@ -64,11 +66,9 @@ class TrainedLanguageModel:
 
     def metrics(self, model: Any, batch: Mapping[str, Any]) -> Metrics:
         objective = self._objective
-        companions = objective.companions if isinstance(objective, NeedsCompanions) else {}
-        trained = objective.trained_models if isinstance(objective, TrainsModels) else {}
-        if asked := ", ".join([*companions, *trained]):
+        if names := ", ".join(objective.auxiliary_models):
             raise ConversionError(
-                f"Objective {self.config.objective.name!r} asks further models ({asked}), which are not opened with "
+                f"Objective {self.config.objective.name!r} calls auxiliary models ({names}), which are not opened with "
                 "this one. Open a run of another objective, such as causal_lm."
             )
         return objective(model, batch, key=jax.random.key(0))[1]
@@ -94,8 +94,8 @@ class TrainedLanguageModel:
         return data.build(seed=self.config.run.seed, model=self.config.model)
 
     @cached_property
-    def _objective(self) -> Any:
-        return self.config.objective.build()
+    def _objective(self) -> Objective:
+        return as_objective(self.config.objective.build())
 
 
 class RunFormat:
@@ -175,8 +175,8 @@ class RunFormat:
             progress(str(directory), size_bytes, size_bytes)
         return Conversion(directory, sum(leaf.size for leaf in leaves), size_bytes, dtype, kept)
 
-    def open_further(self, directory: Path, name: str, abstract: Any) -> Any:
-        """Reads a further model from the newest intact checkpoint of a run; averages where its optimizer keeps them.
+    def open_auxiliary(self, directory: Path, name: str, abstract: Any) -> Any:
+        """Reads a trained auxiliary model from the newest intact checkpoint of a run: averages, if there are any.
 
         Raises:
           RunDirectoryError: there is no run.
@@ -184,23 +184,23 @@ class RunFormat:
           CheckpointError: no checkpoint can be used, or the model has other parameters; names each.
         """
         config = run_config(directory)
-        objective = config.objective.build()
-        trained = objective.trained_models if isinstance(objective, TrainsModels) else {}
+        declared = as_objective(config.objective.build()).auxiliary_models
+        trained = {each: make for each, make in declared.items() if not isinstance(make, str)}
         if name not in trained:
             raise ConversionError(
                 f"Objective {config.objective.name!r} of {directory} trains no model {name!r}; it trains: "
                 f"{', '.join(trained) or 'none'}. Give a run of another objective."
             )
         settings = (config.model, config.optimizer, config.run.steps, config.precision)
-        further = FurtherModel(name, trained[name], *settings)
+        auxiliary = trained_model(name, trained[name], *settings)
         with CheckpointStore(RunDirectory(directory).checkpoints) as store:
             restored = store.restore_params(abstract, under=f"further/{name}/params")
             if not config.optimizer.averages:
                 return restored.state
             opt_state = store.restore_params(
-                further.abstract.opt_state, restored.step, under=f"further/{name}/opt_state"
+                auxiliary.abstract.opt_state, restored.step, under=f"further/{name}/opt_state"
             ).state
-        return further.evaluated(FurtherState(restored.state, opt_state))
+        return auxiliary.evaluation_params(AuxiliaryState(restored.state, opt_state))
 
 
 RUN_FORMAT = RunFormat()

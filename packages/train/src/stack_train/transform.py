@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from stack_core.abi.adapters import AdaptsModels
-from stack_core.abi.training import MergesModel, ModelTransform
+from stack_core.abi.transforms import MergesModel, ModelTransform
 
 __all__ = ["UNCHANGED", "Transforms"]
 

@@ -37,9 +37,12 @@ Path = tuple[Any, ...]
 Tree = Mapping[Any, Any]
 """Nested dicts of values, shapes or shardings. A value has the same path as its variable in the model."""
 
-Kind = Literal["trained", "moved", "frozen", "drawn"]
+Kind = Literal["trained", "mutable", "frozen", "random"]
 """Role of a variable in a step: updated by the optimizer, updated by the forward pass, never updated, or a random
 stream that restarts from the step's key."""
+
+_STORED: tuple[Kind, ...] = ("trained", "mutable", "frozen")
+"""Kinds of variables that have values between steps."""
 
 
 def _as_it_is(path: Path, variable: Any) -> Kind:
@@ -76,7 +79,7 @@ class ModelVariables:
         graph, state = nnx.split(model)
         variables = dict(nnx.to_flat_state(state))
         kinds: dict[Path, Kind] = {
-            path: "drawn" if isinstance(variable, nnx.RngState) else kind_of(path, variable)
+            path: "random" if isinstance(variable, nnx.RngState) else kind_of(path, variable)
             for path, variable in variables.items()
         }
         for path, kind in kinds.items():
@@ -97,14 +100,30 @@ class ModelVariables:
         return unflatten_mapping({path: values[path] for path in self.paths(*kinds)})
 
     def split(self, tree: Tree) -> tuple[Tree, Tree, Tree]:
-        """Splits the values of all variables into trained, moved and frozen ones."""
+        """Splits the values of all variables into trained, mutable and frozen ones."""
         values = flatten_mapping(tree)
-        return self.select(values, "trained"), self.select(values, "moved"), self.select(values, "frozen")
+        return self.select(values, "trained"), self.select(values, "mutable"), self.select(values, "frozen")
 
     @cached_property
     def abstract(self) -> Tree:
         """Shapes and dtypes of all variables that have values between steps."""
-        return self.select(self.shapes, "trained", "moved", "frozen")
+        return self.select(self.shapes, *_STORED)
+
+    @cached_property
+    def logical_axes(self) -> Tree:
+        """The logical axis names of all variables that have values between steps, as nested dicts."""
+        return self.select(self.axes, *_STORED)
+
+    @property
+    def trained(self) -> Tree:
+        """Shapes and dtypes of the variables that the optimizer updates."""
+        return self.select(self.shapes, "trained")
+
+    def shardings(self, rules: ShardingRules, mesh: Mesh) -> Tree:
+        """Computes the shardings of the variables that have values between steps, as nested dicts."""
+        shapes = flatten_mapping(self.abstract)
+        axes = {path: self.axes[path] for path in shapes}
+        return unflatten_mapping(variable_shardings(shapes, axes, rules, mesh))
 
     def merge(self, tree: Tree, *, key: jax.Array | None = None) -> Any:
         """Builds the model with the values of `tree`.
@@ -113,10 +132,10 @@ class ModelVariables:
           tree: values of all variables except random streams.
           key: PRNG key that the random streams start from; `jax.random.key(0)` by default.
         """
-        drawn = self._drawn(jax.random.key(0) if key is None else key)
-        return nnx.merge(self.graph, nnx.State(unflatten_mapping({**flatten_mapping(tree), **drawn})))
+        streams = self._random_streams(jax.random.key(0) if key is None else key)
+        return nnx.merge(self.graph, nnx.State(unflatten_mapping({**flatten_mapping(tree), **streams})))
 
-    def moved_values(self, model: Any, before: Mapping[Path, Any]) -> Tree:
+    def mutable_values(self, model: Any, before: Mapping[Path, Any]) -> Tree:
         """Returns the values of the updatable variables after a forward pass.
 
         Args:
@@ -134,19 +153,19 @@ class ModelVariables:
                     "would be lost. Hold it in an nnx.BatchStat or another nnx.Variable, or give the nnx.Param the "
                     "metadata trained=False."
                 )
-        for path in self.paths("moved"):
+        for path in self.paths("mutable"):
             _check_same_shape(path, after[path], before[path])
-        return self.select(after, "moved")
+        return self.select(after, "mutable")
 
-    def _drawn(self, key: jax.Array) -> dict[Path, Any]:
-        drawn: dict[Path, Any] = {}
-        for place, path in enumerate(self.paths("drawn")):
+    def _random_streams(self, key: jax.Array) -> dict[Path, Any]:
+        streams: dict[Path, Any] = {}
+        for place, path in enumerate(self.paths("random")):
             shape = self.shapes[path]
             if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
-                drawn[path] = jax.random.split(jax.random.fold_in(key, place), shape.shape)
+                streams[path] = jax.random.split(jax.random.fold_in(key, place), shape.shape)
             else:
-                drawn[path] = jnp.zeros(shape.shape, shape.dtype)
-        return drawn
+                streams[path] = jnp.zeros(shape.shape, shape.dtype)
+        return streams
 
 
 def values_of(model: nnx.Module) -> dict[Path, Any]:

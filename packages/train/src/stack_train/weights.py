@@ -12,19 +12,20 @@ from jax.sharding import NamedSharding
 from stack_core import ops
 from stack_core.abi.config import differences, parse, parse_yaml, to_mapping
 from stack_core.abi.errors import CheckpointError, ConfigError
+from stack_core.abi.local_paths import local_path
 from stack_core.abi.mesh import in_mesh
 from stack_core.abi.plugins import registries
 from stack_core.abi.run_directory import RunDirectory
 from stack_core.abi.tree_paths import path_name
 from stack_train.checkpoint import CheckpointStore, FrozenRecord
-from stack_train.companions import INIT
 from stack_train.run.config import RunConfig, run_config
 from stack_train.run.model import abstract_params, stored_model
-from stack_train.run.program import build_trainer
+from stack_train.run.program import build_program
 from stack_train.run.start import open_published, published_format
 from stack_train.run.transforms import transform_of
-from stack_train.state import TrainState
-from stack_train.trainer import Trainer
+from stack_train.step.auxiliary import INIT
+from stack_train.step.program import Program
+from stack_train.step.state import AuxiliaryState, TrainState
 from stack_train.variables import ModelVariables, Tree, cast_values, part_sharding, values_of, variable_shardings
 from stack_train.variables import Path as _Path
 
@@ -103,13 +104,13 @@ def load_start(
     return (params if shardings is None else jax.device_put(params, shardings)), step
 
 
-def _load_init(trainer: Trainer, config: RunConfig, source: str, step: int | None = None) -> tuple[Tree, int]:
-    """Loads the values that a run starts from, in the dtypes and shardings of its trainer.
+def _load_init(program: Program, config: RunConfig, source: str, step: int | None = None) -> tuple[Tree, int]:
+    """Loads the values that a run starts from, in the dtypes and shardings of its program.
 
     Args:
       source: "run:DIR" or "FORMAT:DIR".
     """
-    variables = flatten_mapping(trainer.start_variables)
+    variables = flatten_mapping(program.initial_variables)
     scheme, _, directory = source.partition(":")
     if scheme != "run":
         return _load_published(source, variables), 0
@@ -138,52 +139,54 @@ def _load_published(source: str, variables: Mapping[_Path, Any]) -> Tree:
     return unflatten_mapping(values)
 
 
-def first_state(trainer: Trainer, config: RunConfig) -> tuple[TrainState, dict[str, FrozenRecord]]:
+def first_state(program: Program, config: RunConfig) -> tuple[TrainState, dict[str, FrozenRecord]]:
     """Returns the state before the first step and the sources of frozen variables by model name."""
     given: Tree = {}
     source, step = INIT, 0
     if config.run.init_from is not None:
         source = _absolute(config.run.init_from)
-        given, step = _load_init(trainer, config, source)
-    loaded = {name: _load_companion(trainer, name) for name in trainer.companions_from_runs}
-    companions = {name: variables for name, (variables, _) in loaded.items()}
-    state = trainer.init_from(given, key=jax.random.key(config.run.seed), companions=companions)
+        given, step = _load_init(program, config, source)
+    loaded = {name: _load_auxiliary(program, name) for name in program.saved_auxiliary}
+    auxiliary = {name: variables for name, (variables, _) in loaded.items()}
+    state = program.init(given, key=jax.random.key(config.run.seed), auxiliary=auxiliary)
     records = {}
-    for name, variables in {"model": state.frozen, **state.companions}.items():
-        address = trainer.companions[name].source if name in loaded else source
+    copies = {name: each.params for name, each in state.auxiliary.items() if each.opt_state is None}
+    for name, variables in {"model": state.frozen, **copies}.items():
+        address = f"run:{_saved_run(program, name)}" if name in loaded else source
         if jax.tree.leaves(variables):
             records[name] = FrozenRecord.of(variables, source=address, step=loaded[name][1] if name in loaded else step)
     return state, records
 
 
 def with_frozen(
-    state: TrainState, trainer: Trainer, config: RunConfig, records: Mapping[str, FrozenRecord]
+    state: TrainState, program: Program, config: RunConfig, records: Mapping[str, FrozenRecord]
 ) -> TrainState:
     """A state that was restored, with what its checkpoint does not hold made or read again.
 
     Raises:
       CheckpointError: a source holds others now; names each variable.
     """
-    frozen, companions = _frozen(trainer, config, records)
-    for name in trainer.companions_from_runs:
-        companions[name], _ = _load_companion(trainer, name, records[name].step)
-    for name, variables in {"model": frozen, **companions}.items():
+    frozen, auxiliary = _frozen(program, config, records)
+    for name in program.saved_auxiliary:
+        auxiliary[name], _ = _load_auxiliary(program, name, records[name].step)
+    for name, variables in {"model": frozen, **auxiliary}.items():
         if name in records:
             records[name].check(variables)
-    return replace(state, frozen=frozen, companions=companions)
+    copies = {name: AuxiliaryState(variables) for name, variables in auxiliary.items()}
+    return replace(state, frozen=frozen, auxiliary={**state.auxiliary, **copies})
 
 
-def _frozen(trainer: Trainer, config: RunConfig, records: Mapping[str, FrozenRecord]) -> tuple[Tree, dict[str, Tree]]:
-    """The frozen variables of a run's model, and the companions that start as it does."""
-    made = {"model", *trainer.companions}.difference(trainer.companions_from_runs)
+def _frozen(program: Program, config: RunConfig, records: Mapping[str, FrozenRecord]) -> tuple[Tree, dict[str, Tree]]:
+    """Initializes the frozen variables of a run's model, and the copies of the initial model by name."""
+    made = {"model", *program.step.auxiliary}.difference(program.saved_auxiliary)
     own = [record for name, record in records.items() if name in made]
     if not own:
         return {}, {}
     given: Tree = {}
     if own[0].source != INIT:
-        given, _ = _load_init(trainer, config, own[0].source, own[0].step)
-    frozen, companions = trainer.init_frozen(given, key=jax.random.key(config.run.seed))
-    return frozen, dict(companions)
+        given, _ = _load_init(program, config, own[0].source, own[0].step)
+    frozen, copies = program.init_frozen(given, key=jax.random.key(config.run.seed))
+    return frozen, {name: each.params for name, each in copies.items()}
 
 
 def _absolute(source: str) -> str:
@@ -194,12 +197,17 @@ def _absolute(source: str) -> str:
     return f"{scheme}:{Path(directory).absolute()}"
 
 
-def _load_companion(trainer: Trainer, name: str, step: int | None = None) -> tuple[Tree, int]:
-    """The variables of a companion that is the model of another run, and the step of its checkpoint."""
-    run = Path(trainer.companions[name].source.removeprefix("run:"))
-    model = trainer.companions[name].model
-    shapes, places = flatten_mapping(model.abstract), flatten_mapping(trainer.state_shardings.companions[name])
+def _load_auxiliary(program: Program, name: str, step: int | None = None) -> tuple[Tree, int]:
+    """Loads the variables of an auxiliary model from another run, and returns them and the step of its checkpoint."""
+    run = _saved_run(program, name)
+    shapes = flatten_mapping(program.step.auxiliary[name].variables.abstract)
+    places = flatten_mapping(program.state_shardings.auxiliary[name].params)
     return _restored(run, run_config(run), shapes, places, step)
+
+
+def _saved_run(program: Program, name: str) -> Path:
+    """Returns the directory of the run that a frozen auxiliary model is loaded from."""
+    return local_path(program.step.auxiliary[name].source.removeprefix("run:")).absolute()
 
 
 def _restored(
@@ -215,14 +223,14 @@ def _restored(
         averages = config.optimizer.averages and restored.kind != "weights"
         if not (averages or "model" in restored.frozen):
             return restored.state, restored.step
-        trainer = on_one_device(config)
+        program = on_one_device(config)
         variables = flatten_mapping(restored.state)
         if "model" in restored.frozen:
-            frozen, _ = _frozen(trainer, config, restored.frozen)
+            frozen, _ = _frozen(program, config, restored.frozen)
             restored.frozen["model"].check(frozen)
             variables |= flatten_mapping(frozen)
         if averages:
-            state = trainer.abstract_state
+            state = program.abstract_state
             shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state.opt_state)
             opt_state = store.restore_params(shapes, restored.step, under="opt_state").state
             shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state.params)
@@ -236,11 +244,11 @@ def _restored(
     return (jax.device_put(tree, jax.tree.map(lambda leaf: leaf.sharding, abstract)) if places else tree), restored.step
 
 
-def on_one_device(config: RunConfig) -> Trainer:
-    """The trainer of a run, for its initial values and the shapes of its optimizer's state."""
+def on_one_device(config: RunConfig) -> Program:
+    """The program of a run, for its initial values and the shapes of its optimizer's state."""
     sizes: dict[str, Any] = dict.fromkeys(config.mesh.sizes, 1)
     mesh = replace(config.mesh, **sizes)
-    return build_trainer(replace(config, mesh=mesh), jax.local_devices()[:1], with_companions=False)
+    return build_program(replace(config, mesh=mesh), jax.local_devices()[:1], with_saved=False)
 
 
 def _placed(leaf: Any, sharding: Any) -> Any:

@@ -10,7 +10,8 @@ from stack_train.diffusion import autoencoder_kl, dit, flux
 from stack_train.diffusion.objectives import EpsilonConfig, FlowMatchingConfig
 from stack_train.diffusion.reconstruction import ReconstructionConfig
 from stack_train.optim import AdamWConfig, ScheduleConfig
-from stack_train.trainer import Trainer
+from stack_train.step.program import Program
+from stack_train.step.step import make_step
 
 FLOATS = {"dtype": "float32", "param_dtype": "float32"}
 ROWS, SIDE, STEPS = 16, 8, 3
@@ -61,22 +62,17 @@ def batches(name):
 
 def losses(name, sizes):
     config, family, objective = MODELS[name]
-    trainer = Trainer(
-        family=family,
-        model_config=config,
-        objective=objective.build(),
-        optimizer=AdamWConfig(learning_rate=1e-2, schedule=ScheduleConfig(warmup_steps=1)),
-        steps=STEPS,
-        mesh=make_mesh(MeshConfig(**{"fsdp": 1, **sizes}), jax.devices()[: math.prod(sizes.values())]),
-    )
-    state, compiled, found = trainer.init(key=jax.random.key(0)), None, []
+    optimizer = AdamWConfig(learning_rate=1e-2, schedule=ScheduleConfig(warmup_steps=1))
+    mesh = make_mesh(MeshConfig(**{"fsdp": 1, **sizes}), jax.devices()[: math.prod(sizes.values())])
+    program = Program(make_step((family, config), objective, optimizer, steps=STEPS), mesh)
+    state, compiled, found = program.init(key=jax.random.key(0)), None, []
     for batch in batches(name):
         shapes = {key: jax.ShapeDtypeStruct(value.shape, value.dtype) for key, value in batch.items()}
-        placed = jax.device_put(batch, trainer.batch_shardings(shapes))
-        compiled = compiled or trainer.compile(placed)
+        placed = jax.device_put(batch, program.batch_shardings(shapes))
+        compiled = compiled or program.compile(placed)
         state, metrics = compiled(state, placed)
         found.append([float(metrics["loss"]), float(metrics["grad_norm"])])
-    check_shardings(state, trainer.state_shardings)
+    check_shardings(state, program.state_shardings)
     if "fsdp" in sizes and name != "autoencoder":
         kernel = (state.params["blocks"] if name == "dit" else state.params["double_blocks"]["image"])["up"]["kernel"]
         parts = sizes["fsdp"] * sizes.get("tensor", 1)

@@ -24,7 +24,7 @@ from stack_train.diffusion.samplers import SamplerConfig
 from stack_train.diffusion.sampling import open_images
 from stack_train.huggingface import FORMAT
 from stack_train.run.config import RunConfig
-from stack_train.run.program import build_trainer
+from stack_train.run.program import build_program
 from stack_train.run.train import train
 
 from . import shapes
@@ -91,9 +91,9 @@ def run(tmp_path_factory, folder, pipeline):
 
 
 def leaves(output, config):
-    trainer = build_trainer(config)
+    program = build_program(config)
     with CheckpointStore(RunDirectory(Path(output)).checkpoints) as store:
-        state = store.restore(trainer.abstract_state).state
+        state = store.restore(program.abstract_state).state
     state = replace(state, key=jax.random.key_data(state.key))
     return {name: np.asarray(leaf) for name, leaf in named_leaves(state).items()}
 

@@ -18,7 +18,7 @@ from stack_train.data.kinds.digits import digits
 from stack_train.diffusion.samplers import SamplerConfig
 from stack_train.diffusion.sampling import open_run
 from stack_train.run.config import RunConfig, run_config
-from stack_train.run.program import build_trainer
+from stack_train.run.program import build_program
 from stack_train.run.train import train
 
 EXAMPLE = Path(__file__).parents[4] / "examples" / "digits.yaml"
@@ -38,9 +38,9 @@ def config_of(output, *overrides):
 
 
 def leaves(config):
-    trainer = build_trainer(config)
+    program = build_program(config)
     with CheckpointStore(RunDirectory(Path(config.output)).checkpoints) as store:
-        state = store.restore(trainer.abstract_state).state
+        state = store.restore(program.abstract_state).state
     plain = jax.tree.map(
         lambda leaf: jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf,
         state,

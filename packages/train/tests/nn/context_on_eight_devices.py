@@ -20,7 +20,8 @@ from stack_train.models import deepseek_v3, gemma3, llama
 from stack_train.nn.context import from_zigzag, to_zigzag
 from stack_train.objectives import CausalLMConfig
 from stack_train.optim import SgdConfig
-from stack_train.trainer import Trainer
+from stack_train.step.program import Program
+from stack_train.step.step import make_step
 
 SIZES = {"vocab_size": 64, "embed": 32, "max_positions": 32, "dtype": "float32", "initializer_std": 0.2}
 # Attention in a window and over everything; to one latent; grouped.
@@ -49,16 +50,9 @@ ROWS, SEQ = 4, 32
 MOST_WORK = 1.25  # of a device's even share of the FLOPs: of a conditional both branches are counted
 
 
-def make_trainer(family, config, sizes):
+def make_program(family, config, sizes):
     mesh = make_mesh(MeshConfig(**{"fsdp": 1, **sizes}), jax.devices()[: math.prod(sizes.values())])
-    return Trainer(
-        family=family,
-        model_config=config,
-        objective=CausalLMConfig().build(),
-        optimizer=SgdConfig(),
-        steps=1,
-        mesh=mesh,
-    )
+    return Program(make_step((family, config), CausalLMConfig(), SgdConfig()), mesh)
 
 
 def packed_batch():
@@ -76,10 +70,10 @@ def packed_batch():
     return {"tokens": tokens[:, :-1], "targets": targets, "positions": positions, "segment_ids": segments}
 
 
-def gradients(trainer, batch, start=None):
-    state = trainer.init(key=jax.random.key(0)) if start is None else jax.device_put(start, trainer.state_shardings)
-    placed = jax.device_put(batch, trainer.batch_shardings(batch))
-    compiled = jax.jit(trainer.gradients).lower(state, placed).compile()
+def gradients(program, batch, start=None):
+    state = program.init(key=jax.random.key(0)) if start is None else jax.device_put(start, program.state_shardings)
+    placed = jax.device_put(batch, program.batch_shardings(batch))
+    compiled = jax.jit(program.on_mesh(program.step.gradients)).lower(state, placed).compile()
     found, metrics, _ = compiled(state, placed)
     return jax.device_get(found), float(metrics["loss"].value), compiled, state
 
@@ -90,9 +84,9 @@ def shared_sequences_train_as_whole_ones_do(chosen):
     for family, config, sizes in chosen:
         model = dataclasses.replace(config, context_keys="ring")  # of which one device has no use
         if model not in whole:
-            whole[model] = gradients(make_trainer(family, model, {"data": 1}), batch)
+            whole[model] = gradients(make_program(family, model, {"data": 1}), batch)
         expected, loss, of_one, state = whole[model]
-        found, of_mesh, compiled, _ = gradients(make_trainer(family, config, sizes), batch, state)
+        found, of_mesh, compiled, _ = gradients(make_program(family, config, sizes), batch, state)
         where = f"{family.name}, {config.context_keys}, {sizes}"
         np.testing.assert_allclose(of_mesh, loss, rtol=1e-5, err_msg=where)
         for one, several in zip(*map(jax.tree.leaves, (expected, found)), strict=True):

@@ -13,12 +13,13 @@ import numpy as np
 from stack_core.abi.mesh import MeshConfig, make_mesh
 from stack_core.programs.hlo import parse_hlo
 from stack_core.programs.hlo_costs import executed_flops
-from stack_train.models.llama import FAMILY, LlamaConfig
+from stack_train.models.llama import LlamaConfig
 from stack_train.nn.schedules import schedule
 from stack_train.objectives import CausalLMConfig
 from stack_train.optim import SgdConfig
-from stack_train.precision import Precision
-from stack_train.trainer import Trainer
+from stack_train.step.precision import Precision
+from stack_train.step.program import Program
+from stack_train.step.step import make_step
 
 MODEL = LlamaConfig(
     vocab_size=48,
@@ -47,19 +48,11 @@ ALL = (
 )
 
 
-def make_trainer(sizes, name=None, chunks=1, *, microbatches=MICROBATCHES, model=MODEL, **changes):
+def make_program(sizes, name=None, chunks=1, *, microbatches=MICROBATCHES, model=MODEL, **changes):
     stages = sizes.get("stage", 1)
     mesh = make_mesh(MeshConfig(**{"fsdp": 1, **sizes}), jax.devices()[: math.prod(sizes.values())])
-    return Trainer(
-        family=FAMILY,
-        model_config=model,
-        objective=CausalLMConfig().build(),
-        optimizer=SgdConfig(),
-        steps=1,
-        mesh=mesh,
-        schedule=schedule(name, stages=stages, microbatches=microbatches, chunks=chunks) if name else None,
-        **changes,
-    )
+    of_stages = schedule(name, stages=stages, microbatches=microbatches, chunks=chunks) if name else None
+    return Program(make_step(model, CausalLMConfig(), SgdConfig(), schedule=of_stages, **changes), mesh)
 
 
 def batch_of(rows):
@@ -73,37 +66,38 @@ def batch_of(rows):
     return {"tokens": tokens[:, :-1], "targets": targets, "positions": positions, "segment_ids": segments}
 
 
-def compiled_gradients(trainer, batch):
+def compiled_gradients(program, batch):
     shapes = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
-        for (name, x), s in zip(batch.items(), trainer.batch_shardings(batch).values(), strict=True)
+        for (name, x), s in zip(batch.items(), program.batch_shardings(batch).values(), strict=True)
     }
-    return jax.jit(trainer.gradients).lower(trainer.abstract_state, shapes).compile()
+    return jax.jit(program.on_mesh(program.step.gradients)).lower(program.abstract_state, shapes).compile()
 
 
 def stages_give_the_gradients_of_one_device(chosen):
     batch = batch_of(16)
-    single = make_trainer({"data": 1})
+    single = make_program({"data": 1})
     start = single.init(key=jax.random.key(0))
     expected, loss = of(single, start, batch)
-    evaluated = float(jax.jit(single.evaluate)(start.params, batch)["loss"])
+    evaluated = float(jax.jit(single.on_mesh(single.step.evaluate))(start.params, batch)["loss"])
     for name, chunks, sizes in chosen:
-        trainer = make_trainer(sizes, name, chunks)
-        found, of_stages = of(trainer, start, batch)
+        program = make_program(sizes, name, chunks)
+        found, of_stages = of(program, start, batch)
         where = f"{name}, {chunks} chunks, {sizes}"
         np.testing.assert_allclose(of_stages, loss, rtol=1e-6, err_msg=where)
         for one, several in zip(*map(jax.tree.leaves, (expected, found)), strict=True):
             np.testing.assert_allclose(several, one, rtol=0, atol=1e-6, err_msg=where)
         if "fsdp" in sizes:
-            placed = jax.device_put(start.params, trainer.variable_shardings)
-            again = jax.jit(trainer.evaluate)(placed, jax.device_put(batch, trainer.batch_shardings(batch)))
+            placed = jax.device_put(start.params, program.variable_shardings)
+            evaluate = jax.jit(program.on_mesh(program.step.evaluate))
+            again = evaluate(placed, jax.device_put(batch, program.batch_shardings(batch)))
             np.testing.assert_allclose(float(again["loss"]), evaluated, rtol=1e-6, err_msg=where)
 
 
-def of(trainer, start, batch):
-    state = jax.device_put(start, trainer.state_shardings)
-    placed = jax.device_put(batch, trainer.batch_shardings(batch))
-    gradients, metrics, _ = compiled_gradients(trainer, batch)(state, placed)
+def of(program, start, batch):
+    state = jax.device_put(start, program.state_shardings)
+    placed = jax.device_put(batch, program.batch_shardings(batch))
+    gradients, metrics, _ = compiled_gradients(program, batch)(state, placed)
     return jax.device_get(gradients), float(metrics["loss"])
 
 
@@ -111,12 +105,12 @@ def stages_sum_the_gradients_of_bfloat16_parameters_in_float32():
     batch = batch_of(32)
     batch["targets"] = np.maximum(batch["targets"], 0)  # weights of 16, by which products are exact
     precision = {"precision": Precision(params="bfloat16")}
-    single = make_trainer({"data": 1}, **precision)
+    single = make_program({"data": 1}, **precision)
     start, row = single.init(key=jax.random.key(0)), {name: x[:1] for name, x in batch.items()}
     of_row = compiled_gradients(single, row)
     rows = [of_row(start, {name: x[place : place + 1] for name, x in batch.items()})[0] for place in range(32)]
     expected = jax.tree.map(lambda *parts: np.mean([np.asarray(x, np.float64) for x in parts], axis=0), *rows)
-    staged = make_trainer({"stage": 4}, "1f1b", microbatches=32, **precision)
+    staged = make_program({"stage": 4}, "1f1b", microbatches=32, **precision)
     for one, several in zip(*map(jax.tree.leaves, (expected, of(staged, start, batch)[0])), strict=True):
         assert several.dtype == np.float32
         error = np.linalg.norm(several - one) / np.linalg.norm(one)
@@ -140,11 +134,11 @@ def each_stage_does_its_share_of_the_layers(schedules):
     def model_of(layers, remat="none"):
         return dataclasses.replace(MODEL, layers=layers, remat=remat)
 
-    one = flops_of_layers(lambda layers: make_trainer({"data": 1}, model=model_of(layers, "full")))
+    one = flops_of_layers(lambda layers: make_program({"data": 1}, model=model_of(layers, "full")))
     for name, chunks in schedules:
         share = (8 * chunks + 3) / (8 * chunks * 4)
         of_stage = flops_of_layers(
-            lambda layers, named=(name, chunks): make_trainer(
+            lambda layers, named=(name, chunks): make_program(
                 {"stage": 4}, *named, microbatches=8, model=model_of(layers)
             )
         )
@@ -153,8 +147,8 @@ def each_stage_does_its_share_of_the_layers(schedules):
 
 def kept_activations(name, chunks, microbatches):
     """Inputs that a stage keeps: arrays that the loops of the program carry, as many as leading entries."""
-    trainer = make_trainer({"stage": 4}, name, chunks, microbatches=microbatches)
-    module = parse_hlo(compiled_gradients(trainer, batch_of(microbatches)).as_text())
+    program = make_program({"stage": 4}, name, chunks, microbatches=microbatches)
+    module = parse_hlo(compiled_gradients(program, batch_of(microbatches)).as_text())
     carried = [
         shape.dims
         for execution in module.executions()

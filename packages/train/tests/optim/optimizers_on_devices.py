@@ -19,7 +19,7 @@ import numpy as np
 from stack_core.abi.digest import array_digests
 from stack_core.abi.mesh import MeshConfig, check_shardings, make_mesh
 from stack_train.checkpoint import CheckpointConfig, CheckpointStore, named_leaves
-from stack_train.models.llama import FAMILY, LlamaConfig
+from stack_train.models.llama import LlamaConfig
 from stack_train.objectives import CausalLMConfig
 from stack_train.optim import (
     AdafactorConfig,
@@ -32,7 +32,8 @@ from stack_train.optim import (
     SgdConfig,
     SpikeConfig,
 )
-from stack_train.trainer import Trainer
+from stack_train.step.program import Program
+from stack_train.step.step import make_step
 
 VOCAB, ROWS, SEQ, STEPS, SAVED_STEP = 32, 8, 32, 100, 50
 MODEL = LlamaConfig(
@@ -78,33 +79,27 @@ def unigram_entropy():
     return float(-(shares * np.log(shares)).sum())
 
 
-def make_trainer(name, devices):
+def make_program(name, devices):
     mesh = MeshConfig(fsdp=devices // 2, tensor=2) if devices > 1 else MeshConfig()
-    return Trainer(
-        family=FAMILY,
-        model_config=MODEL,
-        objective=CausalLMConfig().build(),
-        optimizer=OPTIMIZERS[name],
-        steps=STEPS,
-        mesh=make_mesh(mesh, jax.devices()[:devices]),
-    )
+    step = make_step(MODEL, CausalLMConfig(), OPTIMIZERS[name], steps=STEPS)
+    return Program(step, make_mesh(mesh, jax.devices()[:devices]))
 
 
 def train(name, directory, devices, stop):
-    """Goes on from the checkpoint, if there is one, up to `stop` steps; returns the trainer, the state and metrics."""
-    trainer = make_trainer(name, devices)
+    """Goes on from the checkpoint, if there is one, up to `stop` steps; returns the program, the state and metrics."""
+    program = make_program(name, devices)
     with CheckpointStore(directory / name, CheckpointConfig()) as store:
         resumed = store.latest() is not None
-        state = store.restore(trainer.abstract_state).state if resumed else trainer.init(key=jax.random.key(0))
+        state = store.restore(program.abstract_state).state if resumed else program.init(key=jax.random.key(0))
         step, metrics = None, {}
         for number in range(SAVED_STEP if resumed else 0, stop):
-            batch = jax.device_put(batch_of(number), trainer.batch_shardings(batch_of(number)))
-            step = step or trainer.compile(batch)
+            batch = jax.device_put(batch_of(number), program.batch_shardings(batch_of(number)))
+            step = step or program.compile(batch)
             state, metrics = step(state, batch)
             if number + 1 == SAVED_STEP:
                 store.save(SAVED_STEP, state, {}, "")
-    check_shardings(state, trainer.state_shardings)
-    return trainer, state, metrics
+    check_shardings(state, program.state_shardings)
+    return program, state, metrics
 
 
 def summary(name, directory, devices):

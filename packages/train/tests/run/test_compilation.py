@@ -17,7 +17,7 @@ from stack_core.programs.flops import model_flops_per_step
 from stack_train.data.kinds.text import language_model_shapes
 from stack_train.run.compilation import compile_step
 from stack_train.run.config import RunConfig
-from stack_train.run.program import build_trainer
+from stack_train.run.program import build_program
 
 PUBLISHED = Path(__file__).parents[4] / "examples" / "published"
 PARAMETERS = {
@@ -83,12 +83,12 @@ def config_of(path, *overrides):
 def test_a_report_adds_up(config_file):
     config = config_of(config_file)
     report = compile_step(config, Here("here:1"))
-    trainer = build_trainer(config)
-    leaves = jax.tree.leaves(trainer.abstract_state)
-    assert report.parameters == sum(leaf.size for leaf in jax.tree.leaves(trainer.abstract_params))
+    program = build_program(config)
+    leaves = jax.tree.leaves(program.abstract_state)
+    assert report.parameters == sum(leaf.size for leaf in jax.tree.leaves(program.step.model.variables.trained))
     assert report.work == ("tokens", 8 * 128)
     assert report.model_flops == model_flops_per_step(
-        trainer.evaluate, trainer.abstract_variables, language_model_shapes(8, 128)
+        program.on_mesh(program.step.evaluate), program.abstract_variables, language_model_shapes(8, 128)
     )
     memory = report.cost.memory
     state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves[:-1])  # all but the PRNG key
@@ -157,8 +157,8 @@ def test_what_does_not_fit_together_is_refused_as_a_run_would(config_file, overr
 @pytest.mark.parametrize(("name", "parameters"), PARAMETERS.items())
 def test_the_examples_are_the_published_models(name, parameters):
     config = config_of(PUBLISHED / f"{name}.yaml", "mesh.fsdp=1", "mesh.expert=1")
-    trainer = build_trainer(config, jax.devices()[:1])
-    assert sum(leaf.size for leaf in jax.tree.leaves(trainer.abstract_params)) == parameters
+    program = build_program(config, jax.devices()[:1])
+    assert sum(leaf.size for leaf in jax.tree.leaves(program.step.model.variables.trained)) == parameters
 
 
 def check_gathers(report):
@@ -198,12 +198,12 @@ def test_a_step_of_a_published_model_fits_64_tpus(name):
     report = compile_step(config, target)
     assert report.devices == 64 and report.fits is True
     assert any(kernel.startswith("splash") for kernel in report.cost.uncounted_kernels)
-    held_bytes = state_bytes_of_a_device(build_trainer(config, target.devices))
+    held_bytes = state_bytes_of_a_device(build_program(config, target.devices))
     assert held_bytes < report.cost.memory.argument_bytes < 1.05 * held_bytes
 
 
-def state_bytes_of_a_device(trainer):
-    pairs = zip(jax.tree.leaves(trainer.abstract_state), jax.tree.leaves(trainer.state_shardings), strict=True)
+def state_bytes_of_a_device(program):
+    pairs = zip(jax.tree.leaves(program.abstract_state), jax.tree.leaves(program.state_shardings), strict=True)
     parts = [(math.prod(sharding.shard_shape(leaf.shape)), leaf.dtype) for leaf, sharding in pairs]
     return sum(size * dtype.itemsize for size, dtype in parts[:-1])  # all but the PRNG key
 

@@ -12,7 +12,7 @@ from stack_core.abi.config import parse
 from stack_core.abi.errors import CheckpointError
 from stack_train.checkpoint import CheckpointStore
 from stack_train.run.config import RunConfig
-from stack_train.run.program import build_trainer
+from stack_train.run.program import build_program
 from stack_train.run.train import train
 from stack_train.variables import stored_values
 from stack_train.weights import load_model, load_params
@@ -105,9 +105,9 @@ def test_averages_are_evaluated_and_exported(config_of, optimizer):
     summary = train(config)
     ((path, _),) = _runs(config)
     with CheckpointStore(path / "checkpoints") as store:
-        trainer = build_trainer(config)
-        state = store.restore(trainer.abstract_state).state
-    expected = trainer.evaluation_variables(state)
+        program = build_program(config)
+        state = store.restore(program.abstract_state).state
+    expected = program.step.evaluation_variables(state)
     for one, other, trained in zip(
         *map(values, (load_params(path, config.model), expected, state.params)), strict=True
     ):

@@ -8,7 +8,7 @@ from stack_core.abi.errors import HardwareError
 from stack_core.abi.run_directory import RunDirectory
 from stack_train.run import memory, train
 from stack_train.run.config import RunConfig
-from stack_train.run.program import build_trainer
+from stack_train.run.program import build_program
 
 CONFIG = {
     "model": {"family": "llama", "vocab_size": 264, "layers": 1, "embed": 16, "heads": 2, "mlp": 16},
@@ -41,7 +41,7 @@ def test_a_step_whose_temporaries_do_not_fit_is_refused_before_a_byte_is_written
 
 
 def test_a_state_is_counted_as_one_device_holds_it(config_of):
-    state = build_trainer(config_of()).abstract_state
+    state = build_program(config_of()).abstract_state
     assert memory._device_bytes(state.params) == sum(4 * leaf.size for leaf in jax.tree.leaves(state.params))
 
 

@@ -17,7 +17,7 @@ import yaml
 from stack_core.abi.config import apply_overrides, load_yaml, parse
 from stack_train.checkpoint import CheckpointStore
 from stack_train.run.config import RunConfig
-from stack_train.run.program import build_trainer
+from stack_train.run.program import build_program
 from stack_train.run.train import train
 
 CONFIG = {
@@ -143,11 +143,11 @@ def test_two_processes_train_what_one_trains(runner, monkeypatch):
     train(alone)
     np.testing.assert_allclose(list(runner.losses("two").values()), list(runner.losses("one").values()), rtol=1e-5)
 
-    trainer = build_trainer(alone)  # and one process opens what two have saved
+    program = build_program(alone)  # and one process opens what two have saved
     states = []
     for output in ("one", "two"):
         with CheckpointStore(runner.root / output / "checkpoints") as store:
-            restored = store.restore(trainer.abstract_state)
+            restored = store.restore(program.abstract_state)
             states.append(jax.tree.leaves(restored.state.params))
             assert restored.data_state["batches"] == 3
     for one, two in zip(*states, strict=True):

@@ -16,7 +16,7 @@ from stack_core.abi.run_directory import RunDirectory
 from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.run import train as run
 from stack_train.run.config import RunConfig
-from stack_train.run.program import build_trainer
+from stack_train.run.program import build_program
 
 CONFIG = {
     "model": {
@@ -55,9 +55,9 @@ def config_of(tmp_path, monkeypatch):
 
 def final_state(config):
     """The newest checkpoint's leaves, as NumPy arrays by path."""
-    trainer = build_trainer(config)
+    program = build_program(config)
     with CheckpointStore(RunDirectory(config_path(config)).checkpoints) as store:
-        state = store.restore(trainer.abstract_state).state
+        state = store.restore(program.abstract_state).state
     return {name: np.asarray(leaf) for name, leaf in named_leaves(jax.tree.map(_plain, state)).items()}
 
 

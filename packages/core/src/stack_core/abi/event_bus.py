@@ -13,8 +13,8 @@ from typing import Any
 
 from stack_core.abi.errors import PluginError, StackError
 from stack_core.abi.events import Event, StepFinished, StepStarted
+from stack_core.abi.observers import Observer, ObservesInLoop
 from stack_core.abi.registry import Registry
-from stack_core.abi.training import Observer, ObservesInLoop
 
 __all__ = ["EventBus", "ObserverContext", "observers_from"]
 

@@ -39,7 +39,7 @@ class RunStarted(Event):
       compile_s: wall time of tracing and compiling the step.
       directory: the run's directory.
       setup_s: wall time since the run was requested, including `compile_s`.
-      shown_metrics: names of the metrics to display next to the loss, see `ShowsMetrics`.
+      shown_metrics: names of the metrics to display next to the loss, see `Objective`.
     """
 
     first_step: int

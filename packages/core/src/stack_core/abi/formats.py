@@ -26,8 +26,8 @@ __all__ = [
     "ImportsAdapters",
     "ImportsRuns",
     "ModelFormat",
+    "OpensAuxiliaryModels",
     "OpensForGeneration",
-    "OpensFurtherModels",
     "OpensModels",
     "Progress",
     "StartingPoint",
@@ -84,14 +84,14 @@ class OpensForGeneration(ModelFormat, Protocol):
 
 
 @runtime_checkable
-class OpensFurtherModels(ModelFormat, Protocol):
+class OpensAuxiliaryModels(ModelFormat, Protocol):
     """A format that stores an objective's auxiliary models, such as the head of a reward model."""
 
-    def open_further(self, directory: Path, name: str, abstract: Any) -> Any:
+    def open_auxiliary(self, directory: Path, name: str, abstract: Any) -> Any:
         """Reads the parameters of an auxiliary model.
 
         Args:
-          name: its name in `TrainsModels.trained_models`.
+          name: its name in `Objective.auxiliary_models`.
           abstract: shapes and dtypes of its parameters, nested dicts of `jax.ShapeDtypeStruct`.
 
         Returns:

@@ -7,8 +7,8 @@ from stack_core.abi.errors import ConversionError, nearest
 from stack_core.abi.formats import (
     GenerativeCheckpoint,
     ModelFormat,
+    OpensAuxiliaryModels,
     OpensForGeneration,
-    OpensFurtherModels,
     OpensModels,
     TrainedModel,
 )
@@ -16,7 +16,7 @@ from stack_core.abi.installing import install_command
 from stack_core.abi.local_paths import hub_advice, local_address
 from stack_core.abi.plugins import registries
 
-__all__ = ["open_for_generation", "open_further", "open_model"]
+__all__ = ["open_auxiliary", "open_for_generation", "open_model"]
 
 Format = TypeVar("Format", bound=ModelFormat)
 
@@ -46,15 +46,15 @@ def open_for_generation(address: str) -> GenerativeCheckpoint:
     return format_.open_for_generation(directory)
 
 
-def open_further(address: str, name: str, abstract: Any) -> Any:
-    """Reads the parameters of an auxiliary model that an objective trained; see `OpensFurtherModels`.
+def open_auxiliary(address: str, name: str, abstract: Any) -> Any:
+    """Reads the parameters of an auxiliary model that an objective trained; see `OpensAuxiliaryModels`.
 
     Raises:
       ConversionError: as `open_model`.
       StackError: no such model was trained, or its parameters differ from `abstract`.
     """
-    format_, directory = _found(address, OpensFurtherModels)
-    return format_.open_further(directory, name, abstract)
+    format_, directory = _found(address, OpensAuxiliaryModels)
+    return format_.open_auxiliary(directory, name, abstract)
 
 
 def _found(address: str, ability: type[Format]) -> tuple[Format, Path]:

@@ -15,7 +15,7 @@ from stack_core.abi.data import IGNORED_TARGET
 from stack_core.abi.errors import ConfigError
 from stack_core.abi.metrics import Metric, Metrics
 from stack_core.abi.models import LanguageModel
-from stack_core.abi.training import Objective
+from stack_core.abi.objectives import Objective
 from stack_core.ops import Head
 from stack_rl.math.distillation import forward_kl, generalized_jsd, reverse_kl
 from stack_rl.objectives.parts import MOST_LOGITS, by_parts
@@ -26,7 +26,7 @@ Divergence = Callable[[Float[Array, "*tokens vocab"], Float[Array, "*tokens voca
 
 
 @config
-class LogitDistillConfig:
+class LogitDistillConfig(Objective):
     """Distillation by logits: matches the student's full distribution to the teacher's at every target.
 
         l = T^2 KL(p_teacher || p) ("forward"), T^2 KL(p || p_teacher) ("reverse"), or
@@ -61,18 +61,15 @@ class LogitDistillConfig:
             raise ConfigError(f"objective.teacher is {self.teacher!r}; name the teacher's run: run:DIRECTORY.")
 
     @property
-    def companions(self) -> Mapping[str, str]:
+    def auxiliary_models(self) -> Mapping[str, str]:
         return {"teacher": self.teacher}
 
-    def build(self) -> Objective:
-        return self
-
     def __call__(
-        self, model: LanguageModel, batch: Mapping[str, jax.Array], *, key: jax.Array, **companions: Any
+        self, model: LanguageModel, batch: Mapping[str, jax.Array], *, key: jax.Array, **auxiliary: Any
     ) -> tuple[jax.Array, Metrics]:
         del key  # the loss is not random
         inputs = batch["tokens"], batch["positions"], batch["segment_ids"]
-        teacher: LanguageModel = companions["teacher"]
+        teacher: LanguageModel = auxiliary["teacher"]
         hidden, of_teacher = model(*inputs).hidden, teacher(*inputs).hidden
         losses = token_divergences(model.head(), hidden, teacher.head(), of_teacher, self._divergence)
         real = batch["targets"] != IGNORED_TARGET

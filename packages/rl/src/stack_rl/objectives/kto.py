@@ -12,7 +12,7 @@ from stack_core.abi.config import config
 from stack_core.abi.data import IGNORED_TARGET
 from stack_core.abi.metrics import Metric, Metrics
 from stack_core.abi.models import LanguageModel
-from stack_core.abi.training import Objective
+from stack_core.abi.objectives import Objective
 from stack_rl.math.preference import kto_baseline, kto_loss
 from stack_rl.objectives.answers import answer_logprobs
 
@@ -20,7 +20,7 @@ __all__ = ["KTOConfig"]
 
 
 @config
-class KTOConfig:
+class KTOConfig(Objective):
     """Kahneman-Tversky optimization: makes good answers likelier than under the reference, bad ones less likely.
 
         l = d (1 - sigmoid(beta (h - z))) if desirable, else u (1 - sigmoid(beta (z - h))), h = log p - log p_ref
@@ -51,11 +51,8 @@ class KTOConfig:
         }
     )
 
-    def build(self) -> Objective:
-        return self
-
     def __call__(
-        self, model: LanguageModel, batch: Mapping[str, jax.Array], *, key: jax.Array, **companions: Any
+        self, model: LanguageModel, batch: Mapping[str, jax.Array], *, key: jax.Array, **auxiliary: Any
     ) -> tuple[jax.Array, Metrics]:
         del key  # the loss is not random
         logprobs = answer_logprobs(model, batch)

@@ -18,7 +18,7 @@ from stack_core.abi.data import IGNORED_TARGET
 from stack_core.abi.errors import ConfigError
 from stack_core.abi.metrics import Metric, Metrics
 from stack_core.abi.models import LanguageModel
-from stack_core.abi.training import Objective
+from stack_core.abi.objectives import Objective
 from stack_rl.math import corrections
 from stack_rl.math.kl import corrected, estimator_in_loss
 from stack_rl.math.policy import log_ratio
@@ -169,7 +169,7 @@ class PolicyConfig:
 
 
 @dataclass(frozen=True)
-class PolicyObjective:
+class PolicyObjective(Objective):
     """The objective of a `PolicyConfig` without a reference model."""
 
     config: PolicyConfig
@@ -177,7 +177,7 @@ class PolicyObjective:
     shown_metrics: ClassVar[tuple[str, ...]] = ("reward", "flat_groups", "unparsed", "truncated")
 
     def __call__(
-        self, model: LanguageModel, batch: Mapping[str, jax.Array], *, key: jax.Array, **companions: Any
+        self, model: LanguageModel, batch: Mapping[str, jax.Array], *, key: jax.Array, **auxiliary: Any
     ) -> tuple[jax.Array, Metrics]:
         del key  # the loss is not random
         return self._loss(model, batch, None)
@@ -249,14 +249,14 @@ class ReferencedObjective(PolicyObjective):
     """The objective of a `PolicyConfig` with a reference model on the trainer's mesh."""
 
     @property
-    def companions(self) -> Mapping[str, str]:
+    def auxiliary_models(self) -> Mapping[str, str]:
         return {"reference": self.config.reference}
 
     def __call__(
-        self, model: LanguageModel, batch: Mapping[str, jax.Array], *, key: jax.Array, **companions: Any
+        self, model: LanguageModel, batch: Mapping[str, jax.Array], *, key: jax.Array, **auxiliary: Any
     ) -> tuple[jax.Array, Metrics]:
         del key
-        return self._loss(model, batch, companions["reference"])
+        return self._loss(model, batch, auxiliary["reference"])
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from stack_core.abi.config import config
 from stack_core.abi.metrics import Metrics
 from stack_core.abi.models import LanguageModel, Outputs
-from stack_core.abi.training import Objective
+from stack_core.abi.objectives import Objective
 from stack_rl.math.value import value_loss
 from stack_rl.objectives.heads import scalar_head
 from stack_rl.objectives.policy import OF_DATA, PolicyConfig, PolicyObjective
@@ -70,22 +70,22 @@ class CriticObjective(PolicyObjective):
     """The objective of a `PolicyConfig` with a critic, and with a reference model if the config has a KL term."""
 
     inputs: ClassVar[Mapping[str, str]] = PPOConfig.inputs
-    trained_models: ClassVar[Mapping[str, Callable[..., Any]]] = MappingProxyType({"critic": scalar_head})
 
     @property
-    def companions(self) -> Mapping[str, str]:
-        asked = self.config.kl and self.config.reference != OF_DATA
-        return {"reference": self.config.reference} if asked else {}
+    def auxiliary_models(self) -> Mapping[str, str | Callable[..., Any]]:
+        needs_reference = self.config.kl and self.config.reference != OF_DATA
+        reference = {"reference": self.config.reference} if needs_reference else {}
+        return {**reference, "critic": scalar_head}
 
     def __call__(
-        self, model: LanguageModel, batch: Mapping[str, jax.Array], *, key: jax.Array, **companions: Any
+        self, model: LanguageModel, batch: Mapping[str, jax.Array], *, key: jax.Array, **auxiliary: Any
     ) -> tuple[jax.Array, Metrics]:
         del key  # the loss is not random
-        return self._loss(model, batch, companions.get("reference"), companions["critic"])
+        return self._loss(model, batch, auxiliary.get("reference"), auxiliary["critic"])
 
-    def scores(self, outputs: Outputs, batch: Mapping[str, jax.Array], **models: Any) -> Mapping[str, jax.Array]:
+    def scores(self, outputs: Outputs, batch: Mapping[str, jax.Array], **auxiliary: Any) -> Mapping[str, jax.Array]:
         """Computes the critic's value before each target."""
-        return {"values": models["critic"](outputs.hidden)}
+        return {"values": auxiliary["critic"](outputs.hidden)}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from stack_core.abi.config import config
 from stack_core.abi.data import IGNORED_TARGET
 from stack_core.abi.metrics import Metric, Metrics
 from stack_core.abi.models import LanguageModel
-from stack_core.abi.training import Objective
+from stack_core.abi.objectives import Objective
 from stack_rl.math.preference import accuracy, dpo_loss, dpo_margin, ipo_loss, orpo_loss, simpo_loss
 from stack_rl.objectives.answers import answer_logprobs
 
@@ -40,7 +40,7 @@ class Answers:
 
 
 @config
-class PairConfig:
+class PairConfig(Objective):
     """The mean of a loss over pairs. An algorithm is a subclass that implements `rewards` and `losses`.
 
     Attributes:
@@ -59,11 +59,8 @@ class PairConfig:
     def losses(self, answers: Answers) -> Float[Array, " batch"]:
         raise NotImplementedError
 
-    def build(self) -> Objective:
-        return self
-
     def __call__(
-        self, model: LanguageModel, batch: Mapping[str, jax.Array], *, key: jax.Array, **companions: Any
+        self, model: LanguageModel, batch: Mapping[str, jax.Array], *, key: jax.Array, **auxiliary: Any
     ) -> tuple[jax.Array, Metrics]:
         del key  # the loss is not random
         logprobs = answer_logprobs(model, batch)

@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from stack_core.abi.config import config
 from stack_core.abi.errors import ConfigError
-from stack_core.abi.training import Objective
+from stack_core.abi.objectives import Objective
 from stack_rl.math.policy import cispo_loss, clipped_loss, is_clipped, reinforce_loss
 from stack_rl.math.sequences import sequence_mean
 from stack_rl.objectives.policy import Correction, PolicyConfig, PolicyTokens

@@ -13,7 +13,7 @@ from stack_core.abi.config import config
 from stack_core.abi.data import IGNORED_TARGET
 from stack_core.abi.metrics import Metric, Metrics
 from stack_core.abi.models import LanguageModel
-from stack_core.abi.training import Objective
+from stack_core.abi.objectives import Objective
 from stack_rl.math.preference import accuracy, reward_loss
 from stack_rl.objectives.heads import scalar_head
 
@@ -44,7 +44,7 @@ def answer_rewards(
 
 
 @config
-class RewardModelConfig:
+class RewardModelConfig(Objective):
     """A reward model: a head on the hidden state at the answer's end that scores chosen answers above rejected ones.
 
         l = -log sigmoid(r(chosen) - r(rejected) - margin) + centre (r(chosen) + r(rejected))^2
@@ -69,16 +69,16 @@ class RewardModelConfig:
     inputs: ClassVar[Mapping[str, str]] = MappingProxyType(
         dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), "batch answers seq")
     )
-    trained_models: ClassVar[Mapping[str, Callable[..., Any]]] = MappingProxyType({"reward": scalar_head})
 
-    def build(self) -> Objective:
-        return self
+    @property
+    def auxiliary_models(self) -> Mapping[str, Callable[..., Any]]:
+        return {"reward": scalar_head}
 
     def __call__(
-        self, model: LanguageModel, batch: Mapping[str, jax.Array], *, key: jax.Array, **models: Any
+        self, model: LanguageModel, batch: Mapping[str, jax.Array], *, key: jax.Array, **auxiliary: Any
     ) -> tuple[jax.Array, Metrics]:
         del key  # the loss is not random
-        rewards = answer_rewards(model, models["reward"], batch)
+        rewards = answer_rewards(model, auxiliary["reward"], batch)
         # Padding pairs, which fill the last held-out batch, lack targets and get weight 0.
         real = jnp.any(batch["targets"] != IGNORED_TARGET, axis=(1, 2)).astype(rewards.dtype)
         weight = jnp.sum(real)

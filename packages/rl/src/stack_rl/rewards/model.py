@@ -13,7 +13,7 @@ from stack_core.abi.config import LocalAddress, config
 from stack_core.abi.data import Tokenizer
 from stack_core.abi.errors import ConfigError, DataError
 from stack_core.abi.mesh import MeshConfig
-from stack_core.abi.model_formats import open_for_generation, open_further
+from stack_core.abi.model_formats import open_auxiliary, open_for_generation
 from stack_rl.contracts import Completion, Reward
 from stack_rl.placing import PlacedModel
 
@@ -74,7 +74,7 @@ class ModelReward:
         self._params = self._model.load_params()
         embed, _ = jax.eval_shape(lambda params: self._model.model(params).head().weight, self._params).shape
         shapes = {"kernel": (embed,), "bias": ()}
-        head = open_further(
+        head = open_auxiliary(
             address, "reward", {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
         )
         self._head = head if placed is None else jax.device_put(head, placed.whole)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import NonNegativeInt, PositiveInt
@@ -131,8 +132,8 @@ class CheckpointStore:
         self,
         step: int,
         state: Any,
-        data_state: dict[str, Any] | bytes | None,
-        config_yaml: str,
+        data_state: Mapping[str, Any] | bytes | None = MappingProxyType({}),
+        config_yaml: str = "",
         *,
         frozen: Mapping[str, FrozenRecord] | None = None,
         kind: str = "train",
@@ -145,7 +146,7 @@ class CheckpointStore:
         Args:
           step: number of training steps done.
           state: pytree of JAX arrays (including typed keys), NumPy arrays and numbers.
-          data_state: state of the data iterator, as a JSON mapping or as bytes.
+          data_state: state of the data iterator, as a JSON mapping or as bytes; None if no run can resume from it.
           config_yaml: resolved config of the run.
           frozen: sources of variables that are not in `state`, by model.
           kind: "train", or "weights" if `state` holds only parameters.
@@ -361,7 +362,7 @@ class CheckpointStore:
 
 
 def _documents(
-    data_state: dict[str, Any] | bytes | None, config_yaml: str, frozen: Mapping[str, FrozenRecord] | None
+    data_state: Mapping[str, Any] | bytes | None, config_yaml: str, frozen: Mapping[str, FrozenRecord] | None
 ) -> dict[str, bytes]:
     documents = {CONFIG: config_yaml.encode()}
     if frozen:
@@ -369,5 +370,5 @@ def _documents(
     if isinstance(data_state, bytes):
         documents[DATA_BYTES] = data_state
     elif data_state is not None:
-        documents[DATA_JSON] = json.dumps(data_state).encode()
+        documents[DATA_JSON] = json.dumps(dict(data_state)).encode()
     return documents

@@ -13,7 +13,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from stack_core.abi.config import changed_fields, config
 from stack_core.abi.errors import ConfigError
 from stack_core.abi.metrics import Metric, Metrics
-from stack_core.abi.training import Objective
+from stack_core.abi.objectives import Objective
 from stack_train.diffusion.denoiser import TIMESTEPS, Condition, Denoiser, Images, condition_of, image_tokens
 from stack_train.diffusion.noise import DynamicShift, FlowConfig, NoiseConfig, Prediction, Schedule
 
@@ -36,7 +36,7 @@ class Denoises(Protocol):
 
 
 @config
-class DenoisingConfig(abc.ABC):
+class DenoisingConfig(Objective):
     """Mean squared error of a denoiser's predictions for noisy images.
 
         loss = mean_b weight(t_b) |model(alpha_b x_b + sigma_b e_b, t_b, condition_b) - target_b|^2
@@ -52,9 +52,6 @@ class DenoisingConfig(abc.ABC):
 
     inputs: ClassVar[Mapping[str, str]] = MappingProxyType({_IMAGES: "batch height width channels", _WEIGHTS: "batch"})
 
-    def build(self) -> Objective:
-        return self
-
     @abc.abstractmethod
     def noisy(
         self, images: Images, noise: Images, *, tokens: int, key: jax.Array
@@ -66,7 +63,7 @@ class DenoisingConfig(abc.ABC):
         """
 
     def __call__(
-        self, model: Denoiser, batch: Mapping[str, jax.Array], *, key: jax.Array, **companions: Any
+        self, model: Denoiser, batch: Mapping[str, jax.Array], *, key: jax.Array, **auxiliary: Any
     ) -> tuple[jax.Array, Metrics]:
         images, real = batch[_IMAGES], batch[_WEIGHTS]
         condition = condition_of(batch)

@@ -11,13 +11,13 @@ from pydantic import NonNegativeFloat
 from stack_core.abi.config import config
 from stack_core.abi.errors import ConfigError
 from stack_core.abi.metrics import Metric, Metrics
-from stack_core.abi.training import Objective
+from stack_core.abi.objectives import Objective
 
 __all__ = ["ReconstructionConfig"]
 
 
 @config
-class ReconstructionConfig:
+class ReconstructionConfig(Objective):
     """Reconstruction error of an autoencoder plus the KL divergence of its latents from a normal distribution.
 
         loss = mean_b |x_b - decode(z_b)|^p + kl_weight * KL(N(mean_b, variance_b) || N(0, 1)),  z = mean + deviation e
@@ -41,11 +41,8 @@ class ReconstructionConfig:
         {"images": "batch height width channels", "weights": "batch"}
     )
 
-    def build(self) -> Objective:
-        return self
-
     def __call__(
-        self, model: Any, batch: Mapping[str, jax.Array], *, key: jax.Array, **companions: Any
+        self, model: Any, batch: Mapping[str, jax.Array], *, key: jax.Array, **auxiliary: Any
     ) -> tuple[jax.Array, Metrics]:
         if not hasattr(model, "encode"):
             raise ConfigError(

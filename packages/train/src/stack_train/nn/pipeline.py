@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from stack_core.abi.errors import ShardingError, TrainingError
 from stack_train.nn.schedules import COLUMNS, Phase, Schedule
-from stack_train.precision import add_gradients, zero_sums
+from stack_train.step.precision import add_gradients, zero_sums
 
 __all__ = ["Boundary", "boundary", "run_stages"]
 

@@ -90,14 +90,14 @@ class PeftFormat:
         name, section = adapter_section(adapters)
         settings = replace(saved.run, init_from=str(source))
         config = replace(saved, output=str(run), run=settings, sections={**saved.sections, name: section})
-        trainer = on_one_device(config)
-        state, records = first_state(trainer, config)
-        state = with_adapters(state, trainer, config, adapters)
+        program = on_one_device(config)
+        state, records = first_state(program, config)
+        state = with_adapters(state, program, config, adapters)
         with atomic_directory(run) as partial:
             paths = RunDirectory(partial)
             copy_tokenizer_of_start(config, partial)
             with CheckpointStore(paths.checkpoints) as store:
-                held = {"params": state.params, "moved": state.moved}
+                held = {"params": state.params, "moved": state.mutable}
                 store.save(0, held, None, to_yaml(config), frozen=records, kind="weights")
             paths.config.write_text(to_yaml(config), encoding="utf-8")
         return _conversion(run, adapters, progress)

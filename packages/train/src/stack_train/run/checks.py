@@ -5,7 +5,7 @@ from pathlib import Path
 
 from stack_core.abi.adapters import AdaptsModels
 from stack_core.abi.errors import ConfigError
-from stack_train.objectives import check_inputs
+from stack_train.objectives import as_objective, check_inputs
 from stack_train.run.config import RunConfig, run_config
 from stack_train.run.start import check_same_start, open_published
 from stack_train.run.transforms import recipe_differences, transform_names, transform_of
@@ -17,7 +17,7 @@ def check_run(config: RunConfig) -> None:
     """Raises a ConfigError if sections contradict each other."""
     config.data.check(config.model)
     shapes = config.data.spec(config.model)
-    check_inputs(config.objective.build(), shapes)
+    check_inputs(as_objective(config.objective.build()), shapes)
     batch_size = next(iter(shapes.values())).shape[0]
     if batch_size % config.run.accumulation_steps:
         raise ConfigError(

@@ -17,9 +17,9 @@ from stack_core.programs.lint import LintedParameter, ProgramLint, lint_program
 from stack_core.programs.roofline import ProgramCost, program_cost
 from stack_train.run.checks import check_run
 from stack_train.run.config import RunConfig
-from stack_train.run.program import build_trainer, model_flops, traced_step
-from stack_train.staged import is_in_layers
-from stack_train.trainer import Trainer
+from stack_train.run.program import build_program, model_flops, traced_step
+from stack_train.step.program import Program
+from stack_train.step.staged import is_in_layers
 
 __all__ = ["StepReport", "compile_step"]
 
@@ -124,40 +124,43 @@ def compile_step(config: RunConfig, target: Target) -> StepReport:
       StackError: model, batch and mesh do not fit together.
     """
     check_run(config)
-    trainer = build_trainer(config, target.devices)
+    program = build_program(config, target.devices)
     started_s = time.perf_counter()
     with use_target(target):
-        lowered = traced_step(config, trainer).lower()
+        lowered = traced_step(config, program).lower()
         traced_s, traced_cpu_s = time.perf_counter(), time.process_time()
         compiled, refusal = _compiled(lowered)
         compiled_s, compiler_cpu_s = time.perf_counter(), time.process_time() - traced_cpu_s
-        needed = model_flops(config, trainer)
-    chip, mesh_devices = target.chip, trainer.mesh.devices.flatten().tolist()
+        needed = model_flops(config, program)
+    chip, mesh_devices = target.chip, program.mesh.devices.flatten().tolist()
     cost = None if compiled is None else program_cost(compiled, mesh_devices, chip, link_share=target.link_share)
     units = count_units(chip, mesh_devices)
     return StepReport(
         target=target.name,
         platform=mesh_devices[0].platform,
         devices=len(mesh_devices),
-        mesh={axis: size for axis, size in trainer.mesh.shape.items() if size > 1},
-        parameters=trainer.parameter_count,
+        mesh={axis: size for axis, size in program.mesh.shape.items() if size > 1},
+        parameters=program.step.model.parameter_count,
         work=config.data.work(),
         model_flops=needed,
         memory_bytes=None if chip.hbm_bytes is None else chip.hbm_bytes * units // len(mesh_devices),
         refusal=refusal,
         cost=cost,
         mfu=_mfu(needed.ideal_s(chip, units=units), cost),
-        lint=None if cost is None or len(mesh_devices) == 1 else _lint(config, trainer, cost),
+        lint=None if cost is None or len(mesh_devices) == 1 else _lint(config, program, cost),
         trace_s=traced_s - started_s,
         compile_s=compiled_s - traced_s,
         compiler_cpu_s=compiler_cpu_s,
     )
 
 
-def _lint(config: RunConfig, trainer: Trainer, cost: ProgramCost) -> ProgramLint:
+def _lint(config: RunConfig, program: Program, cost: ProgramCost) -> ProgramLint:
     """Lints the step's collectives on the trained parameters."""
-    shapes = flatten_mapping(trainer.abstract_params)
-    shardings, axes = flatten_mapping(trainer.state_shardings.params), flatten_mapping(trainer.logical_axes)
+    shapes = flatten_mapping(program.step.model.variables.trained)
+    shardings, axes = (
+        flatten_mapping(program.state_shardings.params),
+        flatten_mapping(program.step.model.variables.logical_axes),
+    )
     parameters = [
         LintedParameter(
             name=path_name(path),
@@ -169,8 +172,8 @@ def _lint(config: RunConfig, trainer: Trainer, cost: ProgramCost) -> ProgramLint
         for path, leaf in shapes.items()
         if hasattr(leaf, "shape")
     ]
-    trips = trainer.schedule.microbatches if trainer.schedule else config.run.accumulation_steps
-    return lint_program(cost.collectives, parameters, outer_trips=2 * trips if trainer.schedule else trips)
+    trips = program.step.schedule.microbatches if program.step.schedule else config.run.accumulation_steps
+    return lint_program(cost.collectives, parameters, outer_trips=2 * trips if program.step.schedule else trips)
 
 
 def _compiled(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled | None, str | None]:

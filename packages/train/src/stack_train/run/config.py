@@ -17,7 +17,7 @@ from stack_train.data.kinds.text import TextData
 from stack_train.nn.schedules import ScheduleName
 from stack_train.objectives import CausalLMConfig
 from stack_train.optim import AdamWConfig
-from stack_train.precision import Precision
+from stack_train.step.precision import Precision
 
 __all__ = ["PipelineConfig", "RunConfig", "RunSettings", "run_config"]
 

@@ -21,13 +21,12 @@ from stack_core.abi.event_bus import EventBus
 from stack_core.abi.events import EvaluationFinished, RunFinished, StepFinished, StepStarted
 from stack_core.abi.metrics import Metrics, combine_all
 from stack_core.abi.policy import PolicyBatches
-from stack_core.abi.training import ShowsMetrics
 from stack_core.runtime.signals import StopRequest
 from stack_train.checkpoint import CheckpointStore, FrozenRecord
 from stack_train.panels.records import records
 from stack_train.run.placing import placed
 from stack_train.run.run import Run
-from stack_train.state import TrainState
+from stack_train.step.state import TrainState
 from stack_train.variables import join
 
 __all__ = ["RunSummary", "TrainingLoop"]
@@ -149,8 +148,8 @@ class TrainingLoop:
 
     def evaluate(self, state: TrainState) -> dict[str, float] | None:
         """Computes the metrics of the validation split; None if there is none, or if a stop signal interrupts it."""
-        data, trainer = self.of.data, self.of.trainer
-        variables, beside = trainer.evaluation_variables(state), trainer.evaluation_beside(state)
+        data, program = self.of.data, self.of.program
+        variables, auxiliary = program.step.evaluation_variables(state), program.step.evaluation_auxiliary(state)
         found: list[Any] = []
         self._is_evaluation_cut = False
         for batch in data.validation_batches():
@@ -160,8 +159,8 @@ class TrainingLoop:
                 return None
             arrays, _ = self._to_device(batch)
             if self._evaluate is None:
-                self._evaluate = trainer.compile_evaluation(arrays)
-            found.append(jax.device_get(self._evaluate(variables, arrays, beside)))
+                self._evaluate = program.compile_evaluation(arrays)
+            found.append(jax.device_get(self._evaluate(variables, arrays, auxiliary)))
         metrics = combine_all(found)
         weighed = "loss" in metrics and metrics["loss"].weight
         return {name: float(metric) for name, metric in metrics.items()} if weighed else None
@@ -184,20 +183,20 @@ class TrainingLoop:
     def _hand_over(self, state: TrainState, step: int) -> None:
         """Passes the current weights to data that is sampled from the policy."""
         if isinstance(self.of.data, PolicyBatches):
-            further = {name: each.params for name, each in state.further.items()}
+            auxiliary = {name: each.params for name, each in state.auxiliary.items() if each.opt_state is not None}
             alone = self.of.data.takes_trained
             frozen = state.frozen if alone else {}
-            given = join(state.params, state.moved) if alone else self.of.trainer.variables(state)
-            self.of.data.update_weights(given, step, partial(self._score, further, frozen))
+            given = join(state.params, state.mutable) if alone else self.of.program.step.variables(state)
+            self.of.data.update_weights(given, step, partial(self._score, auxiliary, frozen))
 
     def _score(
-        self, further: Any, frozen: Any, params: Any, batch: Mapping[str, np.ndarray]
+        self, auxiliary: Any, frozen: Any, params: Any, batch: Mapping[str, np.ndarray]
     ) -> Mapping[str, np.ndarray]:
-        """Scores a batch of host arrays with the trainer and returns host arrays."""
+        """Scores a batch of host arrays with the program and returns host arrays."""
         if self._scorer is None:
-            self._scorer = self.of.trainer.compiled_scores()
+            self._scorer = self.of.program.compiled_scores()
         arrays, _ = self._to_device(batch)
-        return jax.device_get(self._scorer(join(params, frozen), arrays, further))
+        return jax.device_get(self._scorer(join(params, frozen), arrays, auxiliary))
 
     def _to_device(
         self, batch: Mapping[str, np.ndarray], rows: np.ndarray | None = None
@@ -205,7 +204,7 @@ class TrainingLoop:
         arrays = dict(batch)
         row_ids = arrays.pop("row_ids", None)
         shapes = None if rows is None else self.of.config.data.spec(self.of.config.model)
-        return placed(self.of.trainer, arrays, rows=rows, shapes=shapes), row_ids
+        return placed(self.of.program, arrays, rows=rows, shapes=shapes), row_ids
 
     def _finish(self, dispatched: _Dispatched | None) -> None:
         """Waits for a step, checks its loss and reports it."""
@@ -335,8 +334,7 @@ class TrainingLoop:
     @property
     def shown_metrics(self) -> tuple[str, ...]:
         """Names of the metrics that the objective selects for display next to the loss."""
-        objective = self.of.trainer.objective
-        return tuple(objective.shown_metrics) if isinstance(objective, ShowsMetrics) else ()
+        return tuple(self.of.program.step.objective.shown_metrics)
 
     def _shown(self, metrics: Mapping[str, float]) -> dict[str, float]:
         return {name: metrics[name] for name in self.shown_metrics if name in metrics}

@@ -10,8 +10,8 @@ import jax
 from stack_core.abi.errors import HardwareError
 from stack_core.chips.memory import free_bytes
 from stack_core.programs.roofline import program_memory
-from stack_train.precision import wide_dtype
-from stack_train.trainer import Trainer
+from stack_train.step.precision import wide_dtype
+from stack_train.step.program import Program
 
 __all__ = ["ADVICE", "check_state", "compile_fitting", "out_of_memory"]
 
@@ -27,21 +27,20 @@ _STATE_ADVICE = (
 _GIB = 2**30
 
 
-def check_state(trainer: Trainer) -> None:
+def check_state(program: Program) -> None:
     """Raises a HardwareError if a step's state and gradients exceed the free memory of a device."""
-    state = trainer.abstract_state
-    is_summed = trainer.accumulation_steps > 1 or trainer.schedule is not None
+    state = program.abstract_state
+    is_summed = program.step.accumulation_steps > 1 or program.step.schedule is not None
     parts = {
-        "parameters": _device_bytes((state.params, state.moved, state.frozen)),
+        "parameters": _device_bytes((state.params, state.mutable, state.frozen)),
         "gradients": _device_bytes(state.trained, wide=is_summed),
         "optimizer state": _device_bytes(state.opt_state),
-        "companions": _device_bytes(state.companions),
-        "further models": _device_bytes(state.further),
+        "auxiliary models": _device_bytes(state.auxiliary),
     }
-    _check("A step's state and gradients take", sum(parts.values()), parts, trainer, _STATE_ADVICE)
+    _check("A step's state and gradients take", sum(parts.values()), parts, program, _STATE_ADVICE)
 
 
-def compile_fitting(step: jax.stages.Traced, trainer: Trainer) -> jax.stages.Compiled:
+def compile_fitting(step: jax.stages.Traced, program: Program) -> jax.stages.Compiled:
     """Compiles a run's step.
 
     Raises:
@@ -49,13 +48,13 @@ def compile_fitting(step: jax.stages.Traced, trainer: Trainer) -> jax.stages.Com
     """
     with out_of_memory():
         compiled = step.lower().compile()
-    memory = program_memory(compiled, trainer.mesh.devices.flat[0].platform)
+    memory = program_memory(compiled, program.mesh.devices.flat[0].platform)
     parts = {
         "state and batch": memory.argument_bytes,
         "temporaries": memory.temporary_bytes,
         "outputs beside those in their place": memory.output_bytes - memory.aliased_bytes,
     }
-    _check("The compiled step takes", memory.total_bytes, parts, trainer, ADVICE)
+    _check("The compiled step takes", memory.total_bytes, parts, program, ADVICE)
     return compiled
 
 
@@ -70,8 +69,8 @@ def out_of_memory() -> Iterator[None]:
         raise HardwareError(f"The run does not fit the memory of a device. {ADVICE}\n{error}") from error
 
 
-def _check(what: str, needed_bytes: int, parts: Mapping[str, int], trainer: Trainer, advice: str) -> None:
-    devices = [device for device in trainer.mesh.devices.flat if device.process_index == jax.process_index()]
+def _check(what: str, needed_bytes: int, parts: Mapping[str, int], program: Program, advice: str) -> None:
+    devices = [device for device in program.mesh.devices.flat if device.process_index == jax.process_index()]
     left_bytes = free_bytes(devices)
     if left_bytes is None or needed_bytes <= left_bytes:
         return

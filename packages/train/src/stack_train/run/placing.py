@@ -5,37 +5,37 @@ import numpy as np
 from jaxtyping import Int64
 
 from stack_core.abi.data import Batch, Shapes
-from stack_train.trainer import Trainer
+from stack_train.step.program import Program
 
 __all__ = ["own_rows", "placed"]
 
 
-def own_rows(trainer: Trainer, shapes: Shapes) -> Int64[np.ndarray, " own"]:
+def own_rows(program: Program, shapes: Shapes) -> Int64[np.ndarray, " own"]:
     """Returns the rows of a batch on the devices of this process, in ascending order.
 
     Args:
       shapes: global shapes of the arrays of a batch.
     """
     name, first = next(iter(shapes.items()))
-    places = trainer.batch_shardings({name: first})[name].addressable_devices_indices_map(first.shape)
+    places = program.batch_shardings({name: first})[name].addressable_devices_indices_map(first.shape)
     size = first.shape[0]
     return np.unique([row for index in places.values() for row in range(*_bounds(index, size))]).astype(np.int64)
 
 
 def placed(
-    trainer: Trainer, batch: Batch, *, rows: Int64[np.ndarray, " own"] | None = None, shapes: Shapes | None = None
+    program: Program, batch: Batch, *, rows: Int64[np.ndarray, " own"] | None = None, shapes: Shapes | None = None
 ) -> dict[str, jax.Array]:
-    """Transfers a batch to the devices of the trainer's mesh.
+    """Transfers a batch to the devices of a program's mesh.
 
     Args:
       rows: row indices in the global batch that the arrays hold; None if every process holds all rows.
       shapes: global shapes of the arrays; required with `rows`.
     """
-    if trainer.mesh.is_multi_process:
+    if program.mesh.is_multi_process:
         wholes = batch if rows is None or shapes is None else {name: shapes[name] for name in batch}
-        shardings = trainer.batch_shardings(wholes)
+        shardings = program.batch_shardings(wholes)
         return {name: _part(array, wholes[name].shape, shardings[name], rows) for name, array in batch.items()}
-    return jax.device_put(dict(batch), trainer.batch_shardings(batch))
+    return jax.device_put(dict(batch), program.batch_shardings(batch))
 
 
 def _part(

@@ -37,7 +37,7 @@ def policy_of(run: Run, variables: Tree) -> ModuleCheckpoint:
         return ((path, jax.tree.map(jnp.copy, value)) for path, value in flatten_mapping(variables).items())
 
     return generative_checkpoint(
-        run.trainer.abstract_model,
+        run.program.step.model.abstract,
         run.config.model,
         name=run.directory.path.name,
         tokenizer=run.directory.tokenizer,

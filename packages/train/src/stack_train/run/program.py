@@ -1,4 +1,4 @@
-"""The trainer of a run and its step traced for the run's batch shapes; nothing is allocated."""
+"""The program of a run and its step traced for the run's batch shapes; nothing is allocated."""
 
 import contextlib
 import dataclasses
@@ -11,32 +11,35 @@ from jax.sharding import Mesh
 from stack_core.abi.errors import ConfigError, ShardingError, nearest
 from stack_core.abi.local_paths import local_path
 from stack_core.abi.mesh import MeshConfig, make_mesh
+from stack_core.abi.objectives import Objective
 from stack_core.abi.plugins import registries
-from stack_core.abi.training import NeedsCompanions, Objective, ReadsInputs
 from stack_core.programs.flops import Flops, model_flops_per_step
-from stack_train.companions import INIT, Companion
 from stack_train.nn.schedules import Schedule, schedule
+from stack_train.objectives import as_objective
 from stack_train.run.config import RunConfig, run_config
-from stack_train.run.model import holds_codes
+from stack_train.run.model import holds_codes, stored_model
 from stack_train.run.transforms import transform_names, transform_of
-from stack_train.staged import is_in_layers
-from stack_train.trainer import Trainer
+from stack_train.step.auxiliary import INIT
+from stack_train.step.program import Program
+from stack_train.step.staged import is_in_layers
+from stack_train.step.step import make_step
 from stack_train.variables import sharding_rules
 
-__all__ = ["build_trainer", "model_flops", "naming_sizes", "traced_step"]
+__all__ = ["build_program", "model_flops", "naming_sizes", "traced_step"]
 
 # Config keys that set the sizes of logical axes that are not fields of the model config.
 _SIZES = {"batch": ("data.batch_size", "run.accumulation_steps"), "seq": ("data.seq_tokens",)}
 
 
-def build_trainer(
-    config: RunConfig, devices: Sequence[jax.Device] | None = None, *, with_companions: bool = True
-) -> Trainer:
-    """Builds the trainer of a run.
+def build_program(
+    config: RunConfig, devices: Sequence[jax.Device] | None = None, *, with_saved: bool = True
+) -> Program:
+    """Builds the program of a run.
 
     Args:
       devices: devices of the mesh; None uses all local and remote devices.
-      with_companions: if False, companions need not exist, and the trainer can only initialize and describe states.
+      with_saved: if False, auxiliary models of other runs need not exist, and the program can only initialize and
+        describe states.
 
     Raises:
       ShardingError: the mesh sizes do not multiply to the number of devices.
@@ -49,33 +52,35 @@ def build_trainer(
             "method that keeps them in float, as method: qat of stack-quant does, and quantize what comes out of it."
         )
     mesh = make_mesh(config.mesh, devices)
-    objective = config.objective.build()
+    objective = as_objective(config.objective.build())
     _check_busy(config, mesh, objective)
-    trainer = Trainer(
-        family=registries.models[config.model.family],
-        model_config=config.model,
-        objective=objective,
-        optimizer=config.optimizer,
+    for name, source in objective.auxiliary_models.items():
+        _check_source(name, source)
+    step = make_step(
+        config.model,
+        objective,
+        config.optimizer,
         steps=config.run.steps,
-        mesh=mesh,
-        accumulation_steps=config.run.accumulation_steps,
-        rules=config.mesh.rules,
-        transform=transform_of(config),
-        companions=_companions(objective) if with_companions else {},
-        schedule=_schedule(config, mesh),
         precision=config.precision,
+        accumulation_steps=config.run.accumulation_steps,
+        transform=transform_of(config),
+        schedule=_schedule(config, mesh),
+        open_model=lambda source: stored_model(run_config(local_path(source.removeprefix("run:")))),
     )
-    if trainer.schedule is not None:
-        _check_staged(config, trainer)
-    return trainer
+    if not with_saved:
+        kept = {name: each for name, each in step.auxiliary.items() if each.source in ("", INIT)}
+        step = dataclasses.replace(step, auxiliary=kept)
+    program = Program(step, mesh, config.mesh.rules)
+    if step.schedule is not None:
+        _check_staged(config, program)
+    return program
 
 
 def _check_busy(config: RunConfig, mesh: Mesh, objective: Objective) -> None:
     """Raises a ConfigError if the devices of a mesh axis would repeat each other's work."""
     idle = {}
     rules = sharding_rules(registries.models[config.model.family], config.mesh.rules)
-    inputs = objective.inputs if isinstance(objective, ReadsInputs) else {}
-    if not any("seq" in axes.split() for axes in inputs.values()):
+    if not any("seq" in axes.split() for axes in objective.inputs.values()):
         idle["context"] = "the objective reads no sequences; use mesh.data or mesh.fsdp"
     elif "context" not in rules.mesh_axes("seq"):
         idle["context"] = "mesh.rules.seq does not name it; set mesh.rules.seq=context"
@@ -93,22 +98,23 @@ def _schedule(config: RunConfig, mesh: Mesh) -> Schedule | None:
     return schedule(pipeline.schedule, stages=stages, microbatches=pipeline.microbatches, chunks=pipeline.chunks)
 
 
-def _check_staged(config: RunConfig, trainer: Trainer) -> None:
+def _check_staged(config: RunConfig, program: Program) -> None:
     """Raises a ConfigError if a run uses a feature that pipeline stages do not support."""
-    state, microbatches = trainer.abstract_state, config.run.pipeline.microbatches
-    stacked = [axes for axes in jax.tree.leaves(trainer.logical_axes, is_leaf=_is_axes) if is_in_layers(axes)]
+    state, microbatches = program.abstract_state, config.run.pipeline.microbatches
+    axes = program.step.model.variables.logical_axes
+    stacked = [each for each in jax.tree.leaves(axes, is_leaf=_is_axes) if is_in_layers(each)]
     problems = {
         "its devices would divide no work: the model has no parameters stacked over layers": not stacked,
         f"sections transform the model ({', '.join(transform_names(config))})": bool(transform_names(config)),
         "variables are frozen": bool(jax.tree.leaves(state.frozen)),
-        "the forward pass moves variables, such as the bias of a router": bool(jax.tree.leaves(state.moved)),
-        "the objective asks further models": bool(state.companions or state.further),
+        "the forward pass updates variables, such as the bias of a router": bool(jax.tree.leaves(state.mutable)),
+        "the objective calls auxiliary models": bool(state.auxiliary),
         "the microbatches of run.pipeline take the place of run.accumulation_steps, which is more than 1": (
             config.run.accumulation_steps > 1
         ),
         # The log-sum-exp residual of attention over a sharded sequence cannot be lowered inside a stage (jax 0.10.2).
-        f"mesh.context is {trainer.mesh.shape['context']}, and stages do not share sequences": (
-            trainer.mesh.shape["context"] > 1
+        f"mesh.context is {program.mesh.shape['context']}, and stages do not share sequences": (
+            program.mesh.shape["context"] > 1
         ),
         f"run.pipeline.microbatches={microbatches} does not divide the batch": any(
             shape.shape[0] % microbatches for shape in config.data.spec(config.model).values()
@@ -116,7 +122,7 @@ def _check_staged(config: RunConfig, trainer: Trainer) -> None:
     }
     found = [problem for problem, holds in problems.items() if holds]
     if found:
-        size = trainer.mesh.shape["stage"]
+        size = program.mesh.shape["stage"]
         raise ConfigError(f"mesh.stage is {size}, but {'; and '.join(found)}. Set mesh.stage=1, or change that.")
 
 
@@ -124,32 +130,16 @@ def _is_axes(node: Any) -> bool:
     return isinstance(node, tuple)
 
 
-def _companions(objective: Objective) -> dict[str, Companion]:
-    """Opens the frozen models that an objective requires in addition to the trained model.
-
-    Raises:
-      ConfigError: an address is neither "init" nor "run:DIRECTORY".
-    """
-    asked = objective.companions if isinstance(objective, NeedsCompanions) else {}
-    found = {}
-    for name, address in asked.items():
-        scheme, _, directory = address.partition(":")
-        if address == INIT:
-            found[name] = Companion(INIT)
-        elif scheme == "run" and directory:
-            path = local_path(directory).absolute()
-            config = run_config(path)
-            family = registries.models[config.model.family]
-            found[name] = Companion(f"run:{path}", family, config.model, transform_of(config))
-        else:
-            raise ConfigError(
-                f"The objective's companion {name!r} comes from {address!r}; expected 'init', the model as it was at "
-                "the start, or 'run:DIRECTORY'."
-            )
-    return found
+def _check_source(name: str, source: Any) -> None:
+    """Raises a ConfigError if the source of a frozen auxiliary model is neither "init" nor "run:DIRECTORY"."""
+    if isinstance(source, str) and source != INIT and not (source.startswith("run:") and source != "run:"):
+        raise ConfigError(
+            f"The objective's model {name!r} comes from {source!r}; expected 'init', the model before the first step, "
+            "or 'run:DIRECTORY'."
+        )
 
 
-def traced_step(config: RunConfig, trainer: Trainer) -> jax.stages.Traced:
+def traced_step(config: RunConfig, program: Program) -> jax.stages.Traced:
     """Traces the train step, ready for `.lower().compile()`.
 
     Raises:
@@ -157,7 +147,7 @@ def traced_step(config: RunConfig, trainer: Trainer) -> jax.stages.Traced:
       ShardingError: the mesh does not divide an array; names the config keys that set the sizes.
     """
     by_rule = sharding_rules(registries.models[config.model.family], {})
-    known = {name for name, _ in by_rule.table} | set(jax.tree.leaves(trainer.logical_axes))
+    known = {name for name, _ in by_rule.table} | set(jax.tree.leaves(program.step.model.variables.logical_axes))
     for name in config.mesh.rules:
         if name not in known:
             raise ConfigError(
@@ -165,20 +155,21 @@ def traced_step(config: RunConfig, trainer: Trainer) -> jax.stages.Traced:
                 f"There are: {', '.join(sorted(known))}."
             )
     with naming_sizes(config):
-        return trainer.trace(config.data.spec(config.model))
+        return program.trace(config.data.spec(config.model))
 
 
-def model_flops(config: RunConfig, trainer: Trainer) -> Flops:
+def model_flops(config: RunConfig, program: Program) -> Flops:
     """Counts the FLOPs that a step needs, independently of the mesh.
 
     The count is for one device, where each row visits its experts once. On a mesh, experts compute full buffers with
     padding rows, which the model does not need.
     """
-    if trainer.mesh.size > 1:
+    if program.mesh.size > 1:
         alone = MeshConfig(fsdp=1, rules=config.mesh.rules)
-        trainer = build_trainer(dataclasses.replace(config, mesh=alone), trainer.mesh.devices.flatten()[:1].tolist())
-    shapes, beside = config.data.spec(config.model), trainer.abstract_state.beside
-    return model_flops_per_step(trainer.evaluate, trainer.abstract_variables, shapes, beside)
+        program = build_program(dataclasses.replace(config, mesh=alone), program.mesh.devices.flatten()[:1].tolist())
+    auxiliary = {name: each.params for name, each in program.abstract_state.auxiliary.items()}
+    evaluate = program.on_mesh(program.step.evaluate)
+    return model_flops_per_step(evaluate, program.abstract_variables, config.data.spec(config.model), auxiliary)
 
 
 @contextlib.contextmanager

@@ -21,10 +21,10 @@ from stack_train.run.checks import check_run, check_start
 from stack_train.run.config import RunConfig
 from stack_train.run.memory import check_state
 from stack_train.run.placing import own_rows
-from stack_train.run.program import build_trainer, naming_sizes, traced_step
+from stack_train.run.program import build_program, naming_sizes, traced_step
 from stack_train.run.source_files import changed_files
 from stack_train.run.start import data_of_resumed, with_tokenizer_of_start
-from stack_train.trainer import Trainer
+from stack_train.step.program import Program
 from stack_train.variables import sharding_rules
 
 __all__ = ["Run", "build", "fixed_differences"]
@@ -62,10 +62,10 @@ def _built(config: RunConfig, resume: bool, allowed: tuple[str, ...], processes:
     check_start(config, allowed)
     changes = _changes(config, directory, allowed) if resume else ()
     check_run(config)
-    trainer = build_trainer(config)
+    program = build_program(config)
     with naming_sizes(config):
-        check_state(trainer)
-    step = traced_step(config, trainer)
+        check_state(program)
+    traced = traced_step(config, program)
     # One process after the other: the first trains the tokenizer and tokenizes, the others read its cache.
     kind = data_of_resumed(config) if resume else config.data
     data = processes.in_turn("data", lambda: kind.build(seed=config.run.seed, model=config.model))
@@ -75,10 +75,10 @@ def _built(config: RunConfig, resume: bool, allowed: tuple[str, ...], processes:
             f"data.kind {config.data.kind!r} built a {type(data).__name__}; expected a stack_core.abi.data.Batches."
         )
     if processes.count > 1:
-        own = own_rows(trainer, config.data.spec(config.model))
+        own = own_rows(program, config.data.spec(config.model))
         if (of_process := data.with_rows(own)) is not None:
             data, rows = of_process, own
-    return Run(config, directory, trainer, step, data, resume, changes, processes, rows, ops.choices())
+    return Run(config, directory, program, traced, data, resume, changes, processes, rows, ops.choices())
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class Run:
     Attributes:
       config: resolved config.
       directory: run directory.
-      trainer: trainer of the run's model.
-      step: traced train step; nothing is allocated.
+      program: program of the train step on the run's mesh.
+      traced: the train step, traced for the run's batch shapes; nothing is allocated.
       data: training and validation batches.
       resume: whether to resume from the newest checkpoint in the directory.
       changes: config differences to the resumed run, such as "optimizer.learning_rate: ...".
@@ -101,8 +101,8 @@ class Run:
 
     config: RunConfig
     directory: RunDirectory
-    trainer: Trainer
-    step: jax.stages.Traced
+    program: Program
+    traced: jax.stages.Traced
     data: Batches
     resume: bool = False
     changes: tuple[str, ...] = ()

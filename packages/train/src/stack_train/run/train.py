@@ -32,7 +32,7 @@ from stack_train.run.program import model_flops
 from stack_train.run.run import Run, build, fixed_differences
 from stack_train.run.source_files import keep_files
 from stack_train.run.start import copy_tokenizer_of_start
-from stack_train.state import TrainState
+from stack_train.step.state import TrainState
 from stack_train.trained_adapters import with_adapters
 from stack_train.weights import first_state, with_frozen
 
@@ -72,7 +72,7 @@ def start(run: Run, *, terminal: bool = False, last: contextlib.ExitStack | None
         last = own if last is None else last
         stop = last.enter_context(stop_requests(deferred=False))  # in `last`, so that a signal never cuts off reports
         started_s = time.perf_counter()
-        compiled = compile_fitting(run.step, run.trainer)
+        compiled = compile_fitting(run.traced, run.program)
         compile_s = time.perf_counter() - started_s
         processes.from_each("compiled", True)  # a barrier: no process writes before the step fits on all
         last.enter_context(_opened(run))
@@ -136,16 +136,16 @@ def _train(
     run.processes.check_alike("data", {"position": batches.get_state()} if run.processes.count > 1 else {})
     if isinstance(run.data, PolicyBatches):
         # `Any`: the checkpoint that it returns is a frozen dataclass, unlike the protocol.
-        open_policy: Any = partial(policy_of, run, run.trainer.variables(state))
+        open_policy: Any = partial(policy_of, run, run.program.step.variables(state))
         run.data.take_policy(open_policy)
     flops, ideal_step_s = _cost(run)
-    step = run.trainer.runnable(compiled, run.config.data.spec(run.config.model))
+    step = run.program.runnable(compiled, run.config.data.spec(run.config.model))
     loop = TrainingLoop(run, step, store, bus, ideal_step_s, records)
     bus.emit(
         RunStarted(
             first_step=first_step,
             steps=run.config.run.steps,
-            parameters=run.trainer.parameter_count,
+            parameters=run.program.step.model.parameter_count,
             work=run.config.data.work(),
             flops_per_step=flops,
             ideal_step_s=ideal_step_s,
@@ -176,20 +176,20 @@ def _remove_leftovers(directory: Path) -> None:
 
 def _first_state(run: Run, store: CheckpointStore, batches: Any) -> tuple[TrainState, Mapping[str, FrozenRecord], int]:
     """Returns the first state, the sources of frozen variables and the steps done, and advances `batches` to match."""
-    steps, trainer = 0, run.trainer
+    steps, program = 0, run.program
     if store.latest() is not None:
-        restored = store.restore(trainer.abstract_state.without_frozen())
+        restored = store.restore(program.abstract_state.without_frozen())
         # Compared with the checkpoint's config, too: a session that was killed before its first checkpoint may have
         # changed the data after this checkpoint was saved.
         changes = (*run.changes, *fixed_differences(run.config, parse_yaml(restored.config_yaml, "config.yaml")))
         if not any(is_under(line, ["data"]) for line in changes):  # changed data starts from its beginning
             batches.set_state(restored.data_state)
         steps, records = restored.step, restored.frozen
-        state = with_frozen(restored.state, trainer, run.config, records)
+        state = with_frozen(restored.state, program, run.config, records)
     else:
-        state, records = first_state(trainer, run.config)
+        state, records = first_state(program, run.config)
         state = _with_given_adapters(state, records, run)
-    check_shardings(state, trainer.state_shardings)
+    check_shardings(state, program.state_shardings)
     return state, records, steps
 
 
@@ -200,13 +200,13 @@ def _with_given_adapters(state: TrainState, records: Mapping[str, FrozenRecord],
         return state
     frozen = records["model"]
     base = {name: (spec, frozen.digests[name]) for name, spec in frozen.specs.items()}
-    return with_adapters(state, run.trainer, run.config, read_adapters(address, run.config.model, lambda: base))
+    return with_adapters(state, run.program, run.config, read_adapters(address, run.config.model, lambda: base))
 
 
 def _cost(run: Run) -> tuple[int, float | None]:
     """Returns the model's FLOPs per step and their duration at peak FLOPs in seconds; None if the peak is unknown."""
-    flops, chip = model_flops(run.config, run.trainer), current_chip()
-    return flops.total, flops.ideal_s(chip, units=count_units(chip, run.trainer.mesh.devices.flatten().tolist()))
+    flops, chip = model_flops(run.config, run.program), current_chip()
+    return flops.total, flops.ideal_s(chip, units=count_units(chip, run.program.mesh.devices.flatten().tolist()))
 
 
 @contextlib.contextmanager

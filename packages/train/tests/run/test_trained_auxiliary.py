@@ -16,7 +16,7 @@ from stack_core.abi.errors import ConfigError, TrainingError
 from stack_core.abi.plugins import registries
 from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.run.config import RunConfig
-from stack_train.run.program import build_trainer
+from stack_train.run.program import build_program
 from stack_train.run.train import train
 from stack_train.weights import load_params
 
@@ -47,9 +47,9 @@ def config_of(tmp_path, monkeypatch):
 
 
 def saved(config, step):
-    trainer = build_trainer(config)
+    program = build_program(config)
     with CheckpointStore(Path(config.output) / "checkpoints") as store:
-        state = store.restore(trainer.abstract_state.without_frozen(), step).state
+        state = store.restore(program.abstract_state.without_frozen(), step).state
     return state, {name: np.asarray(leaf) for name, leaf in named_leaves(replace(state, key=0)).items()}
 
 
@@ -58,7 +58,7 @@ def records(config, kind):
     return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
 
-def test_a_further_model_learns_and_a_run_that_goes_on_ends_bitwise_as_one_that_was_not_cut(config_of):
+def test_an_auxiliary_model_learns_and_a_run_that_goes_on_ends_bitwise_as_one_that_was_not_cut(config_of):
     whole, cut = config_of("whole"), config_of("cut")
     train(whole)
     steps = records(whole, "train")
@@ -72,29 +72,29 @@ def test_a_further_model_learns_and_a_run_that_goes_on_ends_bitwise_as_one_that_
     assert {"further/guide/params/kernel", "further/guide/params/bias"} < ours.keys()
     for name, leaf in ours.items():
         np.testing.assert_array_equal(leaf, theirs[name], err_msg=name)
-    assert np.abs(state.further["guide"].params["bias"]).min() > 0.03  # four steps of 0.02
+    assert np.abs(state.auxiliary["guide"].params["bias"]).min() > 0.03  # four steps of 0.02
     assert set(load_params(Path(whole.output), whole.model)) == {"blocks", "embedding", "lm_head", "norm"}
 
 
-def test_groups_and_averages_hold_for_further_models(config_of):
+def test_groups_and_averages_hold_for_auxiliary_models(config_of):
     slow = config_of("slow", steps=2, groups={"guide/kernel": {"rate_factor": 0.0}}, ema_decay=0.9)
     train(slow)
-    first = build_trainer(slow).init(key=jax.random.key(0)).further["guide"].params
+    first = build_program(slow).init(key=jax.random.key(0)).auxiliary["guide"].params
     state, _ = saved(slow, 2)
-    np.testing.assert_array_equal(state.further["guide"].params["kernel"], first["kernel"])
-    averaged = build_trainer(slow).evaluation_beside(state)["guide"]["bias"]
-    assert (np.abs(averaged) < np.abs(state.further["guide"].params["bias"])).all()
+    np.testing.assert_array_equal(state.auxiliary["guide"].params["kernel"], first["kernel"])
+    averaged = build_program(slow).step.evaluation_auxiliary(state)["guide"]["bias"]
+    assert (np.abs(averaged) < np.abs(state.auxiliary["guide"].params["bias"])).all()
     assert set(load_params(Path(slow.output), slow.model)) == {"blocks", "embedding", "lm_head", "norm"}
 
 
 def test_what_an_objective_says_of_tokens_is_scored(config_of):
-    trainer = build_trainer(config_of("scored"))
-    state = trainer.init(key=jax.random.key(0))
+    program = build_program(config_of("scored"))
+    state = program.init(key=jax.random.key(0))
     tokens = jnp.ones((2, 8), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), tokens)
-    found = trainer.compiled_scores()(trainer.variables(state), batch, {"guide": state.further["guide"].params})
+    found = program.compiled_scores()(program.step.variables(state), batch, {"guide": state.auxiliary["guide"].params})
     assert found["places"].shape == found["logprobs"].shape == (2, 8)
-    assert set(trainer.score(trainer.variables(state), batch)) == {"logprobs"}
+    assert set(program.on_mesh(program.step.score)(program.step.variables(state), batch)) == {"logprobs"}
 
 
 class Counting(Guide):
@@ -106,7 +106,7 @@ class Counting(Guide):
 @pytest.mark.parametrize(
     ("made", "optimizer", "error", "message"),
     [
-        ({"norm": Guide}, {}, ConfigError, "trains a model 'norm', which is the name of a companion or of a module"),
+        ({"norm": Guide}, {}, ConfigError, "has an auxiliary model 'norm', which is the name of a module"),
         ({"guide": Counting}, {}, TrainingError, "'guide/calls' .* is a Variable; hold it in an nnx.Param"),
         ({"guide": Guide}, {"groups": {"guide": {"frozen": True}}}, ConfigError, "freezes 'guide/"),
         ({"guide": Guide}, {"groups": {"gide": {}}}, ConfigError, "'gide' matches no parameter"),
@@ -114,8 +114,8 @@ class Counting(Guide):
 )
 def test_what_a_run_cannot_train_is_refused(config_of, made, optimizer, error, message):
     class Other(GuidedConfig):
-        trained_models = made
+        auxiliary_models = made
 
     config = replace(config_of("refused", **optimizer), objective=Other())
     with pytest.raises(error, match=message):
-        _ = build_trainer(config).abstract_state
+        _ = build_program(config).abstract_state

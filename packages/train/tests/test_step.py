@@ -9,10 +9,11 @@ import pytest
 
 from stack_core.abi.errors import TrainingError
 from stack_core.abi.mesh import MeshConfig, make_mesh
-from stack_train.models.llama import FAMILY, LlamaConfig
+from stack_train.models.llama import LlamaConfig
 from stack_train.objectives import CausalLMConfig
 from stack_train.optim import AdamWConfig, ScheduleConfig
-from stack_train.trainer import Trainer
+from stack_train.step.program import Program
+from stack_train.step.step import make_step
 
 MODEL = LlamaConfig(
     vocab_size=61,
@@ -27,16 +28,15 @@ MODEL = LlamaConfig(
 )
 
 
-def make_trainer(**changes):
+def make_program(**changes):
     fields = {
-        "family": FAMILY,
-        "model_config": MODEL,
-        "objective": CausalLMConfig().build(),
+        "model": MODEL,
+        "objective": CausalLMConfig(),
         "optimizer": AdamWConfig(learning_rate=1e-2, schedule=ScheduleConfig(warmup_steps=2)),
         "steps": 20,
-        "mesh": make_mesh(MeshConfig(), devices=jax.devices()[:1]),
     }
-    return Trainer(**{**fields, **changes})
+    mesh, rules = make_mesh(MeshConfig(), devices=jax.devices()[:1]), changes.pop("rules", {})
+    return Program(make_step(**{**fields, **changes}), mesh, rules)
 
 
 def make_batch(seed=0, rows=4, seq=12):
@@ -53,22 +53,22 @@ def make_batch(seed=0, rows=4, seq=12):
 
 
 @pytest.fixture(scope="module")
-def trainer():
-    return make_trainer()
+def program():
+    return make_program()
 
 
 @pytest.fixture(scope="module")
-def step(trainer):
-    """Of `trainer`, compiled for batches like `make_batch()`."""
-    return trainer.compile(make_batch())
+def step(program):
+    """Of `program`, compiled for batches like `make_batch()`."""
+    return program.compile(make_batch())
 
 
 def leaves(tree):
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def test_a_run_of_steps_learns_one_batch_by_heart(trainer, step):
-    state, batch = trainer.init(key=jax.random.key(0)), make_batch()
+def test_a_run_of_steps_learns_one_batch_by_heart(program, step):
+    state, batch = program.init(key=jax.random.key(0)), make_batch()
     losses = []
     for _ in range(20):
         state, metrics = step(state, batch)
@@ -78,43 +78,43 @@ def test_a_run_of_steps_learns_one_batch_by_heart(trainer, step):
     assert int(state.step) == 20
 
 
-def test_the_state_is_donated(trainer, step):
-    state = trainer.init(key=jax.random.key(0))
+def test_the_state_is_donated(program, step):
+    state = program.init(key=jax.random.key(0))
     before = jax.tree.leaves(state.params)
     step(state, make_batch())
     assert all(leaf.is_deleted() for leaf in before)
 
 
-def test_another_batch_than_the_compiled_one_is_named(trainer, step):
+def test_another_batch_than_the_compiled_one_is_named(program, step):
     batch = make_batch()
     rows = batch["tokens"].shape[0]
     longer = jax.tree.map(lambda x: jnp.concatenate([x, x]), batch)
-    state = trainer.init(key=jax.random.key(0))
-    message = rf"batch\['tokens'\] is int32\[{2 * rows}, .*compiled for int32\[{rows}, .*Call trainer\.compile\(batch\)"
+    state = program.init(key=jax.random.key(0))
+    message = rf"batch\['tokens'\] is int32\[{2 * rows}, .*compiled for int32\[{rows}, .*Call program\.compile\(batch\)"
     with pytest.raises(TrainingError, match=message):
         step(state, longer)
     with pytest.raises(TrainingError, match=r"batch\['tokens'\] is absent, .*batch\['text'\] is int32\["):
         step(state, {("text" if name == "tokens" else name): value for name, value in batch.items()})
     with pytest.raises(TrainingError, match=r"batch\['tokens'\] is float32\["):
         step(state, batch | {"tokens": batch["tokens"].astype(jnp.float32)})
-    with pytest.raises(TrainingError, match=r"Call trainer\.compile_evaluation\(batch\)"):
-        trainer.compile_evaluation(batch)(trainer.variables(state), longer)
+    with pytest.raises(TrainingError, match=r"Call program\.compile_evaluation\(batch\)"):
+        program.compile_evaluation(batch)(program.step.variables(state), longer)
     state, metrics = step(state, batch)
     assert float(metrics["loss"]) > 0, "a refused batch leaves the state as it is"
     wide = {name: np.asarray(value, np.int64) for name, value in batch.items()}
     assert float(step(state, wide)[1]["loss"]) > 0, "NumPy's default integers are int32 on a device"
 
 
-def test_the_same_key_gives_the_same_state_and_another_gives_another(trainer):
-    first, same, other = (leaves(trainer.init(key=jax.random.key(seed)).params) for seed in (0, 0, 1))
+def test_the_same_key_gives_the_same_state_and_another_gives_another(program):
+    first, same, other = (leaves(program.init(key=jax.random.key(seed)).params) for seed in (0, 0, 1))
     assert all((first[name] == same[name]).all() for name in first)
     assert any((first[name] != other[name]).any() for name in first)
 
 
 @pytest.mark.parametrize("parts", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_accumulated_gradients_are_those_of_the_whole_batch(trainer, step, parts):
-    batch, accumulating = make_batch(), make_trainer(accumulation_steps=parts)
-    whole, whole_metrics = step(trainer.init(key=jax.random.key(0)), batch)
+def test_accumulated_gradients_are_those_of_the_whole_batch(program, step, parts):
+    batch, accumulating = make_batch(), make_program(accumulation_steps=parts)
+    whole, whole_metrics = step(program.init(key=jax.random.key(0)), batch)
     summed, summed_metrics = accumulating.compile(batch)(accumulating.init(key=jax.random.key(0)), batch)
     assert float(whole_metrics["loss"].weight) == float(summed_metrics["loss"].weight)
     for name in ("loss", "grad_norm"):
@@ -125,46 +125,46 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(trainer, step, parts
 
 
 def test_metrics_report_the_schedule_and_the_norm_before_clipping():
-    trainer, batch = (
-        make_trainer(optimizer=AdamWConfig(clip_norm=1e-6, schedule=ScheduleConfig(warmup_steps=9))),
+    program, batch = (
+        make_program(optimizer=AdamWConfig(clip_norm=1e-6, schedule=ScheduleConfig(warmup_steps=9))),
         make_batch(),
     )
-    _, metrics = trainer.compile(batch)(trainer.init(key=jax.random.key(0)), batch)
+    _, metrics = program.compile(batch)(program.init(key=jax.random.key(0)), batch)
     assert float(metrics["learning_rate"]) == pytest.approx(3e-4 / 10)
     assert float(metrics["grad_norm"]) > 1e-3
 
 
-def test_evaluation_is_the_objective_without_an_update(trainer, step):
+def test_evaluation_is_the_objective_without_an_update(program, step):
     batch = make_batch()
-    state = trainer.init(key=jax.random.key(0))
-    evaluated = float(trainer.compile_evaluation(batch)(trainer.variables(state), batch)["loss"])
+    state = program.init(key=jax.random.key(0))
+    evaluated = float(program.compile_evaluation(batch)(program.step.variables(state), batch)["loss"])
     _, metrics = step(state, batch)
     assert evaluated == pytest.approx(float(metrics["loss"]), rel=1e-6)
 
 
-def test_every_leaf_of_the_state_has_the_sharding_of_its_rule(trainer):
-    state = trainer.init(key=jax.random.key(0))
-    for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(trainer.state_shardings), strict=True):
+def test_every_leaf_of_the_state_has_the_sharding_of_its_rule(program):
+    state = program.init(key=jax.random.key(0))
+    for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(program.state_shardings), strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 
 
-def test_optimizer_moments_have_the_structure_of_the_parameters(trainer):
-    moments = [leaf.shape for leaf in jax.tree.leaves(trainer.abstract_state.opt_state) if leaf.ndim]
-    parameters = [leaf.shape for leaf in jax.tree.leaves(trainer.abstract_params)]
+def test_optimizer_moments_have_the_structure_of_the_parameters(program):
+    moments = [leaf.shape for leaf in jax.tree.leaves(program.abstract_state.opt_state) if leaf.ndim]
+    parameters = [leaf.shape for leaf in jax.tree.leaves(program.step.model.variables.trained)]
     assert sorted(moments) == sorted(2 * parameters)
 
 
 def test_the_z_loss_changes_the_loss():
     batch = make_batch()
     plain, with_z = (
-        float(trainer.compile_evaluation(batch)(trainer.variables(trainer.init(key=jax.random.key(0))), batch)["loss"])
-        for trainer in (make_trainer(objective=CausalLMConfig(z_loss=z).build()) for z in (0.0, 0.1))
+        float(program.compile_evaluation(batch)(program.init(key=jax.random.key(0)).params, batch)["loss"])
+        for program in (make_program(objective=CausalLMConfig(z_loss=z)) for z in (0.0, 0.1))
     )
     assert with_z > plain
 
 
 def test_bfloat16_compute_keeps_float32_parameters():
-    trainer, batch = make_trainer(model_config=dataclasses.replace(MODEL, dtype="bfloat16")), make_batch()
-    state, metrics = trainer.compile(batch)(trainer.init(key=jax.random.key(0)), batch)
+    program, batch = make_program(model=dataclasses.replace(MODEL, dtype="bfloat16")), make_batch()
+    state, metrics = program.compile(batch)(program.init(key=jax.random.key(0)), batch)
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
     assert np.isfinite(float(metrics["loss"]))

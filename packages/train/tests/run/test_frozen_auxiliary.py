@@ -1,11 +1,11 @@
-"""Objectives that ask frozen models: the run's own start, and the model of another run; verified when a run goes on."""
+"""Objectives that call frozen models: the run's own start and another run's model; verified on resume."""
 
 import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,11 +14,12 @@ import pytest
 from stack_core.abi.config import config, parse
 from stack_core.abi.errors import CheckpointError, ConfigError, TrainingError
 from stack_core.abi.metrics import Metric
+from stack_core.abi.objectives import Objective
 from stack_core.abi.plugins import registries
 from stack_train.checkpoint import CheckpointStore
 from stack_train.objectives import CausalLMConfig, check_inputs
 from stack_train.run.config import RunConfig
-from stack_train.run.program import build_trainer
+from stack_train.run.program import build_program
 from stack_train.run.train import train
 from stack_train.weights import load_params
 
@@ -26,24 +27,21 @@ INPUTS = MappingProxyType(dict.fromkeys(("tokens", "targets", "positions", "segm
 
 
 @config
-class DistanceConfig:
-    """The mean square distance of the hidden states to those of companions."""
+class DistanceConfig(Objective):
+    """The mean square distance of the hidden states to those of auxiliary models."""
 
     name: Literal["distance"] = "distance"
     sources: Mapping[str, str]
     inputs: ClassVar[Mapping[str, str]] = INPUTS
 
     @property
-    def companions(self) -> Mapping[str, str]:
+    def auxiliary_models(self) -> Mapping[str, str]:
         return self.sources
 
-    def build(self) -> Any:
-        return self
-
-    def __call__(self, model, batch, *, key, **companions):
+    def __call__(self, model, batch, *, key, **auxiliary):
         arrays = batch["tokens"], batch["positions"], batch["segment_ids"]
         hidden = model(*arrays).hidden
-        others = {name: other(*arrays).hidden for name, other in companions.items()}
+        others = {name: other(*arrays).hidden for name, other in auxiliary.items()}
         distances = {name: jnp.mean((hidden - other).astype(jnp.float32) ** 2) for name, other in others.items()}
         loss = sum(distances.values())
         metrics = {name: Metric.max(distance) for name, distance in distances.items()}
@@ -72,7 +70,7 @@ def losses(config):
     return [record for record in map(json.loads, lines) if record["kind"] == "train"]
 
 
-def test_companions_stay_as_they_were_and_are_verified_when_the_run_goes_on(config_of, tmp_path):
+def test_frozen_models_stay_as_they_were_and_are_verified_when_the_run_goes_on(config_of, tmp_path):
     teacher = config_of("teacher", seed=1)
     train(teacher)
     distance = DistanceConfig(sources={"reference": "init", "teacher": f"run:{teacher.output}"})
@@ -86,7 +84,7 @@ def test_companions_stay_as_they_were_and_are_verified_when_the_run_goes_on(conf
     assert second["teacher"] < first["teacher"]
     with CheckpointStore(f"{config.output}/checkpoints") as store:
         names, document = store.leaf_names(2), store.path(2) / "frozen.json"
-    assert not any("companions" in name or "embedding" in name for name in names)
+    assert not any("further" in name or "embedding" in name for name in names)
     records = json.loads(document.read_bytes())
     assert {name: record["source"] for name, record in records.items()} == {
         "model": "init",
@@ -104,9 +102,9 @@ def test_companions_stay_as_they_were_and_are_verified_when_the_run_goes_on(conf
         train(config_of("student", distance, accumulation_steps=2, steps=4), resume=True)
 
 
-def test_an_address_of_a_companion_that_cannot_be_is_refused(config_of):
-    with pytest.raises(ConfigError, match="companion 'teacher' comes from 'hf:somewhere'; expected 'init'"):
-        build_trainer(config_of("student", DistanceConfig(sources={"teacher": "hf:somewhere"})))
+def test_an_unusable_source_of_a_frozen_model_is_refused(config_of):
+    with pytest.raises(ConfigError, match="model 'teacher' comes from 'hf:somewhere'; expected 'init'"):
+        build_program(config_of("student", DistanceConfig(sources={"teacher": "hf:somewhere"})))
 
 
 @pytest.mark.parametrize(
@@ -126,9 +124,9 @@ def test_a_batch_without_what_an_objective_reads_is_refused(shapes, message):
 
 def test_an_objective_must_say_what_its_loss_was_averaged_over(config_of):
     class Careless(DistanceConfig):
-        def __call__(self, model, batch, *, key, **companions):
+        def __call__(self, model, batch, *, key, **auxiliary):
             return jnp.float32(0.0), {"loss": jnp.float32(0.0)}
 
     config = config_of("careless", Careless(sources={}))
     with pytest.raises(TrainingError, match="no metric 'loss' that is a mean"):
-        build_trainer(config).trace(config.data.spec(config.model))
+        build_program(config).trace(config.data.spec(config.model))

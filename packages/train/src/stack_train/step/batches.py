@@ -22,7 +22,7 @@ def check_batch(batch: Mapping[str, Any], expected: Mapping[str, jax.ShapeDtypeS
     Args:
       batch: the batch.
       expected: shapes and dtypes that the program was compiled for.
-      compile_: name of the trainer's method that compiles the program, for the message.
+      compile_: name of the method of `Program` that compiles the program, for the message.
 
     Raises:
       TrainingError: an array is missing, unknown, or has another shape or dtype; names each.
@@ -36,4 +36,4 @@ def check_batch(batch: Mapping[str, Any], expected: Mapping[str, jax.ShapeDtypeS
         if found != compiled:
             lines.append(f"batch[{name!r}] is {found}, and the program was compiled for {compiled}")
     if lines:
-        raise TrainingError(f"{'; '.join(lines)}. Call trainer.{compile_}(batch) with this batch to compile another.")
+        raise TrainingError(f"{'; '.join(lines)}. Call program.{compile_}(batch) with this batch to compile another.")

@@ -1,0 +1,334 @@
+"""The training step: gradients and an update, as pure functions of the state and a batch."""
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from stack_core.abi.errors import ConfigError
+from stack_core.abi.mesh import in_mesh
+from stack_core.abi.metrics import Metric, Metrics
+from stack_core.abi.objectives import Objective
+from stack_core.abi.plugins import registries
+from stack_core.abi.transforms import ModelTransform
+from stack_train.nn.schedules import Schedule
+from stack_train.objectives import as_objective
+from stack_train.optim.optax_optimizer import Optimizer, as_optimizer
+from stack_train.step.auxiliary import INIT, AuxiliaryModel, auxiliary_models
+from stack_train.step.microbatches import accumulate, check_metrics
+from stack_train.step.precision import Precision, apply_updates, widen, widen_optimizer, zero_sums
+from stack_train.step.scoring import scores
+from stack_train.step.staged import staged
+from stack_train.step.state import TrainState
+from stack_train.step.trainable import NO_PARAM, FunctionFamily, TrainableModel
+from stack_train.transform import UNCHANGED
+from stack_train.variables import Tree, join, values_of
+
+__all__ = ["Batch", "Step", "make_step"]
+
+Batch = Mapping[str, jax.Array]
+
+# Random streams folded into keys, distinct from the streams that an objective folds into its key.
+_MODEL_STREAM, _AUXILIARY_STREAM, _ROUNDING_STREAM = 0x6D6F64, 0x667274, 0x726E64
+
+
+def make_step(  # noqa: PLR0913  each is an option of the step
+    model: Any,
+    objective: Objective | Callable[..., Any],
+    optimizer: Any,
+    *,
+    steps: int = 1,
+    precision: Precision | None = None,
+    accumulation_steps: int = 1,
+    transform: ModelTransform = UNCHANGED,
+    schedule: Schedule | None = None,
+    trained: Any = nnx.Param,
+    mutable: Any = NO_PARAM,
+    open_model: Callable[[str], nnx.Module] | None = None,
+) -> "Step":
+    """Composes a model, an objective and an optimizer into a training step.
+
+    Args:
+      model: a function `build(key)` that returns an `nnx.Module`; the config of a model of a registered family; or a
+        pair of a `ModelFamily` and a config.
+      objective: an `Objective`, or a function `loss(model, batch, *, key)` that returns a scalar, or a scalar and
+        metrics (see `as_objective`).
+      optimizer: an Optax transformation such as `optax.adamw(1e-3)`, or a config of `stack_train.optim`.
+      steps: total number of updates, which the schedule of a `stack_train.optim` config spans.
+      precision: dtype of trained parameters; float32 by default.
+      accumulation_steps: number of microbatches per batch; it divides the batch size.
+      transform: transform of the model; the transformed model is trained.
+      schedule: pipeline schedule; None without pipeline stages.
+      trained: nnx filter of the variables that the optimizer updates, see `TrainableModel`.
+      mutable: nnx filter of the variables that the forward pass may update, see `TrainableModel`.
+      open_model: returns the model of a source "run:DIRECTORY" without values, for frozen models that the objective
+        declares.
+
+    Raises:
+      ConfigError: an argument is not usable, a pattern of `optimizer.groups` matches no parameter, or an auxiliary
+        model has the name of a module of the model.
+      TrainingError: a variable that would be trained is not an array of floats.
+    """
+    settings, objective = as_optimizer(optimizer), as_objective(objective)
+    precision = Precision() if precision is None else precision
+    family, config = _family_and_config(model)
+    trainable = TrainableModel(family, config, settings, precision, transform, trained, mutable)
+    auxiliary = auxiliary_models(
+        objective.auxiliary_models,
+        lambda: trainable.variables,
+        open_model or _no_runs,
+        config,
+        settings,
+        steps,
+        precision,
+    )
+    if same := sorted({*auxiliary} & trainable.module_names):
+        raise ConfigError(
+            f"The objective has an auxiliary model {same[0]!r}, which is the name of a module of the run's model. "
+            "Rename the auxiliary model."
+        )
+    trained_auxiliary = (each for each in auxiliary.values() if each.optimizer is not None)
+    settings.check([*trainable.trainable_paths, *(path for each in trained_auxiliary for path in each.paths)])
+    return Step(trainable, objective, settings, steps, auxiliary, accumulation_steps, schedule)
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A training step; `make_step` constructs it. Its methods are pure; inside `use_mesh`, they shard their arrays.
+
+    Attributes:
+      model: the trained model.
+      objective: training objective.
+      optimizer: optimizer of the model and of trained auxiliary models.
+      steps: total number of updates.
+      auxiliary: models that the objective calls in addition to the trained one, by name.
+      accumulation_steps: number of microbatches per batch.
+      schedule: pipeline schedule; None without pipeline stages.
+    """
+
+    model: TrainableModel
+    objective: Objective
+    optimizer: Optimizer
+    steps: int
+    auxiliary: Mapping[str, AuxiliaryModel]
+    accumulation_steps: int = 1
+    schedule: Schedule | None = None
+
+    def init(self, variables: Tree, *, key: jax.Array) -> TrainState:
+        """Initializes the state before the first step, without the auxiliary models of other runs.
+
+        Args:
+          variables: variables of the untransformed model by path, floats of any dtype. Missing ones are initialized.
+          key: PRNG key of the initialization and of the run.
+        """
+        model_key, run_key = jax.random.split(key)
+        values = self.model.init(variables, key=model_key)
+        params, mutable, frozen = self.model.variables.split(values)
+        keys = (jax.random.fold_in(jax.random.fold_in(model_key, _AUXILIARY_STREAM), n) for n in itertools.count())
+        auxiliary = {
+            name: each.init(values, key=None if each.optimizer is None else next(keys))
+            for name, each in self.auxiliary.items()
+            if each.source in ("", INIT)
+        }
+        opt_state = self.transformation.init(params)
+        return TrainState(jnp.zeros((), jnp.int32), params, mutable, frozen, opt_state, run_key, auxiliary)
+
+    @cached_property
+    def abstract_state(self) -> TrainState:
+        """Shapes and dtypes of the state."""
+        params, mutable, frozen = self.model.variables.split(self.model.variables.abstract)
+        opt_state, step = jax.eval_shape(self.transformation.init, params), jax.ShapeDtypeStruct((), jnp.int32)
+        auxiliary = {name: each.abstract for name, each in self.auxiliary.items()}
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        return TrainState(step, params, mutable, frozen, opt_state, key, auxiliary)
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """Computes one update. The result equals `gradients` followed by `update`, bit for bit.
+
+        Args:
+          state: current state.
+          batch: arrays of shape [batch, ...].
+
+        Returns:
+          The next state and the metrics of `gradients` and `update`.
+        """
+        gradients, metrics, mutable = self.gradients(state, batch)
+        # Keeps XLA from fusing the two halves, which would round some updates differently than a separate `update`.
+        gradients, mutable = jax.lax.optimization_barrier((gradients, mutable))
+        state, reported = self.update(state, gradients, mutable)
+        return state, {**metrics, **reported}
+
+    def gradients(self, state: TrainState, batch: Batch) -> tuple[Tree, Metrics, Tree]:
+        """Computes the gradients of one batch.
+
+        Returns:
+          The gradients in the structure of `state.trained`, the objective's metrics combined over the microbatches,
+          and the variables updated by the forward pass.
+        """
+        key = jax.random.fold_in(state.key, state.step)
+        if self.schedule is not None:
+            gradients, metrics = self._staged(state.params, batch, key, evaluated=False)
+            assert gradients is not None, "None only in evaluation"
+            return self._sharded(gradients), metrics, state.mutable
+        of_microbatch = partial(self._microbatch_gradients, state)
+        if self.accumulation_steps == 1:
+            return of_microbatch(state.mutable, batch, key)
+        zeros = self._sharded(zero_sums(state.trained))
+        return accumulate(of_microbatch, zeros, state.mutable, batch, jax.random.split(key, self.accumulation_steps))
+
+    def update(self, state: TrainState, gradients: Tree, mutable: Tree) -> tuple[TrainState, Metrics]:
+        """Applies gradients and updated variables to the state.
+
+        Returns:
+          The next state and metrics: `grad_norm` before clipping, `NAME_grad_norm` of each auxiliary model, and the
+          optimizer's metrics.
+        """
+        own = {name: gradients[name] for name in state.params}
+        key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), _ROUNDING_STREAM)
+        # optax mixes Python scalars and dtypes; profiles show the scope as a layer.
+        with jax.numpy_dtype_promotion("standard"), jax.named_scope("optimizer"):
+            updates, opt_state = self.transformation.update(own, state.opt_state, state.params)
+            params = apply_updates(state.params, updates, key=jax.random.fold_in(key, 0))
+            reported = self.optimizer.metrics(opt_state, state.step, self.steps)
+            reported["grad_norm"] = Metric.mean(optax.tree.norm(widen(own)))
+            auxiliary = dict(state.auxiliary)
+            trained = (name for name, each in self.auxiliary.items() if each.optimizer is not None)
+            for place, name in enumerate(trained, 1):
+                of_model = jax.random.fold_in(key, place)
+                auxiliary[name], norm = self.auxiliary[name].update(auxiliary[name], gradients[name], key=of_model)
+                reported |= norm
+        changes = {"params": params, "mutable": mutable, "opt_state": opt_state, "auxiliary": auxiliary}
+        return replace(state, step=state.step + 1, **changes), reported
+
+    def evaluate(self, variables: Tree, batch: Batch, auxiliary: Mapping[str, Tree] | None = None) -> Metrics:
+        """Computes the objective's metrics on one batch, without gradients.
+
+        Args:
+          variables: all variables of the model, as returned by `evaluation_variables`.
+          batch: arrays of shape [batch, ...].
+          auxiliary: variables of the auxiliary models, as returned by `evaluation_auxiliary`.
+        """
+        if self.schedule is not None:
+            return self._staged(variables, batch, jax.random.key(0), evaluated=True)[1]
+        objective, model = self._objective(variables, auxiliary or {}), self.model.evaluation_model(variables)
+        return self.model.transform.call(objective, model, batch, key=jax.random.key(0))[1]
+
+    def score(
+        self, variables: Tree, batch: Batch, auxiliary: Mapping[str, Tree] | None = None, *, entropy: bool = False
+    ) -> Mapping[str, jax.Array]:
+        """Scores the targets of a batch with a language model, without gradients.
+
+        Args:
+          variables: all variables of the model.
+          batch: tokens, targets, positions and segment_ids, int32[batch, seq]; target -100 is ignored.
+          auxiliary: parameters of the trained auxiliary models; without them the objective's own scores are omitted.
+          entropy: also return the entropy at each position, which needs all logits, computed in chunks.
+
+        Returns:
+          float32[batch, seq] arrays: "logprobs", log p(target) or 0 if the target is ignored; "entropy" if requested;
+          "values" if the model outputs values; and the arrays of `Objective.scores`.
+        """
+        more = None
+        if auxiliary or all(each.optimizer is None for each in self.auxiliary.values()):
+            models = {name: self.auxiliary[name].merge(tree, variables) for name, tree in (auxiliary or {}).items()}
+            more = partial(self.objective.scores, **models)
+        scored = partial(scores, entropy=entropy, more=more)
+        return self.model.transform.call(scored, self.model.evaluation_model(variables), batch)
+
+    def variables(self, state: TrainState) -> Tree:
+        """Returns all variables of the model of a state, as nested dicts."""
+        return join(state.params, state.mutable, state.frozen)
+
+    def evaluation_variables(self, state: TrainState) -> Tree:
+        """Returns `variables` with parameters replaced by the optimizer's averages, if it has any."""
+        with jax.numpy_dtype_promotion("standard"):
+            params = self.optimizer.evaluation_params(state.params, state.opt_state)
+        return self.variables(replace(state, params=params))
+
+    def evaluation_auxiliary(self, state: TrainState) -> Mapping[str, Tree]:
+        """Returns the variables of the auxiliary models by name, with averages as in `evaluation_variables`."""
+        with jax.numpy_dtype_promotion("standard"):
+            return {name: each.evaluation_params(state.auxiliary[name]) for name, each in self.auxiliary.items()}
+
+    @cached_property
+    def transformation(self) -> optax.GradientTransformation:
+        """The optimizer of the model's parameters."""
+        axes = self.model.variables.select(self.model.variables.axes, "trained")
+        return widen_optimizer(self.optimizer.build(self.steps, axes))
+
+    def _microbatch_gradients(
+        self, state: TrainState, mutable: Tree, batch: Batch, key: jax.Array
+    ) -> tuple[Tree, Metrics, Tree]:
+        frozen = {name: each.params for name, each in state.auxiliary.items() if each.opt_state is None}
+
+        def loss(trained: Tree) -> tuple[jax.Array, tuple[Metrics, Tree]]:
+            variables = join({name: trained[name] for name in state.params}, mutable, state.frozen)
+            auxiliary = {name: trained[name] for name in self.auxiliary if name not in frozen}
+            model = self.model.merge(variables, key=jax.random.fold_in(key, _MODEL_STREAM))
+            model.train()
+            before = values_of(model)
+            objective = self._objective(variables, {**frozen, **auxiliary})
+            value, metrics = self.model.transform.call(objective, model, batch, key=key)
+            check_metrics(metrics)
+            return value, (metrics, self.model.variables.mutable_values(model, before))
+
+        (_, (metrics, mutable)), gradients = jax.value_and_grad(loss, has_aux=True)(state.trained)
+        return self._sharded(gradients), metrics, mutable
+
+    def _objective(self, variables: Tree, auxiliary: Mapping[str, Tree]) -> Callable[..., tuple[jax.Array, Metrics]]:
+        """Binds the auxiliary models to the objective."""
+        models = {name: self.auxiliary[name].merge(tree, variables) for name, tree in auxiliary.items()}
+        return partial(self.objective, **models) if models else self.objective
+
+    def _staged(self, params: Tree, batch: Batch, key: jax.Array, *, evaluated: bool) -> tuple[Tree | None, Metrics]:
+        """Computes the gradients (None in evaluation) and metrics of a batch that goes through pipeline stages."""
+
+        def objective(params: Tree, batch: Batch, key: jax.Array) -> tuple[jax.Array, Metrics]:
+            if evaluated:
+                return self.objective(self.model.evaluation_model(params), batch, key=key)
+            model = self.model.merge(params, key=jax.random.fold_in(key, _MODEL_STREAM))
+            model.train()
+            return self.objective(model, batch, key=key)
+
+        assert self.schedule is not None and in_mesh.value is not None, "stages need a schedule and a mesh"
+        mesh, rules = in_mesh.value
+        shardings, _, _ = self.model.variables.split(self.model.variables.shardings(rules, mesh))
+        axes = self.model.variables.axes
+        return staged(objective, params, axes, shardings, batch, key, self.schedule, gradients=not evaluated)
+
+    def _sharded(self, gradients: Tree) -> Tree:
+        """Constrains gradients to the shardings of their parameters, which shards their sums and updates as well."""
+        if in_mesh.value is None or in_mesh.value[0].size == 1:
+            return gradients
+        mesh, rules = in_mesh.value
+        params, _, _ = self.model.variables.split(self.model.variables.shardings(rules, mesh))
+        trained = ((name, each) for name, each in self.auxiliary.items() if each.optimizer is not None)
+        auxiliary = {name: each.variables.shardings(rules, mesh) for name, each in trained}
+        return jax.lax.with_sharding_constraint(gradients, {**params, **auxiliary})
+
+
+def _family_and_config(model: Any) -> tuple[Any, Any]:
+    if isinstance(model, tuple):
+        family, config = model
+        return family, config
+    if hasattr(model, "family"):
+        return registries.models[model.family], model
+    if callable(model):
+        return FunctionFamily(model), None
+    raise ConfigError(
+        f"The model is {model!r}; expected a function build(key) that returns an nnx.Module, the config of a model of "
+        "a registered family, or a pair of a family and a config."
+    )
+
+
+def _no_runs(source: str) -> nnx.Module:
+    raise ConfigError(
+        f"The objective calls the model of {source!r}, which make_step cannot open. Give open_model, or name 'init', "
+        "the trained model before the first step."
+    )

@@ -53,7 +53,7 @@ def test_a_fault_says_what_to_do() -> None:
     collective = Collective("all-reduce", 3, ("while.1",), (array,), tuple(range(8)), "", "all-reduce.1")
     head = LintedParameter(name="lm_head", shape=(16, 56), part=(2, 56), layers=False, bytes=4)
     said = "\n".join(map(str, lint_program([collective], [head]).faults))
-    assert "gradient summed whole: lm_head, 0.0 MiB x 3 in while.1. Each device keeps a part of it" in said
+    assert "gradient summed whole: lm_head, 0.0 MiB x 3 in while.1. Each device keeps a shard of it" in said
     assert "moved in an inner loop: lm_head" in said
 
 

@@ -1,9 +1,9 @@
-"""Writes what examples/add.yaml learns from: sums of two numbers of two digits, and a tokenizer of their characters.
+"""Writes the data of examples/add.yaml: sums of two two-digit numbers, and a character tokenizer.
 
     python examples/add.py [DIRECTORY] [DEMONSTRATIONS]
 
-The answer's digits are written from the last to the first, as they are computed: `37+45=` is answered by `280`. One sum
-in eleven is held out; the others are tasks, and all of them, or as many as DEMONSTRATIONS says, demonstrations, too.
+Answers have three digits in reverse order, the order of computation: the answer to `37+45=` is `280`. One sum in eleven
+is held out. The remaining sums are tasks, and the first DEMONSTRATIONS of them (by default all) are demonstrations too.
 """
 
 import json

@@ -1,11 +1,11 @@
-"""Writes what examples/chat_*.yaml learn from, text and chats about it, and asks a served model what it has learned.
+"""Writes the training data of examples/chat_*.yaml and evaluates a served model on held-out questions.
 
     python examples/chat.py [DIRECTORY]
     python examples/chat.py ask ADDRESS [DIRECTORY]
 
-The text is the Python standard library. A chat shows one of its short functions and asks for its name, an argument,
-what it returns, or a word of its docstring; the answers stand in its code. Whole modules are held out: neither
-their text nor their functions are in what is written for training.
+The text is the Python standard library. A chat shows a short function and asks for its name, an argument, its return
+value, or a word of its docstring; the function contains each answer. The split is by module: the training data contain
+neither the text nor the functions of held-out modules.
 """
 
 import ast
@@ -27,11 +27,11 @@ from stack_core.abi.data import Document
 from stack_core.abi.plugins import registries
 
 DIRECTORY = "runs/chat-data"
-HELD_OUT_OF = 10  # one in so many modules is held out
+HELD_OUT_OF = 10  # 1 in 10 modules is held out
 FUNCTION_CHARACTERS = 320
 RETURN_CHARACTERS = 32
-QUESTIONS = {"chat": 6000, "held_out": 100}  # of each kind, at most
-ALIKE = {"chat": 30, "held_out": 1}  # that have the same answer, so that knowing common ones helps little
+QUESTIONS = {"chat": 6000, "held_out": 100}  # maximum number of questions of each kind
+ALIKE = {"chat": 30, "held_out": 1}  # maximum per answer; guessing a frequent answer then scores little
 ANSWER_TOKENS = 32
 CLIENTS = 16
 READY_S, REQUEST_S, POLL_S = 600, 600, 0.2
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def write(directory: Path, documents: Iterable[Document]) -> None:
-    """Writes `text.jsonl`, `chat.jsonl` and `held_out.jsonl`, the same ones of the same documents."""
+    """Writes `text.jsonl`, `chat.jsonl` and `held_out.jsonl`, a deterministic function of the documents."""
     directory.mkdir(parents=True, exist_ok=True)
     functions: dict[str, dict[str, Function]] = {"chat": {}, "held_out": {}}
     with (directory / "text.jsonl").open("w") as text:
@@ -59,7 +59,7 @@ def write(directory: Path, documents: Iterable[Document]) -> None:
                 part = "chat"
                 text.write(json.dumps({"text": document.text}) + "\n")
             functions[part] |= {function.code: function for function in functions_of(document.text)}
-    for code in functions["chat"]:  # copies of a function are in many modules
+    for code in functions["chat"]:  # several modules may contain copies of a function
         functions["held_out"].pop(code, None)
     for part, found in functions.items():
         made = chats(found.values(), QUESTIONS[part], alike=ALIKE[part], together=part == "chat")
@@ -67,7 +67,7 @@ def write(directory: Path, documents: Iterable[Document]) -> None:
 
 
 def is_held_out(name: str) -> bool:
-    """Whether the module of a file is held out; the modules of a package stay together."""
+    """Checks whether the module of a file is held out. All modules of a package are in the same split."""
     return digest(name.partition("/")[0].removesuffix(".py")) % HELD_OUT_OF == 1
 
 
@@ -77,14 +77,14 @@ def digest(text: str) -> int:
 
 @dataclass(frozen=True)
 class Function:
-    """A function's source, and what may be asked about it, by question."""
+    """The source of a function, and its answers by question."""
 
     code: str
     answers: Mapping[str, str]
 
 
 def functions_of(source: str) -> Iterator[Function]:
-    """The short functions in the source of a module, methods included."""
+    """Yields the short functions in the source of a module, including methods."""
     try:
         tree = ast.parse(source)
     except SyntaxError:  # templates among the library's files
@@ -98,7 +98,7 @@ def functions_of(source: str) -> Iterator[Function]:
 
 
 def answers(node: ast.FunctionDef, lines: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Questions about a function and their answers, which stand in its source."""
+    """Yields questions about a function with their answers, which its source contains."""
     if not node.name.startswith("__"):
         yield "What is this function called?", node.name
     arguments = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
@@ -115,11 +115,12 @@ def answers(node: ast.FunctionDef, lines: Sequence[str]) -> Iterator[tuple[str, 
 
 
 def chats(functions: Iterable[Function], of_kind: int, *, alike: int, together: bool) -> Iterator[Chat]:
-    """Up to so many questions of each kind, in an order that depends on their texts alone.
+    """Yields chats with up to `of_kind` questions of each kind, selected by a hash of their texts.
 
     Args:
-      alike: questions of a kind that have the same answer, at most.
-      together: whether the questions about a function are turns of one chat, or a chat each.
+      of_kind: maximum number of questions of each kind.
+      alike: maximum number of questions of a kind with the same answer.
+      together: whether all questions about a function are turns of one chat; otherwise, each is a separate chat.
     """
     asked = [(question, answer, each.code) for each in functions for question, answer in each.answers.items()]
     kinds: Counter[str] = Counter()
@@ -136,7 +137,7 @@ def chats(functions: Iterable[Function], of_kind: int, *, alike: int, together: 
 
 
 def messages_of(code: str, pairs: Iterable[tuple[str, str]]) -> Iterator[Message]:
-    """Questions and answers in turn; the code stands before the first."""
+    """Yields questions and answers in alternation; the first question begins with the code."""
     shown = f"{code}\n\n"
     for question, answer in pairs:
         yield {"role": "user", "content": shown + question}
@@ -145,11 +146,11 @@ def messages_of(code: str, pairs: Iterable[tuple[str, str]]) -> Iterator[Message
 
 
 def ask(address: str, directory: Path) -> dict[str, float]:
-    """What a server answers to the questions that were held out, greedily.
+    """Evaluates a server's greedy answers to the held-out questions.
 
     Returns:
-      Shares of the questions: with an answer that is not empty, that ended by itself, that is right to the letter, and
-      of which the first line is right, whatever follows.
+      The number of questions, and the fractions of answers that are not empty, ended before the token limit, are
+      correct, and have a correct first line.
     """
     lines = (directory / "held_out.jsonl").read_text().splitlines()
     questions, answers = zip(*(json.loads(line)["messages"] for line in lines), strict=True)
@@ -174,14 +175,14 @@ def wait_for(address: str) -> None:
         try:
             urllib.request.urlopen(f"{address}/ready", timeout=REQUEST_S).close()
             return
-        except urllib.error.URLError as error:  # nobody listens yet, or status 503
+        except urllib.error.URLError as error:  # the port is not open yet, or status 503
             if time.monotonic() > deadline_s:
                 raise SystemExit(f"{address} is not ready after {READY_S} s: {error}.") from error
             time.sleep(POLL_S)
 
 
 def answer_of(address: str, question: Message) -> Any:
-    """A server's greedy answer, as a choice of OpenAI's chat completions."""
+    """Requests a greedy answer and returns it as a choice of OpenAI's chat completions."""
     body = {"messages": [question], "max_tokens": ANSWER_TOKENS, "temperature": 0}
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{address}/v1/chat/completions", json.dumps(body).encode(), headers)

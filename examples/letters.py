@@ -1,8 +1,9 @@
-"""Writes what the examples `letters_*` learn from: answers of four letters, of which the worthier one is preferred.
+"""Writes the data of the examples `letters_*`: pairs of four-letter answers; the one of larger value is chosen.
 
     python examples/letters.py [DIRECTORY]
 
-Each letter has a worth, 0 to 7, and an answer that of its letters, whatever the prompt: `cchh` is worth 18.
+Each letter has a value from 0 to 7. The value of an answer is the sum over its letters, independent of the prompt:
+`cchh` has value 18.
 """
 
 import json
@@ -33,7 +34,7 @@ def main() -> None:
 
 
 def pair(rng: random.Random) -> Mapping[str, str]:
-    """Two answers to a prompt that are not worth the same."""
+    """Samples a prompt with two answers of different values."""
     prompt = f"{rng.choice(LETTERS)}:"
     while True:
         answers = sorted(("".join(rng.choices(LETTERS, k=4)) for _ in range(2)), key=value)
@@ -46,7 +47,7 @@ def value(answer: str) -> int:
 
 
 def worth(completion: Any) -> float:
-    """The reward that the pairs know and the reward model has to find; 0 of an answer that has not four letters."""
+    """The true reward behind the pairs, which the reward model must learn; 0 unless an answer has four letters."""
     return float(value(completion.text)) if len(completion.text) == 4 else 0.0
 
 

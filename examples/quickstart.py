@@ -1,8 +1,9 @@
-"""Trains a small Llama on the standard library, kills, resumes and aligns it; profiles, quantizes, serves, exports.
+"""Demonstrates the stack end to end with a small Llama trained on the Python standard library.
 
     python examples/quickstart.py [DIRECTORY]
 
-Everything runs on the CPU, in about four minutes; the run stays in DIRECTORY, or in a new temporary folder.
+The script trains, kills and resumes the run, then generates, aligns, profiles, quantizes, serves and exports the model.
+It runs on the CPU in about four minutes. The results stay in DIRECTORY, by default a new temporary directory.
 """
 
 import json
@@ -34,29 +35,29 @@ def main() -> None:
     say("1. Train, and kill -9 the process soon after its first checkpoint.")
     kill_after_checkpoint(train, directory)
 
-    say("2. Resume: the model, the optimizer, the data and the random numbers go on where the checkpoint left them.")
+    say("2. Resume: the model, the optimizer, the data and the random numbers continue from the checkpoint.")
     summary = json.loads(subprocess.run([*train, "--resume", "--json"], check=True, stdout=subprocess.PIPE).stdout)
 
     say("3. Generate.")
     generate(directory)
 
-    say("4. Align it: reward functions that begin with a docstring, and learn from what the model writes (GRPO).")
+    say("4. Align it with GRPO: functions that begin with a docstring are rewarded.")
     align(directory, directory.with_name("run-aligned"))
 
-    say("5. Look where the time of steps 400 to 404 went.")
+    say("5. Profile steps 400 to 404.")
     trace = directory / "profile"
     subprocess.run([*STACK, "profile", "ops", str(trace), "--by", "category"], check=True)
     subprocess.run([*STACK, "profile", "report", str(trace), "--out", str(directory / "profile.html")], check=True)
 
-    say("6. Quantize to 8 bits, and generate from that.")
+    say("6. Quantize to 8 bits, and generate from the quantized model.")
     quantized = directory.with_name("run-w8a8")
     subprocess.run([*STACK, "quantize", str(directory), "--recipe", "w8a8", "--out", str(quantized)], check=True)
     generate(quantized)
 
-    say("7. Serve that over HTTP, and ask as OpenAI's clients do.")
+    say("7. Serve the quantized model over HTTP, and send a request of OpenAI's API.")
     serve(quantized)
 
-    say("8. Export how likely the model finds a text, as a bundle that core and serve open alone.")
+    say("8. Export the model's scores of texts as a bundle, which needs only core and serve.")
     export(directory, directory.with_name("scores"))
 
     say(
@@ -80,14 +81,14 @@ def align(directory: Path, aligned: Path) -> None:
         prompts = (f"def {name}_{what}(self, {what}):\n" for name in names for what in ("file", "name", "data"))
         path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
         environment += [f"--data.environment.{part}", str(path)]
-    rewarded = {**os.environ, "PYTHONPATH": str(ALIGN.parent)}  # where the reward is found
+    rewarded = {**os.environ, "PYTHONPATH": str(ALIGN.parent)}  # the YAML names the reward as a function of this module
     command = [*STACK, "train", str(ALIGN), "--run.init_from", str(directory), "--output", str(aligned), *environment]
     subprocess.run(command, check=True, env=rewarded)
     generate(aligned)
 
 
 def documented(completion: Any) -> float:
-    """The reward: 1 for a function that begins with a docstring, which has a word."""
+    """The reward: 1 if the completion begins with a docstring whose first word is capitalized, else 0."""
     return float(re.match(r'\s*"""[A-Z][a-z]', completion.text) is not None)
 
 
@@ -112,7 +113,7 @@ def serve(directory: Path) -> None:
 
 
 def export(directory: Path, bundle: Path) -> None:
-    sizes = ("--batch", "1", "--seq", "64", "--licence", "PSF-2.0")  # of the standard library, which it has learned
+    sizes = ("--batch", "1", "--seq", "64", "--licence", "PSF-2.0")  # the licence of the training data
     subprocess.run([*STACK, "export", str(directory), str(bundle), *sizes], check=True)
     subprocess.run([*STACK, "bundle", "inspect", str(bundle)], check=True)
     subprocess.run([*STACK, "bundle", "verify", str(bundle)], check=True)

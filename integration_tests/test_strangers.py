@@ -197,7 +197,7 @@ def test_an_engine_is_served_as_ours_is(environment, tmp_path):
         refused = environment.stack("serve", str(tmp_path), "--engine", "lookup", "--pages", "9", check=False)
         served = Served(tmp_path, "--engine", "lookup", python=str(environment.python))
         answer = served.openai.completions.create(model=served.model, prompt="abcab", max_tokens=9)
-        with pytest.raises(openai.BadRequestError, match="Nothing is drawn, so leave top_p out"):
+        with pytest.raises(openai.BadRequestError, match="Nothing is sampled, so omit top_p"):
             served.openai.completions.create(model=served.model, prompt="abcab", top_p=0.5)
         served.stop()
     assert "--pages is of the engine llm, not of lookup" in refused.stderr

@@ -1,4 +1,4 @@
-"""`stack profile opcodes TRACE`: the devices' time by the kind of instruction."""
+"""`stack profile opcodes TRACE`: device time by opcode."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ class OpcodeRow:
 
 
 def opcodes(trace, *, least_share: float = 0.0):
-    """Show the devices' time by the kind of instruction, such as "dot" or "fusion".
+    """Show device time by opcode, such as "dot" or "fusion".
 
     Args:
-      least_share: leave out opcodes with less of the busy time.
+      least_share: omit opcodes below this fraction of the busy time.
     """
     sums = Counter()
     for device in trace.devices:

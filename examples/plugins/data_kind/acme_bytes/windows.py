@@ -1,4 +1,4 @@
-"""`data: {kind: bytes, path: FILE}`: windows of a file's bytes, drawn at random; a token is a byte."""
+"""`data: {kind: bytes, path: FILE}`: randomly sampled windows of a file; each byte is a token."""
 
 from typing import Literal
 
@@ -26,14 +26,14 @@ class ByteData:
 
     def check(self, model):
         if model.vocab_size < 256:
-            raise ConfigError(f"model.vocab_size={model.vocab_size} is less than the 256 bytes there are.")
+            raise ConfigError(f"model.vocab_size={model.vocab_size} is less than 256, the number of byte values.")
 
     def build(self, *, seed, model):
         return Windows(self, seed)
 
 
 class Windows(Batches):
-    """Both the data and its only iterator: batch i is drawn from (seed, i)."""
+    """The data and its only iterator: batch i is a function of (seed, i)."""
 
     def __init__(self, settings, seed):
         self._settings, self._seed, self._taken = settings, seed, 0

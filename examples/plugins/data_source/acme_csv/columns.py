@@ -1,4 +1,4 @@
-"""`data: {source: csv:FILE#COLUMN}`: a column of a table, a document for each row."""
+"""`data: {source: csv:FILE#COLUMN}`: a column of a CSV file, one document per row."""
 
 import csv
 import hashlib

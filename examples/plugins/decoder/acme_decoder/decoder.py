@@ -45,7 +45,7 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A `LanguageModel`. Cached arrays lead with [repeats], so a layer takes its slice [0] of one repeat."""
+    """A `LanguageModel`. Cached arrays have a leading axis [repeats] of size 1, which a layer indexes with [0]."""
 
     def __init__(self, config, rngs):
         width = config.heads * config.head_dim

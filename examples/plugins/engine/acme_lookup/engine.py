@@ -1,4 +1,4 @@
-"""Prompt lookup (Saxena, 2023): after each token comes what came after it before; no model is asked."""
+"""Prompt lookup (Saxena, 2023): repeats the successor of the last earlier occurrence of a token, without a model."""
 
 import time
 from dataclasses import fields
@@ -24,7 +24,7 @@ class Lookup(Engine):
             raise GenerationError("The prompt has no tokens.", parameter="prompt")
         for name, default in vars(SamplingParams()).items():
             if name not in ("max_tokens", "temperature", "seed") and getattr(request.sampling, name) != default:
-                raise GenerationError(f"Nothing is drawn, so leave {name} out.", parameter=name)
+                raise GenerationError(f"Nothing is sampled, so omit {name}.", parameter=name)
         tokens, most, started_s = list(request.prompt), self._checkpoint.max_positions, time.monotonic()
         limit = min(most - len(tokens), request.sampling.max_tokens or most)
         ending = "length"

@@ -1,4 +1,4 @@
-"""The root mean square norm in Pallas, some rows at a time: compiled for TPUs, interpreted on CPUs."""
+"""The root mean square norm in Pallas, one tile of rows at a time: compiled on TPUs, interpreted on CPUs."""
 
 from dataclasses import dataclass
 
@@ -19,9 +19,9 @@ def supports(call, chip, config):
     axis, kind = call.options["axis"], call.options["kind"]
     others = any(call.arrays[name] is not None for name in ("offset", "residual"))
     if kind != "rms" or axis != -1 or others:
-        return "computes rms norms of the last axis, from x and scale alone"
+        return "computes only rms norms of the last axis, from x and scale"
     known = call.direction == "forward" or "inverse_rms" in call.residuals
-    return known or f"{call.forward} does not hand it inverse_rms"
+    return known or f"{call.forward} does not return the residual inverse_rms"
 
 
 def backward(arrays, options, outputs, residuals, cotangents, *, wants, config):
@@ -29,7 +29,7 @@ def backward(arrays, options, outputs, residuals, cotangents, *, wants, config):
 
     def kernel(x, cotangent, inverse, factor, dx, dfactor):
         place = pl.program_id(0) * config.rows + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
-        is_row = place < rows  # behind the last row a tile holds anything
+        is_row = place < rows  # the last tile has arbitrary values after the last row
         normed = jnp.where(is_row, x[...].astype(jnp.float32) * inverse[...], 0)
         cotangent = jnp.where(is_row, cotangent[...].astype(jnp.float32), 0)
         scaled = cotangent * factor[...]
@@ -71,7 +71,7 @@ def factor_of(scale, scale_offset, size):
 
 
 def on_tiles(kernel, config, by_row, factor, outs):
-    """Runs the kernel on some rows at a time; what it sums over the rows of a tile has an axis of tiles before them."""
+    """Runs the kernel on one tile of rows at a time. Sums over the rows of a tile have a leading axis of tiles."""
 
     def spec(shape):
         by_tile = pl.BlockSpec((None, 1, shape[-1]), lambda i: (i, 0, 0))
@@ -85,4 +85,4 @@ def on_tiles(kernel, config, by_row, factor, outs):
         out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outs],
         interpret=target_chip().kind == "cpu",
     )
-    return untyped(call, *by_row, factor)  # inside jax.shard_map the results vary over the devices as the operands do
+    return untyped(call, *by_row, factor)  # inside jax.shard_map, results vary over the same mesh axes as the operands

@@ -1,4 +1,4 @@
-"""`model: {family: bigram}`: each token is guessed from the one before it, by Flax's own layers."""
+"""`model: {family: bigram}`: predicts each token from its predecessor, with Flax's built-in layers."""
 
 from types import SimpleNamespace
 from typing import Literal
@@ -22,7 +22,7 @@ class BigramConfig:
 
 
 class Bigram(nnx.Module):
-    """A `LanguageModel` that keeps nothing of a sequence."""
+    """A `LanguageModel` without per-sequence state."""
 
     states = ()
 

@@ -1,4 +1,4 @@
-"""`stack serve table:DIR`: a directory with `table.npy`, float32[256, 256] logits of the byte after each byte."""
+"""`stack serve table:DIR`: a directory with `table.npy`, float32[256, 256], the logits of the next byte by byte."""
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ class Bytes:
 
 @dataclass
 class Table:
-    """A `LanguageModel` without states: its output depends on the last token alone."""
+    """A `LanguageModel` without states: its output depends only on the last token."""
 
     weight: jax.Array
     states = ()
@@ -53,7 +53,7 @@ class Table:
 
 @dataclass
 class TableCheckpoint:
-    """A `GenerativeCheckpoint`: all that an engine needs of a model."""
+    """A `GenerativeCheckpoint`, the interface of a model to engines."""
 
     path: object
     name: str
@@ -75,7 +75,7 @@ class TableCheckpoint:
 def open_for_generation(directory):
     path = directory / "table.npy"
     if not path.is_file():
-        raise ConversionError(f"{directory} holds no table.npy. Give the directory of a table.")
+        raise ConversionError(f"{directory} has no table.npy. Expected the directory of a table.")
     return TableCheckpoint(path, directory.resolve().name)
 
 

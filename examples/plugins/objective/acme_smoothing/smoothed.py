@@ -1,4 +1,4 @@
-"""`objective: {name: smoothed}`: cross-entropy with a share of each target spread over all tokens."""
+"""`objective: {name: smoothed}`: cross-entropy with label smoothing."""
 
 from typing import ClassVar, Literal
 
@@ -9,7 +9,10 @@ from stack_core.abi.objectives import Objective
 
 @config
 class Smoothed(Objective):
-    """Source: Szegedy et al., 2015 (arXiv:1512.00567), section 7."""
+    """Cross-entropy with a fraction `smoothing` of each target's probability spread evenly over the vocabulary.
+
+    Source: Szegedy et al., 2015 (arXiv:1512.00567), section 7.
+    """
 
     name: Literal["smoothed"] = "smoothed"
     smoothing: float = 0.1

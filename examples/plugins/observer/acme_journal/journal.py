@@ -1,15 +1,15 @@
-"""`journal.txt` in a run's directory: what happened, one line an event."""
+"""`journal.txt` in a run's directory: one line per event."""
 
 import time
 
 
 def journal(context):
-    """Makes the observer of one run."""
+    """Builds the observer of one run."""
     return Journal(context.directory / "journal.txt")
 
 
 class Journal:
-    """Writes each event as it happens; a resumed run goes on in the same file."""
+    """Writes each event when it happens. A resumed run appends to the same file."""
 
     def __init__(self, path):
         self._file = path.open("a", encoding="utf-8", buffering=1)

@@ -1,4 +1,4 @@
-"""The same as one convolution with a group for each channel."""
+"""An implementation of `short_conv` as one convolution with a group per channel."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A short causal convolution of each channel, as Mamba and Gated DeltaNet have it before their scans."""
+"""A short causal convolution per channel, as in Mamba and Gated DeltaNet before their scans."""
 
 import jax.numpy as jnp
 
@@ -6,7 +6,7 @@ from stack_core.ops.defining import Axes, Op, OpAxes, check_floating, check_same
 
 
 def short_conv(x, weight, *, implementation=None, axes=None):
-    """Convolves each channel with its own filter: y_t = sum_k w_k x_(t-k), where x is 0 before the sequence begins.
+    """Convolves each channel with a separate filter: y_t = sum_k w_k x_(t-k), with x = 0 before the sequence.
 
     Args:
       x: [..., seq, channels].

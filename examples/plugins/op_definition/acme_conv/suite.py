@@ -1,4 +1,4 @@
-"""The calls that every implementation of `short_conv` is tried with, and its definition in float64."""
+"""The contract suite of `short_conv`: test calls, and the definition in float64."""
 
 import jax.numpy as jnp
 

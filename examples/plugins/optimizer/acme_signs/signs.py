@@ -1,4 +1,4 @@
-"""`optimizer: {name: signs}`: steps by the signs of gradients; schedule, clipping and groups are every run's."""
+"""`optimizer: {name: signs}`: sign descent; schedule, clipping and groups come from `OptimizerConfig`."""
 
 from typing import Literal
 
@@ -10,7 +10,7 @@ from stack_train.optim import OptimizerConfig
 
 @config
 class Signs(OptimizerConfig):
-    """Source: Bernstein et al., 2018 (arXiv:1802.04434)."""
+    """Settings of sign descent. Source: Bernstein et al., 2018 (arXiv:1802.04434)."""
 
     name: Literal["signs"] = "signs"
     learning_rate: float = 1e-3

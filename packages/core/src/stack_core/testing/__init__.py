@@ -1,4 +1,4 @@
-"""Contract suites that every implementation must pass, whoever wrote it."""
+"""Contract suites for ops and launchers, which every implementation must pass, from any package."""
 
 from stack_core.testing.alone import first_call as first_call
 from stack_core.testing.cases import OpCase as OpCase

@@ -1,7 +1,7 @@
-"""An implementation by itself: its functions are called as they are, without core's choice and JAX's derivatives.
+"""Direct calls of an implementation's functions, without core's dispatch and JAX's derivatives.
 
-Pallas' interpreter of TPUs gives memory that nobody wrote NaN for its content. It runs ordered callbacks, which neither
-`jax.custom_vjp` nor `jax.custom_batching` carries.
+Pallas' TPU interpreter fills unwritten memory with NaN. It runs ordered callbacks, which neither `jax.custom_vjp` nor
+`jax.custom_batching` supports, so kernels are called directly in it.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ def _called(function: Callable[..., Any], *arrays: Any) -> _Called:
 
 
 def first_call(function: Callable[..., Any], *arrays: Any) -> OpCall:
-    """The first call of an op in `function(*arrays)`, as choosers see it; nothing is run.
+    """Returns the first call of an op in `function(*arrays)`, as choosers see it, without running anything.
 
     Args:
       arrays: pytrees of arrays or of `jax.ShapeDtypeStruct`.
@@ -60,16 +60,17 @@ def value_and_gradients_alone(
     implementation: OpImplementation,
     cotangent: Callable[[Any], Any],
 ) -> tuple[Any, Mapping[str, Any] | None]:
-    """The result and the gradients by parameter name of the first call of an op in `function(arrays)`.
+    """Computes the result, and the gradients by parameter name, of the first call of an op in `function(arrays)`.
 
     Args:
-      cotangent: of the result.
+      cotangent: function from the result to its cotangent.
 
     Returns:
-      None for the gradients where the implementation takes no backward pass of the call after its own forward pass.
+      The result and the gradients. The gradients are None if the implementation does not support the backward pass of
+        the call after its own forward pass.
 
     Raises:
-      unittest.SkipTest: with the reason why it does not take the forward pass.
+      unittest.SkipTest: the implementation rejects the forward pass; the message is its reason.
     """
     called = _called(function, arrays)
     request, call, operands = (

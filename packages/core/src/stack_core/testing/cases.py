@@ -1,7 +1,7 @@
-"""What the contract suites of ops are made of.
+"""Cases, suites and helpers for the contract suites of ops.
 
-The calls are small and chosen to break kernels: sizes do not divide a tile, rows are empty, every option is given at
-least once. The oracles are written from the equations, without sharing code with the references; they run under
+The calls are small and chosen to break kernels: sizes do not divide a tile, rows are empty, and every option is used at
+least once. The oracles are written from the equations, without sharing code with the references. They run under
 `jax.enable_x64` on float64 arrays.
 """
 
@@ -28,11 +28,14 @@ class OpCase:
     """One call of an op.
 
     Attributes:
-      arrays: draws the array arguments by parameter name; float64 arrays are rounded to the dtype under test.
-      options: the other arguments.
-      fixed: names of float arrays that no gradient is asked of.
-      call: `(op, arrays, options) -> output`, for an op that needs something around it; may raise `unittest.SkipTest`
-        with what is missing. The oracle is called without it.
+      op: name of the op.
+      name: name of the case, unique in its suite.
+      arrays: function that samples the array arguments by parameter name; float64 arrays are rounded to the dtype under
+        test.
+      options: other arguments.
+      fixed: names of float arrays without a gradient.
+      call: `(op, arrays, options) -> output`, for an op that needs a context such as a mesh. It may raise
+        `unittest.SkipTest` with a missing requirement. The oracle is called without it.
     """
 
     op: str
@@ -45,9 +48,10 @@ class OpCase:
 
 @dataclass(frozen=True)
 class OpSuite:
-    """The calls that an op's implementations are tried with.
+    """The contract suite of an op.
 
     Attributes:
+      cases: calls to check every implementation with.
       oracle: the op's definition in float64, called with the arrays and options of a case.
     """
 
@@ -58,7 +62,7 @@ class OpSuite:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Quantized:
-    """A quantized array that core knows nothing of but its `__stack_qview__`."""
+    """A quantized array that core can access only through its `__stack_qview__`."""
 
     values: Any
     scales: Any
@@ -70,10 +74,13 @@ class Quantized:
 
 
 def spoiled(case: OpCase, name: str, **places: tuple[Any, float]) -> OpCase:
-    """The call with NaN or infinity in some arrays, each given by an index and the value there.
+    """Returns the case with NaN or infinity in some arrays.
 
-    What depends on them is no finite number, and nothing else changes. No gradient is compared: which of its entries a
-    0 times NaN reaches is up to the implementation.
+    Outputs that depend on them are not finite; all others stay the same. Gradients are not compared, because
+    implementations may differ in the entries that a 0 times NaN reaches.
+
+    Args:
+      places: (index, value) by the name of the array.
     """
 
     def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
@@ -87,7 +94,7 @@ def spoiled(case: OpCase, name: str, **places: tuple[Any, float]) -> OpCase:
 
 
 def dense(array: Any) -> Any:
-    """What a quantized array stands for, in float64; any other array itself."""
+    """Dequantizes an array to float64; returns any other array unchanged."""
     if not hasattr(type(array), "__stack_qview__"):
         return array
     view = array.__stack_qview__()
@@ -98,5 +105,5 @@ def dense(array: Any) -> Any:
 
 
 def integers(*values: Any) -> np.ndarray:
-    """Its arguments as an int32 array."""
+    """Returns the arguments as an int32 array."""
     return np.array(values, np.int32)

@@ -1,4 +1,4 @@
-"""The contract suite of launchers: what a driver may rely on, whoever starts the agents."""
+"""Contract suite of launchers: the guarantees that drivers rely on."""
 
 import os
 import time
@@ -17,19 +17,20 @@ _LIMIT_S = 60.0
 
 
 def echo(said: str) -> str:
-    """What workers of the suite run."""
+    """Returns the result that the suite expects from its workers."""
     return f"{said} from a process of its own"
 
 
 def check_launcher(make: Callable[[ClusterConfig], Launcher], config: ClusterConfig, token: bytes) -> None:
-    """Starts two agents, forks a worker on each, ends one agent and starts it again, and lets both go.
+    """Starts two agents, forks a worker on each, ends and restarts one agent, and releases both.
 
     Args:
-      make: the launcher's class; agents of a launcher that cannot start them must be on their way.
-      config: of two hosts on this machine.
+      make: class of the launcher. If the launcher cannot start agents, they must already be on their way.
+      config: cluster of two hosts on this machine.
+      token: secret by which agents and driver authenticate each other.
 
     Raises:
-      AssertionError: something is not as `Launcher` promises.
+      AssertionError: the launcher breaks a guarantee of `Launcher`.
     """
     launcher = make(config)
     assert isinstance(launcher, Launcher), f"{launcher!r} lacks a method of the protocol"
@@ -44,7 +45,7 @@ def check_launcher(make: Callable[[ClusterConfig], Launcher], config: ClusterCon
         assert len(set(pids.values())) == 2, "each host has an agent of its own"
 
         hosts.end(1)
-        hosts.end(1)  # one that is gone is no error
+        hosts.end(1)  # ending it twice is not an error
         _wait(lambda: not _is_alive(pids[1]), "end ends the agent")
         assert _is_alive(pids[0]), "end ends that agent alone"
         hosts.start((1,))

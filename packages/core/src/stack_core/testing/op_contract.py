@@ -1,4 +1,4 @@
-"""The contract of an op: value and gradient in every dtype against float64, under jit, vmap, scan and shard_map."""
+"""Contract checks of an op: value and gradient in every dtype against float64, under jit, vmap, scan and shard_map."""
 
 import functools
 import operator
@@ -24,24 +24,28 @@ from stack_core.testing.cases import OpCase
 __all__ = ["TOLERANCES", "OpCheck", "assert_close", "draw", "op_checks"]
 
 TOLERANCES: Mapping[str, float] = {"float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
-"""How far `assert_close` lets an op be off, by the dtype of its operands."""
+"""Tolerances of the contract, in the sense of `assert_close`, by the dtype of the operands."""
 
 _TRANSFORMED = "transformed"
 _SHARD_MAP = "shard_map"
+# Oracles run once on tiny arrays, so compiling them would take most of the time.
 _QUICK_TO_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 @dataclass(frozen=True)
 class OpCheck:
-    """One case of an op looked at in one way; call it with the implementation to be tried.
+    """One aspect of a case of an op's contract; call it with the implementation under test.
 
-    It raises AssertionError when the implementation is wrong and `unittest.SkipTest`, with the reason that `supports`
-    gave, when it does not take the case. Where `supports` refuses the backward pass alone, the gradient is another's.
+    It raises AssertionError if the implementation is wrong. It raises `unittest.SkipTest`, with the reason from
+    `supports`, if the implementation rejects the case. If `supports` rejects only the backward pass, another
+    implementation computes the gradient.
 
     Attributes:
-      is_covering: whether it is of the covering choice: each case is checked to the tolerance of fp32, one of three
-        transformed, one of four in bf16 or fp16 too, and one of eight inside `jax.shard_map`. A bug in one option or in
-        one dtype shows there.
+      case: call that is checked.
+      aspect: dtype of the operands, "transformed" or "shard_map".
+      is_covering: whether the check is part of the covering selection, which still finds a bug in one option or one
+        dtype. It checks every case at the tolerance of fp32 (one in three under vmap and scan), one in four in bf16 or
+        fp16 as well, and one in eight inside `jax.shard_map`.
     """
 
     case: OpCase
@@ -62,12 +66,15 @@ class OpCheck:
                 raise unittest.SkipTest(str(error)) from error
 
     def alone(self, implementation: OpImplementation) -> None:
-        """Calls the implementation's own functions, without core's choice and JAX's derivatives, in its dtype.
+        """Checks the implementation's own functions in the aspect's dtype, without dispatch and JAX's derivatives.
 
-        That is how a kernel is held to the contract in an interpreter that fills memory which nobody wrote with NaN.
+        This is how kernels are checked in an interpreter that fills unwritten memory with NaN.
+
+        Raises:
+          unittest.SkipTest: the aspect is not a dtype, or the implementation rejects the call.
         """
         if self.aspect not in TOLERANCES:
-            raise unittest.SkipTest("a transformed call is not one of its own functions")
+            raise unittest.SkipTest("transformed calls do not reach the implementation directly")
         op, arrays = function_of(self.case.op), draw(self.case, self.aspect)
 
         def call(arrays: Mapping[str, Any]) -> Any:
@@ -85,10 +92,10 @@ class OpCheck:
         assert_close((output, found), (expected, of_leaves), TOLERANCES[self.aspect])
 
     def seen(self, dtype: str) -> OpCall:
-        """The call as `supports` sees it, with operands of a dtype; nothing is run.
+        """Returns the call as `supports` sees it, with operands of a dtype, without running anything.
 
         Raises:
-          unittest.SkipTest: with what the call needs that is missing.
+          unittest.SkipTest: a requirement of the call is missing; the message names the requirement.
         """
         op = function_of(self.case.op)
         return first_call(lambda arrays: self.case.call(op, arrays, self.case.options), draw(self.case, dtype))
@@ -98,7 +105,7 @@ class OpCheck:
 
 
 def op_checks(op: str) -> tuple[OpCheck, ...]:
-    """All checks of an op's contract.
+    """Returns all checks of an op's contract.
 
     @pytest.mark.parametrize("check", op_checks("attention"), ids=str)
     def test_contract(check):
@@ -114,7 +121,7 @@ def op_checks(op: str) -> tuple[OpCheck, ...]:
 
 
 def _covering_aspects(place: int) -> tuple[str, ...]:
-    """The aspects that the case at a place of its suite is looked at in by the covering choice."""
+    """Returns the aspects of the covering selection for the case at an index of its suite."""
     return (
         _TRANSFORMED if place % 3 == 1 else "float32",
         *(["bfloat16"] if place % 8 == 0 else []),
@@ -129,7 +136,7 @@ def _check_against_oracle(case: OpCase, implementation: OpImplementation, dtype:
 
 
 def _check_transformations(case: OpCase, implementation: OpImplementation) -> None:
-    """A jitted scan over a vmap gives for every call what the call gives alone."""
+    """Checks each call of a jitted scan over a vmap against the oracle."""
     seeds = np.array([[0, 1], [1, 0]])
     stacked = jax.tree.map(lambda *calls: np.stack(calls)[seeds], *(draw(case, "float32", seed) for seed in (0, 1)))
     vmapped = jax.vmap(_value_and_gradients(case, implementation))
@@ -141,7 +148,7 @@ def _check_transformations(case: OpCase, implementation: OpImplementation) -> No
 
 
 def _check_in_shard_map(case: OpCase, implementation: OpImplementation) -> None:
-    """A call gives the same inside `jax.shard_map`, where every other array is the same on all devices."""
+    """Checks a call inside `jax.shard_map`, with every other array replicated, against the oracle."""
     leaves, structure = jax.tree.flatten(draw(case, "float32"))
     varies = [place % 2 == 0 for place in range(len(leaves))]
     specs = tuple(PartitionSpec("part") if each else PartitionSpec() for each in varies)
@@ -160,7 +167,7 @@ def _check_in_shard_map(case: OpCase, implementation: OpImplementation) -> None:
 
 @functools.cache
 def _expected(case: OpCase, dtype: str, seed: int = 0) -> Any:
-    """The oracle's (output, gradients) at the arrays of a case, rounded to a dtype."""
+    """Returns the oracle's (output, gradients) for the arrays of a case, rounded to a dtype."""
     leaves, structure = jax.tree.flatten(jax.tree.map(np.asarray, draw(case, dtype, seed)))
     floating = [place for place, leaf in enumerate(leaves) if _is_floating(leaf)]
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
@@ -170,7 +177,7 @@ def _expected(case: OpCase, dtype: str, seed: int = 0) -> Any:
 
 @functools.cache
 def _oracle(case: OpCase, seed: int, structure: Any) -> Callable[[list[Any]], Any]:
-    """The oracle as a function of the floating arrays: the others are constants to it."""
+    """Returns the oracle as a function of the floating arrays, with the other arrays as constants."""
     constants = jax.tree.leaves(jax.tree.map(np.asarray, draw(case, "float32", seed)))
 
     def value_and_gradients(exact: list[Any]) -> Any:
@@ -182,7 +189,7 @@ def _oracle(case: OpCase, seed: int, structure: Any) -> Callable[[list[Any]], An
 
 
 def _value_and_gradients(case: OpCase, implementation: OpImplementation | None) -> Callable[[Mapping[str, Any]], Any]:
-    """A function from the arrays to (output, gradients by leaf); of the oracle if there is no implementation."""
+    """Returns a function from the arrays to (output, gradients by leaf), of the oracle if `implementation` is None."""
 
     def call(arrays: Mapping[str, Any]) -> Any:
         if implementation is None:
@@ -222,7 +229,7 @@ def _by_leaf(arrays: Mapping[str, Any], gradients: Mapping[str, Any]) -> dict[st
 
 
 def _cotangent(output: Any) -> Any:
-    """A fixed irregular cotangent, the same for the implementation and the oracle: its entries are exact in bf16."""
+    """Returns an irregular cotangent that is the same in every call and exact in bf16."""
 
     def entries(x: Any) -> Any:
         return jnp.asarray(np.round(64 * np.cos(np.arange(1, x.size + 1))).reshape(x.shape) / 64, x.dtype)
@@ -231,7 +238,7 @@ def _cotangent(output: Any) -> Any:
 
 
 def draw(case: OpCase, dtype: str, seed: int = 0) -> dict[str, Any]:
-    """The arrays of a case, floating ones in a dtype."""
+    """Samples the arrays of a case, with floating arrays in a dtype."""
     rng = np.random.default_rng([seed, zlib.crc32(f"{case.op}/{case.name}".encode())])
     return jax.tree.map(
         lambda x: jnp.asarray(x, dtype) if x.dtype == np.float64 else jnp.asarray(x), dict(case.arrays(rng))
@@ -245,10 +252,11 @@ def _is_floating(leaf: Any) -> bool:
 def assert_close(actual: Any, expected: Any, tolerance: float) -> None:
     """Compares two pairs (output, gradients), pytrees of arrays.
 
-    Each array's largest error may be `tolerance` times its largest finite entry; infinities and NaN must agree.
+    The largest error of each array may be `tolerance` times its largest finite entry, which counts as at least 1e-3.
+    Infinities and NaN must agree.
 
     Raises:
-      AssertionError: naming the array that differs, and by how much.
+      AssertionError: an array differs; the message names it and its error.
     """
 
     def compare(path: Any, a: Any, e: Any) -> None:

@@ -1,1 +1,1 @@
-"""One file an op: the calls of its contract suite, and its oracle in float64."""
+"""Contract suites of the ops, one file per op, each with its cases and an oracle in float64."""

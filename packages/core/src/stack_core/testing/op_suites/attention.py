@@ -19,7 +19,7 @@ def _attention_case(
     extra: Callable[[np.random.Generator], Mapping[str, Any]] = lambda rng: {},
     **options: Any,
 ) -> OpCase:
-    """`sizes` are batch, q_seq, kv_seq, heads, kv_heads, key_dim; `value_dim` is key_dim unless given."""
+    """Builds a case; `sizes` are (batch, q_seq, kv_seq, heads, kv_heads, key_dim), `value_dim` defaults to key_dim."""
     batch, q_seq, kv_seq, heads, kv_heads, key_dim = sizes
 
     def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
@@ -108,6 +108,7 @@ def _oracle(
     return_lse: bool = False,
     **masking: Any,
 ) -> Any:
+    """Computes the definition, one (row, head, query, key) at a time."""
     batch, q_seq, heads, key_dim = query.shape
     key, value = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (key, value))
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) * (key_dim**-0.5 if scale is None else scale)

@@ -1,4 +1,4 @@
-"""The contract suite of `collective_matmul`: over every number of devices that divides those that JAX has."""
+"""The contract suite of `collective_matmul`, over every tested number of devices that divides JAX's."""
 
 import functools
 import unittest
@@ -18,7 +18,7 @@ _KINDS = ("all_gather", "reduce_scatter")
 
 
 def _across(axis_size: int, op: Callable[..., Any], arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    """Gives each device its part of whole arrays, and puts their results together."""
+    """Runs the op on shards of the arrays and returns the concatenated results."""
     devices = jax.devices()
     if len(devices) % axis_size:
         raise unittest.SkipTest(f"needs {axis_size} devices, or a multiple; JAX has {len(devices)}")
@@ -35,7 +35,7 @@ def _across(axis_size: int, op: Callable[..., Any], arrays: Mapping[str, Any], o
 
 
 def _case(name: str, kind: str, axis_size: int, x: tuple[int, ...], out: int, quantized: bool = False) -> OpCase:
-    """`x` is the shape of the whole array."""
+    """Builds a case; `x` is the full shape of the activations."""
 
     def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
         drawn: dict[str, Any] = {"x": rng.normal(size=x), "weight": rng.normal(size=(x[-1], out))}
@@ -67,7 +67,7 @@ _CASES = (
 
 
 def _oracle(x: Any, weight: Any, *, axis_name: str, kind: str) -> Any:
-    """Both kinds are the same product of whole arrays; they differ in where its parts are."""
+    """Computes the product of the full arrays; the kinds differ only in the sharding."""
     del axis_name, kind
     return x @ dense(weight)
 

@@ -1,4 +1,4 @@
-"""The contract suite of `exchange`: over every number of devices that divides those that JAX has."""
+"""The contract suite of `exchange`, over every tested number of devices that divides JAX's."""
 
 import functools
 import unittest
@@ -20,7 +20,7 @@ _WIDTH = 3
 
 
 def _across(devices: int, op: Callable[..., Any], arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    """Gives each device its rows and group sizes, [devices, ...], and stacks the results."""
+    """Runs the op on each device's rows and group sizes, [devices, ...], and stacks the results."""
     found = jax.devices()
     if len(found) % devices:
         raise unittest.SkipTest(f"needs {devices} devices, or a multiple; JAX has {len(found)}")
@@ -35,7 +35,7 @@ def _across(devices: int, op: Callable[..., Any], arrays: Mapping[str, Any], opt
 
 
 def _case(name: str, kind: str, devices: int, *, rows: int, buffer: int, counted: int | None = None) -> OpCase:
-    """Two groups a device; `counted` rows of a device are of a group, all unless given."""
+    """Builds a case with two groups per device; the first `counted` rows (default: all) of a device are in groups."""
 
     def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
         groups, total = 2 * devices, rows if counted is None else counted
@@ -63,7 +63,7 @@ _CASES = tuple(
 
 
 def _oracle(x: Any, group_sizes: Any, *, axis_name: str, kind: str, out_rows: int) -> Any:
-    """Follows each row to its place; what returns goes the other way."""
+    """Moves each row to its destination; "return" moves rows in the opposite direction."""
     del axis_name
     devices = len(x)
     rows, buffer = (x.shape[1], out_rows) if kind == "send" else (out_rows, x.shape[1])
@@ -76,7 +76,7 @@ def _oracle(x: Any, group_sizes: Any, *, axis_name: str, kind: str, out_rows: in
 
 
 def _journeys(group_sizes: np.ndarray, rows: int, buffer: int) -> list[tuple[int, int, int, int]]:
-    """(sender, row there, receiver, row there) of every row that arrives."""
+    """Returns (sender, row there, receiver, row there) of every row that arrives."""
     devices, groups = group_sizes.shape
     journeys: list[tuple[int, int, int, int]] = []
     for receiver in range(devices):

@@ -27,7 +27,7 @@ def _normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _exact(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Halves: products and their sums, quarters, are exact in every dtype, and none is rounded past a limit."""
+    """Samples multiples of 1/2, whose products and sums are exact in every dtype, so rounding crosses no limit."""
     return rng.integers(-2, 3, size=shape) / 2
 
 

@@ -20,7 +20,7 @@ def _linear_case(name: str, x: tuple[int, ...], out: int, bias: bool = False, **
 
 
 _CODES = {"int8": 127, "uint8": 255, "int4": 7, "float8_e4m3fn": 448, "float8_e5m2": 57344, "float4_e2m1fn": 6}
-"""The largest magnitude of each dtype of codes."""
+"""Largest magnitude by dtype of the quantized values."""
 
 
 def _quantized(
@@ -32,15 +32,15 @@ def _quantized(
     levels: int = 0,
     scale_dtype: Any = np.float32,
 ) -> Quantized:
-    """A random quantized array whose entries are of the order of 1.
+    """Samples a quantized array with entries of the order of 1.
 
     Args:
-      zeros: the dtype of zero points, if there are any.
-      levels: those of a codebook, if there is one.
+      zeros: dtype of the zero points; None for symmetric quantization.
+      levels: number of codebook levels; 0 for values without a codebook.
     """
     largest = levels - 1 if levels else _CODES[dtype]
     lowest = 0 if levels or dtype == "uint8" else -largest
-    # Drawn on a logarithmic scale as well, so that floating codes take all their exponents.
+    # The powers of 2 make floating-point codes take all their exponents.
     drawn = rng.uniform(lowest, largest, size=shape) * (2.0 ** rng.integers(-6, 1, size=shape) if lowest else 1)
     values = (np.rint(drawn) if jnp.issubdtype(dtype, jnp.integer) else drawn).astype(jnp.dtype(dtype))
     scale = rng.uniform(1, 2, size=scales) / (1 if levels else largest)
@@ -52,7 +52,7 @@ def _quantized(
 def _weight_case(
     name: str, scales: tuple[int, int], dtype: str = "int8", *, rows: int = 3, fixed: bool = False, **given: Any
 ) -> OpCase:
-    """A quantized weight, whose scales have a gradient unless they are `fixed`."""
+    """Builds a case with a quantized weight, whose scales have a gradient unless `fixed`."""
 
     def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
         weight = _quantized(rng, (12, 10), scales, dtype, **given)
@@ -71,7 +71,7 @@ def _both_case(
     zeros: tuple[Any, Any] = (None, None),
     bias: bool = False,
 ) -> OpCase:
-    """Both operands quantized, each given by the dtype of its values and the shape of its scales."""
+    """Builds a case with two quantized operands, each given by the dtype of its values and the shape of its scales."""
 
     def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
         left = _quantized(rng, shape, x[1], x[0], zeros[0])

@@ -19,7 +19,12 @@ def _case(
     absent: tuple[str, ...] = (),
     forgets: float = 0.0,
 ) -> OpCase:
-    """`sizes` are batch, seq, heads, key_dim, value_dim; `forgets` is the share of tokens whose decay is -inf."""
+    """Builds a case; `sizes` are (batch, seq, heads, key_dim, value_dim).
+
+    Args:
+      absent: names of the optional arrays to leave out.
+      forgets: share of the tokens whose decay is -inf.
+    """
     batch, seq, heads, key_dim, value_dim = sizes
 
     def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
@@ -62,7 +67,7 @@ _CASES = (
 
 
 def _oracle(query: Any, key: Any, value: Any, *, decay: Any, beta: Any, initial_state: Any = None) -> Any:
-    """The paper's equation 10: the state times alpha (I - beta k k^T), plus beta v k^T, one token at a time."""
+    """Computes the paper's equation 10 per token: the state times alpha (I - beta k k^T), plus beta v k^T."""
     batch, _, heads, key_dim = query.shape
     alpha = jnp.ones(query.shape[:3]) if decay is None else jnp.exp(decay)
     beta = jnp.ones(query.shape[:3]) if beta is None else beta

@@ -97,7 +97,7 @@ def _oracle(
 def _row_losses(
     logits: Any, labels: Any, *, ignore_index: int = -100, z_loss: float = 0.0, label_smoothing: float = 0.0
 ) -> tuple[Any, np.ndarray]:
-    """The loss of each row, and which rows count."""
+    """Returns the loss of each row, and a mask of the rows that count."""
     vocab = logits.shape[-1]
     log_partition = jnp.log(jnp.sum(jnp.exp(logits), axis=-1))
     target = (1 - label_smoothing) * (np.asarray(labels)[..., None] == np.arange(vocab)) + label_smoothing / vocab

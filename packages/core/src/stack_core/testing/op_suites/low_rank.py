@@ -12,7 +12,7 @@ __all__ = ["SUITE"]
 
 
 def _low_rank_case(name: str, x: tuple[int, ...], sizes: tuple[int, int, int], rows: Any = None) -> OpCase:
-    """`sizes` are adapters, rank, d_out."""
+    """Builds a case; `sizes` are (adapters, rank, d_out)."""
     adapters, rank, d_out = sizes
 
     def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
@@ -41,7 +41,7 @@ _CASES = (
 
 
 def _oracle(x: Any, down: Any, up: Any, scale: Any, *, rows: Any = None) -> Any:
-    """The definition, with a matrix of full rank for each row."""
+    """Computes the definition, with a full matrix for each adapter."""
     batch = x.shape[:-1]
     rows = np.zeros(batch, int) if rows is None else np.asarray(rows)
     adapter = np.broadcast_to(rows.reshape(*rows.shape, *[1] * (len(batch) - rows.ndim)), batch)

@@ -13,7 +13,7 @@ __all__ = ["SUITE"]
 _ABSENT_PAGES = (-7, 10**6)
 _AXES = {"p": 0, "h": 1, "s": 2, "d": 3}
 _BOTH = "psh2d"
-"""The layout of one pool of keys and values."""
+"""Layout of a single pool with keys and values."""
 
 
 def _paged_case(
@@ -26,11 +26,15 @@ def _paged_case(
     extra: Callable[[np.random.Generator], Mapping[str, Any]] = lambda rng: {},
     **options: Any,
 ) -> OpCase:
-    """`sequences` are their numbers of queries and of keys; `sizes` are heads, kv_heads, slots, head_dim.
+    """Builds a case.
 
-    Pages of values are as wide as those of keys, or `value_width`; with the option `value_dim`, or a layout of one pool
-    for both, there are none. Slots that no key has hold NaN, entries of the tables that no sequence needs are no page's
-    numbers.
+    Slots without a key contain NaN, and unused entries of the block tables are not page numbers.
+
+    Args:
+      sequences: (number of queries, number of keys) of each sequence.
+      sizes: (heads, kv_heads, slots, head_dim).
+      value_width: width of the value pages; None means head_dim. With the option `value_dim`, or with a single pool for
+        keys and values, there are no value pages.
     """
     heads, kv_heads, slots, head_dim = sizes
     queries, lengths = zip(*sequences, strict=True)
@@ -84,7 +88,7 @@ def _quantized_case(name: str, scales: tuple[int, int, int, int], zeros: bool) -
 
 
 def _bad_indices_case(name: str, tokens: int = 5, layout: str = "pshd", **indices: Any) -> OpCase:
-    """Three sequences have two of 5 pages each, of 4 slots; some indices are out of range."""
+    """Builds a case with indices out of range: three sequences with two of 5 pages each, of 4 slots."""
     valid = {"block_tables": [[1, 3], [0, 4], [2, 1]], "kv_lengths": [5, 8, 3], "query_starts": [0, 1, 3, 4]}
 
     def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
@@ -165,7 +169,7 @@ _CASES = (
         value_pages=((0, 0, 0, 5), np.nan),
     ),
     spoiled(_bad_indices_case(""), "infinity", query=((3, 2), np.inf), value_pages=((0, 0, 0, 5), np.inf)),
-    spoiled(  # the scores of all keys of the first sequence are -inf in one head
+    spoiled(  # In one head, the scores of all keys of the first sequence are -inf.
         _bad_indices_case("", kv_lengths=[3, 8, 3]),
         "infinite_value_of_weight_zero",
         query=((..., 2), 1.0),
@@ -193,7 +197,7 @@ def _oracle(
     value_dim: int | None = None,
     **scoring: Any,
 ) -> Any:
-    """The definition, each token with its own keys, with indices that are out of range brought into it."""
+    """Computes the definition, each token with its own keys, after clipping indices into their range."""
     if layout == _BOTH:
         key_pages, value_pages = (dense(key_pages)[..., half, :] for half in (0, 1))
         layout = layout.replace("2", "")
@@ -228,7 +232,7 @@ def _attended(
     sinks: Any = None,
     scale: Any = None,
 ) -> Any:
-    """Queries, [tokens, heads, head_dim], each with keys of its own, [tokens, keys, kv_heads, head_dim]."""
+    """Computes attention of queries [tokens, heads, head_dim] over keys [tokens, keys, kv_heads, head_dim]."""
     seen = (distances >= 0) & (window is None or window[0] is None or distances <= window[0])
     key, value = (jnp.where(seen[..., None, None], x, 0.0) for x in (key, value))
     key, value = (jnp.repeat(x, query.shape[1] // x.shape[2], axis=2) for x in (key, value))

@@ -14,7 +14,7 @@ __all__ = ["SUITE"]
 def _ragged_case(
     name: str, group_sizes: tuple[int, ...], *, rows: int | None = None, d_in: int, d_out: int, bias: bool = False
 ) -> OpCase:
-    """Without `rows`, exactly those of the groups."""
+    """Builds a case; `rows` defaults to the sum of the group sizes."""
     total = sum(group_sizes) if rows is None else rows
 
     def arrays(rng: np.random.Generator) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""The contract suite of `ring_attention`: over every number of devices that divides those that JAX has."""
+"""The contract suite of `ring_attention`, over every tested number of devices that divides JAX's."""
 
 import functools
 import unittest
@@ -19,7 +19,7 @@ _BY_SEQUENCE = ("query", "key", "value")
 
 
 def _places(seq: int, devices: int, order: str) -> np.ndarray:
-    """The tokens of a sequence in the order in which devices have them."""
+    """Returns the positions of a sequence in the order in which the devices store them."""
     if order == "contiguous":
         return np.arange(seq)
     blocks = np.split(np.arange(seq), 2 * devices)
@@ -27,7 +27,7 @@ def _places(seq: int, devices: int, order: str) -> np.ndarray:
 
 
 def _across(devices: int, op: Callable[..., Any], arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    """Gives each device its tokens of whole arrays, and puts the results together."""
+    """Runs the op on shards of the arrays and returns the results in sequence order."""
     found = jax.devices()
     if len(found) % devices:
         raise unittest.SkipTest(f"needs {devices} devices, or a multiple; JAX has {len(found)}")
@@ -58,7 +58,7 @@ def _case(
     extra: Callable[[np.random.Generator], Mapping[str, Any]] = lambda rng: {},
     **options: Any,
 ) -> OpCase:
-    """`sizes` are batch, q_seq, kv_seq, heads, kv_heads, key_dim; `value_dim` is key_dim unless given."""
+    """Builds a case; `sizes` are (batch, q_seq, kv_seq, heads, kv_heads, key_dim), `value_dim` defaults to key_dim."""
     batch, q_seq, kv_seq, heads, kv_heads, key_dim = sizes
 
     def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
@@ -109,7 +109,7 @@ _CASES = (
 
 
 def _oracle(*arrays: Any, axis_name: str, order: str, **options: Any) -> Any:
-    """Attention of the whole sequence."""
+    """Computes attention over the full sequence."""
     del axis_name, order
     return attention.SUITE.oracle(*arrays, **options)
 

@@ -46,7 +46,7 @@ def _oracle(
     rotary_dim = rotary_dim or x.shape[-1]
     frequencies, factor = theta ** -(np.arange(0, rotary_dim, 2) / rotary_dim), 1.0
     if scaling is not None:
-        with jax.ensure_compile_time_eval():  # of positions that are no tracers
+        with jax.ensure_compile_time_eval():  # positions are constants
             frequencies, factor = scaling.frequencies(theta, rotary_dim, jnp.asarray(positions))
     angles = np.asarray(positions)[..., None, None] * np.asarray(frequencies, np.float64)
     turning, rest = x[..., :rotary_dim], x[..., rotary_dim:]

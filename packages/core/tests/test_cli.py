@@ -134,7 +134,7 @@ def test_a_fraction_is_no_integer(run):
     assert stack("tune", *numbers) == (0, "measured all 2 (3, 16) 1.5\n", "")
     for numbers in (("--rounds", "1.5"), ("--sizes", "3", "--sizes", "1.5"), ("--rounds", "inf"), ("--rounds", "nan")):
         status, _, error = stack("tune", *numbers)
-        assert status == 2 and f"{numbers[-1]!r} is no whole number" in error
+        assert status == 2 and f"{numbers[-1]!r} is not a whole number" in error
 
 
 def test_options_that_are_paths_are_resolved(monkeypatch, capsys, tmp_path):

@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def _naming_platforms() -> Iterator[None]:
-    """Replaces JAX's own errors by a HardwareError if there is no device of JAX_PLATFORMS."""
+    """Replaces JAX's own errors by a HardwareError if JAX_PLATFORMS names no available device."""
     try:
         yield
     except (RuntimeError, AssertionError) as error:
@@ -70,15 +70,15 @@ def _naming_platforms() -> Iterator[None]:
         except (RuntimeError, AssertionError) as missing:
             reason = f" ({missing})" if str(missing) else ""
             raise HardwareError(
-                f"JAX_PLATFORMS is {platforms!r}, and JAX finds no such device{reason}. `stack doctor` lists the "
-                "devices that are here; unset JAX_PLATFORMS, or install the extra of JAX for this hardware, such as "
+                f"JAX_PLATFORMS is {platforms!r}, but JAX finds no such device{reason}. `stack doctor` lists the "
+                "devices of this machine. Unset JAX_PLATFORMS, or install JAX's extra for this hardware, such as "
                 "jax[cuda12]."
             ) from error
         raise
 
 
 def overrides_from(tokens: Sequence[str]) -> list[str]:
-    """Turns `--model.layers 6 --run.steps=300` into ["model.layers=6", "run.steps=300"].
+    """Converts `--model.layers 6 --run.steps=300` to ["model.layers=6", "run.steps=300"].
 
     Raises:
       ConfigError: a token is not an option, or an option has no value.
@@ -132,14 +132,14 @@ def _app(named: str) -> cyclopts.App:
     for entry in registries.commands.entries():
         left_out = f"command {entry.name!r} of plugin {entry.provider!r} is left out"
         if _is_group(entry.name):
-            _note(f"{left_out}: other commands begin with its name, which makes it a group.")
+            _note(f"{left_out}: other commands begin with its name, so it is a group.")
             continue
         try:
             group, _, name = entry.name.rpartition(" ")
             line = {} if entry.name == named else {"help": entry.details.get("help", "")}
             _group(group, groups).command(entry.target, name=name, **line)
-        except Exception as error:  # A third-party target may be anything; the other commands must work.
-            _note(f"{left_out}, it cannot be called: {type(error).__name__}: {error}")
+        except Exception as error:  # Third-party targets can be any object; the remaining commands must work.
+            _note(f"{left_out}, because it cannot be called: {type(error).__name__}: {error}")
     return app
 
 
@@ -152,7 +152,7 @@ def _convert(type_: Any, tokens: Sequence[cyclopts.Token]) -> Any:
             except (ValueError, OverflowError):
                 continue  # Cyclopts rejects it, or parses it in base 16
             if not is_whole:
-                raise ValueError(f"{token.value!r} is no whole number")
+                raise ValueError(f"{token.value!r} is not a whole number")
     found = cyclopts.convert(type_, tokens)
     several = isinstance(found, (list, tuple))
     if any(isinstance(value, Path) for value in (found if several else [found])):
@@ -174,11 +174,11 @@ def _group(name: str, groups: dict[str, cyclopts.App]) -> cyclopts.App:
 
 
 def _warn_of_plugins() -> None:
-    """Prints the plugins that are left out or incomplete, as known after loading plugins and registering commands."""
+    """Prints the plugins that were left out or are incomplete after loading and registering commands."""
     for report in plugins.reports():
         if report.status in ("failed", "incomplete"):
             left_out = "is left out" if report.status == "failed" else "is incomplete"
-            remedy = f"Mend or uninstall {report.distribution}, or set STACK_DISABLE_PLUGINS={report.name}."
+            remedy = f"Fix or uninstall {report.distribution}, or set STACK_DISABLE_PLUGINS={report.name}."
             _note(f"plugin {report.name!r} {left_out}: {'; '.join(report.problems)}\n  {remedy}")
     for problem in plugins.problems():
         _note(problem)

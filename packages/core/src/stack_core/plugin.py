@@ -5,7 +5,7 @@ from stack_core.abi.registry import Registrar
 
 STACK_ABI_MINOR = 0
 
-# The target of each row and its device kinds as JAX spells them. Partitioned GPUs have other kinds.
+# (target, *device kinds as JAX reports them) by row. Partitioned GPUs (MIG) report other kinds.
 _CHIPS = {
     "cpu": ("measure:measured_cpu", "cpu"),
     "v4": ("tpus:V4", "TPU v4"),
@@ -68,7 +68,7 @@ def stack_register_launchers(registry: Registrar) -> None:
 @hookimpl
 def stack_register_commands(registry: Registrar) -> None:
     registry.add(
-        "chips", "stack_core.commands.chips:chips", help="List chips with their peaks; mark those of this machine."
+        "chips", "stack_core.commands.chips:chips", help="List chips with their peaks; mark the chips of this machine."
     )
     registry.add("cluster events", "stack_core.commands.cluster:events", help="List the events of a run's cluster.")
     registry.add("cluster join", "stack_core.commands.cluster:join", help="Join this host to a run's cluster.")

@@ -78,7 +78,7 @@ def test_a_flag_that_xla_does_not_know_is_named(doctor):
     assert "Unknown flag in XLA_FLAGS: --xla_bogus=1" in problem["found"]
     assert problem["advice"].startswith("Correct XLA_FLAGS or unset it")
     notes = [note["found"] for note in findings(done, "XLA_FLAGS", "note")]
-    assert any("acts as that many devices" in note for note in notes)
+    assert any("acts as this many devices" in note for note in notes)
 
 
 def test_settings_that_change_results_are_notes_and_no_failure(doctor):
@@ -94,7 +94,7 @@ def test_a_jax_that_hides_the_installed_one_and_fails_is_located(doctor, fake_ja
     done = doctor("--json", PYTHONPATH=folder)
     assert done.returncode == 1
     hidden, failed = findings(done, "jax", "problem")
-    assert f"takes {folder}/jax/__init__.py, which hides the installed" in hidden["found"]
+    assert f"imports {folder}/jax/__init__.py, which hides the installed" in hidden["found"]
     assert "PYTHONPATH" in hidden["advice"]
     assert "ImportError: undefined symbol: PyFoo" in failed["found"]
 

@@ -87,7 +87,7 @@ def test_a_gpu_that_jax_was_installed_without_names_the_extra():
     finding = only(GPU, on("cpu"))
     assert (finding.check, finding.status) == ("gpu", "warning")
     assert finding.found.startswith(
-        "NVIDIA H100 80GB HBM3, driver 580.65.06 is here, but JAX is installed without CUDA"
+        "NVIDIA H100 80GB HBM3, driver 580.65.06 is present, but JAX is installed without CUDA"
     )
     assert finding.advice == install_command("stack-core[cuda13]", upgrade=True)
 

@@ -101,7 +101,7 @@ def test_a_device_that_computes_wrong_is_a_problem():
 
 
 @pytest.mark.parametrize(
-    ("platforms", "advice"), [("tpu", "JAX_PLATFORMS is 'tpu'"), (None, "JAX_PLATFORMS=cpu does without")]
+    ("platforms", "advice"), [("tpu", "JAX_PLATFORMS is 'tpu'"), (None, "JAX_PLATFORMS=cpu runs without")]
 )
 def test_a_backend_that_does_not_start_says_what_to_do(monkeypatch, platforms, advice):
     if platforms is None:

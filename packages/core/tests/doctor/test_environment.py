@@ -45,7 +45,7 @@ def test_flags_of_xla_that_matter_are_explained():
     findings = list(environment_findings({"XLA_FLAGS": "--xla_dump_to=/tmp/x --xla_gpu_autotune_level=2"}))
     assert [finding.status for finding in findings] == ["note", "warning"]
     assert findings[1].found.startswith("--xla_dump_to=/tmp/x: ")
-    assert findings[1].advice == "Take --xla_dump_to out of XLA_FLAGS."
+    assert findings[1].advice == "Remove --xla_dump_to from XLA_FLAGS."
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from stack_core.doctor.network import network_findings
 
 @pytest.mark.parametrize(
     ("address", "status", "advice"),
-    [("127.0.1.1", "ok", ""), ("10.1.2.3", "note", "Run clusters in a network that only their hosts reach.")],
+    [("127.0.1.1", "ok", ""), ("10.1.2.3", "note", "Run clusters only in a network that other machines cannot reach.")],
 )
 def test_the_address_of_the_hosts_name_is_told(address, status, advice):
     (finding,) = network_findings("here", lambda name: address)

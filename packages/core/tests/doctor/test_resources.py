@@ -106,7 +106,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     (finding,) = [finding for finding in cache_findings({}) if finding.check == "stack's cache"]
-    assert (finding.status, finding.advice) == ("warning", "Set XDG_CACHE_HOME to a folder that can be written.")
+    assert (finding.status, finding.advice) == ("warning", "Set XDG_CACHE_HOME to a writable folder.")
 
 
 def test_a_user_without_a_home_has_no_cache(monkeypatch):

@@ -15,7 +15,7 @@ __all__ = ["STATUSES", "Finding", "Status", "diagnose", "worst"]
 
 
 def diagnose(*, timeout_s: float = 90.0) -> Iterator[Finding]:
-    """Yields all findings, each as soon as it is available.
+    """Yields each finding as soon as it is available.
 
     Args:
       timeout_s: maximum seconds for JAX to start.
@@ -50,6 +50,6 @@ def _jax_findings(timeout_s: float, distributions: Mapping[str, Distribution]) -
 def _guarded(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
     try:
         yield from look()
-    except Exception as error:  # Broken machines fail in unforeseen ways; the other checks still help.
+    except Exception as error:  # Broken machines fail in unforeseen ways; the remaining checks still help.
         found = f"this check raised an error: {type(error).__name__}: {error}"
         yield Finding(check, "warning", found, "Please report it, with the output of `stack doctor --json`.")

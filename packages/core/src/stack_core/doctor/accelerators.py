@@ -1,4 +1,4 @@
-"""The machine's GPUs and TPUs, and whether JAX uses them."""
+"""The machine's GPUs and TPUs, compared with the devices that JAX uses."""
 
 import contextlib
 import shutil
@@ -29,7 +29,7 @@ _CUDA13_COMPUTE = 7.5
 
 @dataclass(frozen=True)
 class Gpu:
-    """One line of `nvidia-smi`; a number is None if it is not available.
+    """One line of `nvidia-smi`; numbers that it does not report are None.
 
     Attributes:
       name: product name.
@@ -119,7 +119,7 @@ def hardware_findings(
     if hardware.tpus:
         yield from _tpu_findings(hardware, answer, environ, distributions)
     if not hardware.has_gpu and not hardware.tpus and answer.platform == "cpu":
-        yield Finding("accelerators", "ok", "there is no NVIDIA GPU and no TPU, and JAX runs on the CPU")
+        yield Finding("accelerators", "ok", "no NVIDIA GPU or TPU was found, and JAX runs on the CPU")
 
 
 def _gpu_findings(
@@ -130,24 +130,24 @@ def _gpu_findings(
     if answer.platform == "gpu":
         yield from _gpu_use(hardware, answer)
     elif (hiding := _hidden(environ)) is not None:
-        yield Finding("gpu", "note", f"{there} is here, and {hiding} keeps JAX off it", "Unset it to use the GPU.")
+        yield Finding("gpu", "note", f"{there} is present, but {hiding} hides it", "Unset it to use the GPU.")
     elif not hardware.nvidia_driver and not hardware.gpus:
         yield Finding(
             "gpu",
             "warning",
-            "an NVIDIA GPU is on the PCI bus, but no driver offers it (there is no /dev/nvidia0)",
-            f"Install NVIDIA's driver, release {_CUDA13_DRIVER} or later; a container has to be started with the GPU "
-            "(docker run --gpus all).",
+            "an NVIDIA GPU is on the PCI bus, but its driver is not loaded (/dev/nvidia0 does not exist)",
+            f"Install NVIDIA's driver, release {_CUDA13_DRIVER} or later; a container must be started with access to "
+            "the GPU (docker run --gpus all).",
         )
     elif plugin is None:
-        found = f"{there} is here, but JAX is installed without CUDA and does not use it"
+        found = f"{there} is present, but JAX is installed without CUDA and does not use it"
         yield Finding("gpu", "warning", found, _cuda_advice(hardware))
     else:
         said = f": {answer.log}" if answer.log else ""
         yield Finding(
             "gpu",
             "problem",
-            f"{there} and {plugin} are here, but JAX runs on {answer.platform or 'nothing'}{said}",
+            f"{there} and {plugin} are present, but JAX runs on {answer.platform or 'nothing'}{said}",
             _cuda_advice(hardware),
         )
 
@@ -164,7 +164,7 @@ def _cuda_advice(hardware: Hardware) -> str:
     """Returns the installation command for the CUDA release that the driver and GPU support."""
     for gpu in hardware.gpus:
         if gpu.compute is not None and gpu.compute < _CUDA13_COMPUTE:
-            return f"CUDA 13 has no support for {gpu.name}: {install_command('jax[cuda12]')}"
+            return f"CUDA 13 does not support {gpu.name}: {install_command('jax[cuda12]')}"
         release = _number(gpu.driver.split(".")[0])
         if release is not None and release < _CUDA13_DRIVER:
             return (
@@ -178,25 +178,25 @@ def _gpu_use(hardware: Hardware, answer: Answer) -> Iterator[Finding]:
     used = sum(device["local"] for device in answer.devices)
     if hardware.gpus and used < len(hardware.gpus):
         found = f"JAX uses {used} of the {len(hardware.gpus)} GPUs"
-        yield Finding("gpu", "note", found, "CUDA_VISIBLE_DEVICES chooses among them; unset, JAX takes all.")
+        yield Finding("gpu", "note", found, "CUDA_VISIBLE_DEVICES selects GPUs; if unset, JAX uses all.")
     for index, gpu in enumerate(hardware.gpus):
         if gpu.memory_bytes and gpu.used_bytes is not None and gpu.used_bytes > gpu.memory_bytes / 10:
             found = (
                 f"other processes hold {gpu.used_bytes / 2**30:.1f} of {gpu.memory_bytes / 2**30:.1f} GiB "
                 f"of GPU {index}, {gpu.name}"
             )
-            yield Finding("gpu", "warning", found, "`nvidia-smi` lists them; end what is not needed.")
+            yield Finding("gpu", "warning", found, "`nvidia-smi` lists the processes; end those you do not need.")
 
 
 def _tpu_findings(
     hardware: Hardware, answer: Answer, environ: Mapping[str, str], distributions: Mapping[str, object]
 ) -> Iterator[Finding]:
-    there = f"{hardware.tpus} TPU chips are here"
+    there = f"{hardware.tpus} TPU chips are present"
     platforms = environ.get("JAX_PLATFORMS", "")
     if answer.platform == "tpu":
         return
     if platforms and "tpu" not in platforms:
-        found = f"{there}, and JAX_PLATFORMS={platforms} keeps JAX off them"
+        found = f"{there}, but JAX_PLATFORMS={platforms} hides them from JAX"
         yield Finding("tpu", "note", found, "Unset it to use the TPU.")
     elif "libtpu" not in distributions:
         found = f"{there}, but libtpu is not installed, so JAX does not use them"
@@ -207,6 +207,6 @@ def _tpu_findings(
             "tpu",
             "problem",
             f"{there} and libtpu is installed, but JAX runs on {answer.platform or 'nothing'}{said}",
-            "One process at a time can hold a TPU: end the other (`sudo lsof -w /dev/accel* /dev/vfio/*` lists it). "
-            f"Otherwise: {install_command('stack-core[tpu]', upgrade=True)}",
+            "Only one process at a time can use a TPU: end the other (`sudo lsof -w /dev/accel* /dev/vfio/*` lists "
+            f"it). If there is none: {install_command('stack-core[tpu]', upgrade=True)}",
         )

@@ -36,7 +36,7 @@ class Answer:
 
     Attributes:
       stages: results of the completed stages, by name.
-      failed: first stage that failed; None if all completed.
+      failed: first stage that failed, or None.
       error: error of the failed stage.
       where: file in which the error was raised, or None.
       log: last lines that JAX wrote to standard error.
@@ -50,7 +50,7 @@ class Answer:
 
     @property
     def platform(self) -> str | None:
-        """The platform, such as "cpu", "gpu" or "tpu"; None if JAX found no device."""
+        """The platform, such as "cpu", "gpu" or "tpu"; None without a device."""
         return self.stages.get("devices", {}).get("platform")
 
     @property
@@ -77,7 +77,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        # A process blocked inside a driver cannot be killed; do not wait for it.
+        # A process blocked inside a driver cannot be killed, so the wait is limited.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_KILL_S)
 
@@ -125,7 +125,7 @@ def jax_findings(answer: Answer) -> Iterator[Finding]:
             "devices",
             "problem",
             f"a product of two small matrices is wrong on {answer.devices[0]['kind']!r}",
-            "Update the device's driver and JAX; if it stays wrong, the device is damaged.",
+            "Update the device's driver and JAX. If the product is still wrong, the device is damaged.",
         )
     yield from _devices(answer)
 
@@ -143,8 +143,8 @@ def _shadowed(answer: Answer) -> Iterator[Finding]:
     yield Finding(
         "jax",
         "warning" if answer.failed is None else "problem",
-        f"`import jax` takes {found}, which hides the installed {expected}",
-        f"Rename or remove {found}, or take its folder out of PYTHONPATH.",
+        f"`import jax` imports {found}, which hides the installed {expected}",
+        f"Rename or remove {found}, or remove its folder from PYTHONPATH.",
     )
 
 
@@ -164,7 +164,7 @@ def _import_remedy(answer: Answer) -> str:
     if "No module named 'jax'" in answer.error:
         return f"JAX is missing: {install_command('stack-core')}"
     if "SIGILL" in answer.error:
-        return "jaxlib needs a processor with AVX; under an emulator, take Python and JAX of the real architecture."
+        return "jaxlib needs a CPU with AVX; under an emulator, use Python and JAX of the real architecture."
     where = f" (it failed in {answer.where})" if answer.where else ""
     return f"Install JAX again{where}: {install_command(f'jax{_jax_range()}', reinstall=True)}"
 
@@ -174,12 +174,12 @@ def _device_remedy(answer: Answer) -> str:
         return f"Correct XLA_FLAGS or unset it; it is {os.environ.get('XLA_FLAGS')!r}."
     if "no answer" in answer.error:
         return (
-            "A device that another process holds, or a broken driver, can make JAX wait; so can the other hosts of a "
-            "TPU slice: run `stack doctor` on all of them at once. JAX_PLATFORMS=cpu does without the device."
+            "JAX may wait for a device that another process uses, a broken driver, or the other hosts of a TPU slice. "
+            "On a slice, run `stack doctor` on all of them at once. JAX_PLATFORMS=cpu runs without the device."
         )
     if platforms := os.environ.get("JAX_PLATFORMS"):
-        return f"JAX_PLATFORMS is {platforms!r}: unset it, so that JAX takes what is there, or name what is: cpu."
-    return "JAX_PLATFORMS=cpu does without the device; what JAX wrote says what the device lacks."
+        return f"JAX_PLATFORMS is {platforms!r}: unset it to use any available device, or set it to cpu."
+    return "JAX_PLATFORMS=cpu runs without the device. JAX's output above is the cause."
 
 
 def _jax_range() -> str:
@@ -199,7 +199,7 @@ def _devices(answer: Answer) -> Iterator[Finding]:
         found = f"{len(devices)} x {kind!r} on platform {answer.platform!r}{memory}"
         chip = answer.stages.get("rows", {}).get("chips", {}).get(kind)
         if chip is None and "rows" in answer.stages:
-            found += "; no chip row has its peaks, so MFU and rooflines are not known"
+            found += "; no chip row has its peaks, so MFU and rooflines are unknown"
             advice = "A plugin can add the row with `stack_register_chips`; see `stack chips`."
             yield Finding("devices", "note", found, advice)
         else:

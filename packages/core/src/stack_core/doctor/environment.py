@@ -8,14 +8,14 @@ from stack_core.doctor.findings import Finding, Status
 
 __all__ = ["environment_findings"]
 
-# Boolean switches, which have no effect when false.
+# Boolean switches, without effect if false.
 _SWITCHES: Mapping[str, tuple[Status, str]] = {
-    "JAX_DISABLE_JIT": ("warning", "nothing is compiled: every operation runs by itself, 10 to 1000 times slower"),
-    "JAX_DEBUG_NANS": ("warning", "every result is searched for NaN, and donated buffers are kept: slow"),
-    "JAX_DEBUG_INFS": ("warning", "every result is searched for infinities: slow"),
-    "JAX_CHECK_TRACER_LEAKS": ("warning", "caches of traced functions are off: slow to trace"),
-    "JAX_ENABLE_CHECKS": ("warning", "JAX checks itself: slow to trace"),
-    "JAX_ENABLE_X64": ("note", "arrays are of 64 bits by default: other results, in twice the memory and time"),
+    "JAX_DISABLE_JIT": ("warning", "nothing is compiled: operations run one by one, 10 to 1000 times slower"),
+    "JAX_DEBUG_NANS": ("warning", "every result is checked for NaN, and buffers are not donated: slow"),
+    "JAX_DEBUG_INFS": ("warning", "every result is checked for infinities: slow"),
+    "JAX_CHECK_TRACER_LEAKS": ("warning", "traced functions are not cached: slow tracing"),
+    "JAX_ENABLE_CHECKS": ("warning", "JAX checks its internal invariants: slow tracing"),
+    "JAX_ENABLE_X64": ("note", "arrays have 64 bits by default: different results, twice the memory and time"),
     "JAX_NO_EXECUTION": ("warning", "JAX raises instead of running programs"),
     "JAX_LOG_COMPILES": ("note", "every compilation is logged"),
     "CUDA_LAUNCH_BLOCKING": ("warning", "the GPU waits after every kernel: slow"),
@@ -23,56 +23,56 @@ _SWITCHES: Mapping[str, tuple[Status, str]] = {
 }
 # Settings that have an effect with any value.
 _SETTINGS: Mapping[str, tuple[Status, str]] = {
-    "JAX_PLATFORMS": ("note", "JAX may use these platforms alone"),
-    "JAX_DEFAULT_MATMUL_PRECISION": ("note", "products of float32 are more exact and slower, or the opposite"),
-    "JAX_NUMPY_DTYPE_PROMOTION": ("note", "mixed dtypes are promoted by other rules, or refused"),
-    "JAX_NUMPY_RANK_PROMOTION": ("note", "arrays of different rank are broadcast with a warning, or refused"),
-    "JAX_DEFAULT_DTYPE_BITS": ("note", "arrays have another size by default: other results"),
+    "JAX_PLATFORMS": ("note", "JAX uses only these platforms"),
+    "JAX_DEFAULT_MATMUL_PRECISION": ("note", "sets the precision, and with it the speed, of float32 products"),
+    "JAX_NUMPY_DTYPE_PROMOTION": ("note", "mixed dtypes are promoted by other rules, or rejected"),
+    "JAX_NUMPY_RANK_PROMOTION": ("note", "arrays of different rank are broadcast with a warning, or rejected"),
+    "JAX_DEFAULT_DTYPE_BITS": ("note", "sets the default number of bits of arrays: different results"),
     "JAX_DEFAULT_PRNG_IMPL": ("note", "random numbers come from another generator"),
-    "JAX_THREEFRY_PARTITIONABLE": ("note", "random numbers are others than the default's"),
-    "JAX_RANDOM_SEED_OFFSET": ("note", "every seed is shifted by it"),
-    "JAX_NUM_CPU_DEVICES": ("note", "JAX makes that many devices of the CPU, which share its cores"),
-    "JAX_CPU_COLLECTIVES_IMPLEMENTATION": ("note", "chooses how processes on CPUs talk"),
-    "JAX_COMPILATION_CACHE_DIR": ("note", "compiled programs are kept there between runs"),
-    "JAX_ENABLE_COMPILATION_CACHE": ("note", "switches the cache of compiled programs"),
-    "JAX_EXEC_TIME_OPTIMIZATION_EFFORT": ("note", "the compiler works more or less on speed"),
-    "JAX_MEMORY_FITTING_EFFORT": ("note", "the compiler works more or less on memory"),
+    "JAX_THREEFRY_PARTITIONABLE": ("note", "random numbers differ from the default"),
+    "JAX_RANDOM_SEED_OFFSET": ("note", "is added to every seed"),
+    "JAX_NUM_CPU_DEVICES": ("note", "JAX splits the CPU into this many devices, which share its cores"),
+    "JAX_CPU_COLLECTIVES_IMPLEMENTATION": ("note", "sets the implementation of collectives between CPU processes"),
+    "JAX_COMPILATION_CACHE_DIR": ("note", "compiled programs are cached there for later runs"),
+    "JAX_ENABLE_COMPILATION_CACHE": ("note", "switches the cache of compiled programs on or off"),
+    "JAX_EXEC_TIME_OPTIMIZATION_EFFORT": ("note", "sets the compiler's effort for speed"),
+    "JAX_MEMORY_FITTING_EFFORT": ("note", "sets the compiler's effort to save memory"),
     "XLA_FLAGS": ("note", "changes how programs are compiled and run"),
-    "XLA_PYTHON_CLIENT_PREALLOCATE": ("note", "whether a GPU's memory is taken at the start or piece by piece"),
-    "XLA_PYTHON_CLIENT_MEM_FRACTION": ("note", "the part of a GPU's memory that JAX takes"),
-    "XLA_CLIENT_MEM_FRACTION": ("note", "the part of a GPU's memory that JAX takes"),
-    "XLA_PYTHON_CLIENT_ALLOCATOR": ("note", "how a GPU's memory is handed out; `platform` is slow"),
+    "XLA_PYTHON_CLIENT_PREALLOCATE": ("note", "sets whether GPU memory is allocated at the start or on demand"),
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": ("note", "the share of a GPU's memory that JAX allocates"),
+    "XLA_CLIENT_MEM_FRACTION": ("note", "the share of a GPU's memory that JAX allocates"),
+    "XLA_PYTHON_CLIENT_ALLOCATOR": ("note", "sets the allocator of GPU memory; `platform` is slow"),
     "LIBTPU_INIT_ARGS": ("note", "changes how programs are compiled and run on TPUs"),
-    "TPU_VISIBLE_CHIPS": ("note", "JAX sees these TPU chips alone"),
-    "TPU_VISIBLE_DEVICES": ("note", "JAX sees these TPU chips alone"),
-    "CUDA_VISIBLE_DEVICES": ("note", "JAX sees these GPUs alone"),
-    "CUDA_DEVICE_MAX_CONNECTIONS": ("note", "how many streams of work a GPU takes at once"),
-    "NVIDIA_TF32_OVERRIDE": ("note", "0 forbids TF32 in NVIDIA's libraries: exact and slow products of float32"),
-    "NCCL_ALGO": ("note", "forces an algorithm on communication between GPUs"),
-    "NCCL_PROTO": ("note", "forces a protocol on communication between GPUs"),
-    "NCCL_P2P_DISABLE": ("note", "GPUs may not talk directly: slow"),
-    "OMP_NUM_THREADS": ("note", "threads of NumPy and PyTorch; XLA takes all usable cores whatever it says"),
-    "OPENBLAS_NUM_THREADS": ("note", "threads of NumPy; XLA takes all usable cores whatever it says"),
-    "MKL_NUM_THREADS": ("note", "threads of NumPy and PyTorch; XLA takes all usable cores whatever it says"),
-    "PYTHONPATH": ("note", "modules there come before the installed ones"),
-    "STACK_CPU_KERNELS": ("note", "stack-kernels leaves out its machine code on CPUs"),
+    "TPU_VISIBLE_CHIPS": ("note", "JAX sees only these TPU chips"),
+    "TPU_VISIBLE_DEVICES": ("note", "JAX sees only these TPU chips"),
+    "CUDA_VISIBLE_DEVICES": ("note", "JAX sees only these GPUs"),
+    "CUDA_DEVICE_MAX_CONNECTIONS": ("note", "sets how many work queues a GPU has"),
+    "NVIDIA_TF32_OVERRIDE": ("note", "0 disables TF32 in NVIDIA's libraries: exact but slow float32 products"),
+    "NCCL_ALGO": ("note", "forces an algorithm for communication between GPUs"),
+    "NCCL_PROTO": ("note", "forces a protocol for communication between GPUs"),
+    "NCCL_P2P_DISABLE": ("note", "disables direct communication between GPUs: slow"),
+    "OMP_NUM_THREADS": ("note", "sets the threads of NumPy and PyTorch; XLA uses all usable cores regardless"),
+    "OPENBLAS_NUM_THREADS": ("note", "sets the threads of NumPy; XLA uses all usable cores regardless"),
+    "MKL_NUM_THREADS": ("note", "sets the threads of NumPy and PyTorch; XLA uses all usable cores regardless"),
+    "PYTHONPATH": ("note", "modules there take precedence over installed ones"),
+    "STACK_CPU_KERNELS": ("note", "stack-kernels does not use its machine code on CPUs"),
     "STACK_DISABLE_PLUGINS": ("note", "these plugins are not loaded"),
-    "STACK_LOAD_PLUGINS": ("note", "core and these plugins alone are loaded"),
-    "STACK_TUNED_TABLES": ("note", "stack-kernels chooses by these tables alone"),
+    "STACK_LOAD_PLUGINS": ("note", "only core and these plugins are loaded"),
+    "STACK_TUNED_TABLES": ("note", "stack-kernels uses only these tuned tables"),
 }
 # XLA flags that reduce speed or change the apparent hardware.
 _XLA_FLAGS: Mapping[str, tuple[Status, str]] = {
-    "--xla_force_host_platform_device_count": ("note", "the CPU acts as that many devices, which share its cores"),
+    "--xla_force_host_platform_device_count": ("note", "the CPU acts as this many devices, which share its cores"),
     "--xla_dump_to": ("warning", "every compiled program is written there: slow, and it fills the disk"),
-    "--xla_backend_optimization_level": ("warning", "programs are optimized less"),
+    "--xla_backend_optimization_level": ("warning", "sets how much programs are optimized"),
     "--xla_cpu_enable_fast_math": ("note", "results on the CPU are less exact, and NaN may get lost"),
-    "--xla_gpu_deterministic_ops": ("note", "the same results in every run on a GPU, more slowly"),
-    "--xla_allow_excess_precision": ("note", "whether roundings between operations may be left out"),
+    "--xla_gpu_deterministic_ops": ("note", "results on a GPU are the same in every run, but slower"),
+    "--xla_allow_excess_precision": ("note", "sets whether XLA may skip rounding between operations"),
 }
 _NO = frozenset({"", "0", "false", "no", "off"})
 _OURS = "STACK_"
 _THEIRS = ("JAX_", "XLA_", "LIBTPU_")
-_TYPO = 0.9  # similarity of a typo: JAX_PLATFORM, which has no effect, instead of JAX_PLATFORMS
+_TYPO = 0.9  # minimum similarity of a typo, such as JAX_PLATFORM (without effect) for JAX_PLATFORMS
 
 
 def environment_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -93,7 +93,7 @@ def _known(environ: Mapping[str, str]) -> Iterator[Finding]:
         name = flag.partition("=")[0]
         if name in _XLA_FLAGS:
             status, effect = _XLA_FLAGS[name]
-            advice = f"Take {name} out of XLA_FLAGS." if status == "warning" else ""
+            advice = f"Remove {name} from XLA_FLAGS." if status == "warning" else ""
             yield Finding("XLA_FLAGS", status, f"{flag}: {effect}", advice)
 
 
@@ -101,7 +101,7 @@ def _misspelled(environ: Mapping[str, str]) -> Iterator[Finding]:
     known = [*_SWITCHES, *_SETTINGS]
     for name in sorted(environ.keys() - set(known)):
         if name.startswith(_OURS):
-            found = f"is set, and stack-core reads no such variable.{nearest(name, known)}"
+            found = f"is set, but stack-core does not read it.{nearest(name, known)}"
             yield Finding(name, "note", found, "Correct its name, unless a plugin reads it.")
         elif name.upper().startswith(_THEIRS) and (close := difflib.get_close_matches(name.upper(), known, 1, _TYPO)):
-            yield Finding(name, "warning", "is set, and JAX may not read it", f"Did you mean {close[0]}?")
+            yield Finding(name, "warning", "is set, but JAX may not read it", f"Did you mean {close[0]}?")

@@ -1,4 +1,4 @@
-"""The address at which a cluster's processes reach this host; JAX does not authenticate connections to it."""
+"""The network address of this host, at which a cluster's processes connect. JAX does not authenticate them."""
 
 import ipaddress
 import socket
@@ -25,17 +25,17 @@ def network_findings(
         yield Finding(
             "network",
             "note",
-            f"this host's name, {name}, has no address ({error}), and JAX's processes on CPUs cannot join each other",
+            f"this host's name, {name}, has no address ({error}), so JAX's CPU processes cannot connect to each other",
             f"Add a line for {name} to /etc/hosts to run with `--hosts`.",
         )
         return
     if ipaddress.ip_address(address).is_loopback:
-        yield Finding("network", "ok", f"this host's name, {name}, resolves to {address}, which only this host reaches")
+        yield Finding("network", "ok", f"this host's name, {name}, resolves to {address}, which is local to this host")
         return
     yield Finding(
         "network",
         "note",
         f"this host's name, {name}, resolves to {address}; with `--hosts`, CPU collectives listen there, and JAX does "
-        "not authenticate them",
-        "Run clusters in a network that only their hosts reach.",
+        "not authenticate connections",
+        "Run clusters only in a network that other machines cannot reach.",
     )

@@ -29,11 +29,11 @@ _ACCELERATORS = {
 
 
 def installed() -> dict[str, Distribution]:
-    """Returns distributions by normalized name; of duplicates the first on the path, which is the one imported."""
+    """Returns the first distribution on the path (the imported one) for each normalized name."""
     found: dict[str, Distribution] = {}
     for distribution in importlib.metadata.distributions():
         metadata = distribution.metadata
-        if "Name" in metadata:  # an interrupted installation may lack it
+        if "Name" in metadata:  # an interrupted installation may have no name
             found.setdefault(canonicalize_name(metadata["Name"]), distribution)
     return found
 
@@ -44,7 +44,7 @@ def python_findings(distributions: Mapping[str, Distribution], version: str | No
     supported = distributions[_CORE].metadata["Requires-Python"] if _CORE in distributions else None
     found = f"Python {version} at {sys.executable}"
     if supported and not SpecifierSet(supported).contains(version, prereleases=True):
-        yield Finding("python", "problem", found, f"Use a Python {supported}: stack-core supports no other.")
+        yield Finding("python", "problem", found, f"Use Python {supported}; stack-core supports no other version.")
     else:
         yield Finding("python", "ok", found)
 
@@ -60,7 +60,7 @@ def dependency_findings(distributions: Mapping[str, Distribution], roots: list[s
         wrong = list(_misfits(distributions, name, frozenset(), seen, direct=True))
         yield from wrong
         if not any(finding.status == "problem" for finding in wrong):
-            yield Finding(root, "ok", f"version {distributions[name].version}; what it needs is there")
+            yield Finding(root, "ok", f"version {distributions[name].version}; all its dependencies are installed")
 
 
 def _misfits(
@@ -141,7 +141,7 @@ def accelerator_findings(distributions: Mapping[str, Distribution]) -> Iterator[
 
 
 def plugin_findings(plugins: Plugins, registries: Registries) -> Iterator[Finding]:
-    """Reports plugins that were left out or are incomplete, and plugin variables with unknown names."""
+    """Reports plugins that failed or are incomplete, and plugin variables with unknown names."""
     for kind in REGISTRY_KINDS:
         getattr(registries, kind).names()
     reports = plugins.reports()
@@ -152,7 +152,7 @@ def plugin_findings(plugins: Plugins, registries: Registries) -> Iterator[Findin
         if report.status == "blocked":
             yield Finding("plugins", "note", found + " ".join(report.problems))
         elif report.status != "loaded":
-            advice = f"Update or mend {report.distribution}, or block it with STACK_DISABLE_PLUGINS={report.name}."
+            advice = f"Update or fix {report.distribution}, or block it with STACK_DISABLE_PLUGINS={report.name}."
             yield Finding("plugins", "problem", found + " ".join(report.problems), advice)
     for problem in plugins.problems():
         yield Finding("plugins", "warning", problem, "Correct the variable or unset it.")

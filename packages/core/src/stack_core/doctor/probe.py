@@ -19,7 +19,7 @@ def main() -> int:
         try:
             answer = run()
         except BaseException as error:  # Any failure of JAX is a result, also SystemExit.
-            # If there is no device of JAX_PLATFORMS, JAX raises an AssertionError without a message.
+            # If JAX_PLATFORMS names no available device, JAX raises an AssertionError without a message.
             _say(stage, error=f"{type(error).__name__}: {error}".removesuffix(": "), where=_last_file(error))
             return 1
         _say(stage, **answer)

@@ -1,4 +1,4 @@
-"""Cores, memory, disks and clock of the machine, checked for values that slow work down or prevent it."""
+"""Cores, memory, disks and clock of the machine, checked for values that slow work down or make it fail."""
 
 import os
 import shutil
@@ -28,8 +28,8 @@ def core_findings(root: Path = Path("/")) -> Iterator[Finding]:
         yield Finding(
             "cores",
             "warning",
-            f"{found}; the container grants the time of {quota:g}, and threads for {usable} will wait for each other",
-            f"Give the container whole cores (docker run --cpuset-cpus) or more time (--cpus={usable}).",
+            f"{found}; the container grants the time of {quota:g}, so threads for {usable} cores wait for each other",
+            f"Assign whole cores to the container (docker run --cpuset-cpus) or more time (--cpus={usable}).",
         )
     else:
         yield Finding("cores", "ok", found)
@@ -37,8 +37,8 @@ def core_findings(root: Path = Path("/")) -> Iterator[Finding]:
         yield Finding(
             "load",
             "warning",
-            f"{load:.1f} processes wanted {present} cores during the last minute",
-            "Timings will be wrong and training slow until other work ends; `top` lists it.",
+            f"{load:.1f} processes competed for {present} cores during the last minute",
+            "Timings are wrong and training is slow until the other processes end; `top` lists them.",
         )
 
 
@@ -50,7 +50,7 @@ def memory_findings(root: Path = Path("/")) -> Iterator[Finding]:
         return
     found = f"{available / _GIB:.1f} of {total / _GIB:.1f} GiB are free"
     if available < _LITTLE_MEMORY:
-        yield Finding("memory", "warning", found, "End what is not needed, or give the container more memory.")
+        yield Finding("memory", "warning", found, "End other processes, or give the container more memory.")
     else:
         yield Finding("memory", "ok", found)
 
@@ -64,9 +64,9 @@ def page_findings(environ: Mapping[str, str], root: Path = Path("/")) -> Iterato
         yield Finding(
             "memory pages",
             "note",
-            "programs on the CPU take their memory in pages of 4 KiB, which costs a large training step a tenth; "
-            "commands of `stack` that run programs ask for larger ones themselves",
-            f"export GLIBC_TUNABLES={huge_pages.TUNABLE}=1 before you run scripts of your own on the CPU.",
+            "programs on the CPU allocate memory in pages of 4 KiB, which makes a large training step a tenth slower; "
+            "`stack` commands that run programs use huge pages by themselves",
+            f"Before running your own scripts on the CPU: export GLIBC_TUNABLES={huge_pages.TUNABLE}=1",
         )
 
 
@@ -81,8 +81,8 @@ def cache_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding(
             "stack's cache",
             "warning",
-            "there is no home directory, so measurements and tokenized data are not kept",
-            "Set XDG_CACHE_HOME to a folder that can be written.",
+            "there is no home directory, so measurements and tokenized data are not cached",
+            "Set XDG_CACHE_HOME to a writable folder.",
         )
     for name, (folder, variable) in folders.items():
         yield _folder(name, folder, variable)
@@ -91,13 +91,11 @@ def cache_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
 def _folder(name: str, folder: Path, variable: str) -> Finding:
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        return Finding(
-            name, "warning", f"{folder} cannot be written", f"Set {variable} to a folder that can be written."
-        )
+        return Finding(name, "warning", f"{folder} is not writable", f"Set {variable} to a writable folder.")
     free = shutil.disk_usage(existing).free
     found = f"{free / _GIB:.1f} GiB are free for {folder}"
     if free < _LITTLE_DISK:
-        return Finding(name, "warning", found, f"Make room, or set {variable} to a folder on another disk.")
+        return Finding(name, "warning", found, f"Free some space, or set {variable} to a folder on another disk.")
     return Finding(name, "ok", found)
 
 

@@ -141,9 +141,9 @@ def test_spans_hold_whatever_characters_a_message_has() -> None:
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
-        ("{{ messages[0].content }}", r"does not say what the assistant wrote.*\{% generation %\}"),
-        ("{% filter trim %}{% generation %} Hi {% endgeneration %}{% endfilter %}", "changes what it wrote"),
-        ("{% for m in messages %}{% generation %}{% break %}{% endgeneration %}{% endfor %}", "changes what it wrote"),
+        ("{{ messages[0].content }}", r"does not mark the assistant.*\{% generation %\}"),
+        ("{% filter trim %}{% generation %} Hi {% endgeneration %}{% endfilter %}", "changes the text of a"),
+        ("{% for m in messages %}{% generation %}{% break %}{% endgeneration %}{% endfor %}", "changes the text of a"),
     ],
 )
 def test_spans_that_are_not_certain_are_refused(source: str, problem: str) -> None:
@@ -181,14 +181,14 @@ def test_calls_of_tools_are_read_with_their_arguments_as_objects(call: Any) -> N
     ("source", "message", "problem"),
     [
         ("", {"tool_calls": [CALL]}, "tool_calls is not supported here"),
-        (CALLS, {"tool_calls": "find"}, r"tool_calls is no list of calls"),
-        (CALLS, {"tool_calls": [{"function": "find"}]}, r"tool_calls\.0 is no call"),
+        (CALLS, {"tool_calls": "find"}, r"tool_calls is not a list of calls"),
+        (CALLS, {"tool_calls": [{"function": "find"}]}, r"tool_calls\.0 is not a call"),
         (
             CALLS,
             {"tool_calls": [{"name": "find", "arguments": "x"}]},
-            r"tool_calls\.0: the arguments are no JSON object",
+            r"tool_calls\.0: the arguments are not a JSON object",
         ),
-        ("", {"mood": "good"}, "mood is nothing that the model's chat template reads"),
+        ("", {"mood": "good"}, "mood is not a text field that the model"),
     ],
 )
 def test_fields_that_a_template_does_not_read_are_refused(source: str, message: Any, problem: str) -> None:

@@ -13,13 +13,13 @@ __all__ = ["document", "facts"]
 
 
 def document(name: str, *body: Markup | None, script: str = "") -> str:
-    """Builds a page with the common style sheet; its policy forbids other styles, scripts and all loads.
+    """Builds a page with the common style sheet; its policy forbids other styles and scripts, and loading anything.
 
     Images are allowed only as `data:` URLs within the page.
 
     Args:
       name: window title.
-      script: the only allowed script; the page is readable without it.
+      script: the only allowed script; the page must be readable without JavaScript.
     """
     style = resources.files("stack_core.report").joinpath("style.css").read_text(encoding="utf-8")
     policy = f"default-src 'none'; img-src data:; style-src {_hash(style)}" + (

@@ -51,10 +51,10 @@ class Chart:
       title: heading.
       x: field of the horizontal axis.
       y: field of the vertical axis.
-      series: the data.
+      series: series to draw, one colour per series.
       log: whether both axes are logarithmic; points that are not positive are omitted.
-      from_zero: whether a linear vertical axis begins at 0.
-      size: "small" is one of several side by side, without axis titles; "whole" spans the page.
+      from_zero: whether to extend a linear vertical axis to 0.
+      size: "small" (without axis titles, for several side by side), "normal", or "whole" (full width of the page).
     """
 
     title: str
@@ -68,7 +68,15 @@ class Chart:
 
 @dataclass(frozen=True)
 class Span:
-    """An interval on a lane from `start_s` to `end_s`; spans of one `kind` look alike."""
+    """An interval on a lane; spans of one `kind` look alike.
+
+    Attributes:
+      lane: name of the lane.
+      start_s: start in seconds.
+      end_s: end in seconds.
+      name: label of the span.
+      kind: category, which sets the colour.
+    """
 
     lane: str
     start_s: float
@@ -79,7 +87,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Lanes:
-    """Spans of time on lanes below each other, in the order in which the lanes first occur."""
+    """Spans of time on lanes below each other, in the order in which the lanes first occur.
+
+    Attributes:
+      title: heading.
+      spans: spans of all lanes.
+    """
 
     title: str
     spans: Sequence[Span]

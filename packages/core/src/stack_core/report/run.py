@@ -14,7 +14,7 @@ from stack_core.report.markup import Markup, breakable, element
 
 __all__ = ["write_report"]
 
-_LAST = 100
+_LAST = 100  # order of panels that do not set one
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def _sections(directory: Path, config: Mapping[str, Any]) -> Iterator[_Section]:
             section = _shown(entry.name, registries.panels[entry.name](directory, config))
         except StackError as error:
             section = _failed(entry.name, str(error))
-        except Exception as error:  # A third-party panel may raise anything; the others must still be shown.
+        except Exception as error:  # Third-party panels can raise any error; the remaining panels are still shown.
             section = _failed(entry.name, f"{type(error).__name__}: {error}")
         if section is not None:
             yield section

@@ -160,7 +160,7 @@ def _chart(plot: Chart) -> Markup | None:
     y = _Axis.over(heights, bottom, _TOP, log=plot.log, from_zero=plot.from_zero)
     behind = sorted(enumerate(drawn), key=lambda each: each[1][0].style != "faint")
     shapes = [shape for place, (series, found) in behind for shape in _series(series, found, place, plot, x, y)]
-    # Keeps the text readable: a narrow screen scrolls the drawing instead of shrinking it.
+    # Keeps the text readable: narrow screens scroll the drawing instead of shrinking text.
     box = f"0 0 {frame.width:g} {frame.height:g}"
     drawing = element("svg", *_grid(plot, x, y), *shapes, viewBox=box, role="img", aria_label=plot.title)
     return element("div", drawing, class_=f"{plot.size} wide")
@@ -277,7 +277,7 @@ def _lanes(plot: Lanes) -> Markup | None:
         "svg", *names, *axis, *shapes, viewBox=f"0 0 {_WIDTH:g} {bottom + 24:g}", role="img", aria_label=plot.title
     )
     of_lanes = f"on the busiest {len(lanes)} of {len(took)} lanes"
-    cut = f"Drawn are the longest {len(spans):,} of {len(plot.spans):,}, {of_lanes}."
+    cut = f"Shown are the longest {len(spans):,} of {len(plot.spans):,}, {of_lanes}."
     said = element("p", cut, class_="empty") if len(spans) < len(plot.spans) else None
     return element("div", drawing, said, class_="wide")
 

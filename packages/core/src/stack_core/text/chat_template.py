@@ -65,7 +65,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise ChatTemplateError(
-                f"The chat template cannot be read: {error}. Correct it, or name another (--chat-template FILE)."
+                f"The chat template cannot be read: {error}. Correct it, or use another (--chat-template FILE)."
             ) from error
         self._special_tokens = dict(special_tokens)
         self._globals = frozenset(environment.globals)
@@ -82,6 +82,7 @@ class ChatTemplate:
         """Renders messages to a prompt.
 
         Args:
+          add_generation_prompt: whether to end with the header of a new assistant message.
           continue_final_message: whether to end within the last message, which the model continues.
           variables: additional variables of the template, such as `enable_thinking`.
           tools: JSON schemas of functions that the model may call, if the template `reads_tools`.
@@ -91,7 +92,7 @@ class ChatTemplate:
         """
         if continue_final_message and add_generation_prompt:
             raise ChatTemplateError(
-                "continue_final_message goes on with the last message, add_generation_prompt begins a new one: set "
+                "continue_final_message continues the last message, but add_generation_prompt begins a new one: set "
                 "add_generation_prompt to false.",
                 parameter="continue_final_message",
             )
@@ -106,14 +107,14 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Renders a complete conversation, and locates the assistant's text in it.
+        """Renders a complete conversation and locates the assistant's text.
 
         Args:
           variables, tools: as in `render`.
 
         Returns:
-          The text that `render` returns without a generation prompt, and the begin and end of each `{% generation %}`
-          block, in characters of the text, in order of the ends.
+          The text that `render` returns without a generation prompt, and the spans (begin, end) of the `{% generation
+            %}` blocks in characters of the text, ordered by end.
 
         Raises:
           ChatTemplateError: the template rejects these messages or variables, has no `{% generation %}` blocks, or
@@ -121,8 +122,8 @@ class ChatTemplate:
         """
         if not self.marks_generation:
             raise ChatTemplateError(
-                "The chat template does not say what the assistant wrote: it has no {% generation %} block. Enclose "
-                "the assistant's text, its end token included, in {% generation %} ... {% endgeneration %}."
+                "The chat template does not mark the assistant's text: it has no {% generation %} block. Enclose the "
+                "assistant's text, including its end token, in {% generation %} ... {% endgeneration %}."
             )
         checked = self._checked(messages, variables)
         values = {"strftime_now": datetime.now().strftime, **(variables or {})}  # the same time in both renderings
@@ -135,22 +136,22 @@ class ChatTemplate:
         """Returns the arguments `tools` and `variables` of `render` for a dataset record.
 
         Raises:
-          ChatTemplateError: its `tools` or `chat_template_kwargs` are malformed, or the template does not read them.
+          ChatTemplateError: `tools` or `chat_template_kwargs` are malformed, or the template ignores them.
         """
         tools, variables = (record.get(field) or None for field in TEMPLATE_FIELDS)
         if tools is not None:
             if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-                raise ChatTemplateError("tools is no list of JSON schemas of functions.", parameter="tools")
+                raise ChatTemplateError("tools is not a list of JSON schemas of functions.", parameter="tools")
             if not self.reads_tools:
                 raise ChatTemplateError(
-                    "The model's chat template does not read tools. Name a template that does, or describe the tools "
+                    "The model's chat template does not read tools. Use a template that does, or describe the tools "
                     "in a system message.",
                     parameter="tools",
                 )
         if variables is not None:
             if not isinstance(variables, Mapping):
                 raise ChatTemplateError(
-                    f"chat_template_kwargs is a {type(variables).__name__}; an object was expected.",
+                    f"chat_template_kwargs is a {type(variables).__name__}; expected an object.",
                     parameter="chat_template_kwargs",
                 )
             self._check_variables(variables)
@@ -185,7 +186,7 @@ class ChatTemplate:
 
     @cached_property
     def _wants_parts(self) -> bool:
-        """Whether the template iterates over the parts of a content without testing whether it is a string."""
+        """True if the template iterates over the parts of a content and never tests for a string."""
         loops = any(
             "content" in (getattr(each.iter, "attr", None), getattr(getattr(each.iter, "arg", None), "value", None))
             for each in self._tree.find_all(jinja2.nodes.For)
@@ -232,11 +233,11 @@ class ChatTemplate:
     def _message(self, message: Mapping[str, Any], where: str) -> dict[str, Any]:
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or not role:
-            raise ChatTemplateError(f"{where}.role is missing; 'user', for example.", parameter=f"{where}.role")
+            raise ChatTemplateError(f"{where}.role is missing; set it, e.g. to 'user'.", parameter=f"{where}.role")
         if role not in self._roles:
             raise ChatTemplateError(
-                f"{where}.role is {role[:100]!r}, which the model's chat template does not name."
-                f"{nearest(role, _ROLES)} The usual roles: {', '.join(sorted(_ROLES))}.",
+                f"{where}.role is {role[:100]!r}, which the model's chat template does not support."
+                f"{nearest(role, _ROLES)} Usual roles: {', '.join(sorted(_ROLES))}.",
                 parameter=f"{where}.role",
             )
         rest = {name: value for name, value in message.items() if name not in ("role", "content")}
@@ -249,7 +250,7 @@ class ChatTemplate:
         return {"role": role, "content": parts, **kept}
 
     def _field(self, name: str, value: Any, role: str, where: str) -> Any:
-        """Returns the value of a field for the template, or None if the field does not change the prompt."""
+        """Returns the value of a field for the template, or None for a field that does not change the prompt."""
         if name in _EMPTY and value in _EMPTY[name]:
             return None
         if name == "tool_calls" and name in self._members:
@@ -261,7 +262,7 @@ class ChatTemplate:
         if name in _EMPTY and name not in self._members:
             raise ChatTemplateError(f"{where}.{name} is not supported here. Write it as text.", parameter=where)
         raise ChatTemplateError(
-            f"{where}.{name[:100]} is nothing that the model's chat template reads as a text. Leave it out.",
+            f"{where}.{name[:100]} is not a text field that the model's chat template reads. Leave it out.",
             parameter=where,
         )
 
@@ -269,7 +270,7 @@ class ChatTemplate:
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     """Checks tool calls; arguments given as JSON text are parsed to an object, as templates expect."""
     if not isinstance(calls, list):
-        raise ChatTemplateError(f"{where} is no list of calls.", parameter=where)
+        raise ChatTemplateError(f"{where} is not a list of calls.", parameter=where)
     return [_tool_call(call, f"{where}.{place}") for place, call in enumerate(calls)]
 
 
@@ -277,7 +278,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ChatTemplateError(
-            f'{where} is no call {{"type": "function", "function": {{"name": ..., "arguments": {{...}}}}}}.',
+            f'{where} is not a call; expected {{"type": "function", "function": {{"name": ..., "arguments": ...}}}}.',
             parameter=where,
         )
     arguments = function.get("arguments", {})
@@ -287,7 +288,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
         except (ValueError, RecursionError):
             arguments = None
     if not isinstance(arguments, Mapping):
-        raise ChatTemplateError(f"{where}: the arguments are no JSON object.", parameter=where)
+        raise ChatTemplateError(f"{where}: the arguments are not a JSON object.", parameter=where)
     whole = {**function, "arguments": arguments}
     return {**call, "function": whole} if "function" in call else whole
 
@@ -297,14 +298,14 @@ def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if content is None:
-        raise ChatTemplateError(f"{where} is missing; a text, or a list of text parts, was expected.", parameter=where)
+        raise ChatTemplateError(f"{where} is missing; expected a text or a list of text parts.", parameter=where)
     if not isinstance(content, list) or not content:
         raise ChatTemplateError(f"{where} is neither a text nor a list of text parts.", parameter=where)
     for place, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str) or len(part) != 2:
             raise ChatTemplateError(
-                f'{where}.{place} is no text part {{"type": "text", "text": ...}}; the model reads nothing else.',
+                f'{where}.{place} is not a text part {{"type": "text", "text": ...}}; the model reads only text.',
                 parameter=f"{where}.{place}",
             )
     return "\n".join(part["text"] for part in content)
@@ -326,8 +327,8 @@ def _spans(marked: str, plain: str, begin: str, end: str) -> list[tuple[int, int
             characters += len(piece)
     if opened or "".join(pieces) != plain:
         raise ChatTemplateError(
-            "The chat template changes what it wrote in a {% generation %} block, by a filter, a test or a jump out of "
-            "it. Apply filters inside the block, and end the block before the jump."
+            "The chat template changes the text of a {% generation %} block afterwards, by a filter, a test or a jump "
+            "out of the block. Apply filters inside the block, and end the block before the jump."
         )
     return spans
 
@@ -339,7 +340,7 @@ def _cut_after_last(prompt: str, content: Any) -> str:
     begin = prompt.rfind(core)
     if not core or begin < 0:
         raise ChatTemplateError(
-            "The last message cannot be continued: the model's chat template changes its text, or it is empty.",
+            "The last message cannot be continued: it is empty, or the model's chat template changes its text.",
             parameter="continue_final_message",
         )
     led = text.lstrip()
@@ -363,7 +364,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 class _Generation(jinja2.ext.Extension):
-    """The tag `generation`, which encloses the assistant's text; two variables around it may mark its span."""
+    """The tag `generation`, which encloses the assistant's text between two variables that may mark its span."""
 
     tags = {"generation"}  # noqa: RUF012, Jinja's own declaration
 

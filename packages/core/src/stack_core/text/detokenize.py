@@ -12,7 +12,7 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 _MOST_PENDING = 16
 _CONTEXT_TOKENS = 8
-_CHARACTER_BYTES = 4
+_CHARACTER_BYTES = 4  # length of the longest UTF-8 character
 
 
 def prompt_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
@@ -37,7 +37,7 @@ def _complete_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> tuple[str, in
 
 
 def _context(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[int]:
-    """Returns the last tokens, starting at one that does not begin within a character."""
+    """Returns the last tokens, from the start of a character."""
     begin = max(0, len(tokens) - _CONTEXT_TOKENS)
     first = max(0, begin - _CHARACTER_BYTES + 1)
     while begin > first and 0x80 <= next(iter(tokenizer.token_bytes(tokens[begin])), 0) < 0xC0:
@@ -51,11 +51,12 @@ class IncrementalDetokenizer:
     Invariant: the pieces returned by `push` and `flush` concatenate to the text of all tokens after `prompt_text`.
 
     A character may span several tokens. Until it is complete, the decoded text ends with U+FFFD and is held back, but
-    for at most 16 tokens: otherwise a long run of invalid bytes would be decoded anew with each token. A character
-    that begins at the end of such a run is lost. Each piece is decoded together with the tokens of the previous piece,
+    for at most 16 tokens: otherwise a long run of invalid bytes would be decoded again for each token. A character that
+    begins at the end of such a run is lost. Each piece is decoded together with the tokens of the previous piece,
     because some tokenizers decode a token differently at the beginning of a text.
 
     Args:
+      tokenizer: tokenizer of the model.
       prompt_tokens: tokens that the text continues; decoded in the first `push` or `flush`.
       skip_special_tokens: whether to omit special tokens from the text; otherwise the text shows their names.
     """

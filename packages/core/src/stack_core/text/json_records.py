@@ -23,13 +23,13 @@ def parse_record(name: str, line: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise DataError(
             f"{name!r} is not UTF-8 text: byte {error.start} is 0x{line[error.start : error.start + 1].hex()} "
-            f"({error.reason}). Convert the file to UTF-8, or leave it out."
+            f"({error.reason}). Convert the file to UTF-8, or omit it."
         ) from error
     except ValueError as error:
-        raise DataError(f"{name}: the line is not JSON: {error}. Each line must hold one whole JSON object.") from error
+        raise DataError(f"{name}: the line is not JSON: {error}. Each line must be a JSON object.") from error
     except RecursionError:
         raise DataError(
-            f"{name}: the line's lists and objects are nested too deeply to be read. Flatten the record, or remove it."
+            f"{name}: the line's lists and objects are nested too deeply. Flatten the record, or remove it."
         ) from None
     if not isinstance(record, dict):
         raise DataError(f"{name}: the line holds a {type(record).__name__}; an object was expected.")
@@ -53,6 +53,6 @@ def _check_characters(name: str, record: dict[str, Any]) -> None:
                 value.encode("utf-8")
             except UnicodeEncodeError as error:
                 raise DataError(
-                    f"{name}: field {field!r} has half a surrogate pair at {error.start}, which is no character. "
-                    "Remove it, or write the whole character."
+                    f"{name}: field {field!r} has half a surrogate pair at {error.start}, which is not a character. "
+                    "Remove it, or write the complete character."
                 ) from None

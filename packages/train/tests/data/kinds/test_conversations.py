@@ -137,7 +137,7 @@ def test_the_template_gets_a_records_tools_and_variables(tmp_path):
         ({"messages": [{**QUESTION, "role": "usr"}, ANSWER]}, ChatTemplateError, r"role is 'usr'.*Did you mean 'user'"),
         ({"messages": [{"role": "user"}, ANSWER]}, ChatTemplateError, r"messages\.0\.content is missing"),
         ({"messages": [QUESTION, ANSWER], "tools": TOOLS}, ChatTemplateError, "does not read tools"),
-        ({"messages": [QUESTION, ANSWER], "tools": "find"}, ChatTemplateError, "tools is no list of JSON schemas"),
+        ({"messages": [QUESTION, ANSWER], "tools": "find"}, ChatTemplateError, "tools is not a list of JSON schemas"),
         (
             {"messages": [QUESTION, ANSWER], "chat_template_kwargs": {"think": True}},
             ChatTemplateError,

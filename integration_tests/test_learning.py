@@ -115,7 +115,7 @@ def test_a_reward_model_scores_answers_as_it_was_trained_to(tiny):
 
 
 def test_what_is_no_reward_model_for_a_policy_is_refused(tiny):
-    with pytest.raises(ConversionError, match=r"trains no model 'reward'; it trains: none"):
+    with pytest.raises(ConversionError, match=r"does not train a model 'reward'; it trains: none"):
         ModelReward("runs/tiny")
     with pytest.raises(ConfigError, match="'run:runs/nowhere' is not a directory"):
         PromptsConfig(source="runs/letters-data/prompts.jsonl", rewards=("run:runs/nowhere",)).check(None)

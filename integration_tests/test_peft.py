@@ -234,7 +234,7 @@ def test_an_exported_adapter_names_the_base_that_it_is_given(base, peft, tmp_pat
         assert ("--base-model NAME" in capsys.readouterr().out) == (not options)
     with pytest.raises(SystemExit):
         main(["convert", str(base), f"hf:{tmp_path}/hf", "--base-model", "acme/base"])
-    assert "--base-model is for adapters that are written" in capsys.readouterr().err
+    assert "--base-model applies to written adapters" in capsys.readouterr().err
 
 
 def test_layers_that_were_left_out_have_zeros(base, peft):

@@ -102,7 +102,9 @@ LONGROPE = ops.LongRopeScaling(
     ids=["longrope", "dynamic"],
 )
 def test_no_position_is_generated_that_would_turn_kept_keys_otherwise(opened, scaling, expected):
-    with pytest.warns(UserWarning, match=f"tiny generates up to {expected} of its 32 positions: its rope_scaling"):
+    with pytest.warns(
+        UserWarning, match=f"tiny generates up to {expected} of its 32 positions: beyond that, its rope_scaling"
+    ):
         checkpoint = opened(FAMILY.build(dataclasses.replace(CONFIG, rope_scaling=scaling), key=jax.random.key(0)))
     assert checkpoint.max_positions == expected
 

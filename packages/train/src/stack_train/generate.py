@@ -41,7 +41,7 @@ class Generation:
 
 
 class TokenGenerator:
-    """Continues sequences of token ids.
+    """Generator of token ids, one sequence at a time.
 
     Prompts and the cache are padded to powers of two to limit the number of compiled shapes. Sampling settings are
     inputs of the program and never trigger a compilation.
@@ -72,10 +72,10 @@ class TokenGenerator:
         return min(max_tokens, free)
 
     def stream(self, prompt: Sequence[int], sampling: SamplingConfig) -> Iterator[int]:
-        """Yields up to `sampling.max_tokens` tokens, or as many as there are positions; stop early by leaving.
+        """Yields up to `limit(...)` tokens; close the iterator to stop early.
 
         Raises:
-          GenerationError: as `limit`.
+          GenerationError: the prompt is empty, or leaves no position free.
         """
         limit = self.limit(len(prompt), sampling.max_tokens)
         capacity = self._bucket(len(prompt) + limit)
@@ -97,12 +97,11 @@ class TokenGenerator:
     def _prefill_step(
         self, params: Any, tokens: jax.Array, lengths: jax.Array, cache: Any, settings: np.ndarray | jax.Array
     ) -> tuple[jax.Array, Any]:
-        """Runs tokens[batch, bucket], of which row r counts lengths[r], and returns the next token of each row."""
+        """Prefills tokens[batch, bucket] with lengths[r] valid tokens in row r, and returns each row's next token."""
         model = self._checkpoint.model(params)
         last = (lengths - 1)[:, None]
-        positions = jnp.minimum(
-            jnp.arange(tokens.shape[1]), last
-        )  # padding reaches no position that the prompt does not
+        # Padding repeats the last position, because dynamic and longrope scaling depend on a row's largest one.
+        positions = jnp.minimum(jnp.arange(tokens.shape[1]), last)
         outputs = model(tokens, positions, cache=cache.expecting(lengths))
         hidden = jnp.take_along_axis(outputs.hidden, last[..., None], axis=1)
         return _next_token(model, hidden, outputs.cache, settings), outputs.cache
@@ -110,21 +109,21 @@ class TokenGenerator:
     def _decode_step(
         self, params: Any, tokens: jax.Array, cache: Any, settings: np.ndarray | jax.Array
     ) -> tuple[jax.Array, Any]:
-        """Runs one token a row and returns the next."""
+        """Decodes one token per row and returns the next."""
         model = self._checkpoint.model(params)
         outputs = model(tokens[:, None], cache.lengths[:, None], cache=cache)
         return _next_token(model, outputs.hidden, outputs.cache, settings), outputs.cache
 
 
 class TextGenerator:
-    """Continues texts.
+    """Generator of text continuations for one language model.
 
     Args:
       checkpoint: opened language model with a tokenizer.
       kv_cache: storage format of keys and values in the cache.
 
     Raises:
-      GenerationError: the checkpoint has no tokenizer.
+      GenerationError: the checkpoint does not have a tokenizer.
     """
 
     def __init__(self, checkpoint: GenerativeCheckpoint, kv_cache: CacheStorage = "model") -> None:
@@ -140,7 +139,7 @@ class TextGenerator:
     def generate(
         self, prompt: str, sampling: SamplingConfig, *, write: Callable[[str], None] = lambda piece: None
     ) -> Generation:
-        """Continues `prompt`.
+        """Generates a continuation of `prompt`.
 
         Args:
           write: receives the text in pieces as it becomes final.
@@ -176,10 +175,10 @@ class TextGenerator:
 
 
 def _fastest_rows(states: Any) -> int:
-    """Returns the number of rows to decode a single sequence in; all rows after the first are copies.
+    """Returns the number of rows for decoding one sequence; rows after the first are copies.
 
-    On CPU a bfloat16 product of one row is far slower than one of two: a step of a 66M-parameter Llama took 239 ms
-    with one row and 47 ms with two, measured under load on two cores with jax 0.12.
+    On CPU a bfloat16 matrix product is far slower with one row than with two: a step of a 66M-parameter Llama took
+    239 ms with one row and 47 ms with two, measured under load on two cores with jax 0.12.
     """
     is_narrow = any("bfloat16" in _dtypes(state) for state in jax.tree.leaves(states))
     return 2 if is_narrow and jax.default_backend() == "cpu" else 1
@@ -190,6 +189,7 @@ def _dtypes(state: LayerState) -> tuple[str, ...]:
 
 
 def _next_token(model: Any, hidden: jax.Array, cache: Any, settings: Any) -> jax.Array:
-    """Samples after hidden[batch, 1, embed] by `SamplingSettings` that are packed; they have no penalties."""
+    """Samples the tokens after hidden[batch, 1, embed], with packed `SamplingSettings` that apply no penalties."""
+    # Without penalties the history is never read, so a dummy column is enough.
     history = jnp.zeros((len(settings), 1), jnp.int32)
     return sample(model.logits(hidden[:, 0]), SamplingSettings.unpacked(settings), history, cache.lengths).tokens

@@ -1,4 +1,4 @@
-"""Checkpoints opened to generate text: parameters as the model computes with them, tokenizer, recommended settings."""
+"""Checkpoints opened for text generation: parameters in the compute dtype, tokenizer and sampling defaults."""
 
 import json
 import math
@@ -28,7 +28,7 @@ __all__ = ["ModuleCheckpoint", "generative_checkpoint", "parameters_of"]
 
 _Path = tuple[Any, ...]
 _Read = Callable[[Any], Iterable[tuple[_Path, Any]]]
-"""Takes shardings or None; gives each parameter's path and value, on the host or on the devices of its sharding."""
+"""Function of shardings (or None) that yields the path and value of each parameter, on the host or sharded."""
 
 _GENERATION_CONFIG, _CONFIG = "generation_config.json", "config.json"
 _RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -37,14 +37,15 @@ _OF_HEADS = ("heads", "kv_heads")
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleCheckpoint:
-    """A `GenerativeCheckpoint`, and `ReadsAdapters`, of an `nnx.Module`; its parameters are nested dicts.
+    """A `GenerativeCheckpoint` of an `nnx.Module` that also implements `ReadsAdapters`.
 
     Attributes:
-      dtype: what matrices are computed in.
-      read: gives the values.
-      graph: what of the module is not a parameter.
-      adapters_at: reads the adapters at an address, for this model.
-      logical_axes: of each parameter, a tuple in the place that it has in `parameters`; empty if it names none.
+      parameters: shapes and dtypes of the parameters, as nested dicts.
+      dtype: compute dtype of the matrices.
+      read: function that yields the parameters' values.
+      graph: static structure (`nnx.GraphDef`) of the module.
+      logical_axes: logical axes of each parameter, in the structure of `parameters`; () if a parameter has none.
+      adapters_at: function that reads the adapters at an address for this model.
     """
 
     name: str
@@ -89,7 +90,7 @@ class ModuleCheckpoint:
         last = 1 % self.vocab_size
         tokens = jnp.array([[first, first, last] for first in range(min(self.vocab_size, 4))])
         positions = jnp.arange(3)[None]
-        # One row a call: rows of one batch may be rounded differently.
+        # One row per call, because rows of one batch may be rounded differently.
         last_hidden = jax.jit(lambda params, row: self.model(params)(row, positions).hidden[:, -1])
         hidden = [last_hidden(params, row[None]) for row in tokens]
         if not all(jnp.array_equal(each, hidden[0], equal_nan=True) for each in hidden):
@@ -103,7 +104,11 @@ class ModuleCheckpoint:
         return nnx.merge(self.graph, nnx.State(params))
 
     def shardings(self, mesh: AnyMesh) -> Any:
-        """By the default rules; an axis that the mesh does not divide, or heads that it would cut, are not split."""
+        """Returns the parameters' shardings by the default rules.
+
+        An axis stays unsharded if the mesh does not divide its size. Axes of heads also stay unsharded if the mesh
+        does not divide the number of KV heads.
+        """
 
         def of_parameter(axes: LogicalAxes, parameter: Any) -> Any:
             return jax.tree.map(lambda leaf: self._sharding(mesh, axes, leaf.shape), parameter)
@@ -125,7 +130,7 @@ class ModuleCheckpoint:
 
 
 def no_adapters(address: str) -> Adapters:
-    """Refuses adapters of a model that is not on disk."""
+    """Raises a GenerationError: adapters can only be read for a model on disk."""
     raise GenerationError(f"Adapters, as {address}, are read for a model on disk. Open a run or a checkpoint.")
 
 
@@ -145,23 +150,25 @@ def generative_checkpoint(
       model: an `nnx.Module` of a registered family, quantized or not, that is a `LanguageModel`; abstract if `read`
         is given. Its property `kv_cache_positions`, if any, bounds the tokens of a sequence that a cache may hold.
       config: the config that the model was built from, a `LanguageModelConfig`.
-      read: gives the values, anew at each call; None where `model` has them.
-      tokenizer: directory of its tokenizer; need not be there.
-      adapters_at: reads the adapters at an address, for this model.
-      origin: directory of the `config.json` and `generation_config.json` that it came with, if it came with any.
+      name: name of the checkpoint in messages.
+      tokenizer: directory of the tokenizer, which need not exist.
+      origin: directory with the original `config.json` and `generation_config.json`, both optional.
+      read: function that yields the parameters' values, afresh on every call; None if `model` holds the values.
+      adapters_at: function that reads the adapters at an address for this model.
 
     Raises:
-      GenerationError: the model or its config lacks a part that engines need, named in the message; its tokenizer
-        belongs to another model; or a file cannot be read.
-      DataError: its tokenizer is malformed.
+      GenerationError: the model or its config lacks an attribute that engines need (named in the message), the
+        tokenizer has more tokens than the model, or a file cannot be read.
+      DataError: the tokenizer is malformed.
     """
     _check_parts(model, config)
     max_positions: int = getattr(model, "kv_cache_positions", config.max_positions)
     if max_positions < config.max_positions:
         warnings.warn(
-            f"{name} generates up to {max_positions} of its {config.max_positions} positions: its rope_scaling turns "
-            "all tokens of a longer sequence otherwise, those too whose keys are kept. To use all positions with "
-            "longrope, give short_factor the values of long_factor, in config.json or in the run's config.yaml.",
+            f"{name} generates up to {max_positions} of its {config.max_positions} positions: beyond that, its "
+            "rope_scaling rotates every token differently, which would invalidate the cached keys. To use all "
+            "positions with longrope, give short_factor the values of long_factor, in config.json or in the run's "
+            "config.yaml.",
             stacklevel=2,
         )
     found = HuggingFaceTokenizer.load(tokenizer) if (tokenizer / "tokenizer.json").is_file() else None
@@ -198,7 +205,7 @@ def generative_checkpoint(
 
 
 def _check_parts(model: Any, config: Any) -> None:
-    """Raises a GenerationError that names the members of the contracts which a model or its config lacks."""
+    """Raises a GenerationError that names the attributes missing from a model or its config."""
     for part, value, names, contract in (
         ("model", model, ("states", "head", "logits"), "LanguageModel"),
         ("config", config, ("vocab_size", "max_positions", "dtype"), "LanguageModelConfig"),
@@ -211,7 +218,7 @@ def _check_parts(model: Any, config: Any) -> None:
 
 
 def parameters_of(model: Any) -> Iterator[tuple[_Path, Any]]:
-    """The path and the value of each parameter; none is held on to when the next is asked for."""
+    """Yields the path and value of each parameter; releases each before it yields the next."""
     variables = dict(nnx.to_flat_state(nnx.state(model)))
     del model
     while variables:
@@ -220,7 +227,10 @@ def parameters_of(model: Any) -> Iterator[tuple[_Path, Any]]:
 
 
 def _as_computed(value: Any, axes: LogicalAxes, dtype: str) -> Any:
-    """A matrix as the model would cast it on each use; what is quantized, scales and biases are used as they are."""
+    """Casts matrices to the compute dtype once, as the model would on every use.
+
+    Quantized matrices, scales and biases keep their dtype.
+    """
     is_matrix = sum(axis != "layers" for axis in axes) >= 2
     return value.astype(dtype, copy=False) if is_matrix and not is_quantized(value) else value
 
@@ -232,7 +242,7 @@ def _at(path: tuple[Any, ...], tree: Any) -> Any:
 
 
 def _mapping(path: Path) -> Mapping[str, Any]:
-    """What a JSON file says, or nothing where there is none."""
+    """Reads a JSON object from `path`; returns an empty one if the file does not exist."""
     if not path.is_file():
         return {}
     try:
@@ -245,7 +255,7 @@ def _mapping(path: Path) -> Mapping[str, Any]:
 
 
 def _end_tokens(tokenizer: HuggingFaceTokenizer | None, *settings: Mapping[str, Any]) -> frozenset[int]:
-    """The tokenizer's end token, and those that the model's makers sampled with."""
+    """Collects the end tokens of the tokenizer and of the checkpoint's generation settings."""
     found = [None if tokenizer is None else tokenizer.eos_id]
     for mapping in settings:
         ids = mapping.get("eos_token_id")
@@ -254,10 +264,10 @@ def _end_tokens(tokenizer: HuggingFaceTokenizer | None, *settings: Mapping[str, 
 
 
 def _recommended(generation: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """Settings of a generation config that `SamplingParams` has, too."""
+    """Selects and validates the settings of a generation config that `SamplingParams` supports."""
     settings = {name: generation[name] for name in _RECOMMENDED if generation.get(name) is not None}
     try:
         parse(SamplingParams, settings)
     except ConfigError as error:
-        raise GenerationError(f"{path} recommends what no sampling can do: {error} Correct or delete it.") from error
+        raise GenerationError(f"{path} recommends invalid sampling settings: {error} Correct or delete it.") from error
     return settings

@@ -1,4 +1,4 @@
-"""The engine `static`: requests in batches of one shape over the dense cache, each batch one jitted loop."""
+"""The engine `static`: fixed-size batches over the dense cache, each decoded by a single jitted loop."""
 
 import threading
 import time
@@ -35,7 +35,8 @@ from stack_core.text.detokenize import IncrementalDetokenizer
 
 __all__ = ["StaticEngine", "StaticEngineConfig"]
 
-_SMALLEST_PROMPT, _SMALLEST_CAPACITY = 4, 16  # tokens; small caches cost nothing, and each size is a program
+# Sizes in tokens. Small caches are cheap, and every size compiles one more program.
+_SMALLEST_PROMPT, _SMALLEST_CAPACITY = 4, 16
 _UNSUPPORTED = ("stop", "prompt_logprobs")
 
 
@@ -55,7 +56,13 @@ class StaticEngineConfig:
 
 @dataclass
 class _Work:
-    """A request that has continuations to end, and what `stream` has not yielded of it."""
+    """A request in progress.
+
+    Attributes:
+      receive: callback for updates; None if the caller uses `stream`.
+      left: number of unfinished continuations.
+      updates: updates that `stream` has not yielded yet.
+    """
 
     request: GenerationRequest
     receive: Callable[[GenerationUpdate], None] | None
@@ -72,15 +79,15 @@ class _Continuation:
 
 
 class StaticEngine(Engine):
-    """An `Engine` for small models: a batch runs until its last row has ended, and only then the next begins.
+    """An `Engine` for small models with static batching: each batch runs until its last row has finished.
 
-    Prompts and caches are padded to powers of two, so that there are few programs: one for each pair of sizes. It has
-    no pages, no prefix cache and no streaming within a continuation; every continuation is one update. It samples by
-    `stack_core.ops.sampling.sampling`, but refuses stop texts and log-probabilities of tokens that were not drawn.
+    Prompts and caches are padded to powers of two to limit the number of programs to one per pair of sizes. The engine
+    does not support paging, prefix caching or streaming within a continuation: each continuation is a single update.
+    It samples with `stack_core.ops.sampling.sampling`, and rejects requests with stop texts or with log-probabilities
+    of tokens other than the sampled ones.
 
-    A request without `receive` is computed on the thread that asks for its `stream`, together with all that was
-    submitted before. So the batches of a single thread depend on the order of its calls alone, and so do its tokens,
-    bit for bit.
+    A request without `receive` is computed on the thread that calls `stream`, together with all requests submitted
+    earlier. With a single thread, batches and tokens therefore depend only on the order of calls, bit for bit.
 
     Raises:
       StackError: the checkpoint cannot be read.
@@ -95,7 +102,7 @@ class StaticEngine(Engine):
         self._version = 0
         self._generate = jax.jit(self._run_rows, static_argnames=("capacity", "candidates"))
         self._changed = threading.Condition()
-        self._device = threading.RLock()  # held while a batch runs, and while weights change
+        self._device = threading.RLock()  # Serializes batches and weight updates.
         self._works: dict[str, _Work] = {}
         self._queue: list[_Continuation] = []
         self._is_started = self._is_closed = False
@@ -105,11 +112,11 @@ class StaticEngine(Engine):
         self._running = 0
 
     def expect(self, continuations: int) -> None:
-        """Sets the rows of all batches, so that a smaller batch compiles nothing; see `Engine.expect`."""
+        """Fixes the rows of all batches to avoid compilations for smaller ones; see `Engine.expect`."""
         self._rows = min(self._config.rows, 1 << (continuations - 1).bit_length())
 
     def warm_up(self) -> None:
-        """Compiles every pair of sizes."""
+        """Compiles the program of every pair of prompt and cache sizes."""
         powers = range(self._checkpoint.max_positions.bit_length() + 1)
         prompts = sorted({self._bucket(1 << power, _SMALLEST_PROMPT) for power in powers})
         for capacity in sorted({self._bucket(1 << power, _SMALLEST_CAPACITY) for power in powers}):
@@ -137,9 +144,9 @@ class StaticEngine(Engine):
         limit = self._limit(request)
         with self._changed:
             if self._is_closed:
-                raise EngineStopped("The engine was closed; it takes no more requests.")
+                raise EngineStopped("The engine was closed and accepts no more requests.")
             if request.request_id in self._works:
-                raise GenerationError(f"A request {request.request_id!r} is there already.", parameter="request_id")
+                raise GenerationError(f"A request {request.request_id!r} already exists.", parameter="request_id")
             count = request.sampling.n
             work = _Work(request, receive, RequestTimes(submitted_s=time.monotonic()), count)
             self._works[request.request_id] = work
@@ -154,7 +161,7 @@ class StaticEngine(Engine):
             self._changed.wait_for(lambda: self._is_started or self._is_closed)
             work = self._works.get(request_id)
         if work is None or work.receive is not None:
-            raise GenerationError(f"No request {request_id!r} waits to be streamed.", parameter="request_id")
+            raise GenerationError(f"There is no request {request_id!r} to stream.", parameter="request_id")
         if work.left:
             self._run_queued()
         del self._works[request_id]
@@ -174,9 +181,9 @@ class StaticEngine(Engine):
         kv: Literal["keep", "recompute", "abort"] = "keep",
         donate: bool = False,
     ) -> None:
-        """Replaces the parameters between two batches; a request runs within one, so `kv` makes no difference.
+        """Replaces the parameters once no batch is running; parameters missing from `params` keep their values.
 
-        Those that nested mappings leave out stay as they are.
+        `kv` has no effect, because the cache of a request does not outlive its batch.
         """
         params = _completed(params, self._params) if isinstance(params, Mapping) else params
         self._check_params(params)
@@ -190,7 +197,7 @@ class StaticEngine(Engine):
         placed = jax.tree.map(owned, params, self._params)
         with self._device:
             if self._is_closed:
-                raise EngineStopped("The engine was closed; it takes no more weights.")
+                raise EngineStopped("The engine was closed and accepts no more weights.")
             self._params = placed
             self._version = self._version + 1 if version is None else version
 
@@ -200,7 +207,7 @@ class StaticEngine(Engine):
             return EngineStats(running=self._running, waiting=len(self._queue), **none, **self._counts)
 
     def _limit(self, request: GenerationRequest) -> int:
-        """How many tokens each continuation may have.
+        """Validates a request and returns the maximum number of tokens of each continuation.
 
         Raises:
           GenerationError: the request cannot be served.
@@ -211,13 +218,14 @@ class StaticEngine(Engine):
             if getattr(sampling, name) != getattr(plain, name):
                 given = getattr(sampling, name)
                 raise GenerationError(
-                    f"The static engine cannot do {name}={given!r}. Leave it out, or use the engine 'llm' of "
+                    f"The static engine does not support {name}={given!r}. Leave it out, or use the engine 'llm' of "
                     "stack-serve.",
                     parameter=name,
                 )
         if sampling.logprobs not in (None, 0):
             raise GenerationError(
-                f"The static engine cannot do logprobs={sampling.logprobs}. Use the engine 'llm' of stack-serve.",
+                f"The static engine does not support logprobs={sampling.logprobs}. Use the engine 'llm' of "
+                "stack-serve.",
                 parameter="logprobs",
             )
         self._check_tokens("logit_bias", tuple(sampling.logit_bias), MOST_BIASES)
@@ -248,7 +256,7 @@ class StaticEngine(Engine):
         raise GenerationError(problem, parameter=name)
 
     def _check_params(self, params: Any) -> None:
-        """Raises a ConversionError where parameters are not in the structure and shapes of the checkpoint's."""
+        """Raises a ConversionError if the structure or a shape differs from the checkpoint's parameters."""
         wanted = {path_name(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(self._params)}
         given = {path_name(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(params)}
         if wrong := [
@@ -256,10 +264,10 @@ class StaticEngine(Engine):
             for name in sorted(wanted.keys() | given.keys())
             if given.get(name) != wanted.get(name)
         ]:
-            raise ConversionError("The new weights are not those of this model:\n  " + "\n  ".join(wrong))
+            raise ConversionError("The new weights do not fit this model:\n  " + "\n  ".join(wrong))
 
     def _serve(self) -> None:
-        """Runs what is queued for receivers, until the engine is closed."""
+        """Runs the queue while it has requests with receivers, until the engine is closed."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_closed or (self._is_started and self._has_receivers()))
@@ -271,7 +279,7 @@ class StaticEngine(Engine):
         return any(each.work.receive is not None for each in self._queue)
 
     def _run_queued(self) -> None:
-        """Runs all that is queued, batch by batch."""
+        """Runs the queued continuations in batches, ordered by priority."""
         with self._device:
             with self._changed:
                 queued = self._queue
@@ -297,7 +305,7 @@ class StaticEngine(Engine):
         capacity = self._bucket(most, _SMALLEST_CAPACITY)
         try:
             found = self._compute(batch, bucket, capacity)
-        except Exception as error:  # Whatever the device raises ends these requests, and no others.
+        except Exception as error:  # A failure on the device ends only the requests of this batch.
             self._end_all(batch, "error", f"{type(error).__name__}: {error}")
             return
         for row, each in enumerate(batch):
@@ -308,7 +316,7 @@ class StaticEngine(Engine):
         self._counts["prompt_tokens"] += sum(prompts)
 
     def _compute(self, batch: Sequence[_Continuation], bucket: int, capacity: int) -> dict[str, np.ndarray]:
-        """Runs the program of two sizes; rows without a continuation end at once."""
+        """Runs one batch; padding rows have a limit of 0 tokens and finish immediately."""
         candidates = any(each.work.request.sampling.candidates for each in batch)
         if (program := (bucket, capacity, candidates)) not in self._programs:
             self._programs.add(program)
@@ -349,18 +357,23 @@ class StaticEngine(Engine):
     def _run_rows(
         self, params: Any, rows: dict[str, jax.Array], *, capacity: int, candidates: bool
     ) -> dict[str, jax.Array]:
-        """Continues all rows; one program.
+        """Generates the continuations of all rows, in one program.
 
         Returns:
-          count[rows], drawn tokens; ok[rows], whether all logits allowed one; history[rows, capacity], prompts and what
-          was drawn; of each drawn token logprobs[rows, capacity] and ranks, as `sample` gives them, and with
-          `candidates` those as bits, uint8[rows, capacity, vocab / 8].
+          A dict with
+            count: int32[rows], number of sampled tokens.
+            ok: bool[rows], False if NaN or infinite logits prevented sampling at any step.
+            history: int32[rows, capacity], the prompts followed by the sampled tokens.
+            logprobs, ranks: [rows, capacity], the log-probability and rank of each sampled token (see `sample`).
+            candidates: uint8[rows, capacity, ceil(vocab / 8)], bit masks of the candidates of each sampled token; only
+              if `candidates` is set.
         """
         model, count = self._checkpoint.model(params), rows["lengths"].shape[0]
         empty: Any = DenseKVCache.empty(
             self._checkpoint.states, batch=count, capacity=capacity, storage=self._config.kv_cache
         )
         last = (rows["lengths"] - 1)[:, None]
+        # Padding repeats the last position, because dynamic and longrope scaling depend on a row's largest one.
         positions = jnp.minimum(jnp.arange(rows["tokens"].shape[1]), last)
         outputs = model(rows["tokens"], positions, cache=empty.expecting(rows["lengths"]))
         hidden = jnp.take_along_axis(outputs.hidden, last[..., None], axis=1)
@@ -442,7 +455,10 @@ class StaticEngine(Engine):
 
 
 def _completed(given: Mapping[Any, Any], held: Any) -> Any:
-    """`given`, with what it leaves out taken from `held`; what `held` lacks stays, to be refused by name."""
+    """Adds the entries of `held` that `given` lacks.
+
+    Unknown entries of `given` stay, because the check that follows rejects them by name.
+    """
     if not isinstance(held, Mapping):
         return given
     both = {
@@ -456,7 +472,7 @@ def _completed(given: Mapping[Any, Any], held: Any) -> Any:
 
 
 def _set_bits(packed: np.ndarray) -> tuple[tuple[int, ...], ...]:
-    """The places of the bits that are set in each row of bytes."""
+    """Returns the indices of the set bits in each row of bytes."""
     return tuple(tuple(np.flatnonzero(bits).tolist()) for bits in np.unpackbits(packed, axis=1))
 
 
@@ -481,7 +497,11 @@ def _choose(
     found: dict[str, jax.Array],
     ended: jax.Array,
 ) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
-    """Draws the token at a place of each continuation; says which have ended then, and which drew one."""
+    """Samples the token at index `place` of each continuation.
+
+    Returns:
+      The updated arrays, a mask of the rows that have finished, and 1 for each row that sampled a token (else 0).
+    """
     lengths = rows["lengths"] + place
     kept = "candidates" in found
     drawn = sample(model.logits(hidden[:, 0]), settings, found["history"], lengths, candidates=kept)

@@ -1,4 +1,4 @@
-"""Adapters that runs train: read apart from their base, compared with another, and put into a run that starts."""
+"""Adapters of training runs: reading without the base model, checks against a base, and initialization of a run."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -40,15 +40,18 @@ __all__ = [
 ]
 
 Digests = Mapping[str, tuple[LeafSpec, str]]
-"""What a model's leaves are, and their digests, by path."""
+"""Spec and digest of each leaf of a model, by path."""
 
 
 @dataclass(frozen=True)
 class RunAdapters:
-    """What a run trained.
+    """The trained adapters of a run.
 
     Attributes:
-      base: where the run has its frozen variables from, and their digests; None if its checkpoint holds them.
+      adapters: adapters of the newest intact checkpoint.
+      config: config of the run.
+      step: training step of the checkpoint.
+      base: source and digests of the frozen variables; None if the checkpoint stores all variables.
     """
 
     adapters: Adapters
@@ -58,12 +61,12 @@ class RunAdapters:
 
 
 def run_adapters(run: Path) -> RunAdapters:
-    """Reads the adapters of a run's newest checkpoint, without its base.
+    """Reads the adapters of a run's newest intact checkpoint, without the base model.
 
     Raises:
-      RunDirectoryError: there is no run.
-      ConversionError: it has no adapters.
-      CheckpointError: no checkpoint can be used.
+      RunDirectoryError: `run` is not a run directory.
+      ConversionError: the run does not train adapters.
+      CheckpointError: the run does not have an intact checkpoint.
     """
     config = run_config(run)
     adapting = transform_of(config).adapting
@@ -81,20 +84,25 @@ def run_adapters(run: Path) -> RunAdapters:
 
 
 def check_model(run: Path, found: RunAdapters, config: Any) -> None:
-    """Raises a ConversionError where a run's adapters are of a model that computes something else; names the keys."""
+    """Raises a ConversionError if a run's adapters belong to a different model; names the config keys that differ."""
     lines = model_differences(found.config.model, config)
     if lines and not _is_same_model(found.config.model, config):
         listing = "\n  ".join(lines)
-        raise ConversionError(f"The adapters of {run} are of another model than this one:\n  {listing}")
+        raise ConversionError(f"The adapters of {run} were trained on a different model:\n  {listing}")
 
 
 def check_base(adapters: str, known: Digests, found: Digests) -> None:
-    """Compares the base that adapters were trained on with the one that they are to go onto.
+    """Checks that the base of adapters is the base that they were trained on.
 
-    Leaves that only one of them has, or has in another dtype, as a quantized base does, are passed over.
+    Only leaves that both bases have with equal shape and dtype are compared, which excludes quantized matrices.
+
+    Args:
+      adapters: name of the adapters in the message.
+      known: digests of the base during training.
+      found: digests of the base that will receive the adapters.
 
     Raises:
-      ConversionError: a leaf has other values; names both digests.
+      ConversionError: the values of a leaf differ; names both digests.
     """
     lines = [
         f"  {name}: digest {digest} when they were trained, {found[name][1]} here"
@@ -103,12 +111,15 @@ def check_base(adapters: str, known: Digests, found: Digests) -> None:
     ]
     if lines:
         raise ConversionError(
-            f"The adapters of {adapters} were trained on another base:\n" + "\n".join(lines) + "\nGive their own base."
+            f"The adapters of {adapters} were trained on another base:\n" + "\n".join(lines) + "\nGive that base."
         )
 
 
 def digests_of_run(run: Path) -> Digests:
-    """The digests of the variables in a run's newest checkpoint, and of those that it leaves to their source."""
+    """Returns the digests of all variables of a run's newest checkpoint, including frozen variables.
+
+    Empty if there are no checkpoints, or if the model consists of averaged parameters.
+    """
     with CheckpointStore(RunDirectory(run).checkpoints) as store:
         step = store.latest()
         if step is None:
@@ -118,7 +129,7 @@ def digests_of_run(run: Path) -> Digests:
     records = frozen_records(read_documents(directory, manifest))
     frozen = records.get("model")
     if run_config(run).optimizer.averages and manifest.kind != "weights":
-        return {}  # the model is made of averages, of which there are no digests
+        return {}  # The model is the average of the parameters, and checkpoints do not store digests of averages.
     stored = {
         name.partition("/")[2]: (record.spec, record.digest)
         for name, record in manifest.leaves.items()
@@ -129,7 +140,7 @@ def digests_of_run(run: Path) -> Digests:
 
 
 def adapter_section(adapters: Adapters) -> tuple[str, Any]:
-    """The name and the config of a run's section that adds adapters like these.
+    """Returns the name and config of the section that adds such adapters to a run.
 
     Raises:
       ConversionError: no installed package adds adapters.
@@ -142,13 +153,14 @@ def adapter_section(adapters: Adapters) -> tuple[str, Any]:
 
 
 def with_adapters(state: TrainState, program: Program, config: RunConfig, adapters: Adapters) -> TrainState:
-    """The state before a run's first step, with given adapters in the place of new ones.
+    """Replaces the newly initialized adapters in a run's initial state with `adapters`.
 
     Args:
-      config: of the run, which adds adapters.
+      state: state of the run before its first step.
+      config: config of the run, with a section that adds adapters.
 
     Raises:
-      StackError: they are not those that its section describes; names each that differs.
+      StackError: the adapters differ from the section's description; names each difference.
     """
     adapting = transform_of(config).adapting
     assert adapting is not None, "checked before the run starts"
@@ -159,7 +171,10 @@ def with_adapters(state: TrainState, program: Program, config: RunConfig, adapte
 
 
 def _is_same_model(left: Any, right: Any) -> bool:
-    """Whether two configs describe one model, where the one leaves out what the other says."""
+    """Returns True if two configs are equal after conversion to `config.json`, apart from dtypes.
+
+    Fields that `config.json` does not store may differ.
+    """
     family = registries.models[left.family]
     if left.family != right.family or not isinstance(family, ConvertibleFamily):
         return False
@@ -168,7 +183,7 @@ def _is_same_model(left: Any, right: Any) -> bool:
 
 
 def _leaves(tree: Any, variables: ModelVariables) -> Iterator[tuple[Any, Any]]:
-    """The variables that a checkpoint held, with their paths."""
+    """Yields the path and value of each frozen variable that the checkpoint stored."""
     for path in variables.paths("frozen"):
         value: Any = tree
         for name in path:

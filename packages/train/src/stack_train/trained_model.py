@@ -1,4 +1,4 @@
-"""Trained models with what they are measured on, for packages that make other models of them."""
+"""Trained models with their data and objective, for packages that derive other models, such as quantized ones."""
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -39,13 +39,14 @@ Batch = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class TrainedLanguageModel:
-    """A `TrainedModel`.
+    """A `TrainedModel` that was read from a run or converted from another format.
 
     Attributes:
-      config: of the run that the model is from, or that could have made it.
-      tokenizer: where the tokenizer that it was trained with lies.
-      step: training steps done.
-      copy_files: writes the tokenizer, and other files that go where the model goes, to a run directory.
+      model: the `nnx.Module` with its trained parameters.
+      config: config of the run that trained the model, or an equivalent one if the model was converted.
+      tokenizer: directory of the tokenizer that the model was trained with.
+      step: number of training steps done.
+      copy_files: function that copies the tokenizer and other accompanying files to a run directory.
     """
 
     model: Any
@@ -68,8 +69,8 @@ class TrainedLanguageModel:
         objective = self._objective
         if names := ", ".join(objective.auxiliary_models):
             raise ConversionError(
-                f"Objective {self.config.objective.name!r} calls auxiliary models ({names}), which are not opened with "
-                "this one. Open a run of another objective, such as causal_lm."
+                f"Objective {self.config.objective.name!r} calls auxiliary models ({names}), which are not loaded "
+                "here. Open a run of another objective, such as causal_lm."
             )
         return objective(model, batch, key=jax.random.key(0))[1]
 
@@ -99,21 +100,21 @@ class TrainedLanguageModel:
 
 
 class RunFormat:
-    """The model format of run directories, which `stack train` makes and `stack generate` reads."""
+    """The model format of run directories, written by `stack train` and read by `stack generate`."""
 
     def recognizes(self, directory: Path) -> bool:
         return RunDirectory(directory).config.is_file()
 
     def open_model(self, directory: Path, *, data: str | None = None) -> TrainedLanguageModel:
-        """Opens the newest intact checkpoint of a run, in float whatever its recipe, with adapters merged.
+        """Opens the newest intact checkpoint of a run in floating point, with adapters merged.
 
         Args:
-          data: address of another source of documents than the run's.
+          data: address of the documents to use instead of the run's; None for the run's.
 
         Raises:
           ConversionError: the run's checkpoints hold quantized parameters.
-          RunDirectoryError: there is no run.
-          CheckpointError: it has no checkpoint that can be used.
+          RunDirectoryError: `directory` is not a run directory.
+          CheckpointError: the run does not have an intact checkpoint.
         """
         config = run_config(directory)
         if holds_codes(config):
@@ -132,18 +133,20 @@ class RunFormat:
 
         params, step = load_start(directory, config.model)
         model = ModelVariables.of(abstract_model(config.model)).merge(params)
-        if transform_of(config).merges:  # what was merged is no part of the model any more
+        if transform_of(config).merges:  # The merged adapters are now part of the matrices, so their section goes.
             others = {name: section for name, section in config.sections.items() if name not in transform_names(config)}
             config = replace(config, sections=others)
         return TrainedLanguageModel(model, config, run.tokenizer, step, copy_files)
 
     def open_for_generation(self, directory: Path) -> ModuleCheckpoint:
-        """Opens a run, whose newest intact checkpoint is read with the parameters; quantized if the run's model is.
+        """Opens a run for generation, quantized if its parameters are stored quantized.
+
+        The newest intact checkpoint is read when the parameters are loaded.
 
         Raises:
-          RunDirectoryError: there is no run.
-          GenerationError: its model cannot be generated from, or its tokenizer is another's.
-          DataError: its tokenizer is malformed.
+          RunDirectoryError: `directory` is not a run directory.
+          GenerationError: the model cannot generate text, or the tokenizer does not fit it.
+          DataError: the tokenizer is malformed.
         """
         run, config = RunDirectory(directory), run_config(directory)
         return generative_checkpoint(
@@ -157,10 +160,10 @@ class RunFormat:
         )
 
     def export_run(self, run: Path, directory: Path, *, progress: Progress | None = None) -> Conversion:
-        """Makes another run of a run's newest checkpoint, with its adapters merged: `stack convert RUN run:DIR`.
+        """Writes a run directory with the run's adapters merged into its base: `stack convert RUN run:DIR`.
 
         Raises:
-          ConversionError: as `open_model`; or the run has no adapters, or `directory` exists.
+          ConversionError: the run does not train adapters, `directory` exists, or `open_model` fails.
         """
         if transform_of(run_config(run)).adapting is None:
             raise ConversionError(f"The run {run} has no adapters to merge. Copy its directory instead.")
@@ -176,19 +179,26 @@ class RunFormat:
         return Conversion(directory, sum(leaf.size for leaf in leaves), size_bytes, dtype, kept)
 
     def open_auxiliary(self, directory: Path, name: str, abstract: Any) -> Any:
-        """Reads a trained auxiliary model from the newest intact checkpoint of a run: averages, if there are any.
+        """Reads an auxiliary model from the newest intact checkpoint of a run.
+
+        Returns the averaged parameters if the run's optimizer averages.
+
+        Args:
+          name: name of the model in the objective's `auxiliary_models`.
+          abstract: pytree of the shapes and dtypes of its parameters.
 
         Raises:
-          RunDirectoryError: there is no run.
-          ConversionError: its objective trains no such model.
-          CheckpointError: no checkpoint can be used, or the model has other parameters; names each.
+          RunDirectoryError: `directory` is not a run directory.
+          ConversionError: the run's objective does not train a model of this name.
+          CheckpointError: the run does not have an intact checkpoint, or parameters differ from `abstract` (names
+            each).
         """
         config = run_config(directory)
         declared = as_objective(config.objective.build()).auxiliary_models
         trained = {each: make for each, make in declared.items() if not isinstance(make, str)}
         if name not in trained:
             raise ConversionError(
-                f"Objective {config.objective.name!r} of {directory} trains no model {name!r}; it trains: "
+                f"Objective {config.objective.name!r} of {directory} does not train a model {name!r}; it trains: "
                 f"{', '.join(trained) or 'none'}. Give a run of another objective."
             )
         settings = (config.model, config.optimizer, config.run.steps, config.precision)
@@ -207,12 +217,12 @@ RUN_FORMAT = RunFormat()
 
 
 def _from_source(data: Any, source: str) -> Any:
-    """The same data from another source; a ConversionError where its kind has none."""
+    """Replaces the source of a data config; raises a ConversionError if its kind has no source."""
     if "source" not in {field.name for field in fields(data)}:
-        raise ConversionError(f"Data of kind {data.kind!r} comes from no source, so that --data cannot change it.")
+        raise ConversionError(f"Data of kind {data.kind!r} has no source that --data could replace.")
     return replace(data, source=source)
 
 
 def _for_the_device(batch: Batch) -> Batch:
-    """Without what says where the rows are from."""
+    """Drops the row ids, which identify the rows' origin and are not an input of the model."""
     return {name: array for name, array in batch.items() if name != "row_ids"}

@@ -41,5 +41,5 @@ def test_kill_leaves_only_whole_checkpoints(tmp_path: Path, kills: int) -> None:
                 assert bits(restored.state) == bits(state_at(step))
                 assert (restored.data_state, restored.config_yaml) == ({"step": step}, f"step: {step}\n")
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*its saving was cut off")
+                warnings.filterwarnings("ignore", message=".*its saving was interrupted")
                 assert store.restore(state_at(0)).step == store.latest()

@@ -130,7 +130,7 @@ def test_saving_a_step_again_does_nothing(store: CheckpointStore, make_store: Ma
 
 
 def test_nothing_to_restore(store: CheckpointStore) -> None:
-    with pytest.raises(CheckpointError, match="holds no checkpoint that can be used"):
+    with pytest.raises(CheckpointError, match="does not hold a usable checkpoint"):
         store.restore(abstract(make_state()))
     with pytest.raises(CheckpointError, match=r"There is no checkpoint .*00000007"):
         store.restore(abstract(make_state()), 7)
@@ -140,7 +140,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(store: Checkpo
     save(store, 1, 2)
     damage(store.path(2))
     emitted.clear()
-    with pytest.warns(UserWarning, match=r"00000002 is passed over for that of step 1: .*damaged"):
+    with pytest.warns(UserWarning, match=r"00000002 is skipped in favor of step 1: .*damaged"):
         restored = store.restore(abstract(make_state()))
     assert bits(restored.state) == bits(make_state(1))
     skipped, announced = emitted
@@ -179,7 +179,7 @@ def test_when_none_is_intact_each_is_listed_with_its_reason(store: CheckpointSto
     message = str(error.value)
     assert "00000001: Checkpoint" in message
     assert "00000002/config.yaml is damaged: it does not match its SHA-256" in message
-    assert "00000003.orbax-checkpoint-tmp: its saving was cut off" in message
+    assert "00000003.orbax-checkpoint-tmp: its saving was interrupted" in message
 
 
 def test_training_resumed_below_a_damaged_checkpoint_sets_it_aside(store: CheckpointStore, make_store: Make) -> None:
@@ -187,7 +187,7 @@ def test_training_resumed_below_a_damaged_checkpoint_sets_it_aside(store: Checkp
     damage(store.path(2))
     damaged = bits_of_files(store.path(2))
     resumed = make_store(keep=1)
-    with pytest.warns(UserWarning, match="passed over"):
+    with pytest.warns(UserWarning, match="is skipped in favor"):
         resumed.restore(abstract(make_state()))
     with pytest.warns(UserWarning, match="00000002 is set aside as 00000002.set-aside-1"):
         save(resumed, 2)
@@ -203,7 +203,7 @@ def test_what_a_killed_save_left_is_named_and_removed_by_the_next(store: Checkpo
     save(store, 1)
     partial = store.path(2).with_suffix(".orbax-checkpoint-tmp")
     partial.mkdir()
-    with pytest.warns(UserWarning, match="00000002.orbax-checkpoint-tmp is passed over .* cut off"):
+    with pytest.warns(UserWarning, match="00000002.orbax-checkpoint-tmp is skipped in favor .* interrupted"):
         store.restore(abstract(make_state()))
     save(store, 3)
     assert not partial.exists()
@@ -237,7 +237,7 @@ def test_another_kind_of_key_is_another_state(store: CheckpointStore) -> None:
 
 def test_without_its_data_state_a_checkpoint_gives_weights_alone(store: CheckpointStore) -> None:
     store.save(1, make_state(1), None, CONFIG_YAML)
-    with pytest.raises(CheckpointIncomplete, match=r"without the state of the data iterator.*run\.init_from="):
+    with pytest.raises(CheckpointIncomplete, match=r"not the state of the data iterator.*run\.init_from="):
         store.restore(abstract(make_state()))
     assert bits(store.restore_params(abstract(make_state()["params"])).state) == bits(make_state(1)["params"])
 

@@ -93,7 +93,7 @@ def test_a_part_trained_on_another_run_reads_its_source_and_refuses_a_changed_on
 
     shutil.rmtree(base_path)
     train(config_of("base", optimizer={"groups": {}}, run={"seed": 1}))
-    with pytest.raises(CheckpointError, match=r"come from 'run:.*' \(step 4\), which holds others now:\n  blocks"):
+    with pytest.raises(CheckpointError, match=r"come from 'run:.*' \(step 4\), which now differs:\n  blocks"):
         train(config_of("tuned", run={"init_from": base.output, "steps": 4}), resume=True)
 
 

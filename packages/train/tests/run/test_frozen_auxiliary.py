@@ -98,7 +98,7 @@ def test_frozen_models_stay_as_they_were_and_are_verified_when_the_run_goes_on(c
 
     shutil.rmtree(teacher.output)
     train(config_of("teacher", seed=2))
-    with pytest.raises(CheckpointError, match=r"come from 'run:.*teacher' \(step 2\), which holds others now"):
+    with pytest.raises(CheckpointError, match=r"come from 'run:.*teacher' \(step 2\), which now differs"):
         train(config_of("student", distance, accumulation_steps=2, steps=4), resume=True)
 
 

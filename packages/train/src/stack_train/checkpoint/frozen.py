@@ -1,4 +1,4 @@
-"""Records of frozen variables, which a checkpoint does not store because training never changes them."""
+"""Records of frozen variables, which training never changes and a checkpoint therefore does not store."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ FROZEN = "frozen.json"
 
 @dataclass(frozen=True)
 class FrozenRecord:
-    """The source of frozen variables, and digests that identify their values.
+    """The source of a model's frozen variables, with digests that identify the values.
 
     Attributes:
       source: "run:DIRECTORY", "hf:DIRECTORY", or "init" if the run's seed initializes them.
@@ -56,10 +56,10 @@ class FrozenRecord:
         return {**plain, "leaves": leaves}
 
     def check(self, frozen: Any) -> None:
-        """Checks that variables that were read or initialized again equal the recorded variables.
+        """Checks that variables, once reloaded or initialized again, equal the recorded variables.
 
         Raises:
-          CheckpointError: the variables differ from the ones used in training; names each leaf that differs.
+          CheckpointError: a shape, dtype or digest differs from the record; names each such leaf.
         """
         found = FrozenRecord.of(frozen, source=self.source, step=self.step)
         lines = [
@@ -69,7 +69,7 @@ class FrozenRecord:
         ]
         if lines:
             raise CheckpointError(
-                f"Frozen variables of this run come from {self.source!r} (step {self.step}), which holds others now:\n"
+                f"Frozen variables of this run come from {self.source!r} (step {self.step}), which now differs:\n"
                 + "\n".join(lines)
                 + "\nRestore the source; the run's own checkpoints do not hold them."
             )
@@ -79,11 +79,11 @@ class FrozenRecord:
 
 
 def frozen_document(records: Mapping[str, FrozenRecord]) -> bytes:
-    """The file of a checkpoint that holds records by name: "model" for the trained one's own, and each companion's."""
+    """Returns the content of `frozen.json`: a record for "model", the trained model, and one for each companion."""
     return json.dumps({name: record.to_plain() for name, record in records.items()}, indent=1).encode()
 
 
 def frozen_records(documents: Mapping[str, bytes]) -> dict[str, FrozenRecord]:
-    """The records in the documents of a checkpoint, by name; none where all variables are stored."""
+    """Reads the records from a checkpoint's documents, by model; empty if the checkpoint stores all variables."""
     plain = json.loads(documents[FROZEN]) if FROZEN in documents else {}
     return {name: FrozenRecord.from_plain(record) for name, record in plain.items()}

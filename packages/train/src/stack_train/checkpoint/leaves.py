@@ -36,8 +36,8 @@ class LeafSpec:
 def named_leaves(tree: Any) -> dict[str, Any]:
     """Returns the leaves of a pytree by their paths, such as "params/layers/attention/query/kernel".
 
-    The last step into a Flax variable is left out of its path, so that a leaf has one name whether it lies in an
-    `nnx.State` or in plain dicts.
+    Paths omit the final `value` attribute of a Flax variable. A leaf thus has the same name in an `nnx.State` and in
+    plain dicts.
 
     Raises:
       CheckpointError: two leaves have the same path.

@@ -1,12 +1,12 @@
-"""The manifest of a checkpoint: its contents, and digests to verify them.
+"""The manifest of a checkpoint: a list of the contents, with digests that verify them on load.
 
 A checkpoint is a directory:
 
     00000300/
-    ├── manifest.json    the digest of every leaf, the SHA-256 of every document, and its own
+    ├── manifest.json    the digest of every leaf, the SHA-256 of every document and of the manifest itself
     ├── config.yaml      the run's resolved config
     ├── data_state.json  the state of the data iterator (or data_state.bin)
-    ├── frozen.json      the sources of the frozen variables, and their digests
+    ├── frozen.json      the sources and digests of the frozen variables
     └── arrays/0/        the leaves, as Orbax stores them
 """
 
@@ -28,7 +28,13 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class LeafRecord:
-    """A stored leaf: its spec, its digest (see `stack_core.abi.digest`), and the folder of `arrays/` that holds it."""
+    """A stored leaf.
+
+    Attributes:
+      spec: shape and dtype of the leaf.
+      digest: digest of the values; see `stack_core.abi.digest`.
+      part: number of the folder in `arrays/` with the leaf.
+    """
 
     spec: LeafSpec
     digest: str
@@ -40,7 +46,7 @@ class Manifest:
     """The contents of one checkpoint.
 
     Attributes:
-      step: training steps done; 0 for converted weights.
+      step: number of training steps done; 0 for converted weights.
       kind: "train" for a full training state, "weights" for parameters only.
       leaves: record of each array, by path in the state.
       documents: SHA-256 of each other file, by name.
@@ -55,7 +61,7 @@ class Manifest:
 def sealed_documents(
     step: int, kind: str, leaves: Mapping[str, LeafRecord], documents: Mapping[str, bytes]
 ) -> dict[str, bytes]:
-    """Returns the documents of a checkpoint with the manifest among them, which seals itself and all the others."""
+    """Adds the manifest, with a digest of itself and of every other document, to the documents of a checkpoint."""
     manifest = Manifest(step, kind, leaves, {name: _sha256(content) for name, content in documents.items()})
     content = {"format": _FORMAT, **asdict(manifest)}
     sealed = {"sha256": _sha256(_canonical(content)), "content": content}
@@ -66,8 +72,8 @@ def read_manifest(directory: Path) -> Manifest:
     """Reads the manifest of the checkpoint in `directory`.
 
     Raises:
-      CheckpointDamaged: it is missing, is no JSON, or differs from its own digest.
-      CheckpointError: it was written in a newer format.
+      CheckpointDamaged: the file is missing, cannot be parsed, or does not match its own SHA-256.
+      CheckpointError: the format is newer than this version reads.
     """
     path = directory / _MANIFEST
     try:
@@ -93,7 +99,7 @@ def read_documents(directory: Path, manifest: Manifest) -> dict[str, bytes]:
     """Reads the files that `manifest` names.
 
     Raises:
-      CheckpointDamaged: one is missing or differs from its digest.
+      CheckpointDamaged: a file is missing or does not match its SHA-256.
     """
     documents = {name: _read(directory / name) for name in manifest.documents}
     for name, content in documents.items():

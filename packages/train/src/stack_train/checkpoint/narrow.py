@@ -1,10 +1,11 @@
-"""Arrays whose elements are no whole number of ordinary bytes, as bytes: integers of 2 and 4 bits, floats of 4 and 8.
+"""Packing of narrow dtypes into bytes: integers of 2 and 4 bits, floats of 4 and 8 bits.
 
-Zarr has no name for some of these types and gives a whole byte to each element of others, so what lies on disk is
+Zarr cannot name some of these dtypes and spends a full byte per element on others. An array [..., n] of such elements
+is therefore stored as
 
-    uint8[..., ceil(n * bits / 8)]    of an array [..., n] of elements of so many bits
+    uint8[..., ceil(n * bits / 8)]
 
-where each byte holds `8 / bits` elements that follow each other along the last axis, the first in the lowest bits.
+Each byte holds `8 / bits` consecutive elements of the last axis, the first in the lowest bits.
 """
 
 import functools
@@ -21,13 +22,13 @@ _BYTE = 8
 
 
 def is_narrow(dtype: Any) -> bool:
-    """Whether arrays of `dtype` are stored as bytes."""
+    """Returns True if arrays of `dtype` are stored as packed bytes."""
     dtype = np.dtype(dtype)
     return dtype.itemsize == 1 and dtype not in (np.bool_, np.int8, np.uint8)
 
 
 def splits_bytes(sharding: jax.sharding.Sharding, shape: tuple[int, ...], dtype: str) -> bool:
-    """Whether elements of one byte belong to several devices."""
+    """Returns True if a shard of `sharding` begins or ends inside a packed byte."""
     if not shape:
         return False
     entries = sharding.shard_shape(shape)[-1]
@@ -36,7 +37,7 @@ def splits_bytes(sharding: jax.sharding.Sharding, shape: tuple[int, ...], dtype:
 
 @jax.jit
 def packed(array: jax.Array) -> jax.Array:
-    """The bytes of an array of a narrow dtype; of a scalar, uint8[1]."""
+    """Packs an array of a narrow dtype into bytes; a scalar becomes uint8[1]."""
     bits = _bits(array.dtype)
     codes = lax.bitcast_convert_type(jnp.atleast_1d(array), f"uint{bits}").astype(jnp.uint8)
     count = _BYTE // bits
@@ -48,7 +49,7 @@ def packed(array: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
 def unpacked(content: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
-    """The array of that shape and dtype whose bytes `packed` gave."""
+    """Restores the array of `shape` and `dtype` from the bytes of `packed`."""
     bits = _bits(dtype)
     parts = (content[..., None] >> np.arange(0, _BYTE, bits, dtype=np.uint8)) & np.uint8(2**bits - 1)
     entries = shape[-1] if shape else 1

@@ -31,15 +31,15 @@ def read_state(
     Args:
       abstract: pytree with the structure, shapes, dtypes and shardings to read.
       under: branch of the saved state that `abstract` describes, such as "params"; "" for the full state.
-      cast: whether to cast floats to the dtypes of `abstract`; otherwise a different stored dtype is an error.
+      cast: True casts floats to the dtypes of `abstract`; False makes a different stored dtype an error.
       processes: processes that read together, each reading its own shards.
 
     Returns:
       The manifest, the documents by name, and the state.
 
     Raises:
-      CheckpointDamaged: something is missing or differs from its digest; names the file or the leaf.
-      CheckpointError: the checkpoint holds other leaves than `abstract`; names each.
+      CheckpointDamaged: a file or leaf is missing or differs from its digest; names it.
+      CheckpointError: the leaves of the checkpoint and of `abstract` differ; names each difference.
     """
     manifest, documents = _opened(checkpoint)
     wanted = named_leaves({under: abstract} if under else abstract)
@@ -52,12 +52,12 @@ def read_state(
 def read_variables(
     checkpoint: Path, abstract: Any, *, processes: Processes = ALONE
 ) -> tuple[Manifest, dict[str, bytes], Any]:
-    """Reads a model's variables from a checkpoint of any kind, as `read_state` with `cast`.
+    """Reads a model's variables from a checkpoint of any kind, with floats cast as in `read_state(..., cast=True)`.
 
-    Variables that the checkpoint does not store, because it names their source, are None.
+    Frozen variables, which the checkpoint replaces by a record of their source, are None.
 
     Args:
-      abstract: nested dicts of all variables.
+      abstract: nested dicts of the shapes and dtypes of all variables.
     """
     manifest, documents = _opened(checkpoint)
     wanted = named_leaves(abstract)
@@ -75,17 +75,17 @@ def read_variables(
 
 
 def data_state_of(checkpoint: Path, documents: Mapping[str, bytes]) -> dict[str, Any] | bytes:
-    """Returns the data iterator's state.
+    """Returns the state of the data iterator.
 
     Raises:
-      CheckpointIncomplete: the checkpoint was saved without it.
+      CheckpointIncomplete: the checkpoint holds weights only.
     """
     if DATA_JSON in documents:
         return json.loads(documents[DATA_JSON])
     if DATA_BYTES in documents:
         return documents[DATA_BYTES]
     raise CheckpointIncomplete(
-        f"Checkpoint {checkpoint} holds weights without the state of the data iterator; training cannot go on from it. "
+        f"Checkpoint {checkpoint} holds weights but not the state of the data iterator; training cannot resume. "
         f"To start a new run from its weights, set run.init_from={str(checkpoint.parent.parent)!r} "
         "and give that run an output directory of its own."
     )
@@ -101,7 +101,7 @@ def _opened(checkpoint: Path) -> tuple[Manifest, dict[str, bytes]]:
 def _read_leaves(
     checkpoint: Path, records: Mapping[str, LeafRecord], wanted: Mapping[str, Any], processes: Processes
 ) -> dict[str, Any]:
-    """Reads leaves by their stored names and verifies their digests, which all processes compute together."""
+    """Reads leaves by their stored names and verifies their digests, in collectives of all processes."""
     _check_structure(checkpoint, records, wanted)
     leaves, problem = dict[str, Any](), ""
     try:
@@ -131,7 +131,7 @@ def _read_cast(
     leaves = _read_leaves(checkpoint, records, requested, processes)
     for name, leaf in wanted.items():
         if requested[name] is not leaf:
-            leaves[name] = leaves[name].astype(leaf.dtype)  # one by one: memory holds one leaf twice
+            leaves[name] = leaves[name].astype(leaf.dtype)  # One by one, so only one leaf is in memory twice.
     return leaves
 
 
@@ -153,7 +153,7 @@ def _check_structure(checkpoint: Path, records: Mapping[str, LeafRecord], wanted
 def _read_leaf(checkpoint: Path, part: int, name: str, leaf: Any) -> Any:
     try:
         return read_array(checkpoint, part, name, leaf)
-    except Exception as error:  # Of damaged files Orbax, TensorStore and their codecs raise exceptions of any type.
+    except Exception as error:  # TensorStore and its codecs raise exceptions of any type on damaged files.
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
             raise
         raise CheckpointDamaged(

@@ -37,7 +37,7 @@ class CheckpointConfig:
     Attributes:
       every_steps: number of training steps between checkpoints; 0 saves only after the last step.
       keep: number of complete checkpoints on disk; older checkpoints are deleted once a newer one is durable.
-      background: whether to write during training; otherwise training waits for the disk.
+      background: True writes during training; False makes training wait for the disk.
     """
 
     every_steps: NonNegativeInt = 500
@@ -54,7 +54,7 @@ class Restored:
       state: restored pytree, in the requested structure.
       data_state: state of the data iterator; None if only parameters were read.
       config_yaml: resolved config of the run that saved the checkpoint.
-      frozen: sources of variables that the checkpoint does not store, by model: "model", or a companion's name.
+      frozen: records of the frozen variables, by model ("model" or a companion's name).
       kind: kind of the checkpoint, "train" or "weights".
     """
 
@@ -113,19 +113,19 @@ class CheckpointStore:
         self.close()
 
     def steps(self) -> tuple[int, ...]:
-        """The steps of the whole checkpoints, oldest first; one being written is not among them."""
+        """Returns the steps of the complete checkpoints, oldest first."""
         return self._directory.steps()
 
     def leaf_names(self, step: int) -> tuple[str, ...]:
-        """The paths of all leaves that the checkpoint of a step holds."""
+        """Returns the paths of all leaves in the checkpoint of `step`."""
         return tuple(read_manifest(self.path(step)).leaves)
 
     def latest(self) -> int | None:
-        """The step of the newest whole checkpoint."""
+        """Returns the step of the newest complete checkpoint, or None if there are no checkpoints."""
         return max(self.steps(), default=None)
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step is, or would be."""
+        """Returns the directory of the checkpoint of `step`, which need not exist."""
         return self._directory.path(step)
 
     def save(
@@ -140,19 +140,19 @@ class CheckpointStore:
     ) -> None:
         """Saves a state; returns once the state is copied to the host, after which the caller may donate it.
 
-        Saving the step that was last saved or restored does nothing. Other checkpoints of this and later steps are
-        damaged or belong to an abandoned course of training: they are renamed, with a warning.
+        Saving the step that was last saved or restored does nothing. Any other checkpoint of this or a later step is
+        damaged or left from an abandoned course of training: it is renamed, with a warning.
 
         Args:
           step: number of training steps done.
           state: pytree of JAX arrays (including typed keys), NumPy arrays and numbers.
           data_state: state of the data iterator, as a JSON mapping or as bytes; None if no run can resume from it.
           config_yaml: resolved config of the run.
-          frozen: sources of variables that are not in `state`, by model.
+          frozen: records of the frozen variables that `state` omits, by model.
           kind: "train", or "weights" if `state` holds only parameters.
 
         Raises:
-          CheckpointError: this save, or the one before it, failed; says how many bytes were needed and free.
+          CheckpointError: this save or the previous one failed; the message gives the bytes needed and free.
         """
         started_s = time.perf_counter()
         self.wait()
@@ -177,16 +177,18 @@ class CheckpointStore:
         total_bytes: int = 0,
         part_bytes: int = 1 << 29,
     ) -> None:
-        """Saves parameters alone, as a checkpoint of kind "weights" for `restore_params`; waits until it is on disk.
+        """Saves only parameters, as a checkpoint of kind "weights" for `restore_params`; blocks until it is durable.
 
         Args:
-          leaves: the path of each parameter below "params", and its array, JAX or NumPy. They are taken one by one and
-            not held for longer than they take to be written. `named_leaves` gives those of a pytree.
-          total_bytes: size of them all, where it is known, to see beforehand that the disk has room for them.
-          part_bytes: what is written together; memory holds up to two such parts, or two leaves that are larger.
+          leaves: pairs of a parameter's path below "params" and its JAX or NumPy array, such as the items of
+            `named_leaves`. The iterable is consumed lazily, and each array is released once written.
+          total_bytes: total size of the arrays, for a check of the free disk space before writing; 0 if unknown.
+          part_bytes: size of the groups in which arrays are written. Memory holds at most two groups, or two leaves
+            that are larger.
 
         Raises:
-          CheckpointError: it could not be written. An error of the iterable is passed on; nothing is left behind.
+          CheckpointError: writing failed, or `leaves` raised an exception other than a `StackError`, which propagates.
+            Either way the partial checkpoint is deleted.
         """
         self.wait()
         records: dict[str, LeafRecord] = {}
@@ -198,7 +200,7 @@ class CheckpointStore:
         self.wait()
 
     def poll(self) -> None:
-        """Reports a save that has finished or failed, without blocking. Meant to be called at every step.
+        """Reports a save that has finished or failed, without blocking; call it at every step.
 
         Raises:
           CheckpointError: the save failed.
@@ -226,7 +228,7 @@ class CheckpointStore:
             self._processes.call(self._checkpointer.wait_until_finished)
             if self._processes.first:
                 self._directory.delete(self.steps()[: -self.config.keep])
-        except TrainingError:  # of another process
+        except TrainingError:  # The failure of another process, propagated by `Processes.call`.
             raise
         except Exception as error:  # Orbax, TensorStore and the layers below raise exceptions of any type.
             raise self._failed(flight, error) from error
@@ -248,18 +250,18 @@ class CheckpointStore:
     def restore(self, abstract_state: Any, step: int | None = None) -> Restored:
         """Restores a state to resume training from.
 
-        Damaged or partial checkpoints are reported by a warning and a `CheckpointSkipped`, and an earlier one is used.
+        Damaged and partial checkpoints are skipped with a warning and a `CheckpointSkipped` event.
 
         Args:
-          abstract_state: a pytree like the saved one, of `jax.ShapeDtypeStruct`s, arrays or numbers; an array lands
-            where the leaf's sharding says.
-          step: the checkpoint to use; None for the newest that is intact.
+          abstract_state: pytree with the saved structure, of `jax.ShapeDtypeStruct`s, arrays or numbers. Each array
+            is restored with the sharding of its leaf.
+          step: step of the checkpoint to restore; None selects the newest intact checkpoint.
 
         Raises:
           CheckpointDamaged: the checkpoint of `step` is not intact.
-          CheckpointIncomplete: it holds no state of the data iterator.
-          CheckpointError: there is none, none is intact (lists each and why), or its leaves are not those of
-            `abstract_state` (lists each).
+          CheckpointIncomplete: the checkpoint does not hold the state of the data iterator.
+          CheckpointError: the directory does not have an intact checkpoint (lists each with its damage), or the leaves
+            differ from `abstract_state` (lists each difference).
         """
 
         def read(path: Path) -> Restored:
@@ -272,7 +274,7 @@ class CheckpointStore:
         return restored
 
     def restore_params(self, abstract_params: Any, step: int | None = None, *, under: str = "params") -> Restored:
-        """Reads the branch `under` of a checkpoint of any kind, and casts floats; otherwise as `restore`."""
+        """Restores the branch `under` of a checkpoint of any kind, with floats cast to the requested dtypes."""
 
         def read(path: Path) -> Restored:
             manifest, documents, params = read_state(
@@ -283,11 +285,11 @@ class CheckpointStore:
         return self._newest_intact(read, step)
 
     def restore_variables(self, abstract: Any, step: int | None = None) -> Restored:
-        """Reads the variables of a model from any kind of checkpoint, and casts floats; otherwise as `restore`.
+        """Restores a model's variables from a checkpoint of any kind, with floats cast to the requested dtypes.
 
         Args:
-          abstract: nested dicts of the shapes of all variables. Those that the checkpoint leaves to their source come
-            back as None.
+          abstract: nested dicts of the shapes and dtypes of all variables. Frozen variables that the checkpoint
+            omits are restored as None.
         """
 
         def read(path: Path) -> Restored:
@@ -315,7 +317,7 @@ class CheckpointStore:
             raise OSError("the disk has too little space left")
 
     def _failed(self, flight: _InFlight, error: Exception) -> CheckpointError:
-        """Gives up a save: removes what was written of it and says what is left."""
+        """Deletes the partial checkpoint of a failed save and returns the error to raise."""
         self._in_flight = None
         root = self._directory.root
         try:
@@ -323,19 +325,19 @@ class CheckpointStore:
                 self._directory.remove_partial()
             free = f"{shutil.disk_usage(root).free:,} are free"
         except OSError as cleaning_error:
-            free = f"what was written of it could not be removed ({cleaning_error})"
+            free = f"the partial checkpoint could not be removed ({cleaning_error})"
         intact = ", ".join(map(str, self.steps())) or "none"
         return CheckpointError(
             f"Checkpoint {flight.path} could not be saved: {type(error).__name__}: {error}. "
             f"It needs {flight.needed_bytes:,} bytes or more; {free}. Checkpoints on disk, by step: {intact}. "
-            "Make room or lower checkpoint.keep, then go on with --resume."
+            "Free some space or lower checkpoint.keep, then resume with --resume."
         )
 
     def _newest_intact(self, read: Callable[[Path], Restored], step: int | None) -> Restored:
         self.wait()
         if step is not None:
             return self._announced(read(self.path(step)))
-        failures = {path: "its saving was cut off" for _, path in self._directory.partial()}
+        failures = {path: "its saving was interrupted" for _, path in self._directory.partial()}
         newest_first = self._processes.on_first("checkpoints", lambda: sorted(self.steps(), reverse=True))
         for candidate in newest_first:
             path = self.path(candidate)
@@ -348,12 +350,13 @@ class CheckpointStore:
                 self._report_skipped(skipped, reason, restored.step)
             return self._announced(restored)
         listing = "".join(f"\n{path}: {reason}" for path, reason in failures.items())
-        raise CheckpointError(f"{self._directory.root} holds no checkpoint that can be used.{listing}")
+        raise CheckpointError(f"{self._directory.root} does not hold a usable checkpoint.{listing}")
 
     def _report_skipped(self, path: Path, reason: str, used_step: int) -> None:
+        # An older damaged checkpoint did not affect the choice, so it needs no warning.
         if int(path.name.partition(".")[0]) < used_step:
             return
-        warnings.warn(f"Checkpoint {path} is passed over for that of step {used_step}: {reason}", stacklevel=5)
+        warnings.warn(f"Checkpoint {path} is skipped in favor of step {used_step}: {reason}", stacklevel=5)
         self._emit(CheckpointSkipped(path, reason))
 
     def _announced(self, restored: Restored) -> Restored:

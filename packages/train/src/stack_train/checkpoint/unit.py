@@ -1,4 +1,4 @@
-"""One checkpoint on disk through Orbax: arrays and documents written as a unit, arrays read back to their places."""
+"""One checkpoint on disk through Orbax: atomic writes of arrays and documents, and reads of single arrays."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -21,14 +21,14 @@ _TIMEOUT_S = 4 * 3600
 
 
 def make_checkpointer() -> ocp.AsyncCheckpointer:
-    """Returns a checkpointer that saves a `Unit` in the background and makes it visible by one rename."""
+    """Returns a checkpointer that writes a `Unit` in the background and publishes it with a single rename."""
     options = ocp.AsyncOptions(timeout_secs=_TIMEOUT_S, create_directories_asynchronously=False)
     store = ocp.metadata.metadata_store(enable_write=True, blocking_write=True)
     return ocp.AsyncCheckpointer(_UnitHandler(), async_options=options, checkpoint_metadata_store=store)
 
 
 class _UnitHandler(ocp.AsyncCheckpointHandler):
-    """Writes the parts of a `Unit` with Orbax's pytree handler and its documents beside them."""
+    """Orbax handler of a `Unit`: arrays go through Orbax's pytree handler, documents are plain files."""
 
     def __init__(self) -> None:
         self._arrays = _array_handler()
@@ -43,7 +43,7 @@ class _UnitHandler(ocp.AsyncCheckpointHandler):
             folder = _part_directory(directory, index)
             folder.mkdir(parents=True, exist_ok=True)
             futures = await self._arrays.async_save(folder, args=ocp.args.PyTreeSave(dict(part))) or []
-            del part  # or it would stay in memory until the iterator has made the next
+            del part  # Otherwise it stays in memory while the iterator produces the next part.
         if jax.process_index() == 0:
             for name, content in unit.documents().items():
                 (directory / name).write_bytes(content)
@@ -56,7 +56,7 @@ class _UnitHandler(ocp.AsyncCheckpointHandler):
         raise NotImplementedError("Arrays are read by read_array.")
 
     def finalize(self, directory: Any) -> None:
-        """Joins what the processes wrote, and sees it to the disk before the rename that makes it visible."""
+        """Merges the files of all processes and flushes them to disk before Orbax's final rename."""
         for folder in (directory / "arrays").iterdir():
             self._arrays.finalize(folder)
         _sync_tree(Path(directory))
@@ -68,11 +68,12 @@ class _UnitHandler(ocp.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(_UnitHandler, for_save=True, for_restore=True)
 @dataclass
 class Unit(ocp.args.CheckpointArgs):
-    """What is saved together.
+    """The arrays and documents of one checkpoint.
 
     Attributes:
-      parts: groups of arrays by name; each is on disk before the next is asked for, so that an iterator bounds memory.
-      documents: called after the last part, returns the content of every other file by its name.
+      parts: groups of arrays by name. Each group is on disk before the next is requested, which bounds the memory
+        of a lazy iterable.
+      documents: function called after the last part; returns the content of every other file, by name.
     """
 
     parts: Iterable[Mapping[str, Any]]
@@ -80,14 +81,14 @@ class Unit(ocp.args.CheckpointArgs):
 
 
 def read_array(checkpoint: Path, part: int, name: str, leaf: Any) -> Any:
-    """Reads one array to where `leaf` asks for it.
+    """Reads one array in the form that `leaf` describes.
 
-    A leaf with a sharding is read to that sharding, each device its own part; one without comes to the default device,
-    and a NumPy array or a Python number stays on the host. Typed keys are read as keys. What is stored as bytes comes
-    whole to the default device before it is split where a byte holds elements of two devices.
+    If the leaf has a sharding, each process reads only the shards of its devices. Without a sharding the array goes to
+    the default device, and NumPy arrays and Python numbers stay on the host. Typed keys are restored as keys. A packed
+    array is first read in full to the default device if a shard boundary falls inside a byte.
 
-    It goes to TensorStore, which Orbax wrote with, directly: of a damaged checkpoint Orbax's reader leaves coroutines
-    and callbacks behind whose exceptions surface later, where nobody can catch them.
+    This reads with TensorStore directly: on a damaged checkpoint, Orbax's reader leaves coroutines and callbacks
+    behind that raise later, outside any `try`.
     """
     files = {"driver": "file", "path": f"{_part_directory(checkpoint, part)}/"}
     spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": files, "path": f"{name}/"}}
@@ -103,12 +104,12 @@ def read_array(checkpoint: Path, part: int, name: str, leaf: Any) -> Any:
 
 
 def _read_to(stored: Any, sharding: jax.sharding.Sharding | None) -> np.ndarray | jax.Array:
-    """Reads each device's part to it; without a sharding, all to the host."""
+    """Reads an array with `sharding`, each device its own shard; if None, reads the full array to the host."""
     if sharding is None:
         return stored.read().result()
     shape = tuple(stored.shape)
     indices = sharding.addressable_devices_indices_map(shape).values()
-    # By their text, as slices are no keys before Python 3.12; replicas share one read.
+    # Keyed by their repr, because slices are not hashable before Python 3.12. Replicas share one read.
     reads = {str(index): stored[index].read() for index in indices}
     return jax.make_array_from_callback(shape, sharding, lambda index: reads[str(index)].result())
 
@@ -118,12 +119,12 @@ def _part_directory(checkpoint: Any, part: int) -> Any:
 
 
 def _array_handler() -> ocp.PyTreeCheckpointHandler:
-    # Trained weights hardly compress, and zstd would take the CPU from the training that goes on meanwhile.
+    # Trained weights hardly compress, and zstd would compete with training for the CPU.
     return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False, use_compression=False)
 
 
 def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
-    """The sharding a leaf asks for; an array that JAX placed by default asks for none."""
+    """Returns the sharding requested by a leaf, or None for an uncommitted array."""
     return getattr(leaf, "sharding", None) if getattr(leaf, "committed", True) else None
 
 
@@ -138,7 +139,7 @@ def _as_asked(array: Any, leaf: Any) -> Any:
 
 
 def _sync_tree(directory: Path) -> None:
-    """Flushes every file and folder under `directory`, which also brings up a full disk that a write did not report."""
+    """Flushes every file and folder under `directory`; this also raises delayed write errors such as a full disk."""
     for folder, _, names in os.walk(directory):
         for path in (*(Path(folder) / name for name in names), Path(folder)):
             descriptor = os.open(path, os.O_RDONLY)

@@ -14,10 +14,10 @@ __all__ = ["weight_parts"]
 def weight_parts(
     leaves: Iterable[tuple[str, Any]], records: dict[str, LeafRecord], part_bytes: int
 ) -> Iterator[dict[str, Any]]:
-    """Yields groups of arrays by name, each of `part_bytes` or a single leaf, and fills in their `records`.
+    """Yields groups of arrays of up to `part_bytes` (or one larger leaf), and adds each leaf to `records`.
 
     Raises:
-      CheckpointError: a path comes twice.
+      CheckpointError: a path occurs twice.
     """
     part: dict[str, Any] = {}
     size_bytes, index = 0, 0

@@ -34,18 +34,18 @@ def compile_run(
 ) -> None:
     """Compile a run's train step: stack compile run.yaml --target v5p:8x16x16 --data.batch_size 2048
 
-    Nothing is allocated, run or written, and the target hardware is not required. A step that does not fit is an
-    error only with --check.
+    The target hardware is not required: the step is compiled but not run, and no parameters are allocated. A step that
+    does not fit in memory is an error only with --check.
 
     Args:
       config: YAML file of the run.
       overrides: --section.key VALUE, any number of them.
       target: hardware to compile for: v6e:4x4 is a TPU torus, h100:1x1x8 is slices x hosts x GPUs; may be repeated.
-      check: exit with status 2 if the step does not fit the memory of a target.
+      check: exit with status 2 if the step exceeds the memory of a target.
       json: print machine-readable results, a list with one entry per target.
     """
     mapping = apply_overrides(load_yaml(config), overrides_from(overrides))
-    import jax  # after what a mistyped file should not wait for
+    import jax  # Imported late so that a typo in the file is reported without delay.
 
     from stack_core.chips.targets import Target
     from stack_core.chips.wheel_compilers import use_wheel_compilers
@@ -106,19 +106,19 @@ def _print_lint(report: "StepReport") -> None:
     for fault in lint.faults[:_MOST_ROWS]:
         print(f"  {fault}")
     if not lint.faults:
-        print("  no parameter is gathered, summed or replicated more than it has to be")
+        print("  no parameter is gathered, summed or replicated more than necessary")
 
 
 def _memory(report: "StepReport") -> list[str]:
     if report.cost is None:
-        return [f"memory: does not fit; the compiler says:\n{report.refusal}"]
+        return [f"memory: does not fit; compiler message:\n{report.refusal}"]
     memory = report.cost.memory
     parts = (
         f"arguments {_gib(memory.argument_bytes)}, outputs {_gib(memory.output_bytes - memory.aliased_bytes)} beside "
         f"those in their place, temporaries {_gib(memory.temporary_bytes)}, code {_gib(memory.code_bytes)}"
     )
     if report.memory_bytes is None:
-        return [f"memory of a device: {_gib(memory.total_bytes)} GiB; how much it has is not known ({parts})"]
+        return [f"memory of a device: {_gib(memory.total_bytes)} GiB; its capacity is not known ({parts})"]
     left = report.memory_bytes - memory.total_bytes
     verdict = f"fits, {_gib(left)} GiB left" if left >= 0 else f"does NOT fit, {_gib(-left)} GiB too much"
     lines = [f"memory: {_gib(memory.total_bytes)} of a device's {_gib(report.memory_bytes)} GiB: {verdict} ({parts})"]
@@ -140,13 +140,13 @@ def _speed(report: "StepReport") -> list[str]:
         f"time of a step at peak rates: {seconds}",
     ]
     if roofline.step_s is None:
-        lines.append("bound on the step: not known, because a part of it is not")
+        lines.append("bound on the step: not known, because one of these times is not")
     else:
         mfu = "not known" if report.mfu is None else f"{report.mfu:.1%}"
         lines.append(f"bound: at least {_seconds(roofline.step_s)} a step, by {roofline.binding}; MFU at most {mfu}")
     lines += [f"not counted beyond one trip: {name}" for name in report.cost.unknown_loops]
     if kernels := report.cost.uncounted_kernels:
-        lines.append(f"not counted in FLOPs that are done: kernels {', '.join(kernels)}")
+        lines.append(f"not counted in the FLOPs done: kernels {', '.join(kernels)}")
     return lines
 
 

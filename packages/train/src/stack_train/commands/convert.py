@@ -51,7 +51,7 @@ def convert(
         transformers can open; by default the run with the base, which transformers cannot open.
       ignore: a key of config.json to ignore; may be repeated.
       stored: dtype of stored matrices, for formats with a choice: F16, Q8_0 or Q4_0 in GGUF.
-      json: print machine-readable results.
+      json: print the result as JSON.
     """
     from_format, from_path = _split(source, ImportsRuns)
     to_format, to_path = _split(destination, ExportsRuns)
@@ -83,22 +83,22 @@ def convert(
     if json:
         print(json_format.dumps(dataclasses.asdict(result), default=str))
         return
-    kept = f"; kept {', '.join(result.kept)}" if result.kept else "; it has no tokenizer"
+    kept = f"; copied {', '.join(result.kept)}" if result.kept else "; without a tokenizer"
     kept = "" if isinstance(from_format or to_format, ImportsAdapters) else kept
     print(f"{result.destination}: {result.parameters:,} parameters in {result.dtype}{kept}")
     if result.left_out:
         print(f"left out: {', '.join(result.left_out)}")
     if isinstance(to_format, ExportsAdapters) and base_model is None:
-        print("The base is named by its run. For transformers, name it: --base-model NAME, such as ORG/MODEL.")
+        print("The adapter names its base by the run. For transformers, give --base-model NAME, such as ORG/MODEL.")
 
 
 def _check_options(given: Mapping[str, Any], source: str, from_format: Any, destination: str, to_format: Any) -> None:
     """Raises a ConversionError if an option does not apply to the source or destination format."""
     uses = {
-        "base": (from_format, ImportsAdapters, f"is for adapters, and {source!r} is none. Leave it out"),
-        "ignore": (from_format, IgnoresKeys, f"leaves out keys of a config.json, and {source!r} has none"),
-        "base_model": (to_format, ExportsAdapters, f"is for adapters that are written, and {destination!r} is none"),
-        "stored": (to_format, ExportsStored, f"is for formats with several types, and {destination!r} is none"),
+        "base": (from_format, ImportsAdapters, f"applies to adapters, but {source!r} is not an adapter. Leave it out"),
+        "ignore": (from_format, IgnoresKeys, f"ignores keys of a config.json, but {source!r} does not have one"),
+        "base_model": (to_format, ExportsAdapters, f"applies to written adapters, but {destination!r} is not one"),
+        "stored": (to_format, ExportsStored, f"applies to formats with a choice of dtypes, unlike {destination!r}"),
     }
     for name in given:
         used_by, ability, problem = uses[name]
@@ -107,10 +107,10 @@ def _check_options(given: Mapping[str, Any], source: str, from_format: Any, dest
 
 
 def _split(address: str, ability: type) -> tuple[Any, Path]:
-    """Returns the model format that an address names, or None for a run directory, and the path.
+    """Splits an address into its model format, None for a run directory, and its path.
 
     Raises:
-      ConversionError: the format does not exist, or lacks the ability, `ImportsRuns` or `ExportsRuns`.
+      ConversionError: the format does not exist, or does not implement `ability` (`ImportsRuns` or `ExportsRuns`).
     """
     address = local_address(address)
     scheme, separator, path = address.partition(":")
@@ -130,5 +130,5 @@ def _split(address: str, ability: type) -> tuple[Any, Path]:
 
 
 def _formats(*abilities: type) -> tuple[str, ...]:
-    """Returns the names of the formats that have any of these abilities."""
+    """Returns the names of the formats that implement any of these protocols."""
     return tuple(name for name, format_ in registries.model_formats.items() if isinstance(format_, abilities))

@@ -44,7 +44,8 @@ def generate(  # noqa: PLR0913, each parameter is an option of the command
       kv_cache: storage format of the KV cache; 8-bit formats take half the memory of bfloat16.
       json: print the result as JSON instead of streaming the text.
     """
-    from stack_train.generate import TextGenerator  # imports jax, which `stack --help` should not wait for
+    # These import JAX, which is too slow for `stack --help`.
+    from stack_train.generate import TextGenerator
     from stack_train.sampling import SamplingConfig
 
     settings = {
@@ -77,6 +78,6 @@ def _read_prompt(prompt: str) -> str:
 
 
 def _write(piece: str) -> None:
-    """Prints at once; characters that the terminal's encoding lacks become "?"."""
+    """Prints and flushes text; characters outside the terminal's encoding become "?"."""
     encoding = sys.stdout.encoding or "utf-8"
     print(piece.encode(encoding, "replace").decode(encoding), end="", flush=True)

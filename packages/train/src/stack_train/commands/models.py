@@ -1,4 +1,4 @@
-"""`stack models`: the families of models, how large each is as a file, and what of it is tested."""
+"""`stack models`: a table of the model families, their sizes and their tested features."""
 
 import inspect
 import json as json_format
@@ -15,14 +15,14 @@ __all__ = ["models"]
 
 
 def models(*, json: bool = False) -> None:
-    """List model families: what config.json calls them, lines of their file, published sizes, and what is tested.
+    """List model families: architecture in config.json, lines of code, published sizes, and tested features.
 
-    Lines are of code and text, without blank ones. Tested of a decoder is that its logits, greedy continuations or
-    gradients are transformers', that conversion to Hugging Face and back is bitwise, that engines answer from pages as
-    the model does without a cache, and that a step of a published size is compiled.
+    Lines are the non-blank lines of the family's file. Tests of decoders compare logits, greedy continuations and
+    gradients with transformers, check that conversion to Hugging Face and back is bitwise exact and that paged engines
+    generate what the model does without a cache, and compile a train step of a published size.
 
     Args:
-      json: print machine-readable results.
+      json: print the table as JSON.
     """
     rows = [_record(name, registries.models[name]) for name in registries.models.names()]
     if json:
@@ -47,7 +47,7 @@ def _record(name: str, family: Any) -> dict[str, Any]:
 
 
 def _lines(of: type) -> int | None:
-    """Lines of the file that defines a class; None where there is no such file."""
+    """Counts the non-blank lines of the file that defines a class; None if the source is not available."""
     try:
         path = inspect.getsourcefile(of)
     except TypeError:

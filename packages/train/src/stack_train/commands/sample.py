@@ -1,4 +1,4 @@
-"""`stack sample`: images of a diffusion or flow model."""
+"""`stack sample`: sampling of images from a diffusion or flow model."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -36,33 +36,34 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     """Sample images: stack sample RUN --label 3 --grid 8x8 --out grid.png, stack sample hf:DIR --prompt "a red cat"
 
     Args:
-      model: directory of a run that trained by flow_matching, epsilon or v, or hf:DIR, a diffusers directory.
-      prompt: what images show, in words; may be repeated, and then the columns take turns.
-      label: what images show; may be repeated, and then the columns take turns. By default all labels do.
-      grid: rows x columns of images; by default 8x8, or an image of each prompt.
-      out: the PNG file; by default one in the run's directory, where its report shows it, or image.png.
-      sampler: how to go from noise to images.
-      steps: of the sampler.
-      spacing: of the steps of a schedule of betas, linspace by default; not for models of flow_matching.
+      model: directory of a run with the objective flow_matching, epsilon or v, or hf:DIR, a diffusers directory.
+      prompt: text prompt of the images; may be repeated, and the columns then alternate between the prompts.
+      label: class label of the images; may be repeated, and the columns then alternate. By default all labels.
+      grid: rows x columns of images; by default 8x8, or one image per prompt.
+      out: PNG file to write; by default a file in the run's directory that its report displays, or image.png.
+      sampler: numerical method that integrates from noise to images.
+      steps: number of sampling steps.
+      spacing: spacing of the timesteps in a schedule of betas, linspace by default; not for flow_matching.
       eta: fraction of fresh noise in each ddim step.
       guidance: guidance scale; values above 1 follow the label or prompt more closely, with less variety.
       guidance_rescale: fraction, 0 to 1, by which the contrast added by guidance is removed.
-      told_guidance: guidance scale, an input of guidance-distilled models such as FLUX.1 dev.
+      told_guidance: guidance scale passed as an input to guidance-distilled models such as FLUX.1 dev.
       size: height and width in pixels, for latent diffusion models.
-      seed: the same seed gives the same images.
+      seed: seed of the noise; the same seed gives the same images.
     """
     model = local_address(model)
     rows, columns = _sizes(grid or (f"1x{len(prompt)}" if prompt else "8x8"))
     settings = {"name": sampler, "steps": steps, "spacing": spacing, "eta": eta}
     settings |= {"guidance": guidance, "guidance_rescale": guidance_rescale}
     if prompt and label:
-        raise ConfigError("Give --prompt or --label: a model is told a text or a label, not both.")
+        raise ConfigError("Give --prompt or --label, not both: a model is conditioned on either texts or labels.")
+    # These import JAX, which is too slow for `stack --help`.
     from stack_train.diffusion.grid import pillow, tiled, write_png
-    from stack_train.diffusion.samplers import SamplerConfig  # imports jax, which `stack --help` should not wait for
+    from stack_train.diffusion.samplers import SamplerConfig
     from stack_train.diffusion.sampling import open_images
 
     config = parse(SamplerConfig, settings, path="sampler")
-    pillow()  # whose lack should not show after minutes
+    pillow()  # Raises now rather than after minutes of sampling if Pillow is not installed.
     keep_compiled()
     opened = open_images(model, size=size)
     places = range(rows * columns)

@@ -1,4 +1,4 @@
-"""`stack train`: a config file and dotted overrides to a finished run."""
+"""`stack train`: training from a config file with dotted overrides."""
 
 import dataclasses
 import json as json_format
@@ -35,15 +35,16 @@ def train(
       resume: resume from the newest complete checkpoint in the run's directory.
       allow: a config key that may differ from the resumed run or from the starting point; may be repeated.
       hosts: number of hosts to train on, with recovery from host failures (cluster.hosts).
-      launcher: what starts the agents on the hosts, such as processes (cluster.launcher).
+      launcher: launcher that starts the agents on the hosts, such as processes (cluster.launcher).
       json: print the run's summary as JSON on standard output.
     """
     named = {"cluster.hosts": hosts, "cluster.launcher": launcher}
     given = [f"{key}={value}" for key, value in named.items() if value is not None]
     mapping = apply_overrides(load_yaml(config), [*overrides_from(overrides), *given])
+    # JAX is imported late so that a typo in the file is reported without delay.
     import jax
 
-    from stack_train.run.config import RunConfig  # imports jax, which a mistyped file should not wait for
+    from stack_train.run.config import RunConfig
     from stack_train.run.start import with_model_of_start
     from stack_train.run.train import train as run
 

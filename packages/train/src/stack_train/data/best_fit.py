@@ -22,7 +22,7 @@ def best_fit(
       capacity: length of a row.
 
     Returns:
-      The indices of the pieces in row order, and the offset of each row in them: row i is [offsets[i], offsets[i + 1]).
+      The indices of the pieces in row order, and the offset of each row: row i is indices[offsets[i]:offsets[i + 1]].
 
     Source: best-fit decreasing, Johnson, 1973; for training, Ding et al., Fewer Truncations Improve Language Modeling,
     2024 (arXiv:2404.10830).

@@ -20,7 +20,7 @@ def captions_of(images: Sequence[str]) -> list[str]:
     `cat.png` in the folder's `metadata.jsonl`, as in Hugging Face's image folders.
 
     Raises:
-      DataError: images have no caption, or a file is malformed; the message counts and lists them.
+      DataError: a caption is missing, or a file is malformed; the message counts and lists the images.
     """
     tables: dict[Path, dict[str, str]] = {}
     captions: list[str] = []

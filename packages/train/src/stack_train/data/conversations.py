@@ -70,7 +70,7 @@ class Tokenization:
         `chat_template_kwargs`.
 
         Raises:
-          DataError: the record is malformed, or has no token of the assistant.
+          DataError: the record is malformed, or does not contain any of the assistant's tokens.
           ChatTemplateError: the template rejects the messages.
         """
         if isinstance(record.get("prompt"), str) and isinstance(record.get("completion"), str):

@@ -57,7 +57,7 @@ def tokenize(source: DataSource, tokenizer: HuggingFaceTokenizer, cache_dir: Pat
     document; each single document must fit into memory.
 
     Raises:
-      DataError: a document cannot be read, all documents are empty, the tokenizer has no end-of-text token, or the
+      DataError: a document cannot be read, all documents are empty, the tokenizer lacks an end-of-text token, or the
         documents changed while they were read.
     """
     eos_id = tokenizer.eos_id
@@ -77,7 +77,7 @@ def tokenize(source: DataSource, tokenizer: HuggingFaceTokenizer, cache_dir: Pat
 
 
 def _write(folder: Path, documents: Iterable[Document], tokenizer: HuggingFaceTokenizer, eos_id: int) -> None:
-    # Little-endian on all machines, so that the content digest is the same.
+    # Little-endian on all machines, because the content digest must be portable.
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32).newbyteorder("<")
     offsets, name_offsets, digests = array.array("q", [0]), array.array("q", [0]), array.array("Q")
     content = hashlib.sha256()

@@ -19,10 +19,10 @@ TooLong = Literal["error", "drop", "cut"]
 def fitting(examples: Sequence[Conversation], seq_tokens: int, too_long: TooLong) -> list[Conversation]:
     """Returns the examples that fit a row of `seq_tokens` inputs, after cutting longer ones if `too_long` is "cut".
 
-    An example of n tokens has n - 1 inputs. Cut examples without a token of the assistant are left out.
+    An example of n tokens has n - 1 inputs. Cut examples without any of the assistant's tokens are dropped.
 
     Raises:
-      DataError: an example is too long and `too_long` is "error", or no example is left.
+      DataError: an example is too long and `too_long` is "error", or all examples were dropped.
     """
     longer = [example for example in examples if len(example.tokens) > seq_tokens + 1]
     if longer and too_long == "error":

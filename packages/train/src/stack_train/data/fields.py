@@ -9,7 +9,7 @@ __all__ = ["check_field", "text_of"]
 
 
 def check_field(name: str, fields: Iterable[str], text_field: str) -> None:
-    """Raises a DataError if a table has no column `text_field`."""
+    """Raises a DataError if a table lacks the column `text_field`."""
     known = list(fields)
     if text_field not in known:
         raise DataError(

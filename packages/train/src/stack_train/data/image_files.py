@@ -50,7 +50,7 @@ def read_images(
 ) -> FileImages:
     """Reads image files into one memory-mapped array: the centre square of each, scaled to `size` x `size` pixels.
 
-    The array is kept in the user's cache.
+    The array is stored in the user's cache.
 
     Args:
       files: paths of the image files.

@@ -42,5 +42,5 @@ class TextSettings:
 
     @property
     def trains_tokenizer(self) -> bool:
-        """Whether a BPE is trained on the source."""
+        """Returns True if a BPE tokenizer is trained on the source."""
         return self.tokenizer in (None, BPE)

@@ -21,15 +21,15 @@ def split_documents(
     """Returns the indices of the training and the validation documents, each in order of digest.
 
     The round(validation_fraction * documents) documents with the lowest digests are held out, at least one if the
-    fraction is not 0, together with every copy of their texts. The split depends neither on the order of the documents
-    nor on their paths.
+    fraction is not 0, together with every copy of their texts. The split does not depend on the documents' order or
+    paths.
 
     Args:
       digests: digest of each document's text.
       validation_fraction: fraction of the documents to hold out.
 
     Raises:
-      DataError: no document is left to train on.
+      DataError: the training split is empty.
     """
     if not digests.size:
         raise DataError("The data source holds no text: every document is empty. Point data.source at files with text.")

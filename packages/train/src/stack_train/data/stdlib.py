@@ -19,7 +19,7 @@ class StdlibSource:
     """The `.py` files of the standard library without tests and installed packages; about 11 MB in 600 files.
 
     Raises:
-      DataError: an address was given, or the interpreter has no source files, such as an embedded or zipped one.
+      DataError: the source has an address, or the interpreter comes without source files (embedded or zipped).
     """
 
     def __init__(self, address: str = "") -> None:

@@ -40,7 +40,7 @@ class TokenBytes:
             return bytes(_BYTES[character] for character in written)
         if self._has_names and (byte := _BYTE.fullmatch(written)):
             return bytes.fromhex(byte[1])
-        # Some decoders drop a leading space, so the token is decoded after another copy of itself.
+        # Some decoders drop a leading space, so the token is decoded after another copy of the same token.
         once, twice = (self._tokenizer.decode([token] * count) for count in (1, 2))
         return twice[len(once) :].encode()
 

@@ -190,7 +190,7 @@ class HuggingFaceTokenizer:
 
 
 def write_tokenizer(tokenizer: HuggingFaceTokenizer, directory: Path) -> None:
-    """Writes a tokenizer atomically under `tokenizer/` of a run's directory; an existing one is kept."""
+    """Writes a tokenizer atomically to `tokenizer/` in a run's directory, unless that directory exists."""
     destination = directory / "tokenizer"
     if not destination.exists():
         partial = directory / "tokenizer.partial"
@@ -234,7 +234,7 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _chat_template(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> str | None:
-    """Returns the template in its own file, or the config's; of a list of named templates, the "default"."""
+    """Returns the template of the separate file or the config; selects "default" from a list of named templates."""
     if _TEMPLATE in files:
         return files[_TEMPLATE].decode("utf-8")
     template = settings.get("chat_template")

@@ -27,7 +27,7 @@ class AdafactorConfig(OptimizerConfig):
         keep unfactored second moments.
       decay_exponent: exponent of the second moments' decay, 1 - n ** -decay_exponent after n updates.
       clip_update: maximum root mean square of an update, before the learning rate is applied.
-      relative_updates: whether updates are multiplied by the root mean square of their parameter.
+      relative_updates: True multiplies each update by the root mean square of its parameter.
     """
 
     name: Literal["adafactor"] = "adafactor"

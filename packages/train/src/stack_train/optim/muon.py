@@ -1,4 +1,4 @@
-"""Muon for hidden matrices, and AdamW for all other parameters."""
+"""Muon for hidden matrices, with AdamW for the remaining parameters."""
 
 from typing import Any, Literal
 
@@ -28,12 +28,12 @@ class MuonConfig(OptimizerConfig):
     Attributes:
       name: selects this optimizer.
       momentum: decay of Muon's momentum.
-      nesterov: whether Muon uses Nesterov momentum.
+      nesterov: True uses Nesterov momentum in Muon.
       iterations: number of Newton-Schulz iterations.
       update_rms: root mean square of an orthogonal update; None scales it by sqrt(max(1, d_out / d_in)) instead.
       adam_beta1: decay of AdamW's first moments.
       adam_beta2: decay of AdamW's second moments.
-      epsilon: numerical stability term of both, added to a denominator.
+      epsilon: numerical stability term in the denominators of Muon and AdamW.
     """
 
     name: Literal["muon"] = "muon"

@@ -16,7 +16,7 @@ __all__ = ["OptaxOptimizer", "Optimizer", "as_optimizer"]
 
 @runtime_checkable
 class Optimizer(Protocol):
-    """The methods of `OptimizerConfig` that a trainer calls; `OptimizerConfig` documents them."""
+    """Interface between a trainer and its optimizer; `OptimizerConfig` documents the methods."""
 
     def check(self, paths: Sequence[str]) -> None: ...
     def freezes(self, path: str) -> bool: ...
@@ -32,7 +32,7 @@ class OptaxOptimizer:
     transformation: optax.GradientTransformation
 
     def check(self, paths: Sequence[str]) -> None:
-        """Accepts every model because an Optax transformation has no groups."""
+        """Accepts every model, because an Optax transformation does not have parameter groups."""
 
     def freezes(self, path: str) -> bool:
         return False

@@ -23,7 +23,7 @@ __all__ = ["OptimizerConfig", "states_of"]
 
 @config
 class OptimizerConfig(abc.ABC):
-    """An optimizer's settings. A subclass adds the field `name`, its own fields and `transformation`.
+    """Settings shared by all optimizers. A subclass adds the field `name`, further fields and `transformation`.
 
     Attributes:
       learning_rate: peak learning rate of the schedule.
@@ -51,9 +51,9 @@ class OptimizerConfig(abc.ABC):
         """Returns the update rule without clipping, groups, spike skipping and averaging.
 
         Args:
-          rate: learning rate by the number of updates done; the transformation applies it.
+          rate: learning rate as a function of the update count; the transformation must multiply it in.
           axes: logical axes of every parameter. With groups, `axes` still covers all parameters, while the trees passed
-            to the transformation have `optax.MaskedNode` in place of the other groups' parameters.
+            to the transformation have `optax.MaskedNode` for parameters of other groups.
         """
 
     def learning_rate_schedule(self, steps: int) -> optax.Schedule:
@@ -84,7 +84,7 @@ class OptimizerConfig(abc.ABC):
 
     @property
     def averages(self) -> bool:
-        """Whether an average of the trained parameters is evaluated in their place."""
+        """Returns True if an average of the trained parameters is evaluated instead of the parameters."""
         return self.ema_decay is not None
 
     def evaluation_params(self, params: Any, opt_state: Any) -> Any:
@@ -104,7 +104,7 @@ class OptimizerConfig(abc.ABC):
         schedule = self.learning_rate_schedule(steps)
         if not isinstance(opt_state, SkippedState):
             return {"learning_rate": Metric.mean(jnp.asarray(schedule(step), jnp.float32))}
-        # A skipped update leaves the inner state alone, so the schedule's own count does not advance.
+        # A skipped update does not change the inner state, so the schedule's count does not advance either.
         skipped_before = opt_state.skipped_in_all - opt_state.skipped
         rate = jnp.asarray(schedule(step - skipped_before), jnp.float32)
         return {"learning_rate": Metric.mean(rate), "skipped": Metric.sum(opt_state.skipped.astype(jnp.float32))}

@@ -12,13 +12,13 @@ def like_parameters(state: Any, params: Any, shardings: Any, replicated: NamedSh
     """Returns the sharding of every leaf of an optimizer's state.
 
     A leaf is sharded like a parameter if the leaf's path ends with the parameter's path. A leaf that lacks some of its
-    parameter's axes, such as a factored moment, is sharded along the axes it has. All other leaves are replicated.
+    parameter's axes, such as a factored moment, is sharded along the remaining axes. Any other leaf is replicated.
 
     Args:
       state: optimizer state, or its shapes.
       params: parameters, or their shapes.
       shardings: shardings of the parameters, in the structure of `params`.
-      replicated: sharding of leaves that match no parameter.
+      replicated: sharding of leaves without a matching parameter.
     """
     known = {
         _names(path): (leaf.shape, sharding)
@@ -34,7 +34,7 @@ def like_parameters(state: Any, params: Any, shardings: Any, replicated: NamedSh
 
 
 def _along(shape: tuple[int, ...], param_shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding | None:
-    """Returns the sharding of an array that has a subset of a parameter's axes, in order; None if it has other axes."""
+    """Returns the sharding of an array whose axes are an ordered subset of a parameter's axes, otherwise None."""
     spec = (*sharding.spec, *[None] * (len(param_shape) - len(sharding.spec)))
     split: list[Any] = []
     for size, mesh_axes in zip(param_shape, spec, strict=True):

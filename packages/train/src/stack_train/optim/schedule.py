@@ -43,7 +43,7 @@ class ScheduleConfig:
         """Returns the learning rate as a function of the number of updates done."""
         warmup = min(self.warmup_steps, steps)
         decay_steps = max(round((steps - warmup) * self.decay_fraction), 1)
-        # The warm-up starts at peak / (warmup + 1), not at 0, so that the first update changes the weights.
+        # The warm-up starts at peak / (warmup + 1): a rate of 0 would waste the first update.
         phases = [(optax.linear_schedule(peak / (warmup + 1), peak, warmup), warmup)] if warmup else []
         if self.decay != "constant" and decay_steps < steps - warmup:
             phases.append((optax.constant_schedule(peak), steps - decay_steps))

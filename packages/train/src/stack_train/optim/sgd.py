@@ -21,7 +21,7 @@ class SgdConfig(OptimizerConfig):
       name: selects this optimizer.
       learning_rate: peak learning rate.
       momentum: decay of the momentum; 0 keeps no state.
-      nesterov: whether to use Nesterov momentum.
+      nesterov: True uses Nesterov momentum.
     """
 
     name: Literal["sgd"] = "sgd"

@@ -21,11 +21,11 @@ class SpikeConfig:
     same rule to the loss.
 
     Attributes:
-      window_steps: number of recent norms in mean and standard deviation. Until half of them are known, only updates
-        with a non-finite norm are skipped.
+      window_steps: number of recent norms in mean and standard deviation. Until half of them have been observed, only
+        updates with a non-finite norm are skipped.
       deviations: number of standard deviations above the mean from which a norm is a spike.
-      most_in_a_row: maximum number of consecutive skipped updates. The next update is applied regardless of its norm,
-        so that a diverged run fails with an error.
+      most_in_a_row: maximum number of consecutive skipped updates. The next update is applied regardless of its norm;
+        a diverged run then fails with an error.
     """
 
     window_steps: Annotated[int, Field(ge=2)] = 128
@@ -40,7 +40,7 @@ class SkippedState(NamedTuple):
       inner: state of the wrapped transformation.
       norms: float32[window_steps], ring buffer of the most recent finite norms.
       norms_seen: total number of finite norms.
-      skipped: whether the last update was skipped.
+      skipped: True if the last update was skipped.
       skipped_in_a_row: number of consecutive skipped updates, up to the last update.
       skipped_in_all: total number of skipped updates.
     """
@@ -54,7 +54,7 @@ class SkippedState(NamedTuple):
 
 
 def skip_spikes(inner: optax.GradientTransformation, config: SpikeConfig) -> optax.GradientTransformation:
-    """Wraps a transformation so that spikes update neither the parameters nor the state of `inner`."""
+    """Wraps a transformation to skip spikes, which then update neither the parameters nor the state of `inner`."""
 
     def init(params: Any) -> SkippedState:
         none = jnp.zeros((), jnp.int32)

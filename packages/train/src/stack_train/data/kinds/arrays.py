@@ -161,7 +161,7 @@ def _check_tokens(batch: Batch, model: LanguageModelConfig, what: str) -> None:
 
 
 def _function(source: Any) -> Make:
-    """Returns a function, imported if it is given as "module:function"."""
+    """Returns a callable unchanged, and imports a function named "module:function"."""
     if callable(source):
         return source
     module, separator, name = str(source).partition(":")

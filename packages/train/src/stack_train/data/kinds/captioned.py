@@ -62,7 +62,7 @@ class CaptionedData(ImageSettings):
       pipeline: diffusers directory with vae, text_encoder and text_encoder_2; a denoiser in it is not read.
       kind: selects this kind of data.
       unreadable: policy for files that cannot be read as images: "error", or "skip" with a warning that lists them.
-      encoded_at_once: number of images, or captions, in a batch of the encoders.
+      encoded_at_once: batch size of the encoders, in images or captions.
     """
 
     source: str
@@ -92,8 +92,8 @@ class CaptionedData(ImageSettings):
         """Reads and encodes the images and captions that are not in the cache.
 
         Raises:
-          DataError: Pillow is not installed, a file cannot be read, an image has no caption, or the standard deviation
-            of the latents is far from 1.
+          DataError: Pillow is not installed, a file cannot be read, a caption is missing, or the standard deviation of
+            the latents is far from 1.
           ConversionError: `pipeline` lacks an encoder, or an encoder does not fit the model.
         """
         directory = Path(self.pipeline.removeprefix("hf:")).expanduser()
@@ -116,7 +116,7 @@ class CaptionedData(ImageSettings):
 
 @dataclass(frozen=True)
 class EncoderFacts:
-    """The encoders that a denoiser was trained with.
+    """Identity of the encoders that a denoiser was trained with.
 
     Attributes:
       directory: absolute path of the diffusers directory.
@@ -237,7 +237,7 @@ def _encoded(
 ) -> _Encoded:
     """Encodes images and captions, or maps earlier results from the cache.
 
-    The scale of the latents is checked before the captions are encoded, so that an error does not wait for them.
+    The scale of the latents is checked before the captions are encoded, which can take much longer.
     """
     different = sorted(set(captions))
     folder = user_cache_dir() / "encoded"
@@ -282,7 +282,7 @@ def _write_parts(
 ) -> None:
     """Writes the results for all inputs to one memory-mapped array per file, `at_once` rows at a time.
 
-    The last batch is padded to `at_once` rows so that the encoders are compiled for a single shape.
+    The last batch is padded to `at_once` rows: the encoders are compiled for a single shape.
     """
     files: dict[str, Any] = {}
     for first in range(0, len(inputs), at_once):

@@ -42,7 +42,7 @@ class ChatData:
       tokenizer: directory of the tokenizer, or its `tokenizer.json`; None uses the tokenizer of `run.init_from`.
       chat_template: file with the Jinja source of a chat template; None uses the tokenizer's template.
       seq_tokens: tokens per row.
-      packed: whether several conversations share a row, as segments that do not attend to each other.
+      packed: True packs several conversations into a row, as segments that do not attend to each other.
       too_long: policy for conversations longer than a row: "error", "drop", or "cut", which keeps the beginning.
       batch_size: rows per batch, over all processes.
       validation_fraction: fraction of the conversations held out for validation.
@@ -74,7 +74,7 @@ class ChatData:
 
         Raises:
           ConfigError: no tokenizer is configured, or its vocabulary is larger than the model's.
-          DataError: a record is malformed or too long, or no conversation is left to train on.
+          DataError: a record is malformed or too long, or the training split is empty.
           ChatTemplateError: the template rejects a conversation.
         """
         tokenizer = load_tokenizer(self.tokenizer, self.kind, self.chat_template)

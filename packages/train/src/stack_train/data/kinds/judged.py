@@ -26,8 +26,8 @@ __all__ = ["JudgedBatches", "JudgedData"]
 class JudgedData(AnswersData):
     """Labelled answers in JSONL files, one record per line: `prompt`, `completion` and `label`.
 
-    Prompt and completion are texts or lists of messages; the label is true for desirable answers. A batch contains each
-    answer and a mismatched one: the completion of a record with another prompt, after the answer's prompt. KTO
+    Prompt and completion are texts or lists of messages; the label is true for desirable answers. A batch pairs each
+    answer with a mismatched one: the same prompt followed by the completion of a record with another prompt. KTO
     estimates the divergence from the reference with the mismatched answers. The arrays are int32[batch, 2, seq_tokens]
     with the answer first; `reference_logprobs`, float32[batch, 2]; and `desirable`, float32[batch], 1 or 0.
 

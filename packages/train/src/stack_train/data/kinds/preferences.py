@@ -46,7 +46,7 @@ class AnswersData:
       chat_template: file with the Jinja source of a chat template; None uses the tokenizer's template.
       seq_tokens: tokens per row, which holds a prompt and one answer.
       too_long: policy for examples with an answer longer than a row: "error", "drop", or "cut", which keeps its start.
-      reference: whether to score the answers under the initial weights; disable for objectives without a reference.
+      reference: True scores the answers under the initial weights; disable it for objectives without a reference.
       batch_size: pairs or answers per batch, over all processes.
       validation_fraction: fraction of the examples held out for validation.
       prefetch_batches: number of batches that a thread assembles ahead; 0 assembles them in the step's thread.
@@ -80,8 +80,8 @@ class PreferenceData(AnswersData):
     with targets -100 in prompts.
 
     `reference_logprobs`, float32[batch, 2], are the log-probabilities of the answers under the initial weights of the
-    run. They are scored once before the first step and stored in the run's directory with a digest of each pair, so no
-    second model is kept in memory. A run cannot resume with pairs that were added later and have no score.
+    run. They are computed once before the first step and stored in the run's directory with a digest of each pair,
+    which avoids a second model in memory. A run cannot resume with pairs added later, because they lack scores.
 
     Attributes:
       kind: selects this kind of data. `AnswersData` documents the other fields.
@@ -97,7 +97,7 @@ class PreferenceData(AnswersData):
 
         Raises:
           ConfigError: no tokenizer is configured, or its vocabulary is larger than the model's.
-          DataError: a record is malformed or too long, or no pair is left to train on.
+          DataError: a record is malformed or too long, or the training split is empty.
         """
         tokenizer = load_tokenizer(self.tokenizer, self.kind, self.chat_template)
         check_vocabulary(tokenizer.vocab_size, model)
@@ -153,7 +153,7 @@ class PreferenceBatches(OwnRows, PolicyBatches):
         )
 
     def validation_batches(self) -> Iterator[Batch]:
-        """Yields all held-out pairs once; the last batch is filled with padding, which has no weight in the loss."""
+        """Yields all held-out pairs once; padding in the last batch does not contribute to the loss."""
         from stack_train.data.rows import filled
 
         size = self._config.batch_size
@@ -206,7 +206,7 @@ class PreferenceBatches(OwnRows, PolicyBatches):
         """Loads the log-probabilities of the pairs by their digests.
 
         Raises:
-          DataError: the file is damaged, or has no scores for a pair.
+          DataError: the file is damaged, or lacks the scores of a pair.
         """
         try:
             with path.open("rb") as file, np.load(file) as stored:  # np.load(path) leaks files that are not archives
@@ -230,7 +230,7 @@ class PreferenceBatches(OwnRows, PolicyBatches):
         found: list[np.ndarray] = []
         for first in range(0, len(self._pairs), size):
             chosen = np.arange(first, min(first + size, len(self._pairs)))
-            # Repeats the last pair so that all batches have one shape and compile once.
+            # Repeats the last pair: batches of a single shape compile once.
             padded = np.append(chosen, np.repeat(chosen[-1:], size - len(chosen)))
             answers = {name: array.reshape(2 * size, -1) for name, array in self._answers(padded).items()}
             logprobs = np.asarray(score(params, answers)["logprobs"], np.float32).sum(axis=-1)

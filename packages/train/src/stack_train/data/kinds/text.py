@@ -38,8 +38,8 @@ class TextData(TextSettings):
 
     Attributes:
       kind: selects this kind of data.
-      packing: "windows" concatenates documents and cuts them at row boundaries, so that all rows are full. "best_fit"
-        packs complete documents into rows and cuts only documents longer than a row.
+      packing: "windows" concatenates documents and cuts them at row boundaries, which fills every row. "best_fit" packs
+        complete documents into rows and cuts only documents longer than a row.
     """
 
     kind: Literal["text"] = "text"

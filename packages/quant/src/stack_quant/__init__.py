@@ -36,7 +36,7 @@ __all__ = [
     "report",
 ]
 
-# Imported on first use, so that importing this package does not import JAX.
+# Imported on first use, because importing this package must not import JAX.
 _MODULES = {
     "ArraySpec": "spec",
     "QArray": "qarray",

@@ -1,4 +1,4 @@
-"""Processing of a large array in blocks, so that intermediate results occupy only the memory of a block.
+"""Processing of a large array in blocks, which limits intermediate results to the memory of one block.
 
 The loop runs in Python. In a compiled loop, XLA hoists conversions out of the loop and copies the array.
 """
@@ -32,7 +32,7 @@ class Blocks:
     Attributes:
       axis: axis that is divided.
       count: number of blocks.
-      whole_tiles: whether each tile lies in one block; otherwise every block has a part of every tile.
+      whole_tiles: True if each tile lies within one block; False if every block has a part of every tile.
     """
 
     axis: int

@@ -131,7 +131,7 @@ def _least_error(array: jax.Array, spec: ArraySpec, tiles: Tiling, cut: Blocks) 
 
 
 def _magnitudes(entries: jax.Array, side: str) -> jax.Array:
-    """Returns the magnitudes of the entries on one side of zero, and 0 for the others, in their own dtype."""
+    """Returns the magnitudes of the entries on one side of zero and 0 for entries on the opposite side."""
     if side == "both":
         return jnp.abs(entries)
     return jnp.maximum(entries if side == "above" else -entries, 0)

@@ -23,7 +23,7 @@ class Calibration:
 
     @property
     def asymmetric(self) -> bool:
-        """Whether the range may be off-centre, which requires a zero point."""
+        """True if the range may be off-centre, which requires a zero point."""
         if self.name == "fixed":
             low, high = self.fixed
             return low != -high
@@ -57,8 +57,8 @@ def calibration(text: str) -> Calibration:
     """Parses "name" or "name,argument,...".
 
     Raises:
-      UnknownName: no calibration has that name; the message lists the nearest and all of them.
-      ArgumentError: the arguments are not valid; the message describes the expected ones.
+      UnknownName: the calibration does not exist; the message suggests the nearest name and lists all names.
+      ArgumentError: the arguments are invalid; the message describes the syntax.
     """
     name, *rest = (part.strip() for part in text.split(","))
     if name not in CALIBRATIONS:

@@ -41,8 +41,8 @@ class QuantizedCheckpoint:
     Attributes:
       destination: run directory that was written.
       report: coverage report of the quantization.
-      loss_before, loss_after: mean losses over the same held-out targets; None if there are none.
-      targets: number of these targets.
+      loss_before, loss_after: mean losses over the same held-out targets, or None without such targets.
+      targets: number of held-out targets.
     """
 
     destination: Path
@@ -66,18 +66,18 @@ def quantize_checkpoint(
 
     Args:
       source: "DIR" or "FORMAT:DIR".
-      recipe: a name of `stack_quant.recipes` or the path of a YAML file; None: the recipe that the model was trained
-        by.
+      recipe: name of a recipe in `stack_quant.recipes` or path of a YAML file; None uses the recipe of the model's
+        quantized training.
       destination: run directory to write, which must not exist.
-      data: address of the documents for calibration and evaluation; None: the model's own data.
+      data: address of the documents for calibration and evaluation; None uses the model's data.
       calibration_batches: number of training batches over which the recipe's static ranges are measured.
       evaluation_batches: maximum number of held-out batches for the loss; 0 skips the measurement.
       progress: callback with the name of the current stage, its completed steps and its total steps.
 
     Raises:
       ConversionError: no format recognizes the directory, or `destination` exists.
-      QuantError: parameters contain NaN or infinities (the message lists them), or the recipe does not fit the one
-        that the model was trained by.
+      QuantError: parameters contain NaN or infinities (the message lists them), or the recipe contradicts the recipe
+        of the model's quantized training.
       StackError: the recipe, the checkpoint or the data cannot be used.
     """
     if destination.exists():

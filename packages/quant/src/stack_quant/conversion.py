@@ -70,12 +70,12 @@ def quantize(
 def _on_auto_mesh(array: jax.Array) -> tuple[jax.Array, Any, contextlib.AbstractContextManager[Any]]:
     """Moves an array from a mesh with Explicit axes to a mesh with Auto axes on the same devices.
 
-    With Explicit axes, splitting a sharded axis into tiles requires a sharding of the result. There is none if a shard
-    does not contain whole tiles.
+    With Explicit axes, splitting a sharded axis into tiles requires a sharding of the result. Such a sharding does not
+    exist if a tile extends over several shards.
 
     Returns:
-      The array, the mesh with Explicit axes or None, and the context for the computation. The context replaces the mesh
-      of the caller, which may be the mesh with Explicit axes and then does not fit the array.
+      The array, the mesh with Explicit axes or None, and the context for the computation. The context replaces the
+      caller's mesh, because a mesh with Explicit axes would not fit the array.
     """
     sharding = getattr(array, "sharding", None)
     if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
@@ -103,7 +103,7 @@ def _quantized(
     """Returns the quantized array, and whether the array and its range are finite.
 
     Args:
-      own_range: whether `span` is the range of this array, so that its ends may be fitted to the array.
+      own_range: True if `span` was calibrated on this array, which allows its ends to be fitted.
     """
     finite = [] if span is None and shows_all(spec) else [_all_finite(array)]
     if span is None:
@@ -183,7 +183,7 @@ def fake_quantize(
     """Computes `dequantize(quantize(array))` in the array's dtype, with a straight-through gradient.
 
     The gradient is the gradient of `clip(array, low, high)`: one within the range, including its ends, and zero
-    outside. The range has no gradient.
+    outside. The gradient of the range is zero.
     """
     _check_floating(array, "")
 

@@ -31,7 +31,7 @@ def static_ranges(
     sites: Mapping[str, Site],
     stream: Iterable[Call] | None,
 ) -> dict[str, Range]:
-    """Measures the range of each site over the calls of `fn(params, *args, **kwargs)` in a stream, run in float.
+    """Measures the range of each site in floating point, over a stream of calls `fn(params, *args, **kwargs)`.
 
     If the parameters are shapes, the result is the shapes of the ranges.
 
@@ -42,7 +42,7 @@ def static_ranges(
 
     Raises:
       RuleError: there are sites but no calls.
-      QuantError: activations contain NaN or infinities, or no call reaches them.
+      QuantError: activations contain NaN or infinities, or none of the calls reaches a site.
     """
     arrays = parameters.arrays
     if all(isinstance(array, jax.ShapeDtypeStruct) for array in arrays.values()):

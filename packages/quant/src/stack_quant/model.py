@@ -52,7 +52,7 @@ def quantize_function(
       fn: function to quantize, which is traced and never patched. For a linen module pass `module.apply`, with its
         variables as `params`.
       params: pytree of parameters. The keys, indices and attributes of a leaf, joined by "/", are its path.
-      rules: one `Rule` or mapping, or a sequence of them in order of precedence; or a recipe, as a name such as "w4a8"
+      rules: one `Rule` or mapping, or a sequence of these in order of precedence; or a recipe, as a name such as "w4a8"
         or as the path of a YAML file.
       sample_args: arguments of one call, as arrays or as shapes. Later calls may have other shapes.
       method: a name of the registry `methods`, such as "qat".
@@ -61,7 +61,7 @@ def quantize_function(
       stream_batches: maximum number of calls taken from the stream.
 
     Raises:
-      RuleError: a rule matches nothing, or the method does not support it.
+      RuleError: a rule matches nothing, or the method does not support a rule.
       ShapeError: a tile size does not divide its axis.
       ArgumentError: a parameter to be quantized contains NaN or infinities.
       UnknownName: the method is not registered.
@@ -96,7 +96,7 @@ def quantize_model(
       sample_batch: arguments of one call, as arrays or shapes: a tuple of positional arguments, a mapping of keyword
         arguments, or a single argument. A language model uses only the entries that are its inputs.
       method: a name of the registry `methods`, such as "qat".
-      call: `call(model, *args)` or `call(model, **kwargs)`, a function that runs every product the model will be used
+      call: function `call(model, *args)` or `call(model, **kwargs)` that runs every product the model will be used
         for. By default the model is called, and a language model also computes logits.
       stream: batches in the form of `sample_batch`, of any sizes, over which static ranges are measured; for example a
         Grain iterator. Method "ptq" needs it for rules with static ranges. A module stores the ranges in its attribute

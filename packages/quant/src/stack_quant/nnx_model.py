@@ -132,7 +132,7 @@ def plain_module(model: Any) -> Any:
 
 
 def as_program_class(model: Any) -> None:
-    """Changes the class of a module in place, so that its methods run as programs."""
+    """Changes the class of a module in place to a subclass whose methods run as programs."""
     if not issubclass(type(model), _Program):
         object.__setattr__(model, "__class__", _program_class(type(model)))
 
@@ -193,7 +193,7 @@ def _merged(graph: Any, state: Any, values: Any) -> Any:
 
 
 def _range_variables(span: Range) -> Any:
-    """Creates the variables of a range [*layers, tiles], with logical axes as parameters have them."""
+    """Creates the variables of a range [*layers, tiles], with logical axes like those that parameters carry."""
     axes = (*["layers"] * (span.high.ndim - 1), None)
     ends = {name: end for name, end in span._asdict().items() if end is not None}
     return nnx.Dict({name: StaticRange(end, logical_axes=axes) for name, end in ends.items()})
@@ -240,7 +240,7 @@ def _blank(cls: type) -> Any:
 def _with_key(module: Any, key: jax.Array) -> Any:
     """Returns the module with a key for stochastic rounding of gradients. Pass a new key at each step.
 
-    The result shares the variables of the module, so that methods assign to both, and has the key as an additional one.
+    The result shares the variables of the module (a method's assignments change both) and adds the key as a variable.
     """
     twin = object.__new__(type(module))
     vars(twin).update(vars(module))
@@ -278,7 +278,7 @@ def _as_program(name: str, function: Callable[..., Any], cls: type) -> Callable[
 class _OnValues:
     """A method as a function of the values of its module's variables.
 
-    Instances for modules of the same structure are equal, so that these share compiled programs.
+    Instances for modules of the same structure are equal, which lets the modules share compiled programs.
 
     Attributes:
       name: name of the method in messages.

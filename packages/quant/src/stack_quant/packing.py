@@ -2,7 +2,7 @@
 
 An integer code is split into planes, from the highest bits to the lowest. The first plane is an int4 or int2 array of
 the shape of the codes, which JAX stores packed. Later planes of 2 and 1 bits are bytes with the parts of 4 or 8 codes
-along the last axis: JAX has no 1-bit dtype, and Orbax cannot save uint2 or uint4. Codes of uint4 and float4_e2m1fn are
+along the last axis: JAX lacks a 1-bit dtype, and Orbax cannot save uint2 or uint4. Codes of uint4 and float4_e2m1fn are
 stored as int4 with the same bits: XLA's CPU backend cannot compile some loops over float4_e2m1fn.
 
 Measured on CPUs with jax 0.10.2, 0.11.2 and 0.12: an int4 array of n entries occupies n / 2 bytes and an int2 array
@@ -57,7 +57,7 @@ def unpack(planes: tuple[jax.Array, ...], kind: QType) -> jax.Array:
 
 
 def stored_bytes(array: Any) -> int:
-    """Returns the memory of an array in bytes. `nbytes` would count a whole byte for each 2-bit or 4-bit entry."""
+    """Returns the memory of an array in bytes; `nbytes` would count one byte for each 2-bit or 4-bit entry."""
     bits = jnp.iinfo(array.dtype).bits if jnp.issubdtype(array.dtype, jnp.integer) else jnp.finfo(array.dtype).bits
     return -(-math.prod(array.shape) * bits // _BYTE)
 

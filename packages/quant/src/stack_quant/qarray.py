@@ -23,7 +23,7 @@ __all__ = ["QArray", "dequantize"]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QArray:
-    """A quantized array: a pytree whose leaves share the leading axes of the array, so that it stacks and slices.
+    """A quantized array: a pytree that stacks and slices like an array, because its leaves share the leading axes.
 
     Its dequantized value is `(value - zero_point) * scale * scale_unit`, with each factor repeated over its tile. Here
     value is the code, or the entry of the type's codebook at the code.
@@ -36,11 +36,11 @@ class QArray:
         zero_point.shape == scale.shape
 
     Attributes:
-      planes: the codes; several arrays if `stack_quant.packing` splits them.
-      scale: float32; float8_e8m0fnu in mx types, float8_e4m3fn in nvfp4, uint8 if double quantized.
+      planes: the codes, as several arrays if `stack_quant.packing` splits the bits of a code.
+      scale: scale of each tile: float32; float8_e8m0fnu in mx types, float8_e4m3fn in nvfp4, uint8 if double quantized.
       scale_unit: float32 unit of float8_e4m3fn and uint8 scales; else None.
-      zero_point: int8, the code of 0; None if this code is 0.
-      type: a name of `stack_quant.qtypes`.
+      zero_point: int8 code of the value 0; None in symmetric arrays.
+      type: name of the quantized type, from `stack_quant.qtypes`.
       dtype: name of the dtype of the dequantized array.
     """
 
@@ -95,7 +95,7 @@ class QArray:
         return "/t".join([self.type, "x".join(tiles)]) if tiles else self.type
 
     def __getitem__(self, index: Any) -> jax.Array:
-        """Returns dequantized entries, so that a layer that reads its parameter as `kernel[...]` gets floats.
+        """Returns dequantized entries; layers that read their parameter as `kernel[...]` thus get floats.
 
         An integer, or an array of integers, selects entries along the first axis and dequantizes only these.
         """

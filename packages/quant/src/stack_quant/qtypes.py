@@ -17,8 +17,8 @@ class QType:
       bits: size of a stored code.
       code_dtype: JAX dtype of the unpacked codes.
       smallest, largest: smallest and largest value of a code.
-      codebook: increasing values that the codes index; None if a code is its own value.
-      block_size: number of entries that share a scale, if the type prescribes it; else None.
+      codebook: increasing values that the codes index; None for types whose codes are the values.
+      block_size: number of entries that share a scale, for types that prescribe a number; else None.
       scale_dtype: dtype of the stored scales. float8_e4m3fn scales are multiples of a float32 unit.
     """
 
@@ -33,7 +33,7 @@ class QType:
 
     @property
     def is_integer(self) -> bool:
-        """Whether codes are evenly spaced integers. Only these can have a zero point."""
+        """True if codes are evenly spaced integers, which a zero point requires."""
         return self.name.startswith("int")
 
 
@@ -70,7 +70,7 @@ _NF4 = (
     1.0,
 )
 
-# The mx types are those of the OCP Microscaling Formats (MX) Specification 1.0, 2023.
+# The mx types follow the OCP Microscaling Formats (MX) Specification 1.0, 2023.
 _ALL = (
     *(_integer(bits) for bits in range(2, 9)),
     _floating("fp8_e4m3", "float8_e4m3fn", 448.0),
@@ -87,10 +87,10 @@ QTYPES: Final = {one.name: one for one in _ALL}
 
 
 def qtype(name: str) -> QType:
-    """Returns the type of that name.
+    """Looks up a type by name.
 
     Raises:
-      UnknownName: there is no such type; the message lists the nearest and all of them.
+      UnknownName: the type does not exist; the message suggests the nearest name and lists all names.
     """
     if name not in QTYPES:
         raise UnknownName(f"Unknown type {name!r}.{nearest(name, QTYPES)} Types: {', '.join(QTYPES)}.")

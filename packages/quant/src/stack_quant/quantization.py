@@ -101,7 +101,7 @@ class Quantization:
           tree: floating arrays. Arrays that the rules leave in float are returned unchanged.
 
         Raises:
-          UnknownName: the model has no such parameter; the message lists the nearest.
+          UnknownName: the model does not have a parameter at `path`; the message suggests the nearest path.
           ShapeError: the parameter has a different shape in the model.
           ArgumentError: an array contains NaN or infinities.
         """
@@ -131,7 +131,7 @@ def _is_traced(tree: Any) -> bool:
 
 
 def _is_fixed(fixed: Sequence[Any], identity: Any) -> bool:
-    """Returns whether a call is worth caching: its key is hashable and has no Python numbers, which tend to vary."""
+    """Returns True if a call is worth caching: its key is hashable and free of Python numbers, which tend to vary."""
     if any(isinstance(leaf, int | float | complex) and not isinstance(leaf, bool) for leaf in fixed):
         return False
     try:

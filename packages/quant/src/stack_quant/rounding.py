@@ -71,9 +71,9 @@ def _whole(values: jax.Array, key: jax.Array | None) -> jax.Array:
 
 
 def _small_integers(whole: jax.Array) -> jax.Array:
-    """Converts whole float32 numbers to int8: the lowest byte of a sum whose last bit is worth 1.
+    """Converts integral float32 numbers to int8: the lowest byte of a sum whose last bit is worth 1.
 
-    XLA's conversion also checks for NaN and values out of range, with which quantizing on CPUs takes a tenth longer.
+    XLA's conversion also checks for NaN and out-of-range values, which makes quantization on CPUs a tenth slower.
     """
     return lax.bitcast_convert_type(whole + _UNIT_STEP, jnp.int32).astype(jnp.int8)
 

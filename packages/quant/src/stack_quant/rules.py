@@ -27,27 +27,27 @@ class Rule:
         Rule(path=r"layers/(0|1)")                                      # left in float
 
     Attributes:
-      path: regular expression that matches one or several consecutive whole segments of a parameter's path, whose
-        segments are separated by "/": "query" matches "blocks/query/kernel", "quer" does not. None: the rule applies
-        to products of two activations.
+      path: regular expression that must match one or several consecutive segments of a parameter's path completely.
+        Segments are separated by "/": "query" matches "blocks/query/kernel", "quer" does not. None applies the rule to
+        products of two activations.
       op: regular expression that is searched in the name of an operation. The name consists of the enclosing named
         scopes and the operation, separated by "/": "blocks/attention/dot_general", "decoder/linear". With a path, the
-        parameter stays in float in all other operations. None matches all operations.
-      weights: type of the parameter, a name of `stack_quant.qtypes`; None leaves it in float.
+        parameter stays in float in operations that do not match. None matches all operations.
+      weights: type of the parameter, a name of `stack_quant.qtypes`; None leaves the parameter in float.
       activations: type of the operand that is multiplied with the parameter, or of both operands of a product of
-        activations. They are quantized at run time; None leaves them in float.
-      gradients: type of the cotangents in quantized training (method "qt"); None leaves them in float.
-      tile_size: number of entries along the contracted axis that share a scale; None: all of them. The second number of
-        a pair, such as (128, 128), is the number of outputs of a weight that share a scale; without it each output has
-        its own.
+        activations. Activations are quantized at run time; None leaves them in float.
+      gradients: type of the cotangents in quantized training (method "qt"); None leaves cotangents in float.
+      tile_size: number of entries along the contracted axis that share a scale; None shares it among all entries. The
+        second number of a pair, such as (128, 128), is the number of outputs of a weight that share a scale; without
+        it, each output has a separate scale.
       smaller_tiles: if `tile_size` does not divide the axis, use the largest divisor below it and note this in the
         report. If this divisor is less than an eighth of `tile_size`, use the smallest divisor above. By default a
         `tile_size` that does not divide the axis is an error.
-      weight_calibration: method of finding the range of a weight, of `stack_quant.calibration`.
+      weight_calibration: method of finding the range of a weight, from `stack_quant.calibration`.
       activation_calibration: method of finding the range of an activation. "moving,0.99" implies static ranges.
       static_ranges: measure the ranges of activations in advance over a stream of batches and store them with the
         model. Each activation, or each of its tiles, has one range per layer of a scan. By default each row of each
-        call has its own range.
+        call has a separate range.
       double_quantized: store the scales of tiles in 8 bits.
       range_ends: position of the ends of a range among integer codes, a name of `stack_quant.spec.RANGE_ENDS`. For
         8-bit activations "fitted" means "exact": fitting takes three times as long and saves less than 1% of the error.
@@ -92,7 +92,7 @@ class Rule:
 
     @property
     def is_static(self) -> bool:
-        """Whether ranges of activations are measured over a stream of batches."""
+        """True if the ranges of activations are measured over a stream of batches."""
         return self.static_ranges or calibration(self.activation_calibration).name == "moving"
 
     @property
@@ -105,7 +105,7 @@ class Rule:
         return f"Rule({', '.join(f'{field.name}={getattr(self, field.name)!r}' for field in given)})"
 
     def matches_path(self, path: str) -> bool:
-        """Returns whether the rule's path matches whole segments of `path`."""
+        """Returns True if the rule's path matches complete segments of `path`."""
         return self.path is not None and path_matches(self.path, path)
 
     def matches_op(self, name: str) -> bool:

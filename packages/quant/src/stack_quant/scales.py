@@ -19,7 +19,7 @@ _LARGEST_BYTE = 255.0
 class Range(NamedTuple):
     """The range of the values of each tile, in float32 and of the shape of the scales.
 
-    Invariant: `low <= 0 <= high`, so that zero has a code.
+    Invariant: `low <= 0 <= high`, which gives zero a code.
 
     Attributes:
       low: lower ends; None for a symmetric range, from `-high` to `high`.
@@ -58,11 +58,11 @@ def scales(
     An empty range, as of a tile of zeros, has scale 1.
 
     Args:
-      unit_axes: axes along which scales share a unit, if they have one.
+      unit_axes: axes along which scales share a unit, for types with a unit.
       double: store float32 scales as multiples of 1/255 of the largest scale with the same unit.
-      half_step: whether the ends of the range lie half a step beyond the outermost integers, to which they still round.
-        This makes the step finer. One bool for all tiles or one per tile; ignored for other types.
-      unbiased: round scales of few bits up, so that nothing within the range is clipped.
+      half_step: True places the ends of the range half a step beyond the outermost integers, to which they still
+        round. This makes the step finer. One bool for all tiles or one per tile; ignored for types other than integers.
+      unbiased: round scales of few bits up, so nothing within the range is clipped.
     """
     half_step = half_step if kind.is_integer else False
     if span.low is None:

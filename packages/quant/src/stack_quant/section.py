@@ -1,4 +1,4 @@
-"""The `quant:` section of a run config, and the model transform that applies it."""
+"""The `quant:` section of a run config, and the model transform that quantizes the model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -110,7 +110,7 @@ def merged(part: RangeStatistics, spec: ArraySpec, axis_names: Sequence[str]) ->
 
 
 def observed_range(statistics: RangeStatistics) -> Range:
-    """Returns the range to quantize with. It is NaN before the first batch, which `quantize` rejects."""
+    """Returns the observed range for quantization; it is NaN before the first batch, which `quantize` rejects."""
     seen = statistics.weight > 0
     seen = jnp.expand_dims(seen, tuple(range(seen.ndim, statistics.high.ndim)))
     low, high = jax.tree.map(lambda end: jnp.where(seen, end, jnp.nan), (statistics.low, statistics.high))

@@ -47,7 +47,7 @@ class Tiling:
         return math.prod(self.shape) // max(math.prod(self.scale_shape), 1)
 
     def of(self, block: jax.Array) -> "Tiling":
-        """Returns the tiling of a block of the array, which has whole tiles along an axis or a part of every tile."""
+        """Returns the tiling of a block of the array, which holds complete tiles of an axis or a part of every tile."""
         pairs = zip(block.shape, self.shape, self.scale_shape, strict=True)
         return Tiling(block.shape, tuple(count if count <= 1 else count * size // full for size, full, count in pairs))
 
@@ -69,11 +69,11 @@ def tiling(shape: Sequence[int], channel_axes: Sequence[int], tiles: Mapping[int
 
     Args:
       channel_axes: axes with tiles of one entry.
-      tiles: entries of a tile, by axis. All other axes have one tile.
+      tiles: entries of a tile, by axis. Any remaining axis has one tile.
       name: name of the array in messages.
 
     Raises:
-      ArgumentError: an axis does not exist, or is given twice.
+      ArgumentError: an axis does not exist, or occurs twice.
       ShapeError: a tile does not divide its axis; the message has both sizes and the nearest divisor.
     """
     what = f"{name}: " if name else ""

@@ -33,7 +33,7 @@ def quantize(
 
     Args:
       source: a run directory, or a directory with a Hugging Face checkpoint; FORMAT:DIR if the format is ambiguous.
-      recipe: a YAML file of rules, or w8a8, w4, w4a8, nf4 or fp8; by default the recipe that the model was trained by.
+      recipe: a YAML file of rules, or w8a8, w4, w4a8, nf4 or fp8; by default the recipe of the model's training.
       out: the directory to write; it must not exist.
       data: documents for calibration and evaluation, as SOURCE or SOURCE:ADDRESS; by default the run's own data.
       calibration_batches: number of training batches for measuring static ranges, if the recipe has any.

@@ -67,7 +67,7 @@ def merge_module(model: Any) -> Any:
     """Merges the adapters into the parameters, which become floating arrays.
 
     Raises:
-      QuantError: the module has no adapters.
+      QuantError: the module does not have adapters.
     """
     quantization = getattr(model, "quantization", None)
     if not isinstance(quantization, Quantization) or not quantization.treatment.adapters:

@@ -50,7 +50,7 @@ def factors_of(
     """Returns initial factors by path, which change nothing. If the arrays are shapes, the factors are shapes, too."""
     found = {}
     for path, adapter in adapters.items():
-        # The key depends on the path alone, so that adding a parameter does not change the factors of the others.
+        # The key depends on the path alone, so adding a parameter does not change any existing factors.
         own = jax.random.fold_in(key, zlib.crc32(path.encode()))
         is_abstract = isinstance(jax.tree.leaves(arrays[path])[0], jax.ShapeDtypeStruct)
 

@@ -29,7 +29,7 @@ class AdapterRule:
     product, such as biases and norms, are not changed.
 
     Attributes:
-      path: regular expression that matches one or several consecutive whole segments of a parameter's path.
+      path: regular expression that must match one or several consecutive segments of a parameter's path completely.
       rank: rank of the factors D and U; 0 excludes the matched parameters from later rules and gives them no adapter.
       alpha: numerator of the scale s.
       rank_stabilized: use s = alpha / sqrt(rank) (rsLoRA) instead of alpha / rank.

@@ -1,4 +1,4 @@
-"""The `lora:` section of a run config, and the model transform that applies it."""
+"""The `lora:` section of a run config, and the model transform that adds the adapters."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

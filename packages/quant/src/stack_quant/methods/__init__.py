@@ -1,4 +1,4 @@
-"""Methods of quantization: the storage of parameters and the computation with them. A registry by name."""
+"""Quantization methods: a registry of how parameters are stored and how products are computed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -50,14 +50,14 @@ class Method:
 
     Attributes:
       name: name in the registry, such as "ptq".
-      check: function of the rules that raises RuleError if the method does not support one of them.
+      check: function of the rules that raises RuleError for an unsupported rule.
       parameter: `(array, spec, path)` to the stored form of a parameter: a pytree class with `__stack_qview__`, or a
         floating array. `spec` is the `ArraySpec` derived from the rule and from the uses of the parameter.
       entered: `(stored, spec)` to the form of the parameter in a program.
       activation: `(array, spec, range)` to the form of an activation in a product. If the range is None, it is found
         at run time.
       products: replacements of products of two floating operands, or None.
-      keeps_ranges: whether the method uses measured static ranges; other methods find them again at each call.
+      keeps_ranges: True if the method uses measured static ranges; other methods find the ranges again at each call.
     """
 
     name: str
@@ -73,9 +73,9 @@ class Method:
 
 
 def method(name: str) -> Method:
-    """Returns the method of that name.
+    """Looks up a method by name.
 
     Raises:
-      UnknownName: no plugin registers it; the message lists the nearest and all of them.
+      UnknownName: no plugin registers the method; the message suggests the nearest name and lists all names.
     """
     return registries.methods[name]

@@ -4,12 +4,12 @@ Parameters stay in float. In each product the weight w and the activation x are 
 
     y = Q(x) Q(w),  dL/dw = 1[low <= w <= high] * Q(x)^T dL/dy,  dL/dx = 1[low <= x <= high] * dL/dy Q(w)^T
 
-The gradient of the rounding is the gradient of the clipping (straight-through estimator); the range has no gradient. Q
-is the same as in method "ptq" under the same rules, so that products agree up to the rounding of floating sums.
+The gradient of the rounding is the gradient of the clipping (straight-through estimator); the range is a constant. Q
+is the same as in method "ptq" under the same rules: products agree up to the rounding of floating sums.
 
 Source: Jacob et al., Quantization and Training of Neural Networks, 2018 (arXiv:1712.05877), section 3. Departures:
-1. The range is calibrated at each call instead of averaged over calls. Under a rule with static ranges it is the range
-   of the whole array.
+1. The range is calibrated at each call instead of averaged over calls. A rule with static ranges calibrates a single
+   range for the entire array.
 """
 
 from typing import Any

@@ -125,7 +125,7 @@ def _trained_linear(call: _Linear, left: jax.Array, right: jax.Array, key: jax.A
 
 
 def _linear_forward(call: _Linear, left: Any, right: Any, key: Any) -> tuple[jax.Array, Any]:
-    """Computes the product, and quantizes each operand as a residual if the gradient of the other is requested."""
+    """Computes the product, and quantizes each operand that the backward pass needs as a residual."""
     x, w = left.value, right.value
     rows = call.coded(0, x.reshape(-1, x.shape[-1]), (0,)) if right.perturbed else None
     columns = call.coded(1, w, (1,)) if left.perturbed else None
@@ -243,7 +243,7 @@ class _Ragged(_Call):
     """The static part of a ragged product, which multiplies each row with the matrix of its group."""
 
     def __call__(self, rows: Any, matrices: Any, sizes: jax.Array) -> jax.Array:
-        """Multiplies the dequantized rows, as there is no ragged product of quantized rows."""
+        """Multiplies the dequantized rows, because `ragged_dot` does not support quantized rows."""
         return ops.ragged_dot(ops.dequantize(rows, self.dtypes[0]), matrices, sizes)
 
 

@@ -35,7 +35,7 @@ def load_recipe(recipe: str | Path) -> tuple[Rule, ...]:
     """Loads the rules of a recipe: a name, such as "w4a8", or the path of a YAML file.
 
     Raises:
-      UnknownName: there is no such recipe; the message lists the nearest and all of them.
+      UnknownName: the recipe does not exist; the message suggests the nearest name and lists all names.
       ConfigError: the file is not a mapping with a list `rules`, or a rule has an unknown key.
       RuleError: a rule contradicts itself.
     """

@@ -47,7 +47,7 @@ class Adapted:
         return self.base.shape
 
     def merged(self, dtype: Any) -> Any:
-        """Computes W' as one array. |W'| has no gradient, as in section 4.3 of the DoRA paper."""
+        """Computes W' as one array. |W'| is treated as a constant, as in section 4.3 of the DoRA paper."""
         base = ops.dequantize(self.base, jnp.float32) if is_quantized(self.base) else self.base
         down, up = (factor.astype(jnp.float32) for factor in (self.down, self.up))
         whole = base.astype(jnp.float32) + self.scale * jnp.einsum("...r,...r->...", down, up)
@@ -63,7 +63,7 @@ class Adapted:
         return self.magnitude is None and all(factor.shape[axis] == 1 for factor, axis in lean)
 
     def full_along(self, axes: Sequence[int]) -> "Adapted":
-        """Repeats scales and factors for each entry along `axes`, so that these axes can be sliced or mapped over."""
+        """Repeats scales and factors for each entry along `axes`, which can then be sliced or mapped over."""
 
         def full(array: Any) -> Any:
             shape = [self.shape[axis] if axis in axes else size for axis, size in enumerate(array.shape)]
@@ -74,7 +74,7 @@ class Adapted:
 
     @staticmethod
     def joined(parts: "Sequence[Adapted]", axis: int) -> "Adapted | None":
-        """Concatenates parameters with one entry along an axis; None if their adapters are of different kinds."""
+        """Concatenates parameters with one entry along an axis; returns None if the kinds of adapters differ."""
         first = parts[0]
         bases = [views.view_of(part.base) if is_quantized(part.base) else part.base for part in parts]
         alike = all(
@@ -99,7 +99,10 @@ class Adapted:
         return self._with(base, transposed)
 
     def reshape(self, shape: Sequence[int]) -> "Adapted | None":
-        """Reshapes W', as `lax.reshape`; None if this merges an axis of a factor with an axis that the factor lacks."""
+        """Reshapes W' as `lax.reshape` does.
+
+        Returns None if an axis of a factor would merge with an axis that the factor lacks.
+        """
         if math.prod(self.shape) == 0:
             return None
         groups = views.axis_groups(self.shape, shape)
@@ -136,7 +139,7 @@ class Adapter:
       contracted: axes of the parameter over which products sum.
       rank: rank of the factors.
       scale: multiplier of the product of the factors.
-      has_magnitude: whether it has magnitudes (DoRA).
+      has_magnitude: True for an adapter with magnitudes (DoRA).
     """
 
     shape: tuple[int, ...]

@@ -1,6 +1,6 @@
 """Handlers of operations on parameters with adapters: products through the low-rank factors, and rearrangements.
 
-All other operations take the merged parameter, which the report notes.
+Any other operation uses the merged parameter, and the report notes this.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ def _with_base(operands: Sequence[Value], place: int) -> list[Value]:
 
 
 def _only_adapted(operands: Sequence[Value]) -> int | None:
-    """Returns the index of the only operand with adapters; None if there are several."""
+    """Returns the index of the operand with adapters, or None unless exactly one operand has adapters."""
     places = [place for place, value in enumerate(operands) if value.is_adapted]
     return places[0] if len(places) == 1 else None
 

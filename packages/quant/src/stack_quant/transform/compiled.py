@@ -59,7 +59,7 @@ class _Outcome:
 
 
 class _Aside:
-    """Static data of a result. Instances are compared by identity, so that they may contain values of any type."""
+    """Static data of a result. Comparison by identity allows values of any type."""
 
     def __init__(self, others: dict[int, Any], structure: Any) -> None:
         self.others, self.structure = others, structure

@@ -88,8 +88,8 @@ def _treatment_of_call(
 ) -> Hashable | None:
     """Returns a key that is equal for calls of a jitted function that differ only in the paths of parameters.
 
-    It is None if calls cannot be shared: while sites are collected or measured, with static ranges, which are named by
-    parameters, and with a PRNG key, of which each call draws another part.
+    The key is None if calls cannot be shared: while sites are collected or measured, with static ranges (their names
+    depend on the parameters), and with a PRNG key (each call splits off a new key).
     """
     if interpreter.ranges != {} or interpreter.measured or interpreter.key is not None:
         return None
@@ -225,8 +225,8 @@ def _scan(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
 
     key = interpreter.draw()
     over_parameters = any(row.source is not None for row in rows)
-    # The number of iterations over data depends on the size of the data, so these iterations share a range. All other
-    # loops have a separate range per iteration.
+    # The number of iterations over data depends on the size of the data, so these iterations share a range. Any other
+    # loop has a separate range per iteration.
     has_own_ranges = interpreter.ranges != {} and (over_parameters or not any(row.from_data for row in rows))
 
     def body(state: tuple[Any, list[Any]], xs: tuple[Any, list[Any]]) -> tuple[tuple[Any, list[Any]], list[Any]]:
@@ -302,7 +302,7 @@ def _one_of(value: Value) -> Value:
 
 
 def _settled(interpreter: Interpreter, equation: Any, value: Value) -> Any:
-    """Returns the plain array of a value that passes through a loop or a branch; reports parameters among them."""
+    """Returns the plain array of a value that passes through a loop or branch; adds a report row for a parameter."""
     if value.is_quantized or value.is_adapted:
         name = equation.primitive.name
         reason = f"the parameter itself passes through a {name}"
@@ -380,7 +380,7 @@ def _shard_map(interpreter: Interpreter, equation: Any, operands: Sequence[Value
     whole, sites = jax.sharding.PartitionSpec(), interpreter.sites
 
     def function(ranges: Any, trips: Any, measured: Any, *arrays: Any) -> tuple[Any, list[Any]]:
-        # The carry of an inner loop must vary over the same mesh axes before and after it.
+        # The carry of an inner loop must vary over the same mesh axes before and after the loop.
         measured, _ = vary_alike(measured, list(map(lax.axis_index, manual)))
         inside = _within(interpreter, equation, measured)
         inside = dataclasses.replace(inside, ranges=ranges, loops=_at(interpreter, trips))

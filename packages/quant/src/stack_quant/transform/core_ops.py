@@ -131,7 +131,7 @@ def _called(unit: OpUnit, arrays: Sequence[Any], floats: Sequence[Any], dtypes: 
     """
     places = unit.arrays(range(len(arrays)))
     is_gated = unit.op == "gated_linear_unit" and is_quantized(arrays[places["x"]])
-    if unit.op != "linear" and not is_gated:  # all other ops take the rounded activations as floats
+    if unit.op != "linear" and not is_gated:  # remaining ops get the rounded activations as floats
         arrays = floats = [rounded(*each) for each in zip(arrays, floats, dtypes, strict=True)]
     arrays, floats = (
         [_mappable(unit, place, array) for place, array in enumerate(each)] if unit.batching else each

@@ -18,10 +18,10 @@ class OpRow:
     Attributes:
       op: name of the operation, including the enclosing named scopes.
       paths: paths of the parameters among the operands.
-      rule: index of the rule that applies, from 0; None if none applies.
+      rule: index of the applied rule, from 0; None without a matching rule.
       operands: type of each operand, such as "int8" or "float32".
-      computed: "quantized" if both operands enter the product as codes; "dequantized" if a parameter is dequantized for
-        it; "rounded" if an operand is only rounded to the values of its type; else "float".
+      computed: "quantized" if both operands enter the product as codes; "dequantized" if a parameter is dequantized
+        first; "rounded" if an operand is only rounded to the values of its type; else "float".
       reason: reason why codes are not multiplied, or why nothing is quantized; else "".
       source: "path:line" of the user's code, or "".
       calls: number of such operations in the program; an operation in a loop counts once.
@@ -49,7 +49,7 @@ class ParameterRow:
         its dtype.
       scale_shape: shape of the stored scales, or None.
       bytes_before, bytes_after: memory of the parameter.
-      reason: reason why it is left in float; else "".
+      reason: reason why the parameter stays in float; else "".
       note: remark on tiles that differ from the tiles of the rule; else "".
     """
 
@@ -83,7 +83,7 @@ class RuleRow:
 
 @dataclass(frozen=True)
 class Report:
-    """Coverage report: what was quantized, what was not, and why. `str(report)` is a readable table.
+    """Coverage report of a quantized program, with a reason for everything left in float; `str(report)` is a table.
 
     Attributes:
       method: name of the method.

@@ -91,8 +91,8 @@ def note(
 
     Args:
       contracted: axes of the value over which the operation sums, the slowest first.
-      free: axes that the result keeps. All other axes are batch axes.
-      is_lookup: whether the operation selects entries by index.
+      free: axes that the result keeps. The remaining axes are batch axes.
+      is_lookup: True if the operation selects entries by index.
     """
     source = value.source
     if source is not None:
@@ -118,7 +118,7 @@ def quantized_activation(
 
     Args:
       site: name of the operation and of the operand.
-      tiled: whether a single contracted axis is divided into the tiles of the rule.
+      tiled: True divides a single contracted axis into the tiles of the rule.
     """
     rule = decision.rule
     assert rule is not None and rule.activations is not None, "asked only where a rule says so"

@@ -1,7 +1,7 @@
 """Interpreter of jaxprs with quantized inputs.
 
-Each value is an array or a quantized array, together with the parameter that it comes from. An equation with a handler
-gets quantized operands. For all other equations they are dequantized, and the report gets a row. Running a jaxpr traces
+Each value is an array or a quantized array, together with its source parameter. An equation with a handler gets
+quantized operands. Operands of any other equation are dequantized, and the report gets a row. Running a jaxpr traces
 new operations in the caller's trace; nothing is patched, and no cache of another program is affected.
 """
 
@@ -78,9 +78,9 @@ class Value:
 
     Attributes:
       array: an array, a quantized array, a parameter with adapters, or concatenated parts.
-      source: parameter that the value is, or is computed from by elementwise operations; None if there is none, or if
-        the value also depends on activations.
-      from_data: whether the value depends on an input that is not a parameter.
+      source: parameter that the value is, or is computed from by elementwise operations; None for values without such
+        a parameter and values that also depend on activations.
+      from_data: True if the value depends on an input that is not a parameter.
       dtype: dtype of the (dequantized) array.
       made_of: paths of the parameters that the value is computed from, if it no longer counts as one.
       made_by: primitive that computed the value from them.
@@ -121,7 +121,7 @@ class Value:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Paths of the parameters, if the value is computed from parameters alone."""
+        """Paths of the parameters, if the value is computed only from parameters."""
         return self.made_of if self.source is None else self.source.paths
 
     def renamed(self, paths: Mapping[str, str]) -> "Value":
@@ -141,11 +141,11 @@ class Use:
       path: path of the parameter.
       op: name of the operation, including the enclosing named scopes.
       contracted: parts of the parameter's axes over which the operation sums, the slowest first.
-      free: parts of the axes that the result keeps. All other parts are batch axes.
-      is_lookup: whether the operation selects entries by index instead of multiplying them.
-      derived: whether the operand is computed from the parameter by elementwise operations.
-      mixed: primitive that computes the operand from the parameter, alone or with others, in a way that prevents
-        quantization for this use; else "".
+      free: parts of the axes that the result keeps. The remaining parts are batch axes.
+      is_lookup: True if the operation selects entries by index instead of multiplying them.
+      derived: True if the operand is computed from the parameter by elementwise operations.
+      mixed: primitive that computes the operand from one or several parameters in a way that prevents quantization
+        for this use; else "".
     """
 
     path: str
@@ -213,7 +213,7 @@ class Loop:
     Attributes:
       trips: number of iterations.
       trip: index of the current iteration.
-      over_parameters: whether each iteration uses its own slice of some parameters, such as a layer. Otherwise only the
+      over_parameters: True if each iteration uses a separate slice of some parameters, such as a layer. If False, only
         activations that are multiplied with a parameter have separate ranges.
     """
 

@@ -38,7 +38,7 @@ def _gather(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) 
 
 
 def _takes_whole_slices(table: Value, params: Any) -> bool:
-    """Returns whether each index selects one entry along some indexed axes, and all entries along all other axes."""
+    """Returns True if each index selects one entry along some indexed axes and all entries along the remaining axes."""
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
     indexed = set(numbers.start_index_map)
     return not numbers.operand_batching_dims and all(

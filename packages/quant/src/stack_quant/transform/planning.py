@@ -1,4 +1,4 @@
-"""Planning: how each parameter is quantized, from the rules and the uses of the parameters."""
+"""Planning of each parameter's quantization from the rules and the uses of the parameters."""
 
 import contextlib
 import math
@@ -27,7 +27,7 @@ class Plan:
     Attributes:
       of_path: index of the rule that applies to a parameter.
       specs: specification of each parameter that is quantized.
-      left: reason why a parameter is left in float although a rule applies.
+      left: reason why a parameter stays in float although a rule applies.
       tiles: number of entries that share a scale, if the rule's tile size does not divide the contracted axes.
     """
 
@@ -168,7 +168,7 @@ def _fitting_tiles(
 def _kept_tiles(path: str, rule: Rule, kept: Sequence[Part], shape: tuple[int, ...]) -> dict[int, int]:
     """Returns the number of entries that share a scale along each kept axis, filling the last axis first.
 
-    A table that is used only in lookups has no kept axes.
+    A table that is used only in lookups does not have kept axes.
     """
     _, wanted = rule.tiles
     axes = list(dict.fromkeys(part.axis for part in reversed(kept)))

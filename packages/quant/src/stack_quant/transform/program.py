@@ -31,7 +31,7 @@ class Parameters:
     """A flattened pytree of parameters. Quantized parameters are leaves.
 
     Attributes:
-      leaves: all leaves, including those that are not arrays.
+      leaves: all leaves, including values other than arrays.
       paths: path of each leaf, with "/" between its segments.
       structure: tree structure.
     """
@@ -78,7 +78,7 @@ class Program:
     """A traced call.
 
     Attributes:
-      jaxpr: jaxpr from the arrays of the parameters, followed by those of the arguments, to the arrays of the result.
+      jaxpr: jaxpr from the arrays of the parameters, followed by the arrays of the arguments, to the result's arrays.
       paths: paths of the parameters, in the order of the inputs.
       arguments: arrays among the arguments.
       result: function that inserts the arrays into the structure of the result.
@@ -132,7 +132,7 @@ class Program:
     def survey(
         self, parameters: Mapping[str, Any], treatment: Treatment, factors: Mapping[str, Factors] | None = None
     ) -> Interpreter:
-        """Collects the uses of parameters, the rows of the report and the sites of a run, from shapes alone."""
+        """Collects the uses of parameters, the rows of the report and the sites of a run, without any computation."""
         interpreter = Interpreter(treatment)
         run = functools.partial(self._run, interpreter=interpreter)
         given = {path: parameters[path] for path in self.paths}

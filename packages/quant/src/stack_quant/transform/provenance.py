@@ -1,4 +1,4 @@
-"""Provenance of values: the parameter that a value comes from, and the position of the parameter's axes in it."""
+"""Provenance of values: the source parameter of a value, and the position of the parameter's axes in the value."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ class Part:
       axis: axis of the parameter.
       stride: distance along the axis of neighbouring entries of the part.
       size: number of entries of the part.
-      cut: whether the axis was sliced or padded, so that `size` entries represent the complete axis.
+      cut: True if the axis was sliced or padded; `size` entries then represent the complete axis.
     """
 
     axis: int
@@ -34,11 +34,11 @@ Axis = tuple[Part, ...]
 
 @dataclass(frozen=True)
 class Source:
-    """The parameter that a value comes from.
+    """The source parameter of a value.
 
     Attributes:
       path: path of the parameter, with "/" between its segments.
-      axes: for each axis of the value, the parts of the parameter's axes that it consists of.
+      axes: composition of each axis of the value from parts of the parameter's axes.
       derived: primitive that computed the value from the parameter, such as "mul" in `w * mask`; "" if the value is a
         rearrangement of the parameter's entries.
       others: paths of the parameters that are stacked with it along a new axis and are treated identically.

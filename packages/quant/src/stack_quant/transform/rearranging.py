@@ -87,7 +87,7 @@ def _split(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -
 
 
 def _concatenate(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
-    """Keeps concatenated parameters as parts if all operands are parameters and a rule may apply to one of them."""
+    """Keeps concatenated parameters as parts if all operands are parameters and a rule may apply to any operand."""
     known = interpreter.treatment.of_path
     ruled = any(
         value.is_adapted or not known or value.source.path in known for value in operands if value.source is not None
@@ -122,7 +122,7 @@ def _with_axis(value: Value, axis: int) -> Value:
 
 
 def _stacked(interpreter: Interpreter, operands: Sequence[Value], axis: int) -> Value | None:
-    """Joins parameters along a new axis, such as a list of layers before a scan, into one; None if they differ."""
+    """Joins parameters along a new axis, such as a list of layers before a scan; returns None if they differ."""
     sources = [value.source for value in operands if value.source is not None]
     first = operands[0]
     of_path, specs = interpreter.treatment.of_path, interpreter.treatment.specs
@@ -142,7 +142,7 @@ def _stacked(interpreter: Interpreter, operands: Sequence[Value], axis: int) -> 
 
 
 def _joined(arrays: Sequence[Any], axis: int) -> Any:
-    """Concatenates arrays with one entry along an axis; None if they are of different kinds."""
+    """Concatenates arrays with one entry along an axis; returns None if the kinds of arrays differ."""
     if any(isinstance(array, Adapted) for array in arrays):
         return Adapted.joined(arrays, axis) if all(isinstance(array, Adapted) for array in arrays) else None
     if not any(map(is_quantized, arrays)):

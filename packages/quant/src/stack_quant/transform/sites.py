@@ -1,9 +1,9 @@
-"""Sites of activations with static ranges: their names, their ranges and the quantization by these.
+"""Sites of activations with static ranges: names, ranges and quantization.
 
-A site is one operand of one operation. Its name is the path of the parameter that the activation is multiplied with, so
-that all functions of a model find the range, even if the operation has different names in them. If the parameter is in
-several products, the name also contains the operation. The name of a site in a product of two activations consists of
-the operation and the operand.
+A site is one operand of one operation. Its name is the path of the parameter that multiplies the activation, because
+the operation may have different names in the functions of a model. If the parameter is in several products, the name
+also contains the operation. The name of a site in a product of two activations consists of the operation and the
+operand.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ class SiteKey(NamedTuple):
     """Location of a site in one program.
 
     Attributes:
-      path: path of the parameter that the activation is multiplied with; None for a product of two activations.
+      path: path of the parameter that multiplies the activation; None for a product of two activations.
       operand: names of the operation and the operand.
       place: position of the operation, as `Interpreter.place`.
     """
@@ -92,7 +92,7 @@ def static_activation(interpreter: Interpreter, key: SiteKey, array: Any, spec: 
       spec: specification with one scale for all entries, or one per tile.
 
     Raises:
-      QuantError: there is no measured range of the site.
+      QuantError: the site's range was not measured.
     """
     shape = spec.tiling(array.shape).scale_shape
     tiles = max(shape, default=1)

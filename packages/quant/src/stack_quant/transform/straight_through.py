@@ -1,6 +1,6 @@
 """Straight-through derivatives of products of codes.
 
-Codes have no derivative, so a product has the derivative of the floats that were rounded. For y = Q(x) W, where W is
+Codes are not differentiable, so a product gets the derivative of the unrounded floats. For y = Q(x) W, where W is
 the dequantized parameter, and its cotangent g:
 
     dL/dx = 1[x is not clipped] * g W^T
@@ -33,7 +33,7 @@ def straight_through(product: Callable[..., Any], operands: Sequence[Any], float
     """Computes `product(*operands)` with the derivative of `product(*floats)`.
 
     Args:
-      operands: operands of the product; some of them are activations as codes, which have no derivative.
+      operands: operands of the product; some are activations as codes, which are not differentiable.
       floats: the same operands with the activations in float, as returned by `within_range`.
     """
     places = [place for place, (one, other) in enumerate(zip(operands, floats, strict=True)) if one is not other]

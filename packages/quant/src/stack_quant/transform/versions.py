@@ -12,7 +12,7 @@ _NOT_THE_USER = re.compile(r"[/\\](stack_core|stack_quant|jaxtyping|flax|beartyp
 
 def source_of(equation: Any) -> str:
     """Returns the position of an equation in the user's code, "path:line", or ""."""
-    from jax._src import source_info_util  # JAX has no public API for this
+    from jax._src import source_info_util  # not available in JAX's public API
 
     for frame in source_info_util.user_frames(equation.source_info.traceback):
         if not _NOT_THE_USER.search(frame.file_name):

@@ -101,7 +101,7 @@ def is_constant_along(view: View, axis: int) -> bool:
 
 
 def reshape(view: View, shape: Sequence[int]) -> View:
-    """Reshapes the array, as `lax.reshape`. Scales are repeated if the new axes require it."""
+    """Reshapes the array as `lax.reshape` does, and repeats scales if the new axes require repetition."""
     if math.prod(shape) == 0:
         return _mapped(view, view.codes.reshape(shape), lambda scale: jnp.ones(shape, scale.dtype))
     groups = axis_groups(view.shape, shape)
@@ -148,7 +148,7 @@ def _to_repeat(view: View, axes: Sequence[int], sizes: Sequence[int]) -> list[in
 
 
 def _split(stretches: int, sizes: Sequence[int]) -> list[int] | None:
-    """Distributes equal stretches over axes of `sizes`: the number along each axis, or None if they do not fit."""
+    """Distributes equal stretches over axes of `sizes`; returns the number along each axis, or None if that fails."""
     counts = []
     for size in sizes:
         if stretches % size == 0:
@@ -189,7 +189,7 @@ def pad(view: View, widths: Sequence[tuple[int, int]]) -> View:
 
 
 def joined(parts: Sequence[View], axis: int) -> View | None:
-    """Concatenates arrays with one entry along an axis; None if they are not quantized in the same way."""
+    """Concatenates arrays with one entry along an axis; returns None if their quantization differs."""
     first = parts[0]
     if any(jax.tree.structure(part) != jax.tree.structure(first) for part in parts) or any(
         part.scale.shape != first.scale.shape for part in parts

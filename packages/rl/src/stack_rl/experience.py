@@ -62,14 +62,14 @@ def batch_of(
     token is still learned.
 
     Args:
-      trajectories: at most as many as the batch has rows.
+      trajectories: trajectories of the batch, one per row.
       shapes: shapes of the batch.
       advantage: key of `ADVANTAGES`; None sets all advantages to 0.
-      weights: name of a weighting, see `token_weights`.
+      weights: name of a weighting in `token_weights`.
       version: version of the weights that the batch will train.
 
     Raises:
-      DataError: a token has more candidates than the batch has room for.
+      DataError: the number of a token's candidates exceeds the batch's maximum.
     """
     batch = {name: np.zeros(each.shape, each.dtype) for name, each in shapes.items()}
     rows, seq_tokens = batch["targets"].shape
@@ -154,7 +154,7 @@ def _lay_out(batch: Mapping[str, np.ndarray], row: int, trajectory: Trajectory, 
 
 
 def _lay_out_candidates(into: np.ndarray, trajectory: Trajectory) -> None:
-    """Writes the candidates of each target. A greedily chosen token has only itself as candidate."""
+    """Writes the candidates of each target to `into`; a greedily chosen token is its only candidate."""
     tokens, none = trajectory.tokens, np.zeros(0, np.int32)
     counts, candidates = trajectory.candidates or (np.zeros(len(tokens), np.int32), none)
     if (most := int(counts.max(initial=0))) > into.shape[1]:
@@ -170,6 +170,6 @@ def _lay_out_candidates(into: np.ndarray, trajectory: Trajectory) -> None:
 
 
 def _has_others(groups: Any) -> np.ndarray:
-    """Returns whether each episode shares its group with another one."""
+    """Returns True for each episode whose group has further episodes."""
     _, place, counts = np.unique(groups, return_inverse=True, return_counts=True)
     return counts[place] > 1

@@ -20,13 +20,13 @@ _PLAIN: Final = ("group", "task", "verdict", "is_truncated")
 
 @dataclass(frozen=True)
 class Group:
-    """The attempts at one task.
+    """All attempts at one task.
 
     Attributes:
       number: index of the group in the run, from 0. It determines the task and the sampling seeds.
-      version: version of the weights at dispatch; later tokens may come from later weights.
-      digest: digest of those weights.
-      trajectories: one per attempt; None for an attempt that failed and is dropped.
+      version: version of the weights at dispatch; later tokens may come from newer weights.
+      digest: digest of the weights at dispatch.
+      trajectories: one trajectory per attempt; None for a failed attempt that is dropped.
     """
 
     number: int
@@ -41,12 +41,12 @@ class Group:
 
     @property
     def is_flat(self) -> bool:
-        """Whether all rewards are equal, which gives the group no gradient. True for a single attempt."""
+        """True if all rewards are equal, as with a single attempt; such a group contributes no gradient."""
         return len(set(self.rewards)) < 2
 
     @property
     def newest(self) -> int:
-        """Newest version of the weights that sampled a token."""
+        """Version of the newest weights that sampled a token of the group."""
         versions = [int(each.versions.max(initial=-1)) for each in self.trajectories if each is not None]
         return max([*versions, self.version])
 
@@ -115,9 +115,9 @@ class _Buffers:
 
 @dataclass
 class Ledger:
-    """The groups used by all batches so far: those below `frontier`, and those in `beyond`.
+    """The groups used by all batches so far: every group below `frontier`, and the groups in `beyond`.
 
-    Invariant: `frontier` is the first unused group, so no group below it can be skipped or used again.
+    Invariant: `frontier` is the first unused group, so a group below it can be neither skipped nor used again.
     """
 
     batches: int = 0

@@ -24,12 +24,12 @@ _READ: Final = ("tokens", "targets", "positions", "segment_ids", "old_logprobs",
 
 @config
 class ReferenceConfig:
-    """Reference model of an objective with `reference: data`; it scores every batch before the batch is trained on.
+    """Reference model of an objective with `reference: data`; it scores every batch before the training step.
 
-    It has its own mesh, so the trainer's devices hold no reference unless the meshes overlap.
+    The model has a separate mesh: it takes memory on the trainer's devices only if the meshes overlap.
 
     Attributes:
-      source: "run:DIRECTORY", such as the run that this one starts from.
+      source: "run:DIRECTORY", such as the run in `run.init_from`.
       mesh: mesh over the machine's last devices; by default over all devices.
     """
 
@@ -52,12 +52,12 @@ class ReferenceConfig:
 
 
 class Reference:
-    """The model of a `ReferenceConfig`, with its parameters placed on its mesh.
+    """The model of a `ReferenceConfig`, with its parameters sharded over its mesh.
 
     Raises:
-      DataError: its vocabulary size differs from the policy's, or it has fewer positions.
-      ShardingError: its mesh has more devices than the machine.
-      StackError: its checkpoint cannot be read.
+      DataError: the vocabulary size differs from the policy's, or the reference has fewer positions.
+      ShardingError: the mesh has more devices than the machine.
+      StackError: the checkpoint cannot be read.
     """
 
     def __init__(self, settings: ReferenceConfig, policy: GenerativeCheckpoint) -> None:
@@ -72,9 +72,9 @@ class Reference:
         self._scores = jax.jit(self._scored, out_shardings=self._model.whole)
 
     def logprobs(self, batch: Batch) -> Float32[np.ndarray, "rows seq"]:
-        """Computes log p(target) under the reference; 0 for positions without a target.
+        """Computes log p(target) under the reference, or 0 at positions without a target.
 
-        If the batch has candidates, the reference's distribution is normalized over them.
+        If the batch has candidates, the reference's distribution is normalized over the candidates.
         """
         read = {name: batch[name] for name in _READ if name in batch}
         return np.asarray(jax.device_get(self._scores(self._params, read)), np.float32)

@@ -28,7 +28,7 @@ class Section:
     Attributes:
       name: name of the analysis.
       help: help line of the analysis.
-      answer: result of the analysis; None if it failed.
+      answer: result of the analysis, or None after a failure.
       failure: error message of a failed analysis.
     """
 
@@ -47,7 +47,7 @@ def sections(trace: Trace) -> Iterator[Section]:
             yield Section(name, help_, registries.analyses[name](trace))
         except StackError as error:
             yield Section(name, help_, None, str(error))
-        except Exception as error:  # A third-party analysis may raise anything; the report keeps the others.
+        except Exception as error:  # A third-party analysis may raise anything; its section shows the error.
             yield Section(name, help_, None, f"{type(error).__name__}: {error}")
 
 
@@ -162,7 +162,7 @@ def _table(answer: Answer[Any], limit: int) -> Markup:
 
 
 def _cell(name: str, value: object, kind: str) -> Markup:
-    """Formats a cell; numbers keep their exact value in an attribute, long texts are truncated."""
+    """Formats a cell. Numbers keep their exact value in an attribute; long texts are truncated."""
     if kind == "number":
         exact = None if value is None or not isinstance(value, int | float) else repr(float(value))
         return element("td", number(name, value), class_=kind, data_value=exact)

@@ -1,1 +1,1 @@
-"""Panels of a run's report."""
+"""Panels that stack-rl adds to a run's report."""

@@ -1,4 +1,4 @@
-"""The panel `episodes`: the policy's episodes of the last evaluation with their rewards."""
+"""The panel `episodes`: the policy's episodes in the last evaluation, with rewards and verdicts."""
 
 import json
 from collections.abc import Mapping
@@ -13,12 +13,13 @@ __all__ = ["episodes"]
 
 
 def episodes(directory: Path, config: Mapping[str, Any]) -> Fragment | None:
-    """Shows the episodes of the last evaluation as a table; None if the run has none."""
+    """Renders the episodes of the last evaluation as a table; returns None for runs without evaluations."""
     found = _records(directory / SAMPLES_FILE)
     if not found:
         return None
     step = max(each["step"] for each in found)
-    last = {each["task"]: each for each in found if each["step"] == step}  # a resumed run evaluates a step again
+    # A resumed run repeats evaluations, so only the last record of each task counts.
+    last = {each["task"]: each for each in found if each["step"] == step}
     columns = element("tr", *(element("th", name) for name in ("task", "episode", "reward", "verdict")))
     body = element("table", element("thead", columns), element("tbody", *map(_line, last.values())))
     note = element("p", f"Greedy episodes at step {step:,}; what the policy wrote is bold.", class_="help")
@@ -35,7 +36,7 @@ def _line(record: Mapping[str, Any]) -> Markup:
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
-    """Reads the samples of a file, except for lines truncated by a kill."""
+    """Reads the samples in a JSONL file; skips lines that a killed process left incomplete."""
     if not path.is_file():
         return []
     found = []

@@ -130,7 +130,7 @@ class Expression:
         return any("(" in atom for part in (self.top, self.bottom) for monomial in part for atom, _ in monomial)
 
     def equals(self, other: "Expression") -> bool | None:
-        """Returns whether the values are equal; None if opaque atoms leave this undecided."""
+        """Compares two values; returns None if opaque atoms leave the comparison undecided."""
         difference = _added(
             _multiplied(self.top, other.bottom),
             {each: -value for each, value in _multiplied(other.top, self.bottom).items()},

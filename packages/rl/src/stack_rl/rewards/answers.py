@@ -45,10 +45,10 @@ def _last_boxed(text: str) -> str | None:
 
 
 def is_same(ours: str, theirs: str, *, tolerance: float = 0.0) -> bool | None:
-    """Returns whether two answers have the same value; None if undecided.
+    """Compares the values of two answers: True if equal, False if different, None if undecided.
 
-    The result is None if an answer cannot be parsed completely, or if the equality is beyond exact arithmetic, such as
-    sin(x)^2 = 1 - cos(x)^2. If only one answer has a unit, the other is assumed to have it too.
+    A comparison is undecided if an answer cannot be parsed completely, or if the equality is beyond exact arithmetic,
+    such as sin(x)^2 = 1 - cos(x)^2. If only one answer has a unit, the same unit is assumed for the other.
 
     Args:
       ours: the policy's answer.
@@ -117,7 +117,7 @@ def _same_quantities(ours: Quantity, theirs: Quantity, tolerance: Fraction) -> b
         scale = number(ours.unit.scale / theirs.unit.scale)
         return _same_values(ours.value * scale, theirs.value, tolerance)
     for one, other in ((ours, theirs), (theirs, ours)):
-        if one.unit and not one.is_certain:  # the other answer lacks a unit, so the letters may be variables
+        if one.unit and not one.is_certain:  # only one answer has a unit, so its letters may be variables
             return (one.product is not None and _same_values(one.product, other.value, tolerance)) or None
         if one.unit == DEGREE:
             radians = one.value * symbol("pi") / number(180)

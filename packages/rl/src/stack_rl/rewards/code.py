@@ -24,16 +24,16 @@ class CodeConfig:
     """Runs the last Python block of an answer against the record's tests.
 
     Blocks are fenced as in CommonMark. A block without a language counts if no block is marked as Python. An answer
-    without blocks is a program as a whole; an answer with only blocks of other languages has no program.
+    without blocks is itself the program; an answer with only blocks of other languages contains no program.
 
     `tests` is either a list of `{"input": text, "output": text}`, the standard input and the expected output, compared
-    without trailing spaces. Or it is a Python text with assertions that is appended to the program. It runs in the
-    program's own process, so a malicious program can fool it.
+    without trailing spaces. Or it is Python source with assertions that is appended to the program. The assertions run
+    in the process of the program, so a malicious program can fool them.
 
     Attributes:
       name: selects this reward.
-      whole: True: the reward is 1 if all tests pass, else 0. False: it is the fraction of passed tests.
-      libraries: whether programs may import the packages installed alongside stack, such as NumPy.
+      whole: True gives reward 1 if all tests pass, else 0. False gives the fraction of passed tests.
+      libraries: True lets programs import the packages installed alongside stack, such as NumPy.
       unchecked: handling of a program that exceeded a limit: "drop" the episode, count it as "wrong" or "stop" the run.
       sandbox: sandbox for the programs.
     """
@@ -93,7 +93,7 @@ class _Code:
         return await self._sandbox.run_soon(program, given=encoded, libraries=self._settings.libraries)
 
     def _unfinished(self, ended: Ended) -> Score | None:
-        """Returns the score of a program that exceeded a limit; None if it finished."""
+        """Returns the score of a program that exceeded a limit, or None if the program finished."""
         if ended.how == "exit":
             return None
         # Signal 24 is SIGXCPU: the program used up its CPU time.

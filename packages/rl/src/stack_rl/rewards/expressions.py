@@ -17,7 +17,7 @@ class Token(NamedTuple):
     Attributes:
       kind: "number", "word", "upright" for a word in \text{}, "command" or "symbol".
       text: characters of the token.
-      is_spaced: whether a space precedes it.
+      is_spaced: True if a space precedes the token.
     """
 
     kind: str
@@ -136,7 +136,7 @@ class _Reader:
         return Token("symbol", "", False) if self.is_done else self._tokens[self._at]
 
     def take(self, *texts: str) -> str:
-        """Consumes and returns the next token if it is one of these symbols, else returns an empty string."""
+        """Consumes and returns the next symbol if `texts` contains it, otherwise returns an empty string."""
         found = self.peek
         if found.kind != "symbol" or found.text not in texts:
             return ""

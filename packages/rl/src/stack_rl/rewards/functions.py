@@ -25,7 +25,7 @@ def right_answer(completion: Completion) -> str:
     """Returns the record's `answer` as stripped text.
 
     Raises:
-      KeyError: the record has no `answer`.
+      KeyError: the record lacks an `answer`.
     """
     if "answer" not in completion.record:
         fields = ", ".join(map(repr, completion.record)) or "none"

@@ -182,7 +182,7 @@ def _filled(settings: JudgeConfig, completion: Completion) -> str:
 
 
 def _grade(settings: JudgeConfig, said: str) -> float | None:
-    """Returns the last grade in a text; None if it is missing, out of range or on another scale."""
+    """Returns the last grade in a text, or None for a missing grade, one out of range or one on another scale."""
     matches = list(re.finditer(settings.pattern, said))
     if not matches:
         return None

@@ -33,13 +33,13 @@ class MathConfig:
 
     Both answers are parsed completely and compared exactly: fractions, roots, polynomials, percentages, units,
     equations, sets, tuples, intervals and unions. If an answer cannot be parsed or the comparison is undecided,
-    math-verify decides if it is installed; otherwise the reward is 0 with the verdict "unparsed". math-verify comes
-    second, and parses LaTeX without dropping units, because used alone it accepts 12ab for 12, 50% for 50, and 5 m for
-    5 cm.
+    math-verify decides if it is installed; otherwise the reward is 0 with the verdict "unparsed". math-verify is only a
+    fallback, and is configured to keep units: used alone with its defaults, it accepts 12ab for 12, 50% for 50, and 5 m
+    for 5 cm.
 
     Attributes:
       name: selects this reward.
-      tolerance: maximum difference of two numbers, relative to the reference; 0 compares exactly.
+      tolerance: maximum relative difference between a number and the reference; 0 compares exactly.
       library: "auto" uses math-verify (the extra `math`) if it is installed, "math_verify" requires it, "none" never
         uses it. It runs in a sandbox, because it may hang.
       unchecked: handling of an answer that math-verify did not finish: "drop" the episode, count it as "wrong" or

@@ -50,7 +50,7 @@ class ModelRewardConfig:
 
 
 class ModelReward:
-    """Scores answers by the head of a reward model at their last token, excluding the token that ends them.
+    """Scores answers by the head of a reward model, evaluated at the last token before the end token.
 
     The objective `reward_model` trains the head at the same token. The model reads the token ids sampled by the policy,
     so both must have the same tokenizer. Answers that finish in the same turn are scored together in batches of 64
@@ -63,7 +63,7 @@ class ModelReward:
     Raises:
       ShardingError: the mesh has more devices than the machine.
       ConversionError: the run did not train a reward model.
-      StackError: its checkpoint cannot be read.
+      StackError: the checkpoint cannot be read.
     """
 
     def __init__(self, address: str, mesh: MeshConfig | None = None) -> None:
@@ -94,7 +94,7 @@ class ModelReward:
         answer = completion.tokens[:-1] if completion.is_finished else completion.tokens
         found = asyncio.get_running_loop().create_future()
         self._waiting.append(((*completion.prompt_tokens, *answer), found))
-        # The first answer schedules the scoring; the rest of the turn arrives before the event loop starts it.
+        # The first answer schedules the scoring; the rest of the turn arrives before the event loop runs the callback.
         if len(self._waiting) == 1:
             asyncio.get_running_loop().call_soon(self._score_waiting)
         return await found

@@ -23,9 +23,9 @@ class Quantity:
 
     Attributes:
       value: the number or expression.
-      unit: its unit, or None.
+      unit: unit of the value, or None.
       is_certain: False if the unit's letters may be variables, as in `5 m`.
-      product: the complete text with those letters as variables; None if it cannot be parsed as such.
+      product: value of the complete text with those letters as variables, or None if that cannot be parsed.
     """
 
     value: Expression
@@ -95,7 +95,7 @@ _EMPTY: Final = frozenset(("no solution", "no solutions", "empty set", "the empt
 
 
 def read(text: str) -> Answer | None:
-    """Parses a complete text; None if some of it is ambiguous or not understood."""
+    """Parses a complete text; returns None if any part is ambiguous or not understood."""
     if len(text) > _MAX_LETTERS:
         return None
     found = plain(text)
@@ -227,7 +227,7 @@ def _as_open(part: Answer | None) -> Answer:
 
 
 def _words(tokens: list[Token]) -> str | None:
-    """Parses an answer in words; None if its letters may be a product of variables."""
+    """Parses an answer in words; returns None if the letters may be a product of variables."""
     words = [token.text for token in tokens]
     if any(token.kind not in ("word", "upright") for token in tokens):
         return None
@@ -236,7 +236,7 @@ def _words(tokens: list[Token]) -> str | None:
 
 
 def _sequence(tokens: list[Token]) -> Answer | None:
-    """Parses a set, a tuple or an interval; None if the brackets belong to an expression."""
+    """Parses a set, a tuple or an interval; returns None if the brackets belong to an expression."""
     if len(tokens) < 2 or tokens[0].text not in _OPENING or tokens[-1].text not in _CLOSING:
         return None
     if not _is_enclosed(tokens):

@@ -1,11 +1,11 @@
-"""Sandbox for untrusted programs: code of answers, and libraries that check answers and may hang.
+"""Sandbox for untrusted programs: code in answers, and answer-checking libraries, which may hang.
 
 | attack | protection |
 |---|---|
 | memory | `memory_bytes` of address space |
 | full disk | an in-memory /tmp of `file_bytes`; in a session only the size of each file is limited |
 | endless loop, sleep | `cpu_s` and `wall_s`, enforced by a launcher that the program cannot reach |
-| threads, forks, a fork bomb | a limit of one process for a non-root user, and a PID namespace that ends with it |
+| threads, forks, a fork bomb | a limit of one process for a non-root user, and a PID namespace that dies with it |
 | endless output | pipes that are read up to `output_bytes` |
 | raising limits | hard limits, no root, no new privileges |
 | network | a network namespace without an interface |
@@ -59,12 +59,12 @@ class SandboxConfig:
 
     Attributes:
       level: "bubblewrap", which must be installed; "namespaces", which the kernel must allow; or "session", a separate
-        session with limits only. None uses the first one that works.
+        session with limits only. None uses the first level that works.
       open: gaps to tolerate. A session leaves "network", "files" and "disk" open.
       wall_s: time limit of a program in seconds.
       cpu_s: CPU time limit of a program in seconds.
       memory_bytes: maximum address space of a program.
-      output_bytes: maximum size of each of its outputs, stdout and stderr.
+      output_bytes: maximum size of stdout and of stderr.
       file_bytes: maximum size of a file, and of all files together at levels with a private file system.
     """
 
@@ -82,7 +82,7 @@ class Ended:
     """Result of a program.
 
     Attributes:
-      how: "exit"; "timeout"; "killed" by a signal, such as the one for CPU time; "flood" for too much output.
+      how: "exit"; "timeout"; "killed" by a signal, such as SIGXCPU; or "flood" for too much output.
       code: exit status, or the negated signal number.
       output, errors: stdout and stderr, up to the limit.
       duration_s: wall time in seconds.
@@ -122,7 +122,7 @@ class Sandbox:
         Args:
           program: source of the program.
           given: standard input.
-          libraries: whether it may import the packages installed alongside stack.
+          libraries: True lets the program import the packages installed alongside stack.
 
         Raises:
           SandboxError: the program could not be started, or its user cannot read the libraries.
@@ -135,7 +135,7 @@ class Sandbox:
         """Checks, once, that programs can read the installed libraries.
 
         Raises:
-          SandboxError: a folder is not readable; the message names it.
+          SandboxError: a folder is not readable; the message lists such folders.
         """
         if self._hidden is None:
             probe = f"import os\nprint(*[each for each in {_libraries()!r} if not os.access(each, os.R_OK | os.X_OK)])"
@@ -210,7 +210,7 @@ def _gaps(settings: SandboxConfig, level: Level) -> Mapping[Gap, str]:
       SandboxError: the level does not work on this machine.
     """
     with socket.create_server(("127.0.0.1", 0)) as server, tempfile.NamedTemporaryFile() as file:
-        Path(file.name).chmod(0o644)  # readable by all users: only the sandbox can hide it
+        Path(file.name).chmod(0o644)  # Readable by all users, so only the sandbox can hide the file.
         probe = _PROBE % (server.getsockname()[1], file.name, settings.file_bytes // 2)
         ended = _run(settings, level, probe, b"", libraries=False)
     try:
@@ -371,7 +371,7 @@ def _exchange(
 
 
 def _written(pipe: IO[bytes], left: memoryview) -> memoryview:
-    """Returns the bytes that remain after one write; empty if the other end is closed."""
+    """Writes once and returns the remaining bytes; empty if the reader has closed the pipe."""
     try:
         return left[os.write(pipe.fileno(), left) :]
     except BrokenPipeError:

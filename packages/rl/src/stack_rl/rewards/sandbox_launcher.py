@@ -119,7 +119,8 @@ def begin(order: dict[str, Any], program: int) -> NoReturn:
         os.setgroups([])
         os.setgid(NOBODY)
         os.setuid(NOBODY)
-    called("prctl", 1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG; changing the user would clear it
+    # PR_SET_PDEATHSIG, only now because a change of user clears the setting.
+    called("prctl", 1, signal.SIGKILL, 0, 0, 0)
     called("prctl", 38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
     for name, value in order["limits"].items():
         resource.setrlimit(getattr(resource, name), (value, value))

@@ -83,9 +83,9 @@ def resolved(reward: Any) -> tuple[str, Reward]:
     """Returns the name and the function of a reward.
 
     Raises:
-      UnknownName: no plugin registers it.
-      ConfigError: it cannot be imported, is not callable, or has unknown settings.
-      StackError: it cannot be built with its settings.
+      UnknownName: no plugin registers the reward.
+      ConfigError: the reward cannot be imported, is not callable, or has unknown settings.
+      StackError: the reward cannot be built with its settings.
     """
     if isinstance(reward, Mapping):
         reward = _kind(reward)
@@ -114,8 +114,8 @@ def _kind(reward: Mapping[str, Any]) -> RewardKind:
     """Parses the config of a reward with settings.
 
     Raises:
-      UnknownName: no plugin registers it.
-      ConfigError: it has no name, accepts no settings, or has unknown settings.
+      UnknownName: no plugin registers the reward.
+      ConfigError: the name is missing, the reward does not accept settings, or a setting is unknown.
     """
     if not isinstance(reward.get("name"), str):
         raise ConfigError(
@@ -131,7 +131,7 @@ async def total_score(rewards: Sequence[tuple[str, Reward, float]], completion: 
     """Computes the weighted sum of the scores, with each score as a fact and the first verdict found.
 
     Raises:
-      EnvironmentFailed: a reward raised or returned a non-finite number; the message names it.
+      EnvironmentFailed: a reward raised or returned a non-finite number; the message names the reward.
     """
     total, facts, verdict = 0.0, dict[str, float](), None
     for name, reward, weight in rewards:
@@ -164,7 +164,7 @@ def plain_facts(facts: Mapping[str, Any]) -> dict[str, float]:
     """Converts measurements of any number type to Python floats.
 
     Raises:
-      ValueError: a value is not a number; the message names it.
+      ValueError: a value is not a number; the message names the measurement.
     """
     found = dict[str, float]()
     for name, value in facts.items():

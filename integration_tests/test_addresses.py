@@ -81,7 +81,7 @@ def test_remote_storage_is_refused_before_a_folder_of_its_name_is_made(
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     told = capsys.readouterr().err
-    assert "address of remote storage" in told and "Give a local path" in told
+    assert "address of remote storage" in told and "Use a local path" in told
     assert not [path for path in work.iterdir() if ":" in path.name]
 
 

@@ -54,7 +54,7 @@ def test_remote_storage_is_refused_in_every_text_of_a_config(address, key):
     with pytest.raises(ConfigError, match=rf"^{key}.*is an address of remote storage \((gs|s3)\), which is not supp"):
         parse(Paths, mapping)
     for read in (local_path, local_address, refuse_remote):
-        with pytest.raises(ConfigError, match="Give a local path; mount the bucket"):
+        with pytest.raises(ConfigError, match="Use a local path: mount the bucket"):
             read(address)
 
 
@@ -64,7 +64,7 @@ def test_other_texts_are_no_remote_storage(text):
 
 
 def test_an_unknown_home_is_named():
-    with pytest.raises(ConfigError, match=r"'~nobody-here/run': .* Give the directory in full"):
+    with pytest.raises(ConfigError, match=r"'~nobody-here/run': .* Write out the full path"):
         local_path("~nobody-here/run")
 
 

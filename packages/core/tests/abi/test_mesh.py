@@ -255,7 +255,7 @@ def test_a_size_is_accepted_exactly_where_the_mesh_divides_it(axes, sizes, size)
     if size % parts == 0:
         assert rules.sharding(mesh, ("a",), (size,)).shard_shape((size,)) == (size // parts,)
     else:
-        with pytest.raises(ShardingError, match=f"size {size}, which is no multiple of {parts}"):
+        with pytest.raises(ShardingError, match=f"size {size}, which is not a multiple of {parts}"):
             rules.sharding(mesh, ("a",), (size,))
 
 

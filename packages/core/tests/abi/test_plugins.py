@@ -79,7 +79,7 @@ BROKEN = {
     "panics": ("class Panic(BaseException): ...\nraise Panic('rust')", "Panic: rust"),
     "reads_registries": (
         "from stack_core.abi import plugins\nplugins.ACTIVE.reports()",
-        "reads the list of plugins while it is made",
+        "reads the list of plugins too early",
     ),
     "no_minor": ("x = 1", "STACK_ABI_MINOR"),
     "true_minor": ("STACK_ABI_MINOR = True", "STACK_ABI_MINOR"),
@@ -214,7 +214,7 @@ def test_a_hook_may_not_read_the_registry_that_it_fills(site, monkeypatch):
     plugins = site.plugins()
     monkeypatch.setattr("stack_core.abi.plugins.ACTIVE", plugins, raising=False)
     assert models_of(plugins).names() == ("good",)
-    assert "reads the registry of models while it is made" in report_of(plugins, "circular").problems[0]
+    assert "reads the registry of models too early" in report_of(plugins, "circular").problems[0]
 
 
 def test_two_plugins_that_claim_one_entry_are_both_refused_and_named(site):
@@ -334,7 +334,7 @@ def test_a_plugin_that_failed_selects_nothing(site):
 
 def test_an_unknown_name_says_which_plugins_are_left_out(site):
     site.add("broken", "import no_such_module_anywhere")
-    with pytest.raises(UnknownName, match=r"Did you mean 'good'\?.*Left out, in whole or in part: 'broken'"):
+    with pytest.raises(UnknownName, match=r"Did you mean 'good'\?.*not fully loaded: 'broken'"):
         models_of(site.plugins())["god"]
 
 

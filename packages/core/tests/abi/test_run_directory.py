@@ -59,7 +59,7 @@ def test_two_trainers_on_one_directory(run: RunDirectory) -> None:
 
 def test_another_run_is_not_overwritten(run: RunDirectory) -> None:
     write(run)
-    with pytest.raises(RunDirectoryError, match=r"holds another run\. Go on with it by --resume"):
+    with pytest.raises(RunDirectoryError, match=r"holds another run\. Continue it with --resume"):
         run.check(resume=False)
     run.check(resume=True)
 

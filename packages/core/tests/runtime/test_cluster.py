@@ -104,7 +104,7 @@ def test_a_driver_of_two_meshes_goes_on_when_a_process_of_either_is_killed(clust
         stale.get()
     with pytest.raises(ArgumentError, match="on another mesh"):
         programs(training, generation)[1](training.put(table), 3)
-    with pytest.raises(ClusterError, match=r"1 hosts is wanted, and 0 are free"):
+    with pytest.raises(ClusterError, match=r"formation needs 1 hosts, but 0 are free"):
         cluster.mesh({"data": 1}, hosts=1)
 
     @remote(training)
@@ -118,6 +118,6 @@ def test_a_driver_of_two_meshes_goes_on_when_a_process_of_either_is_killed(clust
         failed.get()
 
     training.close()
-    with pytest.raises(ClusterError, match=r"data 8 takes 8 devices, and its 2 hosts have 2 \(host 0: 1, host 1: 1\)"):
+    with pytest.raises(ClusterError, match=r"data 8 takes 8 devices, but its 2 hosts have 2 \(host 0: 1, host 1: 1\)"):
         cluster.mesh({"data": 8}, hosts=2)
     assert isinstance(generation.put(table), RemoteArray)

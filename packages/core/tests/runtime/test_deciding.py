@@ -28,7 +28,7 @@ def dead(status=None, error=None, **more):
 
 def test_ranks_are_placed_on_the_lowest_free_hosts():
     assert formed(3, "a:1", {4, 1, 2}, 2).hosts == (1, 2)
-    with pytest.raises(ClusterError, match=r"4 hosts is wanted, and 2 are free \(hosts 0, 7\)"):
+    with pytest.raises(ClusterError, match=r"formation needs 4 hosts, but 2 are free \(hosts 0, 7\)"):
         formed(1, "a:1", {0, 7}, 4)
 
 

@@ -84,7 +84,7 @@ def test_version_skew_names_the_host_the_package_and_both_versions(hosts):
     facts = installed()
     facts["versions"] = {**facts["versions"], "jax": "0.9.1"}
     here = installed()["versions"]["jax"]
-    assert f"host 0 (node7) has jax 0.9.1, and the driver {here}. Install jax {here} there." in refusal(hosts, **facts)
+    assert f"host 0 (node7) has jax 0.9.1, but the driver has {here}. Install jax {here}" in refusal(hosts, **facts)
 
 
 def test_a_host_without_a_plugin_is_named_and_so_is_one_with_more(hosts):
@@ -99,7 +99,7 @@ def test_a_host_without_a_plugin_is_named_and_so_is_one_with_more(hosts):
 def test_a_host_that_cannot_import_or_that_nobody_expects_is_named(hosts):
     assert "cannot run this: it cannot import stack_train" in refusal(hosts, problem="it cannot import stack_train")
     hosts.misfits.clear()
-    assert "came, but this cluster has 2 hosts" in refusal(hosts, host=5)
+    assert "connected, but this cluster has 2 hosts" in refusal(hosts, host=5)
 
 
 def test_hosts_that_do_not_come_are_named_with_the_strangers_that_did(hosts):

@@ -65,7 +65,7 @@ def test_a_suspended_driver_lives_on_when_the_run_that_follows_is_refused(other,
     while state_of(other.pid) != "T":
         time.sleep(0.01)
     job, config = Job("none:none", {"seed": 2, "resume": True}), ClusterConfig(hosts=1)
-    with pytest.raises(ClusterError, match=r"not finished in .*\n  seed: 2, not 1\n"):
+    with pytest.raises(ClusterError, match=r"unfinished run in .* has another config .*\n  seed: 2, not 1\n"):
         supervise(job, config, tmp_path, observe=print, stop=StopRequest())
     same, tokenless = Job("none:none", {"seed": 1}), dataclasses.replace(config, token_file=str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="token file"):

@@ -59,7 +59,7 @@ def test_others_that_do_not_come_are_named(address):
 def test_a_count_of_another_run_is_refused_on_both_sides(address):
     errors = meeting(place(address, 0), place(address, 1, count=3))
     for error in errors:
-        assert isinstance(error, ConfigError) and "Process 1 of 3 came to" in str(error)
+        assert isinstance(error, ConfigError) and "Process 1 of 3 connected to" in str(error)
 
 
 def test_a_stranger_at_the_address_is_passed_over(address):

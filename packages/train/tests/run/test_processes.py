@@ -200,7 +200,7 @@ def test_one_process_goes_on_with_what_two_began_and_two_with_what_one_did(whole
             (),
             {1: ("--optimizer.learning_rate", "0.5")},
             [
-                "The config of process 1 is not that of process 0",
+                "The config of process 1 differs from process 0",
                 "optimizer.learning_rate: 0.5, not 0.01",
                 "Process 1 of this run failed: ConfigError",
             ],

@@ -113,7 +113,7 @@ def test_a_torn_file_of_a_killed_run_is_named_and_written_anew(folder, name):
     file = folder / output / name
     whole = file.read_text()
     file.write_text(whole[: len(whole) // 2])
-    with pytest.warns(UserWarning, match=rf"{name} cannot be read, so what changed .* is not noted"):
+    with pytest.warns(UserWarning, match=rf"{name} cannot be read, so changes since then are not reported"):
         assert train(parse(RunConfig, mapping(folder, output, run={"steps": 5})), resume=True).step == 5
     assert json.loads(file.read_text()) == json.loads(whole)
     assert not list(file.parent.glob("*.partial"))

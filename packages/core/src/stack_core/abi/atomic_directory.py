@@ -19,13 +19,13 @@ def atomic_directory(destination: Path) -> Iterator[Path]:
       ConversionError: the destination exists, or the disk is full or not writable.
     """
     if destination.exists():
-        raise ConversionError(f"{destination} exists already; nothing is overwritten. Choose a new directory.")
+        raise ConversionError(f"{destination} exists already; it is not overwritten. Choose a new directory.")
     partial = destination.with_name(f"{destination.name}.partial-{os.getpid()}")
     try:
         partial.mkdir(parents=True)
         yield partial
         partial.rename(destination)
     except OSError as error:
-        raise ConversionError(f"{destination} could not be written: {error}. Nothing of it is left.") from error
+        raise ConversionError(f"{destination} could not be written: {error}. Partial files were removed.") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -25,8 +25,8 @@ def refuse_remote(text: str) -> str:
     """
     if found := _REMOTE.match(text):
         raise _PathError(
-            f"{text!r} is an address of remote storage ({found[1]}), which is not supported. Give a local path; mount "
-            "the bucket to reach it, or copy what is needed."
+            f"{text!r} is an address of remote storage ({found[1]}), which is not supported. Use a local path: mount "
+            "the bucket, or copy the files."
         )
     return text
 
@@ -42,7 +42,7 @@ def local_path(path: str | Path) -> Path:
         try:
             found = found.expanduser()
         except RuntimeError as error:
-            raise _PathError(f"{str(path)!r}: {error} Give the directory in full.") from error
+            raise _PathError(f"{str(path)!r}: {error} Write out the full path.") from error
     return found.resolve() if ".." in found.parts else found
 
 

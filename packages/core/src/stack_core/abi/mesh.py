@@ -143,7 +143,7 @@ class ShardingRules:
         if len(logical_axes) != len(shape):
             raise ShardingError(
                 f"{name}: {len(logical_axes)} logical axes {tuple(logical_axes)} for an array of {len(shape)} axes, "
-                f"{tuple(shape)}. Name every axis; None is one that is never split."
+                f"{tuple(shape)}. Name every axis, or use None for an axis that is never split."
             )
         spec = self.spec(logical_axes, mesh, name=name)
         for index, (logical_axis, size) in enumerate(zip(logical_axes, shape, strict=True)):
@@ -186,7 +186,7 @@ class ShardingRules:
         keys = " or ".join(f"mesh.rules.{axis}" for axis in dict.fromkeys(colliding))
         return (
             f"{name} with the logical axes {tuple(logical_axes)}: {first} and {second} both use the mesh axis "
-            f"{mesh_axis!r}, which can split one axis of an array only. Change {keys}; null does not split an axis."
+            f"{mesh_axis!r}, which can split only one axis of an array. Change {keys}; null does not split an axis."
         )
 
 
@@ -266,7 +266,7 @@ class MeshConfig:
                 raise ConfigError(f"mesh.{axis} is {size}; expected a number of devices, or -1 for all that are left.")
         rest = [axis for axis, size in self.sizes.items() if size == -1]
         if len(rest) > 1:
-            raise ConfigError(f"mesh.{' and mesh.'.join(rest)} are -1; only one axis can take what the others leave.")
+            raise ConfigError(f"mesh.{' and mesh.'.join(rest)} are -1; only one axis can take the remaining devices.")
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -489,7 +489,7 @@ def _indivisible(size: int, mesh: AnyMesh, mesh_axes: Sequence[str]) -> str:
         if size % others == 0:
             legal = _divisors(math.gcd(size, mesh.size) // others)
             remedies.append(f"mesh.{axis}={' or '.join(map(str, _around(legal, mesh.shape[axis])))}")
-    return f"which is no multiple of {parts} ({product}). These would fit: {'; '.join(remedies)}"
+    return f"which is not a multiple of {parts} ({product}). These would fit: {'; '.join(remedies)}"
 
 
 def _divisors(number: int) -> list[int]:

@@ -173,7 +173,7 @@ class Plugins:
         with self._lock:
             if what in self._running:
                 raise PluginError(
-                    f"A plugin reads {what} while it is made, on import or in a hook. Read it later, inside a function."
+                    f"A plugin reads {what} too early, on import or in a hook. Read it later, inside a function."
                 )
             if what not in self._results:
                 self._running.add(what)
@@ -254,7 +254,7 @@ def _misspelled(manager: pluggy.PluginManager, plugin: Any) -> list[str]:
         and not all(impl.optionalhook for impl in caller.get_hookimpls() if impl.plugin is plugin)
     ]
     unmarked = [
-        f"defines {name} without @hookimpl, so that it is never called."
+        f"defines {name} without @hookimpl, so it is never called."
         for name in HOOKS
         if name not in callers and callable(getattr(plugin, name, None))
     ]
@@ -331,7 +331,7 @@ class Registries:
         absent = package is not None and package not in {report.distribution for report in reports}
         left_out = ", ".join(repr(report.name) for report in reports if report.status != "loaded")
         install = f" `{install_command(package)}` provides it." if absent and package is not None else ""
-        return install + (f" Left out, in whole or in part: {left_out}; see `stack plugins`." if left_out else "")
+        return install + (f" Plugins that are not fully loaded: {left_out}; see `stack plugins`." if left_out else "")
 
 
 plugins = Plugins()

@@ -161,9 +161,7 @@ class RunDirectory:
         try:
             return json.loads(path.read_bytes())
         except (OSError, ValueError) as error:
-            warnings.warn(
-                f"{path} cannot be read, so what changed since it was written is not noted: {error}.", stacklevel=2
-            )
+            warnings.warn(f"{path} cannot be read, so changes since then are not reported: {error}.", stacklevel=2)
             return None
 
     def release(self) -> None:
@@ -180,11 +178,11 @@ class RunDirectory:
     def _check_content(self, *, resume: bool) -> None:
         if resume and not self.config.exists():
             raise RunDirectoryError(
-                f"There is nothing to resume: {self.path} holds no run. Leave --resume out to start one."
+                f"There is nothing to resume: {self.path} holds no run. Omit --resume to start one."
             )
         if not resume and self.config.exists():
             raise RunDirectoryError(
-                f"{self.path} holds another run. Go on with it by --resume, or give this run an output of its own."
+                f"{self.path} holds another run. Continue it with --resume, or choose another output."
             )
         # Files next to a lock without a config are leftovers of a failed start. Any other content is foreign, except
         # the record of the cluster that is about to execute the run.

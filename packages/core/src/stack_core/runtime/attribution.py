@@ -104,7 +104,7 @@ def _is_casualty(error: dict[str, Any]) -> bool:
 def _failure(formation: Formation, culprit: Member, severity: int) -> Failure:
     rank, host, step = culprit.rank, culprit.host, formation.step
     if severity == _LOST:
-        return Failure("lost host", rank, host, step, "its agent is gone or answers nothing")
+        return Failure("lost host", rank, host, step, "its agent is gone or does not answer")
     if severity == _STOPPED:
         return Failure("stopped", rank, host, step, "a signal has stopped it", signal="SIGSTOP")
     status = culprit.exit_status or 0
@@ -129,5 +129,5 @@ def _hang(formation: Formation, hangs_for_s: float) -> Failure:
         None if blamed is None else blamed.rank,
         None if blamed is None else blamed.host,
         formation.step,
-        f"nothing was completed for {hangs_for_s:.1f} s",
+        f"no progress for {hangs_for_s:.1f} s",
     )

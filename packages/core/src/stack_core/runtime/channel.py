@@ -89,7 +89,7 @@ class Peer:
         while len(self._received) >= _HEADER.size:
             length, kind, mac = _HEADER.unpack_from(self._received)
             if kind not in (_JSON, _BYTES) or length > (_MOST_BYTES if self.ready else _MOST_GREETING_BYTES):
-                raise ChannelClosed("The other side sent what is no frame of this channel.")
+                raise ChannelClosed("The other side sent data that is not a frame of this channel.")
             if len(self._received) < _HEADER.size + length:
                 break
             payload = bytes(memoryview(self._received)[_HEADER.size : _HEADER.size + length])

@@ -337,7 +337,7 @@ class RemoteMesh:
             each = ", ".join(f"host {member.host}: {devices[member.rank]}" for member in formation.members)
             self.end()
             raise ClusterError(
-                f"A mesh of {axes} takes {wanted} devices, and its {self._count} hosts have {there} ({each}). The "
+                f"A mesh of {axes} takes {wanted} devices, but its {self._count} hosts have {there} ({each}). The "
                 f"cluster has {hosts.count} hosts. Change the axes, or `hosts`."
             )
 

@@ -28,7 +28,7 @@ def from_frame(frame: Mapping[str, Any]) -> Event:
     name = fields.pop("event", None)
     kind = getattr(events, str(name), None) if name in events.__all__ else None
     if kind is None:
-        raise ClusterError(f"A worker told of the event {name!r}, which this stack-core does not know.")
+        raise ClusterError(f"A worker sent the event {name!r}, which this stack-core does not know.")
     if kind is RunFailed:
         fields["error"] = TrainingError(str(fields.get("error")))
     for field in dataclasses.fields(kind):
@@ -39,7 +39,7 @@ def from_frame(frame: Mapping[str, Any]) -> Event:
     try:
         return kind(**fields)
     except TypeError as error:
-        raise ClusterError(f"A worker told of the event {name!r} with other fields: {error}") from error
+        raise ClusterError(f"A worker sent the event {name!r} with other fields: {error}") from error
 
 
 def _plain(value: Any) -> Any:

@@ -103,7 +103,7 @@ def formed(number: int, coordinator: str, free: Collection[int], count: int) -> 
     if len(hosts) < count:
         there = ", ".join(map(str, hosts)) or "none"
         raise ClusterError(
-            f"A formation of {count} hosts is wanted, and {len(hosts)} are free (hosts {there}). "
-            "Ask for a smaller mesh, end another one, or give the cluster more hosts."
+            f"A formation needs {count} hosts, but {len(hosts)} are free (hosts {there}). "
+            "Use a smaller mesh, end another one, or add hosts to the cluster."
         )
     return Formation(number, coordinator, [Member(rank, host) for rank, host in enumerate(hosts[:count])])

@@ -268,9 +268,9 @@ class Hosts:
     def _misfit(self, number: int, hello: Mapping[str, Any]) -> str | None:
         name = f"host {number} ({hello['name']})"
         if number in self.present:
-            return f"{name} is there already, by the agent with pid {self.present[number].pid}."
+            return f"{name} is already connected, by the agent with pid {self.present[number].pid}."
         if number >= self.count:
-            return f"{name} came, but this cluster has {self.count} hosts. Raise cluster.hosts, or start fewer."
+            return f"{name} connected, but this cluster has {self.count} hosts. Raise cluster.hosts, or start fewer."
         if hello["problem"]:
             return f"{name} cannot run this: {hello['problem']}"
         lines = differing(name, hello, self._facts)

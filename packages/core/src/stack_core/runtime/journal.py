@@ -174,11 +174,11 @@ class Journal:
         finally:
             database.execute("ROLLBACK")
         if application not in (0, _APPLICATION) or (application == 0 and tables):
-            raise JournalError(f"{self.path} is a database of another program. Name another file.")
+            raise JournalError(f"{self.path} is a database of another program. Use another file.")
         if application and version != _FORMAT:
             raise JournalError(
-                f"{self.path} has format {version}; this version of stack-core reads {_FORMAT}. Go on with the version "
-                "that wrote it, or remove the file, which loses what waits in it."
+                f"{self.path} has format {version}; this version of stack-core reads {_FORMAT}. Continue with the "
+                "version that wrote it, or remove the file, which loses its unacknowledged entries."
             )
         database.execute("PRAGMA journal_mode = WAL")
         database.execute(f"PRAGMA synchronous = {synchronous}")
@@ -209,6 +209,6 @@ class Journal:
 
 
 _REMEDY = (
-    "Look whether the disk is full and the file writable; a damaged journal may be removed, which loses what waits in "
-    "it."
+    "Check that the disk is not full and the file is writable. A damaged journal can be removed, which loses its "
+    "unacknowledged entries."
 )

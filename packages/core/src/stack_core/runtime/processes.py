@@ -139,8 +139,8 @@ class Processes:
         if lines:
             listing = "\n  ".join(lines)
             raise ConfigError(
-                f"The {what} of process {self.id} is not that of process 0; here is its own, not that one's:\n  "
-                f"{listing}\nStart all {self.count} processes with the same."
+                f"The {what} of process {self.id} differs from process 0 (its own value, not process 0's):\n  "
+                f"{listing}\nStart all {self.count} processes with the same {what}."
             )
 
     def agree_on_stop(self, name: str, step: int, stop: StopRequest) -> bool:
@@ -244,8 +244,8 @@ class Processes:
             return _failure(said)
         if lost:
             return TrainingError(
-                f"Process {self.id} has lost another process of this run, which ended without a word: {error}\n"
-                "Look at how the others ended, then start all of them again, with --resume if there is a checkpoint."
+                f"Process {self.id} has lost another process of this run, which ended without an error: {error}\n"
+                "Check how the other processes ended, then restart all, with --resume if there is a checkpoint."
             )
         return error
 

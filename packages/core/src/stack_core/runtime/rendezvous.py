@@ -56,8 +56,8 @@ class ProcessesConfig:
         process = next((each for each in found if each is not None), None)
         if process is None:
             raise ConfigError(
-                f"processes.count is {count}, but nothing says which of them this process is. Start each with "
-                f"--processes.id 0 to {count - 1}, or with JAX_PROCESS_ID, or all with srun."
+                f"processes.count is {count}, but the id of this process is not set. Start each process with "
+                f"--processes.id 0 to {count - 1} or JAX_PROCESS_ID, or start all with srun."
             )
         if process >= count:
             raise ConfigError(f"processes.id is {process}, but processes.count is {count}: ids are 0 to {count - 1}.")
@@ -129,9 +129,9 @@ def _gather(place: Place, until_s: float) -> None:
                 continue
             if said["id"] not in missing or said.get("count") != place.count:
                 problem = (
-                    f"Process {said['id']} of {said.get('count')} came to {place.coordinator}, where {place.count} "
-                    f"processes meet and of these {', '.join(map(str, missing))} are missing. "
-                    "Give each process an id of its own, and all the same processes.count."
+                    f"Process {said['id']} of {said.get('count')} connected to {place.coordinator}, which expects "
+                    f"{place.count} processes and waits for {', '.join(map(str, missing))}. "
+                    "Give each process its own id, and all the same processes.count."
                 )
                 for each in (*guests.values(), guest):
                     _say(each, problem)
@@ -154,7 +154,7 @@ def _report(place: Place, until_s: float) -> None:
         if time.monotonic() > until_s:
             raise TrainingError(
                 f"Process {place.id} waited {place.start_timeout_s} s for process 0 at processes.coordinator "
-                f"{place.coordinator}, where nobody lets it in. Start process 0 there, or correct the address."
+                f"{place.coordinator}, which did not admit it. Start process 0 there, or correct the address."
             )
         time.sleep(_RETRY_S)
     if problem:

@@ -61,7 +61,7 @@ def supervise(
       RunGivenUp: the run fails repeatedly; names the step and the cause.
       StackError: an error of a worker that the user must fix, or hosts that do not connect or are incompatible.
     """
-    assert config.hosts is not None, "the caller asks for hosts"
+    assert config.hosts is not None, "the caller sets hosts"
     record = ClusterRecord(output / "cluster")
     launcher: Launcher = registries.launchers[config.launcher](config)
     if config.token_file is not None:
@@ -239,8 +239,8 @@ class _Driver:
                     return kind(str(said.get("message")))
             return StackError(str(said.get("message")))
         return RunGivenUp(
-            f"{verdict.reason}\nIts last checkpoint stays; look at "
-            f"`stack cluster logs {self.record.directory.parent}`, mend the cause, and go on with --resume."
+            f"{verdict.reason}\nIts last checkpoint is kept. Read "
+            f"`stack cluster logs {self.record.directory.parent}`, fix the cause, and continue with --resume."
         )
 
     def _turn(self, formation: Formation, timeout_s: float) -> None:
@@ -370,8 +370,8 @@ def _check_same_job(job: Job, config: ClusterConfig, record: ClusterRecord, left
     if lines := differences(ours, theirs):
         listing = "\n  ".join(lines)
         raise ClusterError(
-            f"A run of another config is not finished in {record.directory.parent}; here is this one's, not that one's:"
-            f"\n  {listing}\nStart it with the config that it has, or wait until its agents have ended."
+            f"An unfinished run in {record.directory.parent} has another config (this run's value, not that run's):"
+            f"\n  {listing}\nStart that run with its own config, or wait until its agents have ended."
         )
 
 

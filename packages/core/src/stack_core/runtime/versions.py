@@ -35,13 +35,13 @@ def differing(host: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> 
     for name in sorted({*ours["versions"], *theirs["versions"]}):
         there, here = theirs["versions"].get(name, "none"), ours["versions"].get(name, "none")
         if there != here:
-            lines.append(f"{host} has {name} {there}, and the driver {here}. Install {name} {here} there.")
+            lines.append(f"{host} has {name} {there}, but the driver has {here}. Install {name} {here} there.")
     for name, version in sorted(ours["plugins"].items()):
         there = theirs["plugins"].get(name)
         if there is None:
             lines.append(f"{host} lacks the plugin {name!r} ({version}), which the driver has. Install it there.")
         elif there != version:
-            lines.append(f"{host} has the plugin {name!r} in version {there}, and the driver in {version}.")
+            lines.append(f"{host} has the plugin {name!r} in version {there}, but the driver has {version}.")
     lines += [
         f"{host} has the plugin {name!r} ({version}), which the driver lacks. Install it here, or block it there."
         for name, version in sorted(theirs["plugins"].items())

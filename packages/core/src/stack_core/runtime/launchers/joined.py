@@ -61,5 +61,5 @@ def _given_number() -> int | None:
     """Returns the host number assigned by the scheduler's environment variables, or None."""
     found = next((os.environ[name] for name in _NUMBERS if os.environ.get(name)), None)
     if found is not None and not found.isdecimal():
-        raise ConfigError(f"The environment says that this host is number {found!r}; expected a number. Pass --host.")
+        raise ConfigError(f"This host's number in the environment is {found!r}; expected a number. Pass --host.")
     return int(found) if found is not None else None

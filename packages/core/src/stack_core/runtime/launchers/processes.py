@@ -49,7 +49,7 @@ class ProcessesLauncher:
             return None
         assert agent.stderr is not None, "it is a pipe"
         said = agent.stderr.read().decode(errors="replace")[-_LAST_WORDS_BYTES:].strip() if agent.stderr else ""
-        return f"its agent exited with status {agent.returncode}: {said or 'it said nothing'}"
+        return f"its agent exited with status {agent.returncode}: {said or 'without a message'}"
 
     def close(self) -> None:
         for host in tuple(self._agents):

@@ -1,4 +1,4 @@
-"""Serves models on JAX: a batching generation engine, HTTP and gRPC servers, an export format."""
+"""Serving of models on JAX: a batching generation engine, HTTP and gRPC servers, and an export format."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ _PLACES = {"LLM": "stack_serve.llm.language_model", "SamplingParams": "stack_cor
 
 
 def __getattr__(name: str) -> Any:
-    """Imports jax when a name is asked for, not when the `stack` command looks for this package's plugin."""
+    """Imports a public name on first access, to let the `stack` command load the plugin without JAX."""
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib

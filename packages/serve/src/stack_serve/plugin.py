@@ -1,4 +1,4 @@
-"""What stack-serve registers."""
+"""The engine and the commands registered by stack-serve."""
 
 from stack_core.abi.hookspecs import hookimpl
 from stack_core.abi.registry import Registrar
@@ -14,14 +14,14 @@ def stack_register_engines(registry: Registrar) -> None:
 @hookimpl
 def stack_register_commands(registry: Registrar) -> None:
     registry.add("bench serve", "stack_serve.commands.bench_serve:bench_serve", help="Measure a server under load.")
-    registry.add("bundle inspect", "stack_serve.commands.bundle:inspect", help="Tell what a bundle computes.")
-    registry.add("bundle ls", "stack_serve.commands.bundle:ls", help="List the bundles below a directory.")
-    registry.add("bundle verify", "stack_serve.commands.bundle:verify", help="Check that a bundle is whole.")
-    registry.add("chat", "stack_serve.commands.chat:chat", help="Talk to a model in the terminal.", huge_pages=True)
+    registry.add("bundle inspect", "stack_serve.commands.bundle:inspect", help="Print the signatures of a bundle.")
+    registry.add("bundle ls", "stack_serve.commands.bundle:ls", help="List the bundles in a directory tree.")
+    registry.add("bundle verify", "stack_serve.commands.bundle:verify", help="Verify a bundle and replay its examples.")
+    registry.add("chat", "stack_serve.commands.chat:chat", help="Chat with a model in the terminal.", huge_pages=True)
     registry.add("export", "stack_serve.commands.export:export", help="Export a model as a bundle.")
     registry.add(
         "serve",
         "stack_serve.commands.serve:serve",
-        help="Serve a language model as OpenAI and vLLM do, or bundles.",
+        help="Serve a language model with OpenAI's API, or bundles.",
         huge_pages=True,
     )

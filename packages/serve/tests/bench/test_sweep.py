@@ -116,12 +116,12 @@ def test_pieces_of_text_are_not_counted_as_tokens(openai_server: Server) -> None
         ("busy", r"\(http 429\): .*The queue is full"),
         ("cut", r"\(stream\)"),
         ("broken", r"\(error\): The stream has an error: .*out of order"),
-        ("other", r"\(error\): The stream has an event of another shape"),
+        ("other", r"\(error\): The stream has an event of an unexpected format"),
         ("empty", r"\(empty\): The answer has no text"),
     ],
 )
 def test_a_server_that_answers_nothing_is_not_measured(openai_server: Server, model: str, message: str) -> None:
-    with pytest.raises(BenchmarkError, match=f"Nothing was measured, for a first request fails {message}"):
+    with pytest.raises(BenchmarkError, match=f"Nothing was measured because a first request failed {message}"):
         measured(openai_server, Load("concurrency", 1.0, 1), model=model)
 
 

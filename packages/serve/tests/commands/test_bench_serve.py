@@ -26,7 +26,7 @@ def test_it_prints_writes_and_compares(
     assert all(point.goodput_per_s == point.requests_per_s for point in Results.read(earlier).points)
     assert re.search(r"2 at once: 4 of 4 completed in .* answer tokens/s", said.out)
     assert re.search(r"time per output token +p50 +\d+\.\d ms", said.out)
-    assert re.search(r"beside the earlier run: answer tokens/s [+-]\d+\.\d%", said.out)
+    assert re.search(r"change from the earlier run: answer tokens/s [+-]\d+\.\d%", said.out)
     assert "2 at once: 4 of 4 requests" in said.err
     assert openai_server[0].bodies[-1]["ignore_eos"] is True
     html = page.read_text()
@@ -42,7 +42,7 @@ def test_tokens_that_the_server_does_not_count_are_not_known(
     bench_serve(openai_server[1], json=found, **options)  # type: ignore[arg-type]
     bench_serve(openai_server[1], compare=found, html=tmp_path / "page.html", **options)  # type: ignore[arg-type]
     said = capsys.readouterr().out
-    assert "tokens are not known: the server's streams have no `usage`" in said and "answer tokens/s" not in said
+    assert "token counts are not known: the streams lack `usage`" in said and "answer tokens/s" not in said
 
 
 def test_loads_without_options(openai_server: Server, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_a_bundle_tells_what_it_computes(digits: Path, capsys: Any) -> None:
 
 def test_a_whole_bundle_is_verified_and_a_damaged_one_refused(digits: Path, tmp_path: Path, capsys: Any) -> None:
     main(["bundle", "verify", str(digits)])
-    assert "5 files have their digests; examples repeated: 1" in capsys.readouterr().out
+    assert "5 files match their digests; examples replayed: 1" in capsys.readouterr().out
     shutil.copytree(digits, tmp_path / "bad")
     program = next((tmp_path / "bad/programs").iterdir())
     program.write_bytes(program.read_bytes()[:-1])

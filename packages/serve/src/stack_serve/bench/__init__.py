@@ -1,1 +1,1 @@
-"""Load on a server that speaks OpenAI's HTTP interface, and what its users would see of it."""
+"""Load tests of servers with OpenAI's HTTP API, measured from the client."""

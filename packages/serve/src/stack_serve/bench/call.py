@@ -1,4 +1,4 @@
-"""One request as its client sees it."""
+"""Client-side measurement of one request."""
 
 import time
 from dataclasses import dataclass, field
@@ -13,13 +13,16 @@ __all__ = ["Call", "make_call"]
 
 @dataclass
 class Call:
-    """What came back, with times in seconds of `time.perf_counter()`.
+    """Result of a request, with times in seconds on the clock of `time.perf_counter()`.
 
     Attributes:
-      due_s: when the load was to send it; `sent_s` is when it did, later where the client cannot keep up.
-      arrivals_s: of each piece of text.
-      prompt_tokens, answer_tokens: as the server counts them; None where it does not say.
-      failure: its kind, as `RequestFailed` names them, and `message` tells more.
+      due_s: scheduled send time of the request.
+      sent_s: actual send time, later than `due_s` if the client cannot keep up.
+      ended_s: time at which the response was complete or the request failed.
+      arrivals_s: arrival time of each stream event with text.
+      prompt_tokens, answer_tokens: token counts reported by the server; None if it does not report them.
+      failure: kind of failure (see `RequestFailed`); None if the request succeeded.
+      message: human-readable description of the failure.
     """
 
     due_s: float
@@ -33,28 +36,28 @@ class Call:
 
     @property
     def ttft_s(self) -> float:
-        """Time to first token: from when it was due to the first piece of text."""
+        """Time to first token: from `due_s` to the first text."""
         return self.arrivals_s[0] - self.due_s
 
     @property
     def e2e_s(self) -> float:
-        """From when it was due to the last piece of text."""
+        """End-to-end latency: from `due_s` to the last text."""
         return self.arrivals_s[-1] - self.due_s
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token, the mean of those after the first; None if there is one, or the server counts none."""
+        """Mean time per output token after the first; None for fewer than two tokens or an unknown token count."""
         tokens = self.answer_tokens or 0
         return (self.arrivals_s[-1] - self.arrivals_s[0]) / (tokens - 1) if tokens > 1 else None
 
     @property
     def itl_s(self) -> list[float]:
-        """Inter-token latencies: between pieces of text, of which one may hold several tokens."""
+        """Inter-token latencies: gaps between events with text. One event may contain several tokens."""
         return [later - earlier for earlier, later in zip(self.arrivals_s, self.arrivals_s[1:], strict=False)]
 
 
 async def make_call(endpoint: Endpoint, task: Task, *, due_s: float | None = None) -> Call:
-    """Sends a request; whatever happens to it is in what it returns."""
+    """Sends a request and measures it. A `RequestFailed` is recorded in the result instead of raised."""
     now_s = time.perf_counter()
     call = Call(due_s=now_s if due_s is None else due_s, sent_s=now_s)
 
@@ -82,7 +85,7 @@ def _note(call: Call, data: bytes, arrived_s: float) -> None:
             call.prompt_tokens = usage.get("prompt_tokens")
             call.answer_tokens = usage.get("completion_tokens")
     except (ValueError, AttributeError, TypeError) as error:
-        raise RequestFailed(f"The stream has an event of another shape: {data[:200]!r}", kind="error") from error
+        raise RequestFailed(f"The stream has an event of an unexpected format: {data[:200]!r}", kind="error") from error
 
 
 def _has_text(choice: dict[str, object]) -> bool:

@@ -1,4 +1,4 @@
-"""How many tokens prompts and answers have."""
+"""Distributions of prompt and answer lengths."""
 
 import math
 import random
@@ -9,7 +9,7 @@ from stack_core.abi.errors import BenchmarkError
 __all__ = ["Lengths"]
 
 _MAX_TOKENS, _MAX_SIGMA = 10**7, 10.0
-_FORMS = 'Write a number, "LOW:HIGH" for all between as often, or "lognormal:MEDIAN,SIGMA".'
+_FORMS = 'Write a number, "LOW:HIGH" for a uniform distribution, or "lognormal:MEDIAN,SIGMA".'
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,9 @@ class Lengths:
     """A distribution of lengths in tokens, each at least 1.
 
     Attributes:
-      kind: "uniform" between `first` and `second`, both included, or "lognormal": the logarithm of a length has the
-        mean `log(first)` and the standard deviation `second`.
+      kind: "uniform" or "lognormal".
+      first: smallest length (uniform) or median length (lognormal).
+      second: largest length, included (uniform), or standard deviation of the logarithm of the length (lognormal).
     """
 
     kind: str
@@ -27,10 +28,10 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> "Lengths":
-        """Reads "128", "64:512" or "lognormal:128,0.5".
+        """Parses "128", "64:512" or "lognormal:128,0.5".
 
         Raises:
-          BenchmarkError: it is none of these.
+          BenchmarkError: the text has another form, or a length is out of range.
         """
         name, separator, rest = text.partition(":")
         try:
@@ -54,7 +55,7 @@ class Lengths:
         return f"{self.first:g}" if self.first == self.second else f"{self.first:g}:{self.second:g}"
 
     def draw(self, source: random.Random) -> int:
-        """The next length in tokens."""
+        """Samples a length in tokens."""
         if self.kind == "uniform":
             return source.randint(int(self.first), int(self.second))
         return min(max(1, round(source.lognormvariate(math.log(self.first), self.second))), _MAX_TOKENS)

@@ -1,4 +1,4 @@
-"""Load: requests at a rate or at a concurrency, and what the client spends on them."""
+"""Load generation at a request rate or at a concurrency."""
 
 import asyncio
 import itertools
@@ -22,9 +22,10 @@ class Load:
     """One point of a sweep.
 
     Attributes:
-      kind: "rate": `value` requests a second begin, at times of a Poisson process, whatever the server does; infinite
-        is all at once. "concurrency": `value` clients each send a request once the one before has ended.
-      requests: how many in all.
+      kind: "rate" (open loop: requests arrive as a Poisson process) or "concurrency" (closed loop: each client sends
+        its next request when the previous one ends).
+      value: requests per second, where infinity sends all immediately, or number of clients.
+      requests: total number of requests.
     """
 
     kind: str
@@ -37,11 +38,13 @@ class Load:
 
 @dataclass
 class Outcome:
-    """What became of a load.
+    """Result of a load.
 
     Attributes:
-      duration_s: from the first request to the end of the last.
-      client_cpu_s: CPU time of this process meanwhile.
+      load: load that was run.
+      calls: measured requests in the order in which they ended.
+      duration_s: time from the start of the load to the end of its last request.
+      client_cpu_s: CPU time of the client process in that time.
     """
 
     load: Load
@@ -53,7 +56,7 @@ class Outcome:
 async def run_load(
     endpoint: Endpoint, requests: Requests, load: Load, *, ended: Callable[[Call], None] = lambda call: None
 ) -> Outcome:
-    """Sends all requests of a load; `ended` hears of each that has ended."""
+    """Sends all requests of a load and calls `ended` after each."""
     tasks = itertools.islice(requests.tasks(str(load)), load.requests)
     outcome = Outcome(load)
 
@@ -73,7 +76,7 @@ async def run_load(
 
 
 async def _in_turn(send: Send, tasks: Iterator[Task]) -> None:
-    for task in tasks:  # one iterator for all clients
+    for task in tasks:  # the clients share one iterator
         await send(task, None)
 
 

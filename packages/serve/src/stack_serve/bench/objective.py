@@ -1,4 +1,4 @@
-"""A service level objective: how long a request may take to be a good one."""
+"""Service level objective: latency limits that a request must meet to count towards goodput."""
 
 from dataclasses import dataclass
 
@@ -12,16 +12,20 @@ _LIMITS = ("ttft_ms", "tpot_ms", "e2e_ms")
 
 @dataclass(frozen=True)
 class Objective:
-    """Upper limits in milliseconds by name: "ttft_ms", "tpot_ms" and "e2e_ms"."""
+    """Upper limits on the latencies of a request.
+
+    Attributes:
+      limits: limits in milliseconds, keyed by "ttft_ms", "tpot_ms" and "e2e_ms".
+    """
 
     limits: dict[str, float]
 
     @classmethod
     def parse(cls, text: str) -> "Objective":
-        """Reads "ttft_ms:200,tpot_ms:50".
+        """Parses "ttft_ms:200,tpot_ms:50".
 
         Raises:
-          BenchmarkError: a limit is unknown, given twice or no positive number.
+          BenchmarkError: a limit is unknown, repeated or not a positive number.
         """
         limits: dict[str, float] = {}
         for part in text.split(","):
@@ -39,7 +43,7 @@ class Objective:
         return cls(limits)
 
     def holds(self, call: Call) -> bool:
-        """Whether a request succeeded within all limits; one of a single token has no time per token."""
+        """Returns whether a request succeeded within all limits. "tpot_ms" is ignored for single-token answers."""
         if call.failure is not None:
             return False
         times_s = {"ttft_ms": call.ttft_s, "tpot_ms": call.tpot_s or 0.0, "e2e_ms": call.e2e_s}

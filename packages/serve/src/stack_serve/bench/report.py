@@ -1,4 +1,4 @@
-"""Results as one HTML file: plots drawn into it, a table, and what they are of. Nothing is loaded from anywhere."""
+"""Benchmark report as one self-contained HTML file with plots and a table."""
 
 import html
 import importlib
@@ -34,7 +34,7 @@ svg {{ max-width: 100%; height: auto; }}
 
 
 def check_plots() -> None:
-    """Raises BenchmarkError where matplotlib is missing."""
+    """Raises BenchmarkError if matplotlib is not installed."""
     try:
         importlib.import_module("matplotlib")
     except ImportError as error:
@@ -45,10 +45,10 @@ def check_plots() -> None:
 
 
 def write_report(path: Path, found: Results, baseline: Results | None = None) -> None:
-    """Writes the report.
+    """Writes results, and an optional baseline for comparison, as an HTML report.
 
     Raises:
-      BenchmarkError: matplotlib is missing, or the file cannot be written.
+      BenchmarkError: matplotlib is not installed, or the file cannot be written.
     """
     check_plots()
     workload = ", ".join(f"{name} {value}" for name, value in found.workload.items())
@@ -77,7 +77,7 @@ def _table_row(point: Point) -> str:
 
 
 def _row(point: Point | None) -> dict[str, str]:
-    """Cells by heading; of None the headings alone."""
+    """Returns the table cells of a point by heading; for None all cells are empty."""
 
     def text(cell: Callable[[Point], str]) -> str:
         return "" if point is None else cell(point)
@@ -111,7 +111,7 @@ def _ms(point: Point, name: str, share: str) -> str:
 
 
 def _plots(found: Results, baseline: Results | None) -> list[str]:
-    """For each kind of load: throughput, and the times that a user sees, over the load."""
+    """Draws throughput and latencies over the load as SVG, one figure for each kind of load."""
     plots = []
     for kind, unit in (("rate", "requests a second"), ("concurrency", "requests at once")):
         points = [point for point in found.points if point.kind == kind and math.isfinite(point.value)]
@@ -123,7 +123,8 @@ def _plots(found: Results, baseline: Results | None) -> list[str]:
 
 
 def _figure(points: Sequence[Point], earlier: Sequence[Point], unit: str) -> str:
-    # Without pyplot: no window system, no global state. By name, as an environment without it is checked for types too.
+    # pyplot is avoided because it selects a window system and keeps global state. The import is dynamic so that types
+    # can be checked without matplotlib.
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=(11, 6.5), layout="constrained")
     throughput, *others = figure.subplots(2, 3).flat
     _line(throughput, points, earlier, _speed, color="C0")

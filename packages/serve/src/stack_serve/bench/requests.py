@@ -1,4 +1,4 @@
-"""The requests of a run: drawn from its seed alone, so that two servers get the same ones."""
+"""Requests of a benchmark run, generated from its seed to be the same for every server."""
 
 import random
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from stack_serve.bench.lengths import Lengths
 
 __all__ = ["Requests", "Task"]
 
-# Frequent enough that most tokenizers have one token for each.
+# Frequent English words, which most tokenizers encode as one token.
 _TEXT = (
     "the of and to in is that for it as was with be by on not he this are or his from at which but have an had they "
     "you were their one all we can her has there been if more when will would who so no out up into than them only "
@@ -24,7 +24,13 @@ _WORDS = tuple(_TEXT.split())
 
 @dataclass(frozen=True)
 class Task:
-    """One request: where it goes, and its body."""
+    """One request.
+
+    Attributes:
+      path: path of the request, relative to the address of the endpoint.
+      body: JSON body.
+      prompt_tokens: requested prompt length in tokens, exact only for prompts of token ids.
+    """
 
     path: str
     body: dict[str, Any]
@@ -33,14 +39,17 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Requests:
-    """What is asked of a server.
+    """Generator of the requests of a run.
 
     Attributes:
-      prompts, answers: lengths in tokens; answers may end earlier where the model ends them.
-      vocab_size: prompts are random token ids below it; None makes them of words.
-      words_per_token: of prompts of words.
-      chat: ask for chat completions, whose prompts are of words.
-      extra: fields of every body besides, such as `ignore_eos`.
+      model: name of the model on the server.
+      prompts: distribution of prompt lengths in tokens.
+      answers: distribution of maximum answer lengths in tokens; the model may end an answer earlier.
+      seed: seed of the prompts and lengths.
+      vocab_size: upper bound of the random token ids in prompts; None generates prompts of words.
+      words_per_token: number of words generated per requested prompt token.
+      chat: whether to request chat completions instead of completions; requires prompts of words.
+      extra: additional fields of every body, such as `ignore_eos`.
     """
 
     model: str
@@ -53,12 +62,13 @@ class Requests:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def tasks(self, purpose: str) -> Iterator[Task]:
-        """Without end; the same for the same seed and purpose, and prompts that no other purpose has."""
+        """Yields an endless sequence of tasks that depends only on the seed and the purpose, such as a load's name."""
         source = random.Random(f"{self.seed} {purpose}")
         while True:
             yield self.task(self.prompts.draw(source), self.answers.draw(source), source)
 
     def task(self, prompt_tokens: int, answer_tokens: int, source: random.Random) -> Task:
+        """Builds a request with a greedy, streamed answer of at most `answer_tokens` tokens."""
         body = {
             "model": self.model,
             "max_tokens": answer_tokens,

@@ -1,8 +1,8 @@
-"""What `stack bench serve` found, as a file that a later run can be compared with.
+"""Results of `stack bench serve` and their JSON file format.
 
-The file is JSON: the fields of `Results`, whose `points` have those of `Point`, whose times have those of
-`Percentiles`, and "format", which names them. None is what is not known: no answer had a second token, or no objective
-was given.
+The file holds the fields of `Results` and the key "format". `Results.points` holds the fields of `Point`, and its times
+the fields of `Percentiles`. Unknown values are null: for example, a run without an objective lacks a goodput, and a run
+with single-token answers lacks a time per output token.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ TIMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Percentiles:
-    """Of times in seconds, interpolated between the nearest two."""
+    """Mean and percentiles of times in seconds, with linear interpolation between the nearest two values."""
 
     mean: float
     p50: float
@@ -42,7 +42,7 @@ class Percentiles:
 
     @classmethod
     def of(cls, times_s: Sequence[float]) -> "Percentiles | None":
-        """None where there are no times."""
+        """Summarizes times; returns None for an empty sequence."""
         if not times_s:
             return None
         ordered = sorted(times_s)
@@ -52,19 +52,24 @@ class Percentiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One load, and what became of it.
+    """Summary of one load.
 
     Attributes:
-      kind, value, requests: of its `Load`.
-      failures: how many requests failed, by kind as `RequestFailed` names them.
-      duration_s: from the first request to the end of the last.
-      prompt_tokens, answer_tokens: of completed requests, as the server counts them; None if a stream had no `usage`.
-      answer_tokens_per_s, total_tokens_per_s: of completed requests, over the duration; the latter with prompts.
-      goodput_per_s: requests a second that met the objective; None without one, or if it limits the time per token and
-        tokens are not known.
-      client_cpu_share: CPU time of the client over the duration; near 1 it is what limits the figures.
-      late_s: the most that a request was sent later than it was due.
-      ttft_s, tpot_s, e2e_s: of completed requests; `itl_s` of all gaps between pieces of their text.
+      kind, value, requests: fields of the `Load`.
+      completed: number of requests that succeeded.
+      failures: number of failed requests, keyed by the kind of failure (see `RequestFailed`).
+      duration_s: time from the start of the load to the end of its last request.
+      prompt_tokens, answer_tokens: total tokens of completed requests, as counted by the server; None if a stream
+        lacked `usage`.
+      requests_per_s: completed requests per second.
+      answer_tokens_per_s: answer tokens of completed requests per second.
+      total_tokens_per_s: prompt and answer tokens of completed requests per second.
+      goodput_per_s: requests per second that met the objective; None without an objective, or if it limits the time
+        per token and token counts are unknown.
+      client_cpu_share: CPU time of the client divided by the duration; near 1 the client limits the throughput.
+      late_s: maximum delay from `due_s` to `sent_s` of a request.
+      ttft_s, tpot_s, e2e_s: percentiles over completed requests (see `Call`).
+      itl_s: percentiles over all inter-token latencies of completed requests.
     """
 
     kind: str
@@ -88,7 +93,7 @@ class Point:
 
     @classmethod
     def of(cls, outcome: Outcome, objective: Objective | None) -> "Point":
-        """Summarizes an outcome."""
+        """Summarizes the outcome of a load; the goodput counts requests that meet the objective."""
         done = [call for call in outcome.calls if call.failure is None]
         prompt_tokens = _total([call.prompt_tokens for call in done])
         answer_tokens = _total([call.answer_tokens for call in done])
@@ -116,7 +121,7 @@ class Point:
 
     @property
     def key(self) -> tuple[str, float]:
-        """What the same load is found by in another run."""
+        """Kind and value, which identify the same load in another run."""
         return (self.kind, self.value)
 
     @property
@@ -126,11 +131,15 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """A run.
+    """Results of a run.
 
     Attributes:
-      workload: what was asked: the options of the command that decide it, by name.
-      objective: limits in milliseconds by name; None without one.
+      date: end of the run in ISO 8601 format (UTC).
+      address: address of the server.
+      model: name of the model on the server.
+      workload: options of the command that define the workload, by name.
+      objective: latency limits in milliseconds by name, or None.
+      points: summary of each load.
     """
 
     date: str
@@ -141,7 +150,7 @@ class Results:
     points: tuple[Point, ...]
 
     def write(self, path: Path) -> None:
-        """Raises BenchmarkError where the file cannot be written."""
+        """Writes the results as JSON; raises a BenchmarkError if that fails."""
         try:
             path.write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n")
         except OSError as error:
@@ -149,17 +158,17 @@ class Results:
 
     @classmethod
     def read(cls, path: Path) -> "Results":
-        """What `write` wrote.
+        """Reads results written by `write`.
 
         Raises:
-          BenchmarkError: there is no such file, or it is damaged or of another format.
+          BenchmarkError: the file is missing, damaged or in another format.
         """
         remedy = f"Make one with `stack bench serve URL --json {path}`."
         try:
             content = json.loads(path.read_bytes())
         except OSError as error:
             raise BenchmarkError(f"The results {str(path)!r} cannot be read: {error}. {remedy}") from error
-        except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are among them
+        except ValueError as error:  # JSONDecodeError or UnicodeDecodeError
             raise BenchmarkError(f"{str(path)!r} is no JSON: {error}. {remedy}") from error
         found = content.pop("format", None) if isinstance(content, dict) else type(content).__name__
         if found != FORMAT:
@@ -172,7 +181,7 @@ class Results:
 
 
 def _total(counts: Sequence[int | None]) -> int | None:
-    """Returns the sum, or None if a count is not known."""
+    """Returns the sum, or None if a count is unknown."""
     known = [count for count in counts if count is not None]
     return sum(known) if len(known) == len(counts) else None
 

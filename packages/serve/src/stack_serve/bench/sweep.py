@@ -1,4 +1,4 @@
-"""A sweep over loads, one after the other."""
+"""A sweep over loads, which are run one after another."""
 
 import itertools
 import random
@@ -21,16 +21,18 @@ __all__ = ["Sweep"]
 _CALIBRATION_TOKENS = 200
 
 Show = Callable[[Load, int], None]
-"""Hears how many requests of a load have ended."""
+"""Progress callback: receives a load and the number of its requests that have ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """What to measure.
+    """Workload and loads of a benchmark run.
 
     Attributes:
-      warm_up: requests beforehand, which are not counted.
-      extra: fields of every request besides.
+      loads: loads to measure, in order.
+      prompts, answers, chat, vocab_size, extra, seed: fields of `Requests`.
+      warm_up: number of uncounted requests before the first load.
+      objective: limits that define the goodput; None if it is not measured.
     """
 
     loads: tuple[Load, ...]
@@ -44,14 +46,15 @@ class Sweep:
     objective: Objective | None = None
 
     async def measured(self, endpoint: Endpoint, model: str | None = None, show: Show = lambda *_: None) -> Results:
-        """Runs all loads.
+        """Calibrates the prompts, warms up the server and runs all loads.
 
         Args:
-          model: its name; the first that the server lists if None.
+          model: name of the model; None selects the first model listed by the server.
+          show: progress callback.
 
         Raises:
-          BenchmarkError: the server does not answer as it should when it has nothing else to do.
-          RequestFailed: it does not list its models.
+          BenchmarkError: a request fails before the first load.
+          RequestFailed: the server does not list its models.
         """
         requests = Requests(
             model=model or await _first_model(endpoint),
@@ -75,7 +78,7 @@ class Sweep:
         )
 
     async def _calibrated(self, endpoint: Endpoint, requests: Requests) -> Requests:
-        """With as many words a token as the server's tokenizer has of such text."""
+        """Sets the number of words per token from the server's token count of a sample text."""
         task = requests.task(_CALIBRATION_TOKENS, 1, random.Random(f"{self.seed} calibration"))
         call = _succeeded(await make_call(endpoint, task))
         if self.vocab_size is not None or not call.prompt_tokens:
@@ -112,5 +115,5 @@ async def _first_model(endpoint: Endpoint) -> str:
 
 def _succeeded(call: Call) -> Call:
     if call.failure is not None:
-        raise BenchmarkError(f"Nothing was measured, for a first request fails ({call.failure}): {call.message}")
+        raise BenchmarkError(f"Nothing was measured because a first request failed ({call.failure}): {call.message}")
     return call

@@ -1,4 +1,4 @@
-"""`stack bench serve`: load on a server, and what its users see of it."""
+"""`stack bench serve`: latency and throughput of a server under load."""
 
 import asyncio
 import math
@@ -25,7 +25,7 @@ __all__ = ["bench_serve"]
 _BUSY_CLIENT = 0.8
 _MAX_REQUESTS = 10**7
 _RANGES = {
-    "concurrency": (1, 2**16 - 1),  # as many connections as one address has ports
+    "concurrency": (1, 2**16 - 1),  # connections to one address are limited by its ports
     "requests": (1, _MAX_REQUESTS),
     "vocab_size": (1, 2**31),
     "warm_up": (0, _MAX_REQUESTS),
@@ -57,29 +57,29 @@ def bench_serve(  # noqa: PLR0913, each parameter is an option of the command
 ) -> None:
     """Measure a server under load: stack bench serve http://HOST:PORT/v1 --concurrency 1 --concurrency 8
 
-    Any server that speaks OpenAI's interface will do. Each load is measured by itself; requests are greedy, streamed,
-    and the same for the same seed. A load at a rate counts from when a request was due, not from when it was sent.
+    The server must implement OpenAI's API. Loads run one after another; requests use greedy decoding and streaming, and
+    are the same for the same seed. At a rate, latencies start when a request was due, not when it was sent.
 
     Args:
-      url: the server's address, with the path before /completions, /v1 if it has none.
-      model: as the server names it (the first that it lists).
-      api_key: to send as a bearer token ($OPENAI_API_KEY).
-      rate: requests a second, as a Poisson process; inf sends all at once; may be given several times.
-      concurrency: requests at once, each followed by the next; may be given several times (1, 8 and 32).
-      requests: of each load (at concurrency N, 4 N but at least 16; at a rate, those of 20 seconds).
-      prompt_tokens: 128, 64:512 for all between as often, or lognormal:MEDIAN,SIGMA.
-      answer_tokens: the same, of answers.
+      url: address of the server with the path before /completions; /v1 if the address has no path.
+      model: name of the model on the server (the first model listed by the server).
+      api_key: API key sent as a bearer token ($OPENAI_API_KEY).
+      rate: requests per second as a Poisson process; inf sends all immediately; may be repeated.
+      concurrency: number of requests in flight; may be repeated (1, 8 and 32).
+      requests: requests per load (4 N at concurrency N, 20 seconds at a rate, at least 16; 100 at rate inf).
+      prompt_tokens: prompt length: 128, 64:512 for a uniform distribution, or lognormal:MEDIAN,SIGMA.
+      answer_tokens: answer length, in the same notation.
       chat: measure chat completions instead of completions.
-      vocab_size: send random token ids below this instead of words, for prompts of exact lengths.
-      ignore_eos: ask for answers of exact lengths, where the server knows the field ignore_eos.
-      extra: JSON with more fields for every request.
-      seed: of prompts, lengths and times.
-      warm_up: requests before the first load, which are not counted.
-      timeout_s: a request that takes longer has failed.
-      slo: limits, as in ttft_ms:200,tpot_ms:50,e2e_ms:9000; requests within them are counted as goodput.
-      compare: results of an earlier run.
-      json: write the results there.
-      html: write a report with plots there; needs stack-serve[plots].
+      vocab_size: send random token ids below this instead of words, so that prompt lengths are exact.
+      ignore_eos: request answers of exact lengths; the server must support the field ignore_eos.
+      extra: JSON object with additional fields for every request.
+      seed: seed of the prompts, lengths and arrival times.
+      warm_up: number of uncounted requests before the first load.
+      timeout_s: timeout of a request in seconds; a slower one counts as failed.
+      slo: latency limits such as ttft_ms:200,tpot_ms:50,e2e_ms:9000; goodput counts the requests within them.
+      compare: JSON results of an earlier run to compare with.
+      json: JSON file to write the results to.
+      html: HTML file to write a report with plots to; needs stack-serve[plots].
     """
     from stack_serve.bench.lengths import Lengths
     from stack_serve.bench.objective import Objective
@@ -158,7 +158,7 @@ def _requests_of_20_s(rate: float) -> int:
 
 
 def _measured(sweep: "Sweep", url: str, model: str | None, api_key: str | None, timeout_s: float) -> "Results":
-    """Runs the sweep, and shows how far it is."""
+    """Runs the sweep and displays its progress."""
     from stack_serve.client.endpoint import Endpoint
 
     console = Console(stderr=True)
@@ -196,13 +196,13 @@ def _print(found: "Results", baseline: "Results | None") -> None:
         for kind, count in point.failures.items():
             print(f"  failed: {count} by {kind}")
         if point.client_cpu_share > _BUSY_CLIENT:
-            print(f"  the client itself took {point.client_cpu_share:.0%} of a core: the figures may be its own")
+            print(f"  the client used {point.client_cpu_share:.0%} of a core and may have limited these figures")
         _print_change(point, baseline)
 
 
 def _tokens_per_s(point: "Point") -> str:
     if point.answer_tokens_per_s is None:
-        return "tokens are not known: the server's streams have no `usage`"
+        return "token counts are not known: the streams lack `usage`"
     with_prompts = "" if point.total_tokens_per_s is None else f", {point.total_tokens_per_s:.4g} with prompts"
     return f"{point.answer_tokens_per_s:.4g} answer tokens/s{with_prompts}"
 
@@ -219,4 +219,4 @@ def _print_change(point: "Point", baseline: "Results | None") -> None:
         if now is not None and then is not None:
             changes.append((f"{name.removesuffix('_s')} {share}", getattr(now, share), getattr(then, share)))
     listing = ", ".join(f"{title} {now / then - 1:+.1%}" for title, now, then in changes if then > 0)
-    print(f"  beside the earlier run: {listing or 'nothing that can be compared'}")
+    print(f"  change from the earlier run: {listing or 'nothing to compare'}")

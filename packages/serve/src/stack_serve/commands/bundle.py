@@ -1,4 +1,4 @@
-"""`stack bundle`: what bundles are there, what is in one, and whether it is whole."""
+"""`stack bundle`: commands that list, inspect and verify bundles."""
 
 import json as json_format
 from pathlib import Path
@@ -15,11 +15,11 @@ Json = Annotated[bool, Parameter(negative=())]
 
 
 def ls(directory: Path = Path(), /, *, json: Json = False) -> None:
-    """List the bundles below a directory: stack bundle ls REPOSITORY
+    """List the bundles in a directory tree: stack bundle ls REPOSITORY
 
     Args:
-      directory: where to look.
-      json: print machine-readable results.
+      directory: root of the directory tree (the current directory).
+      json: print the list as JSON.
     """
     from stack_serve.bundle.integrity import MANIFEST_DIGEST, read_manifest
 
@@ -42,11 +42,11 @@ def ls(directory: Path = Path(), /, *, json: Json = False) -> None:
 
 
 def inspect(bundle: Path, /, *, json: Json = False) -> None:
-    """Tell what a bundle computes, for what, and under which licence: stack bundle inspect BUNDLE
+    """Print the signatures, targets and licence of a bundle: stack bundle inspect BUNDLE
 
     Args:
-      bundle: its directory.
-      json: print the manifest.
+      bundle: directory of the bundle.
+      json: print the manifest as JSON.
     """
     from stack_serve.bundle.integrity import read_manifest
 
@@ -63,11 +63,11 @@ def inspect(bundle: Path, /, *, json: Json = False) -> None:
 
 
 def verify(bundle: Path, /, *, replay: bool = True) -> None:
-    """Compare every file of a bundle with its digest, and repeat its examples: stack bundle verify BUNDLE
+    """Check the digests of a bundle's files and replay its examples: stack bundle verify BUNDLE
 
     Args:
-      bundle: its directory.
-      replay: compile and repeat the examples, too.
+      bundle: directory of the bundle.
+      replay: compile the programs and compare their outputs with the stored examples.
     """
     from stack_serve.bundle.integrity import verify as compare
     from stack_serve.bundle.opened import load
@@ -75,5 +75,5 @@ def verify(bundle: Path, /, *, replay: bool = True) -> None:
     manifest = compare(bundle)
     if replay:
         load(bundle)
-    done = f"; examples repeated: {len(manifest.examples)}" if replay else ""
-    print(f"{bundle}: {len(manifest.files)} files have their digests{done}.")
+    done = f"; examples replayed: {len(manifest.examples)}" if replay else ""
+    print(f"{bundle}: {len(manifest.files)} files match their digests{done}.")

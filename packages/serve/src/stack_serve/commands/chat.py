@@ -1,4 +1,4 @@
-"""`stack chat`: a conversation in the terminal."""
+"""`stack chat`: chat with a model in the terminal."""
 
 import os
 import sys
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 __all__ = ["chat"]
 
-_HELP = """/reset            begin again
-/system TEXT      begin again with these instructions
+_HELP = """/reset            start a new conversation
+/system TEXT      start a new conversation with this system prompt
 /save FILE        write the conversation as JSON
-/quit             leave, as Ctrl-D does
-Ctrl-C stops an answer. A line that ends with \\ goes on in the next."""
+/quit             quit (also Ctrl-D)
+Ctrl-C stops an answer. A line that ends with \\ continues on the next line."""
 
 
-_MAX_INT = 2**63 - 1  # the largest of JSON's readers
+_MAX_INT = 2**63 - 1  # the largest integer accepted by common JSON parsers
 _RANGES = {
     "temperature": (0, sys.float_info.max, "a finite number from 0"),
-    "top_k": (0, _MAX_INT, "an integer from 0, which is all, below 2^63"),
+    "top_k": (0, _MAX_INT, "an integer from 0 (all tokens), below 2^63"),
     "top_p": (sys.float_info.min, 1, "a number above 0, at most 1"),
     "max_tokens": (1, _MAX_INT, "an integer from 1, below 2^63"),
     "seed": (-_MAX_INT, _MAX_INT, "an integer between -2^63 and 2^63"),
 }
-"""The least and the greatest value of each option, and both in words."""
+"""Minimum and maximum of each option, and the description of the range in error messages."""
 
 
 def chat(  # noqa: PLR0913, each parameter is an option of the command
@@ -46,21 +46,21 @@ def chat(  # noqa: PLR0913, each parameter is an option of the command
     max_tokens: int | None = None,
     seed: int | None = None,
 ) -> None:
-    """Talk to a model: stack chat http://HOST:PORT/v1, or stack chat RUN|HF_DIR
+    """Chat with a model: stack chat http://HOST:PORT/v1, or stack chat RUN|HF_DIR
 
-    Answers come as they are made. In a pipe each line is a message and only answers are written. /help lists what else
-    can be typed.
+    Answers are streamed. With piped input, each line is a message and only the answers are printed. /help lists the
+    commands.
 
     Args:
-      target: address of a server that speaks OpenAI's interface, or the directory of a model, which is loaded here.
-      model: as the server names it (the first that it lists).
-      api_key: to send as a bearer token ($OPENAI_API_KEY).
-      system: instructions to begin with.
-      temperature: what logits are divided by (the model's own); 0 takes the most likely token each time.
-      top_k: sample among so many of the most likely tokens.
-      top_p: sample among the most likely tokens whose probabilities add up to this.
-      max_tokens: of an answer, at most.
-      seed: the same seed and messages give the same answers.
+      target: address of a server with OpenAI's API, or a model directory, which is loaded in this process.
+      model: name of the model on the server (the first model listed by the server).
+      api_key: API key sent as a bearer token ($OPENAI_API_KEY).
+      system: system prompt.
+      temperature: divisor of the logits (the model's default); 0 is greedy decoding.
+      top_k: number of most likely tokens to sample from; 0 is all.
+      top_p: total probability of the most likely tokens to sample from.
+      max_tokens: maximum number of tokens per answer.
+      seed: seed of sampling; the same seed and messages give the same answers.
     """
     options = {
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "max_tokens": max_tokens, "seed": seed
@@ -68,7 +68,7 @@ def chat(  # noqa: PLR0913, each parameter is an option of the command
     settings = {name: value for name, value in options.items() if value is not None}
     for name, value in settings.items():
         min_, max_, expected = _RANGES[name]
-        if not min_ <= value <= max_:  # NaN is outside, too
+        if not min_ <= value <= max_:  # also rejects NaN
             raise GenerationError(f"--{name.replace('_', '-')} is {value}; expected {expected}.")
     key = os.environ.get("OPENAI_API_KEY") if api_key is None else api_key
     with _opened(target, model, key, settings, system) as talker:
@@ -77,9 +77,9 @@ def chat(  # noqa: PLR0913, each parameter is an option of the command
         terminal = sys.stdin.isatty() and sys.stdout.isatty()
         conversation = Conversation(talker, system)
         if terminal:
-            with suppress(ImportError):  # there is none on some systems; it is what edits lines and recalls them
+            with suppress(ImportError):  # readline, missing on some systems, adds line editing and history to `input`
                 import readline  # noqa: F401
-            print(f"{talker.name}. /help tells what can be typed.", file=sys.stderr)
+            print(f"{talker.name}. /help lists the commands.", file=sys.stderr)
         _Loop(conversation, terminal=terminal).run()
 
 
@@ -92,18 +92,19 @@ def _opened(
         return nullcontext(RemoteModel(target, model=model, api_key=api_key, settings=settings))
     if not Path(target.partition(":")[2] or target).exists():
         raise GenerationError(
-            f"{target!r} is neither a directory nor the address of a server, which begins with http:// or https://."
+            f"{target!r} is neither a directory nor the address of a server, which starts with http:// or https://."
         )
     if model is not None:
-        raise GenerationError("--model chooses among the models of a server; a directory has one. Leave it out.")
+        raise GenerationError("--model selects a model of a server; a directory contains only one. Leave it out.")
     return local_model(target, settings, system)
 
 
 class _Loop:
-    """Reads messages and commands until there are no more.
+    """Read loop for messages and commands.
 
     Args:
-      terminal: a person types them; otherwise nothing but answers is written, and an error ends it.
+      terminal: whether input and output are a terminal. Otherwise only the answers are printed, and an error ends the
+        loop.
     """
 
     def __init__(self, conversation: "Conversation", *, terminal: bool) -> None:
@@ -117,7 +118,7 @@ class _Loop:
         }
 
     def run(self) -> None:
-        """Until the end of the input, or /quit."""
+        """Runs until the end of the input or /quit."""
         while (text := self._read()) is not None:
             command, _, rest = text.strip().partition(" ")
             if command in ("/quit", "/exit"):
@@ -139,7 +140,7 @@ class _Loop:
             self._say(text)
 
     def _read(self) -> str | None:
-        """The next message; None at the end."""
+        """Reads the next message; returns None at the end of the input."""
         lines: list[str] = []
         while True:
             try:
@@ -180,7 +181,7 @@ class _Loop:
 
 
 def _write(piece: str) -> None:
-    """Prints at once; characters that the terminal's encoding lacks become "?"."""
+    """Prints and flushes text; characters outside the terminal's encoding become "?"."""
     encoding = sys.stdout.encoding or "utf-8"
     print(piece.encode(encoding, "replace").decode(encoding), end="", flush=True)
 

@@ -1,4 +1,4 @@
-"""`stack export`: a model as a bundle, which is served without the code that made it."""
+"""`stack export`: export of a model as a bundle that is served without the model's code."""
 
 import sys
 from pathlib import Path
@@ -18,16 +18,16 @@ def export(
 ) -> None:
     """Export a language model's scoring function: stack export RUN|HF_DIR BUNDLE --licence Apache-2.0
 
-    The bundle computes the log-probability of each token of a text. Functions of your own are exported from Python, by
-    stack_serve.bundle.export.
+    The bundle computes the log-probability of each token of a text. To export other functions, call
+    stack_serve.bundle.export from Python.
 
     Args:
       model: directory of a run or of a Hugging Face checkpoint.
-      bundle: directory to make; nothing is overwritten.
-      licence: of the weights: an SPDX expression, or its text.
-      batch: texts that are scored together; may be given several times.
-      seq: tokens of the longest text; may be given several times.
-      name: what clients call the model (the directory's name).
+      bundle: directory to create; it must not exist.
+      licence: licence of the weights: an SPDX expression, or its text.
+      batch: number of texts scored together; may be repeated.
+      seq: maximum number of tokens per text; may be repeated.
+      name: model name for clients (the name of the directory; of its parent for a version such as digits/1).
     """
     from stack_core.abi.model_formats import open_for_generation
     from stack_serve.bundle.exporting import export as write

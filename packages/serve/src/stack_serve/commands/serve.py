@@ -1,4 +1,4 @@
-"""`stack serve`: a language model behind OpenAI's HTTP interface, or bundles behind the Open Inference Protocol."""
+"""`stack serve`: a server of a language model with OpenAI's API, or of bundles with the Open Inference Protocol."""
 
 import gc
 import json as json_format
@@ -63,51 +63,51 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
     seed: int | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
-    """Serve a language model as OpenAI and vLLM do, or bundles: stack serve RUN|HF_DIR | --repository DIR [--port 8000]
+    """Serve a language model with OpenAI's API, or bundles: stack serve RUN|HF_DIR | --repository DIR [--port 8000]
 
-    It listens at once, and answers requests with status 503 until everything is compiled; /ready tells how far that is.
-    SIGTERM lets running requests end and exits with status 0; a second one ends at once.
+    The server listens immediately and answers with status 503 until all programs are compiled; /ready reports the
+    progress. On SIGTERM it waits for running requests and exits with status 0; a second SIGTERM exits immediately.
 
-    A repository holds bundles as MODEL/VERSION/ and is served by the Open Inference Protocol; versions that come or go
-    are loaded and unloaded while others answer.
+    A repository contains bundles as MODEL/VERSION/ and is served with the Open Inference Protocol. New versions are
+    loaded and deleted versions unloaded without interrupting the others.
 
     Args:
       model: directory of a run or of a Hugging Face checkpoint.
       repository: directory of bundles to serve instead.
-      live_versions: of each bundle, counted from the newest; 0 is all (1).
-      poll_s: how often the repository is looked at; 0 never, so that clients load and unload (1).
-      grpc_port: to serve a repository over gRPC, too, which needs stack-serve[grpc]; 0 takes a free one.
-      host: address to listen on (127.0.0.1: this machine alone).
-      port: to listen on (8000); 0 takes a free one.
-      api_key: what clients must send as a bearer token; may be given several times ($STACK_API_KEY).
-      api_key_file: file with such keys, one a line.
-      model_name: what clients call the model (its own name); may be given several times.
-      chat_template: file with a Jinja template for messages (the model's own).
-      engine: what generates (llm); the options from max-sequences to seed are of `llm`, the others have none.
-      timeout_s: a request that takes longer ends with an error (never).
-      drain_s: how long running requests may take to end after SIGTERM (30).
-      max_body_bytes: of a request (8388608; of a repository's 268435456).
-      max_json_bytes: of a repository's request in JSON; larger tensors are sent as binary (16777216).
-      cors_origin: of web pages that may use the server, "*" for all; may be given several times.
-      access_log: write a line for each request to standard error: when, who, what, status, seconds and its id.
-      max_sequences: continuations that run at once; others wait (32).
-      max_tokens: of a prompt and its continuation together (as many as the model has positions).
-      step_tokens: tokens that one step computes, at most (512).
-      decode_repeats: tokens of each sequence that are decoded and told together, at most, while that is quick (8).
-      page_tokens: tokens of a page of the cache (16).
-      pages: of the cache (what the other options need, or what fits in memory).
-      memory_fraction: of the memory that the parameters leave free, what the cache may take (0.5).
-      cache_dtype: what keys and values are held in (what the model computes in).
-      tensor: devices that each layer is split over (1).
-      prefix_caching: keep prompts for later requests that begin alike (yes).
-      max_waiting: continuations that may wait before others are refused (1024).
-      adapter: NAME=DIR, an adapter that requests name as their model: a run that was trained with adapters, or a
-        directory of PEFT; may be given several times.
-      max_adapters: that are ready at once (8); of those that no request uses, the one used longest ago gives way.
-      adapter_rank: the most that adapters may have which are loaded later (that of those given).
-      priorities: let requests go before or behind others, by a `priority` that counts from -N to N (0: they may not).
-      seed: of requests without one (a new one each time).
-      json: print address, model and process on standard output when it is ready, as JSON.
+      live_versions: number of newest versions to serve of each model; 0 is all (1).
+      poll_s: seconds between scans of the repository; with 0, only clients load and unload models (1).
+      grpc_port: port of an additional gRPC server of the repository, needs stack-serve[grpc]; 0 is any free port.
+      host: address to listen on (127.0.0.1, reachable only from this machine).
+      port: port to listen on (8000); 0 is any free port.
+      api_key: key that clients must send as a bearer token; may be repeated ($STACK_API_KEY).
+      api_key_file: file with API keys, one per line.
+      model_name: model name for clients (the name of the checkpoint); may be repeated.
+      chat_template: file with a Jinja template for messages (the template of the model).
+      engine: generation engine (llm); only `llm` accepts the options from max-sequences to seed.
+      timeout_s: timeout of a request in seconds, after which it ends with an error (no timeout).
+      drain_s: maximum seconds to wait for running requests after SIGTERM (30).
+      max_body_bytes: maximum size of a request body (8388608; with --repository, 268435456).
+      max_json_bytes: maximum size of a JSON request to a repository; larger tensors must be binary (16777216).
+      cors_origin: allowed origin of web pages, "*" for all; may be repeated.
+      access_log: log each request to standard error: time, client, method, path, status, duration and request id.
+      max_sequences: maximum number of continuations that run concurrently; others wait (32).
+      max_tokens: maximum total length of a prompt and its continuation (the maximum of the model).
+      step_tokens: maximum number of tokens per step (512).
+      decode_repeats: maximum number of decoding steps per launch, limited to about 40 ms (8).
+      page_tokens: number of tokens per cache page (16).
+      pages: number of cache pages (enough for max-sequences of max-tokens, or as many as fit in memory).
+      memory_fraction: fraction of the memory left free by the parameters that the cache may use (0.5).
+      cache_dtype: dtype of the cached keys and values (the dtype in which the model computes them).
+      tensor: number of devices over which each layer is sharded (1).
+      prefix_caching: reuse cache pages of prompts with the same prefix (yes, unless the model is recurrent).
+      max_waiting: maximum number of waiting continuations; more are refused (1024).
+      adapter: NAME=DIR, an adapter that requests select with NAME as their model; DIR is a run trained with adapters
+        or a PEFT directory; may be repeated.
+      max_adapters: maximum number of adapters on the devices (8); the least recently used idle one is evicted first.
+      adapter_rank: maximum rank of adapters loaded later (the largest rank of the given adapters).
+      priorities: N, the bound of request priorities, which range from -N to N (0: requests must not set one).
+      seed: seed of the requests without one (random).
+      json: when ready, print the address, model and process id to standard output as JSON.
     """
     options = {name: value for name, value in locals().items() if value is not None and value != ()}
     from stack_serve.http.config import ServerConfig
@@ -139,7 +139,9 @@ def _serve(model: str, engine_name: str, config: Any, options: dict[str, Any], *
     from stack_core.abi.engines import checked_engine
     from stack_core.abi.model_formats import open_for_generation
     from stack_core.abi.plugins import registries
-    from stack_serve.http.server import HttpServer, listen  # imports what `stack --help` should not wait for
+
+    # These imports are too slow for `stack --help`.
+    from stack_serve.http.server import HttpServer, listen
     from stack_serve.llm.config import EngineConfig
     from stack_serve.openai.served import OpenAIApp
     from stack_serve.openai.service import Service
@@ -151,7 +153,7 @@ def _serve(model: str, engine_name: str, config: Any, options: dict[str, Any], *
         raise ConfigError(f"{flags} {'is' if len(given) == 1 else 'are'} of the engine llm, not of {engine_name}.")
     engine_config = parse(EngineConfig, given)
     make_engine = registries.engines[engine_name]
-    with listen(config) as listener:  # before a large model is read for nothing
+    with listen(config) as listener:  # fail on a used address before loading a large model
         keep_compiled()
         _say(f"loading {model}")
         checkpoint = open_for_generation(model)
@@ -182,7 +184,7 @@ def _serve(model: str, engine_name: str, config: Any, options: dict[str, Any], *
 
         def announce(address: str) -> None:
             gc.collect()
-            gc.freeze()  # a search through all that was loaded would stop every answer for a tenth of a second
+            gc.freeze()  # otherwise a full collection traverses all loaded objects and pauses answers for 0.1 s
             if json:
                 ready = {"address": address, "model": service.names[0], "process": os.getpid()}
                 print(json_format.dumps(ready), flush=True)
@@ -190,19 +192,19 @@ def _serve(model: str, engine_name: str, config: Any, options: dict[str, Any], *
             if engine_name == "llm" and made is not None:
                 _say(f"memory: {made.memory()}")
 
-        # So long the event loop and the engine wait for another thread that computes in Python; 5 ms by default.
+        # Limits how long the event loop and the engine wait for the GIL (default 5 ms).
         sys.setswitchinterval(0.001)
         HttpServer(OpenAIApp(service, engine), listener, config, announce=announce).run()
 
 
 def _only(cls: type, options: dict[str, Any]) -> dict[str, Any]:
-    """The options that are fields of a config."""
+    """Selects the options that are fields of a config class."""
     names = {field.name for field in fields(cls)}
     return {name: value for name, value in options.items() if name in names}
 
 
 def _adapters_of(given: Sequence[str]) -> dict[str, str]:
-    """The addresses of adapters by their names, of NAME=DIR."""
+    """Parses NAME=DIR arguments into a mapping from adapter name to address."""
     found: dict[str, str] = {}
     for each in given:
         name, _, address = each.partition("=")
@@ -226,7 +228,7 @@ def _keys_of(path: Path) -> list[str]:
 
 
 def _log_access() -> None:
-    """Writes what the server tells of each request to standard error."""
+    """Sends the access log to standard error."""
     import logging
 
     from stack_serve.http.access import LOG

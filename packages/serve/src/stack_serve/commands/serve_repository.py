@@ -1,4 +1,4 @@
-"""`stack serve --repository`: bundles behind the Open Inference Protocol."""
+"""`stack serve --repository`: a server of bundles with the Open Inference Protocol."""
 
 import json as json_format
 import os
@@ -16,17 +16,18 @@ if TYPE_CHECKING:
 
 __all__ = ["check_known", "serve_repository"]
 
-_BODY_BYTES = 2**28  # tensors are larger than prompts
+_BODY_BYTES = 2**28  # larger than the default of ServerConfig because requests contain tensors
 _OWN = {"access_log", "api_key", "api_key_file", "cors_origin", "json", "repository"}
 
 
 def serve_repository(repository: Path, config: "ServerConfig", options: Mapping[str, Any], *, json: bool) -> None:
-    """Serves a repository until the process is told to end.
+    """Serves a repository until the process receives a signal to terminate.
 
     Raises:
-      ConfigError: an option is given that bundles do not have, or the address is taken.
+      ConfigError: an option applies to language models only, or the address is in use.
     """
-    from stack_serve.http.server import HttpServer, listen  # imports what `stack --help` should not wait for
+    # These imports are too slow for `stack --help`.
+    from stack_serve.http.server import HttpServer, listen
     from stack_serve.inference.config import InferenceConfig
     from stack_serve.inference.service import Service
     from stack_serve.inference.watching import scan
@@ -38,7 +39,7 @@ def serve_repository(repository: Path, config: "ServerConfig", options: Mapping[
     if "max_body_bytes" not in options:
         config = replace(config, max_body_bytes=_BODY_BYTES)
     inference = parse(InferenceConfig, {name: value for name, value in options.items() if name in own})
-    scan(repository)  # raises before anything starts
+    scan(repository)  # fail on a bad repository before the server starts
     with listen(config) as listener:
         service = Service(repository, inference)
         app = InferenceApp(service, config)
@@ -53,16 +54,16 @@ def serve_repository(repository: Path, config: "ServerConfig", options: Mapping[
                 if version.reason:
                     _say(f"{key.model} {key.version} is not served: {version.reason}")
 
-        # So long a lane waits for the event loop, once the device is done; 5 ms by default.
+        # Limits how long a lane waits for the event loop to release the GIL after the device finishes (default 5 ms).
         sys.setswitchinterval(0.001)
         HttpServer(app, listener, config, announce=announce).run()
         if service.is_busy:
             sys.stdout.flush()
-            os._exit(0)  # nothing interrupts a compilation or a program that is running
+            os._exit(0)  # a running compilation or program cannot be interrupted
 
 
 def check_known(options: Collection[str], known: Collection[str], problem: str) -> None:
-    """Raises ConfigError if an option is given that would do nothing."""
+    """Raises ConfigError if an option does not apply."""
     if foreign := sorted(set(options).difference(known)):
         names = ", ".join(f"--{name.replace('_', '-')}" for name in foreign)
         raise ConfigError(f"{names}: {problem}.")

@@ -119,10 +119,10 @@ class Batches(ABC):
         return ()
 
     def with_rows(self, rows: np.ndarray) -> Batches | None:
-        """Returns data whose training batches hold these rows only, or None if it always makes whole batches.
+        """Returns data whose training batches contain only these rows; None for data that always makes full batches.
 
-        A run in several processes calls it once. `row_ids`, the state of the iterator and held-out batches still
-        describe whole batches, so that a run may resume with another number of processes.
+        A run in several processes calls it once. `row_ids`, the state of the iterator and validation batches still
+        describe full batches, so a run may resume with another number of processes.
 
         Args:
           rows: int64[own], ascending places in a batch.
@@ -133,7 +133,7 @@ class Batches(ABC):
         """Writes files that belong to the run, such as the tokenizer, each atomically. Existing files stay."""
 
     def checkpoint_saved(self, step: int, steps: Sequence[int]) -> None:  # noqa: B027
-        """Releases whatever was held for a resume from an earlier checkpoint.
+        """Releases resources that only a resume from an earlier checkpoint would need.
 
         Args:
           step: step of a checkpoint that is complete on disk, with the iterator's state.

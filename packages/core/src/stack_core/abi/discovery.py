@@ -22,12 +22,12 @@ class PluginReport:
 
     Attributes:
       name: the plugin's name, from its entry point.
-      distribution: the installed distribution that offers it.
+      distribution: name of the installed distribution with the plugin.
       version: the distribution's version.
       abi: "major.minor", or only the major if the plugin was not imported.
       status: "loaded"; "incomplete" if a hook failed or a name clashed but the rest works; "failed" if nothing is
-        registered; "blocked" if an environment variable excludes it.
-      problems: reasons why the plugin, or a part of it, was left out.
+        registered; "blocked" by an environment variable.
+      problems: errors that made the plugin, or a part of it, unavailable.
       registered: names by registry, for the registries that have been read so far.
     """
 

@@ -41,7 +41,7 @@ class EventBus:
     """A bus that delivers each event to every observer; an observer that fails or hangs is dropped with a warning.
 
     Each observer has its own thread and bounded queue. Step events are only queued. For other events `emit` returns
-    after the observers have handled them one after the other: a report thus sees the metrics written before it.
+    after the observers have handled them in turn, so a report sees the metrics written before.
     `ObservesInLoop` observers are called in the caller's thread instead.
 
     Attributes:

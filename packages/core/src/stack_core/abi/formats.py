@@ -124,7 +124,7 @@ class ImportsRuns(ModelFormat, Protocol):
     """A format that `stack convert FORMAT:DIR RUN` reads."""
 
     def import_run(self, directory: Path, run: Path, *, progress: Progress | None = None) -> Conversion:
-        """Converts a checkpoint to a run directory for training and generation; nothing is left if it fails."""
+        """Converts a checkpoint to a run directory for training and generation; a failure leaves no files behind."""
         ...
 
 
@@ -199,7 +199,7 @@ class ExportsRuns(ModelFormat, Protocol):
     """A format that `stack convert RUN FORMAT:DIR` writes."""
 
     def export_run(self, run: Path, directory: Path, *, progress: Progress | None = None) -> Conversion:
-        """Converts a run's newest checkpoint; nothing is left if it fails, and existing files are not overwritten."""
+        """Converts a run's newest checkpoint; overwrites no existing files and leaves none behind after a failure."""
         ...
 
 

@@ -99,9 +99,9 @@ class GenerationRequest:
       request_id: identifier, unique among the engine's current requests.
       prompt: token ids, at least one.
       sampling: sampling and stopping settings.
-      priority: scheduling priority. Of two waiting requests the one with the lower number goes first, equal ones in
-        order of arrival. An engine may clamp the value, and raises waiting requests over time to avoid starvation; or
-        it accepts only 0.
+      priority: scheduling priority. Waiting requests with lower numbers go first, and equal numbers in order of
+        arrival. An engine may clamp the value, and raises waiting requests over time to avoid starvation; or it accepts
+        only 0.
       timeout_s: seconds from `submit` until the request finishes with "deadline"; None means no deadline.
       adapter: name of the adapter to apply; None is the base model. An engine may support no adapters.
     """

@@ -19,8 +19,8 @@ _CORE = "stack-core"
 def install_command(requirement: str, *, upgrade: bool = False, reinstall: bool = False) -> str:
     """Returns the shell command that installs a requirement, such as "stack-core[tpu]", to match this stack-core.
 
-    The package comes from the origin of stack-core: an index, a folder of wheels, or a source tree. The installer is
-    the one that installed stack-core, for the running Python.
+    The package comes from the origin of stack-core: an index, a folder of wheels, or a source tree. The command uses
+    the installer of stack-core (pip or uv) and the running Python.
 
     Args:
       upgrade: whether to install a newer version than the present one.

@@ -94,8 +94,8 @@ class LowRankView:
 class OpCall:
     """One call of an op before it runs: shapes, dtypes and options, without values.
 
-    Shapes are the ones an implementation receives. Under `jax.vmap` the mapped axis is folded into the op's own axes.
-    On a mesh the shapes are those of one device if XLA cannot split the implementation.
+    Shapes are as the implementation receives them. Under `jax.vmap` the mapped axis is folded into the op's own axes.
+    On a mesh the shapes are per device if XLA cannot split the implementation.
 
     Attributes:
       op: name of the op.
@@ -145,8 +145,8 @@ class OpImplementation:
       is_opaque: whether XLA cannot split it over devices; it then runs on one device's shards of the arrays.
       exports: whether it can be part of a program that `jax.export` writes.
       priority: the implementation with the highest priority that supports a call is chosen. References have 0; an
-        implementation with a negative priority runs only if it is named. Among equals the first installed one runs,
-        and a warning names the others.
+        implementation with a negative priority runs only if it is named. Among equal priorities the first installed
+        implementation runs, with a warning.
       before: names of implementations that this one precedes if both support a call, regardless of priority.
     """
 

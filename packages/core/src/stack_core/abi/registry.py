@@ -157,7 +157,7 @@ class Registry(Mapping[str, T]):
         """Returns the object registered as `name`.
 
         Raises:
-          UnknownName: no plugin registered it; names its neighbours and the package that would provide it.
+          UnknownName: no plugin registered it; the message suggests similar names and the package to install.
           PluginError: two plugins claim it, or its target cannot be imported.
         """
         try:

@@ -155,7 +155,7 @@ class RunDirectory:
             raise RunDirectoryError(f"{path} cannot be written: {error}") from error
 
     def read_json(self, path: Path) -> Any:
-        """Reads one of the run's files; returns None if the file is missing, or damaged, which also warns."""
+        """Reads a file of the run; returns None without the file, and None with a warning for a damaged file."""
         if not path.is_file():
             return None
         try:

@@ -29,8 +29,8 @@ class TunedTable(Protocol):
         Called while JAX traces, for the forward and then for the backward pass; it reads no arrays.
 
         Args:
-          candidates: implementations to choose from, by name: all implementations that support the call, or only the
-            one named by the caller.
+          candidates: implementations to choose from, by name: all implementations that support the call, or only
+            the implementation named by the caller.
           forward: the forward pass's choice, during the backward pass.
         """
         ...

@@ -13,7 +13,7 @@ _MOST_BYTES = 2 << 30
 def keep_compiled() -> None:
     """Caches programs that take a second or more to compile, up to 2 GiB, in `$XDG_CACHE_HOME/stack/compiled`.
 
-    Sets options of the whole process, so only commands call it. Changes nothing if `JAX_COMPILATION_CACHE_DIR` names
+    Sets process-wide options, so only commands call it. Changes nothing if `JAX_COMPILATION_CACHE_DIR` names
     another cache, `JAX_ENABLE_COMPILATION_CACHE` is false, or the directory cannot be written.
 
     Source lines are part of a program's key. A program compiled before an edit that only moved lines would otherwise

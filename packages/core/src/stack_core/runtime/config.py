@@ -28,7 +28,7 @@ class ClusterConfig:
       deadline_s: seconds without a completed step, evaluation or save after which a formation counts as hanging.
       first_deadline_s: `deadline_s` before the first step, which includes compilation and reading checkpoints.
       orphan_s: seconds that agents keep running without a driver, during which another driver can attach.
-      most_failures: maximum number of consecutive failures without a completed step before the run is given up.
+      most_failures: maximum number of consecutive failures without a completed step before the run fails.
     """
 
     hosts: PositiveInt | None = None

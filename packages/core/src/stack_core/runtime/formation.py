@@ -20,7 +20,7 @@ class Member:
       host: number of its host.
       status: "starting", "running", "done" or "dead".
       pid: process id on its host, once it is forked.
-      step: last step that it is known to have reached; None before its first.
+      step: latest step known to the driver; None before its first.
       exit_status: as `os.waitstatus_to_exitcode` returns it, negative for a signal; None while it runs.
       result: returned JSON value.
       error: {"type", "message", "mendable", "traceback"} of the exception that ended it.

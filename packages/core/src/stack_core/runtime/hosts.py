@@ -52,7 +52,7 @@ class Hosts:
 
     Args:
       count: expected number of hosts.
-      address: address to listen at; the attribute `address` is the actual one.
+      address: requested listening address; the attribute `address` is the actual one.
 
     Attributes:
       misfits: reasons why agents were refused.

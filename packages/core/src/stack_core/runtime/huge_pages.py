@@ -24,7 +24,7 @@ _ALIGNMENT = 64  # bytes; XLA uses aligned host buffers without a copy
 
 
 def is_chosen(environ: Mapping[str, str], root: Path = Path("/")) -> bool | None:
-    """Returns whether the environment sets the page size; None if the process has no choice."""
+    """Returns whether the environment sets the page size; None on systems without that choice."""
     try:
         enabled = (root / _SETTING).read_text()
         name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
@@ -60,7 +60,7 @@ def in_one_block(arrays: Iterable[Any], wanted: Sequence[Any]) -> list[Any]:
     dtypes are placed separately.
 
     Args:
-      arrays: JAX or NumPy arrays; one is held until the next is available.
+      arrays: JAX or NumPy arrays; a reference to each is kept until the next is available.
       wanted: shape and dtype of each copy, as `jax.ShapeDtypeStruct`.
     """
     import jax

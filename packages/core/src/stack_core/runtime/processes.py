@@ -80,7 +80,7 @@ def _joined() -> "Processes":
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of a run, from the perspective of one of them.
+    """The processes of a run, as seen by one process.
 
     Collective methods must be called by all processes in the same order.
 
@@ -103,7 +103,7 @@ class Processes:
         return f"stack/{next(self._numbers)}/{what}"
 
     def in_turn(self, what: str, function: Callable[[], T]) -> T:
-        """Calls a function in the first process, and afterwards in the others, which find its results on disk."""
+        """Calls a function in the first process, then in all other processes, which find its results on disk."""
         name = self.name(what)
         if not self.first:
             self._awaited(name)

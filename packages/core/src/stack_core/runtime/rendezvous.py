@@ -34,7 +34,7 @@ class ProcessesConfig:
       coordinator: "host:port" where the first process listens; None uses `JAX_COORDINATOR_ADDRESS`, or else SLURM's
         first host, or else this machine's loopback, 127.0.0.1:8476.
       start_timeout_s: maximum seconds to wait for all processes at the start.
-      heartbeat_timeout_s: seconds of silence after which a process counts as dead, which ends the others.
+      heartbeat_timeout_s: seconds of silence after which a process counts as dead and the run ends.
     """
 
     count: PositiveInt | None = None

@@ -52,7 +52,7 @@ def quantize_module(
     """Quantizes an `nnx.Module`; see `quantize_model`."""
     treatment = model.quantization.treatment if isinstance(getattr(model, "quantization", None), Quantization) else None
     if treatment is not None and treatment.adapters:
-        raise QuantError("The model has adapters, which go onto quantized parameters: put quant before lora.")
+        raise QuantError("The model has adapters already, but quantization must precede them: put quant before lora.")
     model = plain_module(model)
     program = ModuleProgram.of(model, args, kwargs, call)
     calls = None if stream is None else ((args, program.taken(kwargs)) for args, kwargs in stream)

@@ -61,7 +61,7 @@ class TokenGenerator:
           GenerationError: the prompt is empty, or leaves no position free.
         """
         if not prompt_tokens:
-            raise GenerationError("The prompt has no tokens; a continuation needs at least one to follow.")
+            raise GenerationError("The prompt has no tokens; generation needs at least one.")
         positions = self._checkpoint.max_positions
         free = positions - prompt_tokens
         if free < 1:
@@ -129,8 +129,8 @@ class TextGenerator:
     def __init__(self, checkpoint: GenerativeCheckpoint, kv_cache: CacheStorage = "model") -> None:
         if checkpoint.tokenizer is None:
             raise GenerationError(
-                f"{checkpoint.name} has no tokenizer. Put the tokenizer.json that its model was trained with beside "
-                "it, in the directory of a run under tokenizer/."
+                f"{checkpoint.name} has no tokenizer. Add the tokenizer.json that the model was trained with; in a run "
+                "directory it belongs under tokenizer/."
             )
         self._tokens = TokenGenerator(checkpoint, kv_cache)
         self._tokenizer = checkpoint.tokenizer

@@ -131,7 +131,7 @@ class ModuleCheckpoint:
 
 def no_adapters(address: str) -> Adapters:
     """Raises a GenerationError: adapters can only be read for a model on disk."""
-    raise GenerationError(f"Adapters, as {address}, are read for a model on disk. Open a run or a checkpoint.")
+    raise GenerationError(f"Adapters such as {address} require a model on disk. Open a run or a checkpoint.")
 
 
 def generative_checkpoint(

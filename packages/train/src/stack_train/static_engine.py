@@ -234,8 +234,8 @@ class StaticEngine(Engine):
         free = positions - len(request.prompt)
         if not request.prompt or free < 1:
             raise GenerationError(
-                f"A prompt of {len(request.prompt)} tokens, but max_positions is {positions}, one of which the "
-                f"continuation needs: give 1 to {positions - 1} tokens.",
+                f"The prompt has {len(request.prompt)} tokens; max_positions is {positions}, one of which the "
+                f"continuation needs. Give 1 to {positions - 1} tokens.",
                 parameter="prompt",
             )
         if any(not 0 <= token < self._checkpoint.vocab_size for token in request.prompt):

@@ -120,7 +120,7 @@ class RunFormat:
         if holds_codes(config):
             raise ConversionError(
                 f"The parameters of {directory} are quantized already, by section "
-                f"{' and '.join(transform_names(config))} of its config. Give the run that it was made from."
+                f"{' and '.join(transform_names(config))} of its config. Give the run that it was quantized from."
             )
         if data is not None:
             config = replace(config, data=_from_source(config.data, data))

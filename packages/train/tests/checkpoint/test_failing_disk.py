@@ -86,7 +86,7 @@ def test_too_little_space_is_seen_before_anything_is_written(
     usage = shutil.disk_usage("/")._replace(free=3_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(
-        CheckpointError, match=r"too little space.* needs 3,14\d,\d{3} bytes or more; 3,000,000 are free"
+        CheckpointError, match=r"not enough free disk space.* needs 3,14\d,\d{3} bytes or more; 3,000,000 are free"
     ):
         saved.save(2, LARGE, {}, CONFIG_YAML)
     assert_only_the_first_is_left(saved)

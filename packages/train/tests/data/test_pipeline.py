@@ -167,7 +167,7 @@ def test_the_order_of_rows_stays_the_same_in_later_releases(pipeline: Build, tmp
 def test_a_state_of_other_data_is_refused(pipeline: Build, change: dict[str, object], named: str) -> None:
     state = pipeline().train_iterator().get_state()
     other = pipeline(**change).train_iterator()
-    with pytest.raises(DataError, match=f"(?s)belongs to other data.*{named}"):
+    with pytest.raises(DataError, match=f"(?s)belongs to different data.*{named}"):
         other.set_state(state)
 
 
@@ -176,7 +176,8 @@ def test_a_state_of_other_documents_is_refused(pipeline: Build, texts: Path, tmp
     first.tokenizer.save(tmp_path / "tokenizer")
     other = pipeline(source=f"text:{texts}/part0/*", tokenizer=str(tmp_path / "tokenizer"))
     with pytest.raises(
-        DataError, match=r"(?s)what it was then:\n  the documents \(digest\): '\w+', not '\w+'\nRestore"
+        DataError,
+        match=r"(?s)Differences \(current, not saved\):\n  the documents \(digest\): '\w+', not '\w+'\nRestore",
     ):
         other.train_iterator().set_state(first.train_iterator().get_state())
 
@@ -189,7 +190,7 @@ def test_prefetching_changes_no_batch_and_may_differ_on_resume(pipeline: Build) 
 
 @pytest.mark.parametrize("state", [{}, None, {"next_index": 3}, {"fingerprint": {}, "batches": 1, "more": 1}])
 def test_what_is_no_state_is_refused(pipeline: Build, state: object) -> None:
-    with pytest.raises(DataError, match="is no state of a training iterator"):
+    with pytest.raises(DataError, match="is not the state of a training iterator"):
         pipeline().train_iterator().set_state(state)
 
 

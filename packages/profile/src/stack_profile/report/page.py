@@ -83,7 +83,7 @@ def _about(about: Mapping[str, Any]) -> Markup:
     if not isinstance(known.get("command", ""), str):
         known["command"] = shlex.join(known["command"])
     if not known:
-        return element("p", "The trace does not say what captured it: other tools write nothing of that.")
+        return element("p", "The trace does not describe the machine and program that it was captured from.")
     return facts({_ABOUT[key]: value for key, value in known.items()})
 
 
@@ -103,7 +103,7 @@ def _partial(problems: Sequence[str]) -> Markup | None:
     if not problems:
         return None
     lines = (element("li", problem) for problem in dict.fromkeys(problems))
-    heading = element("strong", "This trace is partial; what follows is of what could be read.")
+    heading = element("strong", "This trace is partial; the report covers only its readable part.")
     return element("aside", heading, element("ul", *lines), class_="partial", role="alert")
 
 

@@ -69,7 +69,7 @@ def rules_of(adapters: Adapters) -> Sequence[AdapterRule]:
       RuleError: `adapters` is empty.
     """
     if not adapters:
-        raise RuleError("There are no adapters to make rules of.")
+        raise RuleError("There are no adapters to derive rules from.")
     return [
         AdapterRule(
             path=re.escape(path), rank=each.rank, alpha=each.scale * each.rank, magnitude=each.magnitude is not None

@@ -71,7 +71,7 @@ class CheckpointDirectory:
         path.rename(aside)
         warnings.warn(
             f"Checkpoint {path} is set aside as {aside.name}: training reached step {step} without it. "
-            "Delete it if you need it no more.",
+            "Delete it if it is no longer needed.",
             stacklevel=4,
         )
 

@@ -71,7 +71,7 @@ class FrozenRecord:
             raise CheckpointError(
                 f"Frozen variables of this run come from {self.source!r} (step {self.step}), which now differs:\n"
                 + "\n".join(lines)
-                + "\nRestore the source; the run's own checkpoints do not hold them."
+                + "\nRestore the source; the run's checkpoints do not store these variables."
             )
 
     def _described(self, name: str) -> str:

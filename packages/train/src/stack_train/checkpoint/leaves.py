@@ -47,7 +47,7 @@ def named_leaves(tree: Any) -> dict[str, Any]:
         steps = path[:-1] if path and path[-1] == jax.tree_util.GetAttrKey("value") else path
         name = jax.tree_util.keystr(steps, simple=True, separator="/")
         if name in named:
-            raise CheckpointError(f"Two leaves of the state have the path {name!r}; each needs a name of its own.")
+            raise CheckpointError(f"Two leaves of the state have the path {name!r}; paths must be unique.")
         named[name] = leaf
     return named
 

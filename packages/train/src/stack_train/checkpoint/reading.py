@@ -87,7 +87,7 @@ def data_state_of(checkpoint: Path, documents: Mapping[str, bytes]) -> dict[str,
     raise CheckpointIncomplete(
         f"Checkpoint {checkpoint} holds weights but not the state of the data iterator; training cannot resume. "
         f"To start a new run from its weights, set run.init_from={str(checkpoint.parent.parent)!r} "
-        "and give that run an output directory of its own."
+        "and choose a new output directory."
     )
 
 
@@ -144,9 +144,9 @@ def _check_structure(checkpoint: Path, records: Mapping[str, LeafRecord], wanted
     lines = differences(stored_specs, {name: spec_of(leaf) for name, leaf in wanted.items()})
     if lines:
         raise CheckpointError(
-            f"Checkpoint {checkpoint} is of another model or optimizer; leaves that differ: {len(lines)}\n"
+            f"Checkpoint {checkpoint} was saved with another model or optimizer; leaves that differ: {len(lines)}\n"
             + "\n".join(lines)
-            + f"\nUse the config it was saved with, which is {checkpoint / CONFIG}."
+            + f"\nUse the config that it was saved with: {checkpoint / CONFIG}."
         )
 
 

@@ -314,7 +314,7 @@ class CheckpointStore:
     def _make_room(self, flight: _InFlight) -> None:
         self._directory.prepare(flight.step)
         if shutil.disk_usage(self._directory.root).free < flight.needed_bytes:
-            raise OSError("the disk has too little space left")
+            raise OSError("not enough free disk space")
 
     def _failed(self, flight: _InFlight, error: Exception) -> CheckpointError:
         """Deletes the partial checkpoint of a failed save and returns the error to raise."""

@@ -102,7 +102,7 @@ def _print_lint(report: "StepReport") -> None:
     for (kind, size, times, loop), count in sorted(rows.items(), key=lambda row: -row[0][1])[:_MOST_ROWS]:
         table.add_row(kind, f"{count}", f"{size / 2**20:,.1f}", f"{times:,}", loop)
     print_table(table)
-    print(f"  parameters that every device holds whole: {lint.replicated_bytes / 2**20:,.1f} MiB")
+    print(f"  parameters replicated on every device: {lint.replicated_bytes / 2**20:,.1f} MiB")
     for fault in lint.faults[:_MOST_ROWS]:
         print(f"  {fault}")
     if not lint.faults:
@@ -113,9 +113,10 @@ def _memory(report: "StepReport") -> list[str]:
     if report.cost is None:
         return [f"memory: does not fit; compiler message:\n{report.refusal}"]
     memory = report.cost.memory
+    # Outputs that alias donated arguments are counted as arguments.
     parts = (
-        f"arguments {_gib(memory.argument_bytes)}, outputs {_gib(memory.output_bytes - memory.aliased_bytes)} beside "
-        f"those in their place, temporaries {_gib(memory.temporary_bytes)}, code {_gib(memory.code_bytes)}"
+        f"arguments {_gib(memory.argument_bytes)}, further outputs {_gib(memory.output_bytes - memory.aliased_bytes)}, "
+        f"temporaries {_gib(memory.temporary_bytes)}, code {_gib(memory.code_bytes)}"
     )
     if report.memory_bytes is None:
         return [f"memory of a device: {_gib(memory.total_bytes)} GiB; its capacity is not known ({parts})"]

@@ -99,7 +99,7 @@ class Tokenization:
             inside = (offsets[:, 0] < end) & (offsets[:, 1] > begin)
             supervised |= inside | self._end_of_turn(ids, offsets, inside, end)
         if not supervised.any():
-            raise DataError(f"{name}: the assistant wrote nothing in this conversation. Leave it out.")
+            raise DataError(f"{name}: the conversation has no text by the assistant. Leave it out.")
         return Conversation(name, ids, supervised)
 
     def _of_texts(self, name: str, prompt: str, completion: str) -> Conversation:
@@ -143,8 +143,8 @@ class Tokenization:
             if not (text.startswith(after) and after.startswith(before)):
                 raise DataError(
                     f"{name}: the chat template renders a conversation's beginning differently once turn {place} "
-                    "follows, so that it is not certain what the assistant wrote. Enclose the assistant's text in "
-                    "{% generation %} ... {% endgeneration %}, and name that template by data.chat_template."
+                    "follows, so the assistant's text cannot be located. Enclose the assistant's text in "
+                    "{% generation %} ... {% endgeneration %}, and set data.chat_template to that template."
                 )
             found.append((len(before), len(before) + len(after[len(before) :].rstrip("\n"))))
         return text, found

@@ -65,16 +65,16 @@ def check_images(model: Any, *, size: int | None, channels: tuple[int, ...], cla
       ConfigError: the model is not an image model, or differs; the message lists the config keys and expected values.
     """
     if not isinstance(model, ImagesConfig):
-        raise ConfigError(f"Data of {what} is for models of images, not for family {model.family!r}; take dit.")
+        raise ConfigError(f"Data of {what} needs a model of images, not family {model.family!r}; use dit.")
     wrong: list[str] = []
     if size not in (None, model.image_size):
         wrong.append(f"model.image_size is {model.image_size}, not {size}")
     if model.channels not in channels:
         wrong.append(f"model.channels is {model.channels}, not {' or '.join(map(str, channels))}")
     if model.classes and model.classes < classes:
-        wrong.append(f"model.classes is {model.classes}, fewer than {classes} (0 learns without labels)")
+        wrong.append(f"model.classes is {model.classes}, fewer than {classes} (0 trains without labels)")
     if wrong:
-        raise ConfigError(f"The model does not take the images of {what}: {'; '.join(wrong)}.")
+        raise ConfigError(f"The model does not fit the images of {what}: {'; '.join(wrong)}.")
 
 
 @runtime_checkable

@@ -88,9 +88,7 @@ class Pipeline(OwnRows):
         self._training = pack(training, seed=seed)
         self._validation = pack(validation, seed=None)
         if not self._training.rows:
-            raise DataError(
-                "The tokenizer made no token of the training documents. Check data.source and data.tokenizer."
-            )
+            raise DataError("The training documents yield no tokens. Check data.source and data.tokenizer.")
         self.train_rows, self.train_targets = self._training.rows, self._training.targets
         self.validation_batch_count = -(-self._validation.rows // config.batch_size)
         self.validation_targets = self._validation.targets

@@ -101,10 +101,10 @@ def batches_taken(state: Any, fingerprint: Mapping[str, Any]) -> int:
       DataError: the state's fingerprint differs from `fingerprint`, or the state is malformed.
     """
     if not isinstance(state, Mapping) or set(state) != {"fingerprint", "batches"}:
-        raise DataError(f"{state!r} is no state of a training iterator. Restore an undamaged checkpoint.")
+        raise DataError(f"{state!r} is not the state of a training iterator. Restore an undamaged checkpoint.")
     if changed := differences(dict(fingerprint), state["fingerprint"]):
         raise DataError(
-            "The saved position belongs to other data; here is what it is now, not what it was then:\n  "
+            "The saved position belongs to different data. Differences (current, not saved):\n  "
             + "\n  ".join(changed)
             + "\nRestore the settings and files of the saved run, or start a new run from its weights."
         )

@@ -52,4 +52,6 @@ def check_unchanged(source: DataSource, fingerprint: str) -> None:
       DataError: the source's fingerprint is no longer `fingerprint`.
     """
     if source.fingerprint() != fingerprint:
-        raise DataError("The documents of the data source changed while they were read. Start again afterwards.")
+        raise DataError(
+            "The documents of the data source changed while they were read. Start again once they are complete."
+        )

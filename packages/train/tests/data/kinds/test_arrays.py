@@ -87,5 +87,5 @@ def test_a_later_batch_with_a_token_beyond_the_vocabulary_is_refused():
 
 def test_a_state_of_another_source_is_refused():
     iterator = ArraysData(source=counted).build(seed=0, model=None).train_iterator()
-    with pytest.raises(DataError, match="is not one of"):
+    with pytest.raises(DataError, match="does not belong to"):
         iterator.set_state({"source": "another", "batches": 3})

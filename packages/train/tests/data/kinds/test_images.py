@@ -77,7 +77,7 @@ def test_a_folder_without_images_or_with_too_many_labels_is_refused(folder, tmp_
 
 @pytest.mark.parametrize(
     ("model", "message"),
-    [(DitConfig(), "model.channels is 4, not 1 or 3"), (LlamaConfig(), "models of images, not for family 'llama'")],
+    [(DitConfig(), "model.channels is 4, not 1 or 3"), (LlamaConfig(), "needs a model of images, not family 'llama'")],
 )
 def test_models_that_take_no_such_images_are_refused(model, message):
     with pytest.raises(ConfigError, match=message):

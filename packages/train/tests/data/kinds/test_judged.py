@@ -60,7 +60,7 @@ def test_labels_are_part_of_where_the_data_stands(build):
     [
         ({"prompt": "a", "label": True}, "no completion. Its fields: 'prompt', 'label'"),
         ({"prompt": "a", "completion": "b", "label": "good"}, "label is 'good'; expected true"),
-        ({"prompt": "a", "completion": "b", "label": True}, "1 answers to one prompt"),
+        ({"prompt": "a", "completion": "b", "label": True}, "1 answers to a single prompt"),
     ],
 )
 def test_records_that_cannot_be_used_are_refused(build, record, message):

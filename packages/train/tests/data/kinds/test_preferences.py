@@ -93,7 +93,7 @@ def test_kept_references_follow_their_pairs(build, tmp_path):
         batch = next(resumed(records).train_iterator())
         np.testing.assert_array_equal(batch["reference_logprobs"], -2.0 * (batch["targets"] != IGNORED_TARGET).sum(-1))
     for changed in ({"prompt": "new?", "chosen": "y", "rejected": "no"}, RECORDS[2] | {"rejected": "never"}):
-        with pytest.raises(DataError, match=r"no log-probabilities of 1 of 6 pairs, the first of which is .*:3"):
+        with pytest.raises(DataError, match=r"lacks the log-probabilities of 1 of 6 pairs, the first of which is .*:3"):
             resumed([*RECORDS[:2], changed, *RECORDS[2:]])
 
 

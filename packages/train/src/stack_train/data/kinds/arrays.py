@@ -55,7 +55,7 @@ class ArraysData:
         sizes = {name: np.shape(array)[:1] for name, array in self._first.items()}
         if len(set(sizes.values())) > 1 or () in sizes.values():
             raise ConfigError(
-                f"The arrays of {self.source!r} lead with different sizes: {sizes}. All lead with [batch]."
+                f"The arrays of {self.source!r} have different leading axes: {sizes}. All must begin with [batch]."
             )
         if isinstance(model, LanguageModelConfig):
             _check_tokens(self._first, model, f"{self.source}")
@@ -101,7 +101,7 @@ class ArraysBatches(Batches):
             arrays = {name: np.asarray(array) for name, array in batch.items()}
             found = {name: (array.shape, array.dtype) for name, array in arrays.items() if name != "row_ids"}
             if found != wanted:
-                raise DataError(f"Batch {place} of {self._name} has arrays {found}, not those of the first: {wanted}.")
+                raise DataError(f"Batch {place} of {self._name} has arrays {found}; the first batch has {wanted}.")
             if self._language_model is not None:
                 _check_tokens(arrays, self._language_model, f"Batch {place} of {self._name}")
             yield arrays
@@ -124,7 +124,9 @@ class ArraysIterator:
             self._batches = self._begin()
             batch = next(self._batches, None)
             if batch is None:
-                raise DataError(f"{self._name} gave no batch when it was called again. It must start anew each time.")
+                raise DataError(
+                    f"{self._name} yields no batch when called again. Each call must start from the beginning."
+                )
         self._taken += 1
         return batch
 
@@ -138,7 +140,7 @@ class ArraysIterator:
           DataError: the state belongs to another source, or is malformed.
         """
         if not isinstance(state, Mapping) or state.get("source") != self._name or "batches" not in state:
-            raise DataError(f"The saved position {state!r} is not one of {self._name}. Restore data.source.")
+            raise DataError(f"The saved position {state!r} does not belong to {self._name}. Restore data.source.")
         self._batches, self._taken = self._begin(), 0
         for _ in range(state["batches"]):
             next(self)

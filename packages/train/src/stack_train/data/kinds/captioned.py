@@ -154,8 +154,8 @@ class EncoderFacts:
         }
         if wrong := [f"{name} {there}, not {ours}" for name, (ours, there) in pairs.items() if ours != there]:
             raise DataError(
-                f"The autoencoder in {encoders.directory} has {', '.join(wrong)}, with which the denoiser was trained. "
-                "Restore the directory, or train again."
+                f"The autoencoder in {encoders.directory} is not the one that the denoiser was trained with: "
+                f"{', '.join(wrong)}. Restore the directory, or train again."
             )
 
     def write(self, directory: Path) -> None:

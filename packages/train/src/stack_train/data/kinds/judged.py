@@ -108,8 +108,8 @@ def _others(prompts: Sequence[Any], source: str) -> list[int]:
     """
     if all(prompt == prompts[0] for prompt in prompts):
         raise DataError(
-            f"{source} holds {len(prompts)} answers to one prompt; those to other prompts are needed to estimate how "
-            "far the policy is from its reference. Add records with another prompt."
+            f"{source} holds {len(prompts)} answers to a single prompt; KTO estimates the policy's divergence from its "
+            "reference with answers to other prompts. Add records with another prompt."
         )
 
     def differs(first: int) -> Callable[[int], bool]:

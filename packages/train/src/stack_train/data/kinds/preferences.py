@@ -174,8 +174,8 @@ class PreferenceBatches(OwnRows, PolicyBatches):
             self._reference = self._read_reference(kept)
         elif version:
             raise DataError(
-                f"The reference's log-probabilities are missing: {kept}. They are scored at a run's start; restore the "
-                "file, or start the run anew."
+                f"The reference's log-probabilities are missing: {kept}. They are computed at a run's start; restore "
+                "the file, or start a new run."
             )
         else:
             self._reference = self._scored(params, score)
@@ -213,14 +213,14 @@ class PreferenceBatches(OwnRows, PolicyBatches):
                 logprobs = dict(zip(stored["digests"].tolist(), stored["logprobs"], strict=True))
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise DataError(
-                f"The reference's log-probabilities in {path} cannot be read: {error}. Restore the file, or start the "
-                "run anew."
+                f"The reference's log-probabilities in {path} cannot be read: {error}. Restore the file, or start a "
+                "new run."
             ) from error
         digests = self._pair_digests.tolist()
         if missing := [self._pairs[row].chosen.name for row, digest in enumerate(digests) if digest not in logprobs]:
             raise DataError(
-                f"{path} has no log-probabilities of {len(missing)} of {len(digests)} pairs, the first of which is "
-                f"{missing[0]}: they were scored at the run's start, before these pairs were there or had this text. "
+                f"{path} lacks the log-probabilities of {len(missing)} of {len(digests)} pairs, the first of which is "
+                f"{missing[0]}: they were computed at the start of the run, before these pairs were added or changed. "
                 "Restore the data, or start a new run by run.init_from."
             )
         return np.stack([logprobs[digest] for digest in digests])
@@ -279,7 +279,7 @@ def _common(name: str, chosen: Any, rejected: Any) -> tuple[Any, list[Any]]:
     while alike < min(len(chosen), len(rejected)) - 1 and chosen[alike] == rejected[alike]:
         alike += 1
     if not alike:
-        raise DataError(f"{name}: the answers begin with different messages, so that there is no prompt. Write it.")
+        raise DataError(f"{name}: the answers begin with different messages, so the prompt is missing. Write it.")
     return chosen[:alike], [chosen[alike:], rejected[alike:]]
 
 
@@ -289,7 +289,7 @@ def fitting_pairs(pairs: Sequence[Pair], seq_tokens: int, too_long: TooLong) -> 
     names &= {each.name for each in fitting([pair.rejected for pair in pairs], seq_tokens, too_long)}
     kept = [pair for pair in pairs if pair.chosen.name in names]
     if not kept:
-        raise DataError(f"Of none of {len(pairs)} pairs do both answers fit data.seq_tokens={seq_tokens}. Raise it.")
+        raise DataError(f"None of {len(pairs)} pairs has answers that both fit data.seq_tokens={seq_tokens}. Raise it.")
     most = seq_tokens + 1
 
     def cut(answer: Conversation) -> Conversation:

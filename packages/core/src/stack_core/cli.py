@@ -50,10 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         if arguments is None:
             raise
-        _fail("Interrupted.", 130)
+        _fail("Interrupted.", 130)  # 128 + SIGINT, as in shells
     except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(141)
+        sys.stderr.close()  # prevents a second error message at exit
+        sys.exit(141)  # 128 + SIGPIPE
 
 
 @contextlib.contextmanager
@@ -150,7 +150,7 @@ def _convert(type_: Any, tokens: Sequence[cyclopts.Token]) -> Any:
             try:
                 is_whole = float(token.value).is_integer()
             except (ValueError, OverflowError):
-                continue  # Cyclopts rejects it, or parses it in base 16
+                continue  # Cyclopts rejects the value or parses it as base 16
             if not is_whole:
                 raise ValueError(f"{token.value!r} is not a whole number")
     found = cyclopts.convert(type_, tokens)

@@ -36,7 +36,7 @@ _PRODUCTS = (
 )
 _PRODUCT_SIZES = (512, 1024, 2048)
 _PRODUCT_BUDGET_S = 0.15
-_COPY_BYTES = 256 * 2**20
+_COPY_BYTES = 256 * 2**20  # more than a last-level cache
 _COPY_BUDGET_S = 0.25
 _MEASURED = ("peak_flops", "hbm_bandwidth_bytes_s", "provenance")
 
@@ -55,7 +55,7 @@ class _Cpu(Chip):
             object.__setattr__(self, measured, value)
         return self.__dict__[name]
 
-    def __hash__(self) -> int:
+    def __hash__(self) -> int:  # The inherited hash would read the peaks and start the measurement.
         return hash((self.kind, self.model))
 
 
@@ -67,6 +67,7 @@ def measured_cpu() -> Chip:
     version of JAX and `XLA_FLAGS`. A `ChipCacheWarning` is emitted for a file that is damaged or cannot be written.
     Reading a peak raises `HardwareError` if JAX_PLATFORMS excludes JAX's CPU backend.
     """
+    # Without a call of the constructor, which would need the measured fields.
     chip = object.__new__(_Cpu)
     known = {
         "kind": "cpu",

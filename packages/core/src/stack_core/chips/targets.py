@@ -192,6 +192,7 @@ def use_target(target: Target) -> Iterator[None]:
     import jax
 
     device = target.devices[0]
+    # Libraries of kernels read the kind of device from the abstract mesh, not from the default device.
     of_device = jax.sharding.Mesh([device], ("device",)).abstract_mesh.abstract_device
     mesh = jax.sharding.get_abstract_mesh().update(abstract_device=of_device)
     with use_chip(target.chip), jax.default_device(device), jax.sharding.use_abstract_mesh(mesh):
@@ -206,7 +207,7 @@ def _tpu_devices(target: Target) -> tuple["jax.Device", ...]:
     topology = f"{kind.name}:{'x'.join(map(str, sizes))}"
     options = dict(kind.options)
     if math.prod(sizes) == 1:
-        options["chips_per_host_bounds"] = (1, 1, 1)
+        options["chips_per_host_bounds"] = (1, 1, 1)  # hosts have 2x2 chips by default
     with _environment(_WITHOUT_TPU if "TPU_SKIP_MDS_QUERY" in os.environ else {}):
         try:
             description = topologies.get_topology_desc(topology, platform="tpu", **options)

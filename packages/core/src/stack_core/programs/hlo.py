@@ -80,7 +80,13 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Computation:
-    """A function of the module; `root` is the instruction whose result it returns."""
+    """A function of the module.
+
+    Attributes:
+      name: unique name within the module.
+      instructions: instructions by name, in program order.
+      root: instruction whose result the function returns.
+    """
 
     name: str
     instructions: Mapping[str, Instruction]
@@ -136,7 +142,12 @@ class Execution:
 
 @dataclass(frozen=True)
 class Module:
-    """A compiled module."""
+    """A compiled module.
+
+    Attributes:
+      computations: computations by name.
+      entry: computation that a run of the module executes.
+    """
 
     computations: Mapping[str, Computation]
     entry: Computation
@@ -227,6 +238,9 @@ def parse_hlo(text: str) -> Module:
     return Module(computations, computations[entry])
 
 
+# Lines such as
+#   ENTRY %main.5 (param.1: f32[8,16]) -> f32[8] {
+#     ROOT %fusion.2 = bf16[8,16]{1,0:T(8,128)S(1)} fusion(%param.1), kind=kLoop, calls=%fused_computation
 _HEADER: Final = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{\s*$")
 _NAME: Final = re.compile(r"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = ")
 _ARRAY: Final = re.compile(r"([a-z]\w*)\[([^\]]*)\](?:\{([^}]*)\})?")

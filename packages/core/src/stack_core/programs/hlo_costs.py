@@ -179,7 +179,7 @@ def collectives(module: Module, device_count: int) -> tuple[Collective, ...]:
         if kind == "all-gather":
             arrays = _gathered(instruction, arrays, len(group))
         elif kind == "ragged-all-to-all":
-            arrays = (min(arrays[:2], key=lambda array: array.bytes),)  # the other operands are offsets and sizes
+            arrays = (min(arrays[:2], key=lambda array: array.bytes),)  # later operands are offsets and sizes
         if len(group) > 1:
             name, runner = instruction.op_name, execution.runner
             gathers = kind == "all-reduce" and _are_parts(operands, computation, module)
@@ -344,6 +344,7 @@ def _are_parts(operands: Iterable[Instruction], computation: Computation, module
 
 
 def _is_part(array: Instruction, computation: Computation, module: Module) -> bool:
+    """Returns whether an array is a broadcast value with one slice updated, possibly within a fusion."""
     while array.opcode in ("bitcast", "copy", "copy-done", "copy-start", "convert"):
         (array,) = computation.operands(array)
     updated, around = array, computation

@@ -201,7 +201,7 @@ def _layers_in(dims: Sequence[int], parameter: LintedParameter, *, transposed: b
         return None
     sizes = [size for size in dims if size > 1]
     own = math.prod(part for _, part in axes)
-    for count in {1, layers}:
+    for count in {1, layers}:  # An array holds one layer or all of them.
         for kept in _ways_to_hold(axes):
             wanted = [*([(count, count)] if count > 1 else []), *((size, part) for size, part in kept if size > 1)]
             if len(wanted) == len(sizes) and any(

@@ -158,6 +158,7 @@ def program_memory(compiled: "jax.stages.Compiled", platform: str) -> ProgramMem
 def _network_s(
     found: Sequence[Collective], devices: Sequence["jax.Device"], chip: Chip, part: float, link_share: LinkShare
 ) -> float | None:
+    """Sums the times of the collectives on the devices' links; None if a bandwidth is unknown."""
     seconds = 0.0
     for collective in found:
         share = link_share([devices[place] for place in collective.group])

@@ -1,8 +1,8 @@
 """The CPU's row. Its peaks are measured once per machine, when they are first read, and cached on disk.
 
 A measurement takes one or two seconds: for each dtype, the best of several matrix products of up to three sizes, and
-the best of several passes over an array larger than any cache. A measurement taken on a busy machine is replaced at the
-first start on an idle one.
+the best of several passes over an array larger than any cache. A measurement from a busy machine is replaced at the
+first start while the machine is idle.
 """
 
 import functools

@@ -190,10 +190,13 @@ def _matching(
 
 
 def _layers_in(dims: Sequence[int], parameter: LintedParameter, *, transposed: bool = True) -> int | None:
-    """Returns the number of layers of a parameter in an array, or None for an array within a device's shard.
+    """Returns the number of layers of a parameter in an array.
 
     Args:
       transposed: whether the array's axes may be in another order than the parameter's.
+
+    Returns:
+      None for an array of other axes or, if the parameter is split, within a device's shard.
     """
     layers = parameter.shape[0] if parameter.layers else 1
     axes = list(zip(parameter.shape, parameter.part, strict=True))[1 if parameter.layers else 0 :]

@@ -120,7 +120,7 @@ def _failure(formation: Formation, culprit: Member, severity: int) -> Failure:
 
 
 def _hang(formation: Formation, hangs_for_s: float) -> Failure:
-    """Attributes a hang to the slowest worker, or to none if all are at the same step."""
+    """Attributes a hang to the slowest worker, or to no worker if all are at the same step."""
     behind = min(formation.members, key=lambda member: -1 if member.step is None else member.step)
     steps = {member.step for member in formation.members}
     blamed = behind if len(steps) > 1 else None

@@ -124,7 +124,7 @@ class Goodput:
 
 
 def share_of_training(seconds: Mapping[str, float]) -> float | None:
-    """Returns the goodput for seconds by activity; None if no time has passed."""
+    """Returns the goodput for seconds by activity; None before any time has passed."""
     total_s = sum(seconds.values())
     return seconds.get("training", 0.0) / total_s if total_s else None
 

@@ -220,7 +220,7 @@ class Processes:
             yield
         except Interrupted:  # raised in all processes at the same step
             raise
-        except BaseException as error:  # including Ctrl-C: the others must be notified
+        except BaseException as error:  # including Ctrl-C, of which all processes are notified
             if self._store is None:
                 raise
             caused = self._cause(error)
@@ -293,7 +293,7 @@ def _failure(said: str) -> TrainingError:
 
 
 def _leave(processes: Processes, status: int) -> None:
-    """Exits after a failure; the first process, which hosts the coordinator, waits for the others to read the error."""
+    """Exits after a failure. The first process, which hosts the coordinator, waits until all have read the error."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()

@@ -84,7 +84,7 @@ class RemoteArray:
         return self
 
     def reshard(self, mesh: ArrayMesh, spec: Sequence[Any] = ()) -> "RemoteArray":
-        """Copies the array to another mesh, or reshards it on its own; the data bypasses the driver.
+        """Copies the array to another mesh, or reshards it on its present mesh; the data bypasses the driver.
 
         Args:
           spec: mesh axis, tuple of axes or None for each axis of the array, as in `PartitionSpec`.

@@ -13,10 +13,10 @@ __all__ = ["Transfers"]
 
 
 class Transfers:
-    """A server that offers arrays of this process to others, and a client that pulls theirs; it starts on first use.
+    """A server for this process's arrays and a client for other processes' arrays; it starts on first use.
 
     Args:
-      host: address of this machine to listen at.
+      host: listening address on this machine.
     """
 
     def __init__(self, host: str) -> None:

@@ -63,7 +63,7 @@ def fork(run: Callable[[TextIO], int]) -> Child:
 
 
 def state_of(pid: int) -> str | None:
-    """Returns the state letter of a local process ("T" if a signal stopped it), or None if the process is gone."""
+    """Returns the state letter of a local process ("T" if a signal stopped it); None for a process that is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

@@ -95,7 +95,7 @@ def _as_float(condition: bool | jax.Array) -> Any:
 
 def _affine(low: jax.Array, high: jax.Array, kind: QType, half_step: bool | jax.Array) -> tuple[jax.Array, jax.Array]:
     # Rounding the zero point up moves the range by up to one step, so the range spans one step less than the codes.
-    # With `half_step`, rounding to the nearest moves it by up to half a step, which its ends may lie beyond the codes.
+    # With `half_step`, rounding to the nearest moves it by up to half a step, and its ends may lie that far outside.
     steps = np.float32(kind.largest - kind.smallest - 1) + _as_float(half_step)
     # Halved, as the width of a range may exceed the largest float32.
     width = high * np.float32(0.5) - low * np.float32(0.5)
@@ -122,8 +122,10 @@ def _in_e4m3(scale: jax.Array, axes: tuple[int, ...], unbiased: bool) -> Scales:
     wanted = jnp.minimum(scale / spread(unit, scale.shape), np.float32(448))
     bits = lax.bitcast_convert_type(wanted.astype(jnp.float8_e4m3fn), jnp.uint8)
     if unbiased:
+        # Incrementing the bits of a positive float gives the next larger one.
         rounded = lax.bitcast_convert_type(bits, jnp.float8_e4m3fn).astype(jnp.float32)
         bits = bits + (rounded < wanted).astype(jnp.uint8)
+    # Bits of at least 1, because a scale of 0 would erase its tile.
     stored = lax.bitcast_convert_type(jnp.maximum(bits, np.uint8(1)), jnp.float8_e4m3fn)
     return Scales(stored, unit, None, stored.astype(jnp.float32) * spread(unit, scale.shape))
 

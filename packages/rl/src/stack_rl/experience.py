@@ -62,7 +62,7 @@ def batch_of(
     token is still learned.
 
     Args:
-      trajectories: trajectories of the batch, one per row.
+      trajectories: trajectories of the batch, at most one per row.
       shapes: shapes of the batch.
       advantage: key of `ADVANTAGES`; None sets all advantages to 0.
       weights: name of a weighting in `token_weights`.
@@ -127,6 +127,7 @@ def credited_by_values(
 
 
 def _lay_out(batch: Mapping[str, np.ndarray], row: int, trajectory: Trajectory, version: int) -> None:
+    # Position t predicts token t + 1, so arrays about sampled tokens shift by one.
     sampled, count = trajectory.sampled[1:], len(trajectory.tokens) - 1
     of_tokens = {
         "tokens": trajectory.tokens[:-1],

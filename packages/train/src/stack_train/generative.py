@@ -87,6 +87,7 @@ class ModuleCheckpoint:
         """Raises a GenerationError if the last hidden state depends on an earlier token, which no cache would hold."""
         if self.max_positions < 3:
             return
+        # Sequences that end in the same token and differ before it, which only a model without memory maps alike.
         last = 1 % self.vocab_size
         tokens = jnp.array([[first, first, last] for first in range(min(self.vocab_size, 4))])
         positions = jnp.arange(3)[None]

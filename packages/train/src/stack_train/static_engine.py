@@ -192,6 +192,7 @@ class StaticEngine(Engine):
             if new is old:
                 return old
             placed = jax.device_put(new, old.sharding)
+            # Copied unless donated, because the caller may overwrite its arrays, for instance in a training step.
             return jnp.array(placed, old.dtype, copy=not donate)
 
         placed = jax.tree.map(owned, params, self._params)
@@ -327,6 +328,7 @@ class StaticEngine(Engine):
 
     def _filled_rows(self, batch: Sequence[_Continuation], bucket: int) -> dict[str, np.ndarray]:
         rows, stops = self._rows, [self._stops(each.work.request.sampling) for each in batch]
+        # A power of two, because every width of this array compiles one more program.
         most = 1 << max([len(each) for each in stops] + [1]).bit_length()
         arrays = {
             "tokens": np.zeros((rows, bucket), np.int32),

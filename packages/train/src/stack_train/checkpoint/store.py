@@ -27,7 +27,7 @@ from stack_train.checkpoint.weights import weight_parts
 
 __all__ = ["CheckpointConfig", "CheckpointStore", "Restored"]
 
-_SLACK_BYTES = 1 << 20
+_SLACK_BYTES = 1 << 20  # allowance for files whose size is unknown before they are written, such as Orbax's metadata
 
 
 @config

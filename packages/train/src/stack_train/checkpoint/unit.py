@@ -17,6 +17,7 @@ from stack_train.checkpoint.narrow import is_narrow, splits_bytes, unpacked
 
 __all__ = ["Unit", "make_checkpointer", "read_array"]
 
+# Orbax aborts a save after this time. Its default of 20 minutes is too short for large states on slow disks.
 _TIMEOUT_S = 4 * 3600
 
 

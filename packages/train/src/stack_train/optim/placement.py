@@ -37,6 +37,7 @@ def _along(shape: tuple[int, ...], param_shape: tuple[int, ...], sharding: Named
     """Returns the sharding of an array whose axes are an ordered subset of a parameter's axes, otherwise None."""
     spec = (*sharding.spec, *[None] * (len(param_shape) - len(sharding.spec)))
     split: list[Any] = []
+    # Axes are matched by size. Among axes of equal size the first is taken: any of them is a valid sharding.
     for size, mesh_axes in zip(param_shape, spec, strict=True):
         if len(split) < len(shape) and shape[len(split)] == size:
             split.append(mesh_axes)

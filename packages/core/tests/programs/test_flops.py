@@ -151,7 +151,7 @@ def test_trips_of_a_while_loop_are_reported_and_not_guessed():
 
     flops = count_flops(loop, zeros(4, 4))
     assert flops.total == SQUARE
-    assert flops.uncounted == (f"while loop of {2 * SQUARE} FLOPs a trip, trips not known",)
+    assert flops.uncounted == (f"while loop of {2 * SQUARE} FLOPs per trip, unknown trip count",)
     assert count_flops(lambda x: jax.lax.while_loop(lambda x: x.sum() < 3, jnp.sin, x), zeros(4)).uncounted == ()
 
 
@@ -166,7 +166,7 @@ def test_a_while_loop_is_reported_from_inside_other_loops_and_branches():
 
     flops = count_flops(outer, zeros(4, 4))
     assert flops.total == SQUARE
-    assert flops.uncounted == (f"while loop of {SQUARE} FLOPs a trip, trips not known",)
+    assert flops.uncounted == (f"while loop of {SQUARE} FLOPs per trip, unknown trip count",)
     nested = count_flops(lambda x: jax.lax.while_loop(lambda x: x.sum() < 3, inner, x), zeros(4, 4))
     assert nested.uncounted == flops.uncounted
 

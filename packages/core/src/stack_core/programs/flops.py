@@ -184,7 +184,7 @@ def _while(equation: Any) -> Flops:
 
 
 def _uncounted(what: str, trip: Flops) -> tuple[str, ...]:
-    line = (f"{what} of {trip.total} FLOPs a trip, trips not known",) if trip.total else ()
+    line = (f"{what} of {trip.total} FLOPs per trip, unknown trip count",) if trip.total else ()
     return line + trip.uncounted
 
 

@@ -8,7 +8,7 @@
 | threads, forks, a fork bomb | a limit of one process for a non-root user, and a PID namespace that dies with it |
 | endless output | pipes that are read up to `output_bytes` |
 | raising limits | hard limits, no root, no new privileges |
-| network | a network namespace without an interface |
+| network | a network namespace without a connection to the machine or beyond |
 | files of the machine | a read-only file system with only Python |
 
 Before its first program, a sandbox tries these attacks on itself. It does not start if an attack succeeds, unless

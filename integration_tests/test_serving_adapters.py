@@ -96,7 +96,7 @@ def test_what_does_not_fit_is_refused(llm, base, tmp_path):
     path, one = next(iter(factors(config, rank=2).items()))
     for given, message in (
         (factors(config, rank=5), "has rank 5; the engine was started for 4. .*adapter_rank=5"),
-        ({path.replace("query", "key"): one}, "attention/key/kernel, which no adapter was for"),
+        ({path.replace("query", "key"): one}, "attention/key/kernel, which had no adapter"),
         ({path: dataclasses.replace(one, magnitude=np.ones((2, 32)))}, r"has magnitudes \(DoRA\), which cannot"),
     ):
         with pytest.raises(GenerationError, match=message):
@@ -117,8 +117,8 @@ def test_what_is_in_no_product_of_its_own_is_refused(tmp_path):
     of_experts = LowRankFactors(np.zeros((1, 4, 32, 2)), np.zeros((1, 4, 2, 16)), 1.0)
     of_router = LowRankFactors(np.zeros((1, 32, 2), np.float32), np.zeros((1, 2, 4), np.float32), 1.0)
     for path, given, message in (
-        ("blocks/0/0/feed_forward/expert_up", of_experts, "is of 2 axes of layers and experts, which cannot be served"),
-        ("blocks/0/0/feed_forward/router/kernel", of_router, "otherwise than in one product.*(?s:.*)router/kernel: "),
+        ("blocks/0/0/feed_forward/expert_up", of_experts, "has 2 axes of layers and experts, which cannot be served"),
+        ("blocks/0/0/feed_forward/router/kernel", of_router, "in other ways than one product.*(?s:.*)router/kernel: "),
     ):
         reads = dataclasses.replace(checkpoint, adapters_at=lambda _, path=path, given=given: {path: given})
         with pytest.raises(GenerationError, match=message):

@@ -203,7 +203,7 @@ def test_an_id_is_free_again_when_its_request_has_ended(engine: LLMEngine) -> No
     for _ in range(2):
         run(engine, request_of("again"))
     engine.submit(request_of("twice", max_tokens=40))
-    with pytest.raises(GenerationError, match="'twice' is being worked on") as caught:
+    with pytest.raises(GenerationError, match="'twice' is still in progress") as caught:
         engine.submit(request_of("twice"))
     assert caught.value.parameter == "request_id"
     engine.abort("twice")

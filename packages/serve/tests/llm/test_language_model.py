@@ -106,7 +106,7 @@ def test_threads_may_share_it(llm: LLM) -> None:
     ("prompts", "sampling", "problem"),
     [
         ("", None, "no tokens"),
-        ([[]], None, "is no prompt"),
+        ([[]], None, "is not a prompt"),
         (["a", [99]], None, "token 99"),
         (["a", "b"], [GREEDY], "1 SamplingParams were given for 2 prompts"),
         ("a", SamplingParams(max_tokens=100), "max_tokens=100"),

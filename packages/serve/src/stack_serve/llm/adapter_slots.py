@@ -1,4 +1,4 @@
-"""The slots of adapters on the devices as numbers: which adapter lies in which, and who is using it."""
+"""Allocator of adapter slots on the devices, with reference counts and LRU eviction."""
 
 from collections import OrderedDict
 
@@ -6,13 +6,13 @@ __all__ = ["AdapterSlots"]
 
 
 class AdapterSlots:
-    """Adapters by their numbers, of which as many as there are slots can be used at once.
+    """Reference-counted slots that retain adapters without users until another adapter needs the slot.
 
     Invariants:
-      a slot is free, kept (its adapter has no user) or held (it has one or more)
-      an adapter lies in at most one slot
+      a slot is free (without adapter), kept (its adapter has 0 users) or held (1 or more users)
+      an adapter is in at most one slot
 
-    Of the kept adapters, the one that was used longest ago gives way first.
+    Adapters are identified by `HostAdapter.number`. The least recently used kept adapter is evicted first.
     """
 
     def __init__(self, slots: int) -> None:
@@ -22,11 +22,11 @@ class AdapterSlots:
         self._kept: OrderedDict[int, None] = OrderedDict()
 
     def can_hold(self, adapter: int | None) -> bool:
-        """Whether `hold` can give the adapter a slot; who has none needs none."""
+        """Returns whether `hold` would succeed; True without an adapter."""
         return adapter is None or adapter in self._slot_of or bool(self._free or self._kept)
 
     def hold(self, adapter: int) -> tuple[int, bool]:
-        """Adds a user of an adapter; returns its slot, and whether the adapter has to be loaded there first."""
+        """Adds a user of an adapter; returns its slot, and whether the adapter must be loaded into it first."""
         is_new = adapter not in self._slot_of
         if is_new:
             self._slot_of[adapter] = self._free.pop() if self._free else self._taken()
@@ -35,7 +35,7 @@ class AdapterSlots:
         return self._slot_of[adapter], is_new
 
     def release(self, adapter: int) -> None:
-        """Takes a user away, as `hold` added it."""
+        """Removes a user added by `hold`."""
         self._users[adapter] -= 1
         if not self._users[adapter]:
             del self._users[adapter]

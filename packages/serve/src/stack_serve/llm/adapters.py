@@ -1,4 +1,4 @@
-"""Adapters of low rank beside a model's parameters: which fit, how they lie on the devices, how a step uses them."""
+"""Serving of many low-rank adapters with one base model: validation, device pool and application in a step."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -34,12 +34,13 @@ _MERGE = "Merge it into its base (stack convert RUN run:MERGED) and serve that."
 
 @dataclass(frozen=True)
 class HostAdapter:
-    """An adapter in the host's memory.
+    """An adapter in host memory, in the shapes of a pool slot.
 
     Attributes:
-      number: which no other has, also not an earlier one of the same name.
-      factors: of each parameter of the pool, by path: down[layers, d_in, rank], up[layers, rank, d_out] and scale[], of
-        the pool's rank; of zeros where the adapter has none.
+      name: name used in requests.
+      factors: down[layers, d_in, rank], up[layers, rank, d_out] and scale[] for each parameter path of the pool. They
+        are zero-padded to the pool's rank, and zero for parameters that the adapter leaves unchanged.
+      number: unique number, different even from an earlier adapter of the same name.
     """
 
     name: str
@@ -49,11 +50,12 @@ class HostAdapter:
 
 @dataclass(frozen=True)
 class AdapterShapes:
-    """Which parameters of a model have adapters, and of what rank; programs are compiled for these.
+    """Shapes of the adapter pool, for which programs are compiled.
 
     Attributes:
-      slots: adapters that lie on the devices at once.
-      targets: [layers, d_in, d_out] and the dtype of each adapted parameter, by path.
+      slots: maximum number of adapters on the devices.
+      rank: rank of every slot, a power of two.
+      targets: shape [layers, d_in, d_out] and dtype of each adapted parameter, by path.
     """
 
     slots: int
@@ -62,10 +64,12 @@ class AdapterShapes:
 
     @classmethod
     def of(cls, checkpoint: GenerativeCheckpoint, config: EngineConfig, adapters: Mapping[str, Adapters]) -> Any:
-        """What some adapters need together: their parameters, and the power of two that no rank of theirs exceeds.
+        """Computes shapes that fit all adapters.
+
+        The parameters are the union over the adapters; the rank is the maximum rank, rounded up to a power of two.
 
         Raises:
-          GenerationError: one is of a kind that is not served beside others.
+          GenerationError: an adapter is of an unsupported kind, its base is quantized, or `config.tensor` exceeds 1.
         """
         if config.tensor > 1:
             raise GenerationError(
@@ -78,8 +82,8 @@ class AdapterShapes:
                 parameter = _at(checkpoint.parameters, path)
                 if is_quantized(parameter):
                     raise GenerationError(
-                        f"{path} of {checkpoint.name} is quantized; adapters are served beside parameters in float. "
-                        "Serve the run that it was made from.",
+                        f"{path} of {checkpoint.name} is quantized; adapters require floating-point parameters. Serve "
+                        "the run from which it was quantized.",
                         parameter="adapter",
                     )
                 targets[path] = jax.ShapeDtypeStruct(parameter.shape, parameter.dtype)
@@ -87,11 +91,11 @@ class AdapterShapes:
         return cls(config.max_adapters, 1 << (most - 1).bit_length(), targets)
 
     def only(self, path: str) -> "AdapterShapes":
-        """Those of one parameter."""
+        """Returns the shapes restricted to one parameter."""
         return AdapterShapes(self.slots, self.rank, {path: self.targets[path]})
 
     def pool(self) -> "Pool":
-        """Slots of zeros."""
+        """Creates a pool whose slots are zero."""
         return Pool(
             {
                 path: {
@@ -105,17 +109,17 @@ class AdapterShapes:
         )
 
     def fitted(self, name: str, adapters: Adapters) -> HostAdapter:
-        """An adapter in the shapes of a slot.
+        """Pads an adapter to the shapes of a slot.
 
         Raises:
-          GenerationError: it is of a higher rank, or of other parameters, than the engine was started for.
+          GenerationError: the adapter is of an unsupported kind, or exceeds the rank or the parameters of the pool.
         """
         for path, each in adapters.items():
             _check_kind(name, path, each)
         if unknown := [path for path in adapters if path not in self.targets]:
             raise GenerationError(
-                f"Adapter {name!r} is for {', '.join(unknown)}, which no adapter was for when the engine started: a "
-                f"program would have to be compiled. There are: {', '.join(self.targets)}. Start the engine with it.",
+                f"Adapter {name!r} changes {', '.join(unknown)}, which had no adapter when the engine started, so its "
+                f"programs cannot apply it. Adapted are: {', '.join(self.targets)}. Start the engine with it.",
                 parameter="adapter",
             )
         most = max((each.rank for each in adapters.values()), default=0)
@@ -139,11 +143,11 @@ class AdapterShapes:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Pool:
-    """The adapters on the devices.
+    """Adapters on the devices.
 
     Attributes:
-      factors: by the path of the parameter, down[layers, slots, d_in, rank], up[layers, slots, rank, d_out], which may
-        be `Layers`, and scale[slots].
+      factors: down[layers, slots, d_in, rank], up[layers, slots, rank, d_out] and scale[slots] for each parameter path;
+        `down` and `up` may be `Layers`.
     """
 
     factors: Mapping[str, Mapping[str, Any]]
@@ -152,11 +156,11 @@ class Pool:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Weights:
-    """What a step computes with.
+    """Parameters and adapters of a step.
 
     Attributes:
-      params: of the model; some may be `Layers`.
-      pool: None where no adapters are served.
+      params: parameters of the model; some may be `Layers`.
+      pool: adapters; None if the engine serves only the base model.
     """
 
     params: Any
@@ -166,11 +170,16 @@ class Weights:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LowRankWeight:
-    """A parameter with the adapters of the pool; a loop over layers takes one layer of each of its arrays.
+    """A parameter with the adapters of the pool, implementing `__stack_low_rank__`.
+
+    All arrays have a leading axis of layers so that a loop over layers can slice the whole pytree.
 
     Attributes:
-      rows: [layers, tokens], the slot of each token's adapter; -1 is none.
-      path: of the parameter.
+      base: parameter of the model, [layers, d_in, d_out].
+      down, up: factors of each slot, as in `Pool`.
+      scale: [layers, slots], factor of each slot's product.
+      rows: [layers, tokens], adapter slot of each token; -1 selects the base model.
+      path: path of the parameter.
     """
 
     base: Any
@@ -197,35 +206,36 @@ class LowRankWeight:
 
     def __getitem__(self, index: Any) -> "LowRankWeight":
         if index is not Ellipsis:
-            raise TypeError(f"{self.path} has adapters, which are cut by their layers alone.")
+            raise TypeError(f"{self.path} has adapters, which can be sliced only by a loop over layers.")
         return self
 
     def astype(self, dtype: Any, copy: bool = True) -> "LowRankWeight":
-        """Cast for a product."""
+        """Casts the base and the factors, as models do before a matrix product."""
         del copy
         base, down, up = (array.astype(dtype) for array in (self.base, self.down, self.up))
         return LowRankWeight(base, down, up, self.scale, self.rows, self.path)
 
 
 def read_all(checkpoint: GenerativeCheckpoint, addresses: Mapping[str, str]) -> dict[str, Adapters]:
-    """Reads adapters by name.
+    """Reads the adapters at the given addresses, by name.
 
     Raises:
-      GenerationError: the checkpoint takes no adapters.
-      StackError: one cannot be read, or is of another model.
+      GenerationError: the checkpoint does not support adapters.
+      StackError: an adapter cannot be read, or belongs to another model.
     """
     if not addresses:
         return {}
     if not isinstance(checkpoint, ReadsAdapters):
-        raise GenerationError(f"{checkpoint.name} takes no adapters.", parameter="adapter")
+        raise GenerationError(f"{checkpoint.name} does not support adapters.", parameter="adapter")
     return {name: checkpoint.read_adapters(address) for name, address in addresses.items()}
 
 
 def with_rows(weights: Weights, rows: jax.Array) -> Any:
-    """The parameters of a model each of whose tokens has its own adapter.
+    """Replaces each adapted parameter with a `LowRankWeight` that applies a different adapter to each token.
 
     Args:
-      rows: int32[tokens], slots; -1 is none.
+      weights: parameters and adapters.
+      rows: int32[tokens], adapter slot of each token; -1 selects the base model.
     """
     params = weights.params
     if weights.pool is None:
@@ -240,7 +250,7 @@ def with_rows(weights: Weights, rows: jax.Array) -> Any:
 
 
 def put(pool: Pool, slot: jax.Array, factors: Mapping[str, Mapping[str, jax.Array]]) -> Pool:
-    """The pool with an adapter in one of its slots."""
+    """Returns the pool with an adapter written to a slot."""
 
     def placed(held: Any, new: jax.Array) -> Any:
         if isinstance(held, Layers):
@@ -259,20 +269,20 @@ def _check_kind(name: str, path: str, factors: Any) -> None:
     if factors.magnitude is not None:
         fault = "has magnitudes (DoRA)"
     elif len(factors.down.shape) != 3:
-        fault = f"is of {len(factors.down.shape) - 2} axes of layers and experts"
+        fault = f"has {len(factors.down.shape) - 2} axes of layers and experts"
     else:
         return
     raise GenerationError(
-        f"Adapter {name!r} of {path} {fault}, which cannot be served beside others. {_MERGE}", parameter="adapter"
+        f"Adapter {name!r} of {path} {fault}, which cannot be served with others. {_MERGE}", parameter="adapter"
     )
 
 
 def unusable(faults: Mapping[str, Exception]) -> GenerationError:
-    """Says which parameters' adapters a model cannot take, by the errors that their traces ended with."""
+    """Builds the error for parameters whose adapters the model cannot apply, from the error of each trace."""
     listing = "\n".join(f"  {path}: {str(error).splitlines()[0]}" for path, error in faults.items())
     return GenerationError(
-        "The model uses these parameters otherwise than in one product with their input, so that adapters of them "
-        f"cannot be served beside others:\n{listing}\n{_MERGE}",
+        "The model uses these parameters in other ways than one product with their input, so their adapters cannot "
+        f"be served with others:\n{listing}\n{_MERGE}",
         parameter="adapter",
     )
 
@@ -288,6 +298,6 @@ def _at(tree: Any, path: str) -> Any:
 
 
 def _replaced(tree: Any, keys: Sequence[str | int], value: Any) -> Any:
-    """Nested dicts with another value at a path."""
+    """Returns a copy of nested dicts with the value at a path replaced."""
     first, *rest = keys
     return {**tree, first: _replaced(tree[first], rest, value) if rest else value}

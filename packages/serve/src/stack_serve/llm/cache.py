@@ -1,7 +1,7 @@
-"""The paged cache: keys, values and latents of all sequences lie in pages of pools that they share.
+"""Paged cache: pools of pages with the keys, values and latents of all sequences.
 
-A recurrent state has one size however long its sequence is, so it has no pages: each running sequence's is in its
-slot. A page can be shared by sequences that begin alike; a state cannot, because it is that of its last token alone.
+A recurrent state has a fixed size, so it is stored in the slot of its running sequence instead of in pages. Sequences
+with a common prefix can share pages but not states, because a state describes only the last token of its sequence.
 """
 
 from collections import Counter
@@ -27,11 +27,11 @@ _PIECE_TOKENS = 64
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PagedLayer:
-    """The pools of keys and of values, [layers, ...] and the axes of the layout; one layer's lack the first axis.
+    """Pools of keys and values, [layers, *layout]; pools of one layer lack the first axis.
 
     Attributes:
-      key, value: arrays, or `CodedVectors`. A pool of latents is a key of one head, without a value; in a layout whose
-        pools hold both, values lie beside the keys.
+      key: array or `CodedVectors`. A pool of latents is stored as keys of one head.
+      value: array or `CodedVectors`; None for latents, and in layouts that store the values next to the keys.
     """
 
     key: Any
@@ -41,7 +41,11 @@ class PagedLayer:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SlotStates:
-    """A recurrent layer's state for each slot: arrays [layers, slots, ...]; one layer's lack the first axis."""
+    """Recurrent states of each slot.
+
+    Attributes:
+      arrays: arrays [layers, slots, ...]; arrays of one layer lack the first axis.
+    """
 
     arrays: tuple[Any, ...]
 
@@ -49,16 +53,16 @@ class SlotStates:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rows:
-    """The tokens of one step: row r computes the next `query_starts[r + 1] - query_starts[r]` tokens of a sequence.
+    """Tokens of one step: row r computes the next `query_starts[r + 1] - query_starts[r]` tokens of a sequence.
 
     Attributes:
-      block_tables: int32[rows, pages], the numbers of the pages of each row's sequence, in order.
-      kv_lengths: int32[rows], tokens of each row's sequence, those of the step included.
-      query_starts: int32[rows + 1], ascending from 0; tokens from the last on are padding.
-      pages: int32[tokens], the page where each token's key goes; a number that no page has for padding.
-      slots: int32[tokens], its slot there.
-      sequences: int32[rows], the slot of each row's sequence, where its recurrent states lie; each one's but that of
-        padding is there once.
+      block_tables: int32[rows, pages], page numbers of each row's sequence in token order.
+      kv_lengths: int32[rows], length of each row's sequence, including the tokens of this step.
+      query_starts: int32[rows + 1], ascending from 0; tokens from `query_starts[-1]` on are padding.
+      pages: int32[tokens], page to which each token's key is written; an out-of-range number for padding.
+      slots: int32[tokens], position of the token in its page.
+      sequences: int32[rows], slot of each row's sequence, which holds its recurrent states. Slots are unique, except
+        the slot of padding rows.
     """
 
     block_tables: Any
@@ -71,10 +75,11 @@ class Rows:
 
 @dataclass(eq=False)
 class WantedLayouts:
-    """The layouts of pages that suit the chip best, one of each call of attention that is traced with it.
+    """Preferred page layouts, collected from the attention calls of a traced step.
 
     Attributes:
-      one_pool: values fit into one pool with the keys in every layer.
+      names: preferred layout of each call that has one.
+      one_pool: whether every layer can store values in one pool with the keys.
     """
 
     names: list[str] = field(default_factory=list)
@@ -82,7 +87,7 @@ class WantedLayouts:
 
     @property
     def best(self) -> PageLayout:
-        """The one that most calls want; calls for which none is better than the one at hand do not count."""
+        """The layout preferred by most calls; `ANY_LAYOUT` if no call has a preference."""
         names = Counter(name for name in self.names if self.one_pool or not holds_values(name))
         return cast(PageLayout, names.most_common(1)[0][0]) if names else ANY_LAYOUT
 
@@ -90,17 +95,20 @@ class WantedLayouts:
 @partial(jax.tree_util.register_dataclass, data_fields=["layers", "rows"], meta_fields=["layout", "single", "wanted"])
 @dataclass(frozen=True)
 class PagedKVCache:
-    """A `KVCache` for tokens of many sequences at once, each a batch row of one token.
+    """A `KVCache` for tokens of many sequences, each a batch row of one token.
 
-    A model that is called with tokens [tokens, 1] attends from each to the keys of its own sequence, those of the same
-    step included.
+    In a model called with tokens [tokens, 1], each token attends to the preceding keys of its own sequence, including
+    keys of the same step.
 
     Source: Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, 2023
     (arXiv:2309.06180).
 
     Attributes:
-      single: no row has more than one token.
-      wanted: notes which layouts suit the calls of attention.
+      layers: `PagedLayer`s and `SlotStates` in the structure of the model's states.
+      rows: tokens of the step.
+      layout: axis order of the page pools.
+      single: whether every row has at most one token.
+      wanted: collects the preferred layout of each attention call; None does not collect them.
     """
 
     layers: Any
@@ -119,7 +127,7 @@ class PagedKVCache:
         *,
         sinks: Float[Array, " heads"] | None = None,
     ) -> tuple[Float[Array, "tokens 1 heads value_dim"], PagedLayer]:
-        """Puts keys and values into their pages, and attends, in the dtype of pages that are not quantized."""
+        """Writes keys and values to their pages and computes attention, in the dtype of the pages unless quantized."""
         pages = tuple("act_kv_heads" if axis == "h" else None for axis in self.layout)
         axes = {"query": (None, "act_heads", None), "key_pages": pages}
         if holds_values(self.layout):
@@ -159,16 +167,16 @@ class PagedKVCache:
         *,
         value_dim: int,
     ) -> tuple[Float[Array, "tokens 1 heads value_dim"], PagedLayer]:
-        """Puts latents into their pages, as keys of one head, whose first features are the values."""
+        """Writes latents to their pages as keys of one head, whose first `value_dim` features are the values."""
         layer = PagedLayer(self._put(layer.key, latent), None)
         axes = {"query": (None, "act_heads", None), "key_pages": (None,) * 4}
         return self._attention(layer, query, spec, value_dim=value_dim, axes=axes), layer
 
     def recur(self, layer: SlotStates, transition: Transition, *inputs: jax.Array) -> tuple[Any, SlotStates]:
-        """Runs a recurrence over the tokens of each row from its sequence's state; a sequence's first token from zeros.
+        """Runs a recurrence over the tokens of each row, from the state of its sequence or zeros at its first token.
 
-        Rows of one token go through it together. The others, parts of prompts, follow in pieces of `_PIECE_TOKENS`
-        tokens, one after the other, so that the work grows with the tokens and not with rows times tokens.
+        Rows with one token run as one batch. Prompt chunks then run one after another in pieces of `_PIECE_TOKENS`
+        tokens, which makes the cost proportional to tokens instead of rows times tokens.
         """
         output, layer = self._recur_single(layer, transition, inputs)
         if not self.single and len(inputs[0]) > 1:
@@ -178,7 +186,7 @@ class PagedKVCache:
     def _recur_single(
         self, layer: SlotStates, transition: Transition, inputs: tuple[jax.Array, ...]
     ) -> tuple[Any, SlotStates]:
-        """Runs the rows of one token; the outputs of others, and of a piece of padding behind all, are zeros."""
+        """Runs rows with one token; other outputs are zeros, including `_PIECE_TOKENS` of padding at the end."""
         rows, tokens = self.rows, len(inputs[0])
         counts = jnp.diff(rows.query_starts)
         places = jnp.minimum(rows.query_starts[:-1], tokens - 1)
@@ -200,7 +208,7 @@ class PagedKVCache:
     def _recur_pieces(
         self, layer: SlotStates, transition: Transition, inputs: tuple[jax.Array, ...], output: Any
     ) -> tuple[Any, SlotStates]:
-        """Runs the rows of several tokens, and adds their outputs to those of the others."""
+        """Runs rows with several tokens and writes their outputs into `output`."""
         rows = self.rows
         counts = jnp.diff(rows.query_starts)
         pieces = jnp.where(counts > 1, -(-counts // _PIECE_TOKENS), 0)
@@ -230,12 +238,12 @@ class PagedKVCache:
         return output, SlotStates(arrays)
 
     def _states_of(self, layer: SlotStates, slots: jax.Array, is_fresh: jax.Array) -> tuple[jax.Array, ...]:
-        """What lies in slots, or zeros for sequences that begin: a slot keeps what its last sequence left."""
+        """Reads the states of slots; zeros for new sequences, because a slot retains the state of its previous one."""
         of_slots = [array[slots] for array in layer.arrays]
         return tuple(jnp.where(is_fresh.reshape(-1, *[1] * (array.ndim - 1)), 0, array) for array in of_slots)
 
     def advance(self, layers: Any, tokens: int) -> "PagedKVCache":
-        """The cache after all layers; how many tokens a sequence has is the host's to know."""
+        """Returns the cache with updated layers. `tokens` is ignored because the host tracks sequence lengths."""
         return replace(self, layers=layers)
 
     def _put(self, pool: Any, new: jax.Array) -> Any:
@@ -244,17 +252,17 @@ class PagedKVCache:
 
     def _write(self, pool: jax.Array, new: jax.Array) -> jax.Array:
         places = {"p": self.rows.pages, "s": self.rows.slots}
-        if self.layout == "phsd":  # around an axis that is not indexed XLA would lay out the whole pool anew
+        if self.layout == "phsd":  # with an unindexed axis between indexed ones, XLA would copy the whole pool
             places = {axis: numbers[:, None] for axis, numbers in places.items()}
             places["h"] = jnp.arange(pool.shape[1])
         index = tuple(places.get(axis, slice(None)) for axis in self.layout)
-        if self.layout == "hpsd":  # neighbouring index arrays leave their axis where it is, behind the heads
+        if self.layout == "hpsd":  # adjacent index arrays keep their axis in place, after the heads
             new = new.swapaxes(0, 1)
         return pool.at[index].set(new, mode="drop")
 
 
 def fits_beside(states: Any) -> bool:
-    """Whether values fit into one pool with the keys: every layer has some, and they are as wide."""
+    """Returns whether every layer can store values in one pool with its keys: they exist and have equal width."""
     return not any(
         isinstance(state, Latent) or (isinstance(state, KeysValues) and state.key_dim != state.value_dim)
         for state in jax.tree.leaves(states)
@@ -264,10 +272,15 @@ def fits_beside(states: Any) -> bool:
 def empty_layers(
     states: Any, *, pages: int, page_tokens: int, slots: int, layout: PageLayout, dtype: CacheType = "model"
 ) -> Any:
-    """Pools of `pages` pages and `slots` states for all layers, all zero, in the structure of a model's `states`.
+    """Creates zero-filled page pools and slot states for all layers, in the structure of a model's `states`.
 
     Args:
-      dtype: of keys, values and latents; recurrent states are always as the model has them.
+      states: state specification of each layer.
+      pages: number of pages per pool.
+      page_tokens: number of tokens per page.
+      slots: number of slots for recurrent states.
+      layout: axis order of the pools.
+      dtype: dtype of keys, values and latents; recurrent states always have the dtype given by the model.
     """
 
     def pool(state: KeysValues | Latent, kv_heads: int, features: int) -> Any:
@@ -292,10 +305,10 @@ def empty_layers(
 
 
 def _held_dtype(dtype: str) -> str:
-    """What keys and values that a model computes in `dtype` are held in.
+    """Chooses the dtype in which keys and values computed in `dtype` are stored.
 
-    On CPUs jax 0.10 widens a whole pool of bfloat16 in each step that writes to it, and rounds all of it again: 30
-    times the time of a step.
+    On CPUs, JAX 0.10 converts a whole bfloat16 pool to float32 and back in each step that writes to it, which makes a
+    step 30 times slower.
     """
     widened = dtype == "bfloat16" and jax.default_backend() == "cpu" and jax.__version_info__ < (0, 11)
     return "float32" if widened else dtype

@@ -1,4 +1,4 @@
-"""An engine's programs, compiled for hardware that need not be there: do they fit?"""
+"""Ahead-of-time compilation of an engine's programs for a target, to check that they fit in its memory."""
 
 import jax
 
@@ -15,16 +15,18 @@ __all__ = ["compile_engine"]
 def compile_engine(
     checkpoint: GenerativeCheckpoint, config: EngineConfig, target: Target
 ) -> dict[str, jax.stages.Compiled]:
-    """Compiles what an engine needs the most memory for, "decode" and "prefill"; no parameters are read.
+    """Compiles the "decode" and "prefill" programs with the largest memory use, without reading parameters.
 
-    `stack_core.programs.roofline.program_memory` says what one device holds while each runs.
+    `stack_core.programs.roofline.program_memory` computes the memory per device of each program.
 
     Args:
-      config: with `pages`, or what fits in the memory of this machine is taken.
+      checkpoint: model to compile.
+      config: settings of the engine. If `pages` is None, it is derived from the free memory of this machine.
+      target: hardware to compile for.
 
     Raises:
-      HardwareError: the target's compiler is missing, or it has fewer devices than `config.tensor`.
-      ConfigError: the config does not fit the model.
+      HardwareError: the compiler of the target is missing, or the target has fewer devices than `config.tensor`.
+      ConfigError: the config is inconsistent with the model.
     """
     limits = Limits.of(checkpoint, config)
     placement = AbstractPlacement(checkpoint.states, config.tensor, target.devices)

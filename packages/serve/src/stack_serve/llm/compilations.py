@@ -1,4 +1,4 @@
-"""How many programs XLA compiled for a thread; a server under load has none."""
+"""Counter of compilations per thread, which must stay at zero in a warmed-up server."""
 
 import threading
 from collections import Counter
@@ -14,7 +14,7 @@ _listening = threading.Event()
 
 
 def compilations_here() -> int:
-    """Programs that this thread compiled, or loaded compiled, since the first call of this function."""
+    """Counts the programs that this thread compiled, or loaded from the compilation cache, since the first call."""
     if not _listening.is_set():
         _listening.set()
         jax.monitoring.register_event_duration_secs_listener(_count)

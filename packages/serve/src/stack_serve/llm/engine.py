@@ -1,7 +1,7 @@
-"""A language model that continues many prompts at once.
+"""Generation engine with continuous batching.
 
-The host works one step ahead: it plans and starts step k + 1 while the devices run step k, and only then reads the
-tokens of k. So a sequence that ends with a token of step k has a row in step k + 1 too, whose tokens are dropped.
+The host runs one step ahead: it plans and launches step k + 1 while the devices run step k, and then reads the tokens
+of step k. A sequence that ends with a token of step k therefore has a row in step k + 1 too; its tokens are dropped.
 """
 
 import logging
@@ -36,20 +36,23 @@ _RETRY_AFTER_S = 1.0
 
 
 class LLMEngine(Engine):
-    """An `Engine` of one model.
+    """The `Engine` "llm": continuous batching of one language model with a paged cache.
 
-    From `start` to `close` a thread of its own runs the steps, and another makes texts and hands out updates; what is
-    submitted before waits. It is a context manager that starts and closes it.
+    From `start` to `close`, one thread runs the steps and another detokenizes and delivers updates. Requests submitted
+    before `start` wait for it. As a context manager, the engine starts on entry and closes on exit.
 
     Attributes:
-      limits: sizes of what it serves.
+      limits: sizes and capabilities against which requests are validated.
 
     Args:
-      progress: receives what `warm_up` has compiled, how many programs are done, and how many there are.
+      checkpoint: model to serve.
+      config: capacity and scheduling settings; None means the defaults.
+      progress: callback of `warm_up` that receives the name of a compiled program, the number of compiled programs and
+        the total number of programs.
 
     Raises:
-      ConfigError: the config does not fit the model.
-      HardwareError: there are fewer devices than it asks for.
+      ConfigError: the config is inconsistent with the model.
+      HardwareError: fewer devices are available than `config.tensor`.
     """
 
     keeps_missing = True
@@ -66,7 +69,7 @@ class LLMEngine(Engine):
         self._checkpoint, self._parameters = checkpoint, checkpoint.parameters
         max_tokens, pages = self.limits.max_tokens, self.limits.pages
         self._programs = Programs(checkpoint, config, max_tokens=max_tokens, pages=pages, adapters=self._shapes)
-        give_memory_back()  # what reading and placing the parameters took beside them
+        give_memory_back()  # temporary host memory from loading the parameters
         self._teller = Teller(stopped=self._stop, ended=self._forget)
         self._loop = EngineLoop(checkpoint, config, self.limits, self._programs, self._teller.put)
         self._progress = progress
@@ -80,7 +83,7 @@ class LLMEngine(Engine):
         self._failure: BaseException | None = None
 
     def warm_up(self) -> None:
-        """Compiles every program that a step can need, so that no request waits for one."""
+        """Compiles every program of a step, to keep requests from waiting for compilation."""
         self._programs.compile_all(self._progress)
         give_memory_back()
         _LOG.info("Memory: %s", self.memory())
@@ -89,7 +92,7 @@ class LLMEngine(Engine):
             _LOG.info("%(op)s %(direction)s %(call)s: %(implementation)s %(config)s, %(reason)s", choice)
 
     def memory(self) -> str:
-        """What the memory of this process is for, for people."""
+        """Returns the memory use of this process by purpose, as human-readable text."""
         parts = self._programs.sizes_bytes()
         all_bytes = resident_bytes()
         on_cpu = jax.default_backend() == "cpu"
@@ -98,13 +101,13 @@ class LLMEngine(Engine):
         return ", ".join(f"{name} {size_bytes / 2**20:.0f} MB" for name, size_bytes in parts.items())
 
     def start(self) -> None:
-        """Begins to work on requests."""
+        """Starts the threads that process requests."""
         self._thread = threading.Thread(target=self._run, name="stack-engine", daemon=True)
         self._teller.start()
         self._thread.start()
 
     def close(self, *, drain_s: float = 0.0) -> None:
-        """Waits up to `drain_s` for requests to end, ends the others with "abort", and stops; nothing runs after it."""
+        """Waits up to `drain_s` seconds for requests to finish, aborts the remaining ones, and stops the threads."""
         deadline_s = time.monotonic() + drain_s
         with self._lock:
             while self._thread is not None and self._work and (left_s := deadline_s - time.monotonic()) > 0:
@@ -126,20 +129,21 @@ class LLMEngine(Engine):
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """The names of adapters that requests may have."""
+        """The names of adapters that requests may select."""
         return tuple(self._adapters)
 
     def load_adapter(self, name: str, adapters: str | Adapters) -> None:
-        """Takes up an adapter, whose place the devices give it with the first request that names it.
+        """Registers an adapter. It is copied to the devices when the first request that uses it is scheduled.
 
-        Another of this name is replaced: requests that were submitted go on with the one that they began with.
+        An adapter of the same name is replaced; requests submitted earlier keep the old one.
 
         Args:
-          adapters: a run that was trained with adapters, a directory of PEFT, or the factors themselves.
+          name: name by which requests select the adapter.
+          adapters: run trained with adapters, PEFT directory, or the factors themselves.
 
         Raises:
-          GenerationError: the engine was started without adapters, or this one needs another program.
-          StackError: it cannot be read, or is of another model.
+          GenerationError: the engine was started without adapters, or this adapter would require a recompilation.
+          StackError: the adapter cannot be read, or belongs to another model.
         """
         if isinstance(adapters, str):
             adapters = read_all(self._checkpoint, {name: adapters})[name]
@@ -148,17 +152,17 @@ class LLMEngine(Engine):
             self._adapters[name] = fitted
 
     def unload_adapter(self, name: str) -> None:
-        """Lets go of an adapter; requests that were submitted with it end as they would have.
+        """Removes an adapter; requests submitted earlier keep it.
 
         Raises:
-          GenerationError: there is none of this name.
+          GenerationError: the engine has no adapter of this name.
         """
         with self._lock:
             self._adapter(name)
             del self._adapters[name]
 
     def check(self, request: GenerationRequest) -> None:
-        """Raises a GenerationError that names the parameter if the request cannot be served."""
+        """Raises a GenerationError that names the invalid parameter if the request cannot be served."""
         self.limits.check(request)
         self._adapter(request.adapter)
 
@@ -166,7 +170,8 @@ class LLMEngine(Engine):
         """Queues a request; see `Engine`.
 
         Raises:
-          EngineBusy: too many continuations wait; where none wait, a request of any size is taken.
+          GenerationError: the request is invalid, or its id is in use.
+          EngineBusy: more than `max_waiting` continuations would wait. If none waits, any request is accepted.
           EngineStopped: the engine was closed or failed.
         """
         self.limits.check(request)
@@ -176,7 +181,7 @@ class LLMEngine(Engine):
             self._check_running()
             if request.request_id in self._work or request.request_id in self._streams:
                 raise GenerationError(
-                    f"A request {request.request_id!r} is being worked on. Give each an id of its own.",
+                    f"Request {request.request_id!r} is still in progress. Give each request a unique id.",
                     parameter="request_id",
                 )
             waiting = self._accepted - self._loop.done_waiting
@@ -193,13 +198,13 @@ class LLMEngine(Engine):
         self._teller.watch(work)
 
     def stream(self, request_id: str) -> Iterator[GenerationUpdate]:
-        """Yields the updates of a request; see `Engine`. To leave early is to abort it.
+        """Yields the updates of a request; see `Engine`. Closing the iterator early aborts the request.
 
         Raises:
-          GenerationError: no such request was submitted to be streamed.
+          GenerationError: no request of this id was submitted without `receive`, or it was streamed already.
         """
         if request_id not in self._streams:
-            raise GenerationError(f"No request {request_id!r} was submitted to be streamed, or it was already.")
+            raise GenerationError(f"No request {request_id!r} was submitted for streaming, or it was streamed already.")
         unfinished, updates = self._streams[request_id]
         try:
             while unfinished:
@@ -212,7 +217,7 @@ class LLMEngine(Engine):
                 self._streams.pop(request_id, None)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request before its next step; one that has ended is left alone."""
+        """Aborts a request before its next step; has no effect on a finished request."""
         with self._lock:
             work = self._work.get(request_id)
             if work is not None:
@@ -221,10 +226,10 @@ class LLMEngine(Engine):
     def update_weights(
         self, params: Any, *, version: int | None = None, kv: KeysOfOldWeights = "keep", donate: bool = False
     ) -> None:
-        """Replaces the parameters between two steps; see `Engine`. Those that `params` leaves out stay as they are.
+        """Replaces the parameters between two steps and keeps those missing from `params`; see `Engine`.
 
         Raises:
-          GenerationError: `kv` is none of the three.
+          GenerationError: `kv` is not one of the allowed values.
         """
         if kv not in (known := get_args(KeysOfOldWeights)):
             raise GenerationError(f"kv={kv!r}: expected one of {', '.join(map(repr, known))}.", parameter="kv")
@@ -251,7 +256,7 @@ class LLMEngine(Engine):
         return None
 
     def stats(self) -> EngineStats:
-        """Counts, as of the last step.
+        """Returns the counters as of the last step.
 
         Raises:
           EngineStopped: the engine failed.
@@ -261,7 +266,7 @@ class LLMEngine(Engine):
         return self._loop.stats
 
     def _adapter(self, name: str | None) -> HostAdapter | None:
-        """The adapter of a name; None for none."""
+        """Looks up an adapter by name; None selects the base model."""
         adapter = None if name is None else self._adapters.get(name)
         if name is not None and adapter is None:
             raise GenerationError(
@@ -274,8 +279,8 @@ class LLMEngine(Engine):
     def _fitted(self, name: str, adapters: Adapters) -> HostAdapter:
         if self._shapes is None:
             raise GenerationError(
-                f"The engine was started without adapters, so that its programs have no place for {name!r}. Start it "
-                "with one (stack serve BASE --adapter NAME=RUN).",
+                f"The engine was started without adapters, so its programs cannot apply {name!r}. Start it with an "
+                "adapter (stack serve BASE --adapter NAME=RUN).",
                 parameter="adapter",
             )
         return self._shapes.fitted(name, adapters)
@@ -296,7 +301,7 @@ class LLMEngine(Engine):
             while self._do_posted():
                 self._loop.turn()
         except BaseException as error:
-            # Whatever a device or XLA raises: clients that wait must hear of it, and no step can follow it.
+            # Catches any error of a device or of XLA: waiting clients must get it, and no further step can run.
             with self._lock:
                 self._failure = error
             raise
@@ -304,19 +309,19 @@ class LLMEngine(Engine):
             self._end_all()
 
     def _end_all(self) -> None:
-        """Ends every request that was accepted; from then on none is."""
+        """Ends every accepted request and refuses new ones."""
         with self._lock:
             self._closing = True
             self._lock.notify_all()
             left = list(self._work.values())
-        self._loop.tell()  # which ends those whose last token was read
+        self._loop.tell()  # delivers tokens already read, which may end some requests normally
         reason, error = ("abort", None) if self._failure is None else ("error", f"The engine failed: {self._failure}")
         for work in left:
             self._teller.put([End(continuation, reason, error) for continuation in work.continuations])
         self._teller.close()
 
     def _do_posted(self) -> bool:
-        """Waits for something to do and takes in what was posted; says whether to go on."""
+        """Waits for work, runs the posted actions, and returns False once the engine is closing."""
         with self._lock:
             while not (self._inbox or self._loop.has_work or self._closing):
                 self._lock.wait()
@@ -326,7 +331,7 @@ class LLMEngine(Engine):
         return not self._closing
 
     def _stop(self, continuation: Continuation) -> None:
-        """Has no more tokens generated of a continuation that its text or its deadline has ended."""
+        """Stops the generation of a continuation that was ended by a stop text or its deadline."""
         with self._lock:
             self._post(lambda: self._loop.stop(continuation))
 

@@ -1,4 +1,4 @@
-"""A language model from Python: prompts in, texts out, on an engine of this process."""
+"""Python interface to a language model: batched generation on an engine in this process."""
 
 import itertools
 import queue
@@ -24,7 +24,7 @@ __all__ = ["LLM", "Completion", "Output", "Piece"]
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
-"""A text, token ids, or messages."""
+"""A text, token ids, or chat messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +32,12 @@ class Completion:
     """One continuation of a prompt.
 
     Attributes:
-      index: which of the `n` continuations.
-      logprobs: one for each token, if they were asked for.
-      finish_reason: "stop" or "length"; "abort" where the model was closed meanwhile.
-      stop_reason: the stop text or the token that ended it; None for the model's own end tokens.
+      index: number of the continuation, from 0 to `n` - 1.
+      text: generated text.
+      token_ids: generated tokens.
+      logprobs: log-probabilities of each token; None if not requested.
+      finish_reason: "stop", "length", or "abort" if the model was closed before the end.
+      stop_reason: stop text or stop token that ended the continuation; None for end tokens of the model.
     """
 
     index: int
@@ -48,12 +50,13 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """What a prompt gave.
+    """Result of one prompt.
 
     Attributes:
-      prompt: its text, the template's where it was messages; None where it was token ids.
-      outputs: its continuations.
-      prompt_logprobs: one for each token of the prompt, None for the first, if they were asked for.
+      prompt: text of the prompt, with the chat template applied to messages; None for a prompt of token ids.
+      prompt_token_ids: tokens of the prompt.
+      outputs: continuations of the prompt.
+      prompt_logprobs: log-probabilities of each prompt token, None for the first; None if not requested.
     """
 
     prompt: str | None
@@ -64,11 +67,14 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """What became known of a continuation; the last piece of each has a finish reason.
+    """New output of a continuation. The last piece of each continuation has a finish reason.
 
     Attributes:
-      prompt: which of the prompts.
-      index: which of its continuations.
+      prompt: position of the prompt in the list of prompts.
+      index: number of the continuation.
+      text: new text.
+      token_ids: new tokens.
+      finish_reason: finish reason of the continuation as in `Completion`; None before its last piece.
     """
 
     prompt: int
@@ -79,17 +85,17 @@ class Piece:
 
 
 class LLM:
-    """A model that generates from prompts: a text, token ids or messages, or a list of them.
+    """A language model for batched generation from texts, token ids or chat messages.
 
-    Programs are compiled as they are needed, or all at once by `warm_up`. Threads may share it. It lets go of the model
-    with `close`, at the end of a `with` block, or when it is forgotten.
+    Programs are compiled on first use, or in advance by `warm_up`. Instances are thread-safe. The model is released by
+    `close`, at the end of a `with` block, or when the instance is garbage-collected.
 
     Args:
-      model: directory of a run or of a Hugging Face checkpoint, or a checkpoint that is open.
+      model: directory of a run or of a Hugging Face checkpoint, or an open checkpoint.
       settings: fields of `EngineConfig`, such as `max_sequences=8` or `adapters={"mine": "runs/lora"}`.
 
     Raises:
-      StackError: the model cannot be opened, or a setting does not fit it.
+      StackError: the model cannot be opened, or a setting is invalid for the model.
     """
 
     def __init__(self, model: str | Path | GenerativeCheckpoint, **settings: Any) -> None:
@@ -101,19 +107,19 @@ class LLM:
         self._close = weakref.finalize(self, self._engine.close)
 
     def warm_up(self) -> None:
-        """Compiles every program that a prompt can need."""
+        """Compiles every program that generation may need."""
         self._engine.warm_up()
 
     def load_adapter(self, name: str, adapter: str | Adapters) -> None:
-        """Takes up an adapter: a run, a directory of PEFT, or factors; see `LLMEngine.load_adapter`."""
+        """Registers an adapter from a run, a PEFT directory, or factors; see `LLMEngine.load_adapter`."""
         self._engine.load_adapter(name, adapter)
 
     def unload_adapter(self, name: str) -> None:
-        """Lets go of an adapter."""
+        """Removes an adapter."""
         self._engine.unload_adapter(name)
 
     def close(self) -> None:
-        """Ends what is being generated, and lets go of the model."""
+        """Aborts running generation and releases the model."""
         self._close()
 
     def __enter__(self) -> "LLM":
@@ -130,18 +136,19 @@ class LLM:
         adapter: str | Sequence[str | None] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Output]:
-        """Generates from all prompts at once.
+        """Generates continuations of all prompts as one batch.
 
         Args:
-          sampling: of all prompts, or one for each; None is what the model's makers recommend.
-          adapter: the name of an adapter, of all prompts, or one for each; None is the model without.
-          chat_template_kwargs: what the template of messages reads besides, such as `enable_thinking`.
+          prompts: one prompt or a list of prompts.
+          sampling: parameters for all prompts, or one per prompt; None selects the defaults of the model.
+          adapter: adapter name for all prompts, or one per prompt; None selects the base model.
+          chat_template_kwargs: additional variables of the chat template, such as `enable_thinking`.
 
         Returns:
-          An output for each prompt, in their order; one for a single prompt.
+          A list with one output per prompt, in the order of the prompts.
 
         Raises:
-          GenerationError: the model cannot serve a prompt or a setting, or failed at one.
+          GenerationError: a prompt or parameter is invalid, or generation failed.
         """
         requests, texts = self._requests(prompts, sampling, adapter, chat_template_kwargs)
         made = [[list[GenerationUpdate]() for _ in range(request.sampling.n)] for request in requests]
@@ -168,9 +175,9 @@ class LLM:
         adapter: str | Sequence[str | None] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[Piece]:
-        """Generates from all prompts at once, and yields what is new as it comes; to leave early is to end it.
+        """Generates continuations of all prompts as one batch and yields output as soon as it is available.
 
-        Takes and raises what `generate` does.
+        Arguments and errors are those of `generate`. Closing the iterator early aborts the generation.
         """
         requests, _ = self._requests(prompts, sampling, adapter, chat_template_kwargs)
         for number, update in self._updates(requests):
@@ -189,7 +196,7 @@ class LLM:
         adapter: str | Sequence[str | None] | None,
         variables: Mapping[str, Any] | None,
     ) -> tuple[list[GenerationRequest], list[str | None]]:
-        """The requests that prompts make, all checked, and the texts of their prompts."""
+        """Builds and validates one request per prompt; also returns the prompt texts."""
         each: Sequence[Any] = [prompts] if _is_one(prompts) else prompts
         if sampling is None:
             sampling = parse(SamplingParams, self._checkpoint.sampling_defaults)
@@ -217,7 +224,7 @@ class LLM:
         return requests, texts
 
     def _tokens(self, prompt: Any, variables: Mapping[str, Any] | None) -> tuple[tuple[int, ...], str | None]:
-        """The tokens of a prompt and, unless it was given as them, its text."""
+        """Tokenizes a prompt; returns its tokens and its text, which is None for a prompt of token ids."""
         if not isinstance(prompt, str) and prompt and all(isinstance(token, int) for token in prompt):
             return tuple(prompt), None
         if self._checkpoint.tokenizer is None:
@@ -226,22 +233,22 @@ class LLM:
             return tuple(self._checkpoint.tokenizer.encode(prompt)), prompt
         if not prompt or not all(isinstance(message, Mapping) for message in prompt):
             raise GenerationError(
-                f"{str(prompt)[:100]!r} is no prompt: a text, token ids or messages were expected.", parameter="prompt"
+                f"{str(prompt)[:100]!r} is not a prompt; expected a text, token ids or messages.", parameter="prompt"
             )
         text = self._template.render(prompt, variables=variables)
-        return tuple(self._checkpoint.tokenizer.encode(text, add_special_tokens=False)), text  # it writes its own
+        return tuple(self._checkpoint.tokenizer.encode(text, add_special_tokens=False)), text  # it has special tokens
 
     @cached_property
     def _template(self) -> ChatTemplate:
         if self._checkpoint.chat_template is None:
             raise GenerationError(
-                f"{self._checkpoint.name} has no chat template: it answers no messages. Give it texts to continue.",
+                f"{self._checkpoint.name} has no chat template for messages. Give it a text to continue.",
                 parameter="prompt",
             )
         return ChatTemplate(self._checkpoint.chat_template, self._checkpoint.special_tokens)
 
     def _updates(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GenerationUpdate]]:
-        """The updates of requests, each with the number of its request; as many wait as the engine lets wait."""
+        """Submits requests as the engine's queue permits and yields (number of the request, update) pairs."""
         arrived = queue.SimpleQueue[GenerationUpdate]()
         waiting = deque(enumerate(requests))
         unfinished: dict[str, tuple[int, int]] = {}
@@ -284,5 +291,5 @@ def _completion(updates: Sequence[GenerationUpdate]) -> Completion:
 
 
 def _is_one(prompts: Any) -> bool:
-    """Whether it is one prompt; a list of no items is a list of no prompts."""
+    """Returns whether `prompts` is a single prompt. An empty list is a list of zero prompts."""
     return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, Mapping)))

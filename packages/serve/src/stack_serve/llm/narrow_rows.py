@@ -1,8 +1,8 @@
-"""Rows of a table in bfloat16 or float16, taken in a loop on CPUs.
+"""Workaround for slow gathers of bfloat16 or float16 rows in loops on CPUs.
 
-XLA's CPU compiler gathers such rows in float32. By itself it casts the rows alone, but in a loop it sees that the table
-stays the same, and casts all of it before: an embedding of 32,000 x 512 numbers became 65 MB of float32 in each
-decoding program, which took as long as a step in it (jax 0.10.2; not from 0.11 on).
+XLA's CPU compiler gathers such rows in float32. Outside of loops it casts only the gathered rows. In a loop the table
+is invariant, so XLA hoists the cast of the whole table: an embedding of 32,000 x 512 became 65 MB of float32 in each
+decoding program, and the cast took as long as a step (JAX 0.10.2; fixed in 0.11).
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _DTYPES = ("bfloat16", "float16")
 
 
 def takes_narrow_rows(equation: Any) -> bool:
-    """Whether an equation is such a gather, or the call of a function that has one, on a CPU."""
+    """Returns whether an equation is such a gather on a CPU, or calls a function that contains one."""
     if target.value is not None or jax.default_backend() != "cpu":
         return False
     if equation.primitive.name == "gather":
@@ -30,5 +30,5 @@ def takes_narrow_rows(equation: Any) -> bool:
 
 
 def rows(equation: Any, operands: Sequence[Any]) -> list[Any]:
-    """What the gather gives; its table is no longer the same in each turn of a loop, as far as XLA knows."""
+    """Evaluates the gather behind an optimization barrier, which keeps XLA from hoisting the cast of the table."""
     return bind(equation, lax.optimization_barrier(tuple(operands)))

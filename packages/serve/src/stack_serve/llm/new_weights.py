@@ -1,4 +1,4 @@
-"""Checks parameters that are to replace those of an engine, or some of them."""
+"""Validation of new parameters for a running engine."""
 
 from typing import Any
 
@@ -11,17 +11,20 @@ __all__ = ["check_params", "leaves_by_path"]
 
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:
-    """The leaves of a pytree in order, by paths such as "['head']"."""
+    """Returns the leaves of a pytree in order, keyed by paths such as "['head']"."""
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
 def check_params(params: Any, expected: Any) -> None:
-    """Raises a ConversionError that names each parameter which is unknown, deleted, or of another kind.
-
-    Parameters may be left out, but not all; where some are unknown, those that are missing are named too.
+    """Checks that new parameters can replace all or some of the parameters of a model.
 
     Args:
+      params: pytree of the new parameters.
       expected: pytree of `jax.ShapeDtypeStruct`.
+
+    Raises:
+      ConversionError: `params` is empty, or a parameter is unknown, deleted, or has another type, shape or dtype. The
+        message lists each of them. If a parameter is unknown, it also lists the missing ones.
     """
     given, wanted = leaves_by_path(params), leaves_by_path(expected)
     lines = [f"  {path} is unknown" for path in given.keys() - wanted.keys()]
@@ -32,7 +35,7 @@ def check_params(params: Any, expected: Any) -> None:
     if lines:
         listing = "\n".join(sorted(lines))
         raise ConversionError(
-            f"The new parameters are not those of the model:\n{listing}\nGive all of its own, or some."
+            f"The new parameters do not match the model:\n{listing}\nGive all or some of its parameters."
         )
 
 
@@ -42,9 +45,9 @@ def _fault(given: Any, wanted: Any) -> str | None:
     if given.shape != wanted.shape:
         return f"has shape {given.shape}; expected {wanted.shape}"
     if isinstance(given, (jax.core.Tracer, jax.ShapeDtypeStruct)):
-        return "has no values here; expected an array outside of traced functions"
+        return "is abstract; expected a concrete array from outside of traced functions"
     if isinstance(given, jax.Array) and given.is_deleted():
-        return "was deleted, or donated to a program; expected an array that is there"
+        return "was deleted, or donated to a program; expected a live array"
     floats = [jnp.issubdtype(each.dtype, jnp.floating) for each in (given, wanted)]
     if given.dtype != wanted.dtype and not all(floats):
         return f"has dtype {given.dtype}; expected {wanted.dtype}"

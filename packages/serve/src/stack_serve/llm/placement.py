@@ -1,4 +1,4 @@
-"""Where an engine's arrays lie: on one device, or with each layer's heads and features split over several."""
+"""Placement of an engine's arrays on one device, or sharded over several by the heads and features of each layer."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -23,13 +23,15 @@ __all__ = ["AbstractPlacement", "Placement"]
 
 
 class Placement:
-    """Puts arrays on `tensor` devices; what cannot be split lies whole on each.
+    """Places arrays on `tensor` devices; axes that cannot be sharded are replicated.
 
     Args:
-      devices: by default those of `jax.devices()`.
+      states: state specification of each layer, from which the key-value head counts are read.
+      tensor: number of devices.
+      devices: available devices; None means `jax.devices()`.
 
     Raises:
-      HardwareError: there are not so many devices.
+      HardwareError: fewer than `tensor` devices are available.
     """
 
     def __init__(self, states: Any, tensor: int, devices: Sequence[jax.Device] | None = None) -> None:
@@ -37,7 +39,7 @@ class Placement:
         if tensor > len(devices):
             raise HardwareError(
                 f"The engine is to be split over tensor={tensor} devices, but there are {len(devices)}: "
-                f"{', '.join(map(str, devices[:8]))}. Lower tensor, or start it where there are more."
+                f"{', '.join(map(str, devices[:8]))}. Lower tensor, or start the engine on a machine with more devices."
             )
         heads = (state.kv_heads for state in jax.tree.leaves(states) if isinstance(state, KeysValues))
         self._split_heads = all(count % tensor == 0 for count in heads)
@@ -45,7 +47,7 @@ class Placement:
         self._mesh = None if tensor == 1 else make_mesh(MeshConfig(fsdp=1, tensor=tensor), devices[:tensor])
 
     def traced(self, function: Callable[..., Any], *args: Any) -> Any:
-        """`function(*args)`, which traces programs of the model; activations that do not divide are not split."""
+        """Calls a function that traces model programs; activation axes that do not divide evenly are replicated."""
         if self._mesh is None:
             return function(*args)
         while True:
@@ -58,24 +60,29 @@ class Placement:
                 self._rules = self._rules.updated(dict.fromkeys(error.logical_axes))
 
     def load(self, checkpoint: GenerativeCheckpoint, chosen: Any) -> Any:
-        """The checkpoint's parameters, with those that are `chosen` split into their layers."""
+        """Loads the parameters of a checkpoint; arrays with True in `chosen` are split into `Layers`."""
         leaves, structure = jax.tree.flatten(checkpoint.load_params(self._shardings(checkpoint)))
-        leaves.reverse()  # each is let go of when it has its place
+        leaves.reverse()  # `_taken` pops from the end and frees each leaf after it is placed
         wanted = self._wanted(checkpoint, chosen)
         return jax.tree.unflatten(structure, self._placed(_taken(leaves), list(wanted.values()), is_owned=True))
 
     def params(self, checkpoint: GenerativeCheckpoint, params: Any, chosen: Any, *, donate: bool) -> Mapping[str, Any]:
-        """The same of other parameters, or of some, by path; memory holds one array at a time beside them and copies.
+        """Places new parameters, all or a subset, and returns them by path.
+
+        Peak memory is the new parameters, their copies and one temporary array.
 
         Args:
-          donate: each of them is deleted once it has its place.
+          checkpoint: checkpoint with the shapes and shardings of the parameters.
+          params: new parameters.
+          chosen: pytree of booleans that selects the parameters to split into `Layers`.
+          donate: whether each array is deleted after it is placed.
         """
         given, wanted = leaves_by_path(params), self._wanted(checkpoint, chosen)
         leaves = _donated(list(given.values())) if donate else iter(given.values())
         return dict(zip(given, self._placed(leaves, [wanted[path] for path in given], is_owned=False), strict=True))
 
     def _wanted(self, checkpoint: GenerativeCheckpoint, chosen: Any) -> dict[str, tuple[Any, bool, Any]]:
-        """Of each parameter, by path: its shape and dtype, whether it is split into layers, and its sharding."""
+        """Returns (shape and dtype, whether it is split into layers, sharding) for each parameter path."""
         parameters, shardings = leaves_by_path(checkpoint.parameters), self._shardings(checkpoint)
         places = [None] * len(parameters) if shardings is None else jax.tree.leaves(shardings)
         each = zip(parameters.values(), jax.tree.leaves(chosen), places, strict=True)
@@ -99,7 +106,7 @@ class Placement:
         return None if self._mesh is None else checkpoint.shardings(self._mesh)
 
     def pools(self, make: Callable[[], Any], layout: PageLayout) -> Any:
-        """Pools of pages, split by their heads; of one layer each, or of all in the first axis. States lie whole."""
+        """Creates page pools sharded over their heads, with or without a layer axis, and replicated states."""
 
         def place(layer: Any) -> Any:
             split = not isinstance(layer, SlotStates)
@@ -117,12 +124,12 @@ class Placement:
         return NamedSharding(self._mesh, PartitionSpec(*[None] * (pool.ndim - len(spec)), *spec))
 
     def replicated(self, tree: Any) -> Any:
-        """The same on every device."""
+        """Replicates arrays on every device."""
         return jax.device_put(tree, None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec()))
 
 
 class AbstractPlacement(Placement):
-    """Shapes and shardings in the place of arrays, to compile for devices that need not be there."""
+    """A placement of shapes and shardings without arrays, to compile for devices that are not available."""
 
     def __init__(self, states: Any, tensor: int, devices: Sequence[jax.Device]) -> None:
         super().__init__(states, tensor, devices)
@@ -166,7 +173,7 @@ def _struct(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.ShapeDtype
 
 
 def _taken(leaves: list[Any]) -> Iterator[Any]:
-    """The last first; none is held on to when the next is asked for."""
+    """Yields leaves from the end of the list, without keeping references to them."""
     while leaves:
         yield leaves.pop()
 
@@ -184,13 +191,13 @@ def _parts(aval: Any, is_split: bool) -> list[jax.ShapeDtypeStruct]:
 
 
 def _slices(leaf: Any, is_split: bool) -> Iterator[Any]:
-    # By way of NumPy, for compiled programs refuse arrays of 4 bits that JAX committed to a CPU (jax 0.10.2).
+    # Slices in NumPy, because compiled programs reject 4-bit arrays that JAX committed to a CPU (JAX 0.10.2).
     array = np.asarray(leaf)
     return iter(array) if is_split else iter((array,))
 
 
 def _copied(leaf: Any, dtype: Any, sharding: Any, *, is_split: bool, is_owned: bool) -> Any:
-    """An array of its own, in its place and dtype, whole or as `Layers`; one that is owned may be the same."""
+    """Copies a leaf to its sharding and dtype, as `Layers` if split; an owned leaf may be reused without a copy."""
     placed = jax.device_put(leaf, sharding)
     if placed.dtype != dtype:
         placed = placed.astype(dtype)

@@ -1,4 +1,4 @@
-"""What an engine runs on its devices: a few programs of fixed shapes, all compiled before the first request."""
+"""Device programs of an engine: a small set of fixed shapes, which can be compiled before the first request."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -32,11 +32,11 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gave, on the devices and perhaps not yet computed.
+    """Result of a step as device arrays, whose computation may still be running.
 
     Attributes:
-      sampled: tokens [repeats, rows]; None if nothing was to be sampled.
-      hidden: [tokens, 1, embed], of which the log-probabilities of prompts are made.
+      sampled: sampled tokens [repeats, rows]; None if no row samples.
+      hidden: hidden states [tokens, 1, embed], from which prompt log-probabilities are computed.
     """
 
     sampled: Sampled | None
@@ -44,11 +44,18 @@ class StepResult:
 
 
 class Programs:
-    """The parameters, pages and slots of an engine on its devices, and the compiled programs that work on them.
+    """Device state of an engine (parameters, page pools and slots) and its compiled programs.
 
     Args:
-      placement: where they lie; by default on the devices of this process.
-      adapters: that are served beside the model, by their shapes.
+      checkpoint: model to serve.
+      config: settings of the engine.
+      max_tokens: maximum total length of a prompt and its continuation.
+      pages: number of cache pages.
+      placement: placement of the arrays; None means the devices of this process.
+      adapters: shapes of the adapter pool; None disables adapters.
+
+    Raises:
+      GenerationError: the model cannot apply adapters to one of the parameters in `adapters`.
     """
 
     def __init__(
@@ -74,12 +81,12 @@ class Programs:
         weights = Weights(checkpoint.parameters, pool)
         try:
             (looped, looped_pools), wanted = self._examined(weights)
-        except Exception:  # whatever a model does with what is no array
+        except Exception:  # a model may fail in any way if a parameter with adapters is not an array
             if adapters is not None:
                 self._check_adapters(adapters)
             raise
         self._lay_out(pages, config.page_layout or wanted.best)
-        if config.page_layout is None and holds_values(wanted.best):  # two pools of a layer have become one
+        if config.page_layout is None and holds_values(wanted.best):  # a layer has one pool now
             (looped, looped_pools), _ = self._examined(weights)
         self._looped = looped.params
         empty, layout = self._empty, self._step.layout
@@ -90,14 +97,15 @@ class Programs:
 
     @property
     def page_layout(self) -> PageLayout:
-        """How pages lie: as the config names it, or as suits the implementations for the chip best."""
+        """Axis order of the page pools: `config.page_layout`, or the preferred layout of the chip's implementations."""
         return self._step.layout
 
     def compile_all(self, progress: Progress | None = None) -> None:
-        """Compiles every program that can be needed.
+        """Compiles all programs.
 
         Args:
-          progress: receives a program's name, how many are done, and how many there are; on any thread.
+          progress: callback, on any thread, that receives the name of a compiled program, the number of compiled
+            programs and the total number of programs.
         """
         keys, compiled = self._keys(), itertools.count(1)
 
@@ -105,7 +113,7 @@ class Programs:
             if progress is not None:
                 progress(" ".join(map(str, key)), next(compiled), len(keys))
 
-        # XLA compiles without Python's lock, which tracing the next one holds.
+        # XLA releases the GIL, which lets compilation overlap with tracing of the next program.
         with ThreadPoolExecutor(max_workers=2) as threads:
             compiling = {}
             for key in keys:
@@ -114,28 +122,30 @@ class Programs:
             self._compiled |= {key: program.result() for key, program in compiling.items()}
 
     def largest(self) -> dict[str, jax.stages.Compiled]:
-        """The compiled programs that need the most memory: of a full batch that decodes, and of the longest prompts."""
+        """Compiles the two programs with the largest memory use: the full decode batch and the longest prefill."""
         keys = (("decode", self._buckets.most_rows), ("prefill", self._buckets.most_tokens))
         return {key[0]: self._lowered(key).compile() for key in keys}
 
     def admit(self, slot: int, tokens: Sequence[int], settings: SamplingSettings) -> None:
-        """Gives a slot to a sequence.
+        """Initializes a slot with a sequence.
 
         Args:
-          tokens: all that are known of it.
-          settings: without the axis of slots.
+          slot: slot of the sequence.
+          tokens: all tokens of the sequence that the host knows.
+          settings: sampling settings of the sequence, without the slot axis.
         """
         padded = np.zeros(self._max_tokens, np.int32)
         padded[: len(tokens)] = tokens
         self._slots = self._program(("admit",))(self._slots, np.int32(slot), padded, settings.packed())
 
     def step(self, rows: Sequence[tuple[int, ...]], tables: np.ndarray, *, repeats: int = 1) -> StepResult:
-        """Computes the tokens of some sequences.
+        """Launches a step, padded to the next bucket of shapes.
 
         Args:
-          rows: the `ROW_FIELDS` of each.
-          tables: int32[rows, pages], the numbers of their pages.
-          repeats: how often; above 1, rows have a token a time, up to all that the field says.
+          rows: `ROW_FIELDS` of each row.
+          tables: int32[rows, pages], page numbers of each row's sequence.
+          repeats: number of decoding steps in the launch. Above 1, a row computes one token per step until it has
+            computed all tokens of its field.
         """
         known, settings = self._slots.tokens, self._slots.settings
         tokens = sum(row[2] for row in rows)
@@ -158,40 +168,44 @@ class Programs:
         return StepResult(sampled, hidden)
 
     def prompt_logprobs(self, result: StepResult, targets: Sequence[int]) -> TokenLogprobs:
-        """The log-probabilities, after each of the first tokens of a step, of the tokens that follow them."""
+        """Computes the log-probability of `targets[i]` after token i of a step."""
         padded = np.zeros(len(result.hidden), np.int32)
         padded[: len(targets)] = targets
         program = self._program(("prompt_logprobs", len(padded)))
         return program(self._weights, result.hidden, padded, np.int32(len(targets)))
 
     def sizes_bytes(self) -> dict[str, int]:
-        """Memory of the arrays on the devices, by what they are for."""
+        """Returns the size of the device arrays by purpose."""
         held = {"parameters": self._weights.params, "pages": self._layers, "slots": self._slots}
         held |= {} if self._weights.pool is None else {"adapters": self._weights.pool}
         return {name: sum(array.nbytes for array in jax.tree.leaves(tree)) for name, tree in held.items()}
 
     def place(self, params: Any, *, donate: bool) -> Mapping[str, Any]:
-        """Other parameters of the same structure and shapes, or some, as `use` takes them; any thread may call it.
+        """Places new parameters for `use`, on any thread.
 
         Args:
-          donate: each of them is deleted once it is placed.
+          params: all parameters or a subset, in the structure and shapes of the checkpoint's parameters.
+          donate: whether each array is deleted after it is placed.
+
+        Returns:
+          Placed parameters by path.
         """
         return self._placement.params(self._checkpoint, params, self._looped, donate=donate)
 
     def use(self, placed: Mapping[str, Any]) -> None:
-        """Computes with other parameters from the next step on; those that `placed` lacks stay."""
+        """Replaces the parameters in `placed` from the next step on and keeps the rest."""
         held, structure = jax.tree.flatten(self._weights.params, is_leaf=lambda node: isinstance(node, Layers))
         paths = leaves_by_path(self._checkpoint.parameters)
         leaves = [placed.get(path, leaf) for path, leaf in zip(paths, held, strict=True)]
         self._weights = replace(self._weights, params=jax.tree.unflatten(structure, leaves))
 
     def load_adapter(self, slot: int, adapter: HostAdapter) -> None:
-        """Puts an adapter into one of its slots, from the next step on."""
+        """Writes an adapter to a slot of the pool, for use from the next step on."""
         pool = self._program(("adapter",))(self._weights.pool, np.int32(slot), adapter.factors)
         self._weights = replace(self._weights, pool=pool)
 
     def _packed(self, rows: Sequence[tuple[int, ...]], tables: np.ndarray, row_bucket: int) -> np.ndarray:
-        """The rows of a step in one array, padded by rows of no sequence."""
+        """Packs the rows of a step into one array and pads it with rows of the padding slot."""
         packed = np.zeros((row_bucket, self._row_fields), np.int32)
         packed[:, 0] = self._config.max_sequences
         packed[:, ROW_FIELDS.index("adapter")] = -1
@@ -266,11 +280,11 @@ class Programs:
 
     @cached_property
     def _hidden(self) -> jax.ShapeDtypeStruct:
-        """[rows, embed] of the smallest step."""
+        """Shape [rows, embed] and dtype of the hidden states of the smallest step."""
         return jax.eval_shape(self._smallest_step, (self._weights, self._layers))[-1]
 
     def _lay_out(self, pages: int, layout: PageLayout) -> None:
-        """Sets the layout that steps and new pools use."""
+        """Sets the page layout of steps and new pools."""
         self._step = Step(self._checkpoint, self._config, pages, layout)
         self._empty = partial(
             empty_layers,
@@ -283,9 +297,9 @@ class Programs:
         )
 
     def _examined(self, weights: Weights) -> tuple[Any, WantedLayouts]:
-        """Which arrays of a step's weights and pools loops take a slice of a turn, and which layouts of pages it wants.
+        """Traces the smallest step to find the arrays used only by loops over layers, and the preferred page layouts.
 
-        Where the config names a layout, no other is looked for.
+        If the config sets a layout, preferred layouts are not collected.
         """
         wanted = WantedLayouts(one_pool=fits_beside(self._checkpoint.states))
         asking = wanted if self._config.page_layout is None else None
@@ -297,20 +311,20 @@ class Programs:
         return layer_by_layer(step)(*weights_and_layers, self._slots.tokens, rows)
 
     def _check_adapters(self, adapters: AdapterShapes) -> None:
-        """Raises a GenerationError that names the parameters whose adapters alone a step cannot be traced with."""
+        """Traces a step with adapters of one parameter at a time; raises a GenerationError with those that fail."""
         layers, params = jax.eval_shape(self._empty), self._checkpoint.parameters
         faults: dict[str, Exception] = {}
         for path in adapters.targets:
             weights = Weights(params, jax.eval_shape(adapters.only(path).pool))
             try:
                 self._placement.traced(jax.eval_shape, self._smallest_step, (weights, layers))
-            except Exception as error:  # as above
+            except Exception as error:  # any failure, as in `__init__`
                 faults[path] = error
         if faults:
             raise unusable(faults)
 
     def _empty_slots(self) -> SlotState:
-        """In numpy: a target's devices, on which JAX would put them, may not be there."""
+        """Creates NumPy arrays, because JAX arrays would need devices, which a compilation target may lack."""
         slots = self._config.max_sequences + 1
         settings = np.tile(SamplingSettings.greedy_row().packed(), (slots, 1))
         return SlotState(np.zeros((slots, self._max_tokens), np.int32), settings)

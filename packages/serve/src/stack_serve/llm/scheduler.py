@@ -1,20 +1,22 @@
-"""What each step computes: a pure function of the host's own records, without model, clock or randomness.
+"""Scheduler of the engine: plans each step from the host's state alone, without model, clock or randomness.
 
-A step takes one token of every running sequence that has its next one, and beside them pieces of prompts, up to
-`step_tokens` in all. While nobody can begin, one in which all decode may be repeated: it goes on with the tokens that
-it samples. It is planned while the step before it runs, so that a sequence's newest tokens may be known to the devices
-only. Guarantees, for any workload of sequences each of which fits into the cache alone:
+A step computes one token of each decoding sequence and chunks of prompts, up to `step_tokens` tokens in total. If all
+running sequences decode and no waiting one can start, a launch may repeat the step with the tokens that it samples. A
+step is planned while the previous one runs, so the newest tokens of a sequence may exist only on the devices.
 
-  - A running sequence decodes in every step; a prompt's length delays no other's decoding. It stops only when the
-    cache is full, and then the last of the running is preempted: it gives up its pages and waits to be computed again.
-  - Those that wait begin in the order of their turns: a sequence's turn is its number in the order of arrival, and each
-    level of priority is worth `PRIORITY_ARRIVALS` numbers. So at most `2 priorities PRIORITY_ARRIVALS` later arrivals
-    overtake a sequence, whatever they ask for. The first is not overtaken by ones that would fit, save a continuation
-    that waits for its request's first to compute the prompt.
-  - Who runs keeps its adapter's slot; who waits for one has all behind it wait, as with pages.
-  - Who runs is not preempted by one that waits, whatever its priority.
-  - The first of the running is never preempted while others run. So every sequence begins and ends, whatever keeps
-    coming.
+Guarantees for any workload in which each sequence fits into an otherwise empty cache:
+
+  - A running sequence decodes in every step; long prompts do not delay it. When the cache is full, the running sequence
+    with the latest turn is preempted: it releases its pages and waits to be recomputed.
+  - Waiting sequences start in the order of their turns. A turn is the arrival number, shifted by `PRIORITY_ARRIVALS`
+    per level of priority. At most `2 priorities PRIORITY_ARRIVALS` later arrivals can therefore overtake a sequence.
+    Smaller sequences do not overtake the first one in the queue. The only exception is a continuation that waits for
+    the first continuation of its request to compute the prompt.
+  - A running sequence keeps the slot of its adapter. A sequence that waits for an adapter slot blocks the queue, as one
+    that waits for pages does.
+  - A waiting sequence never preempts a running one, whatever its priority.
+  - The running sequence with the earliest turn is never preempted while others run. Every sequence therefore starts and
+    finishes under any load.
 """
 
 from __future__ import annotations
@@ -45,16 +47,19 @@ __all__ = [
 ]
 
 PRIORITY_ARRIVALS = 64
-"""How many earlier arrivals a sequence overtakes for each level of priority that it is above them."""
+"""Number of earlier arrivals that a sequence can overtake per level of priority."""
 
 
 class Row(NamedTuple):
-    """The part of a step that is one sequence's: tokens `start` to `start + tokens` of those that `slot` holds.
+    """The tokens `start` to `start + tokens` of one sequence, computed in a step.
 
     Attributes:
-      samples: how many tokens are sampled: one after the sequence's last, one after each in a step that is repeated,
-        or none in a part of a prompt.
-      adapter: the slot of the sequence's adapter; -1 is none.
+      sequence: sequence that the tokens belong to.
+      slot: slot of the sequence.
+      start: position of the first token.
+      tokens: number of tokens.
+      samples: number of sampled tokens: `tokens` when decoding, 1 for the last chunk of a prompt, 0 for other chunks.
+      adapter: slot of the sequence's adapter; -1 for the base model.
     """
 
     sequence: Sequence
@@ -67,15 +72,15 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step.
+    """Plan of one step.
 
     Attributes:
-      rows: of single tokens first, then pieces of prompts; a sequence has at most one.
-      repeats: how often the step is run, each time with the tokens that the time before sampled: a row with fewer
-        tokens is left out of the last times. Above 1 if all rows decode.
-      admitted: sequences that got a slot, each of which has a row; their known tokens are all that they have.
-      preempted: sequences that lost theirs; none of them has a row.
-      loading: those of the admitted whose adapters are to be loaded into their slots before the step.
+      rows: decoding rows, then prompt chunks; at most one row per sequence.
+      repeats: number of decoding steps in the launch, each of which computes the tokens sampled by the previous one.
+        Rows with fewer tokens finish earlier. Values above 1 require that all rows decode.
+      admitted: sequences that got a slot in this step. Each has a row, and the host knows all of its tokens.
+      preempted: sequences that lost their slot in this step and therefore have no row.
+      loading: admitted sequences whose adapters must be loaded into their adapter slots before the step.
     """
 
     rows: tuple[Row, ...]
@@ -87,19 +92,23 @@ class Plan:
 
 @dataclass(slots=True)
 class SchedulerState:
-    """Who waits, who runs, and what they hold.
+    """Waiting and running sequences, and the resources they hold.
 
     Attributes:
-      priorities: those of sequences count from `-priorities` to `priorities`.
-      waiting, running: in the order of their turns.
-      free_slots: numbers below `max_sequences` that no running sequence has.
-      block_tables: int32[max_sequences, pages_per_sequence], the pages of the sequence in each slot; what lies behind
-        them is left from others.
-      adapters: the slots of adapters.
-      loading: sequences that were admitted in the plan that is being made, and whose adapters are to be loaded.
-      weights_version: goes up when `forget_prefixes` is called.
-      steps, prompt_tokens, generated_tokens, prefix_queries_tokens, prefix_hits_tokens, preemptions: as in
-        `EngineStats`; a prompt counts once for each of its continuations.
+      page_tokens: number of tokens per page.
+      step_tokens: maximum number of tokens per step.
+      prefix_caching: whether sequences can reuse pages of earlier ones with the same prefix.
+      priorities: bound to which priorities are clipped, [-priorities, priorities].
+      pool: allocator of the pages.
+      free_slots: slots without a running sequence.
+      block_tables: int32[max_sequences, pages_per_sequence], page numbers of the sequence in each slot; entries after
+        its last page are stale.
+      adapters: allocator of the adapter slots.
+      loading: sequences admitted to the current plan whose adapters must be loaded.
+      waiting, running: sequences in the order of their turns.
+      weights_version: number of calls of `forget_prefixes`.
+      steps, prompt_tokens, generated_tokens, prefix_queries_tokens, prefix_hits_tokens, preemptions: counters of
+        `EngineStats`; a prompt is counted for each of its continuations.
     """
 
     page_tokens: int
@@ -123,12 +132,13 @@ class SchedulerState:
 
     @classmethod
     def of(cls, config: EngineConfig, *, max_tokens: int, pages: int, prefix_caching: bool = True) -> SchedulerState:
-        """The state in which nothing waits or runs.
+        """Creates the state without sequences.
 
         Args:
-          max_tokens: of a prompt and its continuation together.
-          pages: of the cache.
-          prefix_caching: the model's states allow it.
+          config: settings of the engine.
+          max_tokens: maximum total length of a prompt and its continuation.
+          pages: number of cache pages.
+          prefix_caching: whether the states of the model support prefix caching.
         """
         return cls(
             page_tokens=config.page_tokens,
@@ -142,7 +152,7 @@ class SchedulerState:
         )
 
     def stats(self, *, compilations: int) -> EngineStats:
-        """The counts, with one that the scheduler does not know."""
+        """Returns the statistics; `compilations` comes from the caller."""
         return EngineStats(
             running=len(self.running),
             waiting=len(self.waiting),
@@ -159,11 +169,13 @@ class SchedulerState:
 
 
 def schedule(state: SchedulerState, arrivals: Iterable[Sequence], *, repeats: int = 1) -> Plan:
-    """Plans the next step, which is empty if there is nothing to compute.
+    """Plans the next step; the plan is empty if there is nothing to compute.
 
     Args:
-      arrivals: new ones; each has `max_total_tokens` above its tokens, and fits into the cache alone.
-      repeats: how often to run it, if nobody could begin in the next one, and the cache has room.
+      state: state of the scheduler, which is updated.
+      arrivals: new sequences. Each must fit into an otherwise empty cache, with `max_total_tokens` above its length.
+      repeats: maximum number of repeats. It is used if no sequence can start in the next step and enough pages are
+        available.
     """
     for sequence in arrivals:
         level = max(-state.priorities, min(state.priorities, sequence.priority))
@@ -175,9 +187,9 @@ def schedule(state: SchedulerState, arrivals: Iterable[Sequence], *, repeats: in
     prompt_tokens = state.step_tokens - sum(_is_decode(sequence) for sequence in ready)
     for sequence in ready:
         if sequence.slot is None:
-            break  # it and all after it were preempted
+            break  # this sequence and all later ones were preempted
         missing = sequence.total_tokens - sequence.computed_tokens
-        # At most one lacks more than a token, for none begins before the others have all of theirs.
+        # At most one running sequence has an incomplete prompt: the next is admitted once its last chunk is planned.
         tokens = min(repeats, _left(sequence)) if missing == 1 else min(missing, prompt_tokens)
         if not _make_room(state, sequence, tokens, preempted):
             continue
@@ -193,7 +205,7 @@ def schedule(state: SchedulerState, arrivals: Iterable[Sequence], *, repeats: in
         chunks.append(_advance_prompt(sequence, tokens))
         prompt_tokens -= tokens
     rows = (*decodes, *chunks)
-    for row in rows:  # only now, for a step's rows do not read each other's pages
+    for row in rows:  # after all admissions, because rows must not share pages that the same step computes
         _register(state, row.sequence)
     state.steps += bool(rows)
     loading, state.loading = tuple(state.loading), list[Sequence]()
@@ -201,9 +213,9 @@ def schedule(state: SchedulerState, arrivals: Iterable[Sequence], *, repeats: in
 
 
 def record(state: SchedulerState, sequence: Sequence, token: int) -> None:
-    """Makes known the token that the oldest of the sequence's rows whose token was not known sampled.
+    """Appends the next token of a sequence that was in flight, in the order of its rows.
 
-    It is dropped if the sequence has ended. If it has not and has all of its tokens now, `finish` is to follow.
+    The token is dropped if the sequence has ended. Once a sequence has all of its tokens, the caller must `finish` it.
     """
     sequence.in_flight -= 1
     if sequence.ended:
@@ -214,7 +226,10 @@ def record(state: SchedulerState, sequence: Sequence, token: int) -> None:
 
 
 def finish(state: SchedulerState, sequence: Sequence) -> None:
-    """Ends a sequence wherever it is; what it held may be given to others at once, as devices work in order."""
+    """Ends a waiting or running sequence and releases its slot and pages.
+
+    They can be reused immediately, even by the next step, because devices execute steps in order.
+    """
     if sequence.ended:
         return
     sequence.ended = True
@@ -225,13 +240,13 @@ def finish(state: SchedulerState, sequence: Sequence) -> None:
 
 
 def forget_prefixes(state: SchedulerState) -> None:
-    """Forgets all kept pages, as new weights make other keys and values; those running go on with what they have."""
+    """Clears the prefix cache after a change of weights; running sequences keep their keys and values."""
     state.weights_version += 1
     state.pool.forget()
 
 
 def recompute(state: SchedulerState) -> None:
-    """Has those that run compute all of their keys again; each waits until its tokens are known."""
+    """Preempts all running sequences to recompute their keys; each waits until its tokens in flight are read."""
     for sequence in list(reversed(state.running)):
         _preempt(state, sequence)
 
@@ -245,12 +260,12 @@ def _is_decode(sequence: Sequence) -> bool:
 
 
 def _left(sequence: Sequence) -> int:
-    """Tokens that it can still have."""
+    """Returns the number of tokens that the sequence can still generate."""
     return sequence.max_total_tokens - sequence.total_tokens
 
 
 def _repeats(state: SchedulerState, ready: list[Sequence], repeats: int) -> int:
-    """How often a step can be repeated, at most `repeats` times, so that it keeps nobody from beginning or running."""
+    """Limits the repeats of a step: more than one only if no sequence can start and pages suffice for all."""
     if repeats == 1 or not all(map(_is_decode, ready)) or _next_to_begin(state) is not None:
         return 1
     repeats = min(repeats, max(map(_left, ready), default=1))
@@ -272,7 +287,7 @@ def _advance(sequence: Sequence, tokens: int, *, samples: int) -> Row:
 
 
 def _make_room(state: SchedulerState, sequence: Sequence, tokens: int, preempted: list[Sequence]) -> bool:
-    """Takes pages for the next tokens, from the last of the running if need be; says if it was not itself that one."""
+    """Allocates pages for the next tokens, preempting later sequences; returns False if it preempts this one."""
     pages = -(-(sequence.computed_tokens + tokens) // state.page_tokens)
     while pages - len(sequence.pages) > state.pool.available:
         last = state.running[-1]
@@ -295,7 +310,7 @@ def _preempt(state: SchedulerState, sequence: Sequence) -> None:
 
 
 def _release(state: SchedulerState, sequence: Sequence) -> None:
-    """Takes slot and pages of a running sequence away."""
+    """Releases the slot, adapter slot and pages of a running sequence."""
     assert sequence.slot is not None
     state.running.remove(sequence)
     state.free_slots.append(sequence.slot)
@@ -308,7 +323,7 @@ def _release(state: SchedulerState, sequence: Sequence) -> None:
 
 
 def _admit(state: SchedulerState) -> Sequence | None:
-    """Gives a slot to the first that waits, and the kept pages that it begins with, if it can begin."""
+    """Moves the next waiting sequence to the running ones, with the cached pages of its prefix, if it can start."""
     found = _next_to_begin(state)
     if found is None:
         return None
@@ -332,11 +347,11 @@ def _admit(state: SchedulerState) -> Sequence | None:
 
 
 def _next_to_begin(state: SchedulerState) -> tuple[Sequence, list[int]] | None:
-    """The first that waits, and the kept pages that it begins with, if it can begin.
+    """Returns the next waiting sequence and the cached pages of its prefix, if it can start.
 
-    It can if its adapter has a slot or can have one, and if there is room for all of its tokens and the next, and for
-    one more page for each that runs, lest it be preempted at once. Those that run have pages for all of their tokens
-    but the next, or nothing is left of the step.
+    It can start if a slot and, if needed, an adapter slot are available, and if the pages suffice for all of its tokens
+    and the next one, plus one page per running sequence. Without that reserve it might be preempted in the next step.
+    Running sequences already have pages for all of their tokens except the next, unless the step has no tokens left.
     """
     if not state.free_slots:
         return None
@@ -356,7 +371,7 @@ def _waits_for_leader(state: SchedulerState, sequence: Sequence) -> bool:
 
 
 def _find_prefix(state: SchedulerState, sequence: Sequence) -> list[int]:
-    """The kept pages that a sequence begins with; never all of its tokens, the last of which has to be computed."""
+    """Finds the cached pages of a sequence's prefix, without its last token, which must be computed."""
     if not (state.prefix_caching and sequence.cacheable):
         return []
     pages = (len(sequence.tokens) - 1) // state.page_tokens
@@ -378,7 +393,7 @@ def _count_prompt(state: SchedulerState, sequence: Sequence) -> None:
 
 
 def _register(state: SchedulerState, sequence: Sequence) -> None:
-    """Lets others find those of its pages that are full of known tokens, once planned steps compute them."""
+    """Registers the full pages of a sequence whose tokens are known and computed by planned steps, for reuse."""
     sequence.prompt_planned |= sequence.computed_tokens >= sequence.prompt_tokens
     pages = min(len(sequence.tokens), sequence.computed_tokens) // state.page_tokens
     if pages <= sequence.registered_pages or not state.prefix_caching:

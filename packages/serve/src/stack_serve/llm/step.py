@@ -1,4 +1,4 @@
-"""One step of an engine on its devices: tokens of several sequences run, and a next one sampled for each."""
+"""Device programs of an engine step: the forward pass over tokens of several sequences, and sampling."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,20 +18,22 @@ from stack_serve.llm.unstacking import layer_by_layer
 __all__ = ["ROW_FIELDS", "SlotState", "Step", "admit"]
 
 ROW_FIELDS = ("slot", "start", "tokens", "samples", "adapter")
-"""What a row of a step begins with: the sequence's slot, the position of the first token that is computed, how many
-are, how many are sampled, and the slot of its adapter, -1 for none. The numbers of the sequence's pages follow."""
+"""The first fields of a row: slot of the sequence, position of the first computed token, number of computed tokens,
+number of sampled tokens, and slot of the adapter (-1 for the base model). The page numbers of the sequence follow."""
 
+# Limits the memory of the logits, [rows, vocab_size].
 _PROMPT_LOGPROB_ROWS = 32
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SlotState:
-    """What the devices know of the sequence in each slot; the last slot is no sequence's, but that of padding.
+    """Device state of the sequence in each slot. The last slot is reserved for padding rows.
 
     Attributes:
-      tokens: int32[slots, max_tokens]; a step reads those that it computes, and the one that is sampled is added.
-      settings: int32[slots, words], how it is sampled: `SamplingSettings`, packed.
+      tokens: int32[slots, max_tokens], tokens of each sequence. A step reads its inputs here and appends the sampled
+        token.
+      settings: int32[slots, words], packed `SamplingSettings`.
     """
 
     tokens: Any
@@ -39,17 +41,19 @@ class SlotState:
 
 
 def admit(slots: SlotState, slot: jax.Array, tokens: jax.Array, settings: jax.Array) -> SlotState:
-    """Gives a slot to a sequence with tokens[max_tokens] and settings[words]."""
+    """Initializes a slot with the tokens [max_tokens] and settings [words] of a sequence."""
     return SlotState(slots.tokens.at[slot].set(tokens), slots.settings.at[slot].set(settings))
 
 
 @dataclass(frozen=True)
 class Step:
-    """The step of one model, and what is made of its hidden states: pure functions, compiled for each of their shapes.
+    """Forward pass and sampling of one model as pure functions, which are compiled for each bucket of shapes.
 
     Attributes:
-      pages: of the cache.
-      layout: of a page.
+      checkpoint: model to run.
+      config: settings of the engine.
+      pages: number of cache pages.
+      layout: axis order of the page pools.
     """
 
     checkpoint: GenerativeCheckpoint
@@ -68,7 +72,7 @@ class Step:
         tokens: int,
         most_tokens: int,
     ) -> tuple[Any, Float[Array, "most_tokens 1 embed"], Float[Array, "rows embed"]]:
-        """A step with parts of prompts; the hidden states are padded, so that programs that read them are few."""
+        """Runs a step with prompt chunks. Padded hidden states reduce the shapes of later programs."""
         layers, hidden, last = self(weights, layers, known, rows, tokens=tokens)
         return layers, _padded(hidden, most_tokens), last
 
@@ -83,16 +87,19 @@ class Step:
         single: bool = False,
         wanted: WantedLayouts | None = None,
     ) -> tuple[Any, Float[Array, "tokens 1 embed"], Float[Array, "rows embed"]]:
-        """Computes at most `tokens` tokens, which the rows have in all.
+        """Runs the forward pass over the tokens of all rows.
 
         Args:
+          weights: parameters and adapters.
           layers: `PagedLayer`s and `SlotStates` in the structure of the model's states.
-          known: the tokens of each slot.
-          single: no row has more than one.
-          wanted: notes which layouts of pages suit the calls of attention.
+          known: tokens of each slot.
+          rows: packed rows: `ROW_FIELDS`, then page numbers.
+          tokens: size of the token axis, at least the number of tokens in all rows.
+          single: whether every row has at most one token.
+          wanted: collects the preferred page layout of each attention call.
 
         Returns:
-          The pools of pages after it, the hidden states of all tokens, and those of each row's last.
+          The updated layers, the hidden states of all tokens, and the hidden state of each row's last token.
         """
         places, token_ids, positions, adapters = self._places(known, rows, tokens)
         cache: Any = PagedKVCache(layers, places, self.layout, single, wanted)
@@ -114,15 +121,19 @@ class Step:
         repeats: int,
         most_rows: int,
     ) -> tuple[Any, Float[Array, "most_rows 1 embed"], Int[Array, "slots max_tokens"], Sampled]:
-        """Steps with a token a row, and what `sample` makes of each, in one program, which costs the host less.
+        """Runs several decoding steps with sampling in one program, to save host overhead per token.
 
         Args:
-          repeats: steps, at most; there are as many as the largest of the rows' tokens.
-          most_rows: that any step has.
+          weights, layers: as in `__call__`; their arrays may be `Layers`.
+          known: tokens of each slot.
+          settings: packed sampling settings of each slot.
+          rows: packed rows; each is active for as many steps as it has tokens.
+          repeats: maximum number of steps; the actual number is the maximum number of tokens in a row.
+          most_rows: maximum number of rows of any step, to which the hidden states are padded.
 
         Returns:
-          The pools of pages after them, the hidden states of the last, padded, the tokens of each slot, and what was
-          sampled, [repeats, rows]. The weights and pools may be `Layers`.
+          The updated layers, the padded hidden states of the last step, the updated tokens of each slot, and the
+          sampled tokens [repeats, rows].
         """
 
         @layer_by_layer
@@ -151,17 +162,22 @@ class Step:
         hidden: Float[Array, "rows embed"],
         rows: Int[Array, "rows fields"],
     ) -> tuple[Int[Array, "slots max_tokens"], Sampled]:
-        """Samples the token after the last of each row of a step.
+        """Samples the next token of each row of a step.
 
         Args:
-          settings: of each slot.
+          weights: parameters and adapters.
+          known: tokens of each slot.
+          settings: packed sampling settings of each slot.
+          hidden: hidden state of the last token of each row.
+          rows: packed rows.
 
         Returns:
-          The tokens of each slot with it, and tokens [1, rows], which mean nothing where none was to be sampled.
+          The updated tokens of each slot, and the sampled tokens [1, rows]; tokens of rows that do not sample are
+          undefined.
         """
         slot, start, count, samples = (rows[:, field] for field in range(4))
         lengths = start + count
-        # What a row that does not sample wants is no work.
+        # Rows that do not sample get greedy settings, which never trigger the costly parts of `sample`.
         wanted = jnp.where((samples > 0)[:, None], settings[slot], SamplingSettings.greedy_row().packed())
         of_rows = SamplingSettings.unpacked(wanted)
         sampled = sample(self.checkpoint.model(weights.params).logits(hidden), of_rows, known[slot], lengths)
@@ -178,13 +194,14 @@ class Step:
         rows: Int[Array, "rows fields"],
         chosen: Int[Array, " samples"],
     ) -> tuple[Int[Array, "slots max_tokens"], Sampled]:
-        """What `sample` makes of some of a step's rows; the tokens of the others are zeros.
+        """Samples the next token of selected rows of a step; the tokens of the other rows are zeros.
 
-        After parts of prompts it is a program of its own because such steps have fewer numbers of rows than shapes, and
-        because it takes XLA about as long to compile as eight layers of a model.
+        Steps with prompt chunks use this separate program because XLA takes about as long to compile sampling as eight
+        layers of a model. A combined program would be compiled for every bucket of prompt tokens.
 
         Args:
-          chosen: their places among the rows; `len(rows)` for none.
+          weights, known, settings, hidden, rows: as in `sample`.
+          chosen: indices of the selected rows; `len(rows)` is padding.
         """
         taken = (jnp.take(array, chosen, axis=0, mode="fill", fill_value=0) for array in (hidden, rows))
         known, sampled = self.sample(weights, known, settings, *taken)
@@ -203,10 +220,13 @@ class Step:
         targets: Int[Array, " tokens"],
         count: Int[Array, ""],
     ) -> TokenLogprobs:
-        """The log-probabilities of the tokens that follow those of a step, a few rows of logits at a time.
+        """Computes the log-probability of the token after each token of a step, with logits of 32 tokens at a time.
 
         Args:
-          count: of the tokens; what is given for those behind them means nothing.
+          weights: parameters and adapters.
+          hidden: hidden states of the step.
+          targets: token that follows each token.
+          count: number of valid tokens; results after them are undefined.
         """
         model = self.checkpoint.model(weights.params)
         rows = min(_PROMPT_LOGPROB_ROWS, len(targets))
@@ -229,7 +249,7 @@ class Step:
         return jax.lax.fori_loop(0, -(-count // rows), add_block, empty)
 
     def _places(self, known: jax.Array, rows: jax.Array, tokens: int) -> tuple[Rows, jax.Array, jax.Array, jax.Array]:
-        """Where the tokens of a step lie, which they are, at which positions they stand, and their adapters' slots."""
+        """Computes the cache addresses, token ids, positions and adapter slots of the tokens of a step."""
         slot, start, count = (rows[:, field] for field in range(3))
         tables = rows[:, len(ROW_FIELDS) :]
         ends = jnp.cumsum(count, dtype=jnp.int32)
@@ -250,7 +270,7 @@ def _padded(hidden: Float[Array, "tokens 1 embed"], size: int) -> Float[Array, "
 
 
 def _of_turn(rows: jax.Array, number: Any) -> jax.Array:
-    """The rows of single tokens after so many steps; one that has had all of its tokens computes none."""
+    """Returns the single-token rows of step `number` of a decode program; finished rows get zero tokens."""
     goes_on = (number < rows[:, 2]).astype(rows.dtype)
     turn = jnp.stack([rows[:, 0], rows[:, 1] + number, goes_on, rows[:, 3] * goes_on, rows[:, 4]], axis=1)
     return jnp.concatenate([turn, rows[:, len(ROW_FIELDS) :]], axis=1)

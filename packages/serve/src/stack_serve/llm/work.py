@@ -18,11 +18,12 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Continuation:
-    """One of a request's continuations.
+    """One of the `n` continuations of a request.
 
     Attributes:
       sequence, settings, ending: state used by the engine thread.
       output, has_ended: state used by the detokenization thread.
+      work: request of the continuation.
     """
 
     sequence: Sequence
@@ -38,11 +39,16 @@ class Work:
     """A request, from `submit` to the last update.
 
     Attributes:
+      request: request as submitted.
       receive: callback for the updates of the request.
       adapter: adapter shared by all continuations, or None.
       waits: whether no continuation has started or ended yet.
       unfinished: number of continuations whose end has not been reported.
-      prompt_logprobs: log-probabilities of the prompt tokens; None if not requested or not yet computed.
+      submitted_s, started_s, first_token_s: times of submission, first step and first token on the clock of
+        `time.monotonic()`; None if not reached yet.
+      continuations: continuations of the request.
+      prompt_logprobs: log-probabilities of each prompt token; entries are None if not requested or not yet computed.
+      has_told: whether an update of the first continuation was delivered, which includes the prompt log-probabilities.
     """
 
     request: GenerationRequest

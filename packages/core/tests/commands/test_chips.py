@@ -79,8 +79,8 @@ def test_the_table_shows_peaks_and_memory_and_marks_what_is_here(here, capsys):
     assert cells["v5p"] == ["2", "chip", "459", "918", "459", "95", "2765", "128", "600"]
     assert cells["h200"] == ["device", "989", "1979", "1979", "140", "4800", "50", "450"]
     assert cells["slow"] == ["?"]
-    assert "slow: measured where it is." in lines
-    assert any(line.startswith("1 x 'odd' is here and has no row") for line in lines)
+    assert "slow: measured on the machine itself." in lines
+    assert any(line.startswith("1 x 'odd' of this machine has no chip row") for line in lines)
 
 
 def test_every_peak_and_its_source_is_told_in_one_line(here, capsys):

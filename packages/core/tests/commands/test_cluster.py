@@ -63,7 +63,7 @@ def test_status_does_not_read_the_calendar(tmp_path, monkeypatch, capsys):
 def test_events_and_logs(run, capsys):
     main(["cluster", "events", str(run)])
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 7 and lines[1].endswith("host 1 is there: node1, agent with pid 7")
+    assert len(lines) == 7 and lines[1].endswith("host 1 connected: node1, agent with pid 7")
     main(["cluster", "events", str(run), "--json"])
     kinds = [json.loads(line)["kind"] for line in capsys.readouterr().out.splitlines()]
     assert kinds == ["session", "agent", "formation", "worker", "worker", "failure", "ledger", "end"]

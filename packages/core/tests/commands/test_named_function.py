@@ -45,9 +45,9 @@ def test_a_function_comes_with_the_arguments_of_its_file(folder: Path) -> None:
     [
         ("model.py:layers", r"has no function 'layers'. Did you mean 'layer'"),
         ("model.py:SCALE", r"has no function 'SCALE'"),
-        ("model.py", "names no function of a file; write FILE.py:fn"),
-        ("absent.py:layer", "names no function of a file"),
-        ("bare.py:layer", r"takes x, weight, and its file has no example_args\(\)"),
+        ("model.py", "does not name a function of a file; write FILE.py:fn"),
+        ("absent.py:layer", "does not name a function of a file"),
+        ("bare.py:layer", r"takes x, weight, but its file has no example_args\(\)"),
     ],
 )
 def test_what_names_no_function_is_an_error(folder: Path, target: str, expected: str) -> None:

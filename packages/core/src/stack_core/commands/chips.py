@@ -54,7 +54,7 @@ def chips(*, json: bool = False) -> None:
         console.print(_line(*row), style="dim", highlight=False)
     for kind in (kind for kind, name in names.items() if name is None):
         console.print(
-            f"{here[kind]} x {kind!r} is here and has no row, so its peaks are not known; "
+            f"{here[kind]} x {kind!r} of this machine has no chip row, so its peaks are unknown; "
             "a plugin can add one with `stack_register_chips`.",
             highlight=False,
         )
@@ -75,7 +75,7 @@ def _devices() -> dict[str, int]:
 def _chip(entry: Entry, *, here: bool) -> Chip | None:
     target = registries.chips[entry.name]
     if callable(target) and here:
-        hint = threading.Timer(_QUIET_S, _say, [f"measuring {entry.name!r}, once a machine ..."])
+        hint = threading.Timer(_QUIET_S, _say, [f"measuring {entry.name!r}, once per machine ..."])
         hint.start()
         try:
             target = target()
@@ -123,7 +123,7 @@ def _table(rows: list[tuple[Entry, Chip | None]], counts: dict[str, int]) -> Tab
 
 def _line(entry: Entry, chip: Chip | None) -> str:
     if chip is None:
-        return f"{entry.name}: measured where it is."
+        return f"{entry.name}: measured on the machine itself."
     peaks = ", ".join(f"{dtype} {_number(flops, 1e12)}" for dtype, flops in chip.peak_flops.items())
     return f"{entry.name}: {peaks}. {chip.provenance}."
 

@@ -93,7 +93,7 @@ def _record(run: Path) -> ClusterRecord:
     record = ClusterRecord(run / "cluster")
     if not record.exists():
         raise ClusterError(
-            f"{run} holds no record of a cluster. Name the output of a run that was started with --hosts."
+            f"{run} holds no record of a cluster. Pass the output of a run that was started with --hosts."
         )
     return record
 
@@ -130,7 +130,7 @@ def _sentence(note: dict[str, Any]) -> str:
 
 _SENTENCES = {
     "session": "a driver starts: {hosts} hosts by {launcher}, at {address}",
-    "agent": "host {on} is there: {name}, agent with pid {pid}",
+    "agent": "host {on} connected: {name}, agent with pid {pid}",
     "formation": "formation {number} on hosts {hosts}",
     "worker": "rank {rank} runs on host {on} with pid {pid}",
     "event": "{event} at step {step}",

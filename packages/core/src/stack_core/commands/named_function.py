@@ -28,10 +28,10 @@ def named_function(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """
     path, separator, name = target.rpartition(":")
     if not separator or not Path(path).is_file():
-        raise UnknownName(f"{target!r} names no function of a file; write FILE.py:fn, with a file that exists.")
+        raise UnknownName(f"{target!r} does not name a function of a file; write FILE.py:fn, with an existing file.")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     if spec is None or spec.loader is None:
-        raise UnknownName(f"{path!r} is no Python file.")
+        raise UnknownName(f"{path!r} is not a Python file.")
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(Path(path).resolve().parent))  # as Python does for a script
     sys.modules[spec.name] = module
@@ -85,7 +85,7 @@ def _arguments(module: ModuleType, fn: Callable[..., Any], target: str) -> tuple
     ]
     if required:
         raise UnknownName(
-            f"{target} takes {', '.join(required)}, and its file has no {_ARGUMENTS}(). Define one that returns the "
-            "tuple of arguments; jax.ShapeDtypeStruct(shape, dtype) does for an array."
+            f"{target} takes {', '.join(required)}, but its file has no {_ARGUMENTS}(). Define one that returns the "
+            "tuple of arguments; an array may be a jax.ShapeDtypeStruct(shape, dtype)."
         )
     return ()

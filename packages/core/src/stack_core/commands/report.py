@@ -20,5 +20,5 @@ def report(run: Path, /) -> None:
     """
     directory = RunDirectory(run)
     for failure in write_report(run, parse_yaml(directory.config_yaml(), str(directory.config))):
-        print(f"stack: a panel failed, as the report says: {failure}", file=sys.stderr)
+        print(f"stack: a panel of the report failed: {failure}", file=sys.stderr)
     print(f"stack: the report is {str(run / 'report.html')!r}.", file=sys.stderr)

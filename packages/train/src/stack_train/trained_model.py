@@ -44,7 +44,7 @@ class TrainedLanguageModel:
     Attributes:
       model: the `nnx.Module` with its trained parameters.
       config: config of the run that trained the model, or an equivalent one if the model was converted.
-      tokenizer: directory of the tokenizer that the model was trained with.
+      tokenizer: directory of the tokenizer used in training.
       step: number of training steps done.
       copy_files: function that copies the tokenizer and other accompanying files to a run directory.
     """
@@ -217,7 +217,7 @@ RUN_FORMAT = RunFormat()
 
 
 def _from_source(data: Any, source: str) -> Any:
-    """Replaces the source of a data config; raises a ConversionError if its kind has no source."""
+    """Replaces the source of a data config; raises a ConversionError for kinds without a source."""
     if "source" not in {field.name for field in fields(data)}:
         raise ConversionError(f"Data of kind {data.kind!r} has no source that --data could replace.")
     return replace(data, source=source)

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 RUN = """
-model: {family: llama, vocab_size: 300, layers: 1, embed: 16, heads: 2, mlp: 32, max_positions: 32}
+model: {name: llama, vocab_size: 300, layers: 1, embed: 16, heads: 2, mlp: 32, max_positions: 32}
 data: {source: stdlib, seq_tokens: 16, batch_size: 2}
 optimizer: {name: adamw}
 run: {steps: 2}

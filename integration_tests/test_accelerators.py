@@ -30,9 +30,9 @@ from stack_train.run.config import RunConfig
 from stack_train.run.program import build_program, traced_step
 
 SEQ, ROWS, HEADS = 256, 8, 4
-MODEL = {"family": "llama", "vocab_size": 512, "layers": 2, "embed": 256, "heads": HEADS, "kv_heads": 2, "mlp": 512}
+MODEL = {"name": "llama", "vocab_size": 512, "layers": 2, "embed": 256, "heads": HEADS, "kv_heads": 2, "mlp": 512}
 MIXTURE = {
-    "family": "qwen3_moe",
+    "name": "qwen3_moe",
     "vocab_size": 512,
     "layers": 2,
     "embed": 256,
@@ -224,7 +224,7 @@ def check_engine(target, *kernels, config=LLAMA_8B, temporary_bytes=2**27, **set
       Its programs, by their names.
     """
     devices = len(target.devices)
-    model = nnx.eval_shape(lambda: registries.models[config.family].build(config, key=jax.random.key(0)))
+    model = nnx.eval_shape(lambda: registries.models[config.name].build(config, key=jax.random.key(0)))
     nowhere = Path("nowhere")
     checkpoint = generative_checkpoint(
         model, config, name="large", tokenizer=nowhere, origin=nowhere, read=lambda _: iter(())

@@ -12,7 +12,7 @@ import yaml
 from stack_core.abi.model_formats import open_for_generation
 from stack_core.cli import main
 
-MODEL = {"family": "llama", "vocab_size": 280, "layers": 1, "embed": 16, "heads": 2, "mlp": 24}
+MODEL = {"name": "llama", "vocab_size": 280, "layers": 1, "embed": 16, "heads": 2, "mlp": 24}
 LORA = {"rules": {"path": "query/kernel", "rank": 2}}
 
 

@@ -16,7 +16,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-MODEL = {"family": "llama", "vocab_size": 280, "layers": 1, "embed": 32, "heads": 2, "mlp": 48, "dtype": "float32"}
+MODEL = {"name": "llama", "vocab_size": 280, "layers": 1, "embed": 32, "heads": 2, "mlp": 48, "dtype": "float32"}
 
 
 def block(language: str) -> str:
@@ -37,7 +37,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "chat.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
     text = {"source": f"text:{root}/*.txt", "vocab_size": 280, "seq_tokens": 32, "validation_fraction": 0.0}
     train(run(root / "text", model=MODEL, data=text | {"batch_size": 4}, run={"steps": 1}))
-    data = {"kind": "chat", "source": f"{root}/chat.jsonl", "chat_template": f"{root}/template.jinja"}
+    data = {"name": "chat", "source": f"{root}/chat.jsonl", "chat_template": f"{root}/template.jinja"}
     sizes = {"seq_tokens": 48, "batch_size": 1, "validation_fraction": 0.0}
     train(run(root / "run", model=MODEL, data=data | sizes, run={"steps": 1, "init_from": f"{root}/text"}))
     return root / "run"

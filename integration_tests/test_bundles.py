@@ -16,7 +16,7 @@ from stack_core.abi.model_formats import open_for_generation
 from stack_core.cli import main
 
 CONFIG = """
-model: {family: llama, vocab_size: 280, layers: 1, embed: 16, heads: 2, mlp: 32, max_positions: 64}
+model: {name: llama, vocab_size: 280, layers: 1, embed: 16, heads: 2, mlp: 32, max_positions: 64}
 data: {source: "text:text.txt", seq_tokens: 16, batch_size: 2, validation_fraction: 0}
 optimizer: {name: adamw}
 run: {steps: 1}

@@ -14,7 +14,7 @@ from stack_train.run.config import RunConfig
 from stack_train.run.program import build_program
 
 DECODER = {
-    "family": "deepseek_v3",
+    "name": "deepseek_v3",
     "vocab_size": 61,
     "embed": 24,
     "heads": 4,
@@ -34,15 +34,15 @@ DECODER = {
     "expert_groups": 2,
     "kept_groups": 1,
 }
-DENOISER = {"family": "dit", "image_size": 8, "channels": 1, "classes": 10, "patch": 2, "layers": 1, "heads": 2}
-AUTOENCODER = {"family": "autoencoder_kl", "channels": 1, "widths": (8, 8), "groups": 2}
+DENOISER = {"name": "dit", "image_size": 8, "channels": 1, "classes": 10, "patch": 2, "layers": 1, "heads": 2}
+AUTOENCODER = {"name": "autoencoder_kl", "channels": 1, "widths": (8, 8), "groups": 2}
 
 SIZES = {"batch_size": 2, "seq_tokens": 8}
-TEXT = {"kind": "text", "source": "text:none", "vocab_size": 61, **SIZES}
-PAIRS = {"kind": "preferences", "source": "none", **SIZES}
-JUDGED = {"kind": "judged", "source": "none", **SIZES}
-ROLLOUTS = {"kind": "rollouts", "environment": {"name": "cell"}, "groups": 2, "group_size": 2, "seq_tokens": 16}
-DIGITS = {"kind": "digits", "batch_size": 2}
+TEXT = {"name": "text", "source": "text:none", "vocab_size": 61, **SIZES}
+PAIRS = {"name": "preferences", "source": "none", **SIZES}
+JUDGED = {"name": "judged", "source": "none", **SIZES}
+ROLLOUTS = {"name": "rollouts", "environment": {"name": "cell"}, "groups": 2, "group_size": 2, "seq_tokens": 16}
+DIGITS = {"name": "digits", "batch_size": 2}
 RUNS = {
     **dict.fromkeys(("causal_lm",), (DECODER, TEXT)),
     **dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "reward_model"), (DECODER, PAIRS)),

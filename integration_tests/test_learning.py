@@ -131,7 +131,7 @@ def test_what_is_no_reward_model_for_a_policy_is_refused(tiny):
 
 RECIPE = """
 data:
-  kind: rollouts
+  name: rollouts
   environment: {name: prompts, source: PROMPTS, held_out: PROMPTS, rewards: ["letters:worth"], max_tokens: 5}
   seq_tokens: 8
   groups: 2
@@ -154,7 +154,7 @@ def test_any_model_plays_the_held_out_tasks_of_a_recipe(tiny, tmp_path, capsys):
     assert "All 8 episodes failed and were dropped" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["rl", "evaluate", str(EXAMPLES / "letters_dpo.yaml"), "runs/tiny"])
-    assert "data.kind is 'preferences'; a recipe whose data.kind is 'rollouts'" in capsys.readouterr().err
+    assert "data.name is 'preferences'; a recipe whose data.name is 'rollouts'" in capsys.readouterr().err
 
 
 def once(name: str) -> None:

@@ -74,7 +74,7 @@ def in_float(chats: dict[str, str], **lora: object) -> dict[str, object]:
 
 def on_text() -> dict:
     """The example on a small model and text, that starts from nothing."""
-    data = {"kind": "text", "source": "stdlib", "vocab_size": 280, "seq_tokens": 32, "batch_size": 4}
+    data = {"name": "text", "source": "stdlib", "vocab_size": 280, "seq_tokens": 32, "batch_size": 4}
     return yaml.safe_load(EXAMPLE.read_text()) | {"model": SIZES, "data": data, "run": {"steps": 2}}
 
 

@@ -60,8 +60,8 @@ def run_of(output, family, *, steps, init_from=None, **sections):
     source = f"{__name__}:batches"
     config = {
         "output": str(output),
-        "model": {"family": family, **FAMILIES[family]},
-        "data": {"kind": "arrays", "source": source, "validation": source, "options": {"family": family}},
+        "model": {"name": family, **FAMILIES[family]},
+        "data": {"name": "arrays", "source": source, "validation": source, "options": {"family": family}},
         "objective": {"name": objective},
         "optimizer": {"name": "adamw", "learning_rate": 0.01, "weight_decay": 0.0, "schedule": {"warmup_steps": 0}},
         "run": {"steps": steps, "init_from": init_from, "evaluate_every_steps": 0},

@@ -26,7 +26,7 @@ from stack_train.trained_adapters import digests_of_run, run_adapters
 from stack_train.variables import stored_values
 from stack_train.weights import load_model, load_params
 
-MODEL = {"family": "llama", "vocab_size": 61, "layers": 2, "embed": 32, "heads": 4, "kv_heads": 2, "mlp": 48}
+MODEL = {"name": "llama", "vocab_size": 61, "layers": 2, "embed": 32, "heads": 4, "kv_heads": 2, "mlp": 48}
 MODEL |= {"max_positions": 64, "initializer_std": 0.2, "dtype": "float32"}
 ATTENTION = ("attention/query/kernel", "attention/value/kernel")
 
@@ -273,7 +273,7 @@ def test_a_run_goes_on_with_given_adapters(base, peft, tmp_path):
 
 
 def test_what_peft_has_no_place_for_is_refused(tmp_path):
-    config = abstract_model(parse(RunConfig, {"output": "x", "model": {"family": "mixtral", "layers": 1}}).model).config
+    config = abstract_model(parse(RunConfig, {"output": "x", "model": {"name": "mixtral", "layers": 1}}).model).config
     path = "blocks/0/0/feed_forward/expert_up"
     given = {path: LowRankFactors(np.zeros((1, 8, 4, 2)), np.zeros((1, 8, 2, 4)), 1.0)}
     with pytest.raises(ConversionError, match=f"has none for {path}"):

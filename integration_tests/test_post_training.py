@@ -20,7 +20,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-MODEL = {"family": "llama", "vocab_size": 280, "layers": 1, "embed": 32, "heads": 2, "mlp": 48, "dtype": "float32"}
+MODEL = {"name": "llama", "vocab_size": 280, "layers": 1, "embed": 32, "heads": 2, "mlp": 48, "dtype": "float32"}
 SMALL = {"model": MODEL, "optimizer": {"learning_rate": 0.01}, "checkpoint": {"every_steps": 4}}
 
 
@@ -60,7 +60,7 @@ def test_a_chat_run_starts_from_a_run_with_its_tokenizer_and_learns(base, templa
         {"messages": [{"role": "user", "content": f"say {word}"}, {"role": "assistant", "content": word}]}
         for word in ("red", "blue", "up", "down") * 4
     ]
-    data = {"kind": "chat", "source": jsonl(tmp_path / "chat.jsonl", talks), "chat_template": template}
+    data = {"name": "chat", "source": jsonl(tmp_path / "chat.jsonl", talks), "chat_template": template}
     sizes = {"seq_tokens": 48, "batch_size": 4, "validation_fraction": 0.1}
     config = run(tmp_path / "sft", data=data | sizes, run={"steps": 24, "init_from": str(base)})
     summary = train(config)
@@ -79,7 +79,7 @@ def preferences(template: str, tmp_path: Path) -> dict:
         {"prompt": f"{a} or {b}?", "chosen": f"{a}", "rejected": f"not {a}"}
         for a, b in (rng.choice(words, 2, replace=False) for _ in range(40))
     ]
-    data = {"kind": "preferences", "source": jsonl(tmp_path / "pairs.jsonl", pairs), "chat_template": template}
+    data = {"name": "preferences", "source": jsonl(tmp_path / "pairs.jsonl", pairs), "chat_template": template}
     sizes = {"seq_tokens": 48, "batch_size": 8, "validation_fraction": 0.2}
     return {"data": data | sizes, "objective": {"name": "dpo"}}
 
@@ -139,7 +139,7 @@ def in_two_processes(settings: Path, *arguments: str) -> None:
 def test_other_objectives_on_pairs_learn_what_is_preferred(name, base, template, tmp_path):
     words = ["red", "blue", "up", "down", "left", "warm"]
     pairs = [{"prompt": f"{a} or {b}?", "chosen": a, "rejected": f"not {a}"} for a in words for b in words if a != b]
-    data = {"kind": "preferences", "source": jsonl(tmp_path / "pairs.jsonl", pairs), "chat_template": template}
+    data = {"name": "preferences", "source": jsonl(tmp_path / "pairs.jsonl", pairs), "chat_template": template}
     sizes = {"seq_tokens": 48, "batch_size": 8, "validation_fraction": 0.2, "reference": name == "ipo"}
     sections = {"data": data | sizes, "objective": {"name": name}}
     train(run(tmp_path / "run", **sections, run={"steps": 10, "init_from": str(base)}))
@@ -160,7 +160,7 @@ def test_dpo_finds_a_hidden_utility_of_letters(base, template, tmp_path):
         if worths[answers].sum(1)[low] < worths[answers].sum(1)[high]:
             chosen, rejected = (" ".join(letters[i] for i in answers[each]) for each in (high, low))
             pairs.append({"prompt": "best?", "chosen": chosen, "rejected": rejected})
-    data = {"kind": "preferences", "source": jsonl(tmp_path / "pairs.jsonl", pairs), "chat_template": template}
+    data = {"name": "preferences", "source": jsonl(tmp_path / "pairs.jsonl", pairs), "chat_template": template}
     sizes = {"seq_tokens": 40, "batch_size": 32, "validation_fraction": 0.1}
     sections = {"data": data | sizes, "objective": {"name": "dpo"}}
     train(run(tmp_path / "run", **sections, run={"steps": 300, "init_from": str(base)}))

@@ -10,7 +10,7 @@ from stack_core.abi.errors import ConfigError
 from stack_train.run.config import RunConfig
 from stack_train.run.program import build_program
 
-MODEL = {"family": "llama", "vocab_size": 29, "layers": 1, "embed": 16, "heads": 2, "mlp": 32, "max_positions": 16}
+MODEL = {"name": "llama", "vocab_size": 29, "layers": 1, "embed": 16, "heads": 2, "mlp": 32, "max_positions": 16}
 PATHS = ".*(attention|feed_forward).*"
 LORA = {"lora": {"rules": {"path": PATHS, "rank": 2, "alpha": 4}}}
 NF4 = {"quant": {"rules": [{"path": PATHS, "weights": "nf4", "tile_size": 16}]}, **LORA}

@@ -13,7 +13,7 @@ from stack_train.run.config import run_config
 from stack_train.weights import load_model
 
 INT8 = [{"path": "blocks/0/0/feed_forward", "weights": "int8", "activations": "int8", "gradients": "int8"}]
-MODEL = {"family": "llama", "vocab_size": 280, "layers": 2, "embed": 32, "heads": 2, "mlp": 64, "max_positions": 64}
+MODEL = {"name": "llama", "vocab_size": 280, "layers": 2, "embed": 32, "heads": 2, "mlp": 64, "max_positions": 64}
 
 
 @pytest.fixture

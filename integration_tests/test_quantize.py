@@ -35,7 +35,7 @@ from stack_train.weights import load_model, load_params
 AS_USERS_COMPILE = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 CONFIG = {
     "model": {
-        "family": "llama",
+        "name": "llama",
         "vocab_size": 280,
         "layers": 1,
         "embed": 32,

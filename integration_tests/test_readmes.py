@@ -31,7 +31,7 @@ app_of = functools.cache(cli._app)
 # Blocks that speak of a run find it where the commands of the main README put it.
 RUN = "runs/mine"
 TRAIN = """
-model: {family: llama, vocab_size: 280, layers: 1, embed: 16, heads: 2, mlp: 32, max_positions: 64}
+model: {name: llama, vocab_size: 280, layers: 1, embed: 16, heads: 2, mlp: 32, max_positions: 64}
 data: {source: "text:text.txt", seq_tokens: 16, batch_size: 2, validation_fraction: 0}
 optimizer: {name: adamw}
 run: {steps: 1}
@@ -75,4 +75,4 @@ def test_a_documented_command_has_its_options_and_a_documented_key_exists(comman
     config = bound.arguments.get("config")
     if config is not None and (ROOT / config).is_file():
         mapping = apply_overrides(load_yaml(ROOT / config), cli.overrides_from(bound.arguments.get("overrides", ())))
-        parse(RunConfig, {"model": {"family": "llama"}, **mapping})  # which may come from the run it starts from
+        parse(RunConfig, {"model": {"name": "llama"}, **mapping})  # which may come from the run it starts from

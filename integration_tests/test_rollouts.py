@@ -265,7 +265,7 @@ def briefly(completion):
 def test_answers_to_prompts_start_from_a_run_and_keep_its_tokenizer(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "text.txt").write_text("one two buckle my shoe, three four knock at the door. " * 40)
-    model = {"family": "llama", "vocab_size": 270, "layers": 1, "embed": 16, "heads": 2, "mlp": 16, "dtype": "float32"}
+    model = {"name": "llama", "vocab_size": 270, "layers": 1, "embed": 16, "heads": 2, "mlp": 16, "dtype": "float32"}
     text = {"source": f"text:{tmp_path}/text.txt", "seq_tokens": 16, "batch_size": 2, "validation_fraction": 0.0}
     first = {"output": str(tmp_path / "first"), "model": model, "data": text, "run": {"steps": 2}}
     train(parse(RunConfig, first))

@@ -10,7 +10,7 @@ import time
 import pytest
 
 CONFIG = """
-model: {family: llama, vocab_size: 280, layers: 2, embed: 32, heads: 2, mlp: 48, max_positions: 32, dtype: float32}
+model: {name: llama, vocab_size: 280, layers: 2, embed: 32, heads: 2, mlp: 48, max_positions: 32, dtype: float32}
 data: {seq_tokens: 32, batch_size: 4, validation_fraction: 0.1}
 optimizer: {name: adamw, learning_rate: 0.01}
 checkpoint: {every_steps: 5, keep: 2}

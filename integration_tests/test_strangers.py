@@ -19,7 +19,7 @@ from .served import Served, write_checkpoint
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "plugins"
 TRAINING = """
-model: {{family: llama, vocab_size: 280, layers: 1, embed: 16, heads: 2, mlp: 24, max_positions: 16, dtype: float32}}
+model: {{name: llama, vocab_size: 280, layers: 1, embed: 16, heads: 2, mlp: 24, max_positions: 16, dtype: float32}}
 data: {{source: "text:{text}", seq_tokens: 16, batch_size: 2, validation_fraction: 0}}
 run: {{steps: 3}}
 output: {output}
@@ -123,7 +123,7 @@ def test_an_observer_sees_the_events_of_a_run(environment, tmp_path):
 
 
 STRANGE = """
-model: {{family: bigram, vocab_size: {vocab_size}}}
+model: {{name: bigram, vocab_size: {vocab_size}}}
 data: {data}
 objective: {{name: smoothed, smoothing: 0.2}}
 optimizer: {{name: signs, schedule: {{warmup_steps: 0}}}}
@@ -141,7 +141,7 @@ def test_a_run_of_a_strangers_model_objective_optimizer_and_data(environment, tm
     table = tmp_path / "table.csv"
     table.write_text("title,body\n" + "".join(f"number {i},the body of {i} and what it says\n" for i in range(50)))
     text = f'{{source: "csv:{table}#body", seq_tokens: 16, batch_size: 2, validation_fraction: 0}}'
-    kinds = {"text": (280, text), "bytes": (256, f"{{kind: bytes, path: {table}}}")}
+    kinds = {"text": (280, text), "bytes": (256, f"{{name: bytes, path: {table}}}")}
     names = {kind: tmp_path / f"{kind}.yaml" for kind in kinds}
     for kind, (vocab_size, data) in kinds.items():
         config = STRANGE.format(vocab_size=vocab_size, data=data, steps=3, output=tmp_path / kind)
@@ -165,7 +165,7 @@ def test_a_run_of_a_strangers_model_objective_optimizer_and_data(environment, tm
 def test_a_model_with_attention_and_a_cache_trains_generates_and_serves(environment, tmp_path):
     run = tmp_path / "run"
     config = TRAINING.format(text=__file__, output=run)
-    config = re.sub(r"model: .*", "model: {family: decoder, vocab_size: 280, max_positions: 64}", config)
+    config = re.sub(r"model: .*", "model: {name: decoder, vocab_size: 280, max_positions: 64}", config)
     (tmp_path / "run.yaml").write_text(config)
     with environment.installed(EXAMPLES / "decoder"):
         environment.stack("train", str(tmp_path / "run.yaml"), XDG_CACHE_HOME=str(tmp_path / "cache"))

@@ -41,7 +41,7 @@ from stack_train import RunConfig, build, start
 from stack_train.static_engine import StaticEngineConfig
 
 FOLDER = Path(tempfile.mkdtemp())
-MODEL = {"family": "llama", "vocab_size": VOCAB, "layers": LAYERS, "embed": EMBED, "heads": HEADS, "mlp": MLP}
+MODEL = {"name": "llama", "vocab_size": VOCAB, "layers": LAYERS, "embed": EMBED, "heads": HEADS, "mlp": MLP}
 MODEL |= {"kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "max_positions": SFT_TOKENS, "dtype": "float32"}
 MODEL |= {"tie_embeddings": True, "unroll": True}
 OPTIMIZER = {"name": "adamw", "learning_rate": 1e-3, "schedule": {"warmup_steps": 0, "decay": "constant"}}
@@ -77,7 +77,7 @@ def sft() -> Sequence[tuple[float, float]]:
     (FOLDER / "tokenizer" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
     rows = ({"prompt": each, "completion": each * 6} for each in prompts(SFT_ROWS * STEPS_OF_RUN, 0))
     (FOLDER / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = {"kind": "chat", "source": str(FOLDER / "rows.jsonl"), "tokenizer": str(FOLDER / "tokenizer")}
+    data = {"name": "chat", "source": str(FOLDER / "rows.jsonl"), "tokenizer": str(FOLDER / "tokenizer")}
     data |= {"seq_tokens": SFT_TOKENS, "batch_size": SFT_ROWS, "packed": False, "validation_fraction": 0.0}
     return trained("sft", {"model": MODEL, "data": data, "run": {"steps": STEPS_OF_RUN}})
 
@@ -86,7 +86,7 @@ def grpo() -> Sequence[tuple[float, float]]:
     records = ({"prompt": each} for each in prompts(GROUPS * STEPS_OF_RUN, 0))
     (FOLDER / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     environment = {"name": "prompts", "source": str(FOLDER / "prompts.jsonl"), "rewards": ["__main__:count_letters"]}
-    data = {"kind": "rollouts", "environment": environment | {"max_tokens": NEW_TOKENS}, "groups": GROUPS}
+    data = {"name": "rollouts", "environment": environment | {"max_tokens": NEW_TOKENS}, "groups": GROUPS}
     data |= {"group_size": GROUP_SIZE, "seq_tokens": PROMPT_TOKENS + NEW_TOKENS}
     run = {"steps": STEPS_OF_RUN, "init_from": str(FOLDER / "sft")}
     return trained("grpo", {"model": MODEL, "data": data, "objective": {"name": "grpo"}, "run": run})

@@ -167,7 +167,7 @@ def predictions(family, ours, theirs):
 def test_a_denoiser_says_what_diffusers_says(pair):
     _, theirs, config, ours, _ = pair
     with jax.default_matmul_precision("highest"):
-        got, wanted = predictions(config.family, ours, theirs)
+        got, wanted = predictions(config.name, ours, theirs)
     assert np.abs(wanted).max() > 0.1
     np.testing.assert_allclose(got, wanted, atol=TOLERANCE * np.abs(wanted).max(), rtol=0)
 

@@ -24,7 +24,7 @@ def test_transformers_opens_all_of_a_run(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "text.txt").write_text("one two three four, one two three. " * 20)
     config = {
         "output": str(tmp_path / "run"),
-        "model": {"family": "llama", "vocab_size": 264, "layers": 1, "embed": 8, "heads": 2, "mlp": 16},
+        "model": {"name": "llama", "vocab_size": 264, "layers": 1, "embed": 8, "heads": 2, "mlp": 16},
         "data": {"source": f"text:{tmp_path}/*.txt", "seq_tokens": 8, "batch_size": 1, "validation_fraction": 0.0},
         "run": {"steps": 1},
     }

@@ -116,7 +116,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     torch_model.save_pretrained(root / "hf")
     FORMAT.import_run(root / "hf", root / "run")
     config = run_config(root / "run").model
-    assert config.family == request.param
+    assert config.name == request.param
     model = model_of(config, load_params(root / "run", config))
     return Family(request.param, torch_model, root / "hf", root / "run", config, model)
 

@@ -66,7 +66,7 @@ def test_logits_of_text_are_those_of_the_larger_model(family, make, tmp_path):
     result = FORMAT.import_run(tmp_path / "hf", tmp_path / "run")
     assert {each.partition(" ")[0] for each in result.left_out} == {"vision_tower", "multi_modal_projector"}
     config = run_config(tmp_path / "run").model
-    assert config.family == family
+    assert config.name == family
     ours = model_of(config, load_params(tmp_path / "run", config))
     positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
     actual = ours.logits(ours(jnp.asarray(TOKENS), positions).hidden)

@@ -70,7 +70,7 @@ def test_a_hugging_face_model_learns_preferences_and_rewards_and_goes_back(model
     optimizer = {"learning_rate": 0.003, "schedule": {"warmup_steps": 0, "decay": "constant"}}
     preferred: dict[str, Any] = {
         "output": str(tmp_path / "dpo"),
-        "data": {"kind": "preferences", "source": jsonl(tmp_path / "pairs.jsonl", pairs), "seq_tokens": 16}
+        "data": {"name": "preferences", "source": jsonl(tmp_path / "pairs.jsonl", pairs), "seq_tokens": 16}
         | {"batch_size": 8, "validation_fraction": 0.0},
         "objective": {"name": "dpo"},
         "optimizer": optimizer,
@@ -87,7 +87,7 @@ def test_a_hugging_face_model_learns_preferences_and_rewards_and_goes_back(model
     environment |= {"rewards": [f"{__name__}:vowels"], "max_tokens": 6}
     rewarded = {
         "output": str(tmp_path / "grpo"),
-        "data": {"kind": "rollouts", "environment": environment, "groups": 2, "group_size": 4, "seq_tokens": 16}
+        "data": {"name": "rollouts", "environment": environment, "groups": 2, "group_size": 4, "seq_tokens": 16}
         | {"engine": "llm"},
         "objective": {"name": "grpo"},
         "optimizer": optimizer,

@@ -46,7 +46,7 @@ def test_the_list_is_for_people_too(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 RECIPE = """
-data: {kind: rollouts, environment: {name: cell}, seq_tokens: 8, weights: token}
+data: {name: rollouts, environment: {name: cell}, seq_tokens: 8, weights: token}
 objective: {name: dr_grpo, clip_high: 0.28, kl: 0.1, kl_estimator: k3, OTHER}
 """
 
@@ -80,7 +80,7 @@ def test_an_audit_says_what_k3_does(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_an_audit_of_what_is_no_recipe_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a.yaml").write_text("data: {kind: rollouts}")
+    (tmp_path / "a.yaml").write_text("data: {name: rollouts}")
     with pytest.raises(SystemExit):
         main(["rl", "audit", str(tmp_path / "a.yaml")])
     assert "lacks objective.name" in capsys.readouterr().err

@@ -26,7 +26,7 @@ from stack_train.run.program import build_program, model_flops
 
 CONFIG = {
     "model": {
-        "family": "llama",
+        "name": "llama",
         "vocab_size": 288,
         "layers": 2,
         "embed": 32,
@@ -191,7 +191,7 @@ def what_the_mesh_does_not_divide_is_refused_before_anything_is_written(root, te
 
 def a_mixture_needs_the_flops_that_one_device_does(root, texts):
     """Whatever room the buffers of its experts have."""
-    mixture = ("model.family=mixtral", "model.experts=8", "model.active_experts=2", "mesh.fsdp=2", "mesh.expert=4")
+    mixture = ("model.name=mixtral", "model.experts=8", "model.active_experts=2", "mesh.fsdp=2", "mesh.expert=4")
     config = config_of(root / "mixture", texts, *mixture)
     alone = dataclasses.replace(config, mesh=MeshConfig())
     on_mesh, on_one = build_program(config), build_program(alone, jax.devices()[:1])

@@ -15,7 +15,6 @@ from stack_core.abi.errors import ConfigError
 from stack_core.abi.plugins import registries
 
 ELSEWHERE = {
-    "family": "the registry is chosen by it",
     "name": "the registry is chosen by it",
     "max_positions": "data and engines check lengths against it",
     "context_keys": "acts on a mesh that splits sequences (test_families)",

@@ -233,7 +233,7 @@ def test_a_tokenizer_of_another_model_is_refused(opened, tmp_path):
     ids=["model", "config"],
 )
 def test_parts_that_engines_need_are_named(tmp_path, model, config, message):
-    model, config = SimpleNamespace(**model), SimpleNamespace(family="mamba", **config)
+    model, config = SimpleNamespace(**model), SimpleNamespace(name="mamba", **config)
     with pytest.raises(GenerationError, match=f"'mamba': its {message}"):
         generative_checkpoint(model, config, name="tiny", tokenizer=tmp_path, origin=tmp_path)
 

@@ -4,5 +4,5 @@ STACK_ABI_MINOR = 0
 
 
 @hookimpl
-def stack_register_batches(registry):
+def stack_register_data(registry):
     registry.add("bytes", "acme_bytes.windows:ByteData")

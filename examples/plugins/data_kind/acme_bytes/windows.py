@@ -1,4 +1,4 @@
-"""`data: {kind: bytes, path: FILE}`: randomly sampled windows of a file; each byte is a token."""
+"""`data: {name: bytes, path: FILE}`: randomly sampled windows of a file; each byte is a token."""
 
 from typing import Literal
 
@@ -13,7 +13,7 @@ from stack_core.abi.errors import ConfigError
 @config
 class ByteData:
     path: str
-    kind: Literal["bytes"] = "bytes"
+    name: Literal["bytes"] = "bytes"
     batch_size: int = 2
     seq_tokens: int = 16
 

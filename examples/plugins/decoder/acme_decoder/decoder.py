@@ -1,4 +1,4 @@
-"""`model: {family: decoder}`: a small transformer with attention and a cache, which trains, generates and serves."""
+"""`model: {name: decoder}`: a small transformer with attention and a cache, which trains, generates and serves."""
 
 from types import SimpleNamespace
 from typing import Literal
@@ -17,7 +17,7 @@ from stack_core.ops import Head
 @config
 class DecoderConfig:
     vocab_size: int
-    family: Literal["decoder"] = "decoder"
+    name: Literal["decoder"] = "decoder"
     layers: int = 2
     heads: int = 2
     head_dim: int = 16

@@ -1,4 +1,4 @@
-"""`model: {family: bigram}`: predicts each token from its predecessor, with Flax's built-in layers."""
+"""`model: {name: bigram}`: predicts each token from its predecessor, with Flax's built-in layers."""
 
 from types import SimpleNamespace
 from typing import Literal
@@ -14,7 +14,7 @@ from stack_core.ops import Head
 @config
 class BigramConfig:
     vocab_size: int
-    family: Literal["bigram"] = "bigram"
+    name: Literal["bigram"] = "bigram"
     width: int = 16
     max_positions: int = 1024
     dtype: str = "float32"

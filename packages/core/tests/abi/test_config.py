@@ -19,6 +19,7 @@ from stack_core.abi.config import (
     parse,
     parse_yaml,
     to_yaml,
+    with_current_keys,
 )
 from stack_core.abi.errors import ConfigError, UnknownName
 from stack_core.abi.registry import Entry, Registry
@@ -259,3 +260,16 @@ def test_configs_are_frozen_and_keyword_only():
         Inner().steps = 3
     with pytest.raises(ValueError, match="positional"):
         Inner(3)
+
+
+def test_a_former_key_is_accepted_with_a_warning_that_names_the_new_one():
+    @config
+    class Renamed:
+        figure: Annotated[Any, Selected(SHAPES, "shape", former="kind")] = Square()
+
+    former, current = {"figure": {"kind": "circle", "radius": 2.0}}, {"figure": {"shape": "circle", "radius": 2.0}}
+    with pytest.warns(FutureWarning, match=r"figure\.kind is now figure\.shape"):
+        assert parse(Renamed, former) == parse(Renamed, current)
+    assert with_current_keys(Renamed, former) == current  # a saved config: nobody to warn
+    with pytest.raises(ConfigError, match=r"figure\.kind is the former name of figure\.shape"):
+        parse(Renamed, {"figure": {"kind": "circle", "shape": "square"}})

@@ -35,10 +35,10 @@ def text_of(directory):
 def test_panels_stand_in_their_order_and_those_with_nothing_are_left_out(tmp_path, panels):
     def shown(directory, config):
         assert directory == tmp_path
-        return Fragment(config["model"]["family"], element("p", "body"))
+        return Fragment(config["model"]["name"], element("p", "body"))
 
     panels(last=shown, second2=shown, first1=shown, nothing=lambda directory, config: None)
-    assert write_report(tmp_path, {"model": {"family": "llama"}}) == ()
+    assert write_report(tmp_path, {"model": {"name": "llama"}}) == ()
     document = (tmp_path / "report.html").read_text()
     assert re.findall(r'<section id="(\w+)">', document) == ["first1", "second2", "last"]
     assert document.count("<p>body</p>") == 3 and f"Run {tmp_path.name}" in document
@@ -88,12 +88,12 @@ def test_a_report_that_cannot_be_written_says_so(tmp_path, panels):
 
 def test_the_command_reads_the_config_and_names_what_failed(tmp_path, panels, capsys):
     panels(
-        family=lambda directory, config: Fragment("model", config["model"]["family"]),
+        family=lambda directory, config: Fragment("model", config["model"]["name"]),
         broken=lambda directory, config: 1 / 0,
     )
     with pytest.raises(RunDirectoryError, match="holds no run"):
         report(tmp_path)
-    (tmp_path / "config.yaml").write_text("model: {family: llama}\n")
+    (tmp_path / "config.yaml").write_text("model: {name: llama}\n")
     report(tmp_path)
     assert "llama" in text_of(tmp_path)
     said = capsys.readouterr().err

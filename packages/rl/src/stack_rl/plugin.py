@@ -42,7 +42,7 @@ def stack_register_commands(registry: Registrar) -> None:
 
 
 @hookimpl
-def stack_register_batches(registry: Registrar) -> None:
+def stack_register_data(registry: Registrar) -> None:
     registry.add("rollouts", "stack_rl.rollouts:RolloutData")
 
 

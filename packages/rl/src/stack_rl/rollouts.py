@@ -1,4 +1,4 @@
-"""`data.kind: rollouts`: batches of episodes that the policy itself generates in an environment."""
+"""`data.name: rollouts`: batches of episodes that the policy itself generates in an environment."""
 
 import hashlib
 import json
@@ -64,7 +64,7 @@ class RolloutData:
 
     Attributes:
       environment: environment config, an entry of the registry `environments`.
-      kind: selects this data in the registry `batches`.
+      name: selects this data in the registry `data`.
       groups: number of tasks per batch.
       group_size: number of attempts at each task.
       seq_tokens: maximum number of tokens per episode, including prompts and observations.
@@ -101,8 +101,8 @@ class RolloutData:
         with the new weights.
     """
 
-    environment: Annotated[Any, Selected(registries.environments, "name")]
-    kind: Literal["rollouts"] = "rollouts"
+    environment: Annotated[Any, Selected(registries.environments)]
+    name: Literal["rollouts"] = "rollouts"
     groups: PositiveInt = 16
     group_size: Annotated[int, Field(ge=2)] = 8
     seq_tokens: PositiveInt = 256

@@ -213,7 +213,7 @@ def _check_parts(model: Any, config: Any) -> None:
     ):
         if missing := [name for name in names if not hasattr(value, name)]:
             raise GenerationError(
-                f"No text can be generated with the family {config.family!r}: its {part} lacks {', '.join(missing)}. "
+                f"No text can be generated with the family {config.name!r}: its {part} lacks {', '.join(missing)}. "
                 f"See `{contract}` in docs/abi.md."
             )
 

@@ -157,13 +157,13 @@ def check_inputs(objective: Objective, batch: Shapes) -> None:
         if name not in batch:
             raise ConfigError(
                 f"The objective reads {name!r} of a batch, which the data does not have.{nearest(name, batch)} A batch "
-                f"holds {held}. Choose another data.kind, or another objective."
+                f"holds {held}. Choose another data.name, or another objective."
             )
         shape, names = batch[name].shape, axes.split()
         if len(shape) != len(names):
             raise ConfigError(
                 f"The objective reads {name!r} as [{', '.join(names)}], but a batch has {name}{list(shape)}. Choose "
-                "another data.kind, or another objective."
+                "another data.name, or another objective."
             )
         for axis, size in zip(names, shape, strict=True):
             expected, where = sizes.setdefault(axis, (size, name))

@@ -35,7 +35,7 @@ def stack_register_data_sources(registry: Registrar) -> None:
 
 
 @hookimpl
-def stack_register_batches(registry: Registrar) -> None:
+def stack_register_data(registry: Registrar) -> None:
     registry.add("text", "stack_train.data.kinds.text:TextData")
     registry.add("chat", "stack_train.data.kinds.chat:ChatData")
     registry.add("preferences", "stack_train.data.kinds.preferences:PreferenceData")

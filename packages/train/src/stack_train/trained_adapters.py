@@ -175,8 +175,8 @@ def _is_same_model(left: Any, right: Any) -> bool:
 
     Fields that `config.json` does not store may differ.
     """
-    family = registries.models[left.family]
-    if left.family != right.family or not isinstance(family, ConvertibleFamily):
+    family = registries.models[left.name]
+    if left.name != right.name or not isinstance(family, ConvertibleFamily):
         return False
     left, right = (replace(config, dtype="float32", param_dtype="float32") for config in (left, right))
     return family.config_map.write(left) == family.config_map.write(right)

@@ -219,7 +219,7 @@ RUN_FORMAT = RunFormat()
 def _from_source(data: Any, source: str) -> Any:
     """Replaces the source of a data config; raises a ConversionError for kinds without a source."""
     if "source" not in {field.name for field in fields(data)}:
-        raise ConversionError(f"Data of kind {data.kind!r} has no source that --data could replace.")
+        raise ConversionError(f"Data of kind {data.name!r} has no source that --data could replace.")
     return replace(data, source=source)
 
 

@@ -31,7 +31,7 @@ from . import shapes
 
 FLOATS = {"dtype": "float32", "param_dtype": "float32"}
 AUTOENCODER = {"image_size": shapes.SIZE, "blocks_per_level": 1, "groups": 4, "attends": False, **FLOATS}
-FLUX = {"family": "flux", "image_size": 8, "channels": 4, "guidance": None, "text_dim": 32, "pooled_dim": 32, **FLOATS}
+FLUX = {"name": "flux", "image_size": 8, "channels": 4, "guidance": None, "text_dim": 32, "pooled_dim": 32, **FLOATS}
 
 
 def flux_config(output, folder, pipeline, *, steps, model, **sections):
@@ -40,7 +40,7 @@ def flux_config(output, folder, pipeline, *, steps, model, **sections):
         {
             "output": str(output),
             "model": {**FLUX, "text_tokens": 6, **model},
-            "data": {"kind": "captioned", "source": f"{folder}/*.png", "pipeline": str(pipeline)}
+            "data": {"name": "captioned", "source": f"{folder}/*.png", "pipeline": str(pipeline)}
             | sections.pop("data"),
             "objective": {"name": "flow_matching"},
             "run": {"steps": steps},
@@ -213,16 +213,16 @@ def test_a_model_without_texts_is_refused():
     with pytest.raises(ConfigError, match="not for family 'dit'"):
         parse(
             RunConfig,
-            {"output": "none", "model": {"family": "dit"}, "data": {"kind": "captioned", "source": "", "pipeline": ""}},
-        ).data.check(parse(RunConfig, {"output": "none", "model": {"family": "dit"}}).model)
+            {"output": "none", "model": {"name": "dit"}, "data": {"name": "captioned", "source": "", "pipeline": ""}},
+        ).data.check(parse(RunConfig, {"output": "none", "model": {"name": "dit"}}).model)
 
 
 @pytest.mark.slow
 def test_an_autoencoder_trains_and_is_written_with_the_scale_of_its_latents(folder, tmp_path):
     mapping = {
         "output": str(tmp_path / "run"),
-        "model": {"family": "autoencoder_kl", "widths": [4, 8], **AUTOENCODER},
-        "data": {"kind": "images", "source": f"{folder}/*.png", "batch_size": 8, "validation_fraction": 0.3},
+        "model": {"name": "autoencoder_kl", "widths": [4, 8], **AUTOENCODER},
+        "data": {"name": "images", "source": f"{folder}/*.png", "batch_size": 8, "validation_fraction": 0.3},
         "objective": {"name": "reconstruction", "kl_weight": 1e-4},
         "optimizer": {"name": "adamw", "learning_rate": 0.01},
         "run": {"steps": 8},
@@ -247,8 +247,8 @@ def test_shapes_and_colours_of_captions_that_no_image_had(tmp_path):
         RunConfig,
         {
             "output": str(tmp_path / "autoencoder"),
-            "model": {"family": "autoencoder_kl", "widths": [16, 32], **AUTOENCODER},
-            "data": {"kind": "images", "source": f"{folder}/*.png", "batch_size": 32},
+            "model": {"name": "autoencoder_kl", "widths": [16, 32], **AUTOENCODER},
+            "data": {"name": "images", "source": f"{folder}/*.png", "batch_size": 32},
             "objective": {"name": "reconstruction", "kl_weight": 1e-4},
             "optimizer": {"name": "adamw", "learning_rate": 2e-3, "weight_decay": 0.0},
             "run": {"steps": 800},

@@ -53,9 +53,7 @@ def test_a_file_has_what_the_run_had(tmp_path, name):
     assert FORMAT.recognizes(tmp_path / "model.gguf") and not FORMAT.recognizes(tmp_path / "run" / "config.yaml")
     FORMAT.import_run(tmp_path / "model.gguf", tmp_path / "again")
     again = to_mapping(run_config(tmp_path / "again").model)
-    unlike = (
-        {"initializer_std", "family"} if name == "mistral" else {"initializer_std"}
-    )  # a file of either is a Llama's
+    unlike = {"initializer_std", "name"} if name == "mistral" else {"initializer_std"}  # a file of either is a Llama's
     kept = {key: value for key, value in again.items() if key not in unlike}
     ours = to_mapping(dataclasses.replace(config, kv_heads=config.kv_head_count, head_dim=config.head_size))
     assert kept == {key: ours.get(key, kept[key]) for key in kept}
@@ -179,9 +177,7 @@ LANGUAGE = [name for name in sorted(registries.models) if hasattr(registries.mod
 
 @pytest.mark.parametrize("family", LANGUAGE)
 def test_every_family_is_written_or_refused_by_its_name(family):
-    config = registries.models[family].config_class(
-        family=family, **({"query_scalar": 64} if family == "gemma3" else {})
-    )
+    config = registries.models[family].config_class(name=family, **({"query_scalar": 64} if family == "gemma3" else {}))
     if family in ARCHITECTURES:
         assert architecture_of(config) is ARCHITECTURES[family]
         return
@@ -196,7 +192,7 @@ def test_bad_input_is_named(tmp_path, monkeypatch):
         FORMAT.export_run(tmp_path / "run", tmp_path / "model.gguf")
     with pytest.raises(ConversionError, match="'Q5_9' is no type"):
         convert(str(tmp_path / "run"), f"gguf:{tmp_path / 'other.gguf'}", stored="Q5_9")
-    with pytest.raises(ConversionError, match="--stored is for formats"):
+    with pytest.raises(ConversionError, match="--stored applies to formats"):
         convert(str(tmp_path / "run"), f"hf:{tmp_path / 'other'}", stored="Q8_0")
     content = (tmp_path / "model.gguf").read_bytes()
     (tmp_path / "torn.gguf").write_bytes(content[: len(content) // 2])

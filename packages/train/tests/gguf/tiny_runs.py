@@ -52,7 +52,7 @@ def write_tokenizer(directory: Path, *, vocab_size: int = VOCAB, pre_tokenizer=N
 
 def make_run(run: Path, family: str = "llama", **fields) -> RunConfig:
     """A run whose only checkpoint has random weights, biases and norms among them."""
-    model = {"family": family, **SIZES, **fields}
+    model = {"name": family, **SIZES, **fields}
     config = parse(RunConfig, {"output": str(run), "model": model, "data": {"tokenizer": str(run / "tokenizer")}})
     built = registries.models[family].build(config.model, key=jax.random.key(0))
     rng = np.random.default_rng(0)

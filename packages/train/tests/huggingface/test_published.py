@@ -73,7 +73,7 @@ def loaded(directory):
 def test_a_published_checkpoint_opens_and_comes_back(name, tmp_path):
     tensors = small_checkpoint(name, tmp_path / "hf")
     result = FORMAT.import_run(tmp_path / "hf", tmp_path / "run")
-    assert run_config(tmp_path / "run").model.family == PARAMETERS[name][0]
+    assert run_config(tmp_path / "run").model.name == PARAMETERS[name][0]
     assert {*FILES, "chat_template.jinja"} <= set(result.kept)
     FORMAT.export_run(tmp_path / "run", tmp_path / "back", max_shard_bytes=20_000)
     for file in FILES:

@@ -60,7 +60,7 @@ def opaque(op, seen):
 def results(config, sizes, *, traced=False):
     """The loss and the gradients of a model, computed on a mesh, or their shapes."""
     mesh = make_mesh(MeshConfig(**{"fsdp": 1, **sizes}), jax.devices()[: math.prod(sizes.values())])
-    build = functools.partial(registries.models[config.family].build, config, key=jax.random.key(0))
+    build = functools.partial(registries.models[config.name].build, config, key=jax.random.key(0))
     model = nnx.eval_shape(build) if traced else jax.jit(build)()
     graph, state = nnx.split(model)
     axes = {path: leaf.get_metadata("logical_axes") for path, leaf in nnx.to_flat_state(state)}
@@ -95,9 +95,9 @@ def register_opaque():
 def compare(expected):
     for config, (value, gradients) in zip(CONFIGS, expected, strict=True):
         found_value, found_gradients = results(config, MESH)
-        np.testing.assert_allclose(found_value, value, rtol=1e-5, err_msg=config.family)
+        np.testing.assert_allclose(found_value, value, rtol=1e-5, err_msg=config.name)
         for left, right in zip(jax.tree.leaves(found_gradients), jax.tree.leaves(gradients), strict=True):
-            np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-5, err_msg=config.family)
+            np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-5, err_msg=config.name)
 
 
 if __name__ == "__main__":

@@ -236,7 +236,7 @@ def test_reports_at_evaluations_take_a_hundredth_of_the_time(tmp_path, monkeypat
 
 
 def test_what_the_history_and_the_metrics_hold_of_an_event_is_in_the_report(tmp_path):
-    context = ObserverContext(tmp_path, {"model": {"family": "llama"}}, terminal=False)
+    context = ObserverContext(tmp_path, {"model": {"name": "llama"}}, terminal=False)
     chosen = [registries.observers[name](context) for name in registries.observers.names() if name in WRITERS]
     with EventBus(chosen) as bus:
         for event in (started(tmp_path), finished(1, loss=1.25)):

@@ -11,8 +11,8 @@ from stack_train.panels.curves import curves
 from stack_train.panels.summary import summary
 
 CONFIG = {
-    "model": {"family": "llama", "layers": 3, "embed": 1536, "tie_embeddings": True},
-    "data": {"kind": "text", "source": "stdlib"},
+    "model": {"name": "llama", "layers": 3, "embed": 1536, "tie_embeddings": True},
+    "data": {"name": "text", "source": "stdlib"},
     "objective": {"name": "causal_lm"},
     "optimizer": {"name": "adamw", "learning_rate": 4e-3},
     "run": {"steps": 400, "init_from": None},

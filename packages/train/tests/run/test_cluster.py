@@ -20,7 +20,7 @@ from stack_core.runtime.record import ClusterRecord
 STEPS = 12
 CONFIG = {
     "model": {
-        "family": "llama",
+        "name": "llama",
         "vocab_size": 280,
         "layers": 1,
         "embed": 16,

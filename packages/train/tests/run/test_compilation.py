@@ -34,7 +34,7 @@ PARAMETERS = {
 }
 CONFIG = """
 output: OUTPUT
-model: {family: llama, vocab_size: 512, layers: 3, embed: 128, heads: 8, mlp: 256, dtype: float32}
+model: {name: llama, vocab_size: 512, layers: 3, embed: 128, heads: 8, mlp: 256, dtype: float32}
 data: {seq_tokens: 128, batch_size: 8}
 """
 

@@ -28,7 +28,7 @@ def config_of(tmp_path):
     def build(name, **changes):
         sections = {
             "output": str(tmp_path / name),
-            "model": {"family": "llama", "vocab_size": 262, "layers": 2, "embed": 8, "heads": 2, "mlp": 16},
+            "model": {"name": "llama", "vocab_size": 262, "layers": 2, "embed": 8, "heads": 2, "mlp": 16},
             "data": {
                 "source": f"jsonl:{tmp_path}/rows.jsonl",
                 "seq_tokens": 16,

@@ -55,7 +55,7 @@ def config_of(tmp_path, monkeypatch):
 
     def build(name, objective=None, **settings):
         data = {"source": f"text:{tmp_path}/text.txt", "seq_tokens": 16, "batch_size": 4, "validation_fraction": 0.0}
-        model = {"family": "llama", "vocab_size": 262, "layers": 1, "embed": 8, "heads": 2, "mlp": 16}
+        model = {"name": "llama", "vocab_size": 262, "layers": 1, "embed": 8, "heads": 2, "mlp": 16}
         base = {"output": str(tmp_path / name), "data": data, "model": model, "run": {"steps": 2, **settings}}
         frozen = {"embedding": {"frozen": True}}
         optimizer = {"learning_rate": 0.01, "schedule": {"decay": "constant"}, "groups": frozen}

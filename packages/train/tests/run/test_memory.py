@@ -11,7 +11,7 @@ from stack_train.run.config import RunConfig
 from stack_train.run.program import build_program
 
 CONFIG = {
-    "model": {"family": "llama", "vocab_size": 264, "layers": 1, "embed": 16, "heads": 2, "mlp": 16},
+    "model": {"name": "llama", "vocab_size": 264, "layers": 1, "embed": 16, "heads": 2, "mlp": 16},
     "data": {"seq_tokens": 16, "batch_size": 2, "validation_fraction": 0.0},
     "run": {"steps": 1},
 }

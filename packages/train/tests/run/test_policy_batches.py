@@ -42,7 +42,7 @@ DATA = Echoes()
 
 @config
 class EchoData:
-    kind: Literal["echoes"] = "echoes"
+    name: Literal["echoes"] = "echoes"
 
     def spec(self, model: Any) -> Any:
         return language_model_shapes(2, 8)
@@ -57,7 +57,7 @@ class EchoData:
 
 
 def test_the_loop_hands_over_the_weights_after_each_step(tmp_path):
-    model = {"family": "llama", "vocab_size": 8, "layers": 1, "embed": 8, "heads": 2, "mlp": 8}
+    model = {"name": "llama", "vocab_size": 8, "layers": 1, "embed": 8, "heads": 2, "mlp": 8}
     base = parse(RunConfig, {"output": str(tmp_path / "run"), "model": model, "run": {"steps": 3}})
     run = build(RunConfig(output=base.output, model=base.model, run=base.run, data=EchoData()))
     assert isinstance(run.data, PolicyBatches)
@@ -69,8 +69,8 @@ def test_the_loop_hands_over_the_weights_after_each_step(tmp_path):
 
 def test_data_of_another_class_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(EchoData, "build", lambda self, *, seed, model: object())
-    model = {"family": "llama", "vocab_size": 8, "layers": 1, "embed": 8, "heads": 2, "mlp": 8}
+    model = {"name": "llama", "vocab_size": 8, "layers": 1, "embed": 8, "heads": 2, "mlp": 8}
     base = parse(RunConfig, {"output": str(tmp_path / "run"), "model": model, "run": {"steps": 3}})
-    with pytest.raises(PluginError, match=r"data.kind 'echoes' built a object; expected a stack_core.abi.data.Batches"):
+    with pytest.raises(PluginError, match=r"data.name 'echoes' built a object; expected a stack_core.abi.data.Batches"):
         build(RunConfig(output=base.output, model=base.model, run=base.run, data=EchoData()))
     assert not (tmp_path / "run").exists()

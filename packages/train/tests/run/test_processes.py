@@ -22,7 +22,7 @@ from stack_train.run.train import train
 
 CONFIG = {
     "model": {
-        "family": "llama",
+        "name": "llama",
         "vocab_size": 280,
         "layers": 1,
         "embed": 16,

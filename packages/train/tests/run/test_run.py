@@ -20,7 +20,7 @@ from stack_train.run.program import build_program
 
 CONFIG = {
     "model": {
-        "family": "llama",
+        "name": "llama",
         "vocab_size": 280,
         "layers": 2,
         "embed": 16,

@@ -15,7 +15,7 @@ from stack_train.run.run import build
 from stack_train.run.start import with_model_of_start
 from stack_train.run.train import train
 
-MODEL = {"family": "llama", "vocab_size": 280, "layers": 1, "embed": 16, "heads": 2, "mlp": 24, "rope_theta": 5e4}
+MODEL = {"name": "llama", "vocab_size": 280, "layers": 1, "embed": 16, "heads": 2, "mlp": 24, "rope_theta": 5e4}
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def test_files_that_were_added_are_named_and_noted(folder):
 
 
 def test_the_smallest_config_is_a_run(folder):
-    config = parse(RunConfig, {"output": "runs/smallest", "model": {"family": "llama"}})
+    config = parse(RunConfig, {"output": "runs/smallest", "model": {"name": "llama"}})
     config.data.check(config.model)
     few = dataclasses.replace(config.data, source=f"text:{folder}/a.txt", validation_fraction=0.0)
     tokenizer = few.build(seed=0, model=config.model, cache_dir=folder / "cache").tokenizer
@@ -152,5 +152,5 @@ def test_the_smallest_config_is_a_run(folder):
 @pytest.mark.slow
 def test_the_smallest_config_trains(tmp_path):
     """Only its thousand steps are fewer here."""
-    config = {"output": str(tmp_path / "smallest"), "model": {"family": "llama"}, "run": {"steps": 1}}
+    config = {"output": str(tmp_path / "smallest"), "model": {"name": "llama"}, "run": {"steps": 1}}
     assert train(parse(RunConfig, config)).step == 1

@@ -35,7 +35,7 @@ def config_of(tmp_path, monkeypatch):
         base = {
             "output": str(tmp_path / name),
             "data": data,
-            "model": {"family": "llama", "vocab_size": 262, "layers": 1, "embed": 8, "heads": 2, "mlp": 16},
+            "model": {"name": "llama", "vocab_size": 262, "layers": 1, "embed": 8, "heads": 2, "mlp": 16},
             "objective": {"name": "guided"},
             "optimizer": settings,
             "run": {"steps": steps, "accumulation_steps": 2},

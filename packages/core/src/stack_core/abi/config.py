@@ -12,6 +12,7 @@ import re
 import sys
 import types
 import typing
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,10 +70,37 @@ class Selected:
 
     The entry is a config class, or an object whose `config_class` is one. That class has a field `key` as well. A
     mapping without `key` is parsed as the class of the field's default.
+
+    Attributes:
+      registry: registry of the names.
+      key: key that holds the name.
+      former: former name of the key, accepted with a warning that names the new one; "" if there is none.
     """
 
     registry: Registry[Any]
-    key: str
+    key: str = "name"
+    former: str = ""
+
+    def with_key(self, mapping: Mapping[str, Any], path: str = "") -> Mapping[str, Any]:
+        """Renames the former key of a mapping.
+
+        Args:
+          path: dotted path of the mapping, for a warning; "" does not warn.
+
+        Raises:
+          ConfigError: the mapping has both keys.
+        """
+        if not self.former or self.former not in mapping:
+            return mapping
+        if self.key in mapping:
+            raise ConfigError(f"{path}.{self.former} is the former name of {path}.{self.key}. Remove one of them.")
+        if path:
+            warnings.warn(
+                f"{path}.{self.former} is now {path}.{self.key}. The former name will be refused in a later release.",
+                FutureWarning,
+                stacklevel=2,
+            )
+        return {self.key if key == self.former else key: value for key, value in mapping.items()}
 
     def __get_pydantic_core_schema__(self, source: Any, handler: pydantic.GetCoreSchemaHandler) -> Any:
         """Accepts a name or a mapping when the class is constructed in Python, and rejects objects without `key`."""
@@ -252,6 +280,21 @@ def parse(cls: type[C], mapping: Any, *, path: str = "") -> C:
         raise ConfigError(_explain(error, path)) from error
 
 
+def with_current_keys(cls: type, mapping: Mapping[str, Any], *, warn: bool = False) -> dict[str, Any]:
+    """Renames former keys (`Selected.former`) in the mapping of a config of `cls`.
+
+    Args:
+      warn: whether to name the new keys in a warning. A config that an earlier version saved needs none.
+    """
+    hints = typing.get_type_hints(cls, include_extras=True)
+
+    def renamed(key: str, value: Any) -> Any:
+        selection = _mark(hints.get(key), Selected)
+        return selection.with_key(value, key if warn else "") if selection and isinstance(value, Mapping) else value
+
+    return {key: renamed(key, value) for key, value in mapping.items()}
+
+
 def changed_fields(value: Any, names: Sequence[str]) -> list[str]:
     """Returns the fields among `names` whose value differs from their default."""
     fields = type(value).__dataclass_fields__
@@ -375,7 +418,7 @@ def _parse_field(hint: Any, value: Any, path: str, default: Any) -> Any:
 def _parse_selected(selection: Selected, value: Any, path: str, default: Any) -> Any:
     if not isinstance(value, Mapping) and not isinstance(value, str):
         return value
-    mapping = {selection.key: value} if isinstance(value, str) else value
+    mapping = {selection.key: value} if isinstance(value, str) else selection.with_key(value, path)
     if hasattr(default, selection.key):  # a mapping without a name selects the default's entry
         mapping = {selection.key: getattr(default, selection.key), **mapping}
     known = ", ".join(selection.registry.names()) or "none is registered"
@@ -389,7 +432,7 @@ def _keys(hint: Any, value: Any, default: Any) -> tuple[str, ...]:
     """Returns the keys that a section accepts with its current value, or () if the field is not a section."""
     holder = default if dataclasses.is_dataclass(default) else hint
     if (selection := _mark(hint, Selected)) and value is not None:
-        name = value.get(selection.key) if isinstance(value, Mapping) else value
+        name = value.get(selection.key, value.get(selection.former)) if isinstance(value, Mapping) else value
         if isinstance(name, str) and name in selection.registry:
             entry = selection.registry[name]
             holder = getattr(entry, "config_class", entry)

@@ -24,7 +24,7 @@ __all__ = [
     "Batch",
     "BatchIterator",
     "Batches",
-    "DataKind",
+    "DataConfig",
     "DataSource",
     "Document",
     "Shapes",
@@ -37,14 +37,14 @@ IGNORED_TARGET: Final = -100
 
 
 @runtime_checkable
-class DataKind(Protocol):
-    """A config class of the registry `batches`, selected by the field `kind` of a run's section `data`.
+class DataConfig(Protocol):
+    """A config class of the registry `data`, selected by the field `name` of a run's section `data`.
 
     Attributes:
-      kind: the name that `data.kind` selects.
+      name: the name that `data.name` selects.
     """
 
-    kind: str
+    name: str
 
     def spec(self, model: Any) -> Shapes:
         """Returns the shapes and dtypes of a batch over all processes, each [batch, ...]; needs no data.
@@ -99,7 +99,7 @@ class BatchIterator(Protocol):
 class Batches(ABC):
     """The data of a run. Every method but `train_iterator` has a default that does nothing.
 
-    A batch may hold `row_ids`, int64[batch], besides the arrays of `DataKind.spec`; they stay on the host.
+    A batch may hold `row_ids`, int64[batch], besides the arrays of `DataConfig.spec`; they stay on the host.
     """
 
     @abstractmethod

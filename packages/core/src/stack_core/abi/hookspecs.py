@@ -55,8 +55,8 @@ def stack_register_data_sources(registry: Registrar) -> None:
 
 
 @hookspec
-def stack_register_batches(registry: Registrar) -> None:
-    """Registers kinds of data by the name that `data.kind` selects, each a `DataKind`."""
+def stack_register_data(registry: Registrar) -> None:
+    """Registers kinds of data by the name that `data.name` selects, each a `DataConfig`."""
 
 
 @hookspec

@@ -102,7 +102,7 @@ class RunsOnBatches(Protocol):
 
 @runtime_checkable
 class LanguageModelConfig(Protocol):
-    """The config of a language model; these properties are required in addition to `family`."""
+    """The config of a language model; these properties are required in addition to `name`."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -116,8 +116,8 @@ class ModelFamily(Protocol):
     """An architecture that builds models from a config. Its FLOPs are counted from the model's jaxpr.
 
     Attributes:
-      name: the name that `model.family` selects.
-      config_class: a `@config` class with the field `family`. For language models it is a `LanguageModelConfig` and
+      name: the name that `model.name` selects.
+      config_class: a `@config` class with the field `name`. For language models it is a `LanguageModelConfig` and
         also has `dtype` and `param_dtype`.
     """
 

@@ -34,7 +34,7 @@ _DISABLE, _LOAD = "STACK_DISABLE_PLUGINS", "STACK_LOAD_PLUGINS"
 _PACKAGE_OF_KIND = {
     "models": "stack-train",
     "data_sources": "stack-train",
-    "batches": "stack-train",
+    "data": "stack-train",
     "optimizers": "stack-train",
     "model_formats": "stack-train",
     "transforms": "stack-quant",

@@ -8,10 +8,9 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from stack_core.abi.config import load_yaml, parse, to_mapping
+from stack_core.abi.config import Selected, load_yaml, parse, to_mapping
 from stack_core.abi.errors import ConfigError
 from stack_core.abi.plugins import registries
-from stack_core.abi.registry import Registry
 from stack_rl.objectives.policy import PolicyConfig
 
 __all__ = ["Choice", "audit", "choices", "warnings"]
@@ -42,8 +41,8 @@ def audit(file: Path, /, *, json: Annotated[bool, Parameter(negative=())] = Fals
       json: print the choices as JSON.
     """
     recipe = load_yaml(file)
-    objective = _selected(recipe, "objective", registries.objectives, "name")
-    data = _selected(recipe, "data", registries.batches, "kind")
+    objective = _selected(recipe, "objective", Selected(registries.objectives))
+    data = _selected(recipe, "data", Selected(registries.data, former="kind"))
     found, named = list(choices(objective, data)), list(warnings(objective, data))
     if json:
         print(json_format.dumps({"choices": [each.__dict__ for each in found], "warnings": named}, indent=2))
@@ -86,9 +85,9 @@ def _defaults(objective: Any) -> Mapping[str, Any]:
     return to_mapping(parse(type(objective), {"name": objective.name}))
 
 
-def _selected(recipe: Mapping[str, Any], section: str, registry: Registry[Any], key: str) -> Any:
-    mapping = recipe.get(section)
-    mapping = {key: mapping} if isinstance(mapping, str) else mapping
-    if not isinstance(mapping, Mapping) or key not in mapping:
-        raise ConfigError(f"The recipe lacks {section}.{key}, which names one of: {', '.join(registry.names())}.")
-    return parse(registry[mapping[key]], mapping, path=section)
+def _selected(recipe: Mapping[str, Any], section: str, selection: Selected) -> Any:
+    mapping, registry = recipe.get(section), selection.registry
+    mapping = {"name": mapping} if isinstance(mapping, str) else mapping
+    if not isinstance(mapping, Mapping) or "name" not in (mapping := selection.with_key(mapping, section)):
+        raise ConfigError(f"The recipe lacks {section}.name, which is one of: {', '.join(registry.names())}.")
+    return parse(registry[mapping["name"]], mapping, path=section)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import numpy as np
 from cyclopts import Parameter
 
-from stack_core.abi.config import load_yaml, parse
+from stack_core.abi.config import Selected, load_yaml, parse
 from stack_core.abi.engines import checked_engine
 from stack_core.abi.errors import ConfigError, EnvironmentFailed
 from stack_core.abi.formats import GenerativeCheckpoint
@@ -98,7 +98,7 @@ def _means(episodes: Sequence[Trajectory]) -> Played:
 
 def _rollouts(recipe: Mapping[str, Any], file: Path) -> RolloutData:
     data = recipe.get("data")
-    kind = data.get("kind") if isinstance(data, Mapping) else None
-    if kind != "rollouts":
-        raise ConfigError(f"{file}: data.kind is {kind!r}; a recipe whose data.kind is 'rollouts' was expected.")
-    return parse(registries.batches[kind], data, path="data")
+    data = Selected(registries.data, former="kind").with_key(data, "data") if isinstance(data, Mapping) else {}
+    if (name := data.get("name")) != "rollouts":
+        raise ConfigError(f"{file}: data.name is {name!r}; a recipe whose data.name is 'rollouts' was expected.")
+    return parse(registries.data[name], data, path="data")

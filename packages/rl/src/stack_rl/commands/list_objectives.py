@@ -22,7 +22,7 @@ class Algorithm:
       summary: first paragraph of the docstring.
       equation: equation of the docstring, on one line; empty if it has none.
       source: papers, and departures from them.
-      data: fields of `data.kind: rollouts` that the paper prescribes; empty for other objectives.
+      data: fields of `data.name: rollouts` that the paper prescribes; empty for other objectives.
     """
 
     name: str

@@ -32,7 +32,7 @@ class LogitDistillConfig(Objective):
         l = T^2 KL(p_teacher || p) ("forward"), T^2 KL(p || p_teacher) ("reverse"), or
         l = beta KL(p_teacher || m) + (1 - beta) KL(p || m), m = beta p_teacher + (1 - beta) p ("jsd")
 
-    Both distributions are at temperature T. It works on any data with targets, such as `data.kind: chat` or `text`; the
+    Both distributions are at temperature T. It works on any data with targets, such as `data.name: chat` or `text`; the
     objective `distill` distills on samples of the student.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimization (KTO), on `data.kind: judged`: single answers labelled good or bad."""
+"""Kahneman-Tversky optimization (KTO), on `data.name: judged`: single answers labelled good or bad."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -1,4 +1,4 @@
-"""Objectives on `data.kind: preferences`: pairs of a chosen and a rejected answer."""
+"""Objectives on `data.name: preferences`: pairs of a chosen and a rejected answer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

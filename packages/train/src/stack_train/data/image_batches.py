@@ -65,7 +65,7 @@ def check_images(model: Any, *, size: int | None, channels: tuple[int, ...], cla
       ConfigError: the model is not an image model, or differs; the message lists the config keys and expected values.
     """
     if not isinstance(model, ImagesConfig):
-        raise ConfigError(f"Data of {what} needs a model of images, not family {model.family!r}; use dit.")
+        raise ConfigError(f"Data of {what} needs a model of images, not family {model.name!r}; use dit.")
     wrong: list[str] = []
     if size not in (None, model.image_size):
         wrong.append(f"model.image_size is {model.image_size}, not {size}")

@@ -37,7 +37,7 @@ class AutoencoderKlConfig:
     """Size and numerics of an autoencoder.
 
     Attributes:
-      family: selects this family.
+      name: selects this family.
       image_size: height and width of the training images in pixels; the weights fit any size.
       channels: channels of the images.
       latent_channels: channels of the latents.
@@ -52,7 +52,7 @@ class AutoencoderKlConfig:
       param_dtype: dtype of the parameters.
     """
 
-    family: Literal["autoencoder_kl"] = "autoencoder_kl"
+    name: Literal["autoencoder_kl"] = "autoencoder_kl"
     image_size: PositiveInt = 512
     channels: PositiveInt = 3
     latent_channels: PositiveInt = 4

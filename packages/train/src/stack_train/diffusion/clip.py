@@ -34,7 +34,7 @@ class ClipTextConfig:
     """Size and numerics of a CLIP text encoder; the defaults are those of ViT-L/14.
 
     Attributes:
-      family: selects this family.
+      name: selects this family.
       vocab_size: number of tokens.
       embed: width of the residual stream.
       mlp: hidden width of the feed-forward layers.
@@ -50,7 +50,7 @@ class ClipTextConfig:
       param_dtype: dtype of the parameters.
     """
 
-    family: Literal["clip_text"] = "clip_text"
+    name: Literal["clip_text"] = "clip_text"
     vocab_size: PositiveInt = 49_408
     embed: PositiveInt = 768
     mlp: PositiveInt = 3072

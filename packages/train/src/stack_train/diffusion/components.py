@@ -87,7 +87,7 @@ class Component:
                 + (" A key that does not change what it computes can be deleted there." if reader.unread() else "")
             )
         try:
-            return parse(self.family.config_class, {**found, "family": self.family.name, **settings})
+            return parse(self.family.config_class, {**found, "name": self.family.name, **settings})
         except ConfigError as error:
             raise ConversionError(f"{_CONFIG} describes no valid {self.class_name}: {error}") from error
 

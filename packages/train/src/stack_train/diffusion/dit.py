@@ -46,7 +46,7 @@ class DitConfig:
     """Size and numerics of a DiT; the defaults are those of DiT-XL/2.
 
     Attributes:
-      family: selects this family.
+      name: selects this family.
       image_size: height and width of the images or latents, a multiple of `patch`.
       channels: channels of the images or latents.
       out_channels: channels of the prediction; None means `channels`. Models with learned variances have twice as many.
@@ -61,7 +61,7 @@ class DitConfig:
       remat, unroll: see `scan_layers`.
     """
 
-    family: Literal["dit"] = "dit"
+    name: Literal["dit"] = "dit"
     image_size: PositiveInt = 32
     channels: PositiveInt = 4
     out_channels: PositiveInt | None = None

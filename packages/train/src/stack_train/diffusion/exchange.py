@@ -108,7 +108,7 @@ def export_images(run: Path, directory: Path, saved: RunConfig) -> Conversion:
     Raises:
       ConversionError: the encoders are missing or others now, or `directory` exists.
     """
-    component = _COMPONENTS[saved.model.family]
+    component = _COMPONENTS[saved.model.name]
     graph = nnx.split(nnx.eval_shape(lambda: component.family.build(saved.model, key=jax.random.key(0))))[0]
     model, config = nnx.merge(graph, nnx.State(load_params(run, saved.model))), saved.model
     if isinstance(saved.data, CaptionedData):

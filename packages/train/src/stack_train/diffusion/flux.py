@@ -53,7 +53,7 @@ class FluxConfig:
     """Size and numerics of a Flux; the defaults are those of FLUX.1 dev at 1024 x 1024 pixels.
 
     Attributes:
-      family: selects this family.
+      name: selects this family.
       image_size: height and width of the latents, a multiple of `patch`; the weights fit any size.
       channels: channels of the latents.
       patch: height and width of a patch.
@@ -70,7 +70,7 @@ class FluxConfig:
       remat, unroll: see `scan_layers`.
     """
 
-    family: Literal["flux"] = "flux"
+    name: Literal["flux"] = "flux"
     image_size: PositiveInt = 128
     channels: PositiveInt = 16
     patch: PositiveInt = 2

@@ -174,7 +174,7 @@ def open_run(directory: Path) -> ImageSampler:
     config = run_config(directory)
     if not isinstance(config.objective, Denoises) or not isinstance(config.model, ImagesConfig):
         raise GenerationError(
-            f"{directory} trains family {config.model.family!r} by objective {config.objective.name!r}, which makes no "
+            f"{directory} trains family {config.model.name!r} by objective {config.objective.name!r}, which makes no "
             "images. Use `stack generate` for text."
         )
     encoders = None

@@ -35,7 +35,7 @@ class T5EncoderConfig:
     """Size and numerics of a T5 encoder; the defaults are those of T5 v1.1 XXL.
 
     Attributes:
-      family: selects this family.
+      name: selects this family.
       vocab_size: number of tokens.
       embed: width of the residual stream.
       mlp: hidden width of the feed-forward layers.
@@ -50,7 +50,7 @@ class T5EncoderConfig:
       param_dtype: dtype of the parameters.
     """
 
-    family: Literal["t5_encoder"] = "t5_encoder"
+    name: Literal["t5_encoder"] = "t5_encoder"
     vocab_size: PositiveInt = 32_128
     embed: PositiveInt = 4096
     mlp: PositiveInt = 10_240

@@ -275,7 +275,7 @@ def _config_of(settings: Mapping[str, Any], tensors: Mapping[str, Any], path: Pa
     _check_settings(own, tuple(of_family.values()), path)
     heads, embed = own["attention.head_count"], own["embedding_length"]
     mapping = {
-        "family": family,
+        "name": family,
         "vocab_size": len(settings.get("tokenizer.ggml.tokens", ())) or own.get("vocab_size"),
         "embed": embed,
         "layers": own["block_count"],

@@ -82,7 +82,7 @@ class Architecture:
 
     def rules(self, config: Any) -> list[WeightRule]:
         """Those of a config's model, all experts of a layer in one tensor."""
-        rules = registries.models[config.family].weight_rules(config)
+        rules = registries.models[config.name].weight_rules(config)
         return [replace(rule, tensor=rule.tensor.replace(_EXPERT, ""), fused=None) for rule in rules]
 
     def name_of(self, name: str) -> str:
@@ -156,10 +156,10 @@ def architecture_of(config: Any) -> Architecture:
     Raises:
       ConversionError: its family, or a setting of it, is not.
     """
-    architecture = ARCHITECTURES.get(config.family)
+    architecture = ARCHITECTURES.get(config.name)
     if architecture is None:
         raise ConversionError(
-            f"Models of family {config.family!r} are not written to GGUF; these are: {', '.join(ARCHITECTURES)}."
+            f"Models of family {config.name!r} are not written to GGUF; these are: {', '.join(ARCHITECTURES)}."
         )
     wrong = [
         f"{name}={getattr(config, name)!r}, not {value!r}"
@@ -171,7 +171,7 @@ def architecture_of(config: Any) -> Architecture:
     if not isinstance(config.rope_scaling, None | ops.LinearScaling | ops.Llama3Scaling):
         wrong.append(f"rope_scaling={config.rope_scaling!r}, not linear or llama3")
     if wrong:
-        raise ConversionError(f"A {config.family} is written to GGUF without {'; '.join(wrong)}.")
+        raise ConversionError(f"A {config.name} is written to GGUF without {'; '.join(wrong)}.")
     return architecture
 
 

@@ -113,11 +113,11 @@ class HuggingFaceFormat:
                 "config, and hf: writes checkpoints in float alone. Convert the run that it was made from."
             )
         config = saved.model
-        if component_of(config.family) is not None:
+        if component_of(config.name) is not None:
             return export_images(run, directory, saved)
-        family = registries.models[config.family]
+        family = registries.models[config.name]
         if not isinstance(family, ConvertibleFamily):
-            raise ConversionError(f"Models of family {config.family!r} have no Hugging Face counterpart.")
+            raise ConversionError(f"Models of family {config.name!r} have no Hugging Face counterpart.")
         abstract = named_leaves(abstract_params(config))
         groups = shared_tensors(family.weight_rules(config))
         rules = [rule for group in groups for rule in group]

@@ -108,7 +108,7 @@ def read_config(family: Any, mapping: Mapping[str, Any], *, dtype: str = "float3
     Raises:
       ConversionError: it describes no model, or one that the family does not have.
     """
-    settings = {"family": family.name, "dtype": dtype, "param_dtype": dtype}
+    settings = {"name": family.name, "dtype": dtype, "param_dtype": dtype}
     try:
         return parse(family.config_class, {**family.config_map.read(mapping), **settings})
     except ConfigError as error:

@@ -35,7 +35,7 @@ class DecoderConfig:
     """Size and numerics of a decoder.
 
     Attributes:
-      family: name of the model family.
+      name: name of the model family.
       vocab_size: number of tokens in the vocabulary.
       embed: width of the residual stream.
       layers: number of layers.
@@ -59,7 +59,7 @@ class DecoderConfig:
         device's keys at a time, "gathered" all keys together.
     """
 
-    family: str
+    name: str
     vocab_size: PositiveInt = 32_000
     embed: PositiveInt = 512
     layers: PositiveInt = 8

@@ -32,7 +32,7 @@ class DeepseekV3Config(ExpertsConfig):
     """Size and numerics of a DeepSeek-V3; inherits the fields of `ExpertsConfig`.
 
     Attributes:
-      family: selects this family.
+      name: selects this family.
       mlp: hidden width of the dense feed-forward layers.
       query_rank: width of the query latent; None projects queries directly from the residual stream.
       kv_rank: width of the key-value latent.
@@ -51,7 +51,7 @@ class DeepseekV3Config(ExpertsConfig):
       further_layers: number of multi-token prediction layers; see `FurtherLayer`.
     """
 
-    family: Literal["deepseek_v3"] = "deepseek_v3"
+    name: Literal["deepseek_v3"] = "deepseek_v3"
     query_rank: PositiveInt | None = None
     kv_rank: PositiveInt = 128
     nope_dim: PositiveInt = 64

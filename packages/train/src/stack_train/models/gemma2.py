@@ -25,14 +25,14 @@ class Gemma2Config(DecoderConfig):
     """Size and numerics of a Gemma 2; inherits the fields of `DecoderConfig`.
 
     Attributes:
-      family: selects this family.
+      name: selects this family.
       window: size of the attention window in tokens, the query included, in the first layer and every second one after.
       query_scalar: attention scores are scaled by query_scalar ** -0.5.
       attention_softcap: soft cap of the attention scores; None has no cap.
       logit_softcap: soft cap of the logits; None has no cap.
     """
 
-    family: Literal["gemma2"] = "gemma2"
+    name: Literal["gemma2"] = "gemma2"
     tie_embeddings: bool = True
     window: PositiveInt = 4096
     query_scalar: PositiveInt = 256

@@ -28,7 +28,7 @@ class Gemma3Config(DecoderConfig):
     """Size and numerics of a Gemma 3 text model; inherits the fields of `DecoderConfig`.
 
     Attributes:
-      family: selects this family.
+      name: selects this family.
       period: interval of global layers; layer i (from 0) is global if (i + 1) % period == 0. Global layers attend to
         all tokens and use `rope_theta` and `rope_scaling`.
       window: size of the attention window of local layers in tokens, the query included.
@@ -38,7 +38,7 @@ class Gemma3Config(DecoderConfig):
       logit_softcap: soft cap of the logits; None has no cap.
     """
 
-    family: Literal["gemma3"] = "gemma3"
+    name: Literal["gemma3"] = "gemma3"
     rope_theta: PositiveFloat = 1_000_000.0
     tie_embeddings: bool = True
     period: PositiveInt = 6

@@ -27,14 +27,14 @@ class GptOssConfig(ExpertsConfig):
     """Size and numerics of a gpt-oss; inherits the fields of `ExpertsConfig`.
 
     Attributes:
-      family: selects this family.
+      name: selects this family.
       mlp: hidden width of an expert.
       window: size of the attention window in tokens, the query included, in the first layer and every second one after.
       expert_limit: limit at which the experts' activations are clamped; see `ops.gated_linear_unit`.
       attention_bias: adds biases to the projections of attention.
     """
 
-    family: Literal["gpt_oss"] = "gpt_oss"
+    name: Literal["gpt_oss"] = "gpt_oss"
     rope_theta: PositiveFloat = 150_000.0
     norm_epsilon: PositiveFloat = 1e-5
     window: PositiveInt = 128

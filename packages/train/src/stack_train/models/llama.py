@@ -25,12 +25,12 @@ class LlamaConfig(DecoderConfig):
     """Size and numerics of a Llama; inherits the fields of `DecoderConfig`.
 
     Attributes:
-      family: selects this family.
+      name: selects this family.
       attention_bias: adds biases to the projections of attention.
       mlp_bias: adds biases to the projections of feed-forward layers.
     """
 
-    family: Literal["llama"] = "llama"
+    name: Literal["llama"] = "llama"
     norm_epsilon: PositiveFloat = 1e-5
     attention_bias: bool = False
     mlp_bias: bool = False

@@ -24,11 +24,11 @@ class MistralConfig(DecoderConfig):
     """Size and numerics of a Mistral; inherits the fields of `DecoderConfig`.
 
     Attributes:
-      family: selects this family.
+      name: selects this family.
       window: size of the attention window in tokens, the query included; None attends to all tokens.
     """
 
-    family: Literal["mistral"] = "mistral"
+    name: Literal["mistral"] = "mistral"
     window: PositiveInt | None = None
 
 

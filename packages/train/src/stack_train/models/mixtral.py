@@ -49,12 +49,12 @@ class MixtralConfig(ExpertsConfig):
     """Size and numerics of a Mixtral; inherits the fields of `ExpertsConfig`.
 
     Attributes:
-      family: selects this family.
+      name: selects this family.
       mlp: hidden width of an expert.
       window: size of the attention window in tokens, the query included; None attends to all tokens.
     """
 
-    family: Literal["mixtral"] = "mixtral"
+    name: Literal["mixtral"] = "mixtral"
     window: PositiveInt | None = None
 
 

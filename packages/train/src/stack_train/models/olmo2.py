@@ -24,11 +24,11 @@ class Olmo2Config(DecoderConfig):
     """Size and numerics of an OLMo 2; inherits the fields of `DecoderConfig`.
 
     Attributes:
-      family: selects this family.
+      name: selects this family.
       attention_bias: adds biases to the projections of attention.
     """
 
-    family: Literal["olmo2"] = "olmo2"
+    name: Literal["olmo2"] = "olmo2"
     norm_epsilon: PositiveFloat = 1e-5
     attention_bias: bool = False
 

@@ -41,10 +41,10 @@ class Qwen2Config(WindowedConfig):
     """Size and numerics of a Qwen2; inherits the fields of `WindowedConfig`.
 
     Attributes:
-      family: selects this family.
+      name: selects this family.
     """
 
-    family: Literal["qwen2"] = "qwen2"
+    name: Literal["qwen2"] = "qwen2"
 
 
 def spec(config: Qwen2Config) -> DecoderSpec:

@@ -23,11 +23,11 @@ class Qwen3Config(WindowedConfig):
     """Size and numerics of a Qwen3; inherits the fields of `WindowedConfig`.
 
     Attributes:
-      family: selects this family.
+      name: selects this family.
       attention_bias: adds biases to the projections of attention.
     """
 
-    family: Literal["qwen3"] = "qwen3"
+    name: Literal["qwen3"] = "qwen3"
     attention_bias: bool = False
 
 

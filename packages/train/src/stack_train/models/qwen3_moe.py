@@ -51,12 +51,12 @@ class Qwen3MoeConfig(SparseConfig):
     """Size and numerics of a Qwen3-MoE; inherits the fields of `SparseConfig`.
 
     Attributes:
-      family: selects this family.
+      name: selects this family.
       attention_bias: adds biases to the projections of attention.
       window: size of the attention window in tokens, the query included; None attends to all tokens.
     """
 
-    family: Literal["qwen3_moe"] = "qwen3_moe"
+    name: Literal["qwen3_moe"] = "qwen3_moe"
     attention_bias: bool = False
     window: PositiveInt | None = None
 

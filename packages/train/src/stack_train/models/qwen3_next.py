@@ -29,7 +29,7 @@ class Qwen3NextConfig(SparseConfig):
     """Size and numerics of a Qwen3-Next; inherits the fields of `SparseConfig`.
 
     Attributes:
-      family: selects this family.
+      name: selects this family.
       period: interval of layers with full attention; layer i (from 0) has it if (i + 1) % period == 0. All remaining
         layers use the gated delta rule.
       rotary_share: fraction of a head's features with rotary positions.
@@ -42,7 +42,7 @@ class Qwen3NextConfig(SparseConfig):
       further_layers: number of multi-token prediction layers (`FurtherLayer`), 0 or 1.
     """
 
-    family: Literal["qwen3_next"] = "qwen3_next"
+    name: Literal["qwen3_next"] = "qwen3_next"
     period: PositiveInt = 4
     rotary_share: PositiveFloat = 0.25
     key_heads: PositiveInt = 4

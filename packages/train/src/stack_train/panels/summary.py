@@ -81,9 +81,9 @@ def _subject(history: Sequence[Record], config: Mapping[str, Any]) -> dict[str, 
     axes = {axis: size for axis, size in mesh.items() if type(size) is int and size not in (1, -1)}
     unit, work = start.get("work", ("work", None))
     subject = {
-        "model": _setting(config, "model", "family"),
+        "model": _setting(config, "model", "name"),
         "parameters": start.get("parameters"),
-        "data": " ".join(filter(None, (_setting(config, "data", "kind"), _setting(config, "data", "source")))),
+        "data": " ".join(filter(None, (_setting(config, "data", "name"), _setting(config, "data", "source")))),
         f"{unit} in a step": work,
         "objective": _setting(config, "objective", "name"),
         "optimizer": _setting(config, "optimizer", "name"),

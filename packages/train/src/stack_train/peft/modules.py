@@ -39,7 +39,7 @@ def outer_tensors(config: Any) -> dict[str, WeightRule]:
 
     A tensor that repeats another, such as a head that is tied to the embedding, has the other's rule.
     """
-    family = registries.models[config.family]
+    family = registries.models[config.name]
     found = {rule.tensor: rule for rule in family.weight_rules(config) if not rule.layers}
     repeated = family.redundant_tensors(config).items()
     return {**found, **{name: found[original] for name, original in repeated if original in found}}
@@ -53,9 +53,9 @@ def modules_of(config: Any) -> dict[str, AdaptedModule]:
     Raises:
       ConversionError: the family has no counterpart in transformers.
     """
-    family = registries.models[config.family]
+    family = registries.models[config.name]
     if not isinstance(family, ConvertibleFamily):
-        raise ConversionError(f"Models of family {config.family!r} have no Hugging Face counterpart.")
+        raise ConversionError(f"Models of family {config.name!r} have no Hugging Face counterpart.")
     shapes: Mapping[str, Any] = named_leaves(abstract_params(config))
     found = {}
     for rule in family.weight_rules(config):

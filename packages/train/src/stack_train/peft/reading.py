@@ -60,7 +60,7 @@ def read_peft(directory: Path, config: Any) -> Adapters:
         problems = ["it holds no tensors"]
     if problems:
         raise ConversionError(
-            f"The adapter in {directory} does not fit the model ({config.family}):\n  " + "\n  ".join(sorted(problems))
+            f"The adapter in {directory} does not fit the model ({config.name}):\n  " + "\n  ".join(sorted(problems))
         )
     return {parameter: _factors(members, tensors, settings) for parameter, members in adapted.items()}
 

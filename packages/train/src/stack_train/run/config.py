@@ -6,7 +6,16 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 
-from stack_core.abi.config import LocalAddress, LocalPath, Sections, Selected, config, parse, parse_yaml
+from stack_core.abi.config import (
+    LocalAddress,
+    LocalPath,
+    Sections,
+    Selected,
+    config,
+    parse,
+    parse_yaml,
+    with_current_keys,
+)
 from stack_core.abi.mesh import MeshConfig
 from stack_core.abi.plugins import registries
 from stack_core.abi.run_directory import RunDirectory
@@ -19,7 +28,7 @@ from stack_train.objectives import CausalLMConfig
 from stack_train.optim import AdamWConfig
 from stack_train.step.precision import Precision
 
-__all__ = ["PipelineConfig", "RunConfig", "RunSettings", "run_config"]
+__all__ = ["PipelineConfig", "RunConfig", "RunSettings", "run_config", "saved_config"]
 
 
 @config
@@ -71,8 +80,8 @@ class RunConfig:
 
     Attributes:
       output: directory of the run, which no other run may use.
-      model: model config; `family` selects a registered model family.
-      data: training and validation data; `kind` selects a registered kind of batches. Text by default.
+      model: model config; `name` selects a registered model family.
+      data: training and validation data; `name` selects a registered kind of data. Text by default.
       objective: training objective, selected by `name`; next-token prediction by default.
       optimizer: optimizer and learning-rate schedule, selected by `name`; AdamW by default.
       precision: dtype of the trained parameters; float32 by default.
@@ -85,10 +94,10 @@ class RunConfig:
     """
 
     output: LocalPath
-    model: Annotated[Any, Selected(registries.models, "family")]
-    data: Annotated[Any, Selected(registries.batches, "kind")] = TextData()
-    objective: Annotated[Any, Selected(registries.objectives, "name")] = CausalLMConfig()
-    optimizer: Annotated[Any, Selected(registries.optimizers, "name")] = AdamWConfig()
+    model: Annotated[Any, Selected(registries.models, former="family")]
+    data: Annotated[Any, Selected(registries.data, former="kind")] = TextData()
+    objective: Annotated[Any, Selected(registries.objectives)] = CausalLMConfig()
+    optimizer: Annotated[Any, Selected(registries.optimizers)] = AdamWConfig()
     precision: Precision = Precision()
     run: RunSettings = RunSettings()
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
@@ -98,6 +107,16 @@ class RunConfig:
     sections: Annotated[Mapping[str, Any], Sections(registries.sections)] = Field(default_factory=dict)
 
 
+def saved_config(directory: RunDirectory) -> dict[str, Any]:
+    """Reads the resolved config of a run as a mapping, with the current names of its keys.
+
+    Raises:
+      RunDirectoryError: the directory holds no run.
+      ConfigError: the file is not YAML.
+    """
+    return with_current_keys(RunConfig, parse_yaml(directory.config_yaml(), str(directory.config)))
+
+
 def run_config(run: Path) -> RunConfig:
     """Reads the resolved config of a run.
 
@@ -105,5 +124,4 @@ def run_config(run: Path) -> RunConfig:
       RunDirectoryError: the directory holds no run.
       ConfigError: the config does not match the installed packages.
     """
-    directory = RunDirectory(run)
-    return parse(RunConfig, parse_yaml(directory.config_yaml(), str(directory.config)))
+    return parse(RunConfig, saved_config(RunDirectory(run)))

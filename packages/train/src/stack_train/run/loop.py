@@ -284,7 +284,7 @@ class TrainingLoop:
         every, data = self.of.config.run.evaluate_every_steps, self.of.config.data
         if every and not self._is_evaluation_cut:
             warnings.warn(
-                f"run.evaluate_every_steps is {every}, but nothing is evaluated: data of kind {data.kind!r} has no "
+                f"run.evaluate_every_steps is {every}, but nothing is evaluated: data of kind {data.name!r} has no "
                 "held-out examples here. Hold some out, or leave run.evaluate_every_steps out.",
                 stacklevel=2,
             )

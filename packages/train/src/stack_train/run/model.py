@@ -16,7 +16,7 @@ __all__ = ["abstract_model", "abstract_params", "holds_codes", "stored_model"]
 
 def abstract_model(config: Any) -> Any:
     """Builds the model of a config without values; nothing is allocated."""
-    family = registries.models[config.family]
+    family = registries.models[config.name]
     return nnx.eval_shape(lambda: family.build(config, key=jax.random.key(0)))
 
 

@@ -28,7 +28,7 @@ def policy_of(run: Run, variables: Tree) -> ModuleCheckpoint:
     """
     if run.processes.count > 1:
         raise ConfigError(
-            f"data.kind {run.config.data.kind!r} generates with the run's model, which one process must hold; the "
+            f"data.name {run.config.data.name!r} generates with the run's model, which one process must hold; the "
             f"run has {run.processes.count} processes. Start one, with all devices."
         )
 

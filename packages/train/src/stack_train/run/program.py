@@ -79,7 +79,7 @@ def build_program(
 def _check_busy(config: RunConfig, mesh: Mesh, objective: Objective) -> None:
     """Raises a ConfigError if the devices of a mesh axis would repeat each other's work."""
     idle = {}
-    rules = sharding_rules(registries.models[config.model.family], config.mesh.rules)
+    rules = sharding_rules(registries.models[config.model.name], config.mesh.rules)
     if not any("seq" in axes.split() for axes in objective.inputs.values()):
         idle["context"] = "the objective reads no sequences; use mesh.data or mesh.fsdp"
     elif "context" not in rules.mesh_axes("seq"):
@@ -146,7 +146,7 @@ def traced_step(config: RunConfig, program: Program) -> jax.stages.Traced:
       ConfigError: a mesh rule names a logical axis that no array has.
       ShardingError: the mesh does not divide an array; names the config keys that set the sizes.
     """
-    by_rule = sharding_rules(registries.models[config.model.family], {})
+    by_rule = sharding_rules(registries.models[config.model.name], {})
     known = {name for name, _ in by_rule.table} | set(jax.tree.leaves(program.step.model.variables.logical_axes))
     for name in config.mesh.rules:
         if name not in known:

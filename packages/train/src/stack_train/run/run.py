@@ -11,14 +11,14 @@ import numpy as np
 from jaxtyping import Int64
 
 from stack_core import ops
-from stack_core.abi.config import differences, dotted_keys, is_under, parse_yaml, to_mapping
+from stack_core.abi.config import differences, dotted_keys, is_under, to_mapping, with_current_keys
 from stack_core.abi.data import Batches
 from stack_core.abi.errors import ConfigError, PluginError, nearest
 from stack_core.abi.plugins import registries
 from stack_core.abi.run_directory import RunDirectory
 from stack_core.runtime.processes import ALONE, Processes, join
 from stack_train.run.checks import check_run, check_start
-from stack_train.run.config import RunConfig
+from stack_train.run.config import RunConfig, saved_config
 from stack_train.run.memory import check_state
 from stack_train.run.placing import own_rows
 from stack_train.run.program import build_program, naming_sizes, traced_step
@@ -72,7 +72,7 @@ def _built(config: RunConfig, resume: bool, allowed: tuple[str, ...], processes:
     rows = None
     if not isinstance(data, Batches):
         raise PluginError(
-            f"data.kind {config.data.kind!r} built a {type(data).__name__}; expected a stack_core.abi.data.Batches."
+            f"data.name {config.data.name!r} built a {type(data).__name__}; expected a stack_core.abi.data.Batches."
         )
     if processes.count > 1:
         own = own_rows(program, config.data.spec(config.model))
@@ -114,7 +114,7 @@ class Run:
 
 def _with_all_rules(config: RunConfig) -> RunConfig:
     """Adds the sharding rules of the model family and the default rules, so that the saved config lists all rules."""
-    rules = sharding_rules(registries.models[config.model.family], config.mesh.rules)
+    rules = sharding_rules(registries.models[config.model.name], config.mesh.rules)
     return replace(config, mesh=replace(config.mesh, rules=dict(rules.table)))
 
 
@@ -129,7 +129,7 @@ def _check_allowed(config: RunConfig, directory: RunDirectory, resume: bool, all
         )
     keys = dotted_keys(to_mapping(config))
     if resume:
-        keys |= dotted_keys(parse_yaml(directory.config_yaml(), str(directory.config)))
+        keys |= dotted_keys(saved_config(directory))
     for key in allowed:
         if key not in keys:
             raise ConfigError(
@@ -142,7 +142,7 @@ def fixed_differences(config: RunConfig, saved: Mapping[str, Any]) -> list[str]:
     """Lists differences from a saved config in keys that affect training, such as "data.batch_size: 4, not 8"."""
     # Configs without the section `precision` come from runs that trained parameters in their published dtype.
     precision = {"params": saved.get("model", {}).get("param_dtype", "float32")}
-    lines = differences(to_mapping(config), {"precision": precision, **saved})
+    lines = differences(to_mapping(config), {"precision": precision, **with_current_keys(RunConfig, saved)})
     fixed = (*_FIXED, *registries.transforms.names())
     return [line for line in lines if is_under(line, fixed) and not is_under(line, _FREE)]
 
@@ -153,7 +153,7 @@ def _changes(config: RunConfig, directory: RunDirectory, allowed: tuple[str, ...
     Raises:
       ConfigError: a changed key is not in `allowed`.
     """
-    saved = parse_yaml(directory.config_yaml(), str(directory.config))
+    saved = saved_config(directory)
     found = fixed_differences(config, saved)
     if getattr(config.data, "source", None) == saved.get("data", {}).get("source"):
         found += changed_files(config.data, directory)

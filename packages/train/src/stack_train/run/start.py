@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stack_core.abi.config import differences, is_under, parse_yaml, to_mapping
+from stack_core.abi.config import differences, is_under, to_mapping, with_current_keys
 from stack_core.abi.errors import ConfigError
 from stack_core.abi.formats import ImportsRuns, StartingPoint, StartsRuns
 from stack_core.abi.local_paths import hub_advice, local_address
@@ -14,7 +14,7 @@ from stack_core.abi.plugins import registries
 from stack_core.abi.run_directory import RunDirectory
 from stack_train.data.settings import BPE
 from stack_train.data.tokenizer import HuggingFaceTokenizer
-from stack_train.run.config import RunConfig
+from stack_train.run.config import RunConfig, saved_config
 
 __all__ = [
     "check_same_start",
@@ -39,11 +39,12 @@ def with_model_of_start(mapping: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       StackError: `run.init_from` is neither a run nor a checkpoint.
     """
+    mapping = with_current_keys(RunConfig, mapping, warn=True)
     settings = mapping.get("run")
     source = settings.get("init_from") if isinstance(settings, Mapping) else None
     model = mapping.get("model", {})
     if not isinstance(source, str) or not isinstance(model, Mapping):
-        return dict(mapping)
+        return mapping
     source = local_address(source).removeprefix("run:")
     if (published := open_published(source)) is not None:
         saved = to_mapping(published.config)
@@ -51,9 +52,9 @@ def with_model_of_start(mapping: Mapping[str, Any]) -> dict[str, Any]:
         directory = RunDirectory(Path(source))
         if not directory.path.exists():
             raise ConfigError(f"run.init_from is {source!r}, which is no directory of a run.{hub_advice(source)}")
-        saved = parse_yaml(directory.config_yaml(), str(directory.config))["model"]
-    if model.get("family", saved["family"]) != saved["family"]:
-        return dict(mapping)  # another family's keys have other meanings; `check_same_start` rejects it later
+        saved = saved_config(directory)["model"]
+    if model.get("name", saved["name"]) != saved["name"]:
+        return mapping  # another family's keys have other meanings; `check_same_start` rejects it later
     return {**mapping, "model": {**saved, **model}}
 
 

@@ -317,8 +317,8 @@ def _family_and_config(model: Any) -> tuple[Any, Any]:
     if isinstance(model, tuple):
         family, config = model
         return family, config
-    if hasattr(model, "family"):
-        return registries.models[model.family], model
+    if hasattr(model, "name"):
+        return registries.models[model.name], model
     if callable(model):
         return FunctionFamily(model), None
     raise ConfigError(

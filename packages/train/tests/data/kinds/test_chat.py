@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from stack_core.abi.config import parse
-from stack_core.abi.data import IGNORED_TARGET, Batches, DataKind
+from stack_core.abi.data import IGNORED_TARGET, Batches, DataConfig
 from stack_core.abi.errors import ConfigError, DataError
 from stack_train.data.kinds.chat import ChatData
 from stack_train.data.tokenizer import HuggingFaceTokenizer
@@ -121,7 +121,7 @@ def test_some_rows_of_a_batch_are_those_of_the_whole(build):
 
 def test_it_is_data_of_a_run(build, tmp_path):
     config, batches = build([{"messages": TALK}] * 3 + [{"prompt": "x", "completion": "y"}], validation_fraction=0.2)
-    assert isinstance(config, DataKind)
+    assert isinstance(config, DataConfig)
     assert isinstance(batches, Batches)
     (held_out,) = batches.validation_batches()
     assert held_out["tokens"].shape == (2, 128) and (held_out["segment_ids"][1] == 0).all()

@@ -17,7 +17,7 @@ from stack_train.data.kinds.preferences import PreferenceData
 from stack_train.data.kinds.text import TextData
 
 ELSEWHERE = {
-    "kind": "the registry is chosen by it",
+    "name": "the registry is chosen by it",
     "prefetch_batches": "batches are the same, and come sooner (test_pipeline)",
 }
 MODEL = SimpleNamespace(vocab_size=300, max_positions=256)

@@ -1,1 +1,1 @@
-"""The data kinds that `data.kind` selects, one file per kind."""
+"""The data kinds that `data.name` selects, one file per kind."""

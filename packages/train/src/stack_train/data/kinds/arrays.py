@@ -1,4 +1,4 @@
-"""`data.kind: arrays`: batches from a user-defined function."""
+"""`data.name: arrays`: batches from a user-defined function."""
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,14 +29,14 @@ class ArraysData:
 
     Attributes:
       source: function of the training batches as "module:function"; in Python, also the function itself.
-      kind: selects this kind of data.
+      name: selects this kind of data.
       validation: function of the validation batches, in the same form; None disables validation.
       options: keyword arguments for both functions.
       unit: unit of reported rates; a batch counts as many units as it has rows.
     """
 
     source: Any
-    kind: Literal["arrays"] = "arrays"
+    name: Literal["arrays"] = "arrays"
     validation: Any = None
     options: Mapping[str, Any] = Field(default_factory=dict)
     unit: str = "examples"

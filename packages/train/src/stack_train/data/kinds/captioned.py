@@ -1,4 +1,4 @@
-"""`data.kind: captioned`: captioned images, encoded into latents and text conditions."""
+"""`data.name: captioned`: captioned images, encoded into latents and text conditions."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -60,14 +60,14 @@ class CaptionedData(ImageSettings):
     Attributes:
       source: glob of image files; `**` matches any number of folders.
       pipeline: diffusers directory with vae, text_encoder and text_encoder_2; a denoiser in it is not read.
-      kind: selects this kind of data.
+      name: selects this kind of data.
       unreadable: policy for files that cannot be read as images: "error", or "skip" with a warning that lists them.
       encoded_at_once: batch size of the encoders, in images or captions.
     """
 
     source: str
     pipeline: str
-    kind: Literal["captioned"] = "captioned"
+    name: Literal["captioned"] = "captioned"
     unreadable: OnUnreadable = "error"
     encoded_at_once: PositiveInt = 16
 
@@ -84,7 +84,7 @@ class CaptionedData(ImageSettings):
     def check(self, model: Any) -> None:
         if not isinstance(model, TextConditioned):
             raise ConfigError(
-                f"Data of kind captioned is for denoisers with text conditions, not for family {model.family!r}; use "
+                f"Data of kind captioned is for denoisers with text conditions, not for family {model.name!r}; use "
                 "flux. An autoencoder trains on kind images."
             )
 
@@ -100,7 +100,7 @@ class CaptionedData(ImageSettings):
         encoders = open_encoders(directory, text_tokens=model.text_tokens)
         encoders.check(model)
         images = read_images(
-            expand_glob(self.source, self.kind),
+            expand_glob(self.source, self.name),
             size=model.image_size * encoders.autoencoder.config.downsampling,
             channels=encoders.autoencoder.config.channels,
             unreadable=self.unreadable,

@@ -1,4 +1,4 @@
-"""`data.kind: chat`: conversations for supervised fine-tuning on the assistant's tokens."""
+"""`data.name: chat`: conversations for supervised fine-tuning on the assistant's tokens."""
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -38,7 +38,7 @@ class ChatData:
 
     Attributes:
       source: glob of JSONL files, such as "chats/*.jsonl".
-      kind: selects this kind of data.
+      name: selects this kind of data.
       tokenizer: directory of the tokenizer, or its `tokenizer.json`; None uses the tokenizer of `run.init_from`.
       chat_template: file with the Jinja source of a chat template; None uses the tokenizer's template.
       seq_tokens: tokens per row.
@@ -50,7 +50,7 @@ class ChatData:
     """
 
     source: str
-    kind: Literal["chat"] = "chat"
+    name: Literal["chat"] = "chat"
     tokenizer: str | None = None
     chat_template: str | None = None
     seq_tokens: PositiveInt = 512
@@ -77,10 +77,10 @@ class ChatData:
           DataError: a record is malformed or too long, or the training split is empty.
           ChatTemplateError: the template rejects a conversation.
         """
-        tokenizer = load_tokenizer(self.tokenizer, self.kind, self.chat_template)
+        tokenizer = load_tokenizer(self.tokenizer, self.name, self.chat_template)
         check_vocabulary(tokenizer.vocab_size, model)
         tokenization = Tokenization.by_template_of(tokenizer)
-        paths = expand_glob(self.source, self.kind)
+        paths = expand_glob(self.source, self.name)
         conversations = [tokenization.conversation(name, record) for name, record in jsonl_records(paths)]
         if not conversations:
             raise DataError(f"{self.source} holds no conversation. Point data.source at files with some.")

@@ -1,4 +1,4 @@
-"""`data.kind: digits`: the handwritten digits of 8 x 8 pixels included in scikit-learn."""
+"""`data.name: digits`: the handwritten digits of 8 x 8 pixels included in scikit-learn."""
 
 from dataclasses import replace
 from typing import Any, Literal
@@ -23,10 +23,10 @@ class DigitsData(ImageSettings):
     Source: Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository, 1998.
 
     Attributes:
-      kind: selects this kind of data.
+      name: selects this kind of data.
     """
 
-    kind: Literal["digits"] = "digits"
+    name: Literal["digits"] = "digits"
 
     def spec(self, model: Any) -> Shapes:
         return self.shapes(_SIZE, 1, labelled=model.classes > 0)
@@ -49,7 +49,7 @@ def digits() -> LabelledImages:
         from sklearn import datasets  # slow: takes a second and imports SciPy
     except ImportError as error:
         raise DataError(
-            f"data.kind digits reads its images from scikit-learn: {error}. Install it: "
+            f"data.name digits reads its images from scikit-learn: {error}. Install it: "
             f"{install_command('stack-train[digits]')}"
         ) from error
     found: Any = datasets.load_digits()

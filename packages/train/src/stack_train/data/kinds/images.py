@@ -1,4 +1,4 @@
-"""`data.kind: images`: image files, labelled by folder."""
+"""`data.name: images`: image files, labelled by folder."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -27,12 +27,12 @@ class ImagesData(ImageSettings):
 
     Attributes:
       source: glob of image files; `**` matches any number of folders.
-      kind: selects this kind of data.
+      name: selects this kind of data.
       unreadable: policy for files that cannot be read as images: "error", or "skip" with a warning that lists them.
     """
 
     source: str
-    kind: Literal["images"] = "images"
+    name: Literal["images"] = "images"
     unreadable: OnUnreadable = "error"
 
     def spec(self, model: Any) -> Shapes:
@@ -49,7 +49,7 @@ class ImagesData(ImageSettings):
           ConfigError: there are more folders than the model has classes.
         """
         images = read_images(
-            expand_glob(self.source, self.kind),
+            expand_glob(self.source, self.name),
             size=model.image_size,
             channels=model.channels,
             unreadable=self.unreadable,

@@ -1,4 +1,4 @@
-"""`data.kind: judged`: single answers to prompts, each labelled desirable or undesirable."""
+"""`data.name: judged`: single answers to prompts, each labelled desirable or undesirable."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -32,10 +32,10 @@ class JudgedData(AnswersData):
     with the answer first; `reference_logprobs`, float32[batch, 2]; and `desirable`, float32[batch], 1 or 0.
 
     Attributes:
-      kind: selects this kind of data. `AnswersData` documents the other fields.
+      name: selects this kind of data. `AnswersData` documents the other fields.
     """
 
-    kind: Literal["judged"] = "judged"
+    name: Literal["judged"] = "judged"
 
     def spec(self, model: Any) -> Shapes:
         return {**super().spec(model), "desirable": jax.ShapeDtypeStruct((self.batch_size,), np.float32)}
@@ -50,11 +50,11 @@ class JudgedData(AnswersData):
           ConfigError: no tokenizer is configured, or its vocabulary is larger than the model's.
           DataError: a record is malformed or too long, or all answers have the same prompt.
         """
-        tokenizer = load_tokenizer(self.tokenizer, self.kind, self.chat_template)
+        tokenizer = load_tokenizer(self.tokenizer, self.name, self.chat_template)
         check_vocabulary(tokenizer.vocab_size, model)
         tokenization = Tokenization.by_template_of(tokenizer)
         records = [
-            (name, _checked(name, record)) for name, record in jsonl_records(expand_glob(self.source, self.kind))
+            (name, _checked(name, record)) for name, record in jsonl_records(expand_glob(self.source, self.name))
         ]
         others = _others([record["prompt"] for _, record in records], self.source)
         pairs: list[Pair] = []

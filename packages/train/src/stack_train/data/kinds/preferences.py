@@ -1,4 +1,4 @@
-"""`data.kind: preferences`: pairs of a chosen and a rejected answer to one prompt."""
+"""`data.name: preferences`: pairs of a chosen and a rejected answer to one prompt."""
 
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -84,10 +84,10 @@ class PreferenceData(AnswersData):
     which avoids a second model in memory. A run cannot resume with pairs added later, because they lack scores.
 
     Attributes:
-      kind: selects this kind of data. `AnswersData` documents the other fields.
+      name: selects this kind of data. `AnswersData` documents the other fields.
     """
 
-    kind: Literal["preferences"] = "preferences"
+    name: Literal["preferences"] = "preferences"
 
     def work(self) -> tuple[str, int]:
         return "pairs", self.batch_size
@@ -99,10 +99,10 @@ class PreferenceData(AnswersData):
           ConfigError: no tokenizer is configured, or its vocabulary is larger than the model's.
           DataError: a record is malformed or too long, or the training split is empty.
         """
-        tokenizer = load_tokenizer(self.tokenizer, self.kind, self.chat_template)
+        tokenizer = load_tokenizer(self.tokenizer, self.name, self.chat_template)
         check_vocabulary(tokenizer.vocab_size, model)
         tokenization = Tokenization.by_template_of(tokenizer)
-        records = jsonl_records(expand_glob(self.source, self.kind))
+        records = jsonl_records(expand_glob(self.source, self.name))
         pairs = [_pair(tokenization, name, record) for name, record in records]
         if not pairs:
             raise DataError(f"{self.source} holds no pair. Point data.source at files with some.")

@@ -1,4 +1,4 @@
-"""`data.kind: text`: documents packed into rows for next-token prediction."""
+"""`data.name: text`: documents packed into rows for next-token prediction."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -37,12 +37,12 @@ class TextData(TextSettings):
     """Documents packed into rows; see `TextSettings` for the other fields.
 
     Attributes:
-      kind: selects this kind of data.
+      name: selects this kind of data.
       packing: "windows" concatenates documents and cuts them at row boundaries, which fills every row. "best_fit" packs
         complete documents into rows and cuts only documents longer than a row.
     """
 
-    kind: Literal["text"] = "text"
+    name: Literal["text"] = "text"
     packing: Literal["windows", "best_fit"] = "windows"
 
     def spec(self, model: Any) -> Shapes:

@@ -200,7 +200,7 @@ def test_an_engine_is_served_as_ours_is(environment, tmp_path):
         with pytest.raises(openai.BadRequestError, match="Nothing is sampled, so omit top_p"):
             served.openai.completions.create(model=served.model, prompt="abcab", top_p=0.5)
         served.stop()
-    assert "--pages is of the engine llm, not of lookup" in refused.stderr
+    assert "--pages is for the engine llm, not for lookup" in refused.stderr
     assert answer.usage.completion_tokens == 9
     assert answer.choices[0].text in "cab" * 9
     assert "lookup" not in environment.plugins()

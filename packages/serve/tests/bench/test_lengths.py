@@ -35,5 +35,5 @@ def test_lognormal_lengths_have_the_median_and_a_long_tail() -> None:
     "text", ["", "many", "0", "7:3", "3:", "1.5", "lognormal:100", "lognormal:0.5,1", "lognormal:9,nan"]
 )
 def test_what_is_no_distribution_is_refused(text: str) -> None:
-    with pytest.raises(BenchmarkError, match="is no distribution of lengths"):
+    with pytest.raises(BenchmarkError, match="is not a distribution of lengths"):
         Lengths.parse(text)

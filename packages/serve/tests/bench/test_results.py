@@ -69,7 +69,7 @@ def test_goodput_by_time_per_token_needs_tokens() -> None:
 
 @pytest.mark.parametrize("slo", ["", "ttft:200", "ttft_ms", "ttft_ms:0", "ttft_ms:nan", "ttft_ms:1,ttft_ms:2"])
 def test_objectives_that_are_none(slo: str) -> None:
-    with pytest.raises(BenchmarkError, match=r"expected are ttft_ms, tpot_ms, e2e_ms"):
+    with pytest.raises(BenchmarkError, match=r"expected ttft_ms, tpot_ms, e2e_ms"):
         Objective.parse(slo)
 
 
@@ -98,7 +98,7 @@ def test_the_fields_of_the_file_are_stable(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (None, "cannot be read"),
-        ("{", "is no JSON"),
+        ("{", "is not valid JSON"),
         ("[]", "has the format 'list'"),
         ('{"format": "other"}', "has the format 'other'"),
         ('{"format": "stack bench serve 1"}', "is damaged"),

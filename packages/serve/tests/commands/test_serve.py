@@ -105,7 +105,7 @@ def test_a_key_of_the_environment_counts_where_none_is_given(
 def test_help_tells_the_truth(capsys: Any) -> None:
     main(["serve", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert "status 503 until everything is compiled" in shown and "--memory-fraction" in shown
+    assert "status 503 until all programs are compiled" in shown and "--memory-fraction" in shown
 
 
 def test_an_engine_of_another_class_is_refused(served: list[HttpServer], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,14 +153,14 @@ def test_the_engine_is_made_of_its_options(
     capsys.readouterr()
     for done in (1, 2, 9):
         progress("decode of 8", done, 9)
-        assert server._app.service.progress == f"compiled {done} of 9 programs, decode of 8 the last"
-    lines = [f"stack: compiled {done} of 9 programs, decode of 8 the last" for done in (1, 9)]
+        assert server._app.service.progress == f"compiled {done} of 9 programs, most recently decode of 8"
+    lines = [f"stack: compiled {done} of 9 programs, most recently decode of 8" for done in (1, 9)]
     assert capsys.readouterr().err.splitlines() == lines, "off a terminal, a line now and then"
 
 
 def test_whoever_may_reach_it_is_warned_of(served: list[HttpServer], capsys: Any) -> None:
     main(["serve", "RUN", "--host", "0.0.0.0", "--port", "0"])
-    assert "warning: whoever reaches 0.0.0.0 may use the model" in capsys.readouterr().err
+    assert "warning: any client that reaches 0.0.0.0 can use the model" in capsys.readouterr().err
     main(["serve", "RUN", "--host", "0.0.0.0", "--port", "0", "--api-key", "k"])
     assert "warning" not in capsys.readouterr().err
 
@@ -169,9 +169,9 @@ def test_mistakes_are_told(capsys: Any, tmp_path: Path) -> None:
     nothing = tmp_path / "nothing"
     assert "keys cannot be read" in refusal(capsys, "RUN", "--api-key-file", str(nothing))
     nothing.touch()
-    assert "holds no key" in refusal(capsys, "RUN", "--api-key-file", str(nothing))
+    assert "contains no keys" in refusal(capsys, "RUN", "--api-key-file", str(nothing))
     assert "port" in refusal(capsys, "RUN", "--port", "70000")
     assert "is no directory" in refusal(capsys, str(tmp_path / "none"), "--port", "0")
     assert "expected NAME=DIR" in refusal(capsys, "RUN", "--adapter", "mine")
-    assert "Two adapters are called 'a'" in refusal(capsys, "RUN", "--adapter", "a=x", "--adapter", "a=y")
+    assert "Two adapters have the name 'a'" in refusal(capsys, "RUN", "--adapter", "a=x", "--adapter", "a=y")
     assert "step_tokens=4 is less than" in refusal(capsys, "RUN", "--port", "0", "--step-tokens", "4")

@@ -23,15 +23,15 @@ def request_of(prompt: tuple[int, ...] = (1, 2), timeout_s: float | None = None,
     [
         (request_of(()), "prompt", "no tokens"),
         (request_of((1, VOCAB)), "prompt", f"token {VOCAB}; the model has tokens 0 to {VOCAB - 1}"),
-        (request_of((1,) * POSITIONS), "prompt", f"Shorten the prompt to {POSITIONS - 1} tokens"),
-        (request_of(max_tokens=POSITIONS - 1), "max_tokens", f"Ask for {POSITIONS - 2} at most"),
-        (request_of(n=129), "n", "129 continuations are asked for; the most is 128"),
-        (request_of(logprobs=21), "logprobs", "the most is 20"),
-        (request_of(prompt_logprobs=21), "prompt_logprobs", "the most is 20"),
+        (request_of((1,) * POSITIONS), "prompt", f"Shorten the prompt to at most {POSITIONS - 1} tokens"),
+        (request_of(max_tokens=POSITIONS - 1), "max_tokens", f"Request at most {POSITIONS - 2}"),
+        (request_of(n=129), "n", "129 continuations were requested; the maximum is 128"),
+        (request_of(logprobs=21), "logprobs", "the maximum is 20"),
+        (request_of(prompt_logprobs=21), "prompt_logprobs", "the maximum is 20"),
         (request_of(logit_bias={VOCAB: 1.0}), "logit_bias", f"token {VOCAB}"),
-        (request_of(logit_bias=dict.fromkeys(range(301), 1.0)), "logit_bias", "the most is 300"),
+        (request_of(logit_bias=dict.fromkeys(range(301), 1.0)), "logit_bias", "the maximum is 300"),
         (request_of(stop_tokens=(VOCAB,)), "stop_tokens", f"token {VOCAB}"),
-        (request_of(stop_tokens=tuple(range(33))), "stop_tokens", "the most is 32"),
+        (request_of(stop_tokens=tuple(range(33))), "stop_tokens", "the maximum is 32"),
         (request_of(max_tokens=3, min_tokens=4), "min_tokens", "min_tokens=4 is more than max_tokens=3"),
         (request_of(stop=("x",)), "stop", "need a tokenizer"),
         (request_of(timeout_s=0.0), "timeout_s", "positive"),
@@ -62,7 +62,7 @@ def test_requests_have_priorities_where_the_engine_was_made_with_them() -> None:
 def test_no_more_tokens_are_reported_than_there_are(name: str) -> None:
     limits = Limits.of(dataclasses.replace(TinyCheckpoint(), vocab_size=7), EngineConfig())
     limits.check(request_of(**{name: 7}))
-    with pytest.raises(GenerationError, match=f"{name}: 8 of the most likely tokens are asked for; the most is 7"):
+    with pytest.raises(GenerationError, match=f"{name}: 8 most likely tokens were requested; the maximum is 7"):
         limits.check(request_of(**{name: 8}))
 
 

@@ -86,7 +86,7 @@ def test_most_calls_decide() -> None:
 def test_latents_have_no_pool_of_keys_beside_values() -> None:
     checkpoint: Any = TinyCheckpoint()
     checkpoint = dataclasses.replace(checkpoint, states=Latent(repeats=1, dim=8, value_dim=5, dtype="float32"))
-    with pytest.raises(ConfigError, match=r"'psh2d' holds keys and values of one width side by side; .* has latents"):
+    with pytest.raises(ConfigError, match=r"'psh2d' stores keys and values of equal width in one pool; .* has latents"):
         Limits.of(checkpoint, dataclasses.replace(CONFIG, page_layout="psh2d"))
 
 

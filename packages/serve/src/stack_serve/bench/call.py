@@ -57,7 +57,7 @@ class Call:
 
 
 async def make_call(endpoint: Endpoint, task: Task, *, due_s: float | None = None) -> Call:
-    """Sends a request and measures it. A `RequestFailed` is recorded in the result instead of raised."""
+    """Sends and measures a request. A `RequestFailed` is recorded in the result instead of raised."""
     now_s = time.perf_counter()
     call = Call(due_s=now_s if due_s is None else due_s, sent_s=now_s)
 

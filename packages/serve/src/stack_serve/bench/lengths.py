@@ -42,11 +42,11 @@ class Lengths:
                 low = float(int(name))
                 found = cls("uniform", low, float(int(rest)) if separator else low)
         except ValueError as error:
-            raise BenchmarkError(f"{text!r} is no distribution of lengths. {_FORMS}") from error
+            raise BenchmarkError(f"{text!r} is not a distribution of lengths. {_FORMS}") from error
         in_order = found.second >= (found.first if found.kind == "uniform" else 0)
         largest = _MAX_TOKENS if found.kind == "uniform" else _MAX_SIGMA
         if not (1 <= found.first <= _MAX_TOKENS and in_order and found.second <= largest):
-            raise BenchmarkError(f"{text!r} is no distribution of lengths from 1 to {_MAX_TOKENS} tokens. {_FORMS}")
+            raise BenchmarkError(f"{text!r} is not a distribution of lengths from 1 to {_MAX_TOKENS} tokens. {_FORMS}")
         return found
 
     def __str__(self) -> str:

@@ -36,7 +36,7 @@ class Objective:
                 limit = 0.0
             if name not in _LIMITS or name in limits or not limit > 0:
                 raise BenchmarkError(
-                    f"The objective {text!r} has the part {part!r}; expected are {', '.join(_LIMITS)}, each at most "
+                    f"The objective {text!r} contains {part!r}; expected {', '.join(_LIMITS)}, each at most "
                     "once with a positive number, as in ttft_ms:200,tpot_ms:50."
                 )
             limits[name] = limit

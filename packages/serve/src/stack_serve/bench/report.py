@@ -123,8 +123,8 @@ def _plots(found: Results, baseline: Results | None) -> list[str]:
 
 
 def _figure(points: Sequence[Point], earlier: Sequence[Point], unit: str) -> str:
-    # pyplot is avoided because it selects a window system and keeps global state. The import is dynamic so that types
-    # can be checked without matplotlib.
+    # pyplot is avoided because it selects a window system and keeps global state. The import is dynamic to allow type
+    # checking without matplotlib.
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=(11, 6.5), layout="constrained")
     throughput, *others = figure.subplots(2, 3).flat
     _line(throughput, points, earlier, _speed, color="C0")

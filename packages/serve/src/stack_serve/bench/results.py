@@ -169,7 +169,7 @@ class Results:
         except OSError as error:
             raise BenchmarkError(f"The results {str(path)!r} cannot be read: {error}. {remedy}") from error
         except ValueError as error:  # JSONDecodeError or UnicodeDecodeError
-            raise BenchmarkError(f"{str(path)!r} is no JSON: {error}. {remedy}") from error
+            raise BenchmarkError(f"{str(path)!r} is not valid JSON: {error}. {remedy}") from error
         found = content.pop("format", None) if isinstance(content, dict) else type(content).__name__
         if found != FORMAT:
             raise BenchmarkError(f"{str(path)!r} has the format {found!r}, expected {FORMAT!r}. {remedy}")

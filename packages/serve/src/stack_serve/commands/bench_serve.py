@@ -70,16 +70,16 @@ def bench_serve(  # noqa: PLR0913, each parameter is an option of the command
       prompt_tokens: prompt length: 128, 64:512 for a uniform distribution, or lognormal:MEDIAN,SIGMA.
       answer_tokens: answer length, in the same notation.
       chat: measure chat completions instead of completions.
-      vocab_size: send random token ids below this instead of words, so that prompt lengths are exact.
+      vocab_size: send prompts of random token ids below this, with exact lengths, instead of words.
       ignore_eos: request answers of exact lengths; the server must support the field ignore_eos.
       extra: JSON object with additional fields for every request.
       seed: seed of the prompts, lengths and arrival times.
       warm_up: number of uncounted requests before the first load.
       timeout_s: timeout of a request in seconds; a slower one counts as failed.
       slo: latency limits such as ttft_ms:200,tpot_ms:50,e2e_ms:9000; goodput counts the requests within them.
-      compare: JSON results of an earlier run to compare with.
-      json: JSON file to write the results to.
-      html: HTML file to write a report with plots to; needs stack-serve[plots].
+      compare: JSON results of an earlier run, for comparison.
+      json: JSON file for the results.
+      html: HTML file for a report with plots; needs stack-serve[plots].
     """
     from stack_serve.bench.lengths import Lengths
     from stack_serve.bench.objective import Objective
@@ -90,7 +90,7 @@ def bench_serve(  # noqa: PLR0913, each parameter is an option of the command
     _check_writable(json, html)
     _check_ranges(warm_up=[warm_up], vocab_size=[] if vocab_size is None else [vocab_size])
     if not timeout_s > 0:
-        raise BenchmarkError(f"--timeout-s is {timeout_s:g}; a number above 0 was expected.")
+        raise BenchmarkError(f"--timeout-s is {timeout_s:g}; expected a number above 0.")
     if html is not None:
         check_plots()
     baseline = None if compare is None else Results.read(compare)
@@ -125,16 +125,16 @@ def _check_ranges(**options: Sequence[int]) -> None:
         min_, max_ = _RANGES[name]
         for value in values:
             if not min_ <= value <= max_:
-                raise BenchmarkError(f"--{name.replace('_', '-')} is {value:,}; {min_} to {max_:,} was expected.")
+                raise BenchmarkError(f"--{name.replace('_', '-')} is {value:,}; expected {min_} to {max_:,}.")
 
 
 def _extra(text: str) -> dict[str, Any]:
     try:
         fields = orjson.loads(text)
     except ValueError as error:
-        raise BenchmarkError(f"--extra is no JSON: {error}. Write it as '{{\"min_tokens\": 8}}'.") from error
+        raise BenchmarkError(f"--extra is not valid JSON: {error}. Write it as '{{\"min_tokens\": 8}}'.") from error
     if not isinstance(fields, dict):
-        raise BenchmarkError(f"--extra is {text}; expected is an object, as in '{{\"min_tokens\": 8}}'.")
+        raise BenchmarkError(f"--extra is {text}; expected a JSON object, as in '{{\"min_tokens\": 8}}'.")
     return fields
 
 
@@ -144,7 +144,7 @@ def _loads(rates: Sequence[float], concurrencies: Sequence[int], requests: int |
     _check_ranges(concurrency=concurrencies, requests=[] if requests is None else [requests])
     for rate in rates:
         if not 0 < rate <= _MAX_REQUESTS and rate != math.inf:
-            raise BenchmarkError(f"--rate is {rate:g}; a number above 0, up to {_MAX_REQUESTS:,}, or inf was expected.")
+            raise BenchmarkError(f"--rate is {rate:g}; expected a number above 0, up to {_MAX_REQUESTS:,}, or inf.")
     if not rates and not concurrencies:
         concurrencies = (1, 8, 32)
     at_rates = [Load("rate", rate, requests or _requests_of_20_s(rate)) for rate in rates]

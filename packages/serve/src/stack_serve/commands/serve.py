@@ -69,7 +69,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
     progress. On SIGTERM it waits for running requests and exits with status 0; a second SIGTERM exits immediately.
 
     A repository contains bundles as MODEL/VERSION/ and is served with the Open Inference Protocol. New versions are
-    loaded and deleted versions unloaded without interrupting the others.
+    loaded and deleted versions are unloaded without interrupting other models.
 
     Args:
       model: directory of a run or of a Hugging Face checkpoint.
@@ -125,7 +125,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
         check_known(options, options.keys() - _OF_REPOSITORIES, "for a repository of bundles only. Add --repository")
     config = parse(OpenAIConfig if repository is None else ServerConfig, listening)
     if config.host not in _LOOPBACK and not keys:
-        _say(f"warning: whoever reaches {config.host} may use the model. Give an --api-key, or listen on 127.0.0.1.")
+        _say(f"warning: any client that reaches {config.host} can use the model. Set --api-key or listen on 127.0.0.1.")
     if access_log:
         _log_access()
     if repository is not None:
@@ -150,7 +150,7 @@ def _serve(model: str, engine_name: str, config: Any, options: dict[str, Any], *
     given = _only(EngineConfig, options) | ({"adapters": adapters} if adapters else {})
     if engine_name != "llm" and given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ConfigError(f"{flags} {'is' if len(given) == 1 else 'are'} of the engine llm, not of {engine_name}.")
+        raise ConfigError(f"{flags} {'is' if len(given) == 1 else 'are'} for the engine llm, not for {engine_name}.")
     engine_config = parse(EngineConfig, given)
     make_engine = registries.engines[engine_name]
     with listen(config) as listener:  # fail on a used address before loading a large model
@@ -174,7 +174,7 @@ def _serve(model: str, engine_name: str, config: Any, options: dict[str, Any], *
 
         def progress(what: str, done: int, total: int) -> None:
             nonlocal told_s
-            service.progress = f"compiled {done} of {total} programs, {what} the last"
+            service.progress = f"compiled {done} of {total} programs, most recently {what}"
             if sys.stderr.isatty():
                 line = f"\r\x1b[Kstack: {service.progress}"
                 print(line, end="\n" * (done == total), file=sys.stderr, flush=True)
@@ -211,7 +211,7 @@ def _adapters_of(given: Sequence[str]) -> dict[str, str]:
         if not name or not address:
             raise ConfigError(f"--adapter {each}: expected NAME=DIR, such as mine=runs/lora.")
         if name in found:
-            raise ConfigError(f"Two adapters are called {name!r}. Give each a name of its own.")
+            raise ConfigError(f"Two adapters have the name {name!r}. Give each a unique name.")
         found[name] = address
     return found
 
@@ -220,10 +220,10 @@ def _keys_of(path: Path) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The keys cannot be read: {error}. Name a file with one key a line.") from error
+        raise ConfigError(f"The API keys cannot be read: {error}. Give a file with one key per line.") from error
     keys = [line.strip() for line in lines if line.strip()]
     if not keys:
-        raise ConfigError(f"{path} holds no key. Write one a line, or leave --api-key-file out to let everybody in.")
+        raise ConfigError(f"{path} contains no keys. Write one per line, or omit --api-key-file to allow all clients.")
     return keys
 
 

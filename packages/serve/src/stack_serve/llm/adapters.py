@@ -172,7 +172,7 @@ class Weights:
 class LowRankWeight:
     """A parameter with the adapters of the pool, implementing `__stack_low_rank__`.
 
-    All arrays have a leading axis of layers so that a loop over layers can slice the whole pytree.
+    All arrays have a leading axis of layers, which lets a loop over layers slice them together.
 
     Attributes:
       base: parameter of the model, [layers, d_in, d_out].

@@ -72,6 +72,6 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.step_tokens < self.max_sequences:
             raise ConfigError(
-                f"step_tokens={self.step_tokens} is less than max_sequences={self.max_sequences}, each of which needs "
-                "a token of every step. Raise the one or lower the other."
+                f"step_tokens={self.step_tokens} is less than max_sequences={self.max_sequences}, but each sequence "
+                "needs a token in every step. Raise step_tokens or lower max_sequences."
             )

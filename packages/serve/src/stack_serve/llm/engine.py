@@ -152,10 +152,10 @@ class LLMEngine(Engine):
             self._adapters[name] = fitted
 
     def unload_adapter(self, name: str) -> None:
-        """Removes an adapter; requests submitted earlier keep it.
+        """Removes an adapter. Requests submitted earlier still use it.
 
         Raises:
-          GenerationError: the engine has no adapter of this name.
+          GenerationError: the name is unknown.
         """
         with self._lock:
             self._adapter(name)
@@ -229,7 +229,7 @@ class LLMEngine(Engine):
         """Replaces the parameters between two steps and keeps those missing from `params`; see `Engine`.
 
         Raises:
-          GenerationError: `kv` is not one of the allowed values.
+          GenerationError: `kv` has an unknown value.
         """
         if kv not in (known := get_args(KeysOfOldWeights)):
             raise GenerationError(f"kv={kv!r}: expected one of {', '.join(map(repr, known))}.", parameter="kv")

@@ -175,9 +175,9 @@ class LLM:
         adapter: str | Sequence[str | None] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[Piece]:
-        """Generates continuations of all prompts as one batch and yields output as soon as it is available.
+        """Generates continuations of all prompts as one batch and yields their output incrementally.
 
-        Arguments and errors are those of `generate`. Closing the iterator early aborts the generation.
+        See `generate` for the arguments and errors. Closing the iterator early aborts the generation.
         """
         requests, _ = self._requests(prompts, sampling, adapter, chat_template_kwargs)
         for number, update in self._updates(requests):

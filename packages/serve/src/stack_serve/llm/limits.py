@@ -28,9 +28,11 @@ class Limits:
     Attributes:
       max_tokens: maximum total length of a prompt and its continuation.
       pages: number of cache pages.
+      vocab_size: number of tokens in the vocabulary.
       end_tokens: number of end tokens of the model.
+      has_tokenizer: whether the model has a tokenizer, which stop texts require.
       priorities: whether requests may set a priority.
-      prefix_caching: whether pages of prompts are kept for later requests with the same prefix.
+      prefix_caching: whether later requests can reuse the pages of a prompt with the same prefix.
     """
 
     max_tokens: int
@@ -52,11 +54,11 @@ class Limits:
         if max_tokens > checkpoint.max_positions:
             raise ConfigError(
                 f"max_tokens={max_tokens} is more than the {checkpoint.max_positions} positions of model "
-                f"{checkpoint.name!r}. Lower it, or leave it out to have them all."
+                f"{checkpoint.name!r}. Lower it, or omit it to use all of them."
             )
         if config.page_layout is not None and holds_values(config.page_layout) and not fits_beside(checkpoint.states):
             raise ConfigError(
-                f"page_layout={config.page_layout!r} holds keys and values of one width side by side; model "
+                f"page_layout={config.page_layout!r} stores keys and values of equal width in one pool; model "
                 f"{checkpoint.name!r} has latents, or values of another width. Leave it out."
             )
         needed = -(-max_tokens // config.page_tokens)
@@ -85,34 +87,35 @@ class Limits:
         """Raises a GenerationError that names the parameter if the request cannot be served."""
         self._check_prompt(request)
         self._check_sampling(request.sampling)
-        if request.timeout_s is not None and not request.timeout_s > 0:  # NaN, too
+        if request.timeout_s is not None and not request.timeout_s > 0:  # also rejects NaN
             raise GenerationError(f"timeout_s={request.timeout_s}: expected a positive time.", parameter="timeout_s")
         if request.priority and not self.priorities:
             raise GenerationError(
-                f"priority={request.priority}: this engine serves requests as they come. Leave it out, or start the "
-                "engine with priorities=10 (stack serve --priorities 10), which counts them from -10 to 10.",
+                f"priority={request.priority}: this engine does not accept priorities. Leave it out, or start the "
+                "engine with priorities=10 (stack serve --priorities 10), which allows -10 to 10.",
                 parameter="priority",
             )
 
     def _check_prompt(self, request: GenerationRequest) -> None:
         tokens = len(request.prompt)
         if not tokens:
-            raise GenerationError("The prompt has no tokens; a continuation needs one to follow.", parameter="prompt")
-        if min(request.prompt) < 0 or max(request.prompt) >= self.vocab_size:  # a loop would hold a server's event loop
+            raise GenerationError("The prompt has no tokens; generation needs at least one.", parameter="prompt")
+        # min and max run in C; a Python loop over a long prompt would block the event loop of a server.
+        if min(request.prompt) < 0 or max(request.prompt) >= self.vocab_size:
             bad = next(token for token in request.prompt if not 0 <= token < self.vocab_size)
             raise GenerationError(
                 f"The prompt has token {bad}; the model has tokens 0 to {self.vocab_size - 1}.", parameter="prompt"
             )
         if tokens >= self.max_tokens:
             raise GenerationError(
-                f"The prompt is {tokens} tokens long; prompt and continuation together may have {self.max_tokens}. "
-                f"Shorten the prompt to {self.max_tokens - 1} tokens at most.",
+                f"The prompt has {tokens} tokens; the maximum for prompt and continuation is {self.max_tokens}. "
+                f"Shorten the prompt to at most {self.max_tokens - 1} tokens.",
                 parameter="prompt",
             )
         if self.total_tokens(request) > self.max_tokens:
             raise GenerationError(
-                f"The prompt's {tokens} tokens and max_tokens={request.sampling.max_tokens} are more than the "
-                f"{self.max_tokens} that both together may have. Ask for {self.max_tokens - tokens} at most.",
+                f"The prompt's {tokens} tokens and max_tokens={request.sampling.max_tokens} exceed the maximum of "
+                f"{self.max_tokens} for prompt and continuation. Request at most {self.max_tokens - tokens}.",
                 parameter="max_tokens",
             )
 
@@ -120,7 +123,7 @@ class Limits:
         self._check_count("n", sampling.n, _MOST_CONTINUATIONS, "continuations")
         most_logprobs = min(MOST_LOGPROBS, self.vocab_size)
         for name in ("logprobs", "prompt_logprobs"):
-            self._check_count(name, getattr(sampling, name) or 0, most_logprobs, "of the most likely tokens")
+            self._check_count(name, getattr(sampling, name) or 0, most_logprobs, "most likely tokens")
         self._check_count("logit_bias", len(sampling.logit_bias), MOST_BIASES, "tokens")
         ends = 0 if sampling.ignore_eos and not sampling.min_tokens else self.end_tokens
         self._check_count("stop_tokens", len(sampling.stop_tokens), MOST_STOP_TOKENS - ends, "tokens")
@@ -136,8 +139,8 @@ class Limits:
             )
         if sampling.candidates:
             raise GenerationError(
-                "This engine does not report what a token was drawn from (candidates). Draw from all tokens, with "
-                "top_p: 1 and top_k: 0, or use the engine 'static' of stack-train.",
+                "This engine does not report the candidates of a sampled token. Sample from all tokens, with top_p: 1 "
+                "and top_k: 0, or use the engine 'static' of stack-train.",
                 parameter="candidates",
             )
         if sampling.stop and not self.has_tokenizer:
@@ -147,7 +150,7 @@ class Limits:
 
     def _check_count(self, name: str, given: int, most: int, what: str) -> None:
         if given > most:
-            raise GenerationError(f"{name}: {given} {what} are asked for; the most is {most}.", parameter=name)
+            raise GenerationError(f"{name}: {given} {what} were requested; the maximum is {most}.", parameter=name)
 
 
 def _keeps_prefixes(checkpoint: GenerativeCheckpoint, config: EngineConfig) -> bool:
@@ -155,8 +158,8 @@ def _keeps_prefixes(checkpoint: GenerativeCheckpoint, config: EngineConfig) -> b
     is_recurrent = any(isinstance(state, Recurrent) for state in jax.tree.leaves(checkpoint.states))
     if is_recurrent and config.prefix_caching:
         raise ConfigError(
-            f"prefix_caching=True: model {checkpoint.name!r} has recurrent states, which are those of one token and "
-            "cannot be cut where another prompt branches off. Leave it out."
+            f"prefix_caching=True: model {checkpoint.name!r} has recurrent states, which cannot be "
+            "rewound to the token where another prompt diverges. Leave it out."
         )
     return not is_recurrent and config.prefix_caching is not False
 
@@ -169,10 +172,11 @@ def _fitting_pages(checkpoint: GenerativeCheckpoint, config: EngineConfig) -> in
         kind: Any = {"layout": config.page_layout or ANY_LAYOUT, "dtype": config.cache_dtype}
         return _size_bytes(jax.eval_shape(lambda: empty_layers(checkpoint.states, pages=pages, **sizes, **kind)))
 
+    # The pools grow linearly with the number of pages, so two sizes suffice.
     states_bytes, page_bytes = cache_bytes(0), cache_bytes(1) - cache_bytes(0)
     device_bytes = free_bytes(jax.devices()[: config.tensor])
     if device_bytes is None or not page_bytes:
-        return 2**30
+        return 2**30  # unlimited: the caller then uses the pages needed for `max_sequences`
     left_bytes = max(device_bytes * config.tensor - _size_bytes(checkpoint.parameters), 0)
     return max(int(left_bytes * config.memory_fraction) - states_bytes, 0) // page_bytes
 

@@ -26,9 +26,10 @@ from stack_serve.llm.work import Continuation, Work
 __all__ = ["EngineLoop", "KeysOfOldWeights"]
 
 KeysOfOldWeights = Literal["keep", "recompute", "abort"]
-"""Treatment of running requests when the weights are replaced."""
+"""Policy for running requests when the weights are replaced (see `Engine.update_weights`)."""
 
 _MOST_SEED = 2**32
+# Bounds the duration of a launch, because new requests and updates of clients wait until it ends.
 _MOST_REPEATED_S = 0.04
 
 
@@ -37,8 +38,10 @@ class _StartedStep:
     """A step launched on the devices.
 
     Attributes:
+      plan: rows of the step.
       version: version of the weights used by the step.
-      prompt_logprobs: log-probabilities of the token after each token of the step; None if no row requests them.
+      result: device arrays with the result of the step.
+      prompt_logprobs: log-probabilities of the token after each token of the step; None without such a request.
       started_s: launch time on the clock of `time.monotonic()`.
     """
 
@@ -58,7 +61,11 @@ class EngineLoop:
         started or ended.
 
     Args:
-      put: callback for the results to be sent to clients.
+      checkpoint: model to serve.
+      config: settings of the engine.
+      limits: resolved sizes of the engine.
+      programs: device state and programs.
+      put: callback that delivers results to clients.
     """
 
     def __init__(
@@ -95,7 +102,7 @@ class EngineLoop:
 
     @property
     def has_work(self) -> bool:
-        """Whether any continuation or launched step is unfinished."""
+        """True if a continuation or a launched step is unfinished."""
         return bool(self._continuations) or self._started is not None
 
     def work(

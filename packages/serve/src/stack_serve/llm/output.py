@@ -11,10 +11,11 @@ __all__ = ["GOES_ON", "EndOfTokens", "Ending", "Output"]
 
 
 class EndOfTokens(NamedTuple):
-    """Finish reason due to a token, independent of the text; None if the continuation is not finished.
+    """Effect of a token on the end of its continuation, independent of the text.
 
     Attributes:
-      stop_reason: the request's stop token; None for an end token of the model.
+      reason: finish reason if the token is the last one, otherwise None.
+      stop_reason: stop token of the request; None for an end token of the model.
     """
 
     reason: FinishReason | None = None
@@ -28,6 +29,7 @@ class Ending:
     """Token-based stopping criterion of a continuation. Stop texts, detected by `Output`, may end it sooner.
 
     Args:
+      sampling: parameters of the request.
       end_tokens: end tokens of the model.
       max_tokens: maximum length of the continuation.
     """
@@ -50,7 +52,12 @@ class Ending:
 
 
 class _Held(NamedTuple):
-    """A token not sent yet; `begins` is the number of characters decoded before it."""
+    """A token that was not sent yet.
+
+    Attributes:
+      version: version of the weights with which the token was sampled.
+      begins: number of characters decoded before the token.
+    """
 
     token: int
     logprob: TokenLogprob | None
@@ -61,11 +68,13 @@ class _Held(NamedTuple):
 class Output:
     """Converts the tokens of one continuation to updates.
 
-    Text is held back until its characters are complete and it cannot be the beginning of a stop text. If there are
-    stop texts, the tokens of this text are held back too. A token is part of the continuation if its text begins before
+    Updates exclude text with incomplete characters and text that may be the beginning of a stop text. For requests with
+    stop texts, they also exclude the tokens of such text. A token is part of the continuation if its text begins before
     the end of the continuation's text. A stop token is always part of it, but its text only with `include_stop`.
 
     Args:
+      request: request of the continuation.
+      index: number of the continuation.
       tokenizer: tokenizer of the model; None returns tokens without text and requires a request without stop texts.
     """
 

@@ -38,7 +38,7 @@ class Placement:
         devices = jax.devices() if devices is None else devices
         if tensor > len(devices):
             raise HardwareError(
-                f"The engine is to be split over tensor={tensor} devices, but there are {len(devices)}: "
+                f"The engine is sharded over tensor={tensor} devices, but only {len(devices)} are available: "
                 f"{', '.join(map(str, devices[:8]))}. Lower tensor, or start the engine on a machine with more devices."
             )
         heads = (state.kv_heads for state in jax.tree.leaves(states) if isinstance(state, KeysValues))

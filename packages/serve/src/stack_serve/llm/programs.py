@@ -311,7 +311,7 @@ class Programs:
         return layer_by_layer(step)(*weights_and_layers, self._slots.tokens, rows)
 
     def _check_adapters(self, adapters: AdapterShapes) -> None:
-        """Traces a step with adapters of one parameter at a time; raises a GenerationError with those that fail."""
+        """Traces a step with adapters of one parameter at a time; raises a GenerationError that lists the failures."""
         layers, params = jax.eval_shape(self._empty), self._checkpoint.parameters
         faults: dict[str, Exception] = {}
         for path in adapters.targets:

@@ -1,4 +1,4 @@
-"""Scheduler of the engine: plans each step from the host's state alone, without model, clock or randomness.
+"""Scheduler of the engine: plans each step as a pure function of host state, without model, clock or randomness.
 
 A step computes one token of each decoding sequence and chunks of prompts, up to `step_tokens` tokens in total. If all
 running sequences decode and no waiting one can start, a launch may repeat the step with the tokens that it samples. A
@@ -12,8 +12,8 @@ Guarantees for any workload in which each sequence fits into an otherwise empty 
     per level of priority. At most `2 priorities PRIORITY_ARRIVALS` later arrivals can therefore overtake a sequence.
     Smaller sequences do not overtake the first one in the queue. The only exception is a continuation that waits for
     the first continuation of its request to compute the prompt.
-  - A running sequence keeps the slot of its adapter. A sequence that waits for an adapter slot blocks the queue, as one
-    that waits for pages does.
+  - A running sequence keeps the slot of its adapter. Waiting for an adapter slot blocks the queue in the same way as
+    waiting for pages.
   - A waiting sequence never preempts a running one, whatever its priority.
   - The running sequence with the earliest turn is never preempted while others run. Every sequence therefore starts and
     finishes under any load.
@@ -108,7 +108,7 @@ class SchedulerState:
       waiting, running: sequences in the order of their turns.
       weights_version: number of calls of `forget_prefixes`.
       steps, prompt_tokens, generated_tokens, prefix_queries_tokens, prefix_hits_tokens, preemptions: counters of
-        `EngineStats`; a prompt is counted for each of its continuations.
+        `EngineStats`; a prompt is counted once per continuation.
     """
 
     page_tokens: int
@@ -351,7 +351,7 @@ def _next_to_begin(state: SchedulerState) -> tuple[Sequence, list[int]] | None:
 
     It can start if a slot and, if needed, an adapter slot are available, and if the pages suffice for all of its tokens
     and the next one, plus one page per running sequence. Without that reserve it might be preempted in the next step.
-    Running sequences already have pages for all of their tokens except the next, unless the step has no tokens left.
+    Running sequences already have pages for all of their tokens except the next, unless the step is full.
     """
     if not state.free_slots:
         return None
@@ -393,7 +393,7 @@ def _count_prompt(state: SchedulerState, sequence: Sequence) -> None:
 
 
 def _register(state: SchedulerState, sequence: Sequence) -> None:
-    """Registers the full pages of a sequence whose tokens are known and computed by planned steps, for reuse."""
+    """Registers full pages in the prefix cache if the host knows their tokens and planned steps compute them."""
     sequence.prompt_planned |= sequence.computed_tokens >= sequence.prompt_tokens
     pages = min(len(sequence.tokens), sequence.computed_tokens) // state.page_tokens
     if pages <= sequence.registered_pages or not state.prefix_caching:

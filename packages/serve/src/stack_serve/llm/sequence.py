@@ -17,8 +17,11 @@ class Sequence:
       slot is None if and only if it is not running; then pages is empty and computed_tokens is 0
 
     Attributes:
+      id: unique number of the sequence.
+      request_id: id of the request.
       index: index of the continuation within the request.
       tokens: prompt tokens and the generated tokens read back so far.
+      prompt_tokens: number of prompt tokens.
       max_total_tokens: maximum total length of prompt and continuation.
       priority: priority of the request, lowest first; the scheduler clips it to its bounds.
       arrival: unique arrival number.

@@ -1,4 +1,4 @@
-"""Thread that detokenizes and delivers updates, so that the engine thread waits for neither."""
+"""Thread that detokenizes tokens and delivers updates, to keep this work out of the engine thread."""
 
 import heapq
 import itertools
@@ -23,6 +23,8 @@ class Tokens(NamedTuple):
     """Tokens that a step generated for a continuation.
 
     Attributes:
+      continuation: continuation of the tokens.
+      tokens: tokens in order.
       version: version of the weights with which the tokens were sampled.
       end: finish reason due to the last token, if any.
       figures: host arrays whose rows at `index` hold the log-probabilities of the tokens; None if not requested.
@@ -59,7 +61,7 @@ News = Tokens | PromptScores | End
 class Teller:
     """Delivers updates to receivers; anything that arrives after the end of a continuation is ignored.
 
-    Deadlines are checked in this thread so that they expire on time even if a step is slow or hangs.
+    This thread also checks deadlines, which therefore expire on time even if a step is slow or hangs.
 
     Args:
       stopped: called after a continuation ended here without the engine loop's knowledge.
@@ -97,7 +99,7 @@ class Teller:
             for news in batch:
                 try:
                     self._take_in(news)
-                except BaseException as error:  # Even a panic of one request must not affect the others.
+                except BaseException as error:  # Even a panic of one request must not affect other requests.
                     self._fail(news.continuation, error)
 
     def _next(self) -> list[News] | None:
@@ -117,9 +119,9 @@ class Teller:
 
     def _fail(self, continuation: Continuation, error: BaseException) -> None:
         """Ends a continuation whose update failed."""
-        _LOG.error("Request %r cannot be told of", continuation.work.request.request_id, exc_info=error)
+        _LOG.error("The update of request %r cannot be delivered", continuation.work.request.request_id, exc_info=error)
         if not continuation.has_ended:
-            self._tell(continuation, _bare_end(continuation, "error", f"The answer cannot be told: {error!r}"))
+            self._tell(continuation, _bare_end(continuation, "error", f"The update cannot be delivered: {error!r}"))
             self._stopped(continuation)
 
     def _take_in(self, news: News) -> None:
@@ -150,7 +152,7 @@ class Teller:
                 has_ended = output.push(token, end, logprob, version=news.version)
             except Exception as error:  # A tokenizer error affects only this request.
                 self._tell(continuation, output.take())
-                message = f"The text of token {token} cannot be made: {error}"
+                message = f"Token {token} cannot be decoded: {error}"
                 self._tell(continuation, _ended(continuation, "error", message))
                 self._stopped(continuation)
                 return

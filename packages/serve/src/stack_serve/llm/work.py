@@ -23,7 +23,7 @@ class Continuation:
     Attributes:
       sequence, settings, ending: state used by the engine thread.
       output, has_ended: state used by the detokenization thread.
-      work: request of the continuation.
+      work: state of the request.
     """
 
     sequence: Sequence
@@ -73,7 +73,7 @@ class Work:
         return None if self.request.timeout_s is None else self.submitted_s + self.request.timeout_s
 
     def completed(self, update: GenerationUpdate, *, cached_tokens: int = 0) -> GenerationUpdate:
-        """Returns the update with the request-level fields filled in."""
+        """Fills in the fields of an update that belong to the whole request."""
         now_s = time.monotonic()
         if update.tokens and self.first_token_s is None:
             self.first_token_s = now_s

@@ -526,7 +526,7 @@ def test_other_weights_are_refused_by_name(idle: LLMEngine) -> None:
     ("spoilt", "says"),
     [
         (lambda leaf: leaf.delete() or leaf, "was deleted"),
-        (lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), "no values"),
+        (lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), "is abstract"),
         (lambda leaf: leaf.astype(jnp.int32), "dtype int32; expected float32"),
         (lambda leaf: 1.0, "is a float"),
     ],

@@ -231,7 +231,7 @@ def read_all(checkpoint: GenerativeCheckpoint, addresses: Mapping[str, str]) -> 
 
 
 def with_rows(weights: Weights, rows: jax.Array) -> Any:
-    """Replaces each adapted parameter with a `LowRankWeight` that applies a different adapter to each token.
+    """Replaces each adapted parameter with a `LowRankWeight` that applies the adapter of each token.
 
     Args:
       weights: parameters and adapters.

@@ -87,7 +87,7 @@ class WantedLayouts:
 
     @property
     def best(self) -> PageLayout:
-        """The layout preferred by most calls; `ANY_LAYOUT` if no call has a preference."""
+        """The layout preferred by most calls, among those that fit the model; `ANY_LAYOUT` without a preference."""
         names = Counter(name for name in self.names if self.one_pool or not holds_values(name))
         return cast(PageLayout, names.most_common(1)[0][0]) if names else ANY_LAYOUT
 
@@ -97,8 +97,8 @@ class WantedLayouts:
 class PagedKVCache:
     """A `KVCache` for tokens of many sequences, each a batch row of one token.
 
-    In a model called with tokens [tokens, 1], each token attends to the preceding keys of its own sequence, including
-    keys of the same step.
+    In a model called with tokens [tokens, 1], each token attends to the keys of its own sequence, including keys that
+    the same step computes.
 
     Source: Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, 2023
     (arXiv:2309.06180).

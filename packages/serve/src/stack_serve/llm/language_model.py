@@ -236,7 +236,8 @@ class LLM:
                 f"{str(prompt)[:100]!r} is not a prompt; expected a text, token ids or messages.", parameter="prompt"
             )
         text = self._template.render(prompt, variables=variables)
-        return tuple(self._checkpoint.tokenizer.encode(text, add_special_tokens=False)), text  # it has special tokens
+        # Chat templates write special tokens such as the beginning of the sequence themselves.
+        return tuple(self._checkpoint.tokenizer.encode(text, add_special_tokens=False)), text
 
     @cached_property
     def _template(self) -> ChatTemplate:

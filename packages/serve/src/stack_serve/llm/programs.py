@@ -86,7 +86,8 @@ class Programs:
                 self._check_adapters(adapters)
             raise
         self._lay_out(pages, config.page_layout or wanted.best)
-        if config.page_layout is None and holds_values(wanted.best):  # a layer has one pool now
+        # Such a layout merges the two pools of a layer, so the arrays sliced by loops must be determined again.
+        if config.page_layout is None and holds_values(wanted.best):
             (looped, looped_pools), _ = self._examined(weights)
         self._looped = looped.params
         empty, layout = self._empty, self._step.layout

@@ -1,4 +1,4 @@
-"""Scheduler of the engine: plans each step as a pure function of host state, without model, clock or randomness.
+"""Scheduler of the engine. A plan depends only on host state, not on the model, the clock or random numbers.
 
 A step computes one token of each decoding sequence and chunks of prompts, up to `step_tokens` tokens in total. If all
 running sequences decode and no waiting one can start, a launch may repeat the step with the tokens that it samples. A

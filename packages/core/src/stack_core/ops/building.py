@@ -1,4 +1,4 @@
-"""What implementations of ops are built from, core's own references included."""
+"""Building blocks for implementations of ops, including core's own references."""
 
 from stack_core.ops.definitions.gated_linear_unit import ACTIVATIONS, gate_product
 from stack_core.ops.definitions.linear_cross_entropy import RowParts

@@ -1,4 +1,4 @@
-"""The parts of an op that a plugin defines; `docs/hooks.md` has an example."""
+"""Building blocks for plugins that define new ops; see `docs/hooks.md` for an example."""
 
 from stack_core.ops.dispatch.check import (
     Axes,

@@ -1,4 +1,4 @@
-"""The last layer of a language model, which makes logits of hidden states or their loss without all logits."""
+"""Output head of a language model: logits, or the cross-entropy without materializing all logits."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -17,13 +17,13 @@ __all__ = ["Head"]
 @partial(jax.tree_util.register_dataclass, data_fields=["weight", "bias"], meta_fields=["scale", "softcap"])
 @dataclass(frozen=True)
 class Head:
-    """The last layer of a language model: logits = cap(scale * h W + b), with cap(x) = softcap * tanh(x / softcap).
+    """Output head of a language model: logits = cap(scale * h W + b), with cap(x) = softcap * tanh(x / softcap).
 
     Attributes:
       weight: W, [embed, vocab].
       bias: b, [vocab], or None.
-      scale: what the products are multiplied by.
-      softcap: None leaves the logits as they are.
+      scale: factor applied to the hidden states before the product.
+      softcap: bound on the magnitude of the logits; None disables the cap.
     """
 
     weight: Any
@@ -32,7 +32,7 @@ class Head:
     softcap: float | None = None
 
     def logits(self, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
-        """Returns float32 logits[..., vocab]."""
+        """Computes float32 logits[..., vocab]."""
         axes = {"x": (*_rows(hidden), "act_embed"), "weight": ("act_embed", "act_vocab")}
         logits = linear(self._scaled(hidden), self.weight, preferred_dtype=jnp.float32, axes=axes)
         if self.bias is not None:
@@ -42,13 +42,17 @@ class Head:
     def cross_entropy(
         self, hidden: Float[Array, "*batch embed"], labels: Int[Array, "*batch"], **options: Any
     ) -> Float[Array, "..."]:
-        """Returns the loss of `linear_cross_entropy`, which takes `options`; logits are formed in chunks."""
-        # An implementation without bias or soft cap must not hear of options that a head does not use.
+        """Computes the loss with `linear_cross_entropy`, which forms the logits in chunks.
+
+        Args:
+          options: further arguments of `linear_cross_entropy`, such as `reduction`.
+        """
+        # Unused options are omitted because an implementation may not accept `bias` or `softcap`.
         own = {"bias": self.bias, "softcap": self.softcap}
         used: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
-        if options.get("reduction") == "none":  # Of a mean or a sum each device would form all rows.
+        if options.get("reduction") == "none":  # For "mean" and "sum", each device would compute all rows.
             used["axes"] = {"hidden": (*_rows(hidden), "act_embed"), "labels": _rows(hidden)}
-        with jax.named_scope("cross_entropy"):  # the name of its layer in profiles
+        with jax.named_scope("cross_entropy"):  # layer name in profiles
             loss: Any = linear_cross_entropy(self._scaled(hidden), self.weight, labels, **used, **options)
         return loss
 
@@ -57,5 +61,5 @@ class Head:
 
 
 def _rows(hidden: jax.Array) -> tuple[str | None, ...]:
-    """The logical names of all axes but the last."""
+    """Returns the logical names of all axes except the last."""
     return ("batch", "seq", *[None] * hidden.ndim)[: hidden.ndim - 1]

@@ -1,4 +1,4 @@
-"""A cache that holds every row's keys, latents and recurrent states in dense buffers."""
+"""KV cache with dense buffers for keys, values, latents and recurrent states."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -19,22 +19,22 @@ _HELD = ("batch", None, "act_kv_heads", None)
 _AXES: Final = {"query": ("batch", "seq", "act_heads", None), "key": _HELD, "value": _HELD}
 
 CODE_DTYPES: Final = {"int8": jnp.int8, "fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
-"""What codes are held in, by the `CacheStorage` that asks for them."""
+"""Dtype of the stored codes for each quantized `CacheStorage`."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class CodedVectors:
-    """Vectors of codes of 8 bits, each with a scale.
+    """Vectors quantized to 8-bit codes, each with its own scale.
 
-    Invariant: codes[..., i] * scales[..., 0] is the value.
+    Invariant: value[..., i] = codes[..., i] * scales[..., 0].
 
     Attributes:
       codes: [..., features], int8 or fp8.
       scales: float32[..., 1].
     """
 
-    codes: Any  # JAX builds it of shapes, axes and shardings too
+    codes: Any  # not always an array: JAX also builds this pytree from shapes, vmap axes and shardings
     scales: Any
 
     @property
@@ -46,7 +46,10 @@ class CodedVectors:
 
 
 def coded(vectors: Float[Array, "*batch features"], dtype: Any) -> CodedVectors:
-    """The nearest codes; the largest magnitude of a vector becomes the largest code, and zeros have the scale 1."""
+    """Quantizes vectors to the nearest codes.
+
+    Each vector is scaled so that its largest magnitude maps to the largest code; a zero vector has scale 1.
+    """
     is_integer = jnp.issubdtype(dtype, jnp.integer)
     most = np.float32(jnp.iinfo(dtype).max if is_integer else jnp.finfo(dtype).max)
     vectors = vectors.astype(jnp.float32)
@@ -59,19 +62,19 @@ def coded(vectors: Float[Array, "*batch features"], dtype: Any) -> CodedVectors:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerCache:
-    """Keys and values, [repeats, batch, kv_heads, capacity, features]; one layer's slice lacks the first axis.
+    """Keys and values, [repeats, batch, kv_heads, capacity, features]; a single layer has no `repeats` axis.
 
-    The heads come before the positions, so that a decode step reads each head's keys in one run: 2-4x faster on CPU.
+    Heads precede positions because a decode step then reads each head's keys contiguously: 2-4x faster on CPU.
     """
 
-    key: Any  # arrays, or `CodedVectors`
+    key: Any  # array or `CodedVectors`, like `value`
     value: Any
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LatentCache:
-    """Latents, [repeats, batch, 1, capacity, dim]: one head, which all query heads share."""
+    """Latents, [repeats, batch, 1, capacity, dim], with one head shared by all query heads."""
 
     latent: Any
 
@@ -79,7 +82,7 @@ class LatentCache:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RecurrentCache:
-    """The state's arrays, each [repeats, batch, ...]."""
+    """Arrays of a recurrent state, each [repeats, batch, ...]."""
 
     arrays: tuple[Any, ...]
 
@@ -87,35 +90,37 @@ class RecurrentCache:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DenseKVCache:
-    """A `KVCache` with room for `capacity` tokens a row.
+    """Dense `KVCache` with room for `capacity` tokens per row.
 
-    As codes a head of n features takes (n + 4) / 2n of its bytes in bfloat16. A token is rounded once, when it is
-    appended; attention reads the rounded keys and values, those of the call's own tokens included.
+    Quantized, a head of n features takes (n + 4) / 2n of its bytes in bfloat16. Each token is rounded once, when it is
+    appended. Attention reads the rounded keys and values, including the ones appended by the current call.
 
-    Invariant: row r holds the keys of its tokens 0 .. lengths[r] - 1; later ones are never attended to. Appending
-    past the capacity is the caller's mistake and overwrites the last tokens.
+    Invariant: row r stores the keys of its tokens 0 .. lengths[r] - 1; later slots are never attended to. Appending
+    beyond the capacity is a caller error and overwrites the last tokens.
 
     Attributes:
-      layers: caches in the structure of the model's `states`.
-      lengths: int32[batch], tokens held.
-      expected: int32[batch], how many tokens of each row count in the next call, the others being padding behind
-        them; None counts all.
+      layers: layer caches, a pytree with the structure of the model's `states`.
+      lengths: int32[batch], number of stored tokens per row.
+      expected: int32[batch], number of real tokens per row in the next call, followed by padding; None if the call
+        has no padding.
     """
 
     layers: Any
-    lengths: Any  # JAX builds it of shapes, axes and shardings too
+    lengths: Any  # not always an array: JAX also builds this pytree from shapes, vmap axes and shardings
     expected: Any = None
 
     @classmethod
     def empty(cls, states: Any, *, batch: int, capacity: int, storage: str = "model") -> "DenseKVCache":
-        """A cache without tokens.
+        """Returns a cache without tokens.
 
         Args:
-          states: a model's `states`.
-          storage: a `CacheStorage`, of keys, values and latents; recurrent states are always as the model has them.
+          states: the model's `states`.
+          batch: number of rows.
+          capacity: maximum number of tokens per row.
+          storage: `CacheStorage` of keys, values and latents; recurrent states always keep the model's dtype.
 
         Raises:
-          ArgumentError: no such storage.
+          ArgumentError: unknown storage.
         """
         if storage != "model" and storage not in CODE_DTYPES:
             known = ", ".join(map(repr, ("model", *CODE_DTYPES)))
@@ -147,13 +152,13 @@ class DenseKVCache:
         *,
         sinks: Float[Array, " heads"] | None = None,
     ) -> tuple[Float[Array, "batch seq heads value_dim"], LayerCache]:
-        """Appends key and value to one layer and attends, causally, to all it holds.
+        """Appends key and value to one layer and computes causal attention over its contents.
 
         Args:
-          query: row r's query i stands at position lengths[r] + i.
+          query: queries; query i of row r is at position lengths[r] + i.
 
         Returns:
-          Output, and the layer with the new keys; `lengths` is `advance`'s to change.
+          The output, and the layer with the new keys and values. `lengths` changes only in `advance`.
         """
         layer = LayerCache(self._append(layer.key, key), self._append(layer.value, value))
         keys, values = (ops.dequantize(held, query.dtype) for held in (layer.key, layer.value))
@@ -168,13 +173,13 @@ class DenseKVCache:
         *,
         value_dim: int,
     ) -> tuple[Float[Array, "batch seq heads value_dim"], LatentCache]:
-        """Appends latents to one layer and attends, causally, to all it holds."""
+        """Appends latents to one layer and computes causal attention over its contents."""
         layer = LatentCache(self._append(layer.latent, latent[:, :, None]))
         keys = ops.dequantize(layer.latent, query.dtype)
         return self._attention(query, keys, keys[..., :value_dim], spec, None), layer
 
     def recur(self, layer: RecurrentCache, transition: Transition, *inputs: jax.Array) -> tuple[Any, RecurrentCache]:
-        """Runs a recurrence over the call's tokens; padding behind a row's `expected` tokens moves no state."""
+        """Runs a recurrence over the call's tokens; padding beyond `expected` tokens does not change the state."""
         batch, seq = inputs[0].shape[:2]
         counted = jnp.full((batch,), seq) if self.expected is None else self.expected
         output, arrays = transition(layer.arrays, jnp.arange(seq) < counted[:, None], *inputs)
@@ -182,11 +187,11 @@ class DenseKVCache:
         return output, RecurrentCache(tuple(new.astype(old.dtype) for new, old in kept))
 
     def expecting(self, tokens: Int[Array, " batch"]) -> "DenseKVCache":
-        """For a call with padded rows, of which row r counts its first `tokens[r]` tokens."""
+        """Returns the cache for a padded call in which only the first `tokens[r]` tokens of row r are real."""
         return replace(self, expected=tokens)
 
     def advance(self, layers: Any, tokens: int) -> "DenseKVCache":
-        """The cache after all layers appended `tokens` tokens a row, or as many as were expected."""
+        """Returns the cache after all layers appended `tokens` tokens per row, or `expected` tokens if set."""
         return DenseKVCache(layers, self.lengths + (tokens if self.expected is None else self.expected))
 
     def _attention(self, query: Any, keys: Any, values: Any, spec: AttentionSpec, sinks: Any) -> Any:

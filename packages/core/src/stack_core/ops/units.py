@@ -1,4 +1,4 @@
-"""What programs that rewrite jaxprs need: calls of ops as single equations of a jaxpr."""
+"""Op calls as single jaxpr equations, for programs that rewrite jaxprs."""
 
 from stack_core.ops.dispatch.op_units import OpUnit, as_units, unit_of
 

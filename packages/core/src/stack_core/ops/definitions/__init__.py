@@ -1,1 +1,1 @@
-"""The ops, one file each: the public function with its equation, and its reference."""
+"""Definitions of the ops, one per file: the public function with its equation, and the reference implementation."""

@@ -57,45 +57,45 @@ def attention(
     implementation: Implementation = None,
     axes: LogicalNames | None = None,
 ) -> Float[Array, "batch q_seq heads value_dim"] | tuple[Array, Float[Array, "batch q_seq heads"]]:
-    """Each query's average of the values, weighted by the softmax of its products with the keys.
+    """Computes softmax attention: the average of the values, weighted by the softmax of query-key products.
 
         o_i = sum_j exp(z_ij) v_j / d_i        d_i = sum_j exp(z_ij) + exp(s)
         z_ij = c tanh(scale q_i k_j / c) + b_ij    for the j that i may attend to
 
     c is `softcap` (none: z_ij = scale q_i k_j + b_ij), b is `bias`, s is the head's sink (none: no such term). Query i
-    stands at key position p_i = i + `query_offset` and may attend to key j if all that is given allows it: j <= p_i
-    (`causal`), p_i - left <= j <= p_i + right (`window`), j < `kv_lengths`, equal segments, `mask`. A query with
-    nothing to attend to has output 0, lse -inf (its sink, if there are sinks) and no gradient.
+    is at key position p_i = i + `query_offset` and may attend to key j if every condition in use holds: j <= p_i
+    (`causal`), p_i - left <= j <= p_i + right (`window`), j < `kv_lengths`, equal segments, `mask`. A query without
+    visible keys has output 0, lse -inf (its sink, if there are sinks) and zero gradient.
 
-    Products run in the dtype of the operands with an fp32 accumulator, the softmax in fp32. No more than a tile of the
-    scores exists at a time, in the gradient neither, and tiles that `causal` and `window` hide cost nothing when
-    `query_offset` is an int.
+    Products run in the dtype of the operands with an fp32 accumulator, the softmax in fp32. Only one tile of the scores
+    is in memory at a time, in the backward pass as well. If `query_offset` is an int, tiles that `causal` or `window`
+    hides are skipped at no cost.
 
     Args:
       query: q, [batch, q_seq, heads, key_dim].
-      key: k, [batch, kv_seq, kv_heads, key_dim]; heads is a multiple of kv_heads, neighbours share a key head.
+      key: k, [batch, kv_seq, kv_heads, key_dim]; heads is a multiple of kv_heads, consecutive heads share a key head.
       value: v, [batch, kv_seq, kv_heads, value_dim]; value_dim may differ from key_dim.
-      causal: forbid keys after the query.
-      query_offset: the key position of query 0, one for all or one per batch row; by default kv_seq - q_seq.
-      window: (left, right), inclusive distances in keys; None leaves a side open.
-      bias: b, [batch, heads, q_seq, kv_seq], each axis its size or 1.
+      causal: whether keys after the query are masked.
+      query_offset: key position of query 0, a single number or one per batch row; by default kv_seq - q_seq.
+      window: (left, right), inclusive distances in keys; None means unlimited.
+      bias: b, [batch, heads, q_seq, kv_seq]; any axis may have size 1 and is then broadcast.
       mask: True where attention is allowed, shaped as `bias`.
-      segment_ids: [batch, seq] when q_seq is kv_seq, or the pair ([batch, q_seq], [batch, kv_seq]).
-      kv_lengths: [batch], the number of leading keys that exist; outside 0 .. kv_seq the nearest of the two.
+      segment_ids: [batch, seq] if q_seq equals kv_seq, or the pair ([batch, q_seq], [batch, kv_seq]).
+      kv_lengths: [batch], number of valid leading keys, clamped to 0 .. kv_seq.
       softcap: c, positive.
-      sinks: s, [heads], logits that join the denominator and have no value.
-      scale: by default key_dim ** -0.5.
-      return_lse: also return log d.
+      sinks: s, [heads], logits added to the denominator only.
+      scale: factor on the products; by default key_dim ** -0.5.
+      return_lse: whether to return log d as well.
       implementation: a name, several in order of preference, or None to let core choose.
-      axes: the logical names of arrays' axes, by which devices share what XLA cannot split, as `linear` takes them.
+      axes: logical axis names of the arrays, as in `linear`; used to shard implementations that XLA cannot partition.
 
     Returns:
       o, [batch, q_seq, heads, value_dim], of the dtype of `query`; with `return_lse` the pair
       (o, fp32[batch, q_seq, heads]).
 
     Raises:
-      ShapeError: sizes that do not fit, naming the argument and the axis.
-      ArgumentError: wrong dtypes, a negative window, a softcap that is not positive.
+      ShapeError: mismatched sizes; the message names the argument and the axis.
+      ArgumentError: wrong dtypes, a negative window, or a non-positive softcap.
       UnsupportedOp: no implementation, or not the one named, supports the call.
 
     Source: Vaswani et al., Attention Is All You Need, 2017 (arXiv:1706.03762); Ainslie et al., GQA, 2023
@@ -155,7 +155,7 @@ def check_attention(
 
 
 def paired_segments(op: str, query: Any, key: Any, segment_ids: Any) -> Any:
-    """The segments of queries and of keys, or None."""
+    """Returns the pair (query segments, key segments), or None."""
     if segment_ids is None:
         return None
     if not isinstance(segment_ids, Sequence):
@@ -178,18 +178,18 @@ def paired_segments(op: str, query: Any, key: Any, segment_ids: Any) -> Any:
 
 
 def bounded_lengths(kv_lengths: Any, kv_seq: Size) -> Any:
-    """Lengths from 0 to `kv_seq`, as int32: keys that only fill up a tile are never visible."""
+    """Clamps lengths to 0 .. `kv_seq`, as int32, so that padding keys of a tile are never visible."""
     return None if kv_lengths is None else _clipped(kv_lengths, 0, kv_seq)
 
 
 def bounded_offset(op: str, query: Any, offset: Any, q_seq: Size, kv_seq: Size, window: Any) -> Any:
-    """An offset with which queries see the same keys, and which is so small that no position overflows int32.
+    """Clamps the offset to avoid int32 overflow of positions without changing which keys are visible.
 
     Args:
-      q_seq: of the whole sequence, as `kv_seq`.
+      q_seq, kv_seq: lengths of the full sequence, also if it is sharded.
     """
     left, right = window or (None, None)
-    # At `low`, the last query stands just before all that it could see; at `high`, the first one just after.
+    # At `low`, even the last query is before all keys that it could see; at `high`, even the first query is after them.
     low, high = -_MOST_OFFSET, _MOST_OFFSET
     if not is_symbolic(q_seq, kv_seq):
         low, high = max(-q_seq - (right or 0), low), min(kv_seq + (left or 0), high)
@@ -251,14 +251,14 @@ def _reference(
 
 
 def _by_group(array: Any, kv_heads: int) -> Any:
-    """[batch, heads, q_seq, kv_seq] -> [batch, kv_heads, group, q_seq, kv_seq]; a head axis of 1 stays 1."""
+    """[batch, heads, q_seq, kv_seq] -> [batch, kv_heads, group, q_seq, kv_seq]; a head axis of size 1 stays 1."""
     if array is None or array.shape[1] == 1:
         return None if array is None else array[:, :, None]
     return array.reshape(array.shape[0], kv_heads, array.shape[1] // kv_heads, *array.shape[2:])
 
 
 def attention_axes(call: OpCall) -> OpAxes:
-    """The axes of a call of `attention` or `ring_attention`."""
+    """Returns the axes of a call of `attention` or `ring_attention`."""
     scores = "batch heads q_seq kv_seq"
     operands = {
         "query": "batch q_seq heads key_dim",
@@ -282,6 +282,6 @@ def attention_axes(call: OpCall) -> OpAxes:
 
 
 OP = Op("attention", _reference, attention_axes, folds="batch", residuals=("lse",), keeps=True, linear_in=("value",))
-"""`lse` is log d, what `return_lse` returns."""
+"""The residual `lse` is log d, as returned with `return_lse`."""
 
 REFERENCE = OP.implementation()

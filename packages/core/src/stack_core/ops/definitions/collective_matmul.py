@@ -1,4 +1,4 @@
-"""A matrix product and the collective that it needs when a mesh axis shards its operands."""
+"""Matrix product combined with the collective for operands sharded over a mesh axis."""
 
 from typing import Any
 
@@ -28,28 +28,28 @@ def collective_matmul(
     implementation: Implementation = None,
     axes: LogicalNames | None = None,
 ) -> Float[Array, "*batch out_rows d_out"]:
-    """One half of a tensor-parallel block, inside `jax.shard_map`: each device gives its part and gets its part.
+    """Computes one half of a tensor-parallel block, from shards to shards, inside `jax.shard_map`.
 
-        all_gather:      y_i = concatenate(x_0, ..., x_(n-1)) W_i       rows of all devices, columns of this one
-        reduce_scatter:  y_i = rows_i(sum_j x_j W_j)                    products of all devices, rows of this one
+        all_gather:      y_i = concatenate(x_0, ..., x_(n-1)) W_i       rows of all devices, columns of this device
+        reduce_scatter:  y_i = rows_i(sum_j x_j W_j)                    products of all devices, rows of this device
 
-    i and j are devices along `axis_name`, n there are; x_i and W_i are what device i passes. The rows are the last axis
-    but one of x and y. Gathered or scattered, device i has the i-th of n equal blocks of them.
+    i and j are two of the n devices along `axis_name`; x_i and W_i are the arguments of device i. The rows are the
+    second-to-last axis of x and y. Device i holds block i of n equal blocks of the sharded rows.
 
-    Products are accumulated in fp32 and rounded to the dtype of `x` before devices add them up, as in Megatron-LM and
-    as XLA partitions such a product: fp32 sums would double what travels. The gradient of "all_gather" gathers again
-    instead of keeping the rows of all devices.
+    Products are accumulated in fp32 and rounded to the dtype of `x` before the sum over devices, as in Megatron-LM and
+    in XLA's partitioner: sums in fp32 would double the traffic. The gradient of "all_gather" gathers again instead of
+    keeping the rows of all devices.
 
     Args:
       x: "all_gather": this device's block of the rows, [..., rows / n, d_in]. "reduce_scatter": all rows of this
-        device's share of the columns, [..., rows, d_in / n].
-      weight: W, of the dtype of `x`. "all_gather": usually this device's columns, [d_in, d_out / n], or all.
-        "reduce_scatter": the rows that meet this device's columns of `x`, [d_in / n, d_out]. It may be quantized, any
-        class with `__stack_qview__`.
-      axis_name: the mesh axis to gather or reduce over, or several.
+        device's columns, [..., rows, d_in / n].
+      weight: W, of the dtype of `x`. "all_gather": this device's columns, [d_in, d_out / n], or all columns.
+        "reduce_scatter": the rows for this device's columns of `x`, [d_in / n, d_out]. It may be quantized (any class
+        with `__stack_qview__`).
+      axis_name: mesh axis or axes to gather or reduce over.
       kind: "all_gather" or "reduce_scatter".
       implementation: a name, several in order of preference, or None to let core choose.
-      axes: the logical names of arrays' axes, by which devices share what XLA cannot split, as `linear` takes them.
+      axes: logical axis names of the arrays, as in `linear`; used to shard implementations that XLA cannot partition.
 
     Returns:
       y, of the dtype of `x`: [..., rows, d_out / n] for "all_gather", [..., rows / n, d_out] for "reduce_scatter".
@@ -57,12 +57,12 @@ def collective_matmul(
     Raises:
       ShapeError: d_in differs between the arguments, or n does not divide the rows to scatter.
       ArgumentError: wrong dtypes, or an `axis_name` that no surrounding `jax.shard_map` has.
-      UnknownName: the kind is neither of the two.
+      UnknownName: unknown kind.
       UnsupportedOp: no implementation, or not the one named, supports the call.
 
     Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022 (arXiv:2205.05198),
-    section 4.2.2; Wang et al., Overlap Communication with Dependent Computation via Decomposition in Large Deep
-    Learning Models, ASPLOS 2023, for implementations that overlap the two.
+    section 4.2.2; for implementations with overlap, Wang et al., Overlap Communication with Dependent Computation via
+    Decomposition in Large Deep Learning Models, ASPLOS 2023.
     """
     sizes = Axes("collective_matmul")
     sizes.match("x", x, "... rows d_in")
@@ -110,4 +110,4 @@ def _axes(call: OpCall) -> OpAxes:
 
 OP = Op("collective_matmul", _reference, _axes, folds="...", keeps=True, linear_in=("x", "weight"))
 REFERENCE = OP.implementation()
-"""Plain collectives before or after the product, nothing overlapped."""
+"""Plain collectives before or after the product, without overlap."""

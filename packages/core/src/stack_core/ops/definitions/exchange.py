@@ -1,4 +1,4 @@
-"""Rows that travel to the devices of their groups and back: the all-to-all of expert parallelism."""
+"""All-to-all of expert parallelism: sends rows to the devices of their groups and back."""
 
 import functools
 from typing import Any
@@ -33,38 +33,39 @@ def exchange(
     implementation: Implementation = None,
     axes: LogicalNames | None = None,
 ) -> Float[Array, "out_rows d"]:
-    """Sends rows to the devices that keep their groups, or returns what was made of them, inside `jax.shard_map`.
+    """Sends rows to the devices that own their groups, or returns the results, inside `jax.shard_map`.
 
-    Device i of the n along `axis_name` keeps the groups from i g / n to (i + 1) g / n. Each device has rows sorted by
-    group, `group_sizes` says how many of each of the g groups.
+    Device i of n along `axis_name` owns the groups from i g / n to (i + 1) g / n. The rows of each device are sorted by
+    group, with `group_sizes` rows in each of the g groups.
 
-        send:    y = the rows of all devices for this device's groups: group after group, in each the rows of device 0,
-                 of device 1, and so on; cut off after `out_rows`, filled up with zeros
-        return:  y = what the devices hold of this device's rows, each in the place where the row was before "send";
-                 0 for rows that were cut off or of no group
+        send:    y = rows of all devices for this device's groups, ordered by group and, within a group, by sending
+                 device; truncated to `out_rows` or padded with zeros
+        return:  y = this device's rows from all devices, each at its position before "send"; 0 for rows that were
+                 truncated or belong to no group
 
-    The two are each other's transpose and gradient, and, where nothing is cut off, inverse. Shapes are static, so that
-    `out_rows` is a buffer whose size the caller states: n * rows loses nothing whatever the groups are, and rows is
-    enough where they are balanced. `received_sizes` says what arrived, and counts what was cut off:
+    Each kind is the transpose, and so the gradient, of the other, and its inverse if no row is truncated. Shapes are
+    static, so the caller chooses the buffer size `out_rows`: n * rows is always sufficient, and rows is sufficient if
+    the groups are balanced. `received_sizes` returns the sizes of the received groups and counts the truncated rows:
 
         received = ops.exchange(rows, sizes, axis_name="expert", out_rows=buffer)
         own_sizes, dropped = ops.received_sizes(sizes, axis_name="expert", out_rows=buffer)
         products = ops.ragged_dot(received, weights_of_this_device, own_sizes)
         returned = ops.exchange(products, sizes, axis_name="expert", out_rows=len(rows), kind="return")
 
-    The reference gathers the rows of all devices on each, n * rows * d numbers, for XLA's CPU backend has no ragged
-    all-to-all.
+    The reference gathers the rows of all devices on each device, n * rows * d numbers, because XLA's CPU backend has no
+    ragged all-to-all.
 
     Args:
-      x: "send": this device's rows, [rows, d], sorted by group; those after all groups stay where they are. "return":
-        what "send" gave, or anything with a row for each of its rows, [buffer, d].
-      group_sizes: [groups], integers of at least 0, of this device's rows before "send", the same for both kinds.
-        Rows that it counts and that `x` does not have arrive as zeros.
-      axis_name: the mesh axis that divides the groups, or several.
-      out_rows: the rows of the result, at least 1: "send": of the buffer; "return": of `x` before "send".
+      x: "send": this device's rows, [rows, d], sorted by group; rows after all groups are not sent. "return":
+        one row for each row of the result of "send", [buffer, d].
+      group_sizes: [groups], non-negative integers, the group sizes of this device's rows before "send"; the same for
+        both kinds. If their sum exceeds the rows of `x`, the missing rows arrive as zeros.
+      axis_name: mesh axis or axes that shard the groups.
+      out_rows: number of rows of the result, at least 1: the buffer size for "send", the rows of `x` before "send" for
+        "return".
       kind: "send" or "return".
       implementation: a name, several in order of preference, or None to let core choose.
-      axes: the logical names of arrays' axes, by which devices share what XLA cannot split, as `linear` takes them.
+      axes: logical axis names of the arrays, as in `linear`; used to shard implementations that XLA cannot partition.
 
     Returns:
       y, [out_rows, d], of the dtype of `x`.
@@ -72,10 +73,10 @@ def exchange(
     Raises:
       ShapeError: n does not divide the groups.
       ArgumentError: wrong dtypes, `out_rows` below 1, or an `axis_name` that no surrounding `jax.shard_map` has.
-      UnknownName: the kind is neither of the two.
+      UnknownName: unknown kind.
       UnsupportedOp: no implementation, or not the one named, supports the call.
 
-    Source: Lepikhin et al., GShard, 2020 (arXiv:2006.16668), without its capacity of each expert; the ragged form as
+    Source: Lepikhin et al., GShard, 2020 (arXiv:2006.16668), without expert capacities; the ragged form follows
     `jax.lax.ragged_all_to_all`.
     """
     sizes = Axes("exchange")
@@ -90,11 +91,11 @@ def exchange(
 def received_sizes(
     group_sizes: Integer[Array, " groups"], *, axis_name: str | tuple[str, ...], out_rows: int
 ) -> tuple[Int[Array, " own_groups"], Int[Array, ""]]:
-    """What a device receives when all of them call `exchange` with the same arguments.
+    """Computes the group sizes that this device receives if all devices call `exchange` with these arguments.
 
     Returns:
-      The sizes of this device's groups in the order of the rows, int32[groups / n], together at most `out_rows`; and
-      how many rows for this device were cut off, int32[].
+      Sizes of this device's groups in the order of the received rows, int32[groups / n], with a sum of at most
+      `out_rows`; and the number of truncated rows, int32[].
 
     Raises:
       ShapeError, ArgumentError: as `exchange`.
@@ -108,7 +109,7 @@ def received_sizes(
 
 
 def _check_sizes(op: str, group_sizes: Any, axis_name: Any, out_rows: int) -> int:
-    """The number of devices."""
+    """Checks the arguments and returns the number of devices."""
     sizes = Axes(op)
     sizes.match("group_sizes", group_sizes, "groups")
     check_integer(op, group_sizes=group_sizes)
@@ -160,13 +161,13 @@ _exchange.defvjp(_forward, _backward)
 
 
 def _everyones(group_sizes: Any, axis_name: Any) -> Any:
-    """int32[devices, groups]: the group sizes of every device."""
+    """Gathers the group sizes of every device, int32[devices, groups]."""
     sizes = vary_alike(group_sizes.astype(jnp.int32), lax.axis_index(axis_name))[0]
     return lax.all_gather(sizes, axis_name)
 
 
 def _arriving(everyones: Any, me: Any, out_rows: int) -> tuple[Any, Any, Any]:
-    """For each row of this device's buffer: the device that sends it, its row there, and whether there is one."""
+    """Returns for each row of this device's buffer: its sender, its index on the sender, and whether it exists."""
     devices, groups = everyones.shape
     starts = jnp.cumsum(everyones, axis=1) - everyones
     own = groups // devices
@@ -176,7 +177,7 @@ def _arriving(everyones: Any, me: Any, out_rows: int) -> tuple[Any, Any, Any]:
 
 
 def _returning(everyones: Any, me: Any, out_rows: int) -> tuple[Any, Any, Any]:
-    """For each row of this device: the device that it was sent to, its row there, and whether it was sent."""
+    """Returns for each row of this device: its receiver, its index on the receiver, and whether it was sent."""
     devices, groups = everyones.shape
     group, within, exists = _places(everyones[me], out_rows)
     by_receiver = everyones.T.reshape(devices, -1)  # [receiver, its groups * senders]
@@ -185,7 +186,7 @@ def _returning(everyones: Any, me: Any, out_rows: int) -> tuple[Any, Any, Any]:
 
 
 def _places(sizes: Any, rows: int) -> tuple[Any, Any, Any]:
-    """The block of each row, where blocks of these sizes follow each other; its place in it; and whether it has one."""
+    """Returns for each row of consecutive blocks: its block, its index within the block, and whether it is in any."""
     ends, row = jnp.cumsum(sizes, dtype=jnp.int32), jnp.arange(rows, dtype=jnp.int32)
     block = jnp.minimum(jnp.searchsorted(ends, row, side="right"), len(sizes) - 1)
     return block, row - (ends - sizes)[block], row < ends[-1]
@@ -197,4 +198,4 @@ def _axes(call: OpCall) -> OpAxes:
 
 OP = Op("exchange", _reference, _axes, keeps=True, linear_in=("x",))
 REFERENCE = OP.implementation()
-"""Gathers all rows and takes those that are wanted: more moves than need be, on any backend."""
+"""Gathers all rows and selects: more communication than necessary, but works on any backend."""

@@ -1,4 +1,4 @@
-"""Gated linear unit: the product of two linear maps, one of them through an activation."""
+"""Gated linear unit."""
 
 import functools
 import math
@@ -47,27 +47,27 @@ def gated_linear_unit(
     implementation: Implementation = None,
     axes: LogicalNames | None = None,
 ) -> Float[Array, "*batch d_out"]:
-    """The product of two linear maps, one of them through an activation.
+    """Computes the product of two linear maps, one of them passed through an activation.
 
         y = f(min(g, l)) * (clip(u, -l, l) + c)        g = x G + a        u = x U + b
 
-    l is `limit` (none: neither is clamped) and c is `up_offset`. g and u are rounded to the dtype of `x`, all else is
-    computed in fp32. A number beyond its limit has no gradient. gpt-oss' experts are `activation="quick_gelu"`,
+    l is `limit` (None: no clamping) and c is `up_offset`. g and u are rounded to the dtype of `x`; everything else is
+    computed in fp32. The gradient of clamped values is 0. The experts of gpt-oss use `activation="quick_gelu"`,
     `limit=7.0`, `up_offset=1.0`.
 
     Args:
       x: [..., d_in].
-      w_gate: G, [d_in, d_out], of the dtype of `x`; or quantized, any class with `__stack_qview__`.
-      w_up: U, [d_in, d_out], likewise; either may be quantized without the other. If one has adapters, any class with
-        `__stack_low_rank__`, both products are calls of `linear`, and `implementation` names an implementation of it.
+      w_gate: G, [d_in, d_out], of the dtype of `x`; or quantized (any class with `__stack_qview__`).
+      w_up: U, [d_in, d_out], likewise; either may be quantized without the other. If either has adapters (any class
+        with `__stack_low_rank__`), both products are calls of `linear` and `implementation` applies to these.
       bias_gate: a, [d_out], of any floating dtype, added in fp32.
       bias_up: b, likewise.
       activation: f: "silu" (SwiGLU), "gelu" (exact), "gelu_tanh", "quick_gelu" (g / (1 + exp(-1.702 g))), "relu",
         "relu_squared" or "sigmoid".
-      limit: l, positive: g is clamped from above, u from both sides.
-      up_offset: c.
+      limit: l, positive; clamps g from above and u on both sides.
+      up_offset: c, constant added to the clamped u.
       implementation: a name, several in order of preference, or None to let core choose.
-      axes: the logical names of arrays' axes, by which devices share what XLA cannot split, as `linear` takes them.
+      axes: logical axis names of the arrays, as in `linear`; used to shard implementations that XLA cannot partition.
 
     Returns:
       [..., d_out], of the dtype of `x`.
@@ -75,7 +75,7 @@ def gated_linear_unit(
     Raises:
       ShapeError: d_in or d_out differ between the arguments.
       ArgumentError: the operands are not floating, or of different dtypes, or the limit is not positive.
-      UnknownName: the activation is none of those above.
+      UnknownName: unknown activation.
       UnsupportedOp: no implementation, or not the one named, supports the call.
 
     Source: Shazeer, GLU Variants Improve Transformer, 2020 (arXiv:2002.05202); limit and offset as in gpt-oss, 2025
@@ -102,7 +102,7 @@ def gated_linear_unit(
 
 
 def _of_linear(part: str, axes: LogicalNames | None) -> LogicalNames | None:
-    """Returns the names of axes of one of the two products as `linear` takes them."""
+    """Renames the logical axes of one of the two products to the parameters of `linear`."""
     if axes is None:
         return None
     names = {"x": "x", f"w_{part}": "weight", f"bias_{part}": "bias"}
@@ -128,7 +128,7 @@ _affine_backward = differentiated(lambda x, weight, bias, wants: (_affine(x, wei
 def _backward(
     arrays: Any, options: Any, outputs: Any, residuals: Any, cotangents: Any, *, wants: frozenset[str]
 ) -> dict[str, Any]:
-    """From the two products, which are formed again if the forward pass did not keep them."""
+    """Computes the gradients, and recomputes the two products if they are not among the residuals."""
     x, parts = arrays["x"], ("gate", "up")
     products = [residuals.get(part) for part in parts]
     if products[0] is None:
@@ -145,11 +145,11 @@ def _backward(
 
 
 def gate_product(gate: Any, up: Any, *, activation: str, limit: float | None, up_offset: float) -> Any:
-    """What the op makes of g and u: computed in fp32, returned in their dtype."""
+    """Computes y from g and u in fp32 and returns it in their dtype."""
     dtype, accurate = gate.dtype, accurate_dtype(gate.dtype)
     gate, up = gate.astype(accurate), up.astype(accurate)
     if limit is not None:
-        # Not `jnp.clip`, which halves the gradient of a number that is the limit.
+        # `jnp.clip` would halve the gradient of a value equal to the limit.
         gate = jnp.where(gate > limit, limit, gate)
         up = jnp.where(up > limit, limit, jnp.where(up < -limit, -limit, up))
     if up_offset:
@@ -168,6 +168,6 @@ def _axes(call: OpCall) -> OpAxes:
 
 
 OP = Op("gated_linear_unit", _reference, _axes, folds="...", residuals=("gate", "up"), backward=_backward)
-"""`gate` and `up` are g and u, of the dtype of `x`."""
+"""The residuals `gate` and `up` are g and u, in the dtype of `x`."""
 
 REFERENCE = OP.implementation()

@@ -36,19 +36,19 @@ def linear(
     implementation: Implementation = None,
     axes: LogicalNames | None = None,
 ) -> Float[Array, "*batch d_out"]:
-    """y = x W + b.
+    """Computes the affine map y = x W + b.
 
     Args:
-      x: [..., d_in], floating; or quantized, any class with `__stack_qview__`: its scales and zero points then have a
-        gradient where they are floating, its values have none.
-      weight: W, [d_in, d_out], of the dtype of `x`; or quantized, likewise. One may be quantized without the other. Or
-        with adapters, any class with `__stack_low_rank__`: then this is `linear` of its base, by the named
-        implementation, plus `low_rank`.
+      x: [..., d_in], floating or quantized (any class with `__stack_qview__`). If quantized, gradients go to floating
+        scales and zero points, not to the quantized values.
+      weight: W, [d_in, d_out], of the dtype of `x`, or quantized likewise; either may be quantized without the other.
+        With adapters (any class with `__stack_low_rank__`), the result is `linear` of the base weight, computed by
+        `implementation`, plus `low_rank`.
       bias: b, [d_out], added to the accumulator in fp32.
-      preferred_dtype: the dtype of the result, by default that of the operand that is not quantized, float32 if both
-        are. The products are accumulated in fp32 whatever it is, so that float32 returns the accumulator unrounded.
+      preferred_dtype: dtype of the result; by default the dtype of the unquantized operand, or float32 if both are
+        quantized. Products are always accumulated in fp32, so float32 returns the unrounded accumulator.
       implementation: a name, several in order of preference, or None to let core choose.
-      axes: the logical names of arrays' axes, by which devices share what XLA cannot split:
+      axes: logical axis names of the arrays, used to shard implementations that XLA cannot partition:
         {"x": ("batch", "seq", None), "weight": (None, "mlp")}.
 
     Returns:
@@ -79,7 +79,7 @@ def linear(
 
 
 def _dtype(x: Any, weight: Any) -> Any:
-    """The dtype of the operand that is not quantized; quantized ones are dequantized to it."""
+    """Returns the dtype of the unquantized operand, to which the quantized operand is dequantized."""
     return next((array.dtype for array in (x, weight) if not is_quantized(array)), jnp.float32)
 
 
@@ -93,7 +93,7 @@ def _reference(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any, wants: A
 
 
 def affine(rows: Any, weight: Any, bias: Any, dtype: Any) -> Any:
-    """[n, d_in] @ [d_in, d_out] + [d_out] or None, rounded once."""
+    """Computes [n, d_in] @ [d_in, d_out] + [d_out] (or None) and rounds the result once."""
     if bias is None:
         return contract("ni,io->no", rows, weight, dtype)
     product = contract("ni,io->no", rows, weight, accurate_dtype(rows.dtype))
@@ -101,7 +101,7 @@ def affine(rows: Any, weight: Any, bias: Any, dtype: Any) -> Any:
 
 
 def _axes(call: OpCall) -> OpAxes:
-    # Devices that hold parts of d_in would each add the bias.
+    # If d_in were split, each device would add the bias to its partial sum.
     whole = frozenset() if call.arrays["bias"] is None else frozenset({"d_in"})
     operands = {"x": "... d_in", "weight": "d_in d_out", "bias": "d_out"}
     return OpAxes(operands, ("... d_out",), whole=whole)

@@ -1,4 +1,4 @@
-"""Linear attention with a state that is written by the gated delta rule."""
+"""Linear attention with the gated delta rule."""
 
 import functools
 import math
@@ -22,7 +22,7 @@ from stack_core.ops.dispatch.symbolic import Size, is_symbolic
 
 __all__ = ["OP", "REFERENCE", "linear_attention"]
 
-# A TPU would round fp32 operands to bf16 by default, and with them the state, at every token.
+# By default, a TPU rounds fp32 operands to bf16: the state would lose precision at every token.
 _product = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
@@ -37,35 +37,35 @@ def linear_attention(
     implementation: Implementation = None,
     axes: LogicalNames | None = None,
 ) -> tuple[Float[Array, "batch seq heads value_dim"], Float[Array, "batch heads key_dim value_dim"]]:
-    """Reads from a state that forgets, and in which each token replaces what is stored under its key.
+    """Computes linear attention with the gated delta rule: a decaying state in which tokens overwrite values by key.
 
-        P_t = exp(g_t) S_(t-1)                                  what is left of the state
-        S_t = P_t + b_t k_t (v_t - P_t^T k_t)^T                 b_t of what k_t finds there gives way to v_t
+        P_t = exp(g_t) S_(t-1)                                  decay of the state
+        S_t = P_t + b_t k_t (v_t - P_t^T k_t)^T                 moves the value stored at k_t towards v_t
         o_t = S_t^T q_t
 
-    g is `decay`, b is `beta`, S_0 is `initial_state`. The state and all arithmetic are fp32, whatever the operands.
+    g is `decay`, b is `beta`, S_0 is `initial_state`. The state and all arithmetic are in fp32.
 
-    Nothing is scaled or normalized here. Gated DeltaNet and Qwen3-Next pass unit vectors for key and query, and divide
-    the query by sqrt(key_dim); models with more value than key heads repeat the latter.
+    Inputs are not scaled or normalized here. Gated DeltaNet and Qwen3-Next pass unit vectors for key and query, and
+    divide the query by sqrt(key_dim); models with more value heads than key heads repeat the key heads.
 
     Args:
       query: q, [batch, seq, heads, key_dim].
-      key: k, like `query`. Its length should be at most 1: the rule diverges where b_t |k_t|^2 exceeds 2.
+      key: k, like `query`. Its norm should be at most 1: the rule diverges if b_t |k_t|^2 exceeds 2.
       value: v, [batch, seq, heads, value_dim], of the dtype of `query`.
-      decay: g, [batch, seq, heads], the natural logarithm of the factor that the state shrinks by, so at most 0. 0
-        forgets nothing, -inf everything before the token. None is 0 throughout, the delta rule without a gate.
-      beta: b, [batch, seq, heads], how much of the stored value is replaced, from 0 to 1 (to 2 for negative
-        eigenvalues). None is 1 throughout. `decay` and `beta` are of any floating dtype.
-      initial_state: S_0, fp32[batch, heads, key_dim, value_dim]; None is 0.
+      decay: g, [batch, seq, heads], natural logarithm of the decay factor, at most 0. 0 keeps the state, -inf clears it
+        before the token. None means 0 for all tokens, the delta rule without a gate.
+      beta: b, [batch, seq, heads], replaced fraction of the stored value, from 0 to 1 (up to 2 for negative
+        eigenvalues). None means 1 for all tokens. `decay` and `beta` may have any floating dtype.
+      initial_state: S_0, fp32[batch, heads, key_dim, value_dim]; None means 0.
       implementation: a name, several in order of preference, or None to let core choose.
-      axes: the logical names of arrays' axes, by which devices share what XLA cannot split, as `linear` takes them.
+      axes: logical axis names of the arrays, as in `linear`; used to shard implementations that XLA cannot partition.
 
     Returns:
-      (o, S_seq): [batch, seq, heads, value_dim] of the dtype of `value`, and the state after the last token in fp32,
-      the `initial_state` of the tokens that follow.
+      (o, S_seq): [batch, seq, heads, value_dim] of the dtype of `value`, and the fp32 state after the last token, to
+      be passed as `initial_state` with the next tokens.
 
     Raises:
-      ShapeError: sizes that do not fit, naming the argument and the axis.
+      ShapeError: mismatched sizes; the message names the argument and the axis.
       ArgumentError: an array that is not floating, operands of different dtypes, or a state that is not fp32.
       UnsupportedOp: no implementation, or not the one named, supports the call.
 
@@ -101,7 +101,7 @@ def linear_attention(
 def _reference(
     query: Any, key: Any, value: Any, *, decay: Any, beta: Any, initial_state: Any, wants: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """Goes token by token. A gradient keeps the states between chunks, and of one chunk at a time those within."""
+    """Scans over tokens. The gradient stores one state per chunk and recomputes the states of a chunk at a time."""
     batch, seq, heads, key_dim = query.shape
     if initial_state is None:
         initial_state = jnp.zeros((batch, heads, key_dim, value.shape[-1]), accurate_dtype(value.dtype))
@@ -118,7 +118,7 @@ def _reference(
 
 
 def _read_token(state: Any, token: Any) -> Any:
-    """The equation: the next state [batch, heads, key_dim, value_dim], and o [batch, heads, value_dim]."""
+    """Applies the equation to one token: (S [batch, heads, key_dim, value_dim], o [batch, heads, value_dim])."""
     query, key, value, decay, beta = (x.astype(state.dtype) for x in token)
     state = jnp.exp(decay)[..., None, None] * state
     stored = _product("bhkv,bhk->bhv", state, key)
@@ -127,7 +127,7 @@ def _read_token(state: Any, token: Any) -> Any:
 
 
 def _chunks(seq: Size) -> int:
-    """About as many chunks as each has tokens; a divisor of `seq` if one is near."""
+    """Returns a number of chunks near sqrt(seq), preferably a divisor of `seq`."""
     if is_symbolic(seq):
         return 1
     wanted = max(math.isqrt(seq), 1)
@@ -135,7 +135,7 @@ def _chunks(seq: Size) -> int:
 
 
 def _split(array: Any, chunks: int) -> Any:
-    """[batch, seq, ...] -> [chunks, tokens, batch, ...]; the zeros it may append leave the state as it is."""
+    """[batch, seq, ...] -> [chunks, tokens, batch, ...]; zero padding does not change the state."""
     padding = [(0, 0)] * array.ndim
     padding[1] = (0, -array.shape[1] % chunks)
     by_token = jnp.moveaxis(jnp.pad(array, padding), 1, 0)

@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear head, without its logits ever being whole in memory."""
+"""Cross-entropy of a linear head, without materializing all logits."""
 
 import functools
 from typing import Any, NamedTuple
@@ -52,36 +52,36 @@ def linear_cross_entropy(
     implementation: Implementation = None,
     axes: LogicalNames | None = None,
 ) -> Float[Array, ""] | Float[Array, "*batch"]:
-    """Cross-entropy in nats between labels and the softmax of a linear head.
+    """Computes the cross-entropy in nats between labels and the softmax of a linear head.
 
         l_r = log sum_v exp(z_rv) - (1 - s) z_r,y - s mean_v z_rv + c (log sum_v exp(z_rv))^2
         z_rv = t tanh((h_r W_v + b_v) / t)
 
-    t is `softcap` (none: z_rv = h_r W_v + b_v).
-    Products run in the dtype of the operands with an fp32 accumulator, everything else in fp32. No more than a chunk
-    of rows meets the vocabulary at a time, forward and backward.
+    t is `softcap` (None: z_rv = h_r W_v + b_v).
+    Products run in the dtype of the operands with an fp32 accumulator, everything else in fp32. Logits
+    are formed for one chunk of rows at a time, in the forward and the backward pass.
 
     Args:
       hidden: h, [..., embed].
-      weight: W, [embed, vocab], of the dtype of `hidden`, a tied head passes its embedding transposed; or quantized,
-        then the reference dequantizes it once, since every chunk of rows meets all of it.
-      labels: y, [...], integers in [0, vocab). Any other label but `ignore_index` makes its loss NaN.
+      weight: W, [embed, vocab], of the dtype of `hidden`; a tied head passes its transposed embedding. If quantized,
+        the reference dequantizes it once, because every chunk needs the full matrix.
+      labels: y, [...], integers in [0, vocab). Any other label except `ignore_index` gives a loss of NaN.
       bias: b, [vocab], of any floating dtype.
-      softcap: t, positive: logits stay between -t and t, as in Gemma 2.
-      ignore_index: rows with this label count as absent: no loss, no gradient, no share in the mean.
-      z_loss: c, the weight of the squared log-partition.
-      label_smoothing: s, the share of the target spread evenly over the vocabulary, in [0, 1].
-      reduction: "mean" over the rows that count, "sum", or "none".
+      softcap: t, positive; bounds logits to [-t, t] as in Gemma 2.
+      ignore_index: label of rows to skip; they have zero loss and gradient and do not count in the mean.
+      z_loss: c, weight of the squared log-partition.
+      label_smoothing: s, fraction of the target distributed uniformly over the vocabulary, in [0, 1].
+      reduction: "mean" over the rows that are not ignored, "sum", or "none".
       implementation: a name, several in order of preference, or None to let core choose.
-      axes: the logical names of arrays' axes, by which devices share what XLA cannot split, as `linear` takes them.
+      axes: logical axis names of the arrays, as in `linear`; used to shard implementations that XLA cannot partition.
 
     Returns:
-      The fp32 loss, a scalar; with "none" [...], 0 where ignored. The mean over no rows is 0.
+      The fp32 loss: a scalar, or [...] for "none" with 0 for ignored rows. The mean is 0 if all rows are ignored.
 
     Raises:
       ShapeError: `embed` or `vocab` differ, or `labels` does not have the leading axes of `hidden`.
-      ArgumentError: wrong dtypes, a `label_smoothing` outside [0, 1], or a softcap that is not positive.
-      UnknownName: the reduction is none of the three.
+      ArgumentError: wrong dtypes, a `label_smoothing` outside [0, 1], or a non-positive softcap.
+      UnknownName: unknown reduction.
       UnsupportedOp: no implementation, or not the one named, supports the call.
 
     Source: the cap as in Gemma 2, 2024 (arXiv:2408.00118), section 2.
@@ -133,7 +133,7 @@ def _reference(
 
 
 class _Head(NamedTuple):
-    """weight[embed, vocab], and bias[vocab] or None."""
+    """Dequantized head: weight[embed, vocab], and bias[vocab] or None."""
 
     weight: Any
     bias: Any
@@ -149,7 +149,7 @@ def _row_losses(
     z_loss: float,
     label_smoothing: float,
 ) -> Any:
-    """The losses of rows that are few enough for their logits to be formed."""
+    """Computes the losses of one chunk of rows, materializing its logits."""
     logits = contract("re,ev->rv", hidden, head.weight, accurate_dtype(hidden.dtype))
     if head.bias is not None:
         logits = logits + head.bias.astype(logits.dtype)
@@ -167,8 +167,8 @@ def _row_losses(
 
 
 def _map_rows(row_losses: Any, hidden_chunks: Any, head: _Head, label_chunks: Any) -> Any:
-    """The losses [chunks, parts, rows]."""
-    # A head for each part has a gradient for each part, and they are added after the loop.
+    """Computes the losses, [chunks, parts, rows]."""
+    # With one copy of the head per part, gradients are accumulated per part and summed once after the loop.
     heads = jax.tree.map(lambda x: jnp.broadcast_to(x, (hidden_chunks.shape[1], *x.shape)), head)
 
     @jax.checkpoint
@@ -179,13 +179,13 @@ def _map_rows(row_losses: Any, hidden_chunks: Any, head: _Head, label_chunks: An
 
 
 def _plain_total(row_losses: Any, hidden_chunks: Any, head: _Head, label_chunks: Any) -> Any:
-    """The sum of all losses."""
+    """Computes the sum of all losses."""
     return jnp.sum(_map_rows(row_losses, hidden_chunks, head, label_chunks))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _total(row_losses: Any, hidden_chunks: Any, head: _Head, label_chunks: Any) -> Any:
-    """`_plain_total`. When differentiated, each chunk's gradients are formed while its logits are there."""
+    """Computes `_plain_total`; the forward pass of its VJP also computes the gradients, from the same logits."""
     return _plain_total(row_losses, hidden_chunks, head, label_chunks)
 
 
@@ -220,9 +220,14 @@ _total.defvjp(_total_forward, _total_backward)
 
 
 class RowParts(NamedTuple):
-    """How the mesh splits the rows: along the batch, and along the sequence where labels are [batch, seq].
+    """Split of the rows over the mesh: along the batch, and along the sequence if labels are [batch, seq].
 
-    Each part sums the gradient of the weight by itself; a sum over all rows would travel with every chunk.
+    Each part accumulates its own gradient of the weight. A sum over all rows would need a collective for every chunk.
+
+    Attributes:
+      shape: shape of the labels.
+      batch: number of parts along the batch.
+      seq: number of parts along the sequence.
     """
 
     shape: tuple[int, ...]
@@ -241,7 +246,7 @@ class RowParts(NamedTuple):
         return self.batch * self.seq
 
     def split(self, x: Any) -> Any:
-        """[..., *rest] -> [parts, rows of a part, *rest]."""
+        """Reshapes [..., *rest] to [parts, rows of a part, *rest]."""
         rest = x.shape[len(self.shape) :]
         if self.total == 1:
             return x.reshape(1, -1, *rest)
@@ -253,7 +258,7 @@ class RowParts(NamedTuple):
         return x.reshape(self.total, -1, *rest)
 
     def join(self, x: Any) -> Any:
-        """[parts, rows of a part] -> the shape of the labels."""
+        """Reshapes [parts, rows of a part] to the shape of the labels."""
         if self.seq == 1:
             return x.reshape(self.shape)
         parts = x.reshape(self.batch, self.seq, -1, self.shape[1] // self.seq)
@@ -261,9 +266,9 @@ class RowParts(NamedTuple):
 
 
 def _over_parts(function: Any, head_axis: int | None) -> Any:
-    """Maps a function of (hidden, head, labels) over their parts; `head_axis` is that of `jax.vmap`.
+    """Maps a function of (hidden, head, labels) over parts; `head_axis` is the head's entry of `in_axes` in `jax.vmap`.
 
-    A single part is not mapped: XLA would transpose the product that forms the weight's gradient.
+    A single part is not mapped, since XLA would then transpose the product for the weight's gradient.
     """
 
     def call(hidden: Any, head: _Head, labels: Any) -> Any:
@@ -276,7 +281,7 @@ def _over_parts(function: Any, head_axis: int | None) -> Any:
 
 
 def _chunks(rows: Size, vocab: int) -> int:
-    """The number of chunks: small enough to stay in a cache, but not too many of them."""
+    """Returns the number of chunks: a chunk's logits fit into a cache unless that takes more than 64 chunks."""
     if is_symbolic(rows):
         return 1
     chunk_rows = max(_CHUNK_BYTES // (vocab * 4), _FEWEST_ROWS)
@@ -288,7 +293,7 @@ def _chunks(rows: Size, vocab: int) -> int:
 def _split_rows(array: Any, chunks: int, fill: Any) -> Any:
     """[parts, rows, ...] -> [chunks, parts, rows per chunk, ...].
 
-    Each chunk takes rows from all over, so that rows stay on their devices where no mesh says how they are split.
+    Chunks are strided over the rows: rows stay on their devices even if no mesh states how they are sharded.
     """
     padding = -array.shape[1] % chunks
     padded = jnp.pad(array, [(0, 0), (0, padding), *[(0, 0)] * (array.ndim - 2)], constant_values=fill)
@@ -298,7 +303,7 @@ def _split_rows(array: Any, chunks: int, fill: Any) -> Any:
 def _axes(call: OpCall) -> OpAxes:
     by_row = call.options["reduction"] == "none"
     operands = {"hidden": "... embed", "weight": "embed vocab", "labels": "...", "bias": "vocab"}
-    # A mean or a sum over all rows is no sum of those of their parts.
+    # Rows stay whole: a mean over all rows is not the sum of the means over its parts.
     leading = () if by_row else (f"...{number}" for number in range(len(call.arrays["labels"].shape)))
     return OpAxes(operands, ("..." if by_row else "",), whole=frozenset({"embed", "vocab", *leading}))
 

@@ -1,4 +1,4 @@
-"""Products with matrices of low rank, one of several for each row: what adapters add to a linear map."""
+"""Low-rank products with one adapter per row, as LoRA adds them to a linear map."""
 
 import math
 from typing import Any, Protocol, runtime_checkable
@@ -22,7 +22,7 @@ __all__ = ["OP", "REFERENCE", "LowRankArray", "is_low_rank", "low_rank", "low_ra
 
 @runtime_checkable
 class LowRankArray(Protocol):
-    """A weight with adapters, which it shows through a `LowRankView`."""
+    """Protocol of weights with adapters, described by a `LowRankView`."""
 
     def __stack_low_rank__(self) -> LowRankView: ...
 
@@ -37,28 +37,28 @@ def low_rank(
     implementation: Implementation = None,
     axes: LogicalNames | None = None,
 ) -> Float[Array, "*batch d_out"]:
-    """y_r = s_a x_r D_a U_a, where a is the adapter of row r.
+    """Computes y_r = s_a x_r D_a U_a, where a is the adapter of row r.
 
-    Both products are accumulated in fp32. What is between them, s_a x_r D_a, is rounded to the dtype of `x`. The work
-    is that of the rows, however many adapters there are.
+    Both products are accumulated in fp32. The intermediate s_a x_r D_a is rounded to the dtype of `x`. The cost depends
+    on the number of rows and not on the number of adapters.
 
     Args:
       x: [..., d_in].
       down: D, [adapters, d_in, rank], at least one adapter, of the dtype of `x`.
       up: U, [adapters, rank, d_out], likewise.
-      scale: s, [adapters], of any floating dtype; LoRA's alpha / rank.
-      rows: the adapter of each row of `x`: integers of the shape of its leading axes, or of the first of them, so that
-        [batch] serves [batch, seq, d_in]. -1 is no adapter: the row's result is 0. Any other number that no adapter has
-        makes it NaN. None: adapter 0 for all.
+      scale: s, [adapters], of any floating dtype; alpha / rank in LoRA.
+      rows: adapter of each row of `x`: integers with the shape of all or the first of its leading axes, for example
+        [batch] for [batch, seq, d_in]. -1 means no adapter and gives 0. Other numbers out of range give NaN. None means
+        adapter 0 for all rows.
       implementation: a name, several in order of preference, or None to let core choose.
-      axes: the logical names of arrays' axes, by which devices share what XLA cannot split, as `linear` takes them.
+      axes: logical axis names of the arrays, as in `linear`; used to shard implementations that XLA cannot partition.
 
     Returns:
       [..., d_out], of the dtype of `x`.
 
     Raises:
       ShapeError: sizes differ between the arguments, or there is no adapter.
-      ArgumentError: operands that are not floating or of different dtypes, or rows that are not integers.
+      ArgumentError: non-floating operands, operands of different dtypes, or non-integer rows.
       UnsupportedOp: no implementation, or not the one named, supports the call.
 
     Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021 (arXiv:2106.09685); Chen et al., Punica:
@@ -96,7 +96,7 @@ def _reference(x: Any, down: Any, up: Any, scale: Any, *, rows: Any, wants: Any)
 
 
 def _by_adapter(x: Any, down: Any, up: Any, scale: Any, rows: Any) -> Any:
-    """[n, d_out], by two ragged products of the rows in the order of their adapters; rows without one come last."""
+    """Computes [n, d_out] by two ragged products over rows sorted by adapter; rows without adapter come last."""
     adapters, accurate = down.shape[0], accurate_dtype(x.dtype)
     exists = (rows >= 0) & (rows < adapters)
     adapter = jnp.where(exists, rows, adapters)
@@ -110,16 +110,16 @@ def _by_adapter(x: Any, down: Any, up: Any, scale: Any, rows: Any) -> Any:
 
 
 def is_low_rank(array: Any) -> bool:
-    """Whether the type of `array` defines `__stack_low_rank__`."""
+    """Returns whether the type of `array` defines `__stack_low_rank__`."""
     return hasattr(type(array), "__stack_low_rank__")
 
 
 def low_rank_view(array: Any) -> LowRankView:
-    """What a weight with adapters shows, checked.
+    """Returns the checked view of a weight with adapters.
 
     Raises:
-      ArgumentError: the view is of another ABI major version.
-      ShapeError: its matrices do not fit its base.
+      ArgumentError: the view has another ABI major version.
+      ShapeError: shapes of the matrices do not match the base weight.
     """
     view, name = array.__stack_low_rank__(), type(array).__name__
     if view.abi[0] != ABI_MAJOR:
@@ -145,7 +145,7 @@ def low_rank_view(array: Any) -> LowRankView:
 
 def _axes(call: OpCall) -> OpAxes:
     rows, leading = call.arrays["rows"], len(call.arrays["x"].shape) - 1
-    # `rows` may have fewer leading axes than `x`: then nothing folds, and nothing of x's rows is split.
+    # If `rows` has fewer leading axes than `x`, axes cannot be folded and the rows of x cannot be split.
     fits = rows is None or len(rows.shape) == leading
     names = "..." if fits else " ".join(f"lead{number}" for number in range(leading))
     of_rows = names if fits else " ".join(names.split()[: len(rows.shape)])
@@ -161,4 +161,4 @@ def _axes(call: OpCall) -> OpAxes:
 
 OP = Op("low_rank", _reference, _axes, folds="...", linear_in=("x", "down", "up", "scale"))
 REFERENCE = OP.implementation()
-"""Two products, ragged ones where rows name their adapters."""
+"""Two products, which are ragged if `rows` is given."""

@@ -36,28 +36,28 @@ def norm(
         rms:    y = (s + c) h / sqrt(mean(h^2) + epsilon) + b
         layer:  y = (s + c) (h - mean(h)) / sqrt(var(h) + epsilon) + b          with h = x + residual
 
-    Statistics, scale and offset are applied in fp32; the result is rounded once.
+    Statistics are computed, and scale and offset applied, in fp32; the result is rounded once.
 
     Args:
-      x: any shape with at least one axis.
-      scale: s, [x.shape[axis]], of any floating dtype; without it s + c is 1.
+      x: array with at least one axis.
+      scale: s, [x.shape[axis]], of any floating dtype; if None, s + c is 1.
       offset: b, [x.shape[axis]], of any floating dtype.
       kind: "rms" or "layer".
-      epsilon: added to the mean square or the variance.
-      scale_offset: c; Gemma stores its scale as the distance from 1 and takes 1.0.
-      residual: like `x`; added first, and the rounded sum is what is normalized.
+      epsilon: constant added to the mean square or the variance.
+      scale_offset: c; 1.0 for Gemma, whose checkpoints store the effective scale minus 1.
+      residual: array like `x`, added first; the sum is rounded before it is normalized.
       axis: the axis to normalize.
       implementation: a name, several in order of preference, or None to let core choose.
-      axes: the logical names of arrays' axes, by which devices share what XLA cannot split:
+      axes: logical axis names of the arrays, used to shard implementations that XLA cannot partition:
         {"x": ("batch", "seq", None)}.
 
     Returns:
-      y, like `x`; with a residual the pair (y, h).
+      y, like `x`; or the pair (y, h) if `residual` is given.
 
     Raises:
-      ShapeError: `scale` or `offset` does not have the size of the axis, or `residual` is not like `x`.
+      ShapeError: the size of `scale` or `offset` differs from the axis, or the shape of `residual` from `x`.
       ArgumentError: an array is not floating, or `residual` has another dtype than `x`.
-      UnknownName: the kind is neither of the two.
+      UnknownName: unknown kind.
       UnsupportedOp: no implementation, or not the one named, supports the call.
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019 (arXiv:1910.07467); Ba, Kiros and Hinton,
@@ -120,6 +120,9 @@ def _axes(call: OpCall) -> OpAxes:
 
 
 OP = Op("norm", _reference, _axes, folds="...", residuals=("inverse_rms",), linear_in=("scale", "offset"))
-"""`inverse_rms` is 1 / sqrt(mean(h^2) + epsilon), of centred h for "layer"; like `x`, with size 1 along the axis."""
+"""The residual `inverse_rms` is 1 / sqrt(mean(h^2) + epsilon), with centred h for "layer".
+
+Its shape is the shape of `x` with size 1 along the axis.
+"""
 
 REFERENCE = OP.implementation()

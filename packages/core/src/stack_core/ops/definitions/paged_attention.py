@@ -1,4 +1,4 @@
-"""Softmax attention of ragged queries to keys and values that lie in pages."""
+"""Softmax attention of ragged queries to keys and values in pages."""
 
 import functools
 from collections.abc import Callable
@@ -63,61 +63,60 @@ def paged_attention(
     implementation: Implementation = None,
     axes: LogicalNames | None = None,
 ) -> Float[Array, "tokens heads out_dim"]:
-    """Causal attention of the newest tokens of several sequences, each to the pages of its own.
+    """Computes causal attention of the last tokens of several sequences to their paged keys and values.
 
         o_t = sum_j exp(z_tj) v_j / d_t        d_t = sum_j exp(z_tj) + exp(s)
-        z_tj = c tanh(scale q_t k_j / c)       for j <= p_t that the window allows
+        z_tj = c tanh(scale q_t k_j / c)       for j <= p_t within the window
 
-    The symbols are those of `attention`. The queries of all sequences follow each other: sequence b has the tokens from
-    `query_starts[b]` to `query_starts[b + 1]`, which are its last, so that its query i stands at key position
-    p = `kv_lengths[b]` - its number of queries + i. Key j of the sequence lies in slot j % slots of the page
-    `block_tables[b, j // slots]`. Prompts, parts of prompts and single tokens may be mixed in one call.
+    Symbols are as in `attention`. Queries of all sequences are concatenated: tokens `query_starts[b]` to
+    `query_starts[b + 1]` are the last tokens of sequence b. Query i of sequence b is at key position
+    p = `kv_lengths[b]` - (its number of queries) + i. Key j of the sequence is in slot j % slots of page
+    `block_tables[b, j // slots]`. A call may mix full prompts, chunks of prompts and single tokens.
 
-    Whatever lies in slots that no key of the sequence has, and in entries of `block_tables` that it does not need, is
-    not looked at: NaN and invalid page numbers do no harm there. Tokens before `query_starts[0]` and from
-    `query_starts[-1]` on are padding, their output is 0; so is that of a query with nothing to attend to. A sequence
-    without queries costs nothing, whatever its length.
+    Unused slots of pages and unused entries of `block_tables` are ignored: they may contain NaN and invalid page
+    numbers. Tokens before `query_starts[0]` and from `query_starts[-1]` on are padding with output 0. The output of a
+    query without visible keys is 0 as well. A sequence without queries costs nothing for any length.
 
-    An index out of range is taken as the nearest in range: a page number as that of the first or the last page, a
-    length as 0 or as many keys as the row of the table has slots, a start as 0, `tokens`, or the start before it.
+    Indices are clamped to their range: page numbers to the pages of the pool, lengths to the slots of the sequence's
+    row of the table, and starts to [previous start, `tokens`].
 
     The products run in the dtype of the query with an fp32 accumulator, the softmax in fp32. Gradients go to `query`,
-    `sinks` and the pages (of quantized ones, to the scales).
+    `sinks` and the pages (to the scales of quantized pages).
 
     Args:
       query: q, [tokens, heads, head_dim].
-      key_pages: k, in the axes of `layout`, of the dtype of `query`, or quantized; heads is a multiple of kv_heads,
-        neighbours share a key head.
-      value_pages: v, like `key_pages`, but that its head_dim, the result's, may be another. None: the values lie in
-        `key_pages`, in the layout "psh2d" beside the keys; in others they are the first `value_dim` numbers of the
-        keys, as latents are that latent attention keeps.
-      block_tables: [batch, pages_per_seq], the numbers of each sequence's pages in their order.
-      kv_lengths: [batch], the keys of each sequence, those of its queries included.
+      key_pages: k, with the axes of `layout`, of the dtype of `query` or quantized; heads is a multiple of kv_heads,
+        consecutive heads share a key head.
+      value_pages: v, like `key_pages`; its head_dim may differ and is the width of the result. None if `key_pages`
+        includes the values: as separate vectors in the layout "psh2d", or as the first `value_dim` features of the
+        keys in other layouts (the cached latents of latent attention).
+      block_tables: [batch, pages_per_seq], page numbers of each sequence in order.
+      kv_lengths: [batch], number of keys of each sequence, including the keys of its queries.
       query_starts: [batch + 1], ascending, from 0 unless the first tokens are padding.
-      window: (left, right), inclusive distances in keys; None leaves a side open. Nothing right of a query is seen.
+      window: (left, right), inclusive distances in keys; None means unlimited. Keys after a query are always masked.
       softcap: c, positive.
-      sinks: s, [heads], logits that join the denominator and have no value.
-      scale: by default head_dim ** -0.5.
-      value_dim: the width of the values, from 1 to head_dim; only where they are parts of the keys.
-      layout: "phsd" [pages, kv_heads, slots, head_dim], the reference's fastest on CPUs; "pshd" [pages, slots,
+      sinks: s, [heads], logits added to the denominator only.
+      scale: factor on the products; by default head_dim ** -0.5.
+      value_dim: width of the values, from 1 to head_dim; required if the values are part of the keys, else None.
+      layout: "phsd" [pages, kv_heads, slots, head_dim], the fastest for the reference on CPUs; "pshd" [pages, slots,
         kv_heads, head_dim]; "hpsd" [kv_heads, pages, slots, head_dim]; or "psh2d" [pages, slots, kv_heads, 2,
-        head_dim], a pool of both, without `value_pages`: each key is followed by its value.
+        head_dim], a single pool with each key followed by its value, without `value_pages`.
       implementation: a name, several in order of preference, or None to let core choose.
-      axes: the logical names of arrays' axes, by which devices share what XLA cannot split, as `linear` takes them.
+      axes: logical axis names of the arrays, as in `linear`; used to shard implementations that XLA cannot partition.
 
     Returns:
       o, [tokens, heads, value_dim or head_dim of `value_pages`], of the dtype of `query`.
 
     Raises:
-      ShapeError: sizes that do not fit, naming the argument and the axis.
-      ArgumentError: wrong dtypes, a negative window, a softcap that is not positive, or a `value_dim` that is not given
-        where it is needed, or is where it is not.
-      UnknownName: the layout is none of those above.
+      ShapeError: mismatched sizes; the message names the argument and the axis.
+      ArgumentError: wrong dtypes, a negative window, a non-positive softcap, or a `value_dim` that is missing or
+        superfluous.
+      UnknownName: unknown layout.
       UnsupportedOp: no implementation, or not the one named, supports the call.
 
     Source: Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, 2023
     (arXiv:2309.06180); Milakov and Gimelshein, Online normalizer calculation for softmax, 2018 (arXiv:1805.02867);
-    values that are parts of the keys as in DeepSeek-V2, 2024 (arXiv:2405.04434), section 2.1.2.
+    values as part of the keys as in DeepSeek-V2, 2024 (arXiv:2405.04434), section 2.1.2.
     """
     arrays, options = checked_call(
         query,
@@ -151,7 +150,7 @@ def checked_call(
     value_dim: int | None,
     layout: str,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arrays and the options of a call, which fit each other; raises as `paged_attention`."""
+    """Checks the arguments and returns the arrays and options of a call; raises as `paged_attention`."""
     check_known("paged_attention", "layout", layout, tuple(LAYOUTS))
     check_static("paged_attention", value_dim=value_dim)
     if holds_values(layout):
@@ -250,7 +249,7 @@ def _reference(
     wants: Any,
     **options: Any,
 ) -> tuple[Any, dict[str, Any]]:
-    """Attends block by block of queries, all blocks at once, and page by page up to the longest sequence's last."""
+    """Attends in blocks of queries: all blocks in parallel, page by page up to the last key of the longest sequence."""
     tokens, heads, head_dim = query.shape
     batch = block_tables.shape[0]
     pool = logical_array(key_pages)
@@ -291,9 +290,9 @@ def _reference(
 
 
 def _block_rows(queries: Size, group: int) -> int:
-    """How many queries of one sequence form a block: about as many as a sequence has, so that half a block is waste.
+    """Returns the number of queries in a block: about the queries per sequence, so about half a block is padding.
 
-    At least so many that each key head meets two rows: a CPU's bf16 product with one is slower than that with two.
+    A block has at least two rows for each key head, since a bf16 product with one row is slower than with two on CPUs.
     """
     if is_symbolic(queries):
         return max(_SYMBOLIC_BLOCK_ROWS, 2 // group)
@@ -301,16 +300,16 @@ def _block_rows(queries: Size, group: int) -> int:
 
 
 def _last_start(starts: Any, places: Any) -> Any:
-    """The number of the last range that starts at or before each place; the last one for places after all ranges."""
+    """Returns the index of the last range that starts at or before each position."""
     after = jnp.sum(starts[1:] <= places[:, None], axis=1, dtype=jnp.int32)
     return jnp.minimum(after, starts.shape[0] - 2)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(attend_in: Callable[..., Any], operands: Any) -> Any:
-    """Visits the pages that are needed and no others, in a loop whose length is known only when it runs.
+    """Attends to the needed pages only, in a loop with a dynamic trip count.
 
-    JAX cannot reverse such a loop: a gradient visits every entry of the tables and skips those that are not needed.
+    JAX cannot reverse-differentiate such a loop. The gradient loops over all table entries and skips unneeded pages.
     """
     return attend_in(_visit_needed, **operands)
 
@@ -353,7 +352,7 @@ def _attend_in(
     layout: str,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """Attention of blocks of queries [blocks, kv_heads, group, rows, head_dim], several pages a step.
+    """Computes attention of query blocks [blocks, kv_heads, group, rows, head_dim], several pages per step.
 
     Returns:
       The output [blocks, kv_heads, group, rows, out_dim] in fp32, and the log of the softmax's denominator.
@@ -383,9 +382,9 @@ def _attend_in(
 
 
 def _slots(pages: Any, numbers: Any, layout: str, dtype: Any) -> list[Any]:
-    """The slots of the pages with these numbers, [blocks, n] -> [blocks, kv_heads, n * slots, head_dim].
+    """Gathers the slots of the pages with these numbers, [blocks, n] -> [blocks, kv_heads, n * slots, head_dim].
 
-    Of a pool that holds keys and values those of the keys, then those of the values.
+    Returns keys and values for a pool with both, otherwise a single array.
     """
     taken, axes = take(pages, numbers, layout.index("p"), dtype), layout.replace("p", "bn")
     ordered = [jnp.einsum(f"{axes.replace('2', '')}->bhnsd", part) for part in parts(taken, axes)]

@@ -1,4 +1,4 @@
-"""Product of rows with the matrix of the group that each belongs to, as in a mixture of experts."""
+"""Grouped matrix product: multiplies each row by the matrix of its group, as in a mixture of experts."""
 
 from typing import Any
 
@@ -30,29 +30,29 @@ def ragged_dot(
     implementation: Implementation = None,
     axes: LogicalNames | None = None,
 ) -> Float[Array, "rows d_out"]:
-    """y_r = x_r W_g(r) + b_g(r), where the first `group_sizes[0]` rows are of group 0, the next of group 1, and so on.
+    """Computes y_r = x_r W_g(r) + b_g(r) for rows sorted by group; group i has `group_sizes[i]` rows.
 
-    x is `lhs`, W is `rhs`, b is `bias` (none: 0), y_r is 0 for the rows that come after all groups; they have no
+    x is `lhs`, W is `rhs`, b is `bias` (None: 0). Rows after all groups have y_r = 0 and zero
     gradient. Products are accumulated in fp32.
 
     Args:
       lhs: [rows, d_in], sorted by group.
-      rhs: [groups, d_in, d_out], at least one group, of the dtype of `lhs`; or quantized, any class with
-        `__stack_qview__`; its scale then has a gradient, its integers have none. Or with adapters, any class with
-        `__stack_low_rank__`: then this is `ragged_dot` of its base, by the named implementation, plus `low_rank`, which
-        multiplies a row with the matrices of its adapter and group.
-      group_sizes: [groups], integers. Their sum may be less than `rows`; what exceeds `rows` is cut off. A negative one
-        is taken as 0.
+      rhs: [groups, d_in, d_out], at least one group, of the dtype of `lhs`; or quantized (any class with
+        `__stack_qview__`), with gradients for its scale only. With adapters (any class with `__stack_low_rank__`), the
+        result is `ragged_dot` of the base weight, computed by `implementation`, plus `low_rank` with the matrices of
+        each row's adapter and group.
+      group_sizes: [groups], integers. Their sum may be less than `rows`; sizes in excess of `rows` are truncated.
+        Negative sizes count as 0.
       bias: [groups, d_out], of any floating dtype, added to the accumulator in fp32.
       implementation: a name, several in order of preference, or None to let core choose.
-      axes: the logical names of arrays' axes, by which devices share what XLA cannot split, as `linear` takes them.
+      axes: logical axis names of the arrays, as in `linear`; used to shard implementations that XLA cannot partition.
 
     Returns:
       [rows, d_out], of the dtype of `lhs`.
 
     Raises:
       ShapeError: d_in, d_out or groups differ between the arguments, or there is no group.
-      ArgumentError: operands that are not floating or of different dtypes, or group sizes that are not integers.
+      ArgumentError: non-floating operands, operands of different dtypes, or non-integer group sizes.
       UnsupportedOp: no implementation, or not the one named, supports the call.
 
     Source: Gale et al., MegaBlocks: Efficient Sparse Training with Mixture-of-Experts, 2022 (arXiv:2211.15841).
@@ -75,7 +75,7 @@ def ragged_dot(
 
 
 def _cut_off(group_sizes: Any, rows: Size) -> Any:
-    """Returns sizes from 0 to all rows, as int32: loops over a group's rows end, and sums of sizes do not overflow."""
+    """Clamps group sizes as int32, which bounds loops over the rows of a group and prevents overflow of their sums."""
     if group_sizes.dtype.itemsize < 4:
         group_sizes = group_sizes.astype(jnp.int32)
     sizes = jnp.clip(group_sizes, 0, rows)

@@ -1,4 +1,4 @@
-"""Softmax attention whose sequence is split over devices: keys and values travel around a ring."""
+"""Softmax attention with the sequence sharded over a ring of devices, which pass keys and values around."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -49,43 +49,43 @@ def ring_attention(
     implementation: Implementation = None,
     axes: LogicalNames | None = None,
 ) -> Float[Array, "batch q_seq heads value_dim"] | tuple[Array, Float[Array, "batch q_seq heads"]]:
-    """`attention` inside `jax.shard_map`, of this device's queries to the keys of all n devices along `axis_name`.
+    """Computes `attention` inside `jax.shard_map`, of local queries to the keys of all n devices along `axis_name`.
 
-        o = attention(all queries, all keys, all values), of which device i returns the rows of its own queries
+        o = attention(all queries, all keys, all values), with device i returning the rows of its queries
 
-    Each device passes 1/n of the queries and 1/n of the keys, by `order`:
+    Each device holds 1/n of the queries and 1/n of the keys, in the given `order`:
 
-        contiguous:  device i has the i-th of n equal blocks of the sequence
-        zigzag:      of 2n equal blocks it has number i and number 2n - 1 - i, one after the other: with `causal` all
-                     devices have equally much to do
+        contiguous:  device i has block i of n equal blocks of the sequence
+        zigzag:      device i has blocks i and 2n - 1 - i of 2n equal blocks, concatenated, which balances the work of
+                     all devices with `causal`
 
-    The keys of one device at a time are there: each device passes on what it has and receives its neighbour's, n - 1
-    times, while it attends; the gradient goes around once more and keeps no keys of others. Pairs of blocks that
-    `causal`, `window` and `kv_lengths` hide are skipped.
+    Each device stores the keys of one device at a time. While it attends, it sends its current keys to one neighbour
+    and receives the next keys from the other, n - 1 times. The backward pass repeats the ring instead of storing the
+    keys of other devices. Pairs of blocks hidden by `causal`, `window` or `kv_lengths` are skipped.
 
-    Differences from `attention`: positions, `query_offset`, `window` and `kv_lengths` count in the whole sequence, and
-    there is no `bias` and no `mask`, which would be as large as this device's queries times all keys.
+    Differences from `attention`: positions, `query_offset`, `window` and `kv_lengths` refer to the full sequence. The
+    arguments `bias` and `mask` are not supported, since their size would be local queries times all keys.
 
     Args:
       query: q of this device, [batch, q_seq, heads, key_dim].
       key: k of this device, [batch, kv_seq, kv_heads, key_dim].
       value: v of this device, [batch, kv_seq, kv_heads, value_dim].
-      axis_name: the mesh axis that divides the sequence, or several.
-      order: "zigzag" or "contiguous", of queries and of keys.
-      query_offset: the key position of query 0 of the whole sequence; by default n (kv_seq - q_seq).
-      segment_ids: of this device's tokens, as for `attention`.
+      axis_name: mesh axis or axes that shard the sequence.
+      order: "zigzag" or "contiguous", for queries and keys.
+      query_offset: key position of query 0 of the full sequence; by default n (kv_seq - q_seq).
+      segment_ids: segments of this device's tokens, as for `attention`.
       causal, window, kv_lengths, softcap, sinks, scale, return_lse: as for `attention`.
       implementation: a name, several in order of preference, or None to let core choose.
-      axes: the logical names of arrays' axes, by which devices share what XLA cannot split, as `linear` takes them.
+      axes: logical axis names of the arrays, as in `linear`; used to shard implementations that XLA cannot partition.
 
     Returns:
       o, [batch, q_seq, heads, value_dim], of the dtype of `query`; with `return_lse` the pair
       (o, fp32[batch, q_seq, heads]).
 
     Raises:
-      ShapeError: sizes that do not fit, or a sequence that zigzag cannot halve.
+      ShapeError: mismatched sizes, or an odd local sequence with zigzag order.
       ArgumentError: wrong dtypes, or an `axis_name` that no surrounding `jax.shard_map` has.
-      UnknownName: the order is neither of the two.
+      UnknownName: unknown order.
       UnsupportedOp: no implementation, or not the one named, supports the call.
 
     Source: Liu et al., Ring Attention with Blockwise Transformers, 2023 (arXiv:2310.01889); the zigzag order as in
@@ -126,14 +126,14 @@ def ring_attention(
 
 
 class _Block(NamedTuple):
-    """Tokens that follow each other: their places on the device, and the place of the first in the whole sequence."""
+    """Contiguous tokens: their rows on the device, and the position of the first token in the full sequence."""
 
     rows: slice
     start: Any
 
 
 class _Keys(NamedTuple):
-    """What travels: key [batch, kv_heads, kv_seq, key_dim], value likewise, segments [batch, kv_seq] or None."""
+    """Data passed around the ring: key [batch, kv_heads, kv_seq, key_dim], value, segments [batch, kv_seq] or None."""
 
     key: Any
     value: Any
@@ -155,7 +155,7 @@ class _Queries(NamedTuple):
 
 
 class _Softmax(NamedTuple):
-    """The average of the values and the log of the softmax's denominator, 0 and -inf without keys."""
+    """Average of the values and log of the softmax's denominator; 0 and -inf without keys."""
 
     output: Any
     lse: Any
@@ -163,7 +163,7 @@ class _Softmax(NamedTuple):
 
 @dataclass(frozen=True)
 class _Ring:
-    """The static side of a call; `window` has causality in it."""
+    """Static part of a call; `window` includes causality."""
 
     axis_name: Any
     order: str
@@ -176,19 +176,19 @@ class _Ring:
         return int(lax.axis_size(self.axis_name))
 
     def pass_on(self, tree: Any) -> Any:
-        """What the neighbour has."""
+        """Sends a pytree to the next device and returns the previous device's."""
         pairs = [(device, (device + 1) % self.devices) for device in range(self.devices)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, pairs), tree)
 
     def blocks(self, device: Any, seq: int) -> list[_Block]:
-        """The blocks of a device that has `seq` tokens."""
+        """Returns the blocks of a device with `seq` tokens."""
         if self.order == "contiguous":
             return [_Block(slice(0, seq), device * seq)]
         half, last = seq // 2, 2 * self.devices - 1
         return [_Block(slice(0, half), device * half), _Block(slice(half, seq), (last - device) * half)]
 
     def attend(self, queries: _Queries, keys: _Keys) -> _Softmax:
-        """Attention to the keys of all devices."""
+        """Computes attention to the keys of all devices."""
 
         def step(carry: tuple[_Keys, _Softmax], distance: Any) -> tuple[tuple[_Keys, _Softmax], None]:
             keys, softmax = carry
@@ -201,7 +201,7 @@ class _Ring:
         return self.with_keys(softmax, queries, keys, self.devices - 1)
 
     def with_keys(self, softmax: _Softmax, queries: _Queries, keys: _Keys, distance: Any) -> _Softmax:
-        """Takes in the keys that have come from the device `distance` before this one."""
+        """Merges attention to `keys`, which belong to the device `distance` steps before this device."""
         for mine, theirs in self.pairs(queries, keys, distance):
             part = _rows(queries, mine.rows)
             place = _place(part, mine, theirs)
@@ -223,7 +223,7 @@ class _Ring:
         return [(one, other) for one in mine for other in theirs]
 
     def pair(self, queries: _Queries, keys: _Keys, place: Any, theirs: _Block) -> _Softmax:
-        """Attention of one block of queries to one of keys; query 0 stands at the key `place` [batch or 1]."""
+        """Computes attention of one query block to one key block, with query 0 at key `place` [batch or 1]."""
         rows, length = queries.query.shape[3], keys.key.shape[2]
         lengths = queries.kv_lengths
         operands = {
@@ -241,7 +241,7 @@ class _Ring:
         return _Softmax(*attention_tiles.attend(operands, query_offset=None, **options))
 
     def visible(self, queries: _Queries, theirs: _Block, place: Any) -> Any:
-        """Whether a query may see a key of a block, segments left aside; None where nothing could hide it."""
+        """Returns whether any key of a block may be visible, ignoring segments; None if no condition can hide it."""
         left, right = self.window
         rows, length = queries.query.shape[3], theirs.rows.stop - theirs.rows.start
         conditions = [] if right is None else [jnp.max(place) + rows - 1 + right >= 0]
@@ -259,11 +259,12 @@ class _Ring:
         return lax.cond(seen, lambda: both(function()), lambda: both(alike(otherwise())))
 
     def gradients(self, queries: _Queries, keys: _Keys, total: _Softmax, cotangent: _Softmax) -> tuple[Any, Any, Any]:
-        """Of query, key and value, by those of the output and the lse, while the keys travel once more.
+        """Computes the gradients of query, key and value in a second pass around the ring.
 
             do_p = w do        dlse_p = w (do (o_p - o) + dlse)        w = exp(lse_p - lse)
 
-        o_p and lse_p are what one pair of blocks gives by itself.
+        do and dlse are the cotangents of the output and the lse; o_p and lse_p are the output and lse of one pair of
+        blocks.
         """
 
         def step(carry: Any, distance: Any) -> Any:
@@ -315,10 +316,10 @@ class _Ring:
 
 
 def _put(whole: Any, part: Any, rows: slice, *, axis: int) -> Any:
-    """`whole` with some of its rows replaced.
+    """Returns `whole` with some of its rows replaced.
 
-    `whole.at[...].set` scatters by an index of size 0 where they are all the rows that there are, and an index that a
-    `shard_map` does not use ends XLA's compiler (jax 0.11.2, CPU).
+    `whole.at[...].set` would scatter with an index of size 0 if `rows` covers all rows; such an index, unused inside
+    `shard_map`, crashes XLA's compiler (jax 0.11.2, CPU).
     """
     return lax.dynamic_update_slice_in_dim(whole, part, rows.start, axis)
 
@@ -329,7 +330,7 @@ def _rows(queries: _Queries, rows: slice) -> _Queries:
 
 
 def _place(queries: _Queries, mine: _Block, theirs: _Block) -> Any:
-    """The place of the first query among the keys of a block, [batch or 1]."""
+    """Returns the position of the first query relative to the first key of a block, [batch or 1]."""
     return jnp.asarray(queries.offset).reshape(-1) + (mine.start - theirs.start)
 
 
@@ -339,7 +340,7 @@ def _no_keys(queries: _Queries, keys: _Keys) -> _Softmax:
 
 
 def _merged(one: _Softmax, other: _Softmax) -> _Softmax:
-    """Attention to the keys of both."""
+    """Merges attention to two disjoint sets of keys."""
     largest = lax.stop_gradient(jnp.maximum(one.lse, other.lse))
     largest = jnp.where(largest == -jnp.inf, 0, largest)
     first, second = jnp.exp(one.lse - largest), jnp.exp(other.lse - largest)
@@ -350,7 +351,7 @@ def _merged(one: _Softmax, other: _Softmax) -> _Softmax:
 
 
 def _prepared(given: Mapping[str, Any]) -> tuple[_Ring, _Queries, _Keys]:
-    """What a call's arrays and options say, in the layout of tiles."""
+    """Converts the arrays and options of a call to the layout of tiles."""
     query, key = given["query"], given["key"]
     batch, q_seq, heads, key_dim = query.shape
     grouped = query.reshape(batch, q_seq, key.shape[2], heads // key.shape[2], key_dim)
@@ -405,13 +406,13 @@ def _grouped(x: Any, kv_heads: int) -> Any:
 
 
 def _ungrouped(x: Any) -> Any:
-    """The inverse of `_grouped`."""
+    """Inverts `_grouped`."""
     batch, kv_heads, group, seq, *rest = x.shape
     return jnp.moveaxis(x, 3, 1).reshape(batch, seq, kv_heads * group, *rest)
 
 
 OP = Op("ring_attention", _reference, attention_axes, folds="batch", residuals=("lse",), backward=_backward)
-"""`lse` is log d, what `return_lse` returns."""
+"""The residual `lse` is log d, as returned with `return_lse`."""
 
 REFERENCE = OP.implementation()
-"""Every pair of blocks tile by tile, in plain JAX."""
+"""Computes every pair of blocks tile by tile, in plain JAX."""

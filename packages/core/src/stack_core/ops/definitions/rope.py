@@ -29,7 +29,7 @@ def rope(
     implementation: Implementation = None,
     axes: LogicalNames | None = None,
 ) -> Float[Array, "*batch seq heads head_dim"]:
-    """Rotates pairs of features by angles that grow with the position.
+    """Rotates pairs of features by angles proportional to the position.
 
         y_a = x_a cos(p f_i) - x_b sin(p f_i)
         y_b = x_b cos(p f_i) + x_a sin(p f_i)            f_i = theta^(-2i / r), i = 0 ... r/2 - 1
@@ -40,21 +40,21 @@ def rope(
     Args:
       x: [..., seq, heads, head_dim], queries or keys.
       positions: [..., seq], integers.
-      theta: the base of the frequencies.
-      scaling: changes the frequencies for longer contexts: `LinearScaling`, `DynamicScaling`, `Llama3Scaling`,
-        `YarnScaling`, `LongRopeScaling`, or another hashable object with their method.
-      interleaved: pair neighbours (GPT-J) rather than halves (GPT-NeoX, Llama).
-      rotary_dim: the number of leading features that turn, even; by default head_dim.
+      theta: base of the frequencies.
+      scaling: scaling of the frequencies for longer contexts: `LinearScaling`, `DynamicScaling`, `Llama3Scaling`,
+        `YarnScaling`, `LongRopeScaling`, or another hashable object with a `frequencies` method. None: unscaled.
+      interleaved: whether adjacent features form pairs (GPT-J) instead of the two halves (GPT-NeoX, Llama).
+      rotary_dim: number of rotated leading features, even; by default head_dim.
       implementation: a name, several in order of preference, or None to let core choose.
-      axes: the logical names of arrays' axes, by which devices share what XLA cannot split:
+      axes: logical axis names of the arrays, used to shard implementations that XLA cannot partition:
         {"x": ("batch", "seq", "heads", None)}.
 
     Returns:
-      Like `x`.
+      y, like `x`.
 
     Raises:
-      ShapeError: `positions` does not have the leading axes of `x`.
-      ArgumentError: `x` is not floating, `positions` not integer, `rotary_dim` odd or larger than head_dim.
+      ShapeError: the shape of `positions` differs from the leading axes of `x`.
+      ArgumentError: `x` is not floating, `positions` is not integer, or `rotary_dim` is odd or exceeds head_dim.
       UnsupportedOp: no implementation, or not the one named, supports the call.
 
     Source: Su et al., RoFormer, 2021 (arXiv:2104.09864).
@@ -83,7 +83,7 @@ def _reference(
 
 
 def rope_angles(positions: Any, *, theta: float, scaling: Any, rotary_dim: int) -> tuple[Any, Any]:
-    """Angles [..., seq, 1, rotary_dim / 2] in fp32 of positions [..., seq], and the factor of their cosine and sine."""
+    """Computes fp32 angles [..., seq, 1, rotary_dim / 2] of positions [..., seq], and the factor on cosine and sine."""
     if scaling is None:
         frequencies, factor = unscaled_frequencies(theta, rotary_dim), 1.0
     else:
@@ -92,7 +92,7 @@ def rope_angles(positions: Any, *, theta: float, scaling: Any, rotary_dim: int) 
 
 
 def rotated(x: Any, cosine: Any, sine: Any, *, interleaved: bool) -> Any:
-    """x[..., seq, heads, head_dim] with its first features turned in pairs, as many as the tables have angles."""
+    """Rotates the leading features of x[..., seq, heads, head_dim], two for each angle in the tables."""
     dtype, rotary_dim = accurate_dtype(x.dtype), 2 * cosine.shape[-1]
     cosine, sine = cosine.astype(dtype), sine.astype(dtype)
     turning, rest = x[..., :rotary_dim].astype(dtype), x[..., rotary_dim:]
@@ -107,7 +107,7 @@ def rotated(x: Any, cosine: Any, sine: Any, *, interleaved: bool) -> Any:
 
 def _axes(call: OpCall) -> OpAxes:
     operands = {"x": "... seq heads head_dim", "positions": "... seq"}
-    # What scales may ask for the last position of a row.
+    # A scaling may depend on the last position of a row, so the sequence must not be split.
     whole = {"head_dim"} if call.options["scaling"] is None else {"head_dim", "seq"}
     return OpAxes(operands, ("... seq heads head_dim",), whole=frozenset(whole))
 

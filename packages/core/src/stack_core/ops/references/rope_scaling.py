@@ -1,6 +1,6 @@
-"""Scalings of rotary frequencies for contexts longer than those of pretraining, as transformers defines them.
+"""Scaling of rotary frequencies for contexts longer than in pretraining, as defined by transformers.
 
-Field names are those of a Hugging Face `rope_scaling` mapping. With r = rotary_dim, the unscaled frequencies are
+Field names match a Hugging Face `rope_scaling` mapping. With r = rotary_dim, the unscaled frequencies are
 f_i = theta^(-2i / r), i = 0 ... r/2 - 1, in radians per position.
 """
 
@@ -29,7 +29,7 @@ Frequencies: TypeAlias = tuple[Any, float]
 
 @runtime_checkable
 class RopeScalingMethod(Protocol):
-    """What `rope` needs of a scaling; a class outside core fits when it is hashable and has this method."""
+    """Protocol of the `scaling` argument of `rope`; any hashable class with this method can be used."""
 
     def frequencies(self, theta: float, rotary_dim: int, positions: jax.Array) -> Frequencies:
         """Returns (frequencies in fp32, factor on cosine and sine).
@@ -38,7 +38,7 @@ class RopeScalingMethod(Protocol):
           positions: int[..., seq].
 
         Returns:
-          frequencies[rotary_dim / 2], or [..., 1, 1, rotary_dim / 2] where each row has its own.
+          frequencies[rotary_dim / 2], or [..., 1, 1, rotary_dim / 2] if they differ between rows.
         """
         ...
 
@@ -51,7 +51,12 @@ def unscaled_frequencies(theta: float, rotary_dim: int) -> np.ndarray:
 
 @config
 class LinearScaling:
-    """f_i / factor: positions are squeezed into the pretrained range."""
+    """Linear scaling, f_i / factor: compresses positions into the pretrained range.
+
+    Attributes:
+      factor: ratio of the extended to the pretrained context length.
+      rope_type: discriminator of the config, always "linear".
+    """
 
     factor: float
     rope_type: Literal["linear"] = "linear"
@@ -62,9 +67,14 @@ class LinearScaling:
 
 @config
 class DynamicScaling:
-    """theta grows with the sequence: theta (a n / n0 - (a - 1))^(r / (r - 2)).
+    """Dynamic NTK scaling: theta grows with the sequence, theta (a n / n0 - (a - 1))^(r / (r - 2)).
 
     a is `factor`, n0 is `max_position_embeddings`, and n the largest position of the row plus one, at least n0.
+
+    Attributes:
+      factor: a, growth of theta with the sequence length.
+      max_position_embeddings: n0, pretrained context length in tokens; up to it, frequencies are unscaled.
+      rope_type: discriminator of the config, always "dynamic".
     """
 
     factor: float
@@ -80,9 +90,16 @@ class DynamicScaling:
 
 @config
 class Llama3Scaling:
-    """f_i / factor for wavelengths above n0 / low, f_i below n0 / high, and a blend in between.
+    """Llama 3 scaling: f_i / factor for wavelengths above n0 / low, f_i below n0 / high, and a blend in between.
 
     n0 is `original_max_position_embeddings`; low and high are the two frequency factors; wavelengths are 2 pi / f_i.
+
+    Attributes:
+      factor: divisor of the low frequencies.
+      low_freq_factor: number of turns in the pretrained context below which a frequency is divided by `factor`.
+      high_freq_factor: number of turns in the pretrained context above which a frequency is unchanged.
+      original_max_position_embeddings: n0, pretrained context length in tokens.
+      rope_type: discriminator of the config, always "llama3".
     """
 
     factor: float
@@ -101,12 +118,23 @@ class Llama3Scaling:
 
 @config
 class YarnScaling:
-    """Frequencies that turn often are kept, those that turn rarely are divided by `factor`, with a ramp in between.
+    """YaRN scaling: keeps high frequencies, divides low frequencies by `factor`, with a ramp in between.
 
     The ramp runs between the dimensions that turn `beta_fast` and `beta_slow` times in
     `original_max_position_embeddings` positions, rounded outwards if `truncate`. Cosine and sine are multiplied by
-    `attention_factor`, by default m(mscale) / m(mscale_all_dim), or m(1) when one of these is missing, with
-    m(k) = 0.1 k ln(factor) + 1.
+    `attention_factor`, by default m(mscale) / m(mscale_all_dim), or m(1) if either is None or 0, with
+    m(k) = 0.1 k ln(factor) + 1 (1 if factor <= 1).
+
+    Attributes:
+      factor: divisor of the low frequencies.
+      original_max_position_embeddings: pretrained context length in tokens.
+      attention_factor: factor on cosine and sine; None derives it from `factor`, `mscale` and `mscale_all_dim`.
+      beta_fast: number of turns in the pretrained context above which frequencies are unchanged.
+      beta_slow: number of turns in the pretrained context below which frequencies are divided by `factor`.
+      mscale: k in the numerator m(k) of the default `attention_factor`.
+      mscale_all_dim: k in its denominator m(k).
+      truncate: whether the ends of the ramp are rounded to whole dimensions.
+      rope_type: discriminator of the config, always "yarn".
 
     Source: Peng et al., YaRN, 2023 (arXiv:2309.00071).
     """
@@ -134,7 +162,7 @@ class YarnScaling:
         return (unscaled / self.factor * ramp + unscaled * (1 - ramp)).astype(np.float32), self._attention_factor()
 
     def _dimension_turning(self, turns: float, theta: float, rotary_dim: int) -> float:
-        """The real-valued i at which f_i makes so many turns in the original context."""
+        """Returns the real-valued i at which f_i makes `turns` turns in the pretrained context."""
         wavelength = self.original_max_position_embeddings / (turns * 2 * math.pi)
         return rotary_dim * math.log(wavelength) / (2 * math.log(theta))
 
@@ -151,10 +179,18 @@ class YarnScaling:
 
 @config
 class LongRopeScaling:
-    """f_i / short_i, or f_i / long_i when a position of the row reaches `original_max_position_embeddings`.
+    """LongRoPE: f_i / short_i, or f_i / long_i if a position of the row reaches `original_max_position_embeddings`.
 
     Cosine and sine are multiplied by `attention_factor`, by default
-    sqrt(1 + ln(factor) / ln(original_max_position_embeddings)).
+    sqrt(1 + ln(factor) / ln(original_max_position_embeddings)), or 1 if factor <= 1.
+
+    Attributes:
+      short_factor: divisor of each frequency for short sequences, rotary_dim / 2 values.
+      long_factor: divisor of each frequency for long sequences, rotary_dim / 2 values.
+      factor: ratio of the extended to the pretrained context length.
+      original_max_position_embeddings: pretrained context length in tokens.
+      attention_factor: factor on cosine and sine; None derives it from `factor` as above.
+      rope_type: discriminator of the config, always "longrope".
 
     Source: Ding et al., LongRoPE, 2024 (arXiv:2402.13753).
     """
@@ -182,7 +218,7 @@ class LongRopeScaling:
 
 
 def _last_of_row(positions: jax.Array) -> jax.Array:
-    """The largest position of each row, [..., 1, 1, 1]: rows are sequences of their own, and none changes another."""
+    """Returns the largest position of each row, [..., 1, 1, 1]; rows are independent sequences."""
     return jnp.max(positions, axis=-1)[..., None, None, None]
 
 

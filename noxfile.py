@@ -81,10 +81,12 @@ _prefer_pyenv_interpreters()
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Ruff's rules and its formatting."""
+    """Ruff's rules and formatting, the budget of our English, and the generated table of contracts."""
     _install(session, groups=("lint",))
     session.run("ruff", "check", *session.posargs)
     session.run("ruff", "format", "--check")
+    session.run("python", "tools/prose.py")
+    session.run("python", "tools/contracts.py", "--check")
 
 
 @nox.session(default=False)

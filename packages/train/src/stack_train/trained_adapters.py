@@ -19,6 +19,7 @@ from stack_train.checkpoint import CheckpointStore, FrozenRecord
 from stack_train.checkpoint.frozen import frozen_records
 from stack_train.checkpoint.leaves import LeafSpec
 from stack_train.checkpoint.manifest import read_documents, read_manifest
+from stack_train.optim.optax_optimizer import as_optimizer
 from stack_train.run.config import RunConfig, run_config
 from stack_train.run.model import stored_model
 from stack_train.run.start import model_differences
@@ -75,7 +76,7 @@ def run_adapters(run: Path) -> RunAdapters:
     variables = ModelVariables.of(stored_model(config))
     with CheckpointStore(RunDirectory(run).checkpoints) as store:
         restored = store.restore_variables(variables.abstract)
-    if config.optimizer.averages and restored.kind != "weights":
+    if as_optimizer(config.optimizer).averages and restored.kind != "weights":
         model, step = load_model(run, config)
     else:
         held = dict(_leaves(restored.state, variables))
@@ -128,7 +129,7 @@ def digests_of_run(run: Path) -> Digests:
     manifest = read_manifest(directory)
     records = frozen_records(read_documents(directory, manifest))
     frozen = records.get("model")
-    if run_config(run).optimizer.averages and manifest.kind != "weights":
+    if as_optimizer(run_config(run).optimizer).averages and manifest.kind != "weights":
         return {}  # The model is the average of the parameters, and checkpoints do not store digests of averages.
     stored = {
         name.partition("/")[2]: (record.spec, record.digest)

@@ -22,6 +22,7 @@ from stack_train.adapters import read_adapters
 from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.generative import ModuleCheckpoint, generative_checkpoint, parameters_of
 from stack_train.objectives import as_objective
+from stack_train.optim.optax_optimizer import as_optimizer
 from stack_train.run.config import RunConfig, run_config
 from stack_train.run.model import abstract_model, holds_codes, stored_model
 from stack_train.run.start import with_tokenizer
@@ -201,11 +202,12 @@ class RunFormat:
                 f"Objective {config.objective.name!r} of {directory} does not train a model {name!r}; it trains: "
                 f"{', '.join(trained) or 'none'}. Give a run of another objective."
             )
-        settings = (config.model, config.optimizer, config.run.steps, config.precision)
+        optimizer = as_optimizer(config.optimizer)
+        settings = (config.model, optimizer, config.run.steps, config.precision)
         auxiliary = trained_model(name, trained[name], *settings)
         with CheckpointStore(RunDirectory(directory).checkpoints) as store:
             restored = store.restore_params(abstract, under=f"further/{name}/params")
-            if not config.optimizer.averages:
+            if not optimizer.averages:
                 return restored.state
             opt_state = store.restore_params(
                 auxiliary.abstract.opt_state, restored.step, under=f"further/{name}/opt_state"

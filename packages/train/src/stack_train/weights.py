@@ -18,6 +18,7 @@ from stack_core.abi.plugins import registries
 from stack_core.abi.run_directory import RunDirectory
 from stack_core.abi.tree_paths import path_name
 from stack_train.checkpoint import CheckpointStore, FrozenRecord
+from stack_train.optim.optax_optimizer import as_optimizer
 from stack_train.run.config import RunConfig, run_config
 from stack_train.run.model import abstract_params, stored_model
 from stack_train.run.program import build_program
@@ -220,7 +221,7 @@ def _restored(
         if latest is not None:
             _check_recipe(store.path(latest) / "config.yaml", config)
         restored = store.restore_variables(abstract, step)
-        averages = config.optimizer.averages and restored.kind != "weights"
+        averages = as_optimizer(config.optimizer).averages and restored.kind != "weights"
         if not (averages or "model" in restored.frozen):
             return restored.state, restored.step
         program = on_one_device(config)
@@ -236,7 +237,7 @@ def _restored(
             shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state.params)
             params = store.restore_params(shapes, restored.step).state  # as they were trained, not cast
             with jax.numpy_dtype_promotion("standard"):
-                averaged = config.optimizer.evaluation_params(params, opt_state)
+                averaged = as_optimizer(config.optimizer).evaluation_params(params, opt_state)
             variables |= flatten_mapping(averaged)
     tree = cast_values(
         unflatten_mapping(variables), {path: leaf.dtype for path, leaf in flatten_mapping(abstract).items()}

@@ -6,11 +6,15 @@ import numpy as np
 import optax
 import pytest
 
-from stack_core.abi.config import parse
+from stack_core.abi.config import config, parse
 from stack_core.abi.errors import ConfigError
+from stack_core.abi.plugins import registries
 from stack_train.optim import AdamWConfig, GroupConfig, MuonConfig, ScheduleConfig, ScheduleFreeConfig, SgdConfig
 from stack_train.optim.axes import is_hidden_matrix, is_matrix
 from stack_train.optim.optimizer import states_of
+from stack_train.run.config import RunConfig
+from stack_train.run.train import train
+from stack_train.weights import load_params
 
 AXES = {"embedding": ("vocab", "embed"), "layer": {"kernel": ("layers", "embed", "mlp"), "scale": ("layers", "norm")}}
 CONSTANT = ScheduleConfig(decay="constant")
@@ -77,8 +81,8 @@ def test_groups_change_rate_and_decay_of_what_their_pattern_covers():
 
 def test_muon_and_schedule_free_train_in_groups():
     groups = {"kernel": GroupConfig(rate_factor=0.5)}
-    for config in (MuonConfig(groups=groups), ScheduleFreeConfig(groups=groups)):
-        halved, whole = first_update(config), first_update(type(config)())
+    for settings in (MuonConfig(groups=groups), ScheduleFreeConfig(groups=groups)):
+        halved, whole = first_update(settings), first_update(type(settings)())
         kernel, all_of_it = halved["layer"]["kernel"], whole["layer"]["kernel"]
         np.testing.assert_allclose(kernel, 0.5 * all_of_it, rtol=1e-3)
         np.testing.assert_allclose(halved["embedding"], whole["embedding"], rtol=1e-6)
@@ -127,3 +131,29 @@ def test_wrong_settings_are_refused(given, message):
         config = parse(kind, given)
         config.check(["embedding", "layer/kernel", "layer/scale"])
         config.build(10, AXES)
+
+
+def test_a_config_that_builds_an_optax_transformation_is_an_optimizer(tmp_path, monkeypatch):
+    built = []
+
+    @config
+    class Signs:
+        name: str = "signs"
+        rate: float = 0.1
+
+        def build(self, steps):
+            built.append(steps)
+            return optax.sign_sgd(optax.linear_schedule(self.rate, 0.0, steps))
+
+    monkeypatch.setitem(registries.optimizers._resolved, "signs", Signs)  # as a plugin would register it
+    (tmp_path / "text.txt").write_text("one two buckle my shoe, three four knock at the door. " * 20)
+    data = {"source": f"text:{tmp_path}/text.txt", "seq_tokens": 16, "batch_size": 4, "validation_fraction": 0.0}
+    model = {"name": "llama", "vocab_size": 262, "layers": 1, "embed": 8, "heads": 2, "mlp": 16}
+    base = {"output": str(tmp_path / "run"), "data": data, "model": model, "run": {"steps": 2}}
+    run = parse(RunConfig, {**base, "optimizer": {"name": "signs", "rate": 0.05}, "checkpoint": {"every_steps": 1}})
+    train(run)
+    assert set(built) == {2}
+    assert train(
+        parse(RunConfig, {**base, "run": {"steps": 3}, "optimizer": "signs"}), resume=True, allow=["optimizer"]
+    )
+    assert np.isfinite(load_params(tmp_path / "run", run.model)["norm"]["scale"]).all()

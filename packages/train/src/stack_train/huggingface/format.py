@@ -30,6 +30,7 @@ from stack_train.generative import ModuleCheckpoint, generative_checkpoint
 from stack_train.huggingface.blocks import QUANTIZATION
 from stack_train.huggingface.source import HuggingFaceSource, open_source, read_config
 from stack_train.models.weight_map import joined_tensors, shared_tensors
+from stack_train.optim.optax_optimizer import as_optimizer
 from stack_train.run.config import RunConfig, run_config
 from stack_train.run.model import abstract_model, abstract_params, holds_codes
 from stack_train.run.transforms import transform_names
@@ -275,7 +276,7 @@ def _derived_leaves(run: Path, saved: RunConfig, rules: Iterable[Any]) -> Iterat
     with CheckpointStore(RunDirectory(run).checkpoints) as store:
         step = store.latest()
         has_frozen = step is not None and (store.path(step) / FROZEN).is_file()
-    if not (saved.optimizer.averages or has_frozen):
+    if not (as_optimizer(saved.optimizer).averages or has_frozen):
         return None
     values = named_leaves(load_params(run, saved.model))
     return ((rule.parameter, values[rule.parameter]) for rule in rules)

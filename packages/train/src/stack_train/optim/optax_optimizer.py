@@ -1,6 +1,6 @@
 """Adapter from Optax transformations to the optimizer interface."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,6 +18,8 @@ __all__ = ["OptaxOptimizer", "Optimizer", "as_optimizer"]
 class Optimizer(Protocol):
     """Interface between a trainer and its optimizer; `OptimizerConfig` documents the methods."""
 
+    @property
+    def averages(self) -> bool: ...
     def check(self, paths: Sequence[str]) -> None: ...
     def freezes(self, path: str) -> bool: ...
     def build(self, steps: int, axes: AxesTree) -> optax.GradientTransformation: ...
@@ -27,9 +29,14 @@ class Optimizer(Protocol):
 
 @dataclass(frozen=True)
 class OptaxOptimizer:
-    """An `Optimizer` around an Optax transformation, which has its own schedule, clipping and masks."""
+    """An `Optimizer` around an Optax transformation, which has its own schedule, clipping and masks.
 
-    transformation: optax.GradientTransformation
+    Attributes:
+      make: returns the transformation for a total number of updates.
+    """
+
+    make: Callable[[int], optax.GradientTransformation]
+    averages: bool = False
 
     def check(self, paths: Sequence[str]) -> None:
         """Accepts every model, because an Optax transformation does not have parameter groups."""
@@ -38,7 +45,7 @@ class OptaxOptimizer:
         return False
 
     def build(self, steps: int, axes: AxesTree) -> optax.GradientTransformation:
-        return self.transformation
+        return self.make(steps)
 
     def evaluation_params(self, params: Any, opt_state: Any) -> Any:
         return params
@@ -48,16 +55,22 @@ class OptaxOptimizer:
 
 
 def as_optimizer(optimizer: Any) -> Optimizer:
-    """Returns an optimizer config unchanged, and wraps an Optax transformation in an `OptaxOptimizer`.
+    """Returns a config of `stack_train.optim` unchanged, and wraps others in an `OptaxOptimizer`.
+
+    Args:
+      optimizer: a config of `stack_train.optim`, an Optax transformation, or a config whose `build(steps)` returns one.
 
     Raises:
-      ConfigError: `optimizer` is neither.
+      ConfigError: `optimizer` is none of these.
     """
     if isinstance(optimizer, optax.GradientTransformation):
-        return OptaxOptimizer(optimizer)
+        return OptaxOptimizer(lambda steps: optimizer)
     if isinstance(optimizer, Optimizer) and not isinstance(optimizer, type):
         return optimizer
+    if callable(build := getattr(optimizer, "build", None)) and not isinstance(optimizer, type):
+        return OptaxOptimizer(build)
     raise ConfigError(
         f"The optimizer is {optimizer!r}; expected a config of stack_train.optim, such as "
-        "AdamWConfig(learning_rate=3e-4), or an Optax transformation such as optax.adamw(3e-4)."
+        "AdamWConfig(learning_rate=3e-4), an Optax transformation such as optax.adamw(3e-4), or a config whose "
+        "build(steps) returns one."
     )

@@ -86,8 +86,8 @@ def test_muon_and_schedule_free_train_in_groups():
         kernel, all_of_it = halved["layer"]["kernel"], whole["layer"]["kernel"]
         np.testing.assert_allclose(kernel, 0.5 * all_of_it, rtol=1e-3)
         np.testing.assert_allclose(halved["embedding"], whole["embedding"], rtol=1e-6)
-    state = config.build(100, AXES).init(params_like(1.0))
-    averages = config.evaluation_params(params_like(1.0), state)
+    state = settings.build(100, AXES).init(params_like(1.0))
+    averages = settings.evaluation_params(params_like(1.0), state)
     assert jax.tree.structure(averages) == jax.tree.structure(params_like(1.0))
     assert len(states_of(state, optax.contrib.ScheduleFreeState)) == 2
 
@@ -153,7 +153,6 @@ def test_a_config_that_builds_an_optax_transformation_is_an_optimizer(tmp_path, 
     run = parse(RunConfig, {**base, "optimizer": {"name": "signs", "rate": 0.05}, "checkpoint": {"every_steps": 1}})
     train(run)
     assert set(built) == {2}
-    assert train(
-        parse(RunConfig, {**base, "run": {"steps": 3}, "optimizer": "signs"}), resume=True, allow=["optimizer"]
-    )
-    assert np.isfinite(load_params(tmp_path / "run", run.model)["norm"]["scale"]).all()
+    longer = parse(RunConfig, {**base, "run": {"steps": 3}, "optimizer": "signs"})
+    assert train(longer, resume=True, allow=["optimizer"]).step == 3
+    assert {"blocks", "embedding"} < load_params(tmp_path / "run", run.model).keys()

@@ -1,7 +1,7 @@
-"""Attention tile by tile, in the order of FlashAttention: the scores of no more than a tile exist at a time.
+"""Tiled attention in the order of FlashAttention, with one tile of the scores in memory at a time.
 
-Tiles that causality or a window hides are left out of the program. Each direction is one loop whose length is known,
-over one compiled tile.
+Tiles hidden by causality or a window are excluded from the program. Each direction is one loop with a static trip
+count over one compiled tile.
 
 Source: Dao, FlashAttention-2, 2023 (arXiv:2307.08691).
 """
@@ -37,7 +37,7 @@ _TILE_BYTES = 2**20
 _FEWEST_ROWS = 64
 _FEWEST_KEYS = 256
 
-# The axes of each operand that follow the queries and the keys. An axis of size 1 stands for all.
+# Index of the query axis and of the key axis of each operand. An axis of size 1 is broadcast.
 _QUERY_AXES = {"query": 3, "query_positions": 1, "bias": 3, "mask": 3, "q_segments": 1}
 _KEY_AXES = {"key": 2, "value": 2, "bias": 4, "mask": 4, "kv_segments": 1}
 
@@ -46,7 +46,7 @@ Operands = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class _Tiles:
-    """How the scores are cut into tiles of `rows` by `keys`, and the numbers (of rows, of keys) of those needed."""
+    """Tiling of the scores into `rows` by `keys`, with the indices (row, column) of the needed tiles."""
 
     rows: Size
     keys: Size
@@ -54,7 +54,7 @@ class _Tiles:
     logits: Callable[..., Any]
 
     def cut(self, operands: Operands, row: Any, column: Any) -> dict[str, Any]:
-        """The parts of the operands that meet in one tile."""
+        """Slices the operands for one tile."""
         by_row = {name: _part(x, _QUERY_AXES.get(name), row, self.rows) for name, x in operands.items()}
         return {name: _part(x, _KEY_AXES.get(name), column, self.keys) for name, x in by_row.items()}
 
@@ -63,7 +63,7 @@ class _Tiles:
         return self.logits(products, bias=bias, first_key=column * self.keys, **places)
 
     def scan(self, visit: Callable[..., Any], carry: Any, operands: Any) -> Any:
-        """Carries through `visit(carry, row, column)` for all tiles."""
+        """Folds `visit(carry, row, column)` over all needed tiles."""
         carry = vary_alike(carry, operands)[0]
         needed = np.array(self.needed, np.int32).reshape(-1, 2)
         return lax.scan(lambda carry, tile: (visit(carry, *tile), None), carry, needed)[0]
@@ -72,11 +72,11 @@ class _Tiles:
 def attend(
     operands: Operands, *, window: tuple[int | None, int | None], query_offset: Any, scale: float, softcap: float | None
 ) -> tuple[Any, Any]:
-    """Attention of [batch, kv_heads, group, q_seq, key_dim] to [batch, kv_heads, kv_seq, key_dim | value_dim].
+    """Computes attention of [batch, kv_heads, group, q_seq, key_dim] to [batch, kv_heads, kv_seq, key_dim | value_dim].
 
     Args:
-      operands: `query`, `key`, `value`, and what `masked_logits` takes of arrays.
-      query_offset: an int, or anything else where it is not known.
+      operands: `query`, `key`, `value`, and the array arguments of `masked_logits`.
+      query_offset: key position of query 0 if it is an int; any other value means that it is unknown when tracing.
 
     Returns:
       The output [batch, kv_heads, group, q_seq, value_dim] in fp32, and the log of the softmax's denominator.
@@ -86,7 +86,7 @@ def attend(
     logits = functools.partial(masked_logits, scale=scale, softcap=softcap, window=window)
     devices = parts_of("batch") * parts_of("act_heads")
     if is_symbolic(q_seq, kv_seq):
-        rows, keys = q_seq, kv_seq  # the number of tiles has to be known
+        rows, keys = q_seq, kv_seq  # the number of tiles must be static
     else:
         sequences = 1 if is_symbolic(batch) else batch
         rows, keys = _tile_sizes(math.ceil(sequences * kv_heads * group / devices), q_seq, kv_seq)
@@ -101,10 +101,14 @@ def attend(
 
 
 def _tile_sizes(heads: int, q_seq: int, kv_seq: int) -> tuple[int, int]:
-    """Rows and keys of tiles that fill `_TILE_BYTES`, twice as many keys as rows, and that are equally full.
+    """Returns rows and keys of tiles of about `_TILE_BYTES`, with about twice as many keys as rows.
+
+    Sizes are evened out, so the last tile is not much smaller than the others.
 
     Args:
-      heads: of all the batch, on one device.
+      heads: batch size times query heads, on one device.
+      q_seq: number of queries.
+      kv_seq: number of keys.
     """
     pairs = _TILE_BYTES // (4 * max(heads, 1))
     rows = max(math.isqrt(pairs // 2), _FEWEST_ROWS)
@@ -119,7 +123,7 @@ def _tile_sizes(heads: int, q_seq: int, kv_seq: int) -> tuple[int, int]:
 def _needed_tiles(
     rows: int, keys: int, sizes: tuple[int, int], window: tuple[int | None, int | None], offset: int
 ) -> tuple[tuple[int, int], ...]:
-    """The tiles with a pair that the window allows, where query 0 stands at key position `offset`."""
+    """Returns the tiles with at least one visible pair, with query 0 at key position `offset`."""
     q_seq, kv_seq = sizes
     left, right = window
     needed: list[tuple[int, int]] = []
@@ -132,7 +136,7 @@ def _needed_tiles(
 
 
 def _padded(operands: Operands, rows: int, keys: int) -> dict[str, Any]:
-    """Fills the last tiles up. Keys that are not there are masked; what queries that are not there get is cut off."""
+    """Pads operands to whole tiles. Padding keys are masked; the caller removes the output of padding queries."""
     query, key = operands["query"], operands["key"]
     if key.shape[2] % keys and operands["kv_lengths"] is None:
         operands = {**operands, "kv_lengths": jnp.full(query.shape[0], key.shape[2])}
@@ -174,13 +178,13 @@ def _attend_forward(tiles: _Tiles, operands: Operands) -> Any:
 
 
 def _attend_backward(tiles: _Tiles, residuals: Any, cotangents: Any) -> Any:
-    """Forms each tile's weights again, from its logits and the lse.
+    """Computes the gradients, with the weights of each tile recomputed from its logits and the lse.
 
         dz_ij = w_ij (do_i v_j - do_i o_i + dlse_i)        w_ij = exp(z_ij - lse_i)
 
-    The gradients of keys and values are summed transposed, [batch, kv_heads, _, keys], from transposed queries
-    and output gradients: XLA's CPU backend runs the product that contracts the rows of both its operands at a third of
-    the speed of others.
+    The gradients of keys and values are accumulated transposed, [batch, kv_heads, _, keys], from transposed queries
+    and output gradients: XLA's CPU backend runs a product that contracts the rows of both operands at a third of the
+    speed of other layouts.
     """
     operands, output, lse = residuals
     of_output, of_lse = cotangents
@@ -198,7 +202,7 @@ def _attend_backward(tiles: _Tiles, residuals: Any, cotangents: Any) -> Any:
         mine = {name: _part(x, 3, row, tiles.rows) for name, x in by_query.items()}
         mine_turned = {name: _part(x, 4, row, tiles.rows) for name, x in turned.items()}
         products = by_group("bhqd,bhkd->bhqk", part["query"], part["key"])
-        bias = None if part["bias"] is None else part["bias"].astype(accurate)  # so is its gradient, then
+        bias = None if part["bias"] is None else part["bias"].astype(accurate)  # accumulates its gradient in this dtype
         scores, scores_vjp = jax.vjp(lambda products, bias: tiles.scores(products, bias, part, column), products, bias)
         weights = jnp.exp(scores - mine["lse"][..., None])
         of_weights = by_group("bhqd,bhkd->bhqk", mine["output"], part["value"])
@@ -225,7 +229,7 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _over_rows(left: Any, right: Any) -> Any:
-    """[batch, kv_heads, d, group, rows] @ [batch, kv_heads, group, rows, keys], in fp32."""
+    """Computes [batch, kv_heads, d, group, rows] @ [batch, kv_heads, group, rows, keys] in fp32."""
     flat_left = left.reshape(*left.shape[:3], -1)
     flat_right = right.reshape(*right.shape[:2], -1, right.shape[-1])
     return contract("bhdq,bhqk->bhdk", flat_left, flat_right, accurate_dtype(left.dtype))
@@ -242,7 +246,7 @@ def _replaced(x: Any, axis: int, index: Any, part: Any) -> Any:
 
 
 def _added(x: Any, part: Any, places: Mapping[int, Any]) -> Any:
-    """Adds a part at its place, by axis; along axes of size 1, which stand for all parts, everywhere."""
+    """Adds a part at its tile index along each axis; axes of size 1 are shared by all tiles."""
     start = [jnp.zeros((), jnp.int32)] * x.ndim
     for axis, index in places.items():
         if x.shape[axis] > 1:

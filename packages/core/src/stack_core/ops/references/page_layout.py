@@ -1,4 +1,4 @@
-"""Which layout of pages suits the target chip's implementations of `paged_attention`."""
+"""Choice of the page layout for `paged_attention` on the target chip."""
 
 import inspect
 from typing import Any
@@ -16,17 +16,17 @@ __all__ = ["page_layout"]
 def page_layout(
     query: Any, key_pages: Any, value_pages: Any, *, layout: str, axes: LogicalNames | None = None, **call: Any
 ) -> str | None:
-    """The layout in which the best implementation for the target chip takes a call of `paged_attention`.
+    """Returns the layout supported by the best implementation of `paged_attention` for the target chip.
 
-    Implementations are compared by priority: a kernel that reads one layout alone stands before the reference, which
-    reads all. Shapes and dtypes alone are read, so the arguments may be traced or be `jax.ShapeDtypeStruct`s.
+    Implementations are compared by priority: a kernel for a single layout has priority over the reference, which
+    supports all layouts. Only shapes and dtypes are read, so arguments may be tracers or `jax.ShapeDtypeStruct`s.
 
     Args:
-      query, key_pages, value_pages, axes, call: as `paged_attention` takes them, without an `implementation`.
-      layout: that of the pages which are given.
+      query, key_pages, value_pages, axes, call: arguments of `paged_attention` except `implementation`.
+      layout: layout of the given pages.
 
     Returns:
-      The name of the layout, or None where none is better than the one given.
+      Name of the layout, or None if no layout is better than the given layout.
 
     Raises:
       ShapeError, ArgumentError, UnknownName: as `paged_attention`.
@@ -47,7 +47,7 @@ def page_layout(
 
 
 def _renamed(axes: LogicalNames | None, given: str, wanted: str) -> LogicalNames | None:
-    """The logical names of the axes of pools in another layout."""
+    """Converts the logical axis names of pools to another layout."""
     if axes is None:
         return None
     pools = {name: dict(zip(given, axes[name], strict=True)) for name in ("key_pages", "value_pages") if name in axes}

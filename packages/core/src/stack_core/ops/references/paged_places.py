@@ -1,4 +1,4 @@
-"""Which numbers the index arrays of `paged_attention` stand for, whatever they hold."""
+"""Clamping of the index arrays of `paged_attention`."""
 
 from typing import Any
 
@@ -16,14 +16,15 @@ _INT32 = np.iinfo(np.int32)
 def bounded_places(
     block_tables: Any, kv_lengths: Any, query_starts: Any, *, pages: int, slots: int, tokens: Size
 ) -> tuple[Any, Any, Any]:
-    """The three arrays as int32 within the arrays that they point into.
+    """Clamps the three arrays to their valid ranges, as int32.
 
-    Page numbers become the nearest page, lengths the nearest that the sequence's row of the table holds, and each start
-    the nearest token that is not before the starts that precede it.
+    Page numbers are clamped to the pool, lengths to the capacity of a sequence's row of the table, and starts to
+    [previous start, `tokens`].
 
     Args:
-      pages: of the pool, at least 1.
-      slots: of a page.
+      pages: number of pages in the pool, at least 1.
+      slots: number of slots in a page.
+      tokens: number of tokens in the call.
     """
     most_keys = min(block_tables.shape[1] * slots, _INT32.max)
     return (
@@ -34,14 +35,14 @@ def bounded_places(
 
 
 def padding_as_zero(output: Any, query_starts: Any) -> Any:
-    """The output [tokens, ...], 0 for tokens of no sequence by the `query_starts` that `bounded_places` gives."""
+    """Zeroes the output [tokens, ...] of padding tokens, according to `query_starts` from `bounded_places`."""
     token = jnp.arange(output.shape[0])
     is_padding = (token < query_starts[0]) | (token >= query_starts[-1])
     return jnp.where(is_padding.reshape(-1, *[1] * (output.ndim - 1)), 0, output)
 
 
 def as_int32(integers: Any) -> Any:
-    """The nearest int32 of integers of any dtype."""
+    """Converts integers of any dtype to int32 and saturates them."""
     info = jnp.iinfo(integers.dtype)
     if info.max > _INT32.max:
         integers = jnp.minimum(integers, integers.dtype.type(_INT32.max))

@@ -1,4 +1,4 @@
-"""The layouts of pools of pages: the order of their axes, and whether one pool holds both keys and values."""
+"""Layouts of page pools: order of the axes, and whether a single pool stores keys and values."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -14,27 +14,27 @@ LAYOUTS: Final[Mapping[str, str]] = {
     "hpsd": "kv_heads pages slots head_dim",
     "psh2d": "pages slots kv_heads 2 head_dim",
 }
-"""The axes of a pool of pages by the name of its layout, which is their initials; of values too, of another width.
+"""Axes of a page pool by layout name, which consists of their initials. Pools of values may have another head_dim.
 
-With the axis 2 one pool holds keys, at 0, and values, at 1.
+Along the axis 2, a combined pool has keys at index 0 and values at index 1.
 """
 
 
 def holds_values(layout: str) -> bool:
-    """Whether one pool in this layout holds both keys and values."""
+    """Returns whether a pool in this layout stores both keys and values."""
     return "2" in layout
 
 
 def beside(key: jax.Array, value: jax.Array) -> jax.Array:
-    """Keys and values [..., head_dim] as a pool that holds both has them, [..., 2, head_dim]."""
+    """Stacks keys and values [..., head_dim] as in a combined pool, [..., 2, head_dim]."""
     return jnp.stack([key, value], axis=-2)
 
 
 def parts(pool: jax.Array, layout: str) -> list[jax.Array]:
-    """The keys of a pool that holds both, and the values; any other pool is its only part.
+    """Splits a combined pool into keys and values; any other pool is returned as the only part.
 
     Args:
-      layout: the initials of the pool's axes, of which the parts lack the 2.
+      layout: initials of the pool's axes. The parts do not have the axis 2.
     """
     if not holds_values(layout):
         return [pool]
@@ -42,14 +42,14 @@ def parts(pool: jax.Array, layout: str) -> list[jax.Array]:
 
 
 def in_layout(pools: tuple[Any, Any], given: str, wanted: str) -> tuple[Any, Any] | None:
-    """The shapes of the pools of keys and of values in another layout, None for a pool that there is not.
+    """Returns the shapes of the pools of keys and values in another layout, with None for an absent pool.
 
     Args:
-      pools: arrays or their shapes; of quantized ones each part is laid out alike.
+      pools: arrays or `jax.ShapeDtypeStruct`s of keys and values; every leaf of a quantized pool is converted.
 
     Returns:
-      None where the pools do not fit into one that holds both: the values are parts of the keys, or of another width or
-      dtype.
+      The two pools, or None if they cannot be combined into one pool because the values are part of the keys or have
+      another width or dtype.
     """
     key, value = pools
     if not holds_values(wanted):

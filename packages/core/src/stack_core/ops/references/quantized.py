@@ -1,4 +1,4 @@
-"""Quantized operands: any pytree class with a `__stack_qview__` method, found by type and never imported."""
+"""Quantized operands: any pytree class with a `__stack_qview__` method, detected by its type without imports."""
 
 import dataclasses
 import math
@@ -24,36 +24,36 @@ __all__ = [
 ]
 
 _MOST_TERMS = 2**16
-"""So many products of two 8-bit integers stay below 2^31."""
+"""Maximum number of products of two 8-bit integers with a sum below 2^31."""
 
 
 @runtime_checkable
 class QuantizedArray(Protocol):
-    """An array that is stored in fewer bits and shows how through a `QView`."""
+    """Protocol of arrays stored in fewer bits, described by a `QView`."""
 
     def __stack_qview__(self) -> QView: ...
 
 
 def is_quantized(array: Any) -> bool:
-    """Whether the type of `array` defines `__stack_qview__`."""
+    """Returns whether the type of `array` defines `__stack_qview__`."""
     return hasattr(type(array), "__stack_qview__")
 
 
 def logical_array(array: Any) -> Any:
-    """The array whose shape is the logical one: the quantized values of a quantized array, any other array itself."""
+    """Returns an array with the logical shape: quantized values, or any other array unchanged."""
     return _checked_view(array).qvalue if is_quantized(array) else array
 
 
 def dequantize(array: Any, dtype: DTypeLike) -> jax.Array:
-    """(value - zero_point) * scale, in fp32, as `dtype`; a plain array of that dtype is returned as it is.
+    """Computes (value - zero_point) * scale in fp32 and casts it to `dtype`; plain arrays are returned unchanged.
 
-    The value is `codebook[qvalue]`, or `qvalue` itself without a codebook. The scale has a gradient, and so has a
-    floating zero point; the stored values have none, even if they are floating, nor has the codebook: they are codes,
-    and what moves them is the quantizer's to say.
+    The value is `codebook[qvalue]`, or `qvalue` itself without a codebook. Gradients go to the scale and to a floating
+    zero point. Stored values and the codebook get no gradient, even if they are floating, since their updates are up to
+    the quantizer.
 
     Raises:
-      ArgumentError: the view is of another ABI major version, or has a codebook for codes that are no integers.
-      ShapeError: a scale does not divide its axis, or the codebook has several axes or none.
+      ArgumentError: the view has another ABI major version, or a codebook with non-integer codes.
+      ShapeError: the size of a scale does not divide its axis, or the codebook is not one-dimensional.
     """
     if not is_quantized(array):
         return array
@@ -77,9 +77,9 @@ def _decoded(codes: jax.Array, codebook: jax.Array) -> jax.Array:
 
 
 def take(array: Any, indices: jax.Array, axis: int, dtype: DTypeLike) -> jax.Array:
-    """The slices at `indices` along an axis of an array that may be quantized, as `dtype`; no others are dequantized.
+    """Takes slices along an axis of a possibly quantized array and dequantizes only these, to `dtype`.
 
-    Indices outside the array take its first or last slice.
+    Indices out of range are clamped to the first or last slice.
     """
     if not is_quantized(array):
         return jnp.take(array, indices, axis=axis, mode="clip")
@@ -97,7 +97,7 @@ def take(array: Any, indices: jax.Array, axis: int, dtype: DTypeLike) -> jax.Arr
 
 
 def has_integer_product(x: Any, weight: Any) -> bool:
-    """Whether both are signed integers of up to 8 bits with a scale for each row of x and each column of the weight."""
+    """Returns whether both are signed integers of up to 8 bits with one scale per row of x and per weight column."""
     if not (is_quantized(x) and is_quantized(weight)):
         return False
     left, right = _checked_view(x), _checked_view(weight)
@@ -116,15 +116,15 @@ def has_integer_product(x: Any, weight: Any) -> bool:
 
 
 def integer_product(x: Any, weight: Any) -> jax.Array:
-    """x W in float32, of x[..., d_in] and W[d_in, d_out] that `has_integer_product` is for.
+    """Computes x W in float32 for x[..., d_in] and W[d_in, d_out] accepted by `has_integer_product`.
 
-    With codes q, r and scales a, b, y[m, n] = (sum_k q[m, k] r[k, n]) a[m] b[n], whose sum is exact in int32. CPUs and
+    With codes q, r and scales a, b, y[m, n] = (sum_k q[m, k] r[k, n]) a[m] b[n], with an exact sum in int32. CPUs and
     TPUs multiply int8 faster than floats.
     """
     left, right = x.__stack_qview__(), weight.__stack_qview__()
     *batch, d_in = left.qvalue.shape
     rows = left.qvalue.reshape(math.prod(batch), d_in).astype(jnp.int8)
-    # XLA's CPU backend multiplies a single row by a generic loop, which takes 2 to 4 times as long as two rows.
+    # XLA's CPU backend uses a generic loop for a single row, which takes 2 to 4 times as long as two rows.
     padded = jnp.pad(rows, ((0, 1), (0, 0))) if len(rows) == 1 else rows
     sums = jnp.matmul(padded, right.qvalue.astype(jnp.int8), preferred_element_type=jnp.int32)[: len(rows)]
     sums = sums.astype(jnp.float32).reshape(*batch, sums.shape[-1])

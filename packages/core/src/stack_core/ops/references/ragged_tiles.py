@@ -1,4 +1,4 @@
-"""The reference of `ragged_dot`: tile after tile of rows that share a group."""
+"""Reference implementation of `ragged_dot` in tiles of rows of the same group."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ _MOST_TILE_ROWS = 128
 
 
 def ragged_product(lhs: Any, rhs: Any, group_sizes: Any, *, bias: Any = None) -> Any:
-    """What `ragged_dot` computes; its FLOPs are those of the rows and of less than a tile per group."""
+    """Computes `ragged_dot`; the FLOPs are for all rows plus less than one tile per group."""
     product = _plain_product if is_plain() else _product
     return product(*vary_alike(lhs, rhs, group_sizes.astype(jnp.int32), bias))
 
@@ -51,9 +51,9 @@ _product.defvjp(_forward, _backward)
 
 
 class _Tiles(NamedTuple):
-    """Blocks of rows that together cover every group, each within one: int32[tiles] each, in the order of the rows.
+    """Tiles of rows that cover all groups, each starting in one group: int32[tiles] arrays in row order.
 
-    The rows of a tile are start, ..., start + tile_rows - 1; those from `end` on are not of its group.
+    A tile has the rows start, ..., start + tile_rows - 1; rows from `end` on do not belong to its group.
     """
 
     group: Any
@@ -62,28 +62,28 @@ class _Tiles(NamedTuple):
 
 
 def _tiles(group_sizes: Any, rows: Size, tile_rows: int) -> _Tiles:
-    """As many tiles as any sizes of groups may need; those in excess are of the last group and have no rows in it."""
+    """Returns enough tiles for any group sizes; excess tiles belong to the last group but contain none of its rows."""
     groups = group_sizes.shape[0]
     tile = jnp.arange(_most_tiles(rows, groups, tile_rows), dtype=jnp.int32)
     tiles = -(-group_sizes // tile_rows)
     tile_ends, row_ends = (jnp.cumsum(x, dtype=jnp.int32) for x in (tiles, group_sizes))
     group = jnp.minimum(jnp.searchsorted(tile_ends, tile, side="right", method="compare_all"), groups - 1)
     of_group = tile - (tile_ends - tiles)[group]
-    # Whatever starts beyond the rows is clamped to their padding when it is sliced.
+    # Tiles that start beyond the rows are clamped into the padding by dynamic_slice.
     return _Tiles(group, (row_ends - group_sizes)[group] + of_group * tile_rows, row_ends[group])
 
 
 def _most_tiles(rows: Size, groups: int, tile_rows: int) -> Size:
     if is_symbolic(rows):
         return groups + rows // tile_rows
-    begun = min(rows, groups)  # At most so many groups have rows, and each may leave one tile unfilled.
+    begun = min(rows, groups)  # Maximum number of non-empty groups; each may leave one tile partly filled.
     return begun + (rows - begun) // tile_rows
 
 
 def _tile_rows(rows: Size, groups: int) -> int:
-    """A power of two, small enough that what groups leave free in their tiles adds at most a quarter to the work.
+    """Returns the rows of a tile, a power of two: padding adds at most a quarter to the work.
 
-    Groups of few rows are an exception, since products of fewer than 16 rows are slower than their FLOPs say.
+    For small groups it adds more, because products of fewer than 16 rows are slower than their FLOPs suggest.
     """
     if is_symbolic(rows):
         return _FEWEST_TILE_ROWS
@@ -92,7 +92,7 @@ def _tile_rows(rows: Size, groups: int) -> int:
 
 
 def _multiply(subscripts: str, lhs: Any, rhs: Any, group_sizes: Any, bias: Any) -> Any:
-    """Each row, from r, times the matrix kn of its group, and the group's bias."""
+    """Multiplies each row by the matrix (axes k, n) of its group and adds the group's bias."""
     rows, groups = lhs.shape[0], group_sizes.shape[0]
     tile_rows = _tile_rows(rows, groups)
     padded = _padded(lhs, tile_rows)
@@ -105,7 +105,7 @@ def _multiply(subscripts: str, lhs: Any, rhs: Any, group_sizes: Any, bias: Any) 
         else:
             product = contract(subscripts, block, matrix, accurate_dtype(lhs.dtype))
             product = (product + bias[tile.group].astype(product.dtype)).astype(lhs.dtype)
-        # What is not of this tile's group is overwritten by the tiles that follow.
+        # Rows of the next groups are overwritten by the following tiles.
         return lax.dynamic_update_slice_in_dim(output, product, tile.start, axis=0), None
 
     shape = logical_array(rhs).shape
@@ -116,12 +116,12 @@ def _multiply(subscripts: str, lhs: Any, rhs: Any, group_sizes: Any, bias: Any) 
 
 
 def _padded(array: Any, tile_rows: int) -> Any:
-    """Lets a tile begin at any row, or after the last."""
+    """Pads the rows so that a tile may start at any row, or after the last row."""
     return jnp.pad(array, ((0, tile_rows), (0, 0)))
 
 
 def _sums_by_group(lhs: Any, cotangent: Any, group_sizes: Any, has_bias: bool) -> tuple[Any, Any]:
-    """The gradients of each group's matrix [groups, d_in, d_out] and, if it has one, bias [groups, d_out] in fp32."""
+    """Computes the gradients of each group's matrix [groups, d_in, d_out] and bias [groups, d_out] (fp32), if any."""
     rows, groups = lhs.shape[0], group_sizes.shape[0]
     tile_rows = _tile_rows(rows, groups)
     accumulator = accurate_dtype(lhs.dtype)
@@ -130,7 +130,7 @@ def _sums_by_group(lhs: Any, cotangent: Any, group_sizes: Any, has_bias: bool) -
     def add_tile(totals: Any, tile: _Tiles) -> Any:
         of_matrices, of_bias = totals
         in_group = (tile.start + jnp.arange(tile_rows, dtype=jnp.int32) < tile.end)[:, None]
-        # Both are masked, since a row outside all groups may hold anything, infinities too.
+        # Both are masked because rows outside all groups may contain any value, including inf.
         mine, theirs = (jnp.where(in_group, lax.dynamic_slice_in_dim(x, tile.start, tile_rows), 0) for x in padded)
         product = contract("rk,rn->kn", mine, theirs, accumulator)
         if has_bias:
@@ -146,7 +146,7 @@ def _sums_by_group(lhs: Any, cotangent: Any, group_sizes: Any, has_bias: bool) -
 
 
 def _matrix(rhs: Any, group: Any, dtype: Any) -> Any:
-    """[d_in, d_out]: the matrix of one group, dequantized."""
+    """Returns the dequantized matrix of one group, [d_in, d_out]."""
     if not is_quantized(rhs):
         return rhs[group]
     view = rhs.__stack_qview__()

@@ -1,4 +1,4 @@
-"""Attention over keys that come tile by tile: the logits of a tile, and a softmax that takes in one tile more.
+"""Online softmax for attention over tiles of keys: the logits of a tile, and the update of the running softmax.
 
 Query-like arrays are [batch, kv_heads, group, rows, _] here, where group counts the query heads of a key head; keys are
 [batch, kv_heads, keys, key_dim] and values [batch, kv_heads, keys, value_dim].
@@ -25,10 +25,10 @@ __all__ = [
 
 
 class RunningSoftmax(NamedTuple):
-    """The softmax-weighted sum of the values seen so far, in fp32 and not yet divided.
+    """Unnormalized softmax-weighted sum of the values so far, in fp32.
 
     Attributes:
-      largest: m, the largest logit, [batch, kv_heads, group, rows]; the least finite number before any.
+      largest: m, the largest logit, [batch, kv_heads, group, rows]; the lowest finite number before the first key.
       total: sum_j exp(z_j - m).
       weighted: sum_j exp(z_j - m) v_j, [batch, kv_heads, group, rows, value_dim].
     """
@@ -39,7 +39,7 @@ class RunningSoftmax(NamedTuple):
 
 
 def empty_softmax(query: Any, value_dim: int) -> RunningSoftmax:
-    """That of no key."""
+    """Returns the state before the first key."""
     dtype = accurate_dtype(query.dtype)
     rows = query.shape[:-1]
     weighted = jnp.zeros((*rows, value_dim), dtype)
@@ -47,7 +47,7 @@ def empty_softmax(query: Any, value_dim: int) -> RunningSoftmax:
 
 
 def by_group(subscripts: str, left: Any, right: Any) -> Any:
-    """`contract` in fp32, with the group and the rows of `left` as one axis."""
+    """Computes `contract` in fp32 with the group and row axes of `left` merged."""
     batch, kv_heads, group, rows, last = left.shape
     flat = left.reshape(batch, kv_heads, group * rows, last)
     product = contract(subscripts, flat, right, accurate_dtype(left.dtype))
@@ -57,7 +57,7 @@ def by_group(subscripts: str, left: Any, right: Any) -> Any:
 def add_tile(
     state: RunningSoftmax, scores: Any, value: Any, product: Callable[[str, Any, Any], Any] = by_group
 ) -> RunningSoftmax:
-    """Takes in the values of one tile with their logits [batch, kv_heads, group, rows, keys]; `product` multiplies."""
+    """Adds one tile of values with logits [batch, kv_heads, group, rows, keys]; `product` is the einsum to use."""
     largest = lax.stop_gradient(jnp.maximum(state.largest, jnp.max(scores, axis=-1, initial=-jnp.inf)))
     rescale = jnp.exp(state.largest - largest)
     weights = jnp.exp(scores - largest[..., None])
@@ -68,24 +68,24 @@ def add_tile(
 
 
 def finish(state: RunningSoftmax) -> tuple[Any, Any]:
-    """The average of the values and the logarithm of the softmax's denominator: 0 and -inf where there was no key."""
-    safe = jnp.maximum(state.total, 0.5)  # It is at least 1, unless there was no key.
+    """Returns the average of the values and the log of the softmax's denominator; 0 and -inf without visible keys."""
+    safe = jnp.maximum(state.total, 0.5)  # The total is at least 1 unless no key was visible.
     lse = jnp.where(state.total == 0, -jnp.inf, jnp.log(safe) + state.largest)
     return state.weighted / safe[..., None], lse
 
 
 def with_sinks(output: Any, lse: Any, sinks: Any) -> tuple[Any, Any]:
-    """What `finish` would have given, had each head [heads] one more key with this logit and the value 0."""
+    """Returns the result of `finish` as if each head [heads] had one more key with this logit and value 0."""
     share, whole = joined_by_sinks(lse, sinks.reshape(1, *lse.shape[1:3], 1))
     return output * share[..., None], whole
 
 
 def joined_by_sinks(lse: Any, sinks: Any) -> tuple[Any, Any]:
-    """What share of the softmax is left to the keys once sinks join its denominator, and the logarithm of that.
+    """Adds sinks to the denominator; returns the remaining share of the keys and the log of the new denominator.
 
     Args:
-      lse: the logarithm of the denominator of the keys alone, -inf where there are none.
-      sinks: shaped to broadcast to `lse`.
+      lse: log of the denominator without sinks, -inf without visible keys.
+      sinks: logits that broadcast to `lse`.
     """
     sinks = sinks.astype(lse.dtype)
     is_empty = jnp.isneginf(lse) & jnp.isneginf(sinks)  # -inf - -inf is NaN, in logaddexp's gradient as well
@@ -107,14 +107,18 @@ def masked_logits(
     q_segments: Any = None,
     kv_segments: Any = None,
 ) -> Any:
-    """The logits from the products of queries and keys, -inf where attention is forbidden.
+    """Computes logits from the products of queries and keys, with -inf for masked pairs.
 
     Args:
-      bias: shaped as `products`, each axis its size or 1; `mask` likewise.
-      query_positions: the key position at which each query stands, [batch or 1, rows].
-      first_key: the position of the first of the keys.
-      window: what is seen to the left and to the right of a query, in keys; None leaves a side open.
-      q_segments: [batch, rows], to be equal to `kv_segments` [batch, keys].
+      products: products of queries and keys, [batch, kv_heads, group, rows, keys].
+      scale: factor on the products.
+      softcap: bound on the magnitude of the scaled products; None disables it.
+      bias, mask: arrays that broadcast to `products`.
+      query_positions: key position of each query, [batch or 1, rows].
+      first_key: position of the first key.
+      window: (left, right), inclusive distances in keys; None means unlimited.
+      kv_lengths: number of valid keys, [batch].
+      q_segments, kv_segments: segments [batch, rows] and [batch, keys]; only pairs of equal segments are visible.
     """
     logits = products * scale
     if softcap is not None:

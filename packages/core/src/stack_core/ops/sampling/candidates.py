@@ -1,6 +1,6 @@
-"""The most likely tokens of each row, without sorting a vocabulary, for which a CPU needs longer than for a model.
+"""Selection of the most likely tokens of each row without sorting, which can take a CPU longer than the model.
 
-The rows of logits here are `padded`: their vocabulary is a multiple of `GROUPS`, the tokens beyond it have -inf.
+Logits in this module are `padded`: the vocabulary is a multiple of `GROUPS`, and padding tokens have -inf.
 """
 
 import jax
@@ -16,17 +16,17 @@ _LARGEST = 64
 
 
 def padded(logits: Float[Array, "rows vocab"]) -> Float[Array, "rows padded"]:
-    """In float32, with tokens of -inf until there is a multiple of `GROUPS`."""
+    """Converts logits to float32 and pads the vocabulary with -inf to a multiple of `GROUPS`."""
     return jnp.pad(logits.astype(jnp.float32), ((0, 0), (0, -logits.shape[1] % GROUPS)), constant_values=-jnp.inf)
 
 
 def at_token(array: Float[Array, "rows vocab"], tokens: Int[Array, " rows"]) -> Float[Array, " rows"]:
-    """What each row has for its token."""
+    """Returns each row's value at its token."""
     return jnp.take_along_axis(array, tokens[:, None], axis=1)[:, 0]
 
 
 def most_likely(logits: Float[Array, "rows vocab"]) -> Int[Array, " rows"]:
-    """The first of the largest of each row, or of those that are NaN."""
+    """Returns the argmax of each row: the first of equal maxima, or the first NaN."""
     groups = logits.reshape(len(logits), -1, GROUPS)
     group = jnp.argmax(jnp.max(groups, axis=2), axis=1)
     place = jnp.argmax(jnp.take_along_axis(groups, group[:, None, None], axis=1)[:, 0], axis=1)
@@ -34,9 +34,9 @@ def most_likely(logits: Float[Array, "rows vocab"]) -> Int[Array, " rows"]:
 
 
 def largest(logits: Float[Array, "rows vocab"], count: int) -> tuple[Float[Array, "rows n"], Int[Array, "rows n"]]:
-    """The `count` largest of each row and their tokens, the largest first, of equal ones the lowest token first.
+    """Returns the `count` largest values of each row and their tokens, in descending order, then by token.
 
-    They lie in the `count` groups of neighbours whose largest are the largest.
+    Only the `count` groups of adjacent tokens with the largest maxima need to be searched.
     """
     groups = logits.reshape(len(logits), -1, _GROUP_TOKENS)
     _, chosen = lax.top_k(jnp.max(groups, axis=2), min(count, groups.shape[1]))
@@ -48,7 +48,7 @@ def largest(logits: Float[Array, "rows vocab"], count: int) -> tuple[Float[Array
 
 
 def kth_largest(logits: Float[Array, "rows vocab"], k: Int[Array, " rows"]) -> Float[Array, " rows"]:
-    """A number that the k largest of each row reach, and no others but those equal to the last; -inf where k is 0."""
+    """Returns a threshold t of each row: logits >= t are the k largest and any ties with the k-th; -inf if k is 0."""
     count = min(_LARGEST, logits.shape[1])
 
     def among_largest() -> jax.Array:
@@ -60,8 +60,8 @@ def kth_largest(logits: Float[Array, "rows vocab"], k: Int[Array, " rows"]) -> F
 
 
 def _bisected(logits: Float[Array, "rows vocab"], k: Int[Array, " rows"]) -> Float[Array, " rows"]:
-    """The same for any k, bit by bit of a float, until all rows have a number that exactly k reach."""
-    wanted = k.astype(jnp.float32)  # counts of a vocabulary are exact in float32, which sums faster than int32
+    """Finds the threshold for any k bit by bit of a float; stops early once exactly k logits of each row reach it."""
+    wanted = k.astype(jnp.float32)  # float32 counts up to the vocabulary exactly and sums faster than int32
 
     def unfinished(state: tuple[jax.Array, jax.Array, jax.Array]) -> Bool[Array, ""]:
         bit, _, reached = state
@@ -80,6 +80,6 @@ def _bisected(logits: Float[Array, "rows vocab"], k: Int[Array, " rows"]) -> Flo
 
 
 def _float_of(ordinal: jax.Array) -> jax.Array:
-    """The float32 at a place in the order of all: negative ones have their bits inverted, positive ones their sign."""
+    """Maps an order-preserving uint32 to its float32: all bits of negative numbers are inverted, else the sign bit."""
     bits = jnp.where(ordinal >> jnp.uint32(31) != 0, ordinal ^ jnp.uint32(1 << 31), ~ordinal)
     return lax.bitcast_convert_type(bits, jnp.float32)

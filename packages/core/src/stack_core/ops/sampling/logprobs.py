@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, as the model gave them."""
+"""Log-probabilities of tokens."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,23 +13,23 @@ from stack_core.ops.sampling.candidates import at_token, largest, padded
 __all__ = ["MOST_LOGPROBS", "Index", "TokenLogprobs", "token_logprobs", "token_records"]
 
 Index = slice | tuple[slice | int, ...]
-"""What selects some rows of an array."""
+"""Index of rows in an array."""
 
 MOST_LOGPROBS = 20
-"""How many of the most likely tokens a request may ask for."""
+"""Maximum number of most likely tokens in a request."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Tokens and how likely they were; on the host, arrays of NumPy or lists.
+    """Tokens with log-probabilities and ranks; on the host, NumPy arrays or lists.
 
     Attributes:
-      tokens: int32[rows].
-      logprobs: float32[rows].
-      ranks: int32[rows], 1 and how many tokens were more likely.
-      top_tokens: int32[rows, MOST_LOGPROBS], the most likely tokens, most likely first; of equal ones the lowest first.
-      top_logprobs: float32[rows, MOST_LOGPROBS]; -inf beyond the vocabulary.
+      tokens: int32[rows], the tokens.
+      logprobs: float32[rows], their log-probabilities.
+      ranks: int32[rows], 1 + number of more likely tokens.
+      top_tokens: int32[rows, MOST_LOGPROBS], the most likely tokens in descending order, then by token.
+      top_logprobs: float32[rows, MOST_LOGPROBS], their log-probabilities; -inf beyond the vocabulary.
     """
 
     tokens: Any
@@ -40,21 +40,21 @@ class TokenLogprobs:
 
 
 def token_logprobs(logits: Float[Array, "rows vocab"], tokens: Int[Array, " rows"]) -> TokenLogprobs:
-    """How likely each row's token is by its logits, and which are the most likely."""
+    """Computes log-probability and rank of each row's token, and the most likely tokens."""
     logits = padded(logits)
     own = at_token(logits, tokens)
     peak = jnp.max(logits, axis=1)
-    norm = jnp.log(jnp.sum(jnp.exp(logits - peak[:, None]), axis=1))  # of the logits less the peak, for large ones
+    norm = jnp.log(jnp.sum(jnp.exp(logits - peak[:, None]), axis=1))  # relative to the peak, to avoid overflow
     ranks = 1 + jnp.sum(logits > own[:, None], axis=1, dtype=jnp.int32)
     values, top_tokens = largest(logits, MOST_LOGPROBS)
     return TokenLogprobs(tokens, own - peak - norm, ranks, top_tokens, values - peak[:, None] - norm[:, None])
 
 
 def token_records(figures: TokenLogprobs, index: Index, wanted: int) -> list[TokenLogprob]:
-    """The rows of arrays on the host that `index` selects, as values of core's contract.
+    """Converts the rows of host arrays selected by `index` to `TokenLogprob` records.
 
     Args:
-      wanted: how many of the most likely tokens to give beside each.
+      wanted: number of most likely tokens to include in each record.
     """
     tokens, logprobs, ranks = (array[index].tolist() for array in (figures.tokens, figures.logprobs, figures.ranks))
     tops = (array[index][:, :wanted].tolist() for array in (figures.top_tokens, figures.top_logprobs))

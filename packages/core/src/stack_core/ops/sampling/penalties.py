@@ -1,4 +1,4 @@
-"""Changes of logits that depend on single tokens: biases, and penalties for tokens that occurred before."""
+"""Per-token changes of logits: biases, and penalties for tokens that already occurred."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ _CHUNK_TOKENS = 256
 def add_at(
     logits: Float[Array, "rows vocab"], tokens: Int[Array, "rows n"], values: Float[Array, "rows n"]
 ) -> Float[Array, "rows vocab"]:
-    """Adds to the logits of tokens; where a token is negative, nothing."""
+    """Adds values to the logits of tokens; negative tokens are ignored."""
     rows = jnp.arange(len(logits))[:, None]
     return logits.at[rows, jnp.where(tokens < 0, logits.shape[1], tokens)].add(values, mode="drop")
 
@@ -31,17 +31,18 @@ def penalize(
     frequency: Float[Array, " rows"],
     presence: Float[Array, " rows"],
 ) -> Float[Array, "rows vocab"]:
-    """Penalizes tokens that occurred.
+    """Penalizes tokens that already occurred.
 
-        z' = z / r if z > 0 else z r            where the token occurred in the prompt or the continuation
-        z'' = z' - f count - p (count > 0)      count: how often in the continuation
+        z' = z / r if z > 0 else z r            if the token occurred in the prompt or the continuation
+        z'' = z' - f count - p (count > 0)      count: occurrences in the continuation
 
     Args:
-      history: each row's prompt and continuation, `lengths` tokens.
-      prompt_tokens: of `history`.
-      repetition: r, 1 for none.
-      frequency: f, 0 for none.
-      presence: p, 0 for none.
+      history: tokens of each row's prompt and continuation.
+      prompt_tokens: number of prompt tokens in each row.
+      lengths: number of tokens in each row.
+      repetition: r; 1 disables the penalty.
+      frequency: f; 0 disables the penalty.
+      presence: p; 0 disables the penalty.
     """
 
     def counts(first: jax.Array, wanted: jax.Array) -> jax.Array:
@@ -64,7 +65,7 @@ def _if_any(needed: jax.Array, change: Callable[[jax.Array], jax.Array], logits:
 
 
 def _counts(history: jax.Array, first: jax.Array, stop: jax.Array, vocab: int) -> Float[Array, "rows vocab"]:
-    """How often each token stands in a row of `history` from its `first` place up to its `stop`."""
+    """Counts each token in a row of `history` from index `first` (inclusive) to `stop` (exclusive)."""
     rows = jnp.arange(len(history))[:, None]
 
     def add_chunk(chunk: Any, count: jax.Array) -> jax.Array:

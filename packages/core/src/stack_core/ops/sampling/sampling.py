@@ -1,4 +1,4 @@
-"""Draws the next token of each row from the logits of a model."""
+"""Sampling of the next token of each row from the logits of a model."""
 
 import hashlib
 import itertools
@@ -22,10 +22,10 @@ from stack_core.ops.sampling.penalties import add_at, penalize
 __all__ = ["MOST_BIASES", "MOST_STOP_TOKENS", "Sampled", "SamplingSettings", "sample"]
 
 MOST_BIASES = 300
-"""How many tokens' logits a request may change."""
+"""Maximum number of tokens in the logit bias of a request."""
 
 MOST_STOP_TOKENS = 32
-"""How many tokens may end a continuation, the model's own end tokens among them."""
+"""Maximum number of stop tokens of a request, including the model's end tokens."""
 
 _LARGEST_FLOAT = float(np.finfo(np.float32).max)
 _LARGEST_INT = np.iinfo(np.int32).max
@@ -34,20 +34,20 @@ _LARGEST_INT = np.iinfo(np.int32).max
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How the next token of each row is sampled; the fields are those of `SamplingParams`, where not said otherwise.
+    """Sampling settings of each row as arrays; fields are defined as in `SamplingParams` unless stated otherwise.
 
-    Each has a leading axis of rows or slots, but those of `row`.
+    Every field has a leading axis of rows or slots, except in the result of `row`.
 
     Attributes:
       temperature, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty: float32[rows].
       top_k, min_tokens: int32[rows].
-      logprobs: int32[rows], -1 for none.
-      processed: int32[rows], 1 if log-probabilities are those of the distribution that is drawn from.
-      seed: uint32[rows, 2].
-      prompt_tokens: int32[rows], where the continuation begins.
-      bias_tokens: int32[rows, MOST_BIASES], -1 for none.
-      bias_values: float32[rows, MOST_BIASES].
-      stop_tokens: int32[rows, MOST_STOP_TOKENS], what is not sampled among the first `min_tokens`; -1 for none.
+      logprobs: int32[rows], number of top log-probabilities; -1 disables log-probabilities.
+      processed: int32[rows], 1 if log-probabilities refer to the sampled distribution instead of the model's.
+      seed: uint32[rows, 2], key of the random numbers.
+      prompt_tokens: int32[rows], number of tokens before the continuation.
+      bias_tokens: int32[rows, MOST_BIASES], tokens with a logit bias; -1 for unused entries.
+      bias_values: float32[rows, MOST_BIASES], their biases.
+      stop_tokens: int32[rows, MOST_STOP_TOKENS], tokens excluded from the first `min_tokens`; -1 for unused entries.
     """
 
     temperature: Any
@@ -68,21 +68,22 @@ class SamplingSettings:
 
     @classmethod
     def greedy_row(cls) -> "SamplingSettings":
-        """A temperature of 0 and nothing else, which costs nothing."""
+        """Returns settings for greedy decoding, the cheapest path."""
         return cls.row(SamplingParams(temperature=0.0), seed=(0, 0), end_tokens=(), prompt_tokens=0)
 
     @classmethod
     def row(
         cls, params: SamplingParams, *, seed: tuple[int, int], end_tokens: Collection[int], prompt_tokens: int
     ) -> "SamplingSettings":
-        """The settings of one continuation, in NumPy.
+        """Returns the settings of one continuation as NumPy arrays.
 
-        Numbers that float32 and int32 do not hold become the nearest that they do.
+        Numbers out of range are clamped to float32 and int32.
 
         Args:
-          seed: the request's and the continuation's index.
-          end_tokens: of the model.
-          prompt_tokens: before the continuation.
+          params: parameters of the request.
+          seed: seed of the request, index of the continuation.
+          end_tokens: end tokens of the model.
+          prompt_tokens: number of tokens before the continuation.
         """
         ends = tuple(end_tokens) if params.min_tokens or not params.ignore_eos else ()
         return cls(
@@ -112,11 +113,12 @@ class SamplingSettings:
         end_tokens: Collection[int],
         prompt_tokens: Sequence[int],
     ) -> Int[np.ndarray, "rows words"]:
-        """The settings of many continuations, each `packed`; what parameters share but for the seed is made once.
+        """Returns the `packed` settings of many continuations; parameters equal except for the seed are converted once.
 
         Args:
-          seeds, prompt_tokens: of each continuation, as `row` has them.
-          end_tokens: of the model.
+          params: parameters of each continuation.
+          seeds, prompt_tokens: arguments of `row` for each continuation.
+          end_tokens: end tokens of the model.
         """
         none = cls.greedy_row()
         sizes = np.cumsum([0, *(value.size for value in vars(none).values())])
@@ -134,12 +136,12 @@ class SamplingSettings:
         return rows
 
     def packed(self) -> Int[np.ndarray, " words"]:
-        """The bits of one row, in one array, for every array that a program takes costs the host time."""
+        """Packs the bits of one row into one array, since each argument of a program costs host time."""
         return np.concatenate([np.asarray(value).reshape(-1).view(np.int32) for value in vars(self).values()])
 
     @classmethod
     def unpacked(cls, words: Int[Array, "rows words"]) -> "SamplingSettings":
-        """The settings of which rows are `packed`."""
+        """Unpacks settings from rows of `packed` words."""
         fields: dict[str, jax.Array] = {}
         start = 0
         for name, value in vars(cls.greedy_row()).items():
@@ -152,11 +154,11 @@ class SamplingSettings:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sampled(TokenLogprobs):
-    """A token for each row, and its log-probability where it was asked for.
+    """Sampled token of each row, with log-probabilities for rows that request them.
 
     Attributes:
-      ok: bool[rows]; where it is False the logits were NaN, infinite or all -inf, and the token means nothing.
-      candidates: bool[rows, vocab], the tokens that each was drawn from; None if they were not asked for.
+      ok: bool[rows], False if the logits were NaN, infinite or all -inf; the token is then meaningless.
+      candidates: bool[rows, vocab], tokens with nonzero probability in the sampled distribution; None if not requested.
     """
 
     ok: Any
@@ -171,16 +173,17 @@ def sample(
     *,
     candidates: bool = False,
 ) -> Sampled:
-    """Draws a token for each row, as `SamplingParams` describes.
+    """Samples a token for each row according to `SamplingParams`.
 
-    What no row asks for costs nothing. Settings are arrays, so that changing them compiles nothing. A token depends on
-    its own row alone: on its logits, the seed, and how many tokens its continuation has.
+    Features that no row uses are skipped at run time. Settings are arrays, so changing them does not recompile. A token
+    depends only on its own row: the logits, the settings, the history, and the number of generated tokens.
 
     Args:
-      settings: of each row.
+      logits: logits of the next token.
+      settings: settings of each row.
       history: tokens of each row's prompt and continuation.
-      lengths: how many there are, all before the one that is drawn.
-      candidates: also find the tokens that each was drawn from.
+      lengths: number of tokens in each row of `history`, excluding the sampled token.
+      candidates: whether to return the candidate tokens as well.
     """
     vocab, logits = logits.shape[1], padded(logits)
     generated = lengths - settings.prompt_tokens
@@ -209,7 +212,7 @@ def sample(
     drawing = jnp.any(settings.temperature > 0) | jnp.any(settings.processed > 0)
 
     def chosen() -> tuple[jax.Array, jax.Array, TokenLogprobs, jax.Array | None]:
-        # Less the peak in either branch, for one that gave the logits as they are would copy them.
+        # Both branches subtract the peak, because a branch that returned its input unchanged would copy it.
         best, ok, lower = lax.cond(changes, lambda: _less_peak(changed()), lambda: _less_peak(logits))
         tokens, processed, kept = lax.cond(
             drawing,
@@ -244,7 +247,7 @@ def _either(condition: jax.Array, one: jax.Array, other: jax.Array) -> jax.Array
 
 
 def _less_peak(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The most likely token of each row, whether the logits allow one, and the logits less its own."""
+    """Returns the most likely token of each row, whether its logit is finite, and the logits minus that logit."""
     best = most_likely(logits)
     peak = at_token(logits, best)
     return best, jnp.isfinite(peak), logits - peak[:, None]
@@ -253,11 +256,11 @@ def _less_peak(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 def _drawn(
     lower: jax.Array, best: jax.Array, settings: SamplingSettings, generated: jax.Array, *, candidates: bool
 ) -> tuple[jax.Array, TokenLogprobs, jax.Array | None]:
-    """A token of each row, what is to be reported of the distribution that it was drawn from, and its candidates.
+    """Samples a token of each row; also returns log-probabilities of the sampled distribution, and candidates.
 
     Args:
-      lower: logits, the largest of which are 0.
-      best: the first of these.
+      lower: logits with a maximum of 0 in each row.
+      best: first token with the maximum.
     """
     is_drawn = settings.temperature > 0
     scaled = lower / jnp.where(is_drawn, settings.temperature, 1)[:, None]
@@ -284,10 +287,10 @@ def _drawn(
 
 
 def _draw(weights: jax.Array, settings: SamplingSettings, generated: jax.Array) -> jax.Array:
-    """A token of each row by its weight among the candidates.
+    """Samples a token of each row by weight, with rejection sampling for `top_p`.
 
-    Whether a token is among those that `top_p` leaves is asked when it is drawn. One that is not is drawn again among
-    the likelier ones: those that are left get their probabilities, and which they are need not be found out.
+    A sampled token outside the top-p set is rejected, and the next attempt samples among the more likely tokens only.
+    Accepted tokens have the exact probabilities of the top-p distribution, and the set itself is never computed.
     """
 
     def draw(state: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -309,13 +312,13 @@ def _draw(weights: jax.Array, settings: SamplingSettings, generated: jax.Array) 
 
 
 def _beyond_top_p(weights: jax.Array, weight: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Whether the tokens of more weight reach `top_p` without a row's; the largest weight has none above it."""
+    """Returns whether the tokens above this weight already reach `top_p`; never true for the largest weight."""
     above = jnp.sum(jnp.where(weights > weight[:, None], weights, 0), axis=1)
     return (top_p < 1) & (above > 0) & (above >= top_p * jnp.sum(weights, axis=1))
 
 
 def _top_p_bound(weights: jax.Array, top_p: jax.Array) -> jax.Array:
-    """The least weight of a token that `top_p` leaves, bit by bit of a float; weights are 0 to 1, the largest is 1."""
+    """Finds the smallest weight in the top-p set by bisection of float bits; weights are in [0, 1], the maximum is 1."""
 
     def halve(_: Any, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds
@@ -334,16 +337,16 @@ def _top_k_bound(logits: jax.Array, top_k: jax.Array) -> jax.Array:
 
 
 def _uniform(seed: jax.Array, generated: jax.Array, attempt: jax.Array) -> Float[Array, "rows 2"]:
-    """Random numbers in [0, 1), the same for the same place in a continuation of the same seed."""
+    """Returns random numbers in [0, 1), determined by seed, number of generated tokens and attempt."""
     counts = jnp.stack([generated, jnp.full_like(generated, attempt)], axis=1).astype(jnp.uint32)
     bits = jax.vmap(threefry_2x32)(seed, counts)
     return (bits >> jnp.uint32(8)).astype(jnp.float32) * 2.0**-24
 
 
 def _draw_weighted(weights: jax.Array, uniform: jax.Array) -> jax.Array:
-    """A token of each row by its weight: first a column of the vocabulary, folded to `GROUPS` rows, then one in it.
+    """Samples a token of each row by weight: first a column of the vocabulary folded to `GROUPS` rows, then its row.
 
-    Each has a random number of its own, so that 24 bits are enough for rare tokens of large vocabularies.
+    Each step has its own random number, so 24 bits each are enough for rare tokens of large vocabularies.
     """
     folded = weights.reshape(len(weights), GROUPS, -1)
     column = _inverse_cdf(jnp.sum(folded, axis=1), uniform[:, 0])
@@ -352,7 +355,7 @@ def _draw_weighted(weights: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 def _inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
-    """The first place where the sum of weights so far exceeds `uniform` of all; never one without weight."""
+    """Returns the first index whose cumulative weight exceeds `uniform` times the total; never one with zero weight."""
     sums = jnp.cumsum(weights, axis=1)
     reached = sums > uniform[:, None] * sums[:, -1:]
     return jnp.argmax(jnp.where(weights > 0, 1 + reached.astype(jnp.int32), 0), axis=1).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""Parts of programs on meshes with Explicit axes that XLA shards by itself."""
+"""Automatic sharding of parts of programs on meshes with Explicit axes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,14 +10,15 @@ __all__ = ["with_automatic_axes"]
 
 
 def with_automatic_axes(fn: Callable[..., Any], *args: Any, like: Any) -> Any:
-    """Computes `fn(*args)`; if `like` is on a mesh with Explicit axes, they are Auto inside.
+    """Computes `fn(*args)` with the Explicit axes of the mesh of `like` turned into Auto axes.
 
-    An axis that is cut into tiles has no sharding of its own where a shard holds no whole tile, so that such programs
-    cannot be written for Explicit axes. Each result is sharded as `like` along the axes that its own axes allow.
+    Programs that split an axis into tiles cannot be written for Explicit axes if the size of a shard is not a multiple
+    of the tile. Each result is sharded as `like` along every axis whose size the number of shards divides.
 
     Args:
+      fn: function of `args` that returns a pytree of arrays.
       args: pytrees of arrays.
-      like: an array of the rank of all results.
+      like: array with the rank of all results.
     """
     sharding = jax.typeof(like).sharding
     mesh = sharding.mesh
@@ -38,7 +39,7 @@ def with_automatic_axes(fn: Callable[..., Any], *args: Any, like: Any) -> Any:
 
 
 def _shards(mesh: Any, part: Any) -> int:
-    """The number of shards along an axis with this entry of a PartitionSpec."""
+    """Returns the number of shards along an axis with this entry of a PartitionSpec."""
     count = 1
     for name in (part,) if isinstance(part, str) else part or ():
         count *= mesh.shape[name]

@@ -1,7 +1,7 @@
-"""The derivatives of a call: one linear primitive, the tangent, whose transpose is the backward that was chosen.
+"""Derivatives of a call: a linear primitive, the tangent, whose transpose is the chosen backward pass.
 
-Evaluated, which is forward mode, the tangent is that of the op's reference. Transposed, which is reverse mode, it is
-the backward pass of an implementation, whose own derivative is again the reference's.
+In forward mode the primitive evaluates the tangent of the op's reference. In reverse mode its transpose runs the
+backward pass of an implementation, whose own derivative is again the reference's.
 """
 
 import dataclasses
@@ -30,19 +30,19 @@ __all__ = ["called"]
 
 
 def called(request: Request, operands: Sequence[Any]) -> Any:
-    """Runs a call as what is chosen for it, to be differentiated."""
+    """Runs the chosen implementation of a call, with rules for its derivatives."""
     forward = Forward.trace(request, operands, wants=False)
     return jax.tree.unflatten(forward.structure, _run(forward, operands))
 
 
 def _run(forward: Forward, operands: Sequence[Any]) -> list[Any]:
-    """Returns the rest of the pool."""
+    """Runs a forward pass and returns the part of the pool after the operands."""
     return call(_Run(forward), forward.program, operands)
 
 
 @dataclass(frozen=True, repr=False)
 class _Run(Callee):
-    """A forward pass. Only its result has a derivative: every reader of the residuals has derivatives of its own."""
+    """Rules of a forward pass. Residuals have zero tangents, because their readers have derivative rules."""
 
     forward: Forward
 
@@ -72,7 +72,7 @@ class _Run(Callee):
         return found
 
     def transposed(self, cotangents: Sequence[Any], arguments: Sequence[Any]) -> Sequence[Any]:
-        """Transposes the reference: the arguments that the backward pass of another might read are not known."""
+        """Transposes the reference: the values that another backward pass might read are unknown."""
         forward, op = self.forward, self.forward.request.op
         moving = tuple(i for i, x in enumerate(arguments) if ad.is_undefined_primal(x))
         names = [forward.names[i] for i in moving]
@@ -90,22 +90,22 @@ class _Run(Callee):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Tangent:
-    """The tangent of a call's result, linear in the tangents of some operands.
+    """Tangent of a call's result, linear in the tangents of some operands.
 
-    Forward mode and derivatives of derivatives evaluate the reference's tangent, which is traced when they first do:
-    reverse mode never needs it.
+    Forward mode and higher derivatives evaluate the reference's tangent, which is traced on first use because reverse
+    mode never needs it.
 
     Attributes:
-      moving: those operands.
-      used: the places of the pool that are read: by the backward pass, and by the reference's tangent, which reads
-        operands.
-      gradients: the jaxpr from what is used and the cotangents of the result to those of the operands; or the error
-        that asking for them raises.
-      moving_types: of the tangents.
-      types: of the result's tangents.
-      contexts: the contexts of the call.
-      levels: one entry for each `jax.vmap` around it, the innermost first: its size, and which of its arguments have
-        that axis, as their first.
+      forward: forward pass of the call.
+      moving: indices of the differentiated operands.
+      used: indices of the pool entries read by the backward pass or by the reference's tangent (operands only).
+      gradients: jaxpr from the used entries and the cotangents of the result to the cotangents of the differentiated
+        operands; or the error to raise instead.
+      moving_types: types of the operands' tangents.
+      types: types of the result's tangents.
+      contexts: contexts of the call.
+      levels: one entry for each surrounding `jax.vmap`, the innermost first: its size, and for each argument whether
+        its first axis is mapped.
     """
 
     forward: Forward
@@ -119,7 +119,7 @@ class Tangent:
 
     @classmethod
     def trace(cls, forward: Forward, pool: Sequence[Any], moving: tuple[int, ...]) -> "Tangent":
-        """Traces the backward pass that was chosen."""
+        """Traces the chosen backward pass."""
         outputs = pool[forward.operands : forward.operands + forward.outputs]
         found = forward.plan.backward
         if not isinstance(found, UnsupportedOp):
@@ -132,7 +132,7 @@ class Tangent:
     def of(
         cls, forward: Forward, moving: tuple[int, ...], found: Any, moving_types: Any, types: Any, contexts: Contexts
     ) -> "Tangent":
-        """Returns the tangent, from the jaxpr of the backward pass of (pool, cotangents) or the error in its place."""
+        """Returns the tangent for the jaxpr of a backward pass of (pool, cotangents), or for the error in its place."""
         reads = read_by_tangent(forward, moving)
         if isinstance(found, UnsupportedOp):
             return cls(forward, moving, tuple(sorted(reads)), found, moving_types, types, contexts)
@@ -145,10 +145,10 @@ class Tangent:
         return f"{self.forward.request.op.name}/{name} backward"
 
     def move(self, *arguments: Any) -> Sequence[Any]:
-        """Returns the reference's tangents: of what is used, then the tangents of the operands."""
+        """Computes the reference's tangents from the used entries and the operands' tangents, without `levels`."""
         known, tangents = arguments[: len(self.used)], arguments[len(self.used) :]
         operands = {place: x for place, x in zip(self.used, known, strict=True) if place < self.forward.operands}
-        # An operand that is not read has one of its type in its place: its own tangent.
+        # An operand that is never read is filled in with any value of its type: its own tangent.
         missing = {place: x for place, x in zip(self.moving, tangents, strict=True) if place not in operands}
         filled = [{**operands, **missing}[place] for place in range(self.forward.operands)]
         with self.contexts.entered():  # JAX may lower this after the caller's contexts have ended
@@ -160,14 +160,14 @@ class Tangent:
         return jaxpr_as_fun(run)(*(filled[place] for place in used), *tangents)
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
-        """The result's tangents: of what is used, then the operands' tangents."""
+        """Computes the result's tangents from the used entries and the operands' tangents, mapped over `levels`."""
         run = lambda *arguments: tuple(self.move(*arguments))
         for _, mapped in self.levels:
             run = jax.vmap(run, in_axes=in_axes(mapped))
         return run(*arguments)
 
     def transposed(self, known: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
-        """The gradients of the operands."""
+        """Computes the gradients of the differentiated operands."""
         self.forward.plan.heeded_backward()
         return self._over(self.levels, known, cotangents)
 
@@ -194,7 +194,7 @@ class Tangent:
         return call(_Gradients(self), self.gradients, arguments)
 
     def plain_gradients(self, known: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns the reference's gradients."""
+        """Computes the reference's gradients."""
         transposed = jax.linear_transpose(lambda *moved: tuple(self.move(*known, *moved)), *self.moving_types)
         return tuple(transposed(tuple(cotangents)))
 
@@ -206,10 +206,20 @@ class Tangent:
         cotangents: Sequence[Any],
         summed: Sequence[bool] | None = None,
     ) -> list[Any] | None:
-        """The gradients with the mapped axis in the op's own, chosen for again; None where that cannot be.
+        """Computes the gradients of a mapped call with the mapped axis folded into an axis of the op.
+
+        The implementation is chosen again for the folded call.
 
         Args:
-          summed: which operands have a gradient for each example; the others' are summed over them. None if all have.
+          size: size of the mapped axis.
+          mapped: whether each used entry is mapped.
+          known: the used entries.
+          cotangents: cotangents of the result, all mapped.
+          summed: for each differentiated operand, whether its gradient is per example; the other gradients are summed
+            over the examples. None if all are per example.
+
+        Returns:
+          The gradients, or None if the call cannot be folded.
         """
         forward = self.forward
         axes, shapes = forward.pool_axes, forward.shapes
@@ -250,7 +260,7 @@ class Tangent:
         ]
 
     def _again(self, folding: Folding) -> "Tangent | None":
-        """The tangent of the folded call; None if it reads what this one does not."""
+        """Returns the tangent of the folded call; None if it is unsupported or reads other entries of the pool."""
         forward = self.forward
         shapes = [folding.struct(of_one, x) for of_one, x in zip(forward.pool_axes, forward.shapes, strict=True)]
         request = forward.folded_request(folding)
@@ -266,7 +276,7 @@ class Tangent:
 
 
 def _sizes(folding: Folding, axes: str | None, struct: Any) -> tuple[int, ...]:
-    """How many entries an example has along the axis that grows."""
+    """Returns the size of one example along the folded axis."""
     if folding.into == "..." or not folding.has(axes):
         return (folding.own,)
     grown = folding.shape(axes, struct.shape)
@@ -275,7 +285,7 @@ def _sizes(folding: Folding, axes: str | None, struct: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True, repr=False)
 class _Gradients(Callee):
-    """The backward pass that was chosen, whose own derivative is the reference's."""
+    """Rules of the chosen backward pass; its own derivative is the reference's."""
 
     tangent: Tangent
 
@@ -308,7 +318,7 @@ class _Gradients(Callee):
         return found
 
     def transposed(self, cotangents: Sequence[Any], arguments: Sequence[Any]) -> Sequence[Any]:
-        """Transposes the gradients, which are linear in the cotangents: the reference's tangent."""
+        """Transposes the gradients, which are linear in the cotangents, to the reference's tangent."""
         count = len(self.tangent.used)
         if any(map(ad.is_undefined_primal, arguments[:count])) or not all(
             map(ad.is_undefined_primal, arguments[count:])

@@ -1,6 +1,6 @@
-"""A call as one equation of a jaxpr, which is differentiated and mapped by rules of its own.
+"""Calls as single jaxpr equations with custom rules for differentiation and vmap.
 
-Calls that are alike share one jaxpr. JAX lowers equal equations once, however many there are.
+Equal calls share one jaxpr, and JAX lowers equal equations only once.
 """
 
 import abc
@@ -21,45 +21,45 @@ Levels = tuple[tuple[int, tuple[bool, ...]], ...]
 
 
 class Callee(abc.ABC):
-    """The rules of a call. Equal callees, of equal hashes, follow equal rules."""
+    """Rules of a call. Equal callees must have equal hashes and equal rules."""
 
     @property
     @abc.abstractmethod
     def is_shared(self) -> bool:
-        """Whether later calls of the same callee reuse the traced functions."""
+        """Whether later calls with an equal callee reuse the traced functions."""
 
     @abc.abstractmethod
     def derivative(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Returns the results and their tangents; `ad.Zero` stands for a tangent that is zero, in and out."""
+        """Returns the results and their tangents; zero tangents are `ad.Zero` in arguments and results."""
 
     @abc.abstractmethod
     def mapped(self, size: int, mapped: Sequence[bool], arguments: Sequence[Any]) -> Sequence[Any]:
-        """Returns the results mapped along their first axis, from arguments that are mapped along theirs, or not."""
+        """Returns results mapped along their first axis; arguments are mapped along their first axis if `mapped`."""
 
     @abc.abstractmethod
     def transposed(self, cotangents: Sequence[Any], arguments: Sequence[Any]) -> Sequence[Any]:
-        """Returns the cotangents of the arguments that are `ad.UndefinedPrimal`, and None for the others."""
+        """Returns cotangents of arguments that are `ad.UndefinedPrimal`, and None for all other arguments."""
 
 
 def call(callee: Callee, jaxpr: Any, arguments: Sequence[Any]) -> list[Any]:
-    """Runs a jaxpr on arguments as one equation that follows the callee's rules."""
+    """Evaluates a jaxpr as one equation with the rules of the callee."""
     return _call_p.bind(*arguments, call_jaxpr=jaxpr, callee=callee, levels=())
 
 
 def in_axes(mapped: Sequence[bool]) -> tuple[int | None, ...]:
-    """Returns `in_axes` of `jax.vmap` for arguments that are mapped along their first axis or not."""
+    """Returns `in_axes` of `jax.vmap`: 0 for mapped arguments, else None."""
     return tuple(0 if is_mapped else None for is_mapped in mapped)
 
 
 def zero(x: Any) -> Any:
-    """Returns the tangent of a value that does not move."""
+    """Returns a symbolic zero tangent of a value."""
     return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
 def _jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, call_jaxpr: Any, callee: Callee, levels: Levels
 ) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Differentiates first and maps then, so that the gradient's implementation is chosen for one example."""
+    """Differentiates before mapping, so the gradient's implementation is chosen for a single example."""
     if not levels:
         return callee.derivative(primals, tangents)
     moving = [place for place, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
@@ -97,7 +97,7 @@ def _batch(
 
 
 def _mapped(callee: Callee, inner: Any, size: int, mapped: tuple[bool, ...]) -> Any:
-    """Returns the function that a mapped call evaluates; `inner` is what it evaluated if it was mapped before."""
+    """Returns the function for a mapped call; `inner` is the jaxpr of a call that is already mapped, or None."""
     if inner is None:
         return lambda *arguments: tuple(callee.mapped(size, mapped, arguments))
     return jax.vmap(jaxpr_as_fun(inner), in_axes=in_axes(mapped))

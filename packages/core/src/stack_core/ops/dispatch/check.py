@@ -1,4 +1,4 @@
-"""Checks of the arguments of ops, with messages that name the argument, the axis and the sizes."""
+"""Argument checks of ops, with messages that name the argument, the axis and the sizes."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ __all__ = [
 
 
 class Axes:
-    """The sizes of an op's named axes, learnt from its arguments one after the other.
+    """Sizes of an op's named axes, collected from its arguments.
 
     >>> axes = Axes("linear")
     >>> axes.match("x", x, "... d_in")
@@ -38,15 +38,17 @@ class Axes:
         return self._known[axis][0]
 
     def match(self, name: str, array: Any, axes: str, *, broadcast: bool = False) -> None:
-        """Binds or compares the axes of one argument; None fits anything.
+        """Binds the axes of one argument or compares them with their known sizes; skips None.
 
         Args:
-          axes: axis names, or the size of an axis that has one size alone; a leading "..." stands for any number of
-            axes, equal wherever it occurs.
-          broadcast: also accept size 1.
+          name: name of the argument in messages.
+          array: the argument.
+          axes: axis names, or a number for an axis with a fixed size; a leading "..." stands for any number of axes,
+            the same in all arguments.
+          broadcast: whether size 1 is also accepted.
 
         Raises:
-          ShapeError: the number of axes or a size differs.
+          ShapeError: wrong number of axes, or sizes differ.
         """
         if array is None:
             return
@@ -70,7 +72,7 @@ class Axes:
 
 
 def check_arrays(op: str, **arrays: Any) -> None:
-    """Raises ArgumentError when one of the arguments is neither an array nor None, such as a list of numbers."""
+    """Raises ArgumentError if an argument is neither an array nor None, such as a list of numbers."""
     for name, array in arrays.items():
         if array is not None and not (hasattr(array, "shape") and hasattr(array, "dtype")):
             raise ArgumentError(
@@ -79,7 +81,7 @@ def check_arrays(op: str, **arrays: Any) -> None:
 
 
 def check_floating(op: str, **arrays: Any) -> None:
-    """Raises ArgumentError when one of the arrays is not of a floating dtype."""
+    """Raises ArgumentError if an array does not have a floating dtype."""
     check_arrays(op, **arrays)
     for name, array in arrays.items():
         if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
@@ -87,7 +89,7 @@ def check_floating(op: str, **arrays: Any) -> None:
 
 
 def check_integer(op: str, **arrays: Any) -> None:
-    """Raises ArgumentError when one of the arrays is not of an integer dtype."""
+    """Raises ArgumentError if an array does not have an integer dtype."""
     check_arrays(op, **arrays)
     for name, array in arrays.items():
         if array is not None and not jnp.issubdtype(array.dtype, jnp.integer):
@@ -95,7 +97,7 @@ def check_integer(op: str, **arrays: Any) -> None:
 
 
 def check_same_dtype(op: str, **arrays: Any) -> None:
-    """Raises ArgumentError when the dtypes differ; no op promotes its operands."""
+    """Raises ArgumentError if dtypes differ, since ops do not promote their operands."""
     check_arrays(op, **arrays)
     given = {name: jnp.dtype(array.dtype) for name, array in arrays.items() if array is not None}
     if len(set(given.values())) > 1:
@@ -104,20 +106,20 @@ def check_same_dtype(op: str, **arrays: Any) -> None:
 
 
 def check_known(op: str, name: str, value: str, known: tuple[str, ...]) -> None:
-    """Raises UnknownName when `value` is none of `known`."""
+    """Raises UnknownName if `value` is not in `known`."""
     if value not in known:
         raise UnknownName(f"{op}: unknown {name} {value!r}.{nearest(str(value), known)} Known: {', '.join(known)}.")
 
 
 def check_static(op: str, **options: Any) -> None:
-    """Raises ArgumentError when an option is an array or holds one: options are fixed when JAX traces."""
+    """Raises ArgumentError if an option is or contains an array, since options are static."""
     for name, option in options.items():
         if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(option)):
             raise ArgumentError(f"{op}: {name} is an array; expected a Python number, which is fixed when tracing.")
 
 
 def check_positive(op: str, **values: float | None) -> None:
-    """Raises ArgumentError when a value is neither None nor a positive Python number."""
+    """Raises ArgumentError if a value is neither None nor a positive Python number."""
     check_static(op, **values)
     for name, value in values.items():
         if value is not None and not value > 0:
@@ -125,7 +127,7 @@ def check_positive(op: str, **values: float | None) -> None:
 
 
 def check_window(op: str, window: Any) -> None:
-    """Raises ArgumentError when `window` is neither None nor a pair of distances."""
+    """Raises ArgumentError if `window` is neither None nor a pair of distances."""
     if window is None:
         return
     check_static(op, window=window)
@@ -135,7 +137,7 @@ def check_window(op: str, window: Any) -> None:
 
 
 def axis_size(op: str, axis_name: str | tuple[str, ...]) -> int:
-    """The devices along axes of the surrounding `jax.shard_map`; raises ArgumentError where it has no such axis."""
+    """Returns the number of devices along manual mesh axes; raises ArgumentError for an axis that is not bound."""
     try:
         return lax.axis_size(axis_name)
     except NameError as error:

@@ -1,13 +1,14 @@
-"""Chooses an implementation for each call of an op, forward and backward apart, while JAX traces.
+"""Choice of an implementation for each op call at trace time, separately for the forward and backward pass.
 
-Order of choice: what the caller named > the tuned tables > the `stack_select_op` hooks > among the implementations that
-support the call those that no other precedes (`before`) > the highest priority > the one that was installed first. What
-was chosen is compiled in: nothing here runs in a compiled step.
+Order of precedence: implementations requested by the caller > tuned tables > `stack_select_op` hooks > implementations
+not preceded (`before`) by another supported implementation > highest priority > first installed. The choice is
+compiled in: nothing in this module runs in a compiled step.
 
-A call without elements, such as that of an empty batch, is the reference's, so that no kernel needs to run on nothing.
+Calls with an empty operand, such as an empty batch, use the reference, so kernels need not handle empty arrays.
 
-A named implementation is named for the forward pass. It also gives the gradient where it can. Where it cannot, another
-is chosen as if none was named; a warning says so when the call is differentiated, unless that other was named as well.
+A requested implementation applies to the forward pass, and to the backward pass if it supports the call there.
+Otherwise another backward pass is chosen as usual, with a warning when the call is differentiated unless the caller
+requested that implementation as well.
 """
 
 import contextlib
@@ -50,7 +51,7 @@ exporting: Final[JitContext[bool]] = JitContext()
 
 
 def for_export() -> contextlib.AbstractContextManager[None]:
-    """Chooses, for what is traced in this context, among implementations that `jax.export` can write."""
+    """Restricts calls traced in this context to implementations that `jax.export` can serialize."""
     return exporting(True)
 
 
@@ -61,12 +62,14 @@ _EMPTY = "the call is empty: core answers it"
 
 @dataclass(frozen=True)
 class Choice:
-    """One implementation and why it was chosen.
+    """Chosen implementation with the reason.
 
     Attributes:
-      config: what it runs with; None if it takes none.
-      refused: the others that could not be chosen, each with its reason.
-      split: how the devices of a mesh share the call, if XLA cannot split the implementation.
+      implementation: the implementation.
+      reason: reason of the choice.
+      config: config of the implementation; None if it has no config.
+      refused: names of unsupported implementations, each with the reason.
+      split: sharding of the call over the devices of a mesh if XLA cannot partition the implementation; else None.
     """
 
     implementation: OpImplementation
@@ -77,19 +80,20 @@ class Choice:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """What the implementation takes besides the call."""
+        """Keyword arguments of the implementation in addition to the call."""
         return {} if self.implementation.default is None else {"config": self.config}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one call of an op gets in each direction.
+    """Choices for both directions of a call.
 
     Attributes:
-      backward: or what differentiating the call raises.
-      residuals: the names of what the backward pass gets from the forward pass.
-      unheeded: the name of what runs forward, if the caller named it and another implementation, that the caller did
-        not name, gives the gradient though the named one has a backward pass too.
+      forward: choice for the forward pass.
+      backward: choice for the backward pass, or the error to raise if the call is differentiated.
+      residuals: names of the residuals that the forward pass passes to the backward pass.
+      unheeded: name of a requested implementation that has a backward pass but does not run it, because it does not
+        support the call there and the caller did not request the replacement; else None.
     """
 
     forward: Choice
@@ -98,10 +102,10 @@ class Plan:
     unheeded: str | None = None
 
     def heeded_backward(self) -> Choice:
-        """The backward of a call that is being differentiated.
+        """Returns the backward choice of a call that is differentiated, and warns about `unheeded`.
 
         Raises:
-          UnsupportedOp: nothing gives the gradient.
+          UnsupportedOp: no implementation supports the backward pass.
         """
         if isinstance(self.backward, UnsupportedOp):
             raise UnsupportedOp(str(self.backward))
@@ -119,14 +123,16 @@ class Plan:
 
 
 def plan(request: Request, operands: Sequence[Any], *, mapped: bool = False) -> Plan:
-    """What runs for a call; reads shapes and dtypes only.
+    """Chooses the implementations of a call from shapes and dtypes.
 
     Args:
-      mapped: the call is one of a `jax.vmap`, folded, so that no implementation may keep residuals of its own.
+      request: the call.
+      operands: arrays, or shapes and dtypes.
+      mapped: whether the call is a folded `jax.vmap`; private residuals (`OWN`) are then excluded.
 
     Raises:
-      UnknownName: a named implementation is not registered.
-      UnsupportedOp: none of the named, or none at all, supports the call.
+      UnknownName: a requested implementation is not registered.
+      UnsupportedOp: no requested (or no registered) implementation supports the forward pass.
     """
     found, candidates, named = *_sides(request, operands), _named(request.op.name, request.implementation)
     if _is_empty(operands):
@@ -168,10 +174,12 @@ def _keeps_own(forward: Choice, backward: Choice) -> bool:
 
 @dataclass(frozen=True)
 class _Sides:
-    """A call as a whole, and as one device of a mesh sees it.
+    """Global call, and the call on one device of a mesh.
 
     Attributes:
-      split: how devices share it, or why they cannot; None where there is one device.
+      call: global call.
+      local: call on one device's shards; equal to `call` if it is not split.
+      split: sharding over devices, or the reason against it; None on a single device.
     """
 
     call: OpCall
@@ -208,10 +216,10 @@ def _named(op: str, implementation: Implementation) -> list[OpImplementation]:
 
 
 def highest_priority(request: Request, operands: Sequence[Any]) -> int:
-    """The highest priority among the implementations that support the forward pass of a call on the target chip.
+    """Returns the highest priority of the implementations that support the forward pass on the target chip.
 
     Raises:
-      UnsupportedOp: none does.
+      UnsupportedOp: no implementation supports it.
     """
     found, candidates = _sides(request, operands)
     answers = {name: _answer(candidate, found) for name, candidate in candidates.items()}
@@ -222,14 +230,14 @@ def highest_priority(request: Request, operands: Sequence[Any]) -> int:
 
 
 def supporting(call: OpCall) -> dict[str, OpImplementation]:
-    """The registered implementations that support one direction of a call on the target chip, by name."""
+    """Returns the registered implementations that support one direction of a call on the target chip, by name."""
     return {name: found for name, found in implementations_of(call.op).items() if answer(found, call) is True}
 
 
 def answer(found: OpImplementation, call: OpCall) -> bool | str:
-    """Whether an implementation supports one direction of a call on the target chip: True, or the reason why not.
+    """Returns True if an implementation supports one direction of a call on the target chip, else the reason.
 
-    A backward pass that follows no forward pass in particular gets all residuals that the op names.
+    A backward pass without a specific forward pass gets all residuals of the op.
     """
     if found.name != "reference" and _is_empty(jax.tree.leaves(dict(call.arrays))):
         return _EMPTY
@@ -239,9 +247,9 @@ def answer(found: OpImplementation, call: OpCall) -> bool | str:
 
 
 def implementations_of(op: str) -> dict[str, OpImplementation]:
-    """Returns the registered implementations by name, in order of installation; stack's own packages come first.
+    """Returns the registered implementations by name, in order of installation with stack's own packages first.
 
-    One whose backend is not installed refuses every call.
+    Implementations without an installed backend reject every call.
     """
     found: dict[str, OpImplementation] = {}
     entries = [entry for entry in registries.ops.entries() if entry.name.startswith(f"{op}/")]
@@ -260,11 +268,11 @@ def implementations_of(op: str) -> dict[str, OpImplementation]:
 
 
 def preferred(candidates: Mapping[str, OpImplementation]) -> list[str]:
-    """Returns the names with the highest priority among the candidates that no other one precedes."""
+    """Returns the names with the highest priority among the candidates not preceded by another candidate."""
     precedes = {name: _preceded_by(name, candidates) for name in candidates}
     leading = {
         name: each
-        for name, each in candidates.items()  # in a circle nobody precedes
+        for name, each in candidates.items()  # precedence in a cycle does not count
         if not any(name in precedes[other] and other not in precedes[name] for other in candidates)
     }
     top = max(each.priority for each in leading.values())
@@ -272,7 +280,7 @@ def preferred(candidates: Mapping[str, OpImplementation]) -> list[str]:
 
 
 def _preceded_by(name: str, candidates: Mapping[str, OpImplementation]) -> set[str]:
-    """Returns the candidates that one precedes, directly or through others."""
+    """Returns the candidates that `name` precedes, directly or transitively."""
     found: set[str] = set()
     reached = [name]
     while reached:
@@ -285,7 +293,7 @@ def _preceded_by(name: str, candidates: Mapping[str, OpImplementation]) -> set[s
 
 
 def _absent(name: str, error: ModuleNotFoundError) -> OpImplementation:
-    """Stands for an implementation whose backend is not installed: it refuses every call and says so."""
+    """Returns a placeholder for an implementation without an installed backend, which rejects every call."""
     op, _, own = name.partition("/")
     return OpImplementation(
         op, own, _never, supports=lambda call, chip, config: f"its backend is not installed: {error}"
@@ -293,7 +301,7 @@ def _absent(name: str, error: ModuleNotFoundError) -> OpImplementation:
 
 
 def is_installed(found: OpImplementation) -> bool:
-    """Whether the backend of one of `implementations_of` is installed."""
+    """Returns whether the backend of an implementation from `implementations_of` is installed."""
     return found.forward is not _never
 
 
@@ -327,7 +335,7 @@ def _choose(
     """Chooses for one direction.
 
     Args:
-      forward: what the forward pass got, when this is the backward pass.
+      forward: choice for the forward pass, if this is the backward pass.
     """
     answers = {name: _answer(candidate, sides) for name, candidate in candidates.items()}
     able = {name: candidates[name] for name, answer in answers.items() if answer is True}
@@ -347,7 +355,7 @@ def _choose(
 
 
 def _shared(choice: Choice, sides: _Sides) -> Choice:
-    """The choice with how devices share it, and in its reason which rules could not be followed."""
+    """Adds the sharding over devices to a choice, and the axes that stay whole to its reason."""
     if not choice.implementation.is_opaque or not isinstance(sides.split, Split):
         return choice
     reason = "; ".join([choice.reason, *sides.split.dropped])
@@ -356,19 +364,19 @@ def _shared(choice: Choice, sides: _Sides) -> Choice:
 
 def _answer(candidate: OpImplementation, sides: _Sides) -> bool | str:
     refusal = _refusal(candidate, sides)
-    # A CPU's chip is measured when it is first asked for: only what may look at it is worth that.
+    # `target_chip()` measures a CPU on first use, so it is not called for implementations that ignore the chip.
     if refusal is not None or candidate.supports is supports_everything:
         return refusal or True
     try:
         return _supports(candidate, sides, _default(candidate, sides))
-    except Exception as error:  # `supports` may fail in any way; that must stop no other implementation.
+    except Exception as error:  # `supports` of a plugin may raise anything; other implementations must remain usable.
         problem = f"its `supports` raised {type(error).__name__}: {error}"
         warn_once(sides.call.op, candidate.name, message=f"{sides.call.op}/{candidate.name} is passed over: {problem}")
         return problem
 
 
 def _refusal(candidate: OpImplementation, sides: _Sides) -> str | None:
-    """Why what is registered of an implementation rules it out, if it does."""
+    """Returns the reason why registered properties of an implementation exclude it, or None."""
     if sides.call.direction == "backward" and candidate.backward is None:
         return _NO_BACKWARD
     if candidate.platforms is not None and (platform := _platform()) not in candidate.platforms:
@@ -383,7 +391,7 @@ def _refusal(candidate: OpImplementation, sides: _Sides) -> str | None:
 
 
 def _platform() -> str:
-    """That of the target, which is not measured to be named."""
+    """Returns the platform of the target, without measuring the chip."""
     if target.value is None:
         return {"cuda": "gpu", "rocm": "gpu"}.get(jax.default_backend(), jax.default_backend())
     return next(name for name, pattern in _PLATFORMS.items() if re.match(pattern, target.value.kind.lower()))
@@ -419,7 +427,7 @@ def _tuned_choice(
 
 
 def _choice(implementation: OpImplementation, sides: _Sides, reason: str, config: Any = None) -> Choice:
-    """With the config if it supports the call, or else with its default."""
+    """Returns the choice with `config` if the implementation supports it for the call, else with the default."""
     if implementation.default is None:
         return Choice(implementation, reason)
     if config is not None:
@@ -431,7 +439,7 @@ def _choice(implementation: OpImplementation, sides: _Sides, reason: str, config
 
 
 def _sharing_config(backward: Choice, forward: Choice) -> Choice:
-    """What a backward pass reads of its own forward pass was written with one config."""
+    """Uses the forward config for a backward pass that reads private residuals (`OWN`) of its own forward pass."""
     implementation = backward.implementation
     if implementation is not forward.implementation or OWN not in implementation.residuals:
         return backward
@@ -494,5 +502,5 @@ def _reason(answer: bool | str) -> str:
 
 
 def described(struct: Any) -> str:
-    """The dtype and shape of an argument, or those of each of its leaves: "float32[2, 3]"."""
+    """Formats dtype and shape of each leaf of an argument: "float32[2, 3]"."""
     return " ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(struct))

@@ -1,4 +1,4 @@
-"""What this process chose for its ops, to be kept beside a run or in a log."""
+"""Record of the implementations chosen in this process, for logs and run directories."""
 
 import dataclasses
 import json
@@ -17,19 +17,19 @@ _lock = threading.Lock()
 
 
 def choices() -> list[dict[str, Any]]:
-    """What every kind of call that was traced in this process got so far, in the order in which they came.
+    """Returns the choices for all distinct calls traced in this process so far, in the order of first tracing.
 
     An entry has the `op`, its `direction`, the `call` (the dtypes and shapes of its arrays by name, and its options as
-    text), the `implementation`, its `config` as text or None, and the `reason`. Entries are JSON, and those of the same
-    calls chosen alike are equal, so that a later process can compare. A call that was traced twice has its last choice.
-    The backward pass of a call is listed whether or not the call is differentiated.
+    text), the `implementation`, its `config` as text or None, and the `reason`. Entries are JSON, and equal
+    choices for equal calls give equal entries, so a later process can compare them. A call that was traced several
+    times has its last choice. The backward pass of a call is listed even if the call is not differentiated.
     """
     with _lock:
         return [json.loads(json.dumps(entry)) for entry in _noted.values()]
 
 
 def changed_choices(before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What calls in both lists of `choices()` get otherwise now, one line for each."""
+    """Lists the choices that differ between two results of `choices()`, one line for each call in both."""
     then = {_key(entry): entry for entry in before}
     found = ((then[_key(entry)], entry) for entry in now if _key(entry) in then)
     return [
@@ -41,7 +41,7 @@ def changed_choices(before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[s
 
 
 def choice_entry(call: OpCall, implementation: str, config: Any, reason: str) -> tuple[str, Mapping[str, Any]]:
-    """Returns the entry of `choices` for one direction of a call, after its key."""
+    """Returns key and entry of `choices` for one direction of a call."""
     leaves, _ = jax.tree.flatten_with_path(dict(call.arrays))
     arrays = {jax.tree_util.keystr(path, simple=True, separator="."): _described(leaf) for path, leaf in leaves}
     described = {"arrays": arrays, "options": {name: str(option) for name, option in call.options.items()}}
@@ -57,7 +57,7 @@ def choice_entry(call: OpCall, implementation: str, config: Any, reason: str) ->
 
 
 def note_choices(entries: Mapping[str, Mapping[str, Any]]) -> None:
-    """Records the choices of a call by the keys of `choice_entry`."""
+    """Records the choices of a call, by key of `choice_entry`."""
     with _lock:
         _noted.update(entries)
 

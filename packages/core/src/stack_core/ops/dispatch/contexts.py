@@ -1,4 +1,4 @@
-"""The contexts that a call depends on besides its arguments, kept to trace it again later in the same ones."""
+"""Snapshot of the contexts that a call depends on, for tracing it again later under the same contexts."""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ _OURS = (in_mesh, target, in_use, exporting)
 
 @dataclass(frozen=True)
 class Contexts:
-    """The mesh and its rules, the target chip, the tuned table, whether to export, and JAX's precision and widths."""
+    """Mesh and rules, target chip, tuned table, export mode, and JAX's default matmul precision and x64 mode."""
 
     values: tuple[Any, ...]
     precision: Any
@@ -27,14 +27,14 @@ class Contexts:
 
     @classmethod
     def current(cls) -> "Contexts":
-        """Returns the contexts around the caller."""
+        """Returns the current contexts of the caller."""
         values = tuple(context.value for context in _OURS)
         config: Any = jax.config
         return cls(values, config.jax_default_matmul_precision, config.jax_enable_x64)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Enters those that differ from the current ones; entering one for the first time makes JAX trace anew."""
+        """Enters the contexts that differ from the current values; the first use of a context makes JAX retrace."""
         now = Contexts.current()
         with contextlib.ExitStack() as stack:
             for context, value, current in zip(_OURS, self.values, now.values, strict=True):

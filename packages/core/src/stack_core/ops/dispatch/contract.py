@@ -1,4 +1,4 @@
-"""The product of two arrays in their own dtype with an fp32 accumulator, forward and backward."""
+"""Einsum of two arrays in their dtype with an fp32 accumulator, in the forward and the backward pass."""
 
 import functools
 import string
@@ -17,20 +17,20 @@ __all__ = ["accurate_dtype", "contract"]
 
 
 def accurate_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """The dtype of statistics and accumulators: fp32, or fp64 for fp64 operands."""
+    """Returns the dtype of statistics and accumulators: fp32, or fp64 for fp64 operands."""
     return jnp.dtype(jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32)
 
 
 def contract(subscripts: str, left: jax.Array, right: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """An einsum of two arrays of one dtype, accumulated in fp32 and returned as `dtype`.
+    """Computes an einsum of two arrays of the same dtype, accumulates it in fp32 and casts it to `dtype`.
 
-    JAX differentiates a product that accumulates in fp32 by multiplying an fp32 cotangent with a narrow operand, which
-    runs at fp32 speed or slower. Here the cotangent is rounded to the operands' dtype first. Operands of fp32 or wider,
-    and whatever `is_plain`, take an einsum that forward mode differentiates.
+    JAX differentiates a product with an fp32 accumulator as a product of an fp32 cotangent and a narrow operand, which
+    runs at fp32 speed or slower. Here the cotangent is rounded to the operands' dtype first. Operands of at least fp32,
+    and all operands if `is_plain()`, use a plain einsum that supports forward mode.
 
     Args:
-      subscripts: explicit einsum subscripts, each index in at least two of the three terms. Indices of all three terms
-        lead in each, in the same order: CPU backends cannot run every other form with bf16 operands and an fp32 result.
+      subscripts: explicit einsum subscripts, each index in at least two of the three terms. Indices in all three terms
+        come first, in the same order: with bf16 operands and an fp32 result, CPU backends do not run all other forms.
     """
     if jnp.finfo(left.dtype).bits >= 32:
         return jnp.einsum(subscripts, left, right).astype(dtype)
@@ -59,7 +59,7 @@ def _backward(
     cotangent = cotangent.astype(left.dtype)
     of_left = functools.partial(_narrow, f"{result},{right_axes}->{left_axes}", left.dtype)
     of_right = functools.partial(_narrow, f"{left_axes},{result}->{right_axes}", right.dtype)
-    # A mesh with Explicit axes may split the indices that these sum over; the results are sharded as the operands.
+    # With Explicit mesh axes, the summed indices may be sharded; the results get the sharding of the operands.
     return (
         with_automatic_axes(of_left, cotangent, right, like=left),
         with_automatic_axes(of_right, left, cotangent, like=right),
@@ -71,7 +71,7 @@ _narrow.defvjp(_forward, _backward)
 
 @functools.cache
 def _accumulated(subscripts: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """The product in fp32, with a rule for vmap that keeps the indices of all three terms in front."""
+    """Returns the fp32 product, with a vmap rule that keeps the indices of all three terms in front."""
 
     @jax.custom_batching.custom_vmap
     def product(left: jax.Array, right: jax.Array) -> jax.Array:
@@ -83,7 +83,7 @@ def _accumulated(subscripts: str) -> Callable[[jax.Array, jax.Array], jax.Array]
         new = next(letter for letter in string.ascii_lowercase if letter not in subscripts)
         if not in_batched[0]:
             left = jnp.broadcast_to(left, (axis_size, *left.shape))
-        elif not in_batched[1]:  # the new axis is one more of the rows of `left`, behind the indices of all terms
+        elif not in_batched[1]:  # the new axis joins the rows of `left`, after the indices of all terms
             lead = len(set(left_axes).intersection(right_axes, result))
             shared, rows, of_result = left_axes[:lead], left_axes[lead:], result[lead:]
             rowwise = _accumulated(f"{shared}{new}{rows},{right_axes}->{shared}{new}{of_result}")

@@ -1,4 +1,4 @@
-"""The backward pass of a function that JAX differentiates by itself."""
+"""Backward passes derived by JAX from a forward pass."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,7 +15,7 @@ _Moving = dict[str, list[Any]]
 
 
 def forward_only(function: Callable[..., Any]) -> _Forward:
-    """A function that returns a result alone as an implementation's forward pass without residuals."""
+    """Converts a function that returns only a result to a forward pass without residuals."""
 
     def forward(*, wants: frozenset[str], **arguments: Any) -> tuple[Any, Mapping[str, Any]]:
         return function(**arguments), {}
@@ -24,10 +24,10 @@ def forward_only(function: Callable[..., Any]) -> _Forward:
 
 
 def differentiated(forward: _Forward) -> tuple[_Forward, Callable[..., Mapping[str, Any]]]:
-    """The forward and backward pass of an implementation, from a forward pass that JAX differentiates.
+    """Returns forward and backward pass of an implementation, from a forward pass that JAX differentiates.
 
-    What JAX saves for the gradient, the residuals of a `custom_vjp` too, is what the pair keeps for itself (`OWN`).
-    After the forward pass of another implementation the backward pass computes its own once more.
+    The residual `OWN`, private to this pair, is everything that JAX saves for the gradient, including residuals of a
+    `custom_vjp`. After the forward pass of another implementation, the backward pass recomputes the forward pass.
     """
 
     def with_own(*, wants: frozenset[str], **arguments: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -72,7 +72,7 @@ def _floating(argument: Any) -> list[Any]:
 
 
 def _replaced(arguments: Mapping[str, Any], moving: _Moving) -> dict[str, Any]:
-    """The arguments with other floating arrays."""
+    """Replaces the floating leaves of arguments."""
     found = dict(arguments)
     for name, leaves in moving.items():
         remaining = iter(leaves)
@@ -83,7 +83,7 @@ def _replaced(arguments: Mapping[str, Any], moving: _Moving) -> dict[str, Any]:
 
 
 def _at_floating(array: Any, gradients: list[Any]) -> Any:
-    """The gradients in the places of the floating leaves; None in the others."""
+    """Places gradients at the floating leaves of a pytree and None at all other leaves."""
     leaves, structure = jax.tree.flatten(array)
     remaining = iter(gradients)
     return jax.tree.unflatten(structure, [next(remaining) if _is_floating(leaf) else None for leaf in leaves])

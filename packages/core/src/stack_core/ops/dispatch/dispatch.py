@@ -1,4 +1,4 @@
-"""A call of an op: what was chosen for it runs, and is differentiated."""
+"""Entry point of op calls: choice and execution of an implementation."""
 
 import functools
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from stack_core.ops.dispatch.splitting import LogicalNames
 __all__ = ["dispatch", "recording", "requested", "run"]
 
 recording: Final[JitContext[Any]] = JitContext()
-"""Stands in for `run` on what is traced in this context, with its arguments."""
+"""Function that replaces `run`, with the same arguments, for calls traced in this context."""
 
 
 def dispatch(
@@ -27,19 +27,20 @@ def dispatch(
     implementation: Implementation,
     axes: LogicalNames | None = None,
 ) -> Any:
-    """Chooses and calls.
+    """Chooses an implementation for a call and runs it.
 
     Args:
-      arrays: the array arguments by parameter name: arrays, pytrees of arrays, or None. Gradients flow to these only.
-      options: the other arguments by parameter name, all static.
-      implementation: what the caller named.
-      axes: the logical names of the axes of array arguments, by parameter name.
+      op: the op.
+      arrays: array arguments by parameter name: arrays, pytrees of arrays, or None. Only these have gradients.
+      options: static arguments by parameter name.
+      implementation: implementations requested by the caller.
+      axes: logical axis names of array arguments, by parameter name.
 
     Raises:
       ArgumentError: an option is an array.
-      UnknownName: a named implementation is not registered.
-      UnsupportedOp: none of the named, or none at all, supports the call. What only the backward pass lacks is raised
-        when the call is differentiated.
+      UnknownName: a requested implementation is not registered.
+      UnsupportedOp: no requested (or no registered) implementation supports the call. If only the backward pass is
+        unsupported, the error is raised when the call is differentiated.
     """
     request, leaves = requested(op, arrays, options, implementation, axes)
     recorder = recording.value
@@ -57,18 +58,18 @@ def requested(
     implementation: Implementation,
     axes: LogicalNames | None = None,
 ) -> tuple[Request, list[Any]]:
-    """A call, and its operands: the leaves of its arrays."""
+    """Returns a call as a request, and its operands: the leaves of the arrays."""
     check_static(op.name, **options)
     leaves, structure = jax.tree.flatten(tuple(arrays.values()))
     return Request(op, dict(options), implementation, axes, tuple(arrays), structure).shared(), leaves
 
 
 def run(request: Request, operands: list[Any]) -> Any:
-    """Calls what is chosen, to be differentiated by the backward that is chosen."""
+    """Runs the chosen forward pass; derivatives use the chosen backward pass."""
     return called(request, vary_alike(operands)[0])
 
 
 @functools.lru_cache(maxsize=4096)
 def _compiled(request: Request) -> Any:
-    """The call as one compiled function: an op that is called by itself is not interpreted operation by operation."""
+    """Compiles the call, so an op called outside `jax.jit` does not run operation by operation."""
     return jax.jit(lambda *operands: run(request, list(operands)))

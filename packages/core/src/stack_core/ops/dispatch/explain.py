@@ -1,4 +1,4 @@
-"""Says what every op call in a function would get, and why, by tracing the function and running nothing."""
+"""Explanation of the implementation choices for all op calls in a function, by tracing without execution."""
 
 import contextlib
 import dataclasses
@@ -26,26 +26,26 @@ from stack_core.programs.flops import inner_jaxprs
 
 __all__ = ["ExplainedCall", "Explanation", "explain"]
 
-# Between an op and the line that calls it there may be its own file, JAX's transformations and run-time type checks.
+# Stack frames between an op and the line that calls it: core itself, JAX transformations and run-time type checks.
 _NOT_THE_CALLER = frozenset({"stack_core", "jax", "jaxtyping"})
 
 
 @dataclass(frozen=True)
 class ExplainedCall:
-    """Calls of an op that are alike: from one line, with the same shapes, dtypes and options, and the same choices.
+    """Group of equal calls of an op: same source line, shapes, dtypes, options and choices.
 
     Attributes:
-      op: the op's name.
-      arrays: dtype and shape by parameter name, as the op sees them: under `vmap` those of one element.
-      options: the other arguments that differ from the op's defaults.
-      forward: what runs, with which config, and why; or the error that the call raises.
-      backward: what would give the gradient if the call were differentiated; or the error that this raises.
-      calls: how often one call of the function computes the forward pass: a scan once a trip, what is computed again
-        under `jax.checkpoint` again, each branch of a `cond` as if it were taken, 0 where no result is used.
-      at_least: it is in a `while` loop, whose trips only the run decides; they count as one.
-      source: "path:line" of the caller, outside of stack_core.
-      call: the call as choosers see its forward pass.
-      differentiated: the array arguments that the function asks a gradient of, in forward or reverse mode.
+      op: name of the op.
+      arrays: dtype and shape by parameter name as seen by the op; of a single element under `vmap`.
+      options: other arguments that differ from the op's defaults.
+      forward: implementation of the forward pass with config and reason; or the error that the call raises.
+      backward: implementation of the backward pass if the call is differentiated; or the error that this raises.
+      calls: number of forward passes in one call of the function. A scan counts each trip, recomputation under
+        `jax.checkpoint` counts again, each branch of a `cond` counts as if taken, and unused results count 0.
+      at_least: whether the call is in a `while` loop, whose unknown number of trips counts as one.
+      source: "path:line" of the caller outside of stack_core.
+      call: forward pass of the call, as passed to implementations.
+      differentiated: array arguments that are differentiated in forward or reverse mode.
     """
 
     op: str
@@ -61,7 +61,7 @@ class ExplainedCall:
 
 
 class Explanation(tuple[ExplainedCall, ...]):
-    """The calls, in the order in which they are traced; `str` of it is a table."""
+    """Tuple of calls in the order of tracing; `str` formats it as a table."""
 
     def __str__(self) -> str:
         if not self:
@@ -72,20 +72,22 @@ class Explanation(tuple[ExplainedCall, ...]):
 
 
 def explain(fn: Callable[..., Any], *args: Any, chip: Chip | None = None) -> Explanation:
-    """What each op call in `fn(*args)` would get, forward and backward, and why.
+    """Explains which implementation each op call in `fn(*args)` uses, forward and backward, and why.
 
-    `fn` is traced, never compiled or run. Calls inside of jitted functions, loops, models and derivatives are seen,
-    those inside of programs that are already compiled or exported are not. A call that would raise because no
-    implementation supports it stands in the table with its error, and tracing goes on with the op's reference.
+    `fn` is traced, but not compiled or run. Calls inside jitted functions, loops, models and derivatives are included;
+    calls inside compiled or exported programs are not. A call without a supported implementation is listed with its
+    error, and tracing continues with the op's reference.
 
-    The first call of `explain` in a process makes JAX trace, and compile, anew whatever it compiled before.
+    The first use in a process makes JAX trace and compile again all functions that it compiled before.
 
     Args:
-      args: pytrees. What has a shape and a dtype is traced, a `jax.ShapeDtypeStruct` too; all else is passed as it is.
-      chip: the chip to explain for, by default the target of the surrounding context.
+      fn: function to explain.
+      args: pytrees. Leaves with a shape and a dtype are traced, including `jax.ShapeDtypeStruct`s; all other leaves are
+        passed unchanged.
+      chip: chip to explain for; by default the target of the surrounding context.
 
     Raises:
-      UnsupportedOp: no implementation supports a call, and not even the op's reference can stand in for one.
+      UnsupportedOp: no implementation supports a call, not even the op's reference.
     """
     leaves, structure = jax.tree.flatten(args)
     places = [place for place, leaf in enumerate(leaves) if _is_array(leaf)]
@@ -110,7 +112,7 @@ def _is_array(leaf: Any) -> bool:
 
 @dataclass(eq=False)
 class _Recorder:
-    """Stands in for `run`: notes each call, runs what it gets, and marks its arguments and its output."""
+    """Replacement of `run` that records each call, runs it, and marks its arguments and output."""
 
     calls: list[ExplainedCall] = field(default_factory=list)
     differentiated: dict[tuple[int, str], None] = field(default_factory=dict)
@@ -131,9 +133,9 @@ class _Recorder:
         return _marked(run(request, jax.tree.leaves(marked)), number, None)
 
     def _note(self, number: int, stand_in: Request, operands: Sequence[Any], chosen: Plan, call: OpCall) -> Plan:
-        """What a call gets as it runs, with the mapped axis of a `vmap` in its own: the last plan made is that.
+        """Records a plan of a call; the last plan is the final one, with any mapped axis of a `vmap` folded in.
 
-        Tracing goes on with the reference's gradient where there is none.
+        Tracing continues with the reference's gradient if no implementation has one.
         """
         found = {"forward": chosen.forward, "backward": chosen.backward, "call": call}
         self.calls[number] = dataclasses.replace(self.calls[number], **found)
@@ -144,7 +146,7 @@ class _Recorder:
         return chosen
 
     def explained(self, counts: "_Counts") -> Iterator[ExplainedCall]:
-        """The calls with what is known once all is traced."""
+        """Yields the calls, completed by the counts and derivatives that are known after tracing."""
         for number, call in enumerate(self.calls):
             names = tuple(name for name in call.arrays if (number, name) in self.differentiated)
             times, at_least = counts.calls[number], number in counts.at_least
@@ -152,7 +154,7 @@ class _Recorder:
 
 
 def _planned(request: Request, operands: Sequence[Any]) -> tuple[Choice | StackError, Choice | StackError, Request]:
-    """What a call gets forward and backward, or their errors; and a request that can be traced in any case."""
+    """Returns the choices of a call, or their errors, and a request that can be traced in either case."""
     stand_in = dataclasses.replace(request, implementation="reference")
     try:
         chosen = plan(request, operands)
@@ -165,7 +167,7 @@ def _planned(request: Request, operands: Sequence[Any]) -> tuple[Choice | StackE
 
 
 def _given(op: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that differ from the defaults of the op's public function, the innermost of its name on the stack."""
+    """Returns the options that differ from the defaults of the op's public function, which is found on the stack."""
     function = next((frame.f_globals.get(op) for frame in _frames() if frame.f_code.co_name == op), None)
     if function is None:
         return dict(options)
@@ -183,7 +185,7 @@ def _caller() -> str:
 
 
 def _frames() -> Iterator[FrameType]:
-    """The frames of the stack, the innermost first."""
+    """Yields the frames of the stack from the innermost outwards."""
     frame = sys._getframe(1)
     while frame is not None:
         yield frame
@@ -191,17 +193,17 @@ def _frames() -> Iterator[FrameType]:
 
 
 def _marked(arrays: Any, call: int, argument: str | None) -> Any:
-    """The arrays of an argument of a call, or of its output, through the marker."""
+    """Applies the marker to the arrays of an argument or of the output of a call."""
     leaves, structure = jax.tree.flatten(arrays)
     return jax.tree.unflatten(structure, _marker().bind(*leaves, call=call, argument=argument)) if leaves else arrays
 
 
 @functools.cache
 def _marker() -> Any:
-    """A primitive that returns its operands, and stays in a jaxpr wherever one of them is used.
+    """Returns an identity primitive that stays in a jaxpr as long as one of its operands is used.
 
-    Its parameters are the number of a call and the name of the argument that it marks, None for the output. It tells
-    the recorder of the context which arguments are differentiated, which a jaxpr does not show afterwards.
+    Its parameters are the number of a call and the name of the marked argument, None for the output. Its JVP rule
+    reports to the current recorder which arguments are differentiated, because a jaxpr does not show this afterwards.
     """
     from jax.extend.core import Primitive
     from jax.interpreters import ad, batching, mlir
@@ -224,7 +226,7 @@ def _marker() -> Any:
 
 @dataclass
 class _Counts:
-    """How often a jaxpr computes each call, by its number, and which are in loops of unknown length."""
+    """Execution counts of a jaxpr's calls by number, and the calls in loops of unknown length."""
 
     calls: Counter[int] = field(default_factory=Counter)
     at_least: set[int] = field(default_factory=set)
@@ -266,11 +268,11 @@ def _alike(one: ExplainedCall, other: ExplainedCall) -> bool:
 
 
 def _rows(explanation: Explanation) -> Iterator[tuple[str, ...] | str]:
-    """Six columns, or a line that spans them."""
+    """Yields rows of six columns, or lines that span them."""
     for call in explanation:
         passes = {"forward": call.forward, "backward": call.backward}
         if isinstance(call.forward, StackError):
-            del passes["backward"]  # It is the same error.
+            del passes["backward"]  # same error as forward
         titles = iter([f"{call.calls}{'+' if call.at_least else ''}", call.op])
         for direction, choice in passes.items():
             yield next(titles, ""), next(titles, ""), direction, *_columns(choice)
@@ -284,14 +286,14 @@ def _rows(explanation: Explanation) -> Iterator[tuple[str, ...] | str]:
 
 
 def _columns(choice: Choice | StackError) -> tuple[str, str, str]:
-    """Implementation, config and why."""
+    """Returns the columns implementation, config and reason."""
     if isinstance(choice, StackError):
         return "none", "", f"{type(choice).__name__}: {str(choice).splitlines()[0]}"
     return choice.implementation.name, "" if choice.config is None else str(choice.config), choice.reason
 
 
 def _details(direction: str, choice: Choice | StackError) -> Iterator[str]:
-    """Why it was none of the others."""
+    """Yields the reasons against the other implementations."""
     if isinstance(choice, StackError):
         yield from str(choice).splitlines()[1:]
     else:

@@ -1,4 +1,4 @@
-"""A call under `jax.vmap`: the mapped axis becomes a part of one of the op's own axes."""
+"""Folding of the mapped axis of `jax.vmap` into an axis of an op."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ __all__ = ["Folding"]
 
 @dataclass(frozen=True)
 class Folding:
-    """Puts a mapped axis of `size` into the op's axis `into`, "..." or a name, which has `own` entries in each example.
+    """Folding of a mapped axis of `size` into the op's axis `into` ("..." or a name) with `own` entries per example.
 
-    Arrays are mapped along their first axis. Along "..." they stay as they are.
+    Arrays are mapped along their first axis. Folding into "..." leaves them unchanged.
     """
 
     size: int
@@ -25,11 +25,13 @@ class Folding:
 
     @classmethod
     def of(cls, size: int, into: str | None, axes: Sequence[str | None], shapes: Sequence[Any]) -> "Folding | None":
-        """None if the op folds nothing.
+        """Returns the folding of a call, or None if `into` is None.
 
         Args:
-          axes: of the operands.
-          shapes: of one example.
+          size: size of the mapped axis.
+          into: `Op.folds`.
+          axes: axes of each operand.
+          shapes: shapes of one example of each operand.
         """
         if into is None:
             return None
@@ -40,11 +42,11 @@ class Folding:
         return cls(size, into, own)
 
     def has(self, axes: str | None) -> bool:
-        """Whether an array has the axis that grows."""
+        """Returns whether an array has the folded axis."""
         return axes is not None and self.into in axes.split()
 
     def shape(self, axes: str | None, shape: Sequence[int]) -> tuple[int, ...]:
-        """That of a folded array, from that of an example's."""
+        """Returns the shape of the folded array from the shape of an example."""
         if not self.has(axes):
             return tuple(shape)
         if self.into == "...":
@@ -53,11 +55,11 @@ class Folding:
         return (*shape[:at], shape[at] * self.size, *shape[at + 1 :])
 
     def fold(self, axes: str | None, array: Any, is_mapped: bool) -> Any:
-        """The folded array, or None if this one cannot be."""
+        """Returns the folded array, or None if it cannot be folded."""
         if not self.has(axes):
             return None if is_mapped else array
         at = 0 if self.into == "..." else self._at(axes, array.ndim - is_mapped)
-        if self.into != "..." and array.shape[at + is_mapped] != self.own:  # of size 1, which stands for all
+        if self.into != "..." and array.shape[at + is_mapped] != self.own:  # size 1, broadcast along the axis
             return None if is_mapped else array
         if not is_mapped:
             array = jnp.broadcast_to(array, (self.size, *array.shape))
@@ -67,25 +69,25 @@ class Folding:
         return moved.reshape(*moved.shape[:at], moved.shape[at] * moved.shape[at + 1], *moved.shape[at + 2 :])
 
     def unfold(self, axes: str, array: Any) -> Any:
-        """The inverse: mapped along the first axis."""
+        """Inverts `fold`; the result is mapped along its first axis."""
         if self.into == "...":
             return array
         at = self._at(axes, array.ndim)
-        # Not -1, which an empty array leaves undetermined.
+        # -1 is ambiguous for empty arrays.
         split = array.reshape(*array.shape[:at], self.size, array.shape[at] // self.size, *array.shape[at + 1 :])
         return jnp.moveaxis(split, at, 0)
 
     def fold_all(self, axes: Sequence[str | None], arrays: Sequence[Any], mapped: Sequence[bool]) -> list[Any] | None:
-        """All arrays folded; None if one cannot be."""
+        """Folds all arrays; returns None if any of them cannot be folded."""
         found = [self.fold(*one) for one in zip(axes, arrays, mapped, strict=True)]
         return None if any(array is None for array in found) else found
 
     def struct(self, axes: str | None, struct: Any) -> jax.ShapeDtypeStruct:
-        """The folded array's shape and dtype."""
+        """Returns shape and dtype of the folded array."""
         return jax.ShapeDtypeStruct(self.shape(axes, struct.shape), struct.dtype)
 
     def names(self, axes: Any, names: Sequence[str | None]) -> tuple[str | None, ...]:
-        """The logical names of a folded array's axes: the one that grew has none."""
+        """Returns the logical axis names of a folded array, with None for the folded axis."""
         if not isinstance(axes, str) or not self.has(axes):
             return tuple(names)
         if self.into == "...":

@@ -1,4 +1,4 @@
-"""The forward pass of a call, as what was chosen for it, under `jax.vmap` and on a mesh."""
+"""Forward passes of calls with the chosen implementation, including `jax.vmap` and meshes."""
 
 import dataclasses
 import functools
@@ -24,20 +24,22 @@ __all__ = ["Forward"]
 
 @dataclass(frozen=True, eq=False)
 class Forward:
-    """A forward pass that was traced.
+    """Traced forward pass of a call.
 
-    All arrays of a call are its *pool*: the operands, the leaves of the result, and the residuals that are neither.
+    The *pool* of a call consists of the operands, the leaves of the result, and all residuals that are not among these.
 
     Attributes:
-      wants: the names of the residuals that it returns.
-      jaxpr: from the operands to the leaves of the result and of the residuals.
-      structure: of the result.
-      residuals: the structure of the mapping of residuals.
-      places: where in the pool each leaf of the residuals is.
-      returned: the leaves of the result and the residuals that are not in the pool yet, among those of the jaxpr.
-      shapes: of the pool.
-      pool_axes: of the pool; None for a part of a quantized array, and for what an implementation keeps for itself.
-      notes: entries of `ops.choices`, by their keys.
+      request: the call.
+      plan: chosen implementations.
+      wants: names of the returned residuals.
+      jaxpr: jaxpr from the operands to the leaves of the result and of the residuals.
+      structure: pytree structure of the result.
+      residuals: pytree structure of the mapping of residuals.
+      places: pool index of each leaf of the residuals.
+      returned: indices of the jaxpr's outputs that the pool contains: the leaves of the result and the new residuals.
+      shapes: shapes and dtypes of the pool.
+      pool_axes: axes of the pool; None for leaves of quantized arrays and for private residuals (`OWN`).
+      notes: entries of `ops.choices`, by key.
     """
 
     request: Request
@@ -54,10 +56,10 @@ class Forward:
 
     @classmethod
     def trace(cls, request: Request, operands: Sequence[Any], *, wants: bool, mapped: bool = False) -> "Forward":
-        """Chooses, and traces what was chosen.
+        """Chooses implementations for a call and traces its forward pass.
 
         Args:
-          wants: whether a gradient follows, which reads residuals.
+          wants: whether to return residuals for a gradient.
           mapped: see `plan`.
 
         Raises:
@@ -72,7 +74,7 @@ class Forward:
 
     @classmethod
     def of(cls, request: Request, jaxpr: Any, structure: Any) -> "Forward":
-        """Reads a forward pass off the jaxpr and the structure of the results of `_chosen`."""
+        """Builds a forward pass from the jaxpr and the result structure of `_chosen`."""
         outvars = equations_of(jaxpr).outvars
         outputs, residuals, static = jax.tree.unflatten(structure, outvars)
         chosen, wanted, axes = static.value
@@ -110,36 +112,36 @@ class Forward:
 
     @property
     def operands(self) -> int:
-        """The number of operands."""
+        """Number of operands."""
         return len(equations_of(self.jaxpr).invars)
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
-        """The parameter of each operand, one of whose leaves it is."""
+        """Parameter name of each operand."""
         arrays = self.request.arrays(range(self.operands))
         return tuple(name for name, array in arrays.items() for _ in jax.tree.leaves(array))
 
     @property
     def outputs(self) -> int:
-        """The number of leaves of the result."""
+        """Number of leaves of the result."""
         return self.structure.num_leaves
 
     def read(self, pool: Sequence[Any]) -> tuple[dict[str, Any], Any, Mapping[str, Any]]:
-        """The arrays, the result and the residuals."""
+        """Returns arrays, result and residuals from the pool."""
         outputs = pool[self.operands : self.operands + self.outputs]
         residuals = jax.tree.unflatten(self.residuals, [pool[place] for place in self.places])
         return self.request.arrays(pool[: self.operands]), jax.tree.unflatten(self.structure, outputs), residuals
 
     @functools.cached_property
     def program(self) -> Any:
-        """The jaxpr from the operands to the rest of the pool: the leaves of the result, then the residuals."""
+        """Jaxpr from the operands to the rest of the pool: the leaves of the result, then the residuals."""
         inner = equations_of(self.jaxpr)
         kept = [number in self.returned for number in range(len(inner.outvars))]
         rest, _ = partial_eval.dce_jaxpr(inner, kept, instantiate=True)
         return self.jaxpr.replace(jaxpr=rest) if inner is not self.jaxpr else rest
 
     def folded_request(self, folding: Folding) -> Request:
-        """The request for the folded call: along the mapped axis nothing is split."""
+        """Returns the request for the folded call, which is not split along the folded axis."""
         request = self.request
         if request.axes is None:
             return request
@@ -154,7 +156,7 @@ class Forward:
         operands: Sequence[Any],
         run: Callable[["Forward", Sequence[Any]], Sequence[Any]],
     ) -> list[Any] | None:
-        """Runs the call with the mapped axis in the op's own, chosen again; returns None if that is impossible."""
+        """Chooses again for the folded call and runs it; returns None if the call cannot be folded."""
         axes = self.pool_axes[: self.operands]
         folding = Folding.of(size, self.request.op.folds, axes, [x.shape for x in self.shapes[: self.operands]])
         if folding is None or OWN in self.wants or not all(map(folding.has, self.pool_axes[self.operands :])):
@@ -164,7 +166,7 @@ class Forward:
             return None
         try:
             again = Forward.trace(self.folded_request(folding), folded, wants=bool(self.wants), mapped=True)
-        except UnsupportedOp:  # A named implementation may take one example, and not all at once.
+        except UnsupportedOp:  # A requested implementation may support one example but not the folded call.
             return None
         if not set(self.wants) <= set(again.wants):
             return None
@@ -191,7 +193,7 @@ def _notes(chosen: Plan, call: OpCall) -> dict[str, Mapping[str, Any]]:
 
 
 def _chosen(request: Request, wants: bool, mapped: bool) -> Any:
-    """Returns a function that chooses and runs: from the operands to the result, the residuals and what was chosen."""
+    """Returns a function of the operands that chooses and runs: it returns result, residuals and the choice."""
 
     def call(*operands: Any) -> tuple[Any, Any, Static]:
         chosen = plan(request, operands, mapped=mapped)
@@ -203,7 +205,7 @@ def _chosen(request: Request, wants: bool, mapped: bool) -> Any:
 
 
 def _local(request: Request, chosen: Plan, wants: tuple[str, ...], axes: OpAxes) -> Any:
-    """What was chosen, from the operands to (result, residuals), run by each device on its part if need be."""
+    """Returns the chosen forward pass, from operands to (result, residuals), sharded over devices if necessary."""
     forward = chosen.forward
     structure: list[Any] = []
 

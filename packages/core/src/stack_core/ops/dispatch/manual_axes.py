@@ -1,4 +1,4 @@
-"""The types of arrays inside `jax.shard_map`, where JAX tracks the mesh axes that each array varies over."""
+"""Varying manual axes of arrays inside `jax.shard_map`, which JAX tracks in their types."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ __all__ = ["vary_alike", "varying"]
 
 
 def vary_alike(*trees: Any) -> Any:
-    """The arrays, typed as varying over every manual mesh axis that one of them varies over.
+    """Casts all arrays to vary over every manual mesh axis that any of them varies over.
 
-    A loop's carry must vary as what is added to it, and a gradient as its operand. The gradient of an array that did
-    not vary, such as a weight that all devices share, is then summed over the devices. Outside `jax.shard_map` nothing
-    varies, and the arrays are returned as they are.
+    A loop's carry must vary like the values added to it, and a gradient like its operand. The gradient of an array that
+    did not vary, such as a replicated weight, is then summed over devices. Outside `jax.shard_map`, arrays are returned
+    unchanged.
     """
     axes = {axis for leaf in jax.tree.leaves(trees) for axis in varying(leaf)}
 
@@ -25,5 +25,5 @@ def vary_alike(*trees: Any) -> Any:
 
 
 def varying(array: Any) -> frozenset[str]:
-    """The manual mesh axes that an array varies over."""
+    """Returns the manual mesh axes that an array varies over."""
     return jax.typeof(array).mat.varying

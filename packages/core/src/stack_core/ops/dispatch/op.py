@@ -1,4 +1,4 @@
-"""What core knows of an op besides its mathematics: how its axes meet, which fold and which may be split."""
+"""Definition of an op: its reference implementation and the roles of its axes."""
 
 import functools
 import importlib
@@ -20,15 +20,15 @@ __all__ = ["Op", "OpAxes", "function_of", "op_named", "suite_of", "symbols"]
 
 @dataclass(frozen=True)
 class OpAxes:
-    """The axes of one call's arrays, by name: "... d_in". Axes of one name have one size, or 1.
+    """Named axes of the arrays of one call, as in "... d_in". Axes with the same name have the same size, or 1.
 
     Attributes:
-      operands: by parameter name; a tuple for a parameter that is a tuple of arrays.
-      outputs: of each leaf of the result.
-      residuals: of what the op names, as `Op.residuals` does.
-      whole: names of axes that no device may hold a part of. An axis that operands have and an output lacks is summed
-        over: where it is split, the outputs of the devices are added.
-      together: pairs of names that are split over the same devices, or not at all.
+      operands: axes by parameter name; a tuple for a parameter that is a tuple of arrays.
+      outputs: axes of each leaf of the result.
+      residuals: axes of each of `Op.residuals`, by name.
+      whole: names of axes that must not be split over devices. Any other axis of operands that an output lacks is
+        contracted: if it is split, the outputs of the devices are added.
+      together: pairs of axes that must be split over the same devices, or not at all.
     """
 
     operands: Mapping[str, str | tuple[str, ...]]
@@ -38,7 +38,7 @@ class OpAxes:
     together: tuple[tuple[str, str], ...] = ()
 
     def of_leaves(self, arrays: Mapping[str, Any]) -> list[str | None]:
-        """The axes of each leaf of the operands; None for the parts of a quantized array, which have their own."""
+        """Returns the axes of each leaf of the operands; None for leaves of quantized arrays, whose axes differ."""
         found: list[str | None] = []
         for name, array in arrays.items():
             if is_quantized(array):
@@ -51,18 +51,19 @@ class OpAxes:
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """An op: its reference and its axes.
+    """Op with its reference implementation and axes.
 
     Attributes:
-      reference: the forward pass of the implementation "reference". JAX can differentiate it forward and backward,
-        any number of times, where `plain.is_plain()`.
-      axes: the axes of a call's arrays.
-      folds: the axis that the mapped axis of a `jax.vmap` becomes a part of: "..." or a name; None if there is none.
-      residuals: what a forward pass may hand to the backward pass of another implementation.
-      backward: of the reference; by default JAX's derivative of it, which computes it again.
-      keeps: that derivative rather keeps what JAX would save for it.
-      linear_in: array parameters that the result is linear (or affine) in while the others are fixed. The derivative by
-        one of them alone does not read it, so that it is not kept for the backward pass.
+      name: name of the op.
+      reference: forward pass of the implementation "reference". If `plain.is_plain()`, JAX can differentiate it in
+        forward and reverse mode, any number of times.
+      axes: function that returns the axes of a call.
+      folds: axis into which the mapped axis of a `jax.vmap` is merged: "..." or a name; None if no axis can take it.
+      residuals: names of residuals that a forward pass may pass to the backward pass of any implementation.
+      backward: backward pass of the reference; by default JAX's derivative, which recomputes the forward pass.
+      keeps: whether the default backward pass stores JAX's residuals instead of recomputing them.
+      linear_in: array parameters in which the result is linear (or affine) if the others are fixed. The derivative with
+        respect to only one of them does not read it, so it is not stored for the backward pass.
     """
 
     name: str
@@ -76,7 +77,7 @@ class Op:
 
     @functools.cache  # noqa: B019  ops live as long as their modules
     def implementation(self) -> OpImplementation:
-        """The reference as the implementation of the lowest priority."""
+        """Returns the reference as the implementation with the lowest priority."""
         forward, backward = differentiated(self.reference)
         backward = self.backward or backward
         kept = (*self.residuals, OWN) if self.keeps else self.residuals
@@ -88,7 +89,7 @@ def op_named(name: str) -> Op:
 
     Raises:
       UnknownName: no plugin defines it.
-      PluginError: what is registered is not an `Op` of that name.
+      PluginError: the registered object is not an `Op` of that name.
     """
     found = registries.op_definitions[name]
     if not isinstance(found, Op) or found.name != name:
@@ -97,13 +98,13 @@ def op_named(name: str) -> Op:
 
 
 def function_of(op: str) -> Callable[..., Any]:
-    """Returns the function of an op that models call, with `implementation` and `axes` among its parameters.
+    """Returns the public function of an op, with `implementation` and `axes` among its parameters.
 
     Raises:
       UnknownName: no plugin defines the op.
-      PluginError: it is registered without one.
+      PluginError: the op is registered without a valid function.
     """
-    # Core's own are found without the registry, so that a plugin may implement an op in the module that registers it.
+    # Core's ops are found without the registry: a plugin may implement one in the module that is being registered.
     own = getattr(importlib.import_module("stack_core.ops"), op, None)
     if inspect.isfunction(own) and _is_of_an_op(own):
         return own
@@ -120,7 +121,7 @@ def _is_of_an_op(function: Callable[..., Any]) -> bool:
 
 
 def suite_of(op: str) -> Any:
-    """Returns the `OpSuite` of an op's contract; raises what `function_of` raises."""
+    """Returns the contract suite (`OpSuite`) of an op; raises as `function_of`."""
     return _detail(op, "suite")
 
 
@@ -143,7 +144,7 @@ def _detail(op: str, detail: str) -> Any:
 
 
 def symbols(axes: str, rank: int) -> tuple[str, ...]:
-    """A name for each axis of an array: "... d_in" of three axes is ("...0", "...1", "d_in")."""
+    """Returns a name for each axis of an array: ("...0", "...1", "d_in") for "... d_in" with rank 3."""
     names = axes.split()
     if "..." not in names:
         return tuple(names)

@@ -1,8 +1,8 @@
-"""Calls of ops as single equations of a jaxpr, for programs that read jaxprs and rewrite them.
+"""Op calls as single jaxpr equations, for programs that read and rewrite jaxprs.
 
-Under `as_units` a call of an op is traced as one equation, whatever implementation runs. Evaluated, compiled, batched
-or differentiated, the equation is what the call would have been where it was traced: a jaxpr that holds units can be
-run as it is, and whoever rewrites it may call the op again, with other arrays.
+Under `as_units`, a call of an op is traced as one equation for any implementation. Evaluation, compilation, batching and
+derivatives of the equation match the call at the place of tracing. A jaxpr with units can therefore be run unchanged,
+or a rewriter may call the op again with other arrays.
 """
 
 import contextlib
@@ -25,17 +25,17 @@ __all__ = ["OpUnit", "as_units", "unit_of"]
 
 @dataclass(frozen=True, eq=False)
 class OpUnit:
-    """A call of an op without its arrays: all else that the equation knows.
+    """Parameter of a unit equation: a call of an op without its arrays.
 
     Attributes:
-      op: the op's name, "linear".
-      options: the other arguments by parameter name, all static.
-      implementation: what the caller named.
-      axes: the logical names of operands' axes, by parameter name.
-      names: the array parameters, in order.
-      structure: of their tuple; the equation's operands are its leaves.
-      jaxpr: what the call was when it was traced, from the operands to the leaves of its result.
-      contexts: the contexts that it was traced in.
+      op: name of the op, such as "linear".
+      options: static arguments by parameter name.
+      implementation: implementations requested by the caller.
+      axes: logical axis names of operands, by parameter name.
+      names: array parameters, in order.
+      structure: pytree structure of the tuple of their arrays; its leaves are the operands of the equation.
+      jaxpr: traced call, from the operands to the leaves of its result.
+      contexts: contexts of the trace.
       batching: one entry for each `jax.vmap` around the call, the innermost first: the mapped axis of each operand, or
         None. Results are mapped along their first axis.
     """
@@ -51,15 +51,15 @@ class OpUnit:
     batching: tuple[tuple[int | None, ...], ...] = ()
 
     def arrays(self, operands: Sequence[Any]) -> dict[str, Any]:
-        """The arrays by parameter name; anything may stand for an operand, a quantized array too."""
+        """Returns the arrays by parameter name; each operand may be any object, including a quantized array."""
         return dict(zip(self.names, jax.tree.unflatten(self.structure, operands), strict=True))
 
     def __call__(self, *operands: Any) -> Any:
-        """Calls the op again, under the mesh, for the chip and with the tuned table of the first call.
+        """Calls the op again with the mesh, chip and tuned table of the first call.
 
         Args:
-          operands: one for each leaf of `structure`. A pytree in the place of a leaf, such as a quantized array, is
-            mapped along the same axis of each of its own leaves.
+          operands: one operand for each leaf of `structure`. All leaves of a pytree in the place of a leaf,
+            such as a quantized array, are mapped along the same axis.
         """
 
         def call(*operands: Any) -> Any:
@@ -75,15 +75,15 @@ class OpUnit:
 def as_units() -> Iterator[None]:
     """Traces each call of an op in the block as one equation.
 
-    The context is a part of the key of `jax.jit`'s caches, so that nothing traced in it is used outside of it. The
-    first use in a process makes JAX trace, and compile, anew whatever it compiled before.
+    The context is part of the cache key of `jax.jit`, so functions traced inside are not reused outside. The first use
+    in a process makes JAX trace and compile again all functions that it compiled before.
     """
     with recording(_bind):
         yield
 
 
 def unit_of(equation: Any) -> OpUnit | None:
-    """The call of an op that an equation of a jaxpr is, or None if it is none."""
+    """Returns the unit of a jaxpr equation, or None for any other equation."""
     return equation.params["unit"] if equation.primitive is _primitive() else None
 
 

@@ -1,4 +1,4 @@
-"""The programs that derivatives of a call consist of: the reference's tangent and the backward pass that was chosen."""
+"""Programs for derivatives of a call: the reference's tangent and the chosen backward pass."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -21,18 +21,22 @@ _Function = Callable[..., Sequence[Any]]
 
 
 def program(make: Any, forward: Forward, moving: tuple[int, ...], pool: Sequence[Any], more: Sequence[Any]) -> Any:
-    """Returns the jaxpr of the function of (pool, more) that `make(forward, moving)` is."""
+    """Returns the jaxpr of `make(forward, moving)`, a function of (pool, more)."""
     operands = (list(pool), list(more))
     return traced(make, forward, moving, operands=operands, is_shared=forward.request.is_shared).jaxpr
 
 
 @functools.lru_cache(maxsize=8192)
 def pruned(with_consts: Any, count: int, kept: frozenset[int]) -> tuple[Any, tuple[int, ...]]:
-    """Drops unused operands among the first ones of a jaxpr; returns the places of the remaining ones.
+    """Drops unused operands among the first `count` of a jaxpr.
 
     Args:
-      count: how many operands may be dropped.
-      kept: places that remain in any case.
+      with_consts: the jaxpr, closed over its constants.
+      count: number of leading operands that may be dropped.
+      kept: indices of operands that are never dropped.
+
+    Returns:
+      The jaxpr, and the indices of the remaining operands below `count`.
     """
     inner = equations_of(with_consts)
     needs = [place >= count or place in kept for place in range(len(inner.invars))]
@@ -42,7 +46,7 @@ def pruned(with_consts: Any, count: int, kept: frozenset[int]) -> tuple[Any, tup
 
 
 def read_by_tangent(forward: Forward, moving: tuple[int, ...]) -> frozenset[int]:
-    """Returns the operands that the reference's tangent may read, without tracing it."""
+    """Returns the indices of the operands that the reference's tangent may read, without tracing it."""
     operands = set(range(forward.operands))
     if len(moving) == 1 and forward.names[moving[0]] in forward.request.op.linear_in:
         operands -= set(moving)
@@ -50,7 +54,7 @@ def read_by_tangent(forward: Forward, moving: tuple[int, ...]) -> frozenset[int]
 
 
 def reference_tangent(forward: Forward, moving: Sequence[int]) -> _Function:
-    """Returns the tangent of the reference, linear in the tangents of the operands that move."""
+    """Returns the tangent of the reference as a function of (operands, tangents of the `moving` operands)."""
     request = forward.request
 
     def reference(*operands: Any) -> list[Any]:
@@ -71,7 +75,7 @@ def reference_tangent(forward: Forward, moving: Sequence[int]) -> _Function:
 
 
 def backward_pass(forward: Forward, moving: Sequence[int]) -> _Function:
-    """What was chosen backward, from the pool and the cotangents of the result to the gradients of some operands."""
+    """Returns the chosen backward pass, from (pool, cotangents of the result) to gradients of `moving` operands."""
     request, chosen = forward.request, forward.plan.backward
     assert not isinstance(chosen, UnsupportedOp) and chosen.implementation.backward is not None
     run = chosen.implementation.backward

@@ -1,4 +1,4 @@
-"""One number of each row, by its place."""
+"""Selection of one element per row."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ __all__ = ["picked"]
 
 
 def picked(x: Any, places: Any) -> Any:
-    """x[r, places[r]] of x [rows, columns]; NaN for places that there are not.
+    """Returns x[r, places[r]] for x [rows, columns]; NaN for places out of range.
 
-    Inside a `jax.shard_map` over some axes of a mesh it is a sum over a mask: XLA's partitioner fails on a gather there
-    whose rows the other axes split (jax 0.10.2: "Check failed: num_replica_groups").
+    Inside a `jax.shard_map` over some axes of a mesh, it computes a masked sum instead of a gather: XLA's partitioner
+    fails on a gather with rows sharded over the other axes (jax 0.10.2: "Check failed: num_replica_groups").
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return jnp.take_along_axis(x, places[:, None], axis=-1, mode="fill")[:, 0]

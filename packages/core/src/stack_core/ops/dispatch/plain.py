@@ -1,6 +1,6 @@
-"""Whether a reference is traced to be differentiated by JAX alone: forward mode, and derivatives of derivatives.
+"""Context for tracing references without `custom_vjp`, for forward mode and higher derivatives.
 
-A `custom_vjp` has no forward-mode derivative. Whatever has one for its speed asks `is_plain` and leaves it out.
+A `custom_vjp` has no forward-mode derivative. Functions that use one for speed check `is_plain` and omit it.
 """
 
 import contextlib
@@ -10,15 +10,15 @@ import jax
 
 __all__ = ["is_plain", "plain"]
 
-# Made here because to enter a new one while tracing would make JAX trace again whatever it traced before.
+# Created once: entering a new context while tracing would make JAX trace all earlier functions again.
 _plain: Any = jax.make_user_context(None)
 
 
 def is_plain() -> bool:
-    """Whether what is traced must hold no `custom_vjp`."""
+    """Returns whether the current trace must not contain a `custom_vjp`."""
     return _plain.value is True
 
 
 def plain() -> contextlib.AbstractContextManager[None]:
-    """Asks for the plain form of what is traced in the block; it is a part of the key of `jax.jit`'s caches."""
+    """Requests plain traces in the block; the context is part of the cache key of `jax.jit`."""
     return _plain(True)

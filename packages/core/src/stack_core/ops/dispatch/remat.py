@@ -1,4 +1,4 @@
-"""What `jax.checkpoint` saves of calls of ops."""
+"""Policies of `jax.checkpoint` for calls of ops."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +14,10 @@ _CALLS = ("custom_jvp_call", "custom_vmap_call", "stack_call")
 
 
 def seen_into(policy: _Policy) -> _Policy:
-    """A policy for `jax.checkpoint` that saves what a call returns if `policy` saves anything inside of it.
+    """Returns a policy for `jax.checkpoint` that saves the results of a call if `policy` saves any value inside it.
 
-    Calls of ops are equations of their own, which policies by primitive, such as `dots_saveable`, do not look into. A
-    foreign function that says how many FLOPs it does is a product.
+    Calls of ops are single equations, and policies by primitive, such as `dots_saveable`, do not look inside. A foreign
+    function with a declared number of FLOPs counts as a matrix product.
     """
 
     def sees(primitive: Any, *operands: Any, **params: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Warnings about what plugins do wrong while ops are chosen: each is reported once in a process."""
+"""Warnings during the choice of implementations, each issued once per process."""
 
 import threading
 import warnings
@@ -10,7 +10,7 @@ _lock = threading.Lock()
 
 
 def warn_once(*key: str, message: str) -> None:
-    """Warns unless something was reported under this key before, in whatever words."""
+    """Issues a warning unless this process already issued one with the same key, even with another message."""
     with _lock:
         if key in _reported:
             return

@@ -1,4 +1,4 @@
-"""A call of an op without its arrays."""
+"""Calls of ops without their arrays."""
 
 import dataclasses
 import functools
@@ -16,19 +16,23 @@ from stack_core.ops.dispatch.splitting import LogicalNames
 __all__ = ["Implementation", "Request", "op_call"]
 
 Implementation: TypeAlias = str | OpImplementation | Sequence[str | OpImplementation] | None
-"""What a caller may name: nothing, one implementation, or several in order of preference."""
+"""Requested implementations: one, or several in order of preference; None lets core choose."""
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A call of an op without its arrays: op, options, named implementation and axes.
+    """Call of an op without its arrays.
 
     Attributes:
-      names: the array parameters, in order.
-      structure: of their tuple; the operands are its leaves.
-      noted: receives each plan that is made for the call, and returns the one to follow.
-      is_shared: equal calls have this very object, so that what is traced for one serves all. Calls with options that
-        cannot be hashed are not shared.
+      op: the op.
+      options: static arguments by parameter name.
+      implementation: implementations requested by the caller.
+      axes: logical axis names of operands, by parameter name.
+      names: array parameters, in order.
+      structure: pytree structure of the tuple of their arrays; its leaves are the operands.
+      noted: callback that receives each plan for the call and returns the plan to use; None if unused.
+      is_shared: whether equal calls share this object, and with it everything that is traced for it. Calls with
+        unhashable options are not shared.
     """
 
     op: Op
@@ -41,7 +45,7 @@ class Request:
     is_shared: bool = False
 
     def shared(self) -> "Request":
-        """Returns the request that all equal ones share, or this one if it cannot be shared."""
+        """Returns the object shared by all equal requests, or this request if it cannot be shared."""
         if self.noted is not None:
             return self
         named, axes = self.implementation, self.axes
@@ -49,13 +53,13 @@ class Request:
         of_operands = None if axes is None else tuple((name, tuple(names)) for name, names in axes.items())
         key = (self.op, tuple(sorted(self.options.items())), named, of_operands, self.names, self.structure)
         try:
-            # A table or an implementation that is registered later, as in tests, must be found.
+            # The registries are part of the key: entries registered later, as in tests, must be found.
             return _shared(*key, registries.ops, registries.tuned_tables)
         except TypeError:  # an option cannot be hashed
             return self
 
     def replaced(self, **changes: Any) -> "Request":
-        """Returns the request with other fields."""
+        """Returns the request with some fields replaced."""
         return dataclasses.replace(self, is_shared=False, **changes).shared()
 
     def arrays(self, operands: Sequence[Any]) -> dict[str, Any]:
@@ -63,7 +67,7 @@ class Request:
         return dict(zip(self.names, jax.tree.unflatten(self.structure, operands), strict=True))
 
     def call(self, operands: Sequence[Any]) -> OpCall:
-        """Returns the forward pass of the call in the form that implementations receive."""
+        """Returns the forward pass of the call as an `OpCall`, which implementations receive."""
         return op_call(self.op.name, self.arrays(operands), self.options)
 
 
@@ -76,5 +80,5 @@ def _shared(
 
 
 def op_call(op: str, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> OpCall:
-    """Returns the forward pass of a call, without the values of its arrays."""
+    """Returns the forward pass of a call as an `OpCall`, with shapes and dtypes in place of arrays."""
     return OpCall(op, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dict(arrays)), options)

@@ -1,4 +1,4 @@
-"""Whether the functions of an implementation take what they will be called with."""
+"""Signature checks for the functions of implementations."""
 
 import functools
 import inspect
@@ -16,20 +16,20 @@ _OF_CALLERS = ("implementation", "axes")
 
 @functools.cache
 def parameters_of(op: str) -> tuple[str, ...]:
-    """The parameters of an op that its implementations take.
+    """Returns the parameters of an op that are passed to its implementations.
 
     Raises:
-      UnknownName: there is no such op.
+      UnknownName: unknown op.
     """
     return tuple(name for name in inspect.signature(function_of(op)).parameters if name not in _OF_CALLERS)
 
 
 @functools.lru_cache(maxsize=1024)
 def check_signature(found: OpImplementation) -> None:
-    """Compares the functions of a registered implementation with how they are called.
+    """Checks that the functions of a registered implementation accept the arguments they are called with.
 
     Raises:
-      PluginError: one takes other parameters.
+      PluginError: wrong parameters.
     """
     what, config = f"ops '{found.op}/{found.name}'", () if found.default is None else ("config",)
     takes = ("arrays", "options", "outputs", "residuals", "cotangents")
@@ -46,7 +46,7 @@ def check_signature(found: OpImplementation) -> None:
 
 
 def check_parameters(what: str, function: Callable[..., Any], expected: tuple[str, ...]) -> None:
-    """Raises ArgumentError unless the function takes exactly these parameters, all by name."""
+    """Raises ArgumentError unless the function has exactly these parameters, all accepted by name."""
     found = inspect.signature(function).parameters.values()
     named = [each.name for each in found if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     takes_all = any(each.kind is each.VAR_KEYWORD for each in found)

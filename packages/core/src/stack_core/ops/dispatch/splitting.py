@@ -1,8 +1,8 @@
-"""How the devices of a mesh share a call whose implementation XLA cannot split: each runs it on its part.
+"""Sharding of calls whose implementation XLA cannot partition: each device runs the implementation on its shard.
 
-The caller names the logical axes of operands (`axes=`), the rules of the surrounding `use_mesh` say where they go, and
-what comes out is put together by the op's own axes: the parts of a sum are added, a gradient is summed over the devices
-that hold parts of what it was formed from.
+The caller names the logical axes of operands (`axes=`), and the rules of the surrounding `use_mesh` map them to mesh
+axes. Results are combined by the axes of the op: partial sums are added, and a gradient is summed over the devices that
+contribute to it.
 """
 
 import math
@@ -22,18 +22,18 @@ from stack_core.ops.dispatch.op import OpAxes, symbols
 __all__ = ["LogicalNames", "Split", "free_devices", "like", "split_of"]
 
 LogicalNames = Mapping[str, Sequence[str | None]]
-"""The logical names of an operand's axes, by parameter name; None for an axis that is never split."""
+"""Logical axis names of operands, by parameter name; None for an axis that is never sharded."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """The mesh axes that split each of an op's axes.
+    """Assignment of mesh axes to the axes of an op.
 
     Attributes:
-      places: by the name of the op's axis.
-      free: the mesh axes that no surrounding `jax.shard_map` has taken.
-      leading: how many axes "..." stands for.
-      dropped: axes whose rule cannot be followed for this call, each with the reason.
+      places: mesh axes by name of the op's axis.
+      free: mesh axes that are not manual in a surrounding `jax.shard_map`.
+      leading: number of axes that "..." stands for.
+      dropped: messages about axes that stay whole against their rule, each with the reason.
     """
 
     places: Mapping[str, tuple[str, ...]]
@@ -42,11 +42,11 @@ class Split:
     dropped: tuple[str, ...] = ()
 
     def spec(self, axes: str, shape: Sequence[int] | None = None) -> PartitionSpec:
-        """Where an array with these axes lies; along an axis of size 1, which stands for all, it is whole."""
+        """Returns the PartitionSpec of an array with these axes; axes of size 1 are broadcast and never split."""
         return PartitionSpec(*(entry or None for entry in self._entries(axes, shape)))
 
     def part(self, axes: str, struct: Any) -> jax.ShapeDtypeStruct:
-        """One device's part of an array."""
+        """Returns shape and dtype of one device's shard of an array."""
         mesh, entries = jax.sharding.get_abstract_mesh(), self._entries(axes, struct.shape)
         parts = (math.prod(mesh.shape[name] for name in entry) for entry in entries)
         sizes = tuple(size // of_one for size, of_one in zip(struct.shape, parts, strict=True))
@@ -60,11 +60,11 @@ class Split:
     def run(
         self, function: Callable[..., Sequence[Any]], arrays: Sequence[Any], axes: Sequence[str], results: Sequence[Any]
     ) -> Sequence[Any]:
-        """Runs `function` on each device's part of the arrays.
+        """Runs `function` on each device's shards of the arrays.
 
         Args:
-          axes: of the arrays.
-          results: the axes of each result, and the shape of the whole if an axis may have size 1.
+          axes: axes of each array.
+          results: axes of each result, and its global shape if an axis may have size 1.
         """
         specs = tuple(self.spec(of_one, x.shape) for of_one, x in zip(axes, arrays, strict=True))
         outs = tuple(self.spec(of_one, shape) for of_one, shape in results)
@@ -90,14 +90,14 @@ class Split:
 
 
 def like(array: Any, other: Any) -> Any:
-    """The array, split as another whose type says how: on a mesh with explicit axes."""
+    """Reshards an array as `other` on a mesh with Explicit axes; otherwise returns it unchanged."""
     if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
         return array
     return jax.sharding.reshard(array, jax.typeof(other).sharding.spec)
 
 
 def free_devices() -> int:
-    """How many devices of the surrounding mesh a call is for, those that a `jax.shard_map` has taken apart."""
+    """Returns the number of devices that share a call, not counting the manual axes of a `jax.shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     here = math.prod(mesh.shape[name] for name in _free(mesh))
     return max(here, in_mesh.value[0].size) if in_mesh.value is not None and not mesh.manual_axes else here
@@ -113,10 +113,10 @@ def _free(mesh: Any) -> frozenset[str]:
 def split_of(
     op: str, found: OpAxes, operands: Mapping[str, Any], leaves: Sequence[Any], axes: LogicalNames | None
 ) -> Split | str:
-    """How a call is split, or why it cannot be.
+    """Returns how a call is split over devices, or the reason why it cannot be split.
 
     Raises:
-      ShapeError: `axes` names a parameter that there is not, or not every axis of one.
+      ShapeError: `axes` names an unknown parameter, or the wrong number of axes of a parameter.
     """
     if axes is None:
         return "it runs on one device's part of its operands, and the call does not name their axes: pass axes="
@@ -153,7 +153,7 @@ def split_of(
 
 
 def _sizes(axes: Sequence[str | None], leaves: Sequence[Any]) -> tuple[dict[str, int], int]:
-    """The size of each axis, and how many "..." stands for."""
+    """Returns the size of each axis, and the number of axes that "..." stands for."""
     sizes: dict[str, int] = {}
     leading = 0
     for of_one, leaf in zip(axes, leaves, strict=True):
@@ -169,7 +169,7 @@ def _may_share(found: OpAxes, name: str, other: str) -> bool:
 
 
 def _logical(op: str, found: OpAxes, operands: Mapping[str, Any], axes: LogicalNames) -> dict[str, str]:
-    """The logical name of each of the op's axes that has one, by the first operand that gives it."""
+    """Returns the logical names of the op's axes; the first operand that names an axis wins."""
     logical: dict[str, str] = {}
     for parameter, given in axes.items():
         array = operands.get(parameter)

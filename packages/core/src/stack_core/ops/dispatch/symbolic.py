@@ -1,6 +1,6 @@
-"""Symbolic sizes: `jax.export` traces a call with variables in place of sizes, of which Python cannot decide `a < b`.
+"""Symbolic sizes: variables that `jax.export` traces in place of sizes, for which `a < b` may be undecidable.
 
-References take a fixed choice for them. Other implementations are made for sizes and refuse.
+References make a fixed choice for symbolic sizes. Other implementations are specialized to sizes and reject them.
 """
 
 from typing import Any, TypeAlias
@@ -11,14 +11,14 @@ from jax.export import is_symbolic_dim
 __all__ = ["Size", "has_symbolic_size", "is_symbolic"]
 
 Size: TypeAlias = Any
-"""An int, or a variable of `jax.export`."""
+"""An int or a variable of `jax.export`."""
 
 
 def is_symbolic(*sizes: Any) -> bool:
-    """Whether any size is a variable of `jax.export`."""
+    """Returns whether any size is a variable of `jax.export`."""
     return any(map(is_symbolic_dim, sizes))
 
 
 def has_symbolic_size(arrays: Any) -> bool:
-    """Whether any leaf of a tree of arrays has a symbolic size."""
+    """Returns whether any leaf of a tree of arrays has a symbolic size."""
     return any(is_symbolic(*leaf.shape) for leaf in jax.tree.leaves(arrays))

@@ -1,7 +1,7 @@
-"""Functions that are traced once for operands of the same types in the same context, and never again.
+"""Cached tracing: functions are traced once for each combination of operand types and contexts.
 
-JAX's own cache of traced functions holds the result. It knows what a trace depends on besides the function and the
-types of its operands: the mesh, the user's contexts, the precision and the widths of numbers.
+Results are stored in JAX's own cache of traced functions. Its keys include everything else that a trace depends on: the
+mesh, user contexts, the matmul precision and the x64 mode.
 """
 
 import functools
@@ -17,7 +17,7 @@ __all__ = ["Static", "traced"]
 @jax.tree_util.register_static
 @dataclass(frozen=True, eq=False)
 class Static:
-    """A value that a traced function returns beside its arrays: no array, and a part of the result's structure."""
+    """Non-array value returned by a traced function, as part of the pytree structure of its result."""
 
     value: Any
 
@@ -26,9 +26,10 @@ def traced(make: Callable[..., Callable[..., Any]], *key: Any, operands: Sequenc
     """Traces `make(*key)` on operands, once for each key.
 
     Args:
-      make: a function of a module, so that it is the same at each call.
-      operands: pytrees of arrays, or of what has a shape and a dtype.
-      is_shared: whether later calls may come with the same key, which is hashed.
+      make: module-level function, which is the same object in every call.
+      key: arguments of `make`.
+      operands: pytrees of arrays, or of objects with a shape and a dtype.
+      is_shared: whether later calls may have the same key, which must then be hashable.
 
     Returns:
       JAX's `Traced`, whose `jaxpr` is the same object for equal keys, types and contexts.

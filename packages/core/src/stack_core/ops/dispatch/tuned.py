@@ -1,4 +1,4 @@
-"""What the tuned tables of plugins advise for a call. A table that is wrong is reported, and stops nothing."""
+"""Advice of tuned tables for a call. A faulty table causes a warning, never an error."""
 
 import contextlib
 import functools
@@ -22,10 +22,10 @@ _IN_USE = "in use"
 
 
 def use_tuned_table(table: TunedTable) -> contextlib.AbstractContextManager[None]:
-    """Makes `table` the only one that is asked for what is traced in this context; it nests.
+    """Uses only `table` for calls traced in this context; contexts may be nested.
 
-    A function that `jax.jit` traced under another table, or under those of the plugins, is traced again. Tables are
-    compared by `==` and hashed.
+    A function that `jax.jit` traced under another table, or under the tables of plugins, is traced again. Tables are
+    compared by `==` and hash.
     """
     return in_use(table)
 
@@ -37,16 +37,17 @@ def tuned_choices(
     wanted: OpImplementation | None = None,
     forward: TunedChoice | None = None,
 ) -> dict[str, TunedChoice]:
-    """What can be followed of what the tables advise, by the table's name, in the order of the names.
+    """Returns the applicable advice of the tables by table name, sorted by name.
 
-    Advice that cannot be followed is passed over with a warning: an implementation that is unknown or does not support
-    the call, or a config for what takes none.
+    Other advice is skipped with a warning: an unknown or unsupported implementation, or a config for an implementation
+    without configs.
 
     Args:
-      candidates: the implementations of the op by name.
-      answers: whether each supports the call, True or the reason why not.
-      wanted: what the caller named and gets; the tables advise on its config.
-      forward: what runs forward, when this is the backward pass.
+      call: one direction of a call.
+      candidates: implementations of the op by name.
+      answers: True for each implementation that supports the call, else the reason.
+      wanted: requested implementation that runs the call; tables then only advise on its config.
+      forward: choice for the forward pass, if this is the backward pass.
     """
     able = {name: candidate for name, candidate in candidates.items() if answers[name] is True}
     among = able if wanted is None else {wanted.name: wanted}
@@ -70,7 +71,7 @@ def tuned_choices(
 
 
 def _tables() -> dict[str, Callable[[], Any]]:
-    """What loads each table to ask, by its name."""
+    """Returns a loader for each table to consult, by table name."""
     table = in_use.value
     if table is not None:
         return {_IN_USE: lambda: table}
@@ -88,7 +89,7 @@ def _looked_up(
     chip = target_chip()
     try:
         choice = load().lookup(call, chip, candidates=among, forward=forward)
-    except Exception as error:  # A table may fail in any way; that must cost its advice and nothing else.
+    except Exception as error:  # The table of a plugin may raise anything; only its advice is lost.
         warn_once(
             table,
             message=f"The tuned table {table!r} is ignored where it fails; asked about {call.op} {call.direction} it "
@@ -108,7 +109,7 @@ def _looked_up(
 def _problem(
     choice: TunedChoice, candidates: Mapping[str, OpImplementation], answers: Mapping[str, bool | str]
 ) -> str | None:
-    """Why a choice cannot be followed; None where it can."""
+    """Returns the reason why a choice cannot be followed, or None."""
     name = choice.implementation
     if name not in candidates:
         return f"there is no such implementation.{nearest(str(name), candidates)} Known: {', '.join(candidates)}"

@@ -318,7 +318,7 @@ def _beyond_top_p(weights: jax.Array, weight: jax.Array, top_p: jax.Array) -> ja
 
 
 def _top_p_bound(weights: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Finds the smallest weight in the top-p set by bisection of float bits; weights are in [0, 1], the maximum is 1."""
+    """Finds the smallest weight in the top-p set by bisection of float bits; weights are 0 to 1, the maximum is 1."""
 
     def halve(_: Any, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds

@@ -140,7 +140,7 @@ def a_scan_with_remat_and_a_vmap():
 def without_names_it_is_refused():
     mesh, arrays = mesh_of(AxisType.Auto), arrays_of(CALLS["norm"][0])
     with use_mesh(mesh, RULES):
-        refused = pytest.raises(UnsupportedOp, match="the call does not name their axes: pass axes=")
+        refused = pytest.raises(UnsupportedOp, match="the call does not name the axes of its operands: pass axes=")
         with refused:
             jax.jit(lambda x, scale: ops.norm(x, scale, implementation=opaque("norm", set())))(**arrays)
 
@@ -150,7 +150,7 @@ def explain_names_the_rule_that_is_dropped():
     call = functools.partial(ops.attention, **options, axes=axes, implementation=opaque("attention", set()))
     with use_mesh(mesh, RULES):
         (explained,) = ops.explain(call, *arrays_of(shapes).values())
-    assert "'heads' is whole, for 2 parts do not divide 3" in explained.forward.reason
+    assert "'heads' is not split: 3 is not a multiple of 2" in explained.forward.reason
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Operations that models are built from; `implementation=` selects an implementation by name."""
+"""Ops used to build models; `implementation=` selects an implementation by name."""
 
 from stack_core.ops.definitions.attention import attention as attention
 from stack_core.ops.definitions.collective_matmul import collective_matmul as collective_matmul

@@ -93,7 +93,7 @@ class DenseKVCache:
     """Dense `KVCache` with room for `capacity` tokens per row.
 
     Quantized, a head of n features takes (n + 4) / 2n of its bytes in bfloat16. Each token is rounded once, when it is
-    appended. Attention reads the rounded keys and values, including the ones appended by the current call.
+    appended. Attention reads the rounded keys and values, including the keys and values appended by the current call.
 
     Invariant: row r stores the keys of its tokens 0 .. lengths[r] - 1; later slots are never attended to. Appending
     beyond the capacity is a caller error and overwrites the last tokens.
@@ -101,8 +101,8 @@ class DenseKVCache:
     Attributes:
       layers: layer caches, a pytree with the structure of the model's `states`.
       lengths: int32[batch], number of stored tokens per row.
-      expected: int32[batch], number of real tokens per row in the next call, followed by padding; None if the call
-        has no padding.
+      expected: int32[batch], number of real tokens per row in the next call, followed by padding; None for a call
+        without padding.
     """
 
     layers: Any

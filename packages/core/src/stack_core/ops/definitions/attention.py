@@ -86,7 +86,7 @@ def attention(
       sinks: s, [heads], logits added to the denominator only.
       scale: factor on the products; by default key_dim ** -0.5.
       return_lse: whether to return log d as well.
-      implementation: a name, several in order of preference, or None to let core choose.
+      implementation: implementation name, or several in order of preference; None lets core choose.
       axes: logical axis names of the arrays, as in `linear`; used to shard implementations that XLA cannot partition.
 
     Returns:
@@ -96,7 +96,7 @@ def attention(
     Raises:
       ShapeError: mismatched sizes; the message names the argument and the axis.
       ArgumentError: wrong dtypes, a negative window, or a non-positive softcap.
-      UnsupportedOp: no implementation, or not the one named, supports the call.
+      UnsupportedOp: no implementation supports the call, or no requested implementation does.
 
     Source: Vaswani et al., Attention Is All You Need, 2017 (arXiv:1706.03762); Ainslie et al., GQA, 2023
     (arXiv:2305.13245); sinks as in gpt-oss, 2025 (arXiv:2508.10925).

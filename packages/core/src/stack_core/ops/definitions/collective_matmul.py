@@ -48,7 +48,7 @@ def collective_matmul(
         with `__stack_qview__`).
       axis_name: mesh axis or axes to gather or reduce over.
       kind: "all_gather" or "reduce_scatter".
-      implementation: a name, several in order of preference, or None to let core choose.
+      implementation: implementation name, or several in order of preference; None lets core choose.
       axes: logical axis names of the arrays, as in `linear`; used to shard implementations that XLA cannot partition.
 
     Returns:
@@ -58,7 +58,7 @@ def collective_matmul(
       ShapeError: d_in differs between the arguments, or n does not divide the rows to scatter.
       ArgumentError: wrong dtypes, or an `axis_name` that no surrounding `jax.shard_map` has.
       UnknownName: unknown kind.
-      UnsupportedOp: no implementation, or not the one named, supports the call.
+      UnsupportedOp: no implementation supports the call, or no requested implementation does.
 
     Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022 (arXiv:2205.05198),
     section 4.2.2; for implementations with overlap, Wang et al., Overlap Communication with Dependent Computation via
@@ -86,7 +86,7 @@ def collective_matmul(
 def _reference(x: Any, weight: Any, *, axis_name: Any, kind: str, wants: Any) -> tuple[Any, dict[str, Any]]:
     weight = dequantize(weight, x.dtype)
     rows = x.ndim - 2
-    if x.shape[rows] == 0:  # XLA has no collective along an empty axis.
+    if x.shape[rows] == 0:  # XLA lacks collectives along empty axes.
         return _product(x, weight), {}
     if kind == "reduce_scatter":
         return lax.psum_scatter(_product(x, weight), axis_name, scatter_dimension=rows, tiled=True), {}

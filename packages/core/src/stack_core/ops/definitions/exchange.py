@@ -43,9 +43,9 @@ def exchange(
         return:  y = this device's rows from all devices, each at its position before "send"; 0 for rows that were
                  truncated or belong to no group
 
-    Each kind is the transpose, and so the gradient, of the other, and its inverse if no row is truncated. Shapes are
-    static, so the caller chooses the buffer size `out_rows`: n * rows is always sufficient, and rows is sufficient if
-    the groups are balanced. `received_sizes` returns the sizes of the received groups and counts the truncated rows:
+    "send" and "return" are transposes, and thus gradients, of each other, and inverses if no row is truncated. Shapes
+    are static, so the caller chooses the buffer size `out_rows`: n * rows is always sufficient, and rows is sufficient
+    if the groups are balanced. `received_sizes` returns the sizes of the received groups and counts the truncated rows:
 
         received = ops.exchange(rows, sizes, axis_name="expert", out_rows=buffer)
         own_sizes, dropped = ops.received_sizes(sizes, axis_name="expert", out_rows=buffer)
@@ -64,7 +64,7 @@ def exchange(
       out_rows: number of rows of the result, at least 1: the buffer size for "send", the rows of `x` before "send" for
         "return".
       kind: "send" or "return".
-      implementation: a name, several in order of preference, or None to let core choose.
+      implementation: implementation name, or several in order of preference; None lets core choose.
       axes: logical axis names of the arrays, as in `linear`; used to shard implementations that XLA cannot partition.
 
     Returns:
@@ -74,7 +74,7 @@ def exchange(
       ShapeError: n does not divide the groups.
       ArgumentError: wrong dtypes, `out_rows` below 1, or an `axis_name` that no surrounding `jax.shard_map` has.
       UnknownName: unknown kind.
-      UnsupportedOp: no implementation, or not the one named, supports the call.
+      UnsupportedOp: no implementation supports the call, or no requested implementation does.
 
     Source: Lepikhin et al., GShard, 2020 (arXiv:2006.16668), without expert capacities; the ragged form follows
     `jax.lax.ragged_all_to_all`.
@@ -127,7 +127,7 @@ def _check_sizes(op: str, group_sizes: Any, axis_name: Any, out_rows: int) -> in
 def _reference(
     x: Any, group_sizes: Any, *, axis_name: Any, out_rows: int, kind: str, wants: Any
 ) -> tuple[Any, dict[str, Any]]:
-    if x.size == 0:  # XLA has no collective along an empty axis.
+    if x.size == 0:  # XLA lacks collectives along empty axes.
         return jnp.zeros_like(x, shape=(out_rows, x.shape[1])), {}
     function = _plain_exchange if is_plain() else _exchange
     return function(kind, axis_name, out_rows, *vary_alike(x, group_sizes, lax.axis_index(axis_name))[:2]), {}

@@ -47,7 +47,7 @@ def gated_linear_unit(
     implementation: Implementation = None,
     axes: LogicalNames | None = None,
 ) -> Float[Array, "*batch d_out"]:
-    """Computes the product of two linear maps, one of them passed through an activation.
+    """Computes the product of a linear map passed through an activation and a second linear map.
 
         y = f(min(g, l)) * (clip(u, -l, l) + c)        g = x G + a        u = x U + b
 
@@ -66,7 +66,7 @@ def gated_linear_unit(
         "relu_squared" or "sigmoid".
       limit: l, positive; clamps g from above and u on both sides.
       up_offset: c, constant added to the clamped u.
-      implementation: a name, several in order of preference, or None to let core choose.
+      implementation: implementation name, or several in order of preference; None lets core choose.
       axes: logical axis names of the arrays, as in `linear`; used to shard implementations that XLA cannot partition.
 
     Returns:
@@ -76,7 +76,7 @@ def gated_linear_unit(
       ShapeError: d_in or d_out differ between the arguments.
       ArgumentError: the operands are not floating, or of different dtypes, or the limit is not positive.
       UnknownName: unknown activation.
-      UnsupportedOp: no implementation, or not the one named, supports the call.
+      UnsupportedOp: no implementation supports the call, or no requested implementation does.
 
     Source: Shazeer, GLU Variants Improve Transformer, 2020 (arXiv:2002.05202); limit and offset as in gpt-oss, 2025
     (arXiv:2508.10925), `GptOssExperts` of transformers.

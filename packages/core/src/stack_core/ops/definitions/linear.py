@@ -47,7 +47,7 @@ def linear(
       bias: b, [d_out], added to the accumulator in fp32.
       preferred_dtype: dtype of the result; by default the dtype of the unquantized operand, or float32 if both are
         quantized. Products are always accumulated in fp32, so float32 returns the unrounded accumulator.
-      implementation: a name, several in order of preference, or None to let core choose.
+      implementation: implementation name, or several in order of preference; None lets core choose.
       axes: logical axis names of the arrays, used to shard implementations that XLA cannot partition:
         {"x": ("batch", "seq", None), "weight": (None, "mlp")}.
 
@@ -57,7 +57,7 @@ def linear(
     Raises:
       ShapeError: d_in or d_out differ between the arguments.
       ArgumentError: `x` and `weight` are not floating, or of different dtypes.
-      UnsupportedOp: no implementation, or not the one named, supports the call.
+      UnsupportedOp: no implementation supports the call, or no requested implementation does.
     """
     if is_low_rank(weight):
         view = low_rank_view(weight)

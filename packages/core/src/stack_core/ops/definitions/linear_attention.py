@@ -57,7 +57,7 @@ def linear_attention(
       beta: b, [batch, seq, heads], replaced fraction of the stored value, from 0 to 1 (up to 2 for negative
         eigenvalues). None means 1 for all tokens. `decay` and `beta` may have any floating dtype.
       initial_state: S_0, fp32[batch, heads, key_dim, value_dim]; None means 0.
-      implementation: a name, several in order of preference, or None to let core choose.
+      implementation: implementation name, or several in order of preference; None lets core choose.
       axes: logical axis names of the arrays, as in `linear`; used to shard implementations that XLA cannot partition.
 
     Returns:
@@ -67,7 +67,7 @@ def linear_attention(
     Raises:
       ShapeError: mismatched sizes; the message names the argument and the axis.
       ArgumentError: an array that is not floating, operands of different dtypes, or a state that is not fp32.
-      UnsupportedOp: no implementation, or not the one named, supports the call.
+      UnsupportedOp: no implementation supports the call, or no requested implementation does.
 
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024 (arXiv:2412.06464), equation 10, with the state
     transposed and its decay in log space, as in flash-linear-attention.

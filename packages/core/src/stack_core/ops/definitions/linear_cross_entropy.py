@@ -72,7 +72,7 @@ def linear_cross_entropy(
       z_loss: c, weight of the squared log-partition.
       label_smoothing: s, fraction of the target distributed uniformly over the vocabulary, in [0, 1].
       reduction: "mean" over the rows that are not ignored, "sum", or "none".
-      implementation: a name, several in order of preference, or None to let core choose.
+      implementation: implementation name, or several in order of preference; None lets core choose.
       axes: logical axis names of the arrays, as in `linear`; used to shard implementations that XLA cannot partition.
 
     Returns:
@@ -82,7 +82,7 @@ def linear_cross_entropy(
       ShapeError: `embed` or `vocab` differ, or `labels` does not have the leading axes of `hidden`.
       ArgumentError: wrong dtypes, a `label_smoothing` outside [0, 1], or a non-positive softcap.
       UnknownName: unknown reduction.
-      UnsupportedOp: no implementation, or not the one named, supports the call.
+      UnsupportedOp: no implementation supports the call, or no requested implementation does.
 
     Source: the cap as in Gemma 2, 2024 (arXiv:2408.00118), section 2.
     """

@@ -50,7 +50,7 @@ def low_rank(
       rows: adapter of each row of `x`: integers with the shape of all or the first of its leading axes, for example
         [batch] for [batch, seq, d_in]. -1 means no adapter and gives 0. Other numbers out of range give NaN. None means
         adapter 0 for all rows.
-      implementation: a name, several in order of preference, or None to let core choose.
+      implementation: implementation name, or several in order of preference; None lets core choose.
       axes: logical axis names of the arrays, as in `linear`; used to shard implementations that XLA cannot partition.
 
     Returns:
@@ -59,7 +59,7 @@ def low_rank(
     Raises:
       ShapeError: sizes differ between the arguments, or there is no adapter.
       ArgumentError: non-floating operands, operands of different dtypes, or non-integer rows.
-      UnsupportedOp: no implementation, or not the one named, supports the call.
+      UnsupportedOp: no implementation supports the call, or no requested implementation does.
 
     Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021 (arXiv:2106.09685); Chen et al., Punica:
     Multi-Tenant LoRA Serving, 2023 (arXiv:2310.18547).

@@ -47,7 +47,7 @@ def norm(
       scale_offset: c; 1.0 for Gemma, whose checkpoints store the effective scale minus 1.
       residual: array like `x`, added first; the sum is rounded before it is normalized.
       axis: the axis to normalize.
-      implementation: a name, several in order of preference, or None to let core choose.
+      implementation: implementation name, or several in order of preference; None lets core choose.
       axes: logical axis names of the arrays, used to shard implementations that XLA cannot partition:
         {"x": ("batch", "seq", None)}.
 
@@ -58,7 +58,7 @@ def norm(
       ShapeError: the size of `scale` or `offset` differs from the axis, or the shape of `residual` from `x`.
       ArgumentError: an array is not floating, or `residual` has another dtype than `x`.
       UnknownName: unknown kind.
-      UnsupportedOp: no implementation, or not the one named, supports the call.
+      UnsupportedOp: no implementation supports the call, or no requested implementation does.
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019 (arXiv:1910.07467); Ba, Kiros and Hinton,
     Layer Normalization, 2016 (arXiv:1607.06450).

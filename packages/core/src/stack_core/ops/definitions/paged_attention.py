@@ -101,7 +101,7 @@ def paged_attention(
       layout: "phsd" [pages, kv_heads, slots, head_dim], the fastest for the reference on CPUs; "pshd" [pages, slots,
         kv_heads, head_dim]; "hpsd" [kv_heads, pages, slots, head_dim]; or "psh2d" [pages, slots, kv_heads, 2,
         head_dim], a single pool with each key followed by its value, without `value_pages`.
-      implementation: a name, several in order of preference, or None to let core choose.
+      implementation: implementation name, or several in order of preference; None lets core choose.
       axes: logical axis names of the arrays, as in `linear`; used to shard implementations that XLA cannot partition.
 
     Returns:
@@ -112,7 +112,7 @@ def paged_attention(
       ArgumentError: wrong dtypes, a negative window, a non-positive softcap, or a `value_dim` that is missing or
         superfluous.
       UnknownName: unknown layout.
-      UnsupportedOp: no implementation, or not the one named, supports the call.
+      UnsupportedOp: no implementation supports the call, or no requested implementation does.
 
     Source: Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, 2023
     (arXiv:2309.06180); Milakov and Gimelshein, Online normalizer calculation for softmax, 2018 (arXiv:1805.02867);

@@ -44,7 +44,7 @@ def ragged_dot(
       group_sizes: [groups], integers. Their sum may be less than `rows`; sizes in excess of `rows` are truncated.
         Negative sizes count as 0.
       bias: [groups, d_out], of any floating dtype, added to the accumulator in fp32.
-      implementation: a name, several in order of preference, or None to let core choose.
+      implementation: implementation name, or several in order of preference; None lets core choose.
       axes: logical axis names of the arrays, as in `linear`; used to shard implementations that XLA cannot partition.
 
     Returns:
@@ -53,7 +53,7 @@ def ragged_dot(
     Raises:
       ShapeError: d_in, d_out or groups differ between the arguments, or there is no group.
       ArgumentError: non-floating operands, operands of different dtypes, or non-integer group sizes.
-      UnsupportedOp: no implementation, or not the one named, supports the call.
+      UnsupportedOp: no implementation supports the call, or no requested implementation does.
 
     Source: Gale et al., MegaBlocks: Efficient Sparse Training with Mixture-of-Experts, 2022 (arXiv:2211.15841).
     """

@@ -75,7 +75,7 @@ def ring_attention(
       query_offset: key position of query 0 of the full sequence; by default n (kv_seq - q_seq).
       segment_ids: segments of this device's tokens, as for `attention`.
       causal, window, kv_lengths, softcap, sinks, scale, return_lse: as for `attention`.
-      implementation: a name, several in order of preference, or None to let core choose.
+      implementation: implementation name, or several in order of preference; None lets core choose.
       axes: logical axis names of the arrays, as in `linear`; used to shard implementations that XLA cannot partition.
 
     Returns:
@@ -86,7 +86,7 @@ def ring_attention(
       ShapeError: mismatched sizes, or an odd local sequence with zigzag order.
       ArgumentError: wrong dtypes, or an `axis_name` that no surrounding `jax.shard_map` has.
       UnknownName: unknown order.
-      UnsupportedOp: no implementation, or not the one named, supports the call.
+      UnsupportedOp: no implementation supports the call, or no requested implementation does.
 
     Source: Liu et al., Ring Attention with Blockwise Transformers, 2023 (arXiv:2310.01889); the zigzag order as in
     Llama 3, 2024 (arXiv:2407.21783), section 3.3.2.
@@ -241,7 +241,7 @@ class _Ring:
         return _Softmax(*attention_tiles.attend(operands, query_offset=None, **options))
 
     def visible(self, queries: _Queries, theirs: _Block, place: Any) -> Any:
-        """Returns whether any key of a block may be visible, ignoring segments; None if no condition can hide it."""
+        """Returns whether any key of a block may be visible, ignoring segments; None means always."""
         left, right = self.window
         rows, length = queries.query.shape[3], theirs.rows.stop - theirs.rows.start
         conditions = [] if right is None else [jnp.max(place) + rows - 1 + right >= 0]

@@ -45,7 +45,7 @@ def rope(
         `YarnScaling`, `LongRopeScaling`, or another hashable object with a `frequencies` method. None: unscaled.
       interleaved: whether adjacent features form pairs (GPT-J) instead of the two halves (GPT-NeoX, Llama).
       rotary_dim: number of rotated leading features, even; by default head_dim.
-      implementation: a name, several in order of preference, or None to let core choose.
+      implementation: implementation name, or several in order of preference; None lets core choose.
       axes: logical axis names of the arrays, used to shard implementations that XLA cannot partition:
         {"x": ("batch", "seq", "heads", None)}.
 
@@ -55,7 +55,7 @@ def rope(
     Raises:
       ShapeError: the shape of `positions` differs from the leading axes of `x`.
       ArgumentError: `x` is not floating, `positions` is not integer, or `rotary_dim` is odd or exceeds head_dim.
-      UnsupportedOp: no implementation, or not the one named, supports the call.
+      UnsupportedOp: no implementation supports the call, or no requested implementation does.
 
     Source: Su et al., RoFormer, 2021 (arXiv:2104.09864).
     """

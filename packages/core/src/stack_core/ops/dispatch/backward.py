@@ -77,9 +77,13 @@ class _Run(Callee):
         moving = tuple(i for i, x in enumerate(arguments) if ad.is_undefined_primal(x))
         names = [forward.names[i] for i in moving]
         if len(moving) > 1 or names[0] not in op.linear_in:
-            linear = f"it is linear in one of {', '.join(op.linear_in)}" if op.linear_in else "it is linear in none"
+            linear = (
+                f"it is linear only in one of {', '.join(op.linear_in)}"
+                if op.linear_in
+                else "it is not linear in any array"
+            )
             raise ArgumentError(
-                f"{op.name}: jax.linear_transpose was asked to transpose it in {' and '.join(names)}, while {linear}. "
+                f"{op.name}: jax.linear_transpose cannot transpose it in {' and '.join(names)}, because {linear}. "
                 "Use jax.vjp, which linearizes it first."
             )
         types = tuple(arguments[i].aval for i in moving)
@@ -215,11 +219,11 @@ class Tangent:
           mapped: whether each used entry is mapped.
           known: the used entries.
           cotangents: cotangents of the result, all mapped.
-          summed: for each differentiated operand, whether its gradient is per example; the other gradients are summed
-            over the examples. None if all are per example.
+          summed: for each differentiated operand, whether its gradient is per example instead of summed over the
+            examples. By default all are per example.
 
         Returns:
-          The gradients, or None if the call cannot be folded.
+          The gradients, or None if folding is impossible.
         """
         forward = self.forward
         axes, shapes = forward.pool_axes, forward.shapes

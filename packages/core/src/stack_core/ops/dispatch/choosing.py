@@ -67,7 +67,7 @@ class Choice:
     Attributes:
       implementation: the implementation.
       reason: reason of the choice.
-      config: config of the implementation; None if it has no config.
+      config: config of the implementation; None for implementations without configs.
       refused: names of unsupported implementations, each with the reason.
       split: sharding of the call over the devices of a mesh if XLA cannot partition the implementation; else None.
     """
@@ -314,7 +314,7 @@ def _registered(name: str) -> OpImplementation:
     if not isinstance(found, OpImplementation) or f"{found.op}/{found.name}" != name:
         raise PluginError(
             f"ops {name!r} is registered as {found!r}; expected an OpImplementation of that op and that name. "
-            "`stack plugins` says whose it is."
+            "Run `stack plugins` to find the plugin that registers it."
         )
     check_signature(found)
     return found
@@ -355,7 +355,7 @@ def _choose(
 
 
 def _shared(choice: Choice, sides: _Sides) -> Choice:
-    """Adds the sharding over devices to a choice, and the axes that stay whole to its reason."""
+    """Adds the sharding over devices to a choice, and the unsplit axes to its reason."""
     if not choice.implementation.is_opaque or not isinstance(sides.split, Split):
         return choice
     reason = "; ".join([choice.reason, *sides.split.dropped])
@@ -384,9 +384,9 @@ def _refusal(candidate: OpImplementation, sides: _Sides) -> str | None:
     if candidate.is_opaque and isinstance(sides.split, str):
         return sides.split
     if exporting.value and not candidate.exports:
-        return "jax.export cannot write it"
+        return "jax.export cannot serialize it"
     if candidate.name != "reference" and has_symbolic_size(sides.call.arrays):
-        return "sizes are symbolic, which the reference alone takes"
+        return "sizes are symbolic, which only the reference supports"
     return None
 
 
@@ -476,9 +476,9 @@ def _by_order(sides: _Sides, able: Mapping[str, OpImplementation], forward: Choi
         warn_once(
             op,
             *best,
-            message=f"{op}: {first.name!r} runs, and so could {others}, of the same priority {first.priority}: it was "
-            f"installed first. Name one, implementation={best[1]!r}, or give it before=({first.name!r},) where it is "
-            "defined.",
+            message=f"{op}: {first.name!r} runs because it was installed first, but {others} could run with the same "
+            f"priority {first.priority}. Name one, implementation={best[1]!r}, or define it with "
+            f"before=({first.name!r},).",
         )
         reason = f"{reason}, installed before {others}"
     return _choice(first, sides, reason)

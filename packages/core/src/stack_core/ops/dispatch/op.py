@@ -62,8 +62,8 @@ class Op:
       residuals: names of residuals that a forward pass may pass to the backward pass of any implementation.
       backward: backward pass of the reference; by default JAX's derivative, which recomputes the forward pass.
       keeps: whether the default backward pass stores JAX's residuals instead of recomputing them.
-      linear_in: array parameters in which the result is linear (or affine) if the others are fixed. The derivative with
-        respect to only one of them does not read it, so it is not stored for the backward pass.
+      linear_in: array parameters in which the result is linear (or affine) if all other parameters are fixed. The
+        derivative with respect to only one of them does not read it, so it is not stored for the backward pass.
     """
 
     name: str

@@ -1,8 +1,8 @@
 """Op calls as single jaxpr equations, for programs that read and rewrite jaxprs.
 
-Under `as_units`, a call of an op is traced as one equation for any implementation. Evaluation, compilation, batching and
-derivatives of the equation match the call at the place of tracing. A jaxpr with units can therefore be run unchanged,
-or a rewriter may call the op again with other arrays.
+Under `as_units`, a call of an op is traced as one equation for any implementation. Evaluation, compilation, batching
+and derivatives of the equation match the call at the place of tracing. A jaxpr with units can therefore be run
+unchanged, or a rewriter may call the op again with other arrays.
 """
 
 import contextlib

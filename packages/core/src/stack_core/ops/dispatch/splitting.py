@@ -33,7 +33,7 @@ class Split:
       places: mesh axes by name of the op's axis.
       free: mesh axes that are not manual in a surrounding `jax.shard_map`.
       leading: number of axes that "..." stands for.
-      dropped: messages about axes that stay whole against their rule, each with the reason.
+      dropped: messages about axes that are not split despite their rule, each with the reason.
     """
 
     places: Mapping[str, tuple[str, ...]]
@@ -119,12 +119,12 @@ def split_of(
       ShapeError: `axes` names an unknown parameter, or the wrong number of axes of a parameter.
     """
     if axes is None:
-        return "it runs on one device's part of its operands, and the call does not name their axes: pass axes="
+        return "XLA cannot partition it over devices, and the call does not name the axes of its operands: pass axes="
     by_leaf = found.of_leaves(operands)
     if in_mesh.value is None:
-        return "it runs on one device's part of its operands, and no use_mesh says how these are split"
+        return "XLA cannot partition it over devices, and no surrounding use_mesh has rules to split its operands"
     if None in by_leaf:
-        return "it runs on one device's part of its operands, and a quantized one cannot be split"
+        return "XLA cannot partition it over devices, and a quantized operand cannot be split"
     mesh, (_, rules) = jax.sharding.get_abstract_mesh(), in_mesh.value
     free, table = _free(mesh), dict(rules.table)
     sizes, leading = _sizes(by_leaf, leaves)
@@ -136,15 +136,15 @@ def split_of(
         if name in found.whole or not wanted:
             continue
         if sizes[name] % parts:
-            dropped.append(f"{logical!r} is whole, for {parts} parts do not divide {sizes[name]}")
+            dropped.append(f"{logical!r} is not split: {sizes[name]} is not a multiple of {parts}")
         elif any(set(wanted) & set(others) for other, others in places.items() if not _may_share(found, name, other)):
-            dropped.append(f"{logical!r} is whole, for another axis is split over {' and '.join(wanted)}")
+            dropped.append(f"{logical!r} is not split: another axis is split over {' and '.join(wanted)}")
         else:
             places[name] = wanted
     for one, other in found.together:
         if places.get(one) != places.get(other):
             dropped += [
-                f"{name!r} is whole, for {one} and {other} are split alike or not"
+                f"{name!r} is not split: {one} and {other} can only be split together"
                 for name in (one, other)
                 if name in places
             ]

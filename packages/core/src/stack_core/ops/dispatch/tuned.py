@@ -92,7 +92,7 @@ def _looked_up(
     except Exception as error:  # The table of a plugin may raise anything; only its advice is lost.
         warn_once(
             table,
-            message=f"The tuned table {table!r} is ignored where it fails; asked about {call.op} {call.direction} it "
+            message=f"The tuned table {table!r} is ignored if it fails; its lookup for {call.op} {call.direction} "
             f"raised {type(error).__name__}: {error}",
         )
         return None
@@ -100,7 +100,7 @@ def _looked_up(
         return choice
     warn_once(
         table,
-        message=f"The tuned table {table!r} is ignored where it answers with a {type(choice).__name__}; "
+        message=f"The tuned table {table!r} is ignored if it returns a {type(choice).__name__}; "
         "expected a TunedChoice or None.",
     )
     return None

@@ -54,6 +54,7 @@ def coded(vectors: Float[Array, "*batch features"], dtype: Any) -> CodedVectors:
     most = np.float32(jnp.iinfo(dtype).max if is_integer else jnp.finfo(dtype).max)
     vectors = vectors.astype(jnp.float32)
     largest = jnp.max(jnp.abs(vectors), axis=-1, keepdims=True)
+    # Not below the smallest normal number, since subnormal scales may be flushed to 0.
     scales = jnp.where(largest > 0, jnp.maximum(largest / most, np.finfo(np.float32).tiny), np.float32(1))
     values = jnp.clip(vectors / scales, -most, most)
     return CodedVectors((jnp.round(values) if is_integer else values).astype(dtype), scales)

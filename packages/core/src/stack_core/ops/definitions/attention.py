@@ -35,6 +35,7 @@ __all__ = [
     "paired_segments",
 ]
 
+# Larger offsets could overflow int32 when added to a position in the sequence.
 _MOST_OFFSET = 2**30
 
 

@@ -28,7 +28,7 @@ def collective_matmul(
     implementation: Implementation = None,
     axes: LogicalNames | None = None,
 ) -> Float[Array, "*batch out_rows d_out"]:
-    """Computes one half of a tensor-parallel block, from shards to shards, inside `jax.shard_map`.
+    """Computes one half of a tensor-parallel block on sharded operands, inside `jax.shard_map`.
 
         all_gather:      y_i = concatenate(x_0, ..., x_(n-1)) W_i       rows of all devices, columns of this device
         reduce_scatter:  y_i = rows_i(sum_j x_j W_j)                    products of all devices, rows of this device

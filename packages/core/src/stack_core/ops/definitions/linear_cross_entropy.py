@@ -33,6 +33,7 @@ from stack_core.ops.references.quantized import QuantizedArray, dequantize, is_q
 
 __all__ = ["OP", "REFERENCE", "RowParts", "linear_cross_entropy"]
 
+# A chunk of fp32 logits takes about 8 MiB, to stay in a cache, unless that means fewer than 256 rows or over 64 chunks.
 _CHUNK_BYTES = 8 * 2**20
 _FEWEST_ROWS = 256
 _MOST_CHUNKS = 64
@@ -58,8 +59,9 @@ def linear_cross_entropy(
         z_rv = t tanh((h_r W_v + b_v) / t)
 
     t is `softcap` (None: z_rv = h_r W_v + b_v).
-    Products run in the dtype of the operands with an fp32 accumulator, everything else in fp32. Logits
-    are formed for one chunk of rows at a time, in the forward and the backward pass.
+
+    Products run in the dtype of the operands with an fp32 accumulator, everything else in fp32. Logits are formed for
+    one chunk of rows at a time, in the forward and the backward pass.
 
     Args:
       hidden: h, [..., embed].
@@ -162,6 +164,7 @@ def _row_losses(
         losses = losses - label_smoothing * jnp.mean(logits, axis=-1)
     if z_loss:
         losses = losses + z_loss * jnp.square(log_partition)
+    # `picked` may index from the end for negative labels; labels >= vocab are NaN already.
     losses = jnp.where(labels < 0, jnp.nan, losses)
     return jnp.where(labels == ignore_index, 0.0, losses)
 
@@ -281,7 +284,7 @@ def _over_parts(function: Any, head_axis: int | None) -> Any:
 
 
 def _chunks(rows: Size, vocab: int) -> int:
-    """Returns the number of chunks: a chunk's logits fit into a cache unless that takes more than 64 chunks."""
+    """Returns the number of chunks, preferably a divisor of the rows so that none of them is padded."""
     if is_symbolic(rows):
         return 1
     chunk_rows = max(_CHUNK_BYTES // (vocab * 4), _FEWEST_ROWS)

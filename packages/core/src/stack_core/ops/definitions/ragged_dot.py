@@ -82,6 +82,7 @@ def _cut_off(group_sizes: Any, rows: Size) -> Any:
     groups = group_sizes.shape[0]
     if is_symbolic(rows, groups) or rows * groups < 2**31:
         return sizes.astype(jnp.int32)
+    # Saturating sum of sizes: each term is at most `rows`, so uint32 does not overflow below 2**31 rows.
     ends = lax.associative_scan(lambda one, other: jnp.minimum(one + other, rows), sizes.astype(jnp.uint32))
     return jnp.diff(ends, prepend=jnp.zeros(1, ends.dtype)).astype(jnp.int32)
 

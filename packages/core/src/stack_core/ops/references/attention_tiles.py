@@ -192,6 +192,7 @@ def _attend_backward(tiles: _Tiles, residuals: Any, cotangents: Any) -> Any:
     dtype, accurate = query.dtype, accurate_dtype(query.dtype)
     by_query = {
         "output": of_output.astype(dtype),
+        # Finite in rows without visible keys, where -inf - (-inf) would give NaN weights.
         "lse": jnp.maximum(lse, jnp.finfo(accurate).min),
         "offset": jnp.where(lse > -jnp.inf, of_lse - jnp.sum(of_output * output, axis=-1), 0),
     }

@@ -157,7 +157,7 @@ class YarnScaling:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, rotary_dim - 1)
         if low == high:
-            high += 0.001
+            high += 0.001  # avoids a division by 0, as in transformers
         ramp = np.clip((np.arange(rotary_dim // 2) - low) / (high - low), 0.0, 1.0)
         return (unscaled / self.factor * ramp + unscaled * (1 - ramp)).astype(np.float32), self._attention_factor()
 

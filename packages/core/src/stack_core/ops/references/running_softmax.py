@@ -43,6 +43,7 @@ def empty_softmax(query: Any, value_dim: int) -> RunningSoftmax:
     dtype = accurate_dtype(query.dtype)
     rows = query.shape[:-1]
     weighted = jnp.zeros((*rows, value_dim), dtype)
+    # A finite start instead of -inf, because -inf - (-inf) is NaN in rows without visible keys.
     return RunningSoftmax(jnp.full(rows, jnp.finfo(dtype).min), jnp.zeros(rows, dtype), weighted)
 
 
@@ -58,6 +59,7 @@ def add_tile(
     state: RunningSoftmax, scores: Any, value: Any, product: Callable[[str, Any, Any], Any] = by_group
 ) -> RunningSoftmax:
     """Adds one tile of values with logits [batch, kv_heads, group, rows, keys]; `product` is the einsum to use."""
+    # The maximum only prevents overflow and cancels in the result, so it needs no gradient.
     largest = lax.stop_gradient(jnp.maximum(state.largest, jnp.max(scores, axis=-1, initial=-jnp.inf)))
     rescale = jnp.exp(state.largest - largest)
     weights = jnp.exp(scores - largest[..., None])

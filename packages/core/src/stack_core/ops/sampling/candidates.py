@@ -12,7 +12,7 @@ __all__ = ["GROUPS", "at_token", "kth_largest", "largest", "most_likely", "padde
 
 GROUPS = 128
 _GROUP_TOKENS = 16
-_LARGEST = 64
+_LARGEST = 64  # maximum k for which `kth_largest` selects instead of bisecting
 
 
 def padded(logits: Float[Array, "rows vocab"]) -> Float[Array, "rows padded"]:

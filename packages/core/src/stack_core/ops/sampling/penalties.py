@@ -74,5 +74,6 @@ def _counts(history: jax.Array, first: jax.Array, stop: jax.Array, vocab: int) -
         counted = (first[:, None] <= places) & (places < stop[:, None])
         return count.at[rows, jnp.where(counted, tokens, vocab)].add(1.0, mode="drop")
 
+    # The loop ends with the longest row, which may be much shorter than max_tokens.
     chunks = -(-jnp.max(stop) // _CHUNK_TOKENS)
     return lax.fori_loop(0, chunks, add_chunk, jnp.zeros((len(history), vocab), jnp.float32))

@@ -93,6 +93,7 @@ class SamplingSettings:
             min_p=_float32(params.min_p),
             presence_penalty=_float32(params.presence_penalty),
             frequency_penalty=_float32(params.frequency_penalty),
+            # not 0, by which positive logits would be divided
             repetition_penalty=np.maximum(_float32(params.repetition_penalty), np.finfo(np.float32).tiny),
             min_tokens=_int32(params.min_tokens),
             logprobs=_int32(-1 if params.logprobs is None else params.logprobs),
@@ -340,6 +341,7 @@ def _uniform(seed: jax.Array, generated: jax.Array, attempt: jax.Array) -> Float
     """Returns random numbers in [0, 1), determined by seed, number of generated tokens and attempt."""
     counts = jnp.stack([generated, jnp.full_like(generated, attempt)], axis=1).astype(jnp.uint32)
     bits = jax.vmap(threefry_2x32)(seed, counts)
+    # float32 represents 24 bits exactly, so rounding cannot give 1.
     return (bits >> jnp.uint32(8)).astype(jnp.float32) * 2.0**-24
 
 

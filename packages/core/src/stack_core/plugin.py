@@ -78,4 +78,3 @@ def stack_register_commands(registry: Registrar) -> None:
     )
     registry.add("doctor", "stack_core.commands.doctor:doctor", help="Check this installation and suggest fixes.")
     registry.add("plugins", "stack_core.commands.plugins:plugins", help="List plugins and what they register.")
-    registry.add("report", "stack_core.commands.report:report", help="Write the report of a run again.")

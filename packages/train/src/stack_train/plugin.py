@@ -105,6 +105,7 @@ def stack_register_commands(registry: Registrar) -> None:
         help="Compile a train step for hardware that need not be there.",
     )
     registry.add("models", "stack_train.commands.models:models", help="List the families of models.")
+    registry.add("report", "stack_train.commands.report:report", help="Write the report of a run again.")
     registry.add(
         "generate",
         "stack_train.commands.generate:generate",

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from stack_core.report.run import write_report
 from stack_train.panels.curves import curves
+from stack_train.panels.run_report import write_report
 from stack_train.panels.summary import summary
 
 CONFIG = {

@@ -61,7 +61,7 @@ def stack_register_data(registry: Registrar) -> None:
 
 @hookspec
 def stack_register_optimizers(registry: Registrar) -> None:
-    """Registers optimizers, each a config class derived from `stack_train.optim.OptimizerConfig`."""
+    """Registers optimizers, each a config class whose `build(steps)` returns an Optax transformation."""
 
 
 @hookspec
@@ -111,7 +111,7 @@ def stack_register_transforms(registry: Registrar) -> None:
 
 @hookspec
 def stack_register_methods(registry: Registrar) -> None:
-    """Registers quantization methods by the name that `method` selects, each a `stack_quant.methods.Method`."""
+    """Registers quantization methods by the name that `method` selects, each a class that docs/hooks.md describes."""
 
 
 @hookspec

@@ -14,7 +14,7 @@ from stack_core.abi.formats import (
 )
 from stack_core.abi.installing import install_command
 from stack_core.abi.local_paths import hub_advice, local_address
-from stack_core.abi.plugins import registries
+from stack_core.abi.plugins import provider_of, registries
 
 __all__ = ["open_auxiliary", "open_for_generation", "open_model"]
 
@@ -61,7 +61,7 @@ def _found(address: str, ability: type[Format]) -> tuple[Format, Path]:
     """Resolves an address to a directory and the format that opens it, among formats with an ability."""
     registered = {name: registries.model_formats[name] for name in registries.model_formats}
     formats = {name: format_ for name, format_ in registered.items() if isinstance(format_, ability)}
-    known = ", ".join(formats) or f"none; `{install_command('stack-train')}` provides some"
+    known = ", ".join(formats) or f"none; `{install_command(provider_of('model_formats') or '')}` provides some"
     address = local_address(address)
     scheme, separator, path = address.partition(":")
     if separator and "/" not in scheme:

@@ -6,11 +6,13 @@ loads only the named ones. Both accept the name of a plugin or of its distributi
 """
 
 import functools
+import json
 import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pluggy
@@ -23,7 +25,7 @@ from stack_core.abi.installing import install_command
 from stack_core.abi.ops import ABI_MAJOR, ABI_MINOR
 from stack_core.abi.registry import Entry, Registrar, Registry
 
-__all__ = ["PluginReport", "Plugins", "Registries", "hookimpl", "plugins", "registries"]
+__all__ = ["PluginReport", "Plugins", "Registries", "hookimpl", "plugins", "provider_of", "registries"]
 
 T = TypeVar("T")
 
@@ -31,41 +33,7 @@ _CORE = "core"
 _CORE_DISTRIBUTION = "stack-core"
 _DISABLE, _LOAD = "STACK_DISABLE_PLUGINS", "STACK_LOAD_PLUGINS"
 
-_PACKAGE_OF_KIND = {
-    "models": "stack-train",
-    "data_sources": "stack-train",
-    "data": "stack-train",
-    "optimizers": "stack-train",
-    "model_formats": "stack-train",
-    "transforms": "stack-quant",
-    "methods": "stack-quant",
-    "rewards": "stack-rl",
-    "environments": "stack-rl",
-    "engines": "stack-serve",
-    "analyses": "stack-profile",
-    "panels": "stack-train",
-}
-_PACKAGE_OF_NAME = {
-    "engines": {"static": "stack-train"},
-    "commands": {
-        "train": "stack-train",
-        "compile": "stack-train",
-        "generate": "stack-train",
-        "convert": "stack-train",
-        "checkpoint": "stack-train",
-        "quantize": "stack-quant",
-        "tune": "stack-kernels",
-        "bench": "stack-kernels",
-        "bench ops": "stack-kernels",
-        "bench serve": "stack-serve",
-        "serve": "stack-serve",
-        "chat": "stack-serve",
-        "export": "stack-serve",
-        "rl": "stack-rl",
-        "profile": "stack-profile",
-    },
-    "sections": {"quant": "stack-quant", "kernels": "stack-kernels", "profile": "stack-profile", "rl": "stack-rl"},
-}
+_PROVIDERS = Path(__file__).with_name("providers.json")  # written by tools/providers.py
 
 
 class Plugins:
@@ -326,12 +294,18 @@ class Registries:
 
     def _advice(self, kind: str, name: str) -> str:
         """Suggests the origin of a missing name: a package that is not installed, or a plugin that was left out."""
-        package = _PACKAGE_OF_NAME.get(kind, {}).get(name) or _PACKAGE_OF_KIND.get(kind)
+        package = provider_of(kind, name)
         reports = self._source.reports()
         absent = package is not None and package not in {report.distribution for report in reports}
         left_out = ", ".join(repr(report.name) for report in reports if report.status != "loaded")
         install = f" `{install_command(package)}` provides it." if absent and package is not None else ""
         return install + (f" Plugins that are not fully loaded: {left_out}; see `stack plugins`." if left_out else "")
+
+
+def provider_of(kind: str, name: str = "") -> str | None:
+    """Returns the distribution that provides a name of a registry, or any name; None if none is known."""
+    names = json.loads(_PROVIDERS.read_text(encoding="utf-8")).get(kind, {})
+    return names.get(name) or names.get("*")
 
 
 plugins = Plugins()

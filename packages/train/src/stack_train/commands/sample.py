@@ -9,8 +9,8 @@ from stack_core.abi.config import parse, parse_yaml
 from stack_core.abi.errors import ConfigError, GenerationError
 from stack_core.abi.local_paths import local_address
 from stack_core.abi.run_directory import RunDirectory
-from stack_core.report.run import write_report
 from stack_core.runtime.compile_cache import keep_compiled
+from stack_train.panels.run_report import write_report
 
 __all__ = ["sample"]
 

@@ -8,7 +8,7 @@ from typing import Any
 from stack_core.abi.config import to_mapping
 from stack_core.abi.event_bus import ObserverContext
 from stack_core.abi.events import EvaluationFinished, Event, RunFailed, RunFinished, RunStarted
-from stack_core.report.run import write_report
+from stack_train.panels.run_report import write_report
 
 __all__ = ["ReportObserver", "report_observer"]
 

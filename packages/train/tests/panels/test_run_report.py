@@ -9,9 +9,9 @@ from stack_core.abi.errors import RunDirectoryError
 from stack_core.abi.plugins import registries
 from stack_core.abi.registry import Entry, Registry
 from stack_core.abi.reports import Fragment
-from stack_core.commands.report import report
 from stack_core.report.markup import element
-from stack_core.report.run import write_report
+from stack_train.commands.report import report
+from stack_train.panels.run_report import write_report
 
 HOSTILE = "<script src='//example.org'>&"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from stack_core.abi.config import parse_yaml
 from stack_core.abi.run_directory import RunDirectory
-from stack_core.report.run import write_report
+from stack_train.panels.run_report import write_report
 
 __all__ = ["report"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 SOURCES = sorted(Path(__file__).parents[2].glob("packages/*/src/stack_*"))
 # Number of fields without a description by package; to be lowered, never raised.
-UNDESCRIBED = {"stack_serve": 19}
+UNDESCRIBED: dict[str, int] = {}
 
 
 def test_every_field_of_a_config_is_described(source: Path) -> None:

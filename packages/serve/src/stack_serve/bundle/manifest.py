@@ -1,12 +1,12 @@
-"""The manifest of a bundle; this file alone knows format 1.
+"""The manifest of a bundle. No other module depends on the layout of format 1.
 
-    manifest.json                    what is described here
-    manifest.sha256                  its digest, as sha256sum writes it
+    manifest.json                    the manifest, see `Manifest`
+    manifest.sha256                  its digest, in the format of sha256sum
     programs/SIGNATURE.TARGET.SIZES.stablehlo    a program for fixed shapes, as a portable StableHLO artifact
-    weights/DIGEST.safetensors       parameters, each at a multiple of 64 bytes
-    examples/SIGNATURE.N.safetensors inputs, and the outputs that they gave when the bundle was written
+    weights/DIGEST.safetensors       parameters, each aligned to 64 bytes
+    examples/SIGNATURE.N.safetensors inputs, and the outputs computed from them at export
 
-All paths in a manifest are relative to it, with "/".
+All paths in a manifest are relative to the manifest's directory and use "/".
 """
 
 import itertools
@@ -40,7 +40,7 @@ T = TypeVar("T")
 FORMAT = 1
 
 BATCH = "batch"
-"""The axis along which requests are joined, if every input and output begins with it."""
+"""Axis along which requests are batched, if it is the first axis of every input and output."""
 
 DTYPES = {
     "bool": "BOOL",
@@ -59,7 +59,7 @@ DTYPES = {
     "float32": "F32",
     "float64": "F64",
 }
-"""Dtypes that a bundle can hold, with their names in safetensors files."""
+"""Supported dtypes, with their names in safetensors files."""
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$")]
 Dtype = Annotated[str, StringConstraints(pattern=f"^({'|'.join(DTYPES)})$")]
@@ -68,10 +68,12 @@ Digest = Annotated[str, StringConstraints(pattern=r"^sha256:[0-9a-f]{64}$")]
 
 @config
 class TensorSpec:
-    """An input or output.
+    """Name, dtype and shape of an input or output.
 
     Attributes:
-      shape: sizes, and names of axes whose sizes `Signature.sizes` lists.
+      name: name of the tensor, unique among the inputs or among the outputs of its signature.
+      dtype: name of its dtype, a key of `DTYPES`.
+      shape: size of each axis, or the name of an axis whose sizes `Signature.sizes` lists.
     """
 
     name: Name
@@ -79,7 +81,7 @@ class TensorSpec:
     shape: tuple[NonNegativeInt | Name, ...]
 
     def at(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape for sizes of its named axes."""
+        """Returns the shape for given sizes of the named axes."""
         return tuple(sizes[axis] if isinstance(axis, str) else axis for axis in self.shape)
 
     def __str__(self) -> str:
@@ -88,14 +90,17 @@ class TensorSpec:
 
 @config
 class Signature:
-    """A function that a bundle computes.
+    """Inputs and outputs of a function in a bundle.
 
     Attributes:
-      sizes: of each named axis, ascending; there is a program for every combination.
-      pad: named axes that may be padded at their end up to the next size, with the value that fills the inputs. What
-        the outputs have there is dropped. If requests are joined, `batch` may be padded, too.
-      joins: rows of several requests may share a call: each row of the outputs depends on the same row of the inputs
-        alone, as was tested when the bundle was written.
+      inputs: name, dtype and shape of each input, in the order in which programs take them.
+      outputs: name, dtype and shape of each output.
+      sizes: supported sizes of each named axis, ascending. The bundle has a program for every combination. Empty if
+        all shapes are fixed.
+      pad: named axes that may be padded at their end up to the next size, with the value that fills the inputs. The
+        padding is removed from the outputs. If `joins` is true, `batch` may be padded, too.
+      joins: whether rows of several requests may share a call. Each row of the outputs then depends only on the same
+        row of the inputs, which was tested at export.
     """
 
     inputs: Annotated[tuple[TensorSpec, ...], Field(min_length=1)]
@@ -106,12 +111,12 @@ class Signature:
 
     @property
     def is_batched(self) -> bool:
-        """Whether the batch is the first axis, and no other one, of every input and output."""
+        """Whether the batch is the first axis of every input and output, and only the first."""
         tensors = (*self.inputs, *self.outputs)
         return all(tensor.shape[:1] == (BATCH,) and BATCH not in tensor.shape[1:] for tensor in tensors)
 
     def all_sizes(self) -> Iterator[dict[str, int]]:
-        """Every combination of sizes."""
+        """Yields every combination of sizes."""
         for combination in itertools.product(*self.sizes.values()):
             yield dict(zip(self.sizes, combination, strict=True))
 
@@ -124,13 +129,17 @@ class Signature:
 
 @config
 class Program:
-    """A signature compiled for one target and one size of each named axis.
+    """A signature exported for one target and one size of each named axis.
 
     Attributes:
-      target: of `jax.export`: "cpu", "cuda", "tpu".
-      kept: which of the parameters, and of the inputs behind them, the program takes.
-      calling_convention: the version of `jax.export`'s.
-      custom_calls: what it calls outside StableHLO.
+      signature: name of the signature, a key of `Manifest.signatures`.
+      target: platform name of `jax.export`: "cpu", "cuda", "tpu".
+      sizes: size of each named axis. Empty if all shapes are fixed.
+      file: path of the StableHLO artifact, a key of `Manifest.files`.
+      kept: ascending indices of the arguments that the program takes, counting the parameters first, then the inputs.
+      calling_convention: version of the calling convention of `jax.export`.
+      devices: number of devices that the program runs on. Only 1 is supported.
+      custom_calls: names of the custom calls in the program. Empty if it is pure StableHLO.
     """
 
     signature: Name
@@ -145,7 +154,12 @@ class Program:
 
 @config
 class Weight:
-    """A parameter: its path in the tree, which is its name in the file, too."""
+    """A parameter and the file that stores it.
+
+    Attributes:
+      path: path of the parameter in the tree, which is also its name in the file.
+      file: path of the safetensors file, a key of `Manifest.files`.
+    """
 
     path: str
     file: str
@@ -153,7 +167,14 @@ class Weight:
 
 @config
 class Example:
-    """Inputs, and the outputs that an opened bundle has to repeat within `atol + rtol * |output|`."""
+    """Inputs and expected outputs, which an opened bundle must reproduce within `atol + rtol * |output|`.
+
+    Attributes:
+      signature: name of the signature, a key of `Manifest.signatures`.
+      file: path of the safetensors file with the inputs and outputs, a key of `Manifest.files`.
+      rtol: relative tolerance.
+      atol: absolute tolerance.
+    """
 
     signature: Name
     file: str
@@ -163,14 +184,19 @@ class Example:
 
 @config
 class Manifest:
-    """What a bundle holds.
+    """Contents of a bundle.
 
     Attributes:
-      stablehlo: the version that the programs are written in.
-      jax: the version that wrote them.
-      licence: of the weights: an SPDX expression, or its text.
-      weights: in the order in which programs take them.
-      files: the SHA-256 of each file, by its path.
+      format: version of the bundle format, equal to `FORMAT`.
+      name: name of the model.
+      stablehlo: version of StableHLO in which the programs are serialized.
+      jax: version of JAX that exported the programs.
+      licence: licence of the weights, as an SPDX expression or as its text.
+      signatures: inputs and outputs of each function, by its name.
+      programs: exported programs, one for each target, signature and combination of sizes.
+      weights: parameters, in the order in which programs take them. Empty if the programs have no parameters.
+      examples: inputs and expected outputs that check an opened bundle. Empty if none were exported.
+      files: SHA-256 digest of each file, by its path.
     """
 
     format: int
@@ -185,10 +211,10 @@ class Manifest:
     files: Mapping[str, Digest]
 
     def signature(self, name: str | None) -> Signature:
-        """A signature by its name; None is the only one, or `predict`.
+        """Returns a signature by name. None selects the only signature, or `predict` if there are several.
 
         Raises:
-          UnknownName: there is none of this name, or several and none was named.
+          UnknownName: the bundle has no such signature, or `name` is None and none of several is called `predict`.
         """
         name = name if name is not None else self.default_signature
         if name not in self.signatures:
@@ -200,24 +226,24 @@ class Manifest:
 
     @property
     def default_signature(self) -> str:
-        """The signature of who names none."""
+        """Name of the signature for requests that do not name one."""
         return next(iter(self.signatures)) if len(self.signatures) == 1 else "predict"
 
     @property
     def computes(self) -> str:
-        """The signatures by name, for people."""
+        """Readable list of the signatures."""
         return ", ".join(f"{name}{signature}" for name, signature in self.signatures.items())
 
     def to_json(self) -> bytes:
-        """The content of `manifest.json`."""
+        """Returns the content of `manifest.json`."""
         return json.dumps(to_mapping(self), indent=1).encode() + b"\n"
 
 
 def parse_manifest(content: bytes) -> Manifest:
-    """Reads the content of `manifest.json`.
+    """Parses the content of `manifest.json`.
 
     Raises:
-      BundleError: it is of another format, or contradicts itself.
+      BundleError: it is not valid JSON, has another format, or is inconsistent.
     """
     try:
         mapping = json.loads(content, object_pairs_hook=unique_keys)
@@ -238,10 +264,10 @@ def parse_manifest(content: bytes) -> Manifest:
 
 
 def unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Makes the dict of a JSON object.
+    """Builds a dict from the pairs of a JSON object.
 
     Raises:
-      ValueError: a key is there twice.
+      ValueError: a key occurs twice.
     """
     if (twice := first_twice(key for key, _ in pairs)) is not None:
         raise ValueError(f"an object has the key {twice!r} twice")
@@ -249,7 +275,7 @@ def unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def first_twice(values: Iterable[T]) -> T | None:
-    """Returns the first value that was there before, or None."""
+    """Returns the first value that repeats an earlier one, or None."""
     seen: set[T] = set()
     return next((value for value in values if value in seen or seen.add(value)), None)
 

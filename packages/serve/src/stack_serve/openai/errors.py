@@ -1,4 +1,4 @@
-"""What goes wrong with a request, in the shape in which OpenAI's API tells it.
+"""Errors of requests, in the format of OpenAI's API.
 
 {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 """
@@ -28,13 +28,13 @@ _CODES = {
 
 
 class ApiError(Exception):
-    """An answer that is not the one that was asked for.
+    """An error that is sent to the client as the response.
 
     Attributes:
-      status: of HTTP.
-      param: the field of the body that is at fault, if one is.
-      code: for programs; None is the status's own.
-      headers: of the answer, besides the usual ones.
+      status: HTTP status code.
+      param: name of the invalid field of the body, or None if no single field is invalid.
+      code: machine-readable error code. The argument None selects the default code of the status.
+      headers: additional response headers.
     """
 
     def __init__(
@@ -53,30 +53,30 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> bytes:
-        """JSON."""
+        """Returns the response body as JSON."""
         return orjson.dumps(error_object(self))
 
 
 INTERNAL = ApiError(500, "The server failed at this request; its log has the reason. Others are not affected.")
-"""A fault of the server's own."""
+"""Response to an unexpected exception in the server."""
 
 
 def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
-    """A request that can be mended."""
+    """Returns an error of status 400, for a request that the client can correct."""
     return ApiError(400, message, param=param, code=code)
 
 
 def error_object(error: ApiError) -> dict[str, dict[str, str | None]]:
-    """The error as OpenAI's clients parse it."""
+    """Returns the JSON object that OpenAI's clients parse."""
     kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
     return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
 
 
 def as_api_error(error: GenerationError | EngineBusy | EngineStopped, names: Mapping[str, str]) -> ApiError:
-    """What an engine raised, for a client.
+    """Converts an exception of the engine to an error for the client.
 
     Args:
-      names: the body's names of the engine's parameters, where they differ.
+      names: names of the body's fields by the engine's parameters, if the two differ.
     """
     if isinstance(error, EngineBusy):
         wait_s = max(1, math.ceil(error.retry_after_s))

@@ -1,6 +1,6 @@
-"""Which rows to compute next, decided by what each size was measured to cost. Pure: no clock, no threads.
+"""Dynamic batching from the measured cost of each batch size. Pure: no clock, no threads.
 
-There is no timer: the device takes what waits when it is free, so that batches form under load by themselves.
+There is no timer. A free device takes the rows in the queue, and larger batches form under load.
 """
 
 import functools
@@ -13,11 +13,12 @@ __all__ = ["Call", "Plan", "Waiting", "cheapest", "plan"]
 
 @runtime_checkable
 class Waiting(Protocol):
-    """Rows that a request still waits for.
+    """A queued request.
 
     Attributes:
-      group: only rows of one group share a call.
-      deadline_s: on the clock of `now_s`; after it nobody waits any more.
+      group: key of its group. Only rows of the same group share a call.
+      rows: number of rows still to compute.
+      deadline_s: time on the clock of `now_s` at which the request expires. None sets no deadline.
     """
 
     @property
@@ -33,8 +34,9 @@ class Call:
     """One call of a program.
 
     Attributes:
-      size: rows that the program computes, some of which may be padding.
-      takes: which of the waiting, and how many of its rows, in order.
+      group: group of all rows of the call.
+      size: number of rows that the program computes, including padding.
+      takes: (index of the request in the queue, number of its rows), in queue order.
     """
 
     group: Hashable
@@ -44,11 +46,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do next.
+    """The next step for a queue.
 
     Attributes:
-      expired: which of the waiting are past their deadlines.
-      call: None where nothing is left.
+      expired: indices of the requests whose deadlines have passed.
+      call: next call, or None if no request remains.
     """
 
     expired: tuple[int, ...]
@@ -56,11 +58,14 @@ class Plan:
 
 
 def plan(waiting: Sequence[Waiting], costs: Mapping[Hashable, Mapping[int, float]], now_s: float) -> Plan:
-    """The next call: of the group whose turn it is by age, of the largest size in the cheapest split of its rows.
+    """Plans the next call, for the group of the oldest request.
+
+    The call has the largest size in the cheapest split of the group's rows.
 
     Args:
-      waiting: oldest first.
-      costs: seconds of a call, by group and size.
+      waiting: queued requests, oldest first.
+      costs: seconds per call, by group and size.
+      now_s: current time. Requests whose deadlines are not later expire.
     """
     expired = [
         number for number, each in enumerate(waiting) if each.deadline_s is not None and each.deadline_s <= now_s
@@ -84,12 +89,13 @@ def plan(waiting: Sequence[Waiting], costs: Mapping[Hashable, Mapping[int, float
 
 
 def cheapest(rows: int, costs: tuple[tuple[int, float], ...]) -> tuple[int, ...]:
-    """The sizes, largest first, that together hold `rows` at the lowest cost: 9 as 8 + 1, or as 16 where that is less.
+    """Returns the cheapest sizes that fit `rows`, largest first: 9 as 8 + 1, or as 16 if that costs less.
 
-    Of what is far beyond the largest size only the beginning is split.
+    At most twice the largest size is split, and further rows are ignored.
 
     Args:
-      costs: (size, seconds), ascending by size.
+      rows: number of rows to compute.
+      costs: (size, seconds) pairs, ascending by size.
     """
     largest = costs[-1][0]
     return _splits(min(rows, 2 * largest), costs)

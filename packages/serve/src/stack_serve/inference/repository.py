@@ -1,7 +1,7 @@
-"""What a repository holds, what of it is to be served, and what is: pure states.
+"""States of the versions in a repository, and the steps to the requested state (pure).
 
-A version is loaded beside the one that it follows, which is unloaded when the new one is ready. One that cannot be
-loaded leaves the others as they are, and is tried again when its files change.
+The previous version stays loaded until the new one is ready. A version that fails to load does not affect the rest and
+is retried when its files change.
 """
 
 from collections.abc import Mapping
@@ -34,12 +34,13 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Version:
-    """How far a version is.
+    """State of a version.
 
     Attributes:
-      fingerprint: of its files when it was last loaded, or tried to be.
-      reason: why it is unavailable.
-      live: some state of its files is being served, perhaps an earlier one.
+      fingerprint: fingerprint of its files at the last attempt to load them.
+      state: state of the last attempt.
+      reason: reason why the version is unavailable, or an empty string.
+      live: whether the version is being served, possibly from an earlier state of its files.
     """
 
     fingerprint: str
@@ -53,19 +54,20 @@ Versions = Mapping[Key, Version]
 
 @dataclass(frozen=True)
 class Steps:
-    """What is to be done next."""
+    """Versions to load and to unload next."""
 
     load: tuple[Key, ...]
     unload: tuple[Key, ...]
 
 
 def steps(found: Mapping[Key, str], versions: Versions, *, unwanted: frozenset[str], newest: int) -> Steps:
-    """What to load and unload so that the wanted versions are served.
+    """Computes which versions to load and unload.
 
     Args:
-      found: the fingerprint of each version in the repository.
+      found: fingerprint of each version in the repository.
+      versions: current state of each version.
       unwanted: models that were unloaded on request.
-      newest: how many of a model's versions are wanted, counted from the newest one that can be loaded; 0 is all.
+      newest: number of versions to serve per model, counted from the newest loadable one. 0 serves all.
     """
     load: list[Key] = []
     unload: list[Key] = []
@@ -75,7 +77,7 @@ def steps(found: Mapping[Key, str], versions: Versions, *, unwanted: frozenset[s
         wanted = usable[:newest] if newest else usable
         load += [key for key in reversed(wanted) if _is_new(versions.get(key), found[key])]
         live = [key for key, version in versions.items() if key.model == model and version.live]
-        # Until the new version is ready the old one answers, unless its files are gone.
+        # The old version is served until the new one is ready, unless its files were deleted.
         replaced = bool(wanted) and all(key in versions and versions[key].state == "READY" for key in wanted)
         ends = replaced or model in unwanted
         unload += [key for key in live if key not in wanted and (ends or key not in found)]
@@ -83,18 +85,18 @@ def steps(found: Mapping[Key, str], versions: Versions, *, unwanted: frozenset[s
 
 
 def changed(versions: Versions, key: Key, version: Version | None) -> dict[Key, Version]:
-    """The versions after one has changed; None removes it."""
+    """Returns the versions with one replaced, or removed if `version` is None."""
     rest = {each: known for each, known in versions.items() if each != key}
     return rest if version is None else {**rest, key: version}
 
 
 def without_lost(versions: Versions, found: Mapping[Key, str]) -> dict[Key, Version]:
-    """The versions without those whose files are gone and that are not served either."""
+    """Removes versions that are neither live nor in the repository."""
     return {key: version for key, version in versions.items() if version.live or key in found}
 
 
 def tried_again(versions: Versions, model: str) -> dict[Key, Version]:
-    """The versions with those of a model that failed due for another try."""
+    """Clears the fingerprints of a model's unavailable versions, which makes them load again."""
     return {
         key: replace(version, fingerprint="") if key.model == model and version.state == "UNAVAILABLE" else version
         for key, version in versions.items()
@@ -102,17 +104,17 @@ def tried_again(versions: Versions, model: str) -> dict[Key, Version]:
 
 
 def loading(known: Version | None, fingerprint: str) -> Version:
-    """A version that begins to be loaded; what was live of it stays so."""
+    """Returns the state of a version that starts to load. It stays live if it was."""
     return Version(fingerprint, "LOADING", live=known is not None and known.live)
 
 
 def failed(known: Version, reason: str) -> Version:
-    """A version that could not be loaded."""
+    """Returns the state of a version that failed to load."""
     return replace(known, state="UNAVAILABLE", reason=reason)
 
 
 def latest(versions: Versions, model: str) -> int | None:
-    """The newest live version of a model."""
+    """Returns the newest live version of a model, or None if none is live."""
     return max((key.version for key, version in versions.items() if key.model == model and version.live), default=None)
 
 

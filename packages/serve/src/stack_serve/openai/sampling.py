@@ -1,4 +1,4 @@
-"""`SamplingParams` from the fields of a body."""
+"""Conversion of a request's fields to `SamplingParams`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +16,7 @@ PARAMETER_NAMES: Mapping[str, str] = {
     "include_stop": "include_stop_str_in_output",
     "stop_tokens": "stop_token_ids",
 }
-"""The body's names of parameters that the engine calls otherwise."""
+"""Names of the body's fields by the engine's parameters, if the two differ."""
 
 _SAME = (
     "temperature",
@@ -40,13 +40,14 @@ def sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """What a body asks for; what it leaves open is as the model's makers recommend, or as OpenAI has it.
+    """Builds the sampling parameters of a request.
 
     Args:
-      defaults: fields of `SamplingParams`.
+      defaults: fields of `SamplingParams` that the model's makers recommend. Fields in neither the body
+        nor `defaults` have OpenAI's defaults.
 
     Raises:
-      ApiError: a value is impossible; names its field.
+      ApiError: a value is invalid. The error names its field.
     """
     generated = body.n if body.best_of is None else body.best_of
     if generated < body.n:
@@ -54,10 +55,10 @@ def sampling_params(
     if generated > body.n:
         if body.stream:
             raise bad_request("best_of cannot be streamed: the best is known at the end. Raise n.", param="best_of")
-        logprobs = logprobs or 0  # they rank the continuations
+        logprobs = logprobs or 0  # best_of ranks the continuations by them
     asked: dict[str, Any] = {name: getattr(body, name) for name in _SAME if getattr(body, name) is not None}
     if body.top_k is not None:
-        asked["top_k"] = max(body.top_k, 0)  # vLLM's -1 is all, as 0 is
+        asked["top_k"] = max(body.top_k, 0)  # vLLM's -1 means no limit, as 0 does here
     if body.include_stop_str_in_output is not None:
         asked["include_stop"] = body.include_stop_str_in_output
     if body.logit_bias:
@@ -72,10 +73,10 @@ def sampling_params(
 
 
 def _stop_texts(given: Any) -> tuple[str, ...]:
-    """Those of the field `stop`.
+    """Returns the stop texts of the field `stop`.
 
     Raises:
-      ApiError: it is neither a text nor a list of texts, or they are too many, too long or empty.
+      ApiError: `stop` is neither a text nor a list of texts, has too many texts, or a text is too long or empty.
     """
     texts = [given] if isinstance(given, str) else given
     if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):

@@ -1,4 +1,4 @@
-"""What goes wrong with a request, as HTTP and gRPC tell it."""
+"""Errors of requests, with their HTTP status codes and messages."""
 
 import contextlib
 import math
@@ -19,7 +19,7 @@ _STATUSES = (
 
 
 class ProtocolError(StackError):
-    """A request that is not of the protocol; `status` is HTTP's."""
+    """A request that violates the protocol. `status` is the HTTP status code."""
 
     def __init__(self, message: str, *, status: int = 400) -> None:
         super().__init__(message)
@@ -28,7 +28,7 @@ class ProtocolError(StackError):
 
 @contextlib.contextmanager
 def expecting(manifest: Manifest) -> Iterator[None]:
-    """Adds to errors of reading a request what the model expects."""
+    """Adds the model's signatures to errors that a request's parsing raises."""
     try:
         yield
     except (InferenceError, ProtocolError) as error:
@@ -36,14 +36,14 @@ def expecting(manifest: Manifest) -> Iterator[None]:
 
 
 def http_status(error: Exception) -> int:
-    """The status of an error: 4xx for what the client can mend, 500 for a fault of the server's."""
+    """Returns the HTTP status of an error, by its class. An unexpected exception has status 500."""
     if isinstance(error, ProtocolError):
         return error.status
     return next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)
 
 
 def http_headers(error: Exception) -> Mapping[str, str]:
-    """Headers that tell more."""
+    """Returns additional response headers for an error."""
     if isinstance(error, EngineBusy):
         return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
     if isinstance(error, ProtocolError) and error.status == 408:
@@ -52,7 +52,7 @@ def http_headers(error: Exception) -> Mapping[str, str]:
 
 
 def message_of(error: Exception) -> str:
-    """For the client; faults of the server's own are in its log."""
+    """Returns the message for the client, without the details of unexpected exceptions."""
     if isinstance(error, StackError):
         return str(error)
     return "The server failed at this request; its log has the reason. Others are not affected."

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: its answers."""
+"""Responses of `POST /v1/chat/completions`."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,13 +13,13 @@ __all__ = ["ChatWriter"]
 
 
 class ChatWriter(Writer):
-    """Writes messages."""
+    """Writer of chat responses."""
 
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
     def opening(self, prompt: int, number: int) -> bytes:
-        """A chunk that tells the role, and holds no text."""
+        """Returns the first chunk, which has the role and no text."""
         role = orjson.dumps(self.job.role)
         tokens = b',"prompt_token_ids":' + orjson.dumps(self.job.prompts[prompt].tokens)
         return b"".join(
@@ -34,7 +34,7 @@ class ChatWriter(Writer):
         )
 
     def delta(self, prompt: int, number: int, update: GenerationUpdate, *, first: bool) -> Iterable[bytes]:
-        """The text; a chunk that only ends the message has an empty delta, as OpenAI's have."""
+        """Returns the delta with the text. It is empty in a chunk that only ends the message, as in OpenAI's API."""
         text = b'"content":' + orjson.dumps(update.text) if update.text or update.tokens else b""
         if not (self.job.wants_logprobs and update.logprobs):
             return (b'"delta":{%b},"logprobs":null,' % text,)

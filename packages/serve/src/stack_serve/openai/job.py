@@ -1,4 +1,4 @@
-"""A request that was understood: what to generate, and how to answer."""
+"""A parsed request, with its sampling parameters and response options."""
 
 import secrets
 import time
@@ -15,24 +15,24 @@ __all__ = ["Job", "Usage", "failure_of", "new_id"]
 
 
 def new_id() -> str:
-    """An id that no other has."""
+    """Returns a random id."""
     return secrets.token_hex(16)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A request.
+    """A parsed request.
 
     Attributes:
-      id: of the answer.
-      adapter: the name of the adapter that continues the prompts, or None.
-      created: seconds since 1970.
-      texts: writes tokens and log-probabilities.
-      tokenizer: the model's tokenizer, if it has one.
-      best: number of continuations in the answer for each prompt, by their mean log-probability; None is all.
-      echo: texts that the continuations begin with, one for each prompt; empty for none.
-      nothing_new: only the prompt is wanted; an engine generates a token all the same.
-      role: of a chat's answer.
+      id: id of the response.
+      adapter: name of the adapter that continues the prompts, or None.
+      created: time in seconds since 1970.
+      texts: writer of tokens and log-probabilities.
+      tokenizer: the model's tokenizer, or None if it has none.
+      best: number of continuations to return per prompt, by mean log-probability. None returns all.
+      echo: text to prepend to the continuations of each prompt. Empty if the prompts are not echoed.
+      nothing_new: whether only the prompt is requested. The engine still generates one token.
+      role: role of the message in a chat response.
     """
 
     id: str
@@ -55,20 +55,20 @@ class Job:
     role: str = "assistant"
 
     def choice(self, prompt: int, update: GenerationUpdate) -> int:
-        """Number of a continuation among all of the request."""
+        """Returns the index of a continuation among all continuations of the request."""
         return prompt * self.sampling.n + update.index
 
 
 @dataclass
 class Usage:
-    """Tokens of a request."""
+    """Token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
 
     def as_object(self) -> dict[str, object]:
-        """In OpenAI's shape."""
+        """Returns the usage object of OpenAI's API."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
@@ -78,7 +78,7 @@ class Usage:
 
 
 def failure_of(update: GenerationUpdate, timeout_s: float | None) -> ApiError | None:
-    """What to tell the client of a continuation that did not end by itself."""
+    """Returns the error of a continuation that failed, timed out or was aborted, otherwise None."""
     if update.finish_reason == "error":
         return ApiError(500, update.error or "The generation failed.")
     if update.finish_reason == "deadline":

@@ -1,4 +1,4 @@
-"""Updates from a thread of the engine's to the event loop."""
+"""Transfer of updates from an engine's thread to the event loop."""
 
 import asyncio
 from collections import deque
@@ -12,7 +12,7 @@ _MOST_AT_ONCE = 64
 
 
 class Mailbox:
-    """The updates of one HTTP request, each with the number of its prompt; read by one task."""
+    """Queue of the updates of one HTTP request, each with the index of its prompt. Only one task may read it."""
 
     def __init__(self) -> None:
         self._arrived: list[tuple[int, GenerationUpdate]] = []
@@ -24,12 +24,12 @@ class Mailbox:
         self._wake()
 
     def close(self) -> None:
-        """Ends the waiting for more."""
+        """Closes the mailbox and wakes its reader."""
         self.closed = True
         self._wake()
 
     async def take(self) -> list[tuple[int, GenerationUpdate]]:
-        """The next that arrived, up to 64: at least one update, unless the mailbox was closed."""
+        """Waits for updates and removes up to 64 of them. Returns an empty list only if the mailbox is closed."""
         while not self._arrived and not self.closed:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -47,10 +47,10 @@ class Mailbox:
 
 
 class PostOffice:
-    """Carries updates to mailboxes on an event loop, which is woken once for all that wait to be carried.
+    """Delivers updates to mailboxes on an event loop, with one wake-up for all pending updates.
 
-    An engine hands out the updates of a step one after the other; waking the loop for each would cost a system call
-    and a fight for the interpreter's lock.
+    An engine emits the updates of a step one after the other. A wake-up for each would cost a system call and
+    contention for the interpreter's lock.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -59,7 +59,7 @@ class PostOffice:
         self._loop_knows = False
 
     def receiver(self, mailbox: Mailbox, prompt: int) -> Callable[[GenerationUpdate], None]:
-        """What an engine is to call with the updates of a prompt, from any thread."""
+        """Returns the callback for the updates of a prompt. The engine may call it from any thread."""
 
         def receive(update: GenerationUpdate) -> None:
             self._posted.append((mailbox, prompt, update))
@@ -71,7 +71,7 @@ class PostOffice:
         return receive
 
     def _carry(self) -> None:
-        self._loop_knows = False  # before the first is taken, so that none is left behind
+        self._loop_knows = False  # reset first: an update posted after the loop below must schedule another delivery
         while self._posted:
             mailbox, prompt, update = self._posted.popleft()
             mailbox.put(prompt, update)

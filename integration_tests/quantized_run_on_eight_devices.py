@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 from stack_core.abi.mesh import DEFAULT_RULES, MeshConfig, make_mesh, use_mesh
 from stack_core.ops.building import is_quantized
 from stack_train.run.config import run_config
-from stack_train.trained_model import RUN_FORMAT
-from stack_train.weights import load_model, load_params
+from stack_train.variables.trained_model import RUN_FORMAT
+from stack_train.variables.weights import load_model, load_params
 
 TOKENS = jnp.arange(48).reshape(4, 12) * 5
 POSITIONS = jnp.tile(jnp.arange(12), (4, 1))

@@ -16,7 +16,7 @@ from stack_quant.model import quantize_model
 from stack_quant.rules import Rule
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.engine import LLMEngine
-from stack_train.generative import generative_checkpoint
+from stack_train.generation.generative import generative_checkpoint
 from stack_train.models.llama import FAMILY, LlamaConfig
 
 CONFIG = LlamaConfig(

@@ -23,7 +23,7 @@ from stack_kernels.laboratory.programs import kernels_of
 from stack_kernels.laboratory.without_cudnn import cudnn_taken_for_granted
 from stack_serve.llm.compilation import compile_engine
 from stack_serve.llm.config import EngineConfig
-from stack_train.generative import generative_checkpoint
+from stack_train.generation.generative import generative_checkpoint
 from stack_train.models.gpt_oss import GptOssConfig
 from stack_train.models.llama import LlamaConfig
 from stack_train.run.config import RunConfig

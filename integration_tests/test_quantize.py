@@ -28,8 +28,8 @@ from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.checkpoint.manifest import read_manifest
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.run.config import run_config
-from stack_train.trained_model import RUN_FORMAT
-from stack_train.weights import load_model, load_params
+from stack_train.variables.trained_model import RUN_FORMAT
+from stack_train.variables.weights import load_model, load_params
 
 # The default sessions compile without LLVM's optimizations, by which two programs differ in more last bits.
 AS_USERS_COMPILE = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}

@@ -25,7 +25,7 @@ from stack_train import RunConfig, RunSettings, build, start
 from stack_train.run.config import run_config
 from stack_train.run.program import build_program
 from stack_train.run.train import train
-from stack_train.weights import load_model, load_start
+from stack_train.variables.weights import load_model, load_start
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TINY = (

@@ -8,9 +8,9 @@ import pytest
 from stack_core.ops.building import is_quantized
 from stack_serve.llm.engine import LLMEngine
 from stack_train.checkpoint import named_leaves
+from stack_train.generation.static_engine import StaticEngine
 from stack_train.run.program import build_program
 from stack_train.run.train import train
-from stack_train.static_engine import StaticEngine
 
 from .test_rollouts import cell, records
 

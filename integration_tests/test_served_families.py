@@ -15,7 +15,7 @@ from stack_core.abi.plugins import registries
 from stack_quant.model import quantize_model
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.engine import LLMEngine
-from stack_train.generative import generative_checkpoint
+from stack_train.generation.generative import generative_checkpoint
 
 from .generation import Reference, complete, greedy
 

@@ -38,7 +38,7 @@ from stack_core.abi.generation import GenerationRequest, SamplingParams
 from stack_core.abi.model_formats import open_for_generation
 from stack_core.abi.plugins import registries
 from stack_train import RunConfig, build, start
-from stack_train.static_engine import StaticEngineConfig
+from stack_train.generation.static_engine import StaticEngineConfig
 
 FOLDER = Path(tempfile.mkdtemp())
 MODEL = {"name": "llama", "vocab_size": VOCAB, "layers": LAYERS, "embed": EMBED, "heads": HEADS, "mlp": MLP}

@@ -103,7 +103,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
     from stack_train.huggingface import FORMAT
     from stack_train.run.config import run_config
-    from stack_train.weights import load_params
+    from stack_train.variables.weights import load_params
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**{**PLAIN, **MODELS[request.param]})

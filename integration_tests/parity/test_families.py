@@ -16,14 +16,14 @@ from safetensors.numpy import load_file, save_file
 
 from stack_core.abi.plugins import registries
 from stack_train.checkpoint import named_leaves
-from stack_train.generate import TokenGenerator
+from stack_train.generation.generate import TokenGenerator
+from stack_train.generation.sampling import SamplingConfig
 from stack_train.huggingface import FORMAT
 from stack_train.huggingface.blocks import with_blocks
 from stack_train.models.family import DecoderFamily
 from stack_train.safetensors_files import read_tensors
-from stack_train.sampling import SamplingConfig
-from stack_train.trained_model import RUN_FORMAT
-from stack_train.weights import load_params, run_config
+from stack_train.variables.trained_model import RUN_FORMAT
+from stack_train.variables.weights import load_params, run_config
 
 from .conftest import model_of
 

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from stack_train.huggingface import FORMAT
-from stack_train.weights import load_params, run_config
+from stack_train.variables.weights import load_params, run_config
 
 from .conftest import model_of
 

@@ -12,11 +12,11 @@ import transformers
 from flax import nnx
 
 from stack_train.checkpoint import named_leaves
-from stack_train.generate import TokenGenerator
+from stack_train.generation.generate import TokenGenerator
+from stack_train.generation.sampling import SamplingConfig
 from stack_train.huggingface import FORMAT
 from stack_train.models.llama import FAMILY
-from stack_train.sampling import SamplingConfig
-from stack_train.trained_model import RUN_FORMAT
+from stack_train.variables.trained_model import RUN_FORMAT
 
 pytestmark = pytest.mark.parity
 

@@ -14,7 +14,7 @@ from stack_train.gguf import FORMAT
 from stack_train.gguf.cuts import CUTS, pre_tokenizer_of
 from stack_train.gguf.representable import TEXTS
 from stack_train.run.config import run_config
-from stack_train.weights import load_model
+from stack_train.variables.weights import load_model
 
 torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed; it builds from source by pip")

@@ -67,7 +67,7 @@ def test_each_opens_what_the_other_wrote(adapted, tmp_path):
 
     from stack_train.peft import FORMAT
     from stack_train.run.config import run_config
-    from stack_train.weights import load_model, load_params
+    from stack_train.variables.weights import load_model, load_params
 
     from .conftest import model_of
 
@@ -91,9 +91,9 @@ def test_gradients_are_those_of_peft(adapted, tmp_path):
     from stack_train.peft import FORMAT
     from stack_train.peft.modules import modules_of
     from stack_train.run.config import run_config
-    from stack_train.trained_adapters import run_adapters
-    from stack_train.variables import values_of
-    from stack_train.weights import load_model
+    from stack_train.variables.model_variables import values_of
+    from stack_train.variables.trained_adapters import run_adapters
+    from stack_train.variables.weights import load_model
 
     theirs, directory, base = adapted
     theirs.zero_grad()

@@ -113,7 +113,7 @@ def logits(run: Path, tokens: np.ndarray) -> np.ndarray:
     import jax.numpy as jnp
 
     from stack_train.run.config import run_config
-    from stack_train.weights import load_model
+    from stack_train.variables.weights import load_model
 
     opened, _ = load_model(run, run_config(run))
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)

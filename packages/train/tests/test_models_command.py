@@ -9,7 +9,7 @@ def test_families_are_listed_with_lines_sizes_and_what_is_tested(capsys, monkeyp
     rows = {row["family"]: row for row in json.loads(capsys.readouterr().out)}
     assert set(rows) == set(registries.models.names())
     assert rows["olmo2"] == {
-        "name": "olmo2",
+        "family": "olmo2",
         "architecture": "Olmo2ForCausalLM",
         "lines": rows["olmo2"]["lines"],
         "sizes": ["1B", "7B", "13B", "32B"],

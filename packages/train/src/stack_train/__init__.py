@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stack_train.checkpoint import CheckpointStore as CheckpointStore
-    from stack_train.generate import TextGenerator as TextGenerator
+    from stack_train.generation.generate import TextGenerator as TextGenerator
+    from stack_train.generation.sampling import SamplingConfig as SamplingConfig
     from stack_train.objectives import CausalLMConfig as CausalLMConfig
     from stack_train.run.config import RunConfig as RunConfig
     from stack_train.run.config import RunSettings as RunSettings
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from stack_train.run.run import build as build
     from stack_train.run.train import start as start
     from stack_train.run.train import train as train
-    from stack_train.sampling import SamplingConfig as SamplingConfig
     from stack_train.step.program import Program as Program
     from stack_train.step.step import Step as Step
     from stack_train.step.step import make_step as make_step
@@ -45,9 +45,9 @@ _MODULES = {
     "Run": "run.run",
     "RunConfig": "run.config",
     "RunSettings": "run.config",
-    "SamplingConfig": "sampling",
+    "SamplingConfig": "generation.sampling",
     "Step": "step.step",
-    "TextGenerator": "generate",
+    "TextGenerator": "generation.generate",
     "build": "run.run",
     "make_step": "step.step",
     "start": "run.train",

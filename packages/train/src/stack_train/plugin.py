@@ -67,7 +67,7 @@ def stack_register_optimizers(registry: Registrar) -> None:
 
 @hookimpl
 def stack_register_engines(registry: Registrar) -> None:
-    registry.add("static", "stack_train.static_engine:StaticEngine")
+    registry.add("static", "stack_train.generation.static_engine:StaticEngine")
 
 
 @hookimpl
@@ -75,7 +75,7 @@ def stack_register_model_formats(registry: Registrar) -> None:
     registry.add("gguf", "stack_train.gguf:FORMAT")
     registry.add("hf", "stack_train.huggingface:FORMAT")
     registry.add("peft", "stack_train.peft:FORMAT")
-    registry.add("run", "stack_train.trained_model:RUN_FORMAT")
+    registry.add("run", "stack_train.variables.trained_model:RUN_FORMAT")
 
 
 @hookimpl

@@ -15,7 +15,7 @@ from stack_train.diffusion import autoencoder_kl, clip, dit, exchange, flux, t5
 from stack_train.diffusion.components import load_component
 from stack_train.diffusion.noise import DynamicShift
 from stack_train.diffusion.scheduler import read_scheduler
-from stack_train.variables import ModelVariables, values_of
+from stack_train.variables.model_variables import ModelVariables, values_of
 
 FOLDER = Path(__file__).parent / "published"
 PARAMETERS = {

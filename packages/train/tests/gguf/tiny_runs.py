@@ -12,7 +12,7 @@ from stack_core.abi.plugins import registries
 from stack_core.abi.run_directory import RunDirectory
 from stack_train.checkpoint import CheckpointStore
 from stack_train.run.config import RunConfig
-from stack_train.variables import values_of
+from stack_train.variables.model_variables import values_of
 
 TEXT = ["the cat sat on the mat", "a dog and a cat", "it's 1234 o'clock, isn't it?  yes", "naïve café"] * 4
 VOCAB = 320

@@ -11,7 +11,7 @@ import numpy as np
 
 from stack_core.abi.mesh import MeshConfig, make_mesh
 from stack_train.huggingface import FORMAT
-from stack_train.trained_model import RUN_FORMAT
+from stack_train.variables.trained_model import RUN_FORMAT
 
 
 def check(checkpoint):

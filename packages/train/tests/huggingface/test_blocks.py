@@ -13,7 +13,7 @@ from stack_train.huggingface.format import FORMAT
 from stack_train.huggingface.source import open_source
 from stack_train.run.config import run_config
 from stack_train.safetensors_files import read_tensors
-from stack_train.weights import load_params
+from stack_train.variables.weights import load_params
 
 ROWS, COLUMNS = 8, 6  # neither divides every matrix
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "uint8": "U8"}

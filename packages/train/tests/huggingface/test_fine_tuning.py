@@ -19,8 +19,8 @@ from stack_train.run.config import RunConfig, run_config
 from stack_train.run.program import build_program
 from stack_train.run.start import with_model_of_start
 from stack_train.run.train import train
-from stack_train.trained_model import RUN_FORMAT
-from stack_train.weights import first_state, load_params, load_start
+from stack_train.variables.trained_model import RUN_FORMAT
+from stack_train.variables.weights import first_state, load_params, load_start
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from tokenizers import Tokenizer, models
 from stack_core.abi.errors import CheckpointDamaged, ConversionError, RunDirectoryError
 from stack_train.huggingface import FORMAT
 from stack_train.run.config import run_config
-from stack_train.trained_model import RUN_FORMAT
-from stack_train.weights import load_params
+from stack_train.variables.trained_model import RUN_FORMAT
+from stack_train.variables.weights import load_params
 
 
 def raw_tensors(directory):

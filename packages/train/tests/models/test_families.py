@@ -18,7 +18,7 @@ from stack_core.ops.kv_cache import DenseKVCache
 from stack_train.checkpoint import named_leaves
 from stack_train.models.weight_map import joined_tensors, shared_tensors
 from stack_train.nn.delta import DeltaAttention
-from stack_train.weights import abstract_params
+from stack_train.variables.weights import abstract_params
 
 SIZES = {"vocab_size": 61, "embed": 24, "heads": 4, "kv_heads": 2, "mlp": 40, "max_positions": 32, "dtype": "float32"}
 FAMILIES = {

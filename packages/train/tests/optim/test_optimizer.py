@@ -14,7 +14,7 @@ from stack_train.optim.axes import is_hidden_matrix, is_matrix
 from stack_train.optim.optimizer import states_of
 from stack_train.run.config import RunConfig
 from stack_train.run.train import train
-from stack_train.weights import load_params
+from stack_train.variables.weights import load_params
 
 AXES = {"embedding": ("vocab", "embed"), "layer": {"kernel": ("layers", "embed", "mlp"), "scale": ("layers", "norm")}}
 CONSTANT = ScheduleConfig(decay="constant")

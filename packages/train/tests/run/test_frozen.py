@@ -14,8 +14,8 @@ from stack_train.checkpoint import CheckpointStore
 from stack_train.run.config import RunConfig
 from stack_train.run.program import build_program
 from stack_train.run.train import train
-from stack_train.variables import stored_values
-from stack_train.weights import load_model, load_params
+from stack_train.variables.model_variables import stored_values
+from stack_train.variables.weights import load_model, load_params
 
 TRAINED = ("blocks/0/0/feed_forward/up/kernel", "norm")
 

@@ -21,7 +21,7 @@ from stack_train.objectives import CausalLMConfig, check_inputs
 from stack_train.run.config import RunConfig
 from stack_train.run.program import build_program
 from stack_train.run.train import train
-from stack_train.weights import load_params
+from stack_train.variables.weights import load_params
 
 INPUTS = MappingProxyType(dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), "batch seq"))
 

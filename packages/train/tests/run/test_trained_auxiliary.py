@@ -18,7 +18,7 @@ from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.run.config import RunConfig
 from stack_train.run.program import build_program
 from stack_train.run.train import train
-from stack_train.weights import load_params
+from stack_train.variables.weights import load_params
 
 from ..guided import Guide, GuidedConfig
 

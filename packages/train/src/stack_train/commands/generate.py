@@ -45,8 +45,8 @@ def generate(  # noqa: PLR0913, each parameter is an option of the command
       json: print the result as JSON instead of streaming the text.
     """
     # These import JAX, which is too slow for `stack --help`.
-    from stack_train.generate import TextGenerator
-    from stack_train.sampling import SamplingConfig
+    from stack_train.generation.generate import TextGenerator
+    from stack_train.generation.sampling import SamplingConfig
 
     settings = {
         "max_tokens": max_tokens,

@@ -18,7 +18,7 @@ from stack_core.abi.errors import ConfigError, ConversionError
 from stack_core.abi.models import ModelFamily
 from stack_train.models.reader import Reader, Setting
 from stack_train.safetensors_files import StoredTensor, TensorSpec, plan_shards, read_tensors, write_shards
-from stack_train.variables import ModelVariables, values_of
+from stack_train.variables.model_variables import ModelVariables, values_of
 
 __all__ = ["Component", "load_component", "save_component"]
 

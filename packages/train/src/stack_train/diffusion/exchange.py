@@ -25,8 +25,8 @@ from stack_train.diffusion.objectives import FlowMatchingConfig
 from stack_train.diffusion.pipeline import INDEX, open_encoders, open_pipeline, save_pipeline
 from stack_train.diffusion.reconstruction import ReconstructionConfig
 from stack_train.run.config import RunConfig
-from stack_train.variables import values_of
-from stack_train.weights import load_params
+from stack_train.variables.model_variables import values_of
+from stack_train.variables.weights import load_params
 
 __all__ = ["component_in", "component_of", "export_images", "import_images"]
 

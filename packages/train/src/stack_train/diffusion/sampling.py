@@ -21,7 +21,7 @@ from stack_train.diffusion.objectives import Denoises
 from stack_train.diffusion.pipeline import INDEX, Encoders, open_encoders, open_pipeline
 from stack_train.diffusion.samplers import SamplerConfig, Table, guided, levels_of, sample, table_of
 from stack_train.run.config import run_config
-from stack_train.weights import load_model
+from stack_train.variables.weights import load_model
 
 __all__ = ["ImageSampler", "open_images", "open_run"]
 

@@ -32,7 +32,7 @@ from stack_train.gguf.vocabulary import Vocabulary
 from stack_train.models.weight_map import WeightRule
 from stack_train.run.config import RunConfig, run_config
 from stack_train.run.model import abstract_params, holds_codes
-from stack_train.weights import load_params
+from stack_train.variables.weights import load_params
 
 __all__ = ["FORMAT", "GgufFormat"]
 

@@ -20,13 +20,12 @@ from stack_core.abi.formats import Conversion, Progress, StartingPoint
 from stack_core.abi.models import ConvertibleFamily
 from stack_core.abi.plugins import registries
 from stack_core.abi.run_directory import RunDirectory
-from stack_train.adapters import read_adapters
 from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.checkpoint.frozen import FROZEN
 from stack_train.data.kinds.text import TextData
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.diffusion.exchange import component_in, component_of, export_images, import_images
-from stack_train.generative import ModuleCheckpoint, generative_checkpoint
+from stack_train.generation.generative import ModuleCheckpoint, generative_checkpoint
 from stack_train.huggingface.blocks import QUANTIZATION
 from stack_train.huggingface.source import HuggingFaceSource, open_source, read_config
 from stack_train.models.weight_map import joined_tensors, shared_tensors
@@ -35,8 +34,9 @@ from stack_train.run.config import RunConfig, run_config
 from stack_train.run.model import abstract_model, abstract_params, holds_codes
 from stack_train.run.transforms import transform_names
 from stack_train.safetensors_files import TensorSpec, plan_shards, write_shards
-from stack_train.trained_model import TrainedLanguageModel
-from stack_train.weights import load_params
+from stack_train.variables.adapters import read_adapters
+from stack_train.variables.trained_model import TrainedLanguageModel
+from stack_train.variables.weights import load_params
 
 __all__ = ["FORMAT", "HuggingFaceFormat"]
 

@@ -22,7 +22,7 @@ from stack_train.peft.writing import write_peft
 from stack_train.run.config import run_config
 from stack_train.run.start import copy_tokenizer_of_start
 from stack_train.run.transforms import transform_names
-from stack_train.trained_adapters import (
+from stack_train.variables.trained_adapters import (
     Digests,
     adapter_section,
     check_base,
@@ -30,7 +30,7 @@ from stack_train.trained_adapters import (
     run_adapters,
     with_adapters,
 )
-from stack_train.weights import first_state, on_one_device
+from stack_train.variables.weights import first_state, on_one_device
 
 __all__ = ["FORMAT", "PeftFormat"]
 

@@ -27,7 +27,7 @@ from stack_train.panels.records import records
 from stack_train.run.placing import placed
 from stack_train.run.run import Run
 from stack_train.step.state import TrainState
-from stack_train.variables import join
+from stack_train.variables.model_variables import join
 
 __all__ = ["RunSummary", "TrainingLoop"]
 

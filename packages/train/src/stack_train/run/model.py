@@ -9,7 +9,7 @@ from stack_core.abi.plugins import registries
 from stack_core.ops.building import is_quantized
 from stack_train.run.config import RunConfig
 from stack_train.run.transforms import transform_of
-from stack_train.variables import ModelVariables, Tree
+from stack_train.variables.model_variables import ModelVariables, Tree
 
 __all__ = ["abstract_model", "abstract_params", "holds_codes", "stored_model"]
 

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from flax.nnx.traversals import flatten_mapping
 
 from stack_core.abi.errors import ConfigError
-from stack_train.generative import ModuleCheckpoint, generative_checkpoint
+from stack_train.generation.generative import ModuleCheckpoint, generative_checkpoint
 from stack_train.run.run import Run
 from stack_train.run.start import start_configs
-from stack_train.variables import Tree
+from stack_train.variables.model_variables import Tree
 
 __all__ = ["policy_of"]
 

@@ -23,7 +23,7 @@ from stack_train.step.auxiliary import INIT
 from stack_train.step.program import Program
 from stack_train.step.staged import is_in_layers
 from stack_train.step.step import make_step
-from stack_train.variables import sharding_rules
+from stack_train.variables.model_variables import sharding_rules
 
 __all__ = ["build_program", "model_flops", "naming_sizes", "traced_step"]
 

@@ -25,7 +25,7 @@ from stack_train.run.program import build_program, naming_sizes, traced_step
 from stack_train.run.source_files import changed_files
 from stack_train.run.start import data_of_resumed, with_tokenizer_of_start
 from stack_train.step.program import Program
-from stack_train.variables import sharding_rules
+from stack_train.variables.model_variables import sharding_rules
 
 __all__ = ["Run", "build", "fixed_differences"]
 

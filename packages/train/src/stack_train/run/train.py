@@ -20,7 +20,6 @@ from stack_core.abi.policy import PolicyBatches
 from stack_core.chips import count_units, current_chip
 from stack_core.runtime.signals import StopRequest, stop_requests
 from stack_core.runtime.worker import current_worker
-from stack_train.adapters import read_adapters
 from stack_train.checkpoint import CheckpointDirectory, CheckpointStore, FrozenRecord
 from stack_train.observers.goodput import GoodputObserver
 from stack_train.observers.terminal import TerminalObserver
@@ -33,8 +32,9 @@ from stack_train.run.run import Run, build, fixed_differences
 from stack_train.run.source_files import keep_files
 from stack_train.run.start import copy_tokenizer_of_start
 from stack_train.step.state import TrainState
-from stack_train.trained_adapters import with_adapters
-from stack_train.weights import first_state, with_frozen
+from stack_train.variables.adapters import read_adapters
+from stack_train.variables.trained_adapters import with_adapters
+from stack_train.variables.weights import first_state, with_frozen
 
 __all__ = ["start", "train"]
 

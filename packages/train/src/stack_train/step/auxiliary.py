@@ -17,7 +17,7 @@ from stack_train.optim.optax_optimizer import Optimizer
 from stack_train.optim.placement import like_parameters
 from stack_train.step.precision import Precision, apply_updates, widen, widen_optimizer
 from stack_train.step.state import AuxiliaryState
-from stack_train.variables import Kind, ModelVariables, Path, Tree, cast_variables, join, values_of
+from stack_train.variables.model_variables import Kind, ModelVariables, Path, Tree, cast_variables, join, values_of
 
 __all__ = ["INIT", "AuxiliaryModel", "auxiliary_models", "trained_model"]
 

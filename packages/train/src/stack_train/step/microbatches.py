@@ -10,7 +10,7 @@ from stack_core.abi.errors import TrainingError
 from stack_core.abi.mesh import constrain
 from stack_core.abi.metrics import Metric, Metrics, combine
 from stack_train.step.precision import add_gradients
-from stack_train.variables import Tree
+from stack_train.variables.model_variables import Tree
 
 __all__ = ["accumulate", "check_metrics", "split_batch"]
 

@@ -17,7 +17,7 @@ from stack_train.step.auxiliary import INIT
 from stack_train.step.batches import batch_shapes, check_batch
 from stack_train.step.state import AuxiliaryState, TrainState
 from stack_train.step.step import Batch, Step
-from stack_train.variables import Tree, sharding_rules
+from stack_train.variables.model_variables import Tree, sharding_rules
 
 __all__ = ["Program"]
 

@@ -13,7 +13,7 @@ from stack_core.abi.tree_paths import path_name
 from stack_train.nn.pipeline import run_stages
 from stack_train.nn.schedules import Schedule
 from stack_train.step.microbatches import check_metrics, split_batch
-from stack_train.variables import Path, Tree
+from stack_train.variables.model_variables import Path, Tree
 
 __all__ = ["is_in_layers", "staged"]
 

@@ -28,7 +28,7 @@ from stack_train.step.staged import staged
 from stack_train.step.state import TrainState
 from stack_train.step.trainable import NO_PARAM, FunctionFamily, TrainableModel
 from stack_train.transform import UNCHANGED
-from stack_train.variables import Tree, join, values_of
+from stack_train.variables.model_variables import Tree, join, values_of
 
 __all__ = ["Batch", "Step", "make_step"]
 

@@ -17,7 +17,16 @@ from stack_core.abi.tree_paths import path_name
 from stack_train.optim.optax_optimizer import Optimizer
 from stack_train.step.precision import Precision, is_low_precision
 from stack_train.transform import UNCHANGED
-from stack_train.variables import Kind, ModelVariables, Path, Tree, cast_values, cast_variables, join, values_of
+from stack_train.variables.model_variables import (
+    Kind,
+    ModelVariables,
+    Path,
+    Tree,
+    cast_values,
+    cast_variables,
+    join,
+    values_of,
+)
 
 __all__ = ["NO_PARAM", "FunctionFamily", "TrainableModel"]
 

@@ -18,7 +18,7 @@ from stack_core.abi.mesh import AXES
 from stack_core.abi.models import Outputs
 from stack_core.abi.ops import QView
 from stack_core.ops import Head
-from stack_train.generative import generative_checkpoint
+from stack_train.generation.generative import generative_checkpoint
 from stack_train.models.llama import FAMILY, LlamaConfig
 
 CONFIG = LlamaConfig(

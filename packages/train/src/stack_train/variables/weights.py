@@ -27,8 +27,15 @@ from stack_train.run.transforms import transform_of
 from stack_train.step.auxiliary import INIT
 from stack_train.step.program import Program
 from stack_train.step.state import AuxiliaryState, TrainState
-from stack_train.variables import ModelVariables, Tree, cast_values, part_sharding, values_of, variable_shardings
-from stack_train.variables import Path as _Path
+from stack_train.variables.model_variables import (
+    ModelVariables,
+    Tree,
+    cast_values,
+    part_sharding,
+    values_of,
+    variable_shardings,
+)
+from stack_train.variables.model_variables import Path as _Path
 
 __all__ = ["first_state", "load_model", "load_params", "load_start", "on_one_device", "with_frozen"]
 

@@ -18,9 +18,8 @@ from stack_core.abi.formats import Conversion, Progress
 from stack_core.abi.metrics import Metrics
 from stack_core.abi.objectives import Objective
 from stack_core.abi.run_directory import RunDirectory
-from stack_train.adapters import read_adapters
 from stack_train.checkpoint import CheckpointStore, named_leaves
-from stack_train.generative import ModuleCheckpoint, generative_checkpoint, parameters_of
+from stack_train.generation.generative import ModuleCheckpoint, generative_checkpoint, parameters_of
 from stack_train.objectives import as_objective
 from stack_train.optim.optax_optimizer import as_optimizer
 from stack_train.run.config import RunConfig, run_config
@@ -29,9 +28,10 @@ from stack_train.run.start import with_tokenizer
 from stack_train.run.transforms import transform_names, transform_of
 from stack_train.step.auxiliary import trained_model
 from stack_train.step.state import AuxiliaryState
-from stack_train.trained_adapters import digests_of_run
-from stack_train.variables import ModelVariables, stored_values
-from stack_train.weights import load_model, load_start
+from stack_train.variables.adapters import read_adapters
+from stack_train.variables.model_variables import ModelVariables, stored_values
+from stack_train.variables.trained_adapters import digests_of_run
+from stack_train.variables.weights import load_model, load_start
 
 __all__ = ["RUN_FORMAT", "RunFormat", "TrainedLanguageModel"]
 

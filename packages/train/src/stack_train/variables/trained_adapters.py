@@ -26,8 +26,8 @@ from stack_train.run.start import model_differences
 from stack_train.run.transforms import transform_of
 from stack_train.step.program import Program
 from stack_train.step.state import TrainState
-from stack_train.variables import ModelVariables, values_of
-from stack_train.weights import load_model
+from stack_train.variables.model_variables import ModelVariables, values_of
+from stack_train.variables.weights import load_model
 
 __all__ = [
     "Digests",

@@ -9,7 +9,7 @@ from stack_core.abi.errors import ConversionError
 from stack_core.abi.local_paths import local_address
 from stack_core.abi.run_directory import RunDirectory
 from stack_train.peft import FORMAT as PEFT
-from stack_train.trained_adapters import Digests, check_base, check_model, run_adapters
+from stack_train.variables.trained_adapters import Digests, check_base, check_model, run_adapters
 
 __all__ = ["read_adapters"]
 

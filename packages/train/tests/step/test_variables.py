@@ -16,7 +16,7 @@ from stack_train.optim import AdamWConfig, GroupConfig, ScheduleConfig
 from stack_train.step.program import Program
 from stack_train.step.step import make_step
 from stack_train.transform import Transforms
-from stack_train.variables import sharding_rules
+from stack_train.variables.model_variables import sharding_rules
 
 WIDTH = 8
 FREEZING = AdamWConfig(groups={"kernel|norm": GroupConfig(frozen=True)})

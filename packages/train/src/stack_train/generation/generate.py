@@ -14,7 +14,7 @@ from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.ops.kv_cache import DenseKVCache
 from stack_core.ops.sampling.sampling import SamplingSettings, sample
 from stack_core.text.detokenize import IncrementalDetokenizer, StopTexts
-from stack_train.sampling import SamplingConfig
+from stack_train.generation.sampling import SamplingConfig
 
 __all__ = ["FinishReason", "Generation", "TextGenerator", "TokenGenerator"]
 

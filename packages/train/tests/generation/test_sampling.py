@@ -2,7 +2,7 @@ import pytest
 
 from stack_core.abi.config import parse
 from stack_core.abi.errors import ConfigError
-from stack_train.sampling import SamplingConfig
+from stack_train.generation.sampling import SamplingConfig
 
 
 def test_an_engine_hears_every_setting_but_where_to_stop():

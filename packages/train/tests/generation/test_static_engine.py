@@ -12,11 +12,11 @@ from tokenizers import Tokenizer, models
 from stack_core.abi.engines import Engine
 from stack_core.abi.errors import ConversionError, EngineStopped, GenerationError
 from stack_core.abi.generation import GenerationRequest, SamplingParams
-from stack_train.generate import TokenGenerator
-from stack_train.generative import generative_checkpoint
+from stack_train.generation.generate import TokenGenerator
+from stack_train.generation.generative import generative_checkpoint
+from stack_train.generation.sampling import SamplingConfig
+from stack_train.generation.static_engine import StaticEngine, StaticEngineConfig
 from stack_train.models.llama import FAMILY, LlamaConfig
-from stack_train.sampling import SamplingConfig
-from stack_train.static_engine import StaticEngine, StaticEngineConfig
 
 CONFIG = LlamaConfig(
     vocab_size=24, embed=16, layers=1, heads=2, mlp=24, max_positions=40, initializer_std=0.3, dtype="float32"

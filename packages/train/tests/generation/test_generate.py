@@ -18,12 +18,12 @@ from stack_core.cli import main
 from stack_core.ops.kv_cache import DenseKVCache
 from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.data.tokenizer import HuggingFaceTokenizer
-from stack_train.generate import TextGenerator, TokenGenerator
-from stack_train.generative import generative_checkpoint
+from stack_train.generation.generate import TextGenerator, TokenGenerator
+from stack_train.generation.generative import generative_checkpoint
+from stack_train.generation.sampling import SamplingConfig
 from stack_train.models.llama import FAMILY, LlamaConfig
 from stack_train.run.config import RunConfig
-from stack_train.sampling import SamplingConfig
-from stack_train.trained_model import RUN_FORMAT
+from stack_train.variables.trained_model import RUN_FORMAT
 
 CONFIG = LlamaConfig(
     vocab_size=260,

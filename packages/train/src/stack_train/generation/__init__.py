@@ -1,0 +1,1 @@
+"""Generation with trained models: checkpoints opened for it, the static engine, and `stack generate`."""

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import types
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -197,3 +198,13 @@ def test_overrides_take_both_spellings():
 def test_malformed_overrides_are_refused(tokens):
     with pytest.raises(ConfigError):
         overrides_from(tokens)
+
+
+def test_a_warning_of_a_command_is_one_line():
+    with cli._warnings_in_one_line():
+        ours, theirs = (
+            warnings.formatwarning("Rename it.", FutureWarning, f"/site/{file}", 3)
+            for file in ("stack_core/abi/config.py", "jax/core.py")
+        )
+    assert ours == "stack: warning: Rename it.\n"
+    assert theirs.startswith("/site/jax/core.py:3: FutureWarning: Rename it.")

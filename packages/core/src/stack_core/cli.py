@@ -5,6 +5,7 @@ import faulthandler
 import itertools
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _warn_of_plugins()
         if name and not _is_group(name):
             registries.commands[name]  # raises UnknownName, which names the package to install
-        with _naming_platforms():
+        with _naming_platforms(), _warnings_in_one_line():
             app(tokens, exit_on_error=False, print_error=False)
     except cyclopts.CycloptsError as error:
         _fail(f"{error}\nRun `stack {name} --help`." if name else str(error), USER_ERROR)
@@ -54,6 +55,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:
         sys.stderr.close()  # prevents a second error message at exit
         sys.exit(141)  # 128 + SIGPIPE
+
+
+@contextlib.contextmanager
+def _warnings_in_one_line() -> Iterator[None]:
+    """Prints the warnings of stack's packages as sentences; those of other packages keep their file and line."""
+    before = warnings.formatwarning
+
+    def formatted(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        if any(part.startswith("stack_") for part in Path(filename).parts):
+            return f"stack: warning: {message}\n"
+        return before(message, category, filename, lineno, line)
+
+    warnings.formatwarning = formatted
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 @contextlib.contextmanager

@@ -198,7 +198,7 @@ def a_mixture_needs_the_flops_that_one_device_does(root, texts):
     needed = model_flops(config, on_mesh)
     assert needed == model_flops(alone, on_one)
     done = model_flops_per_step(
-        on_mesh.evaluate, on_mesh.abstract_variables, config.data.spec(config.model), on_mesh.abstract_state.beside
+        on_mesh.on_mesh(on_mesh.step.evaluate), on_mesh.abstract_variables, config.data.spec(config.model), {}
     )
     assert done.uncounted or done.total > needed.total > 0  # stack-kernels' loops over groups are not counted
 

@@ -1,8 +1,9 @@
-"""Reading and writing safetensors files one tensor at a time.
+"""Reading and writing of safetensors files, one tensor at a time.
 
-The safetensors library reads. It writes a file only from a mapping that holds all tensors of the file at once, so files
-are written here: the header's size in bytes (uint64, little-endian), the header (JSON: name -> dtype, shape, the first
-and the last byte after the header), and the tensors, row-major and without gaps.
+Files are read with the safetensors library. The library can write a file only with all of its tensors in memory, so
+this module writes the format itself: the size of the header in bytes (uint64, little-endian), the header (JSON: name ->
+dtype, shape, and the byte range [start, end) relative to the end of the header), and the tensors, row-major and without
+gaps.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor without its values."""
+    """Name, dtype and shape of a tensor."""
 
     name: str
     dtype: np.dtype[Any]
@@ -42,10 +43,13 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file.
+    """A tensor in a safetensors file, whose values are not loaded.
 
     Attributes:
-      dtype: the name in the file; `numpy_dtype` is None where it is none of F32, F16 and BF16.
+      path: path of the file.
+      name: name of the tensor.
+      dtype: name of the dtype in the file; `numpy_dtype` is None unless it is F32, F16 or BF16.
+      shape: shape of the tensor.
     """
 
     path: Path
@@ -58,25 +62,26 @@ class StoredTensor:
         return _DTYPES.get(self.dtype)
 
     def read(self) -> np.ndarray:
-        """Reads the values of a tensor whose `numpy_dtype` is not None.
+        """Reads the values. NumPy must have the dtype: F32, F16, BF16, or integers such as U8.
 
-        The file is mapped for this one read: pages that were touched count as this process's memory until it is closed.
+        The file is mapped into memory for this call only, because the pages read count as memory of this process until
+        the file is closed.
 
         Raises:
-          ConversionError: the file is no longer there, or no longer whole.
+          ConversionError: the file was deleted or truncated in the meantime.
         """
         with _opened(self.path) as file:
             return file.get_tensor(self.name)
 
 
 def read_tensors(directory: Path, stem: str = _STEM) -> dict[str, StoredTensor]:
-    """Finds the tensors of a checkpoint, in one file or in those that its index names; reads headers only.
+    """Finds the tensors of a checkpoint with one file or an index of several files; reads only the headers.
 
     Args:
-      stem: what the files' names begin with.
+      stem: file name without extension and shard number: "model" for "model-00001-of-00002.safetensors".
 
     Raises:
-      ConversionError: there is none, a file is missing or damaged, or index and files disagree.
+      ConversionError: the directory has no checkpoint, a file is missing or damaged, or index and files disagree.
     """
     single, index = f"{stem}.safetensors", f"{stem}.safetensors.index.json"
     if not (directory / index).is_file():
@@ -100,7 +105,7 @@ def read_tensors(directory: Path, stem: str = _STEM) -> dict[str, StoredTensor]:
 
 
 def plan_shards(specs: Iterable[TensorSpec], max_shard_bytes: int) -> list[list[TensorSpec]]:
-    """Cuts a sequence of tensors into files of at most `max_shard_bytes`, or of one tensor that is larger."""
+    """Divides tensors into files of at most `max_shard_bytes`, in order; a larger tensor gets a file to itself."""
     shards: list[list[TensorSpec]] = [[]]
     size_bytes = 0
     for spec in specs:
@@ -119,11 +124,17 @@ def write_shards(
     stem: str = _STEM,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes the tensors, which come in the planned order, to one file, or to several and their index.
+    """Writes tensors to one file, or to several files and an index.
 
     Args:
-      stem: what the files' names begin with.
-      metadata: of each file, besides its format.
+      directory: existing directory of the files.
+      shards: tensors of each file.
+      tensors: names and values of all tensors, in the order of `shards`; consumed one by one.
+      stem: as in `read_tensors`.
+      metadata: additional metadata of each file.
+
+    Raises:
+      ValueError: a tensor differs from the planned one in name, dtype or shape.
     """
     incoming = iter(tensors)
     count = len(shards)
@@ -158,6 +169,7 @@ def _header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
         header[spec.name] = {"dtype": _NAMES[spec.dtype], "shape": spec.shape, "data_offsets": [start, end]}
         start = end
     content = json.dumps(header).encode()
+    # Like the safetensors library, pads the header so that the tensors are aligned to 8 bytes.
     content += b" " * (-len(content) % 8)
     return len(content).to_bytes(8, "little") + content
 

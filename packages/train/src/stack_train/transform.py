@@ -32,7 +32,7 @@ class Transforms:
 
     @property
     def merges(self) -> bool:
-        """Whether `merged` changes a model."""
+        """True if `merged` changes the model."""
         return any(isinstance(transform, MergesModel) for transform in self.members)
 
     @property

@@ -1,4 +1,4 @@
-"""GGUF files, which llama.cpp runs."""
+"""Import and export of GGUF files, the model format of llama.cpp."""
 
 from stack_train.gguf.format import FORMAT
 

@@ -1,7 +1,7 @@
-"""llama.cpp's pre-tokenizers of byte-level BPE: the named cuts of a text into pieces before merges.
+"""Pre-tokenizers of llama.cpp for byte-level BPE, which divide a text into pieces before merges.
 
-Source: the table in llama.cpp's `llama-vocab.cpp`. Its engine of regular expressions needs approximations of some
-patterns of published tokenizers; this table has the published patterns.
+Source: the table in llama.cpp's `llama-vocab.cpp`. Some of its patterns approximate the published tokenizers, because
+its regular-expression engine has fewer features; this table has the published patterns.
 """
 
 import json
@@ -17,14 +17,14 @@ __all__ = ["CUTS", "NOT_BYTE_LEVEL", "Cut", "candidates_of", "patterns_of", "pre
 
 @dataclass(frozen=True)
 class Cut:
-    """A way to cut text.
+    """A pre-tokenizer.
 
     Attributes:
-      patterns: regular expressions; each in turn cuts all pieces into matches and the text between matches.
-      ignores_merges: a piece that is in the vocabulary becomes that token without merges.
+      patterns: regular expressions; each in turn splits all pieces into matches and the text between matches.
+      ignores_merges: True if a piece in the vocabulary becomes that token without merges.
       adds_bos: default of `add_bos_token` in files that do not set it.
-      composes: published tokenizers with this cut compose characters first (NFC); llama.cpp does not.
-      is_exact: llama.cpp makes the same pieces. Inexact cuts are read, but not written.
+      composes: True if published tokenizers with this pre-tokenizer compose characters first (NFC). llama.cpp does not.
+      is_exact: True if llama.cpp produces the same pieces. Inexact pre-tokenizers are read, but not written.
     """
 
     patterns: tuple[str, ...]
@@ -50,7 +50,7 @@ _LLAMA_3, _QWEN_2 = _after_llama_3(r"\p{N}{1,3}"), _after_llama_3(r"\p{N}")
 
 
 def _cased(suffixes: str, *, without: str = "") -> str:
-    """Returns GPT-4o's pattern of words, which cuts "camelCase" in two."""
+    """Returns GPT-4o's pattern of words, which splits "camelCase" into two pieces."""
     first = r"[^\r\n\p{L}\p{N}]?"
     upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{without}]"
     lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{without}]"
@@ -71,7 +71,7 @@ _DEEPSEEK_3 = (
     _IDEOGRAPHS,
     rf"{_ASCII_SYMBOL}|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*{_SPACES}",
 )
-_CASED_LETTERS = (  # of the Unicode of DeepSeek's first tokenizers
+_CASED_LETTERS = (  # letters with case in the Unicode version of DeepSeek's first tokenizers
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376\u0377"
     "\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-\u0556"
     "\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-\u1d9a"
@@ -97,7 +97,7 @@ _PUNCTUATION = r"[\p{P}!-/:-@\[-`{-~]"
 
 _SMOLLM = Cut((_DIGIT, _GPT_2))
 _ROWS: Sequence[tuple[str, Cut]] = (
-    # A tokenizer is written by the first of these names that has its patterns and flags.
+    # Exports use the first name whose patterns and flags match the tokenizer.
     (
         "gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum exaone4 jina-v1-en jina-v2-code "
         "roberta-bpe jais trillion granite-docling",
@@ -137,7 +137,7 @@ _ROWS: Sequence[tuple[str, Cut]] = (
         "granite-embed-multi-97m",
         Cut((_GPT_4O,), ignores_merges=True),
     ),
-    # Here llama.cpp ends a number before an ideograph, which is a letter to the published pattern.
+    # llama.cpp ends a number before an ideograph; for the published pattern, an ideograph is a letter.
     ("tiny_aya cohere2moe", Cut((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT_4O), is_exact=False)),
     ("deepseek-v3 hunyuan-dense joyai-llm hy_v4", Cut(_DEEPSEEK_3)),
     (
@@ -194,7 +194,7 @@ _ROWS: Sequence[tuple[str, Cut]] = (
         ),
     ),
     ("kimi-k2", Cut((_KIMI,))),
-    ("superbpe", Cut((_DIGITS, r"(?=(\d{3})+(?!\d))"), is_exact=False)),  # there, of ASCII digits only
+    ("superbpe", Cut((_DIGITS, r"(?=(\d{3})+(?!\d))"), is_exact=False)),  # llama.cpp matches only ASCII digits
     (
         "bailingmoe bailingmoe2 llada-moe",
         Cut(
@@ -225,10 +225,10 @@ _ROWS: Sequence[tuple[str, Cut]] = (
     ),
 )
 CUTS: Mapping[str, Cut] = {name: cut for names, cut in _ROWS for name in names.split()}
-"""By their names in GGUF (`tokenizer.ggml.pre`)."""
+"""Pre-tokenizers by GGUF name (`tokenizer.ggml.pre`)."""
 
 NOT_BYTE_LEVEL = ("gemma4", "granite-embed-multi-311m", "sarvam-moe", "whitespace")
-"""Cuts of llama.cpp for BPE tokenizers that are not byte-level."""
+"""GGUF names of pre-tokenizers for BPE tokenizers that are not byte-level."""
 
 
 def pre_tokenizer_of(cut: Cut) -> dict[str, Any]:
@@ -242,10 +242,10 @@ def pre_tokenizer_of(cut: Cut) -> dict[str, Any]:
 
 
 def candidates_of(patterns: tuple[str, ...], *, composes: bool) -> dict[str, Cut]:
-    """Returns the cuts with these patterns by name.
+    """Returns the pre-tokenizers with these patterns by GGUF name.
 
     Raises:
-      ConversionError: GGUF has no name for the patterns, or none for tokenizers that compose characters first.
+      ConversionError: GGUF has no pre-tokenizer with these patterns and this composition of characters.
     """
     found = {name: cut for name, cut in CUTS.items() if cut.patterns == patterns}
     if not found:
@@ -265,10 +265,10 @@ def candidates_of(patterns: tuple[str, ...], *, composes: bool) -> dict[str, Cut
 
 
 def patterns_of(pre_tokenizer: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """Returns the regular expressions by which a `tokenizer.json` cuts text into pieces of bytes.
+    """Returns the regular expressions of the pre-tokenizer in a `tokenizer.json`.
 
     Raises:
-      ConversionError: a part of the pre-tokenizer has no place in GGUF; names it.
+      ConversionError: GGUF cannot represent a part of the pre-tokenizer; names the part.
     """
     parts = list(_parts(pre_tokenizer))
     if not parts or parts[-1].get("type") != "ByteLevel" or any(part["type"] == "ByteLevel" for part in parts[:-1]):
@@ -305,7 +305,7 @@ def _pattern_of(part: Mapping[str, Any]) -> str:
         if behavior == "Isolated" and not part.get("invert"):
             return pattern
         if behavior == "Removed" and part.get("invert") and pattern.endswith(r"|\s+"):
-            return pattern  # its matches cover the text, so that nothing is removed
+            return pattern  # the matches cover the complete text, so nothing is removed
     raise ConversionError(
         f"The tokenizer's pre-tokenizer {json.dumps(part, ensure_ascii=False)[:200]} has no place in GGUF."
     )

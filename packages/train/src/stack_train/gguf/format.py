@@ -41,14 +41,15 @@ _FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7}
 
 
 class GgufFormat:
-    """The model format `gguf:FILE`, which llama.cpp runs; needs stack-train[gguf].
+    """The model format `gguf:FILE` of llama.cpp; requires stack-train[gguf].
 
-    Matrices are written as F16, Q8_0 or Q4_0; vectors, and matrices whose rows do not divide into blocks, keep more
-    bits. Every type that the `gguf` package dequantizes is read, to the float32 that it stands for. The tokenizer and
-    its chat template lie in the file. Parameters pass one by one.
+    Matrices are written as F16, Q8_0 or Q4_0. Vectors and routers are F32, and matrices whose rows do not divide into
+    quantization blocks are F16. All types that the `gguf` package can dequantize are read, as float32. A file contains
+    the tokenizer and its chat template. Imports hold one parameter in memory; exports load the model and convert one
+    tensor at a time.
 
     Attributes:
-      stored_types: what matrices can be written as; the first is the default.
+      stored_types: types of matrices that can be written; the first is the default.
     """
 
     stored_types = ("F16", "Q8_0", "Q4_0")
@@ -62,14 +63,14 @@ class GgufFormat:
     def export_run(
         self, run: Path, directory: Path, *, stored: str | None = None, progress: Progress | None = None
     ) -> Conversion:
-        """Writes a file of a run's newest checkpoint, adapters merged; whole or not at all.
+        """Converts a run's newest checkpoint to a file, atomically and with merged adapters.
 
         Args:
-          directory: the file.
-          stored: one of `stored_types`.
+          directory: path of the file.
+          stored: one of `stored_types`; None uses the first.
 
         Raises:
-          ConversionError: GGUF cannot represent the model, a setting of it or its tokenizer; or the file exists.
+          ConversionError: GGUF cannot represent the model, one of its settings or its tokenizer; or the file exists.
         """
         gguf, stored = _library(), stored or self.stored_types[0]
         if stored not in self.stored_types:
@@ -103,14 +104,14 @@ class GgufFormat:
         return Conversion(directory, parameters, directory.stat().st_size, stored, ("the tokenizer",))
 
     def import_run(self, directory: Path, run: Path, *, progress: Progress | None = None) -> Conversion:
-        """Makes a run directory of a file, its parameters in float32.
+        """Converts a file to a run directory with float32 parameters.
 
         Args:
-          directory: the file.
+          directory: path of the file.
 
         Raises:
-          ConversionError: it is no such file, its architecture, a tensor's type or its tokenizer is not read, or its
-            tensors are not those of its settings; names all of these at once. Or `run` exists.
+          ConversionError: the file is not a valid GGUF file; its architecture, a tensor type or its tokenizer is not
+            supported; its tensors do not match its settings, with a list of all of them; or `run` exists.
         """
         source = _Source.open(directory)
         with atomic_directory(run) as partial:
@@ -134,7 +135,14 @@ FORMAT = GgufFormat()
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor to write; `read` gives it as it is stored."""
+    """A tensor to write.
+
+    Attributes:
+      name: name in the file.
+      shape: shape of the tensor.
+      type: GGML type in the file.
+      read: returns the values in the layout of the file, before quantization.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -161,12 +169,12 @@ def _tensors(
 
 
 def _reordered(config: Any) -> dict[str, int]:
-    """Heads of the projections whose rows come in another order where neighbouring features rotate."""
+    """Returns the number of heads of each projection whose rows are reordered if RoPE rotates adjacent features."""
     return {"q_proj": config.heads, "k_proj": config.kv_head_count}
 
 
 def _rope_factors(scaling: ops.Llama3Scaling, config: Any) -> np.ndarray:
-    """What frequencies are divided by, float32[head_dim / 2]."""
+    """Returns the divisors of the rotary frequencies, float32[head_dim / 2]."""
     plain = config.rope_theta ** -(np.arange(0, config.head_size, 2) / config.head_size)
     with jax.ensure_compile_time_eval():
         scaled, _ = scaling.frequencies(config.rope_theta, config.head_size, jnp.zeros((1, 1), jnp.int32))
@@ -174,7 +182,7 @@ def _rope_factors(scaling: ops.Llama3Scaling, config: Any) -> np.ndarray:
 
 
 def _type_of(gguf: Any, name: str, shape: Sequence[int], stored: str) -> Any:
-    """The type of a tensor: vectors and routers are F32, and matrices whose rows do not divide into blocks F16."""
+    """Returns a tensor's type: F32 for vectors and routers, F16 if its rows do not divide into blocks, or `stored`."""
     if len(shape) == 1 or ROUTER in name:
         return gguf.GGMLQuantizationType.F32
     wanted = gguf.GGMLQuantizationType[stored]
@@ -196,7 +204,8 @@ def _add(gguf: Any, writer: Any, key: str, value: Any) -> None:
 
 
 def _write(gguf: Any, writer: Any, tensors: Sequence[_Tensor], progress: Progress | None) -> None:
-    """Writes the file, a tensor at a time; memory holds one."""
+    """Writes the file, converting one tensor at a time."""
+    # The header comes first and contains the sizes, so these are computed before any tensor is converted.
     sizes = {}
     for each in tensors:
         block, block_bytes = gguf.GGML_QUANT_SIZES[each.type]
@@ -217,7 +226,7 @@ def _write(gguf: Any, writer: Any, tensors: Sequence[_Tensor], progress: Progres
 
 @dataclass(frozen=True)
 class _Source:
-    """A file whose every tensor has its place in a model."""
+    """A file whose tensors have been matched to the parameters of a model."""
 
     config: Any
     vocabulary: Vocabulary
@@ -246,7 +255,7 @@ class _Source:
         return cls(config, Vocabulary.read(settings), architecture, tensors, parameters, rules)
 
     def leaves(self, progress: Progress | None) -> Iterator[tuple[str, np.ndarray]]:
-        """The parameters one by one, each with its path."""
+        """Reads the parameters one by one with their paths."""
         gguf, heads, done_bytes = _library(), _reordered(self.config), 0
         for rule in self.rules:
             wanted = self.parameters[rule.parameter]
@@ -262,7 +271,7 @@ class _Source:
 
 
 def _config_of(settings: Mapping[str, Any], tensors: Mapping[str, Any], path: Path) -> tuple[Any, Architecture]:
-    """Our config of a file's settings."""
+    """Converts the settings of a file to a model config."""
     name = settings.get("general.architecture")
     mixes = bool(settings.get(f"{name}.expert_count"))
     families = (family for family, each in ARCHITECTURES.items() if (each.name, each.has_experts) == (name, mixes))
@@ -270,7 +279,9 @@ def _config_of(settings: Mapping[str, Any], tensors: Mapping[str, Any], path: Pa
         known = sorted({each.name for each in ARCHITECTURES.values()})
         raise ConversionError(f"{path} is of architecture {name!r}; these are read: {', '.join(known)}.")
     own = {key.removeprefix(f"{name}."): value for key, value in settings.items() if key.startswith(f"{name}.")}
-    own = {key: value for key, value in own.items() if value or key in _NEEDED}  # experts, for one, may be none
+    own = {
+        key: value for key, value in own.items() if value or key in _NEEDED
+    }  # such as expert_count=0 of dense models
     of_family = ARCHITECTURES[family].settings
     _check_settings(own, tuple(of_family.values()), path)
     heads, embed = own["attention.head_count"], own["embedding_length"]
@@ -325,7 +336,7 @@ _READ = (
 
 
 def _check_settings(own: Mapping[str, Any], of_family: Sequence[str], path: Path) -> None:
-    """Raises where a setting is missing, or says what the models do not do."""
+    """Raises a ConversionError if a setting is missing, unknown or not supported by the models."""
     known = (*_READ, *of_family)
     wrong = [f"{key} is missing" for key in (*_NEEDED, *of_family) if key not in own]
     wrong += [f"{key}={value!r} is not read" for key, value in own.items() if key not in known]
@@ -340,7 +351,12 @@ def _check_settings(own: Mapping[str, Any], of_family: Sequence[str], path: Path
 
 
 def _llama3_scaling(config: Any, factors: np.ndarray, path: Path) -> ops.Llama3Scaling:
-    """The scaling that frequencies were divided by: one of those that Llama 3 was published with."""
+    """Returns the RoPE scaling with these divisors, among the scalings of the published Llama 3 models.
+
+    Raises:
+      ConversionError: the divisors belong to no such scaling.
+    """
+    # The largest divisor is the factor, unless no frequency is low enough; then the published factors are tried.
     for factor in sorted({float(np.max(factors)), 8.0, 32.0}):
         scaling = ops.Llama3Scaling(
             factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
@@ -387,13 +403,13 @@ def _check(
 
 
 def _library() -> Any:
-    """The `gguf` package.
+    """Imports the `gguf` package.
 
     Raises:
-      ConversionError: it is not installed.
+      ConversionError: the package is not installed.
     """
     try:
-        import gguf  # an extra
+        import gguf  # optional dependency
     except ImportError as error:
         raise ConversionError(
             f"GGUF files are read and written by the gguf package: {error}. Install it: "

@@ -1,6 +1,6 @@
-"""What families, settings and tensors are called in GGUF files.
+"""Names of architectures, settings and tensors in GGUF files.
 
-Source: ggml's description of the format, and the converter of llama.cpp.
+Sources: the specification of the format in ggml, and llama.cpp's `convert_hf_to_gguf.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,23 +50,23 @@ _FOUR_NORMS = {
 _PREFIX, _EXPERT = "model.layers.", "{expert}."
 
 ROUTER = "ffn_gate_inp"
-"""What routers of mixtures are called, which are not quantized."""
+"""The name of the router of a mixture of experts, which is not quantized."""
 
 ROPE_FREQUENCIES = "rope_freqs.weight"
-"""The tensor by which llama3's scaling divides frequencies."""
+"""The tensor of divisors of the rotary frequencies, for Llama 3 scaling."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """How a family is told in GGUF.
+    """The representation of a model family in GGUF.
 
     Attributes:
-      name: under which llama.cpp knows it.
-      interleaves: it rotates neighbouring features, so that rows of queries and keys come in another order.
-      fixed: fields of our config that it has one value of.
-      settings: keys of its own, by the fields of our config that they tell.
-      names: modules of a layer that it calls otherwise than others do.
-      norm_offset: what norms have added in the file, which adds none in its turn.
+      name: name of the architecture in llama.cpp.
+      interleaves: True if RoPE rotates pairs of adjacent features, which changes the order of the query and key rows.
+      fixed: fields of the model config for which GGUF has no key, with the only value that llama.cpp supports.
+      settings: GGUF keys of this architecture only, by field of the model config.
+      names: names of a layer's modules that differ from other architectures.
+      norm_offset: constant added to norm weights in the file. Gemma 3 scales by 1 + weight; the file has that sum.
     """
 
     name: str
@@ -81,15 +81,15 @@ class Architecture:
         return "experts" in self.settings
 
     def rules(self, config: Any) -> list[WeightRule]:
-        """Those of a config's model, all experts of a layer in one tensor."""
+        """Returns the weight rules of a model, with all experts of a layer in one tensor."""
         rules = registries.models[config.name].weight_rules(config)
         return [replace(rule, tensor=rule.tensor.replace(_EXPERT, ""), fused=None) for rule in rules]
 
     def name_of(self, name: str) -> str:
-        """What a tensor of a Hugging Face checkpoint is called.
+        """Returns the GGUF name of a tensor of a Hugging Face checkpoint.
 
         Raises:
-          ConversionError: it has no name there.
+          ConversionError: GGUF has no name for the tensor.
         """
         if name in _OUTER:
             return _OUTER[name]
@@ -101,20 +101,23 @@ class Architecture:
         return f"blk.{layer}.{names[module]}.{kind}"
 
     def stored(self, name: str, tensor: np.ndarray, heads: Mapping[str, int]) -> np.ndarray:
-        """A tensor of Hugging Face's layout as the file has it.
+        """Converts a tensor from Hugging Face's layout to the layout of the file.
 
         Args:
-          heads: of each projection whose rows are reordered.
+          name: name of the tensor in Hugging Face checkpoints.
+          tensor: values of the tensor.
+          heads: number of heads of each projection whose rows are reordered.
         """
         if name.endswith("norm.weight"):
             return tensor + np.float32(self.norm_offset)
         if (count := self._heads(name, heads)) is None:
             return tensor
+        # Hugging Face rotates feature i with feature i + head_dim / 2, llama.cpp rotates 2i with 2i + 1.
         halves = tensor.reshape(count, 2, tensor.shape[0] // count // 2, *tensor.shape[1:])
         return halves.swapaxes(1, 2).reshape(tensor.shape)
 
     def read(self, name: str, tensor: np.ndarray, heads: Mapping[str, int]) -> np.ndarray:
-        """The inverse of `stored`."""
+        """Converts a tensor of the file to Hugging Face's layout, the inverse of `stored`."""
         if name.endswith("norm.weight"):
             return tensor - np.float32(self.norm_offset)
         if (count := self._heads(name, heads)) is None:
@@ -147,14 +150,15 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         norm_offset=1.0,
     ),
 }
-"""By our families; a file is read as the first that has its architecture, with experts or without."""
+"""Architectures by model family. A file is imported as the first family with its architecture, with or without experts.
+"""
 
 
 def architecture_of(config: Any) -> Architecture:
-    """How a model's config is told in GGUF.
+    """Returns the GGUF architecture for a model config.
 
     Raises:
-      ConversionError: its family, or a setting of it, is not.
+      ConversionError: GGUF cannot represent the family or one of the settings.
     """
     architecture = ARCHITECTURES.get(config.name)
     if architecture is None:
@@ -176,7 +180,7 @@ def architecture_of(config: Any) -> Architecture:
 
 
 def settings_of(config: Any, architecture: Architecture) -> list[tuple[str, Any]]:
-    """The numbers of a config under their keys; an int, a float or a string each."""
+    """Returns the settings of a model config under their GGUF keys; each value is an int, a float or a string."""
     found: Sequence[tuple[str, Any]] = [
         ("context_length", config.max_positions),
         ("embedding_length", config.embed),

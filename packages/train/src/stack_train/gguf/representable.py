@@ -1,4 +1,4 @@
-"""Checks of a `tokenizer.json` against what GGUF and llama.cpp represent of byte-level tokenizers."""
+"""Checks that GGUF and llama.cpp can represent a byte-level `tokenizer.json`."""
 
 import json
 import unicodedata
@@ -42,11 +42,11 @@ TEXTS = (
     "\u00a0no-break\u2003space\u3000wide\u200bzero\ufeff\u0000\u0007\u001b[0m\u2028line",
     "cafe\u0301 A\u030a \u1100\u1161\u11a8",  # decomposed
 )
-"""Texts with the spaces, numbers, scripts and symbols in which pre-tokenizers differ."""
+"""Test texts with spaces, numbers, scripts and symbols that pre-tokenizers treat differently."""
 
 
 def check_model(model: Mapping[str, Any]) -> None:
-    """Raises a ConversionError if a tokenizer's model is no plain byte-level BPE."""
+    """Raises a ConversionError if a tokenizer's model is not a plain byte-level BPE."""
     if model.get("type") != "BPE" or model.get("byte_fallback"):
         fallback = " with bytes as a fallback" if model.get("byte_fallback") else ""
         raise ConversionError(f"The tokenizer is a {model.get('type')}{fallback}; byte-level BPE is written to GGUF.")
@@ -54,7 +54,7 @@ def check_model(model: Mapping[str, Any]) -> None:
         if model.get(field):
             raise ConversionError(f"The tokenizer's BPE has {field}={model[field]!r}, which GGUF has no place for.")
     missing = [letter for letter in tokenizers.pre_tokenizers.ByteLevel.alphabet() if letter not in model["vocab"]]
-    if missing and model.get("unk_token") is not None:  # without one, both leave these bytes out
+    if missing and model.get("unk_token") is not None:  # without an unknown token, both skip these bytes
         raise ConversionError(
             f"The tokenizer has no token for {len(missing)} of the 256 bytes, {min(missing)!r} among them, and writes "
             f"{model['unk_token']!r} for them; llama.cpp leaves them out."
@@ -76,7 +76,7 @@ def composes_characters(normalizer: Mapping[str, Any] | None) -> bool:
 
 
 def check_parts(content: Mapping[str, Any], *, composes: bool) -> None:
-    """Raises a ConversionError if added tokens or the decoder of a tokenizer have no place in GGUF."""
+    """Raises a ConversionError if GGUF cannot represent the added tokens or the decoder of a tokenizer."""
     for token in content.get("added_tokens") or ():
         flags = [flag for flag in ("lstrip", "rstrip", "single_word") if token.get(flag)]
         if flags:
@@ -101,10 +101,10 @@ def token_changed_by_merges(content: Mapping[str, Any]) -> str | None:
 
 
 def added_tokens_at_ends(tokenizer: HuggingFaceTokenizer) -> tuple[int | None, int | None]:
-    """Returns the ids of the tokens that a tokenizer adds before and behind a text.
+    """Returns the ids of the tokens that a tokenizer adds before and after a text, each None if there is no token.
 
     Raises:
-      ConversionError: a token is not the beginning-of-text or end-of-text token.
+      ConversionError: an added token is not the beginning-of-text or end-of-text token.
     """
     plain, full = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode_for_encoder("a")
     places = [place for place in range(len(full)) if full[place : place + len(plain)] == plain]
@@ -119,7 +119,7 @@ def added_tokens_at_ends(tokenizer: HuggingFaceTokenizer) -> tuple[int | None, i
 
 
 def check_ids(tokenizer: HuggingFaceTokenizer, again: HuggingFaceTokenizer) -> None:
-    """Encodes a fixed set of texts with a tokenizer and with its copy in a GGUF file.
+    """Checks that a tokenizer and its copy in a GGUF file encode a fixed set of texts to the same ids.
 
     Raises:
       ConversionError: the ids of a text differ; quotes the text.

@@ -26,22 +26,24 @@ _PARTS = {
     "eos_token": "eos",
     "pad_token": "padding",
     "unk_token": "unknown",
-    "sep_token": "seperator",  # as GGUF spells it
+    "sep_token": "seperator",  # the spelling of the GGUF key
     "mask_token": "mask",
 }
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A byte-level BPE.
+    """A byte-level BPE tokenizer.
 
     Attributes:
-      tokens: by id.
-      types: of each token, in ggml's numbers.
-      cut: how text is cut before merges, by its name in GGUF.
-      special: ids by their names in `tokenizer_config.json`, such as "bos_token".
-      adds_bos: prompts begin with the beginning-of-text token.
-      adds_eos: texts end with the end-of-text token.
+      tokens: text of each token, by id.
+      types: type of each token, as a number of ggml.
+      merges: merges in order of priority, each as two tokens separated by a space.
+      cut: name of the pre-tokenizer in GGUF, a key of `CUTS`.
+      special: ids of special tokens by their keys in `tokenizer_config.json`, such as "bos_token".
+      adds_bos: True if texts are encoded with a beginning-of-text token.
+      adds_eos: True if texts are encoded with an end-of-text token.
+      chat_template: Jinja template, or None.
     """
 
     tokens: Sequence[str]
@@ -55,10 +57,10 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: HuggingFaceTokenizer, vocab_size: int) -> "Vocabulary":
-        """Returns the vocabulary of a tokenizer, filled up with unused tokens to the model's vocabulary.
+        """Returns the vocabulary of a tokenizer, padded with unused tokens to the size of the model's vocabulary.
 
         Raises:
-          ConversionError: GGUF cannot represent the tokenizer, or the result encodes a text differently; says why.
+          ConversionError: GGUF cannot represent the tokenizer, or the result encodes a test text differently.
         """
         content = json.loads(tokenizer.vocabulary)
         check_model(content["model"])
@@ -83,7 +85,7 @@ class Vocabulary:
         return found
 
     def settings(self) -> list[tuple[str, Any]]:
-        """Under their keys in GGUF."""
+        """Returns the tokenizer's settings under their GGUF keys."""
         ids = [(f"tokenizer.ggml.{_PARTS[name]}_token_id", index) for name, index in self.special.items()]
         template = [] if self.chat_template is None else [("tokenizer.chat_template", self.chat_template)]
         return [
@@ -100,11 +102,11 @@ class Vocabulary:
 
     @classmethod
     def read(cls, settings: Mapping[str, Any]) -> "Vocabulary":
-        """Returns the vocabulary of a file.
+        """Returns the vocabulary in the settings of a file.
 
         Raises:
-          ConversionError: it is another kind of tokenizer, cuts text in a way that is not known here, or adds a token
-            that it does not name.
+          ConversionError: the tokenizer is not a byte-level BPE, its pre-tokenizer is unknown, or it adds a special
+            token to texts without an id for it.
         """
         kind, cut = settings.get("tokenizer.ggml.model"), settings.get("tokenizer.ggml.pre")
         if kind == "gpt2" and cut is None:
@@ -140,7 +142,7 @@ class Vocabulary:
         )
 
     def files(self) -> dict[str, bytes]:
-        """As Hugging Face's files have it."""
+        """Returns the content of the tokenizer's Hugging Face files by name."""
         added = [
             {
                 "id": index,
@@ -156,7 +158,7 @@ class Vocabulary:
         ]
         model = {
             "type": "BPE",
-            # With the special tokens, which otherwise would come after the last, whatever their ids.
+            # Includes special tokens; otherwise, they would get ids after the last one instead of their own.
             "vocab": {self.tokens[index]: index for index, kind in enumerate(self.types) if kind != _UNUSED},
             "merges": list(self.merges),
             "ignore_merges": CUTS[self.cut].ignores_merges,
@@ -197,10 +199,10 @@ class Vocabulary:
 
 
 def _name_of_cut(content: Mapping[str, Any], *, composes: bool) -> str:
-    """Returns the name of a tokenizer's cut in GGUF, which also determines `ignore_merges`.
+    """Returns the GGUF name of a tokenizer's pre-tokenizer, which also determines `ignore_merges`.
 
     Raises:
-      ConversionError: there is none.
+      ConversionError: GGUF has no name for the pre-tokenizer with this value of `ignore_merges`.
     """
     candidates = candidates_of(patterns_of(content.get("pre_tokenizer")), composes=composes)
     ignores_merges = bool(content["model"].get("ignore_merges"))
@@ -220,7 +222,7 @@ def _tokens(content: Mapping[str, Any], vocab_size: int) -> tuple[list[str], lis
     """Returns the token and the type of each id.
 
     Raises:
-      ConversionError: the tokenizer has more tokens than the model, or two ids of one text.
+      ConversionError: the tokenizer has more tokens than the model, or several ids with the same text.
     """
     added = content.get("added_tokens") or ()
     ids = [*content["model"]["vocab"].values(), *(token["id"] for token in added)]

@@ -1,7 +1,4 @@
-"""Weights as codes with a scale for each block, read as the floats that they stand for.
-
-DeepSeek-V3 is published in FP8, gpt-oss' experts in MXFP4.
-"""
+"""Dequantization of published checkpoints with a scale per block: FP8 (DeepSeek-V3) and MXFP4 (experts of gpt-oss)."""
 
 import json
 from collections.abc import Mapping
@@ -17,7 +14,7 @@ from stack_train.safetensors_files import StoredTensor
 __all__ = ["QUANTIZATION", "BlockTensor", "MicroscaledTensor", "with_blocks"]
 
 QUANTIZATION = "quantization_config"
-"""The key of `config.json` that says how a checkpoint's weights are coded."""
+"""The key of `config.json` with the quantization of a checkpoint's weights."""
 
 _CODES, _SCALE = "F8_E4M3", "_scale_inv"
 _FP4_CODES, _FP4_SCALES = "_blocks", "_scales"
@@ -27,11 +24,13 @@ _FP4_VALUES = np.concatenate([_FP4_VALUES, -_FP4_VALUES]).astype(ml_dtypes.bfloa
 
 @dataclass(frozen=True)
 class BlockTensor(StoredTensor):
-    """A matrix w[i, j] = code[i, j] * scale[i // rows, j // columns], rounded to bfloat16.
+    """A matrix in FP8 (E4M3) with one scale per block, dequantized to bfloat16 on reading.
+
+        w[i, j] = code[i, j] * scale[i // rows, j // columns]
 
     Attributes:
-      scales: float32[ceil(d_out / rows), ceil(d_in / columns)].
-      block: (rows, columns).
+      scales: the scales, float32[ceil(d_out / rows), ceil(d_in / columns)].
+      block: size of a block, (rows, columns).
 
     Source: DeepSeek-AI, DeepSeek-V3 Technical Report, 2024 (arXiv:2412.19437), section 3.3.
     """
@@ -42,6 +41,7 @@ class BlockTensor(StoredTensor):
     def read(self) -> np.ndarray:
         codes = _bytes_of(self).view(ml_dtypes.float8_e4m3fn).reshape(self.shape).astype(np.float32)
         scales = self.scales.read()
+        # The last block of an axis may be partial, hence the `take`.
         for axis, size in enumerate(self.block):
             scales = np.repeat(scales, size, axis).take(range(self.shape[axis]), axis)
         return (codes * scales).astype(ml_dtypes.bfloat16)
@@ -49,13 +49,15 @@ class BlockTensor(StoredTensor):
 
 @dataclass(frozen=True)
 class MicroscaledTensor(StoredTensor):
-    """Matrices w[expert, i, j] = value(code[expert, j, i]) * 2**(scale[expert, j, i // 32] - 127), exact in bfloat16.
+    """Matrices of experts in MXFP4, dequantized on reading; bfloat16 represents the values exactly.
 
-    Codes are the 4 bits of FP4 (E2M1), two in a byte, the first in its low bits.
+        w[expert, i, j] = value(code[expert, j, i]) * 2**(scale[expert, j, i // 32] - 127)
+
+    A code is a 4-bit float (E2M1). A byte holds two codes, the first in its low bits.
 
     Attributes:
-      codes: uint8[experts, d_out, d_in / 32, 16].
-      scales: uint8[experts, d_out, d_in / 32].
+      codes: pairs of codes, uint8[experts, d_out, d_in / 32, 16].
+      scales: biased exponents, uint8[experts, d_out, d_in / 32].
 
     Source: OCP Microscaling Formats (MX) Specification 1.0, 2023, section 5.3.
     """
@@ -66,6 +68,7 @@ class MicroscaledTensor(StoredTensor):
     def read(self) -> np.ndarray:
         codes, scales = self.codes.read(), self.scales.read()
         values = np.empty(self.shape, ml_dtypes.bfloat16)
+        # One expert at a time, because the float32 intermediates are larger than the result.
         for expert, (codes_of, scales_of) in enumerate(zip(codes, scales, strict=True)):
             numbers = np.stack([codes_of & 0xF, codes_of >> 4], axis=-1)  # [d_out, blocks, 16, 2]
             factors = np.ldexp(np.float32(1), scales_of.astype(np.int32) - 127)[..., None]
@@ -77,10 +80,17 @@ class MicroscaledTensor(StoredTensor):
 def with_blocks(
     config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
 ) -> tuple[Mapping[str, Any], Mapping[str, StoredTensor]]:
-    """A checkpoint's `config.json` and tensors as those of one in bfloat16; unchanged if it is not quantized.
+    """Presents a quantized checkpoint as a bfloat16 checkpoint; returns any other one unchanged.
+
+    Args:
+      config: content of `config.json`.
+      tensors: tensors of the checkpoint by name.
+
+    Returns:
+      The config without the quantization, and the tensors, which are dequantized when they are read.
 
     Raises:
-      ConversionError: it is quantized otherwise, or a scale is missing or of another shape; names each.
+      ConversionError: the quantization is not supported, or scales are missing or have the wrong shape; names each.
     """
     coding = config.get(QUANTIZATION)
     if coding is None:
@@ -143,7 +153,7 @@ def _is_coded(tensor: StoredTensor | None) -> bool:
 
 
 def _bytes_of(tensor: StoredTensor) -> np.ndarray:
-    """The bytes of a tensor, for which NumPy has no dtype that the safetensors library knows."""
+    """Reads the bytes of a tensor whose dtype the safetensors library cannot convert to NumPy."""
     with tensor.path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         start, end = json.loads(file.read(header_bytes))[tensor.name]["data_offsets"]

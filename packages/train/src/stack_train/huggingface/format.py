@@ -1,4 +1,4 @@
-"""Conversions between Hugging Face checkpoints and run directories, whole or not at all."""
+"""Atomic conversions between Hugging Face checkpoints and run directories."""
 
 import json
 import shutil
@@ -57,9 +57,10 @@ _CONFIG, _GENERATION_CONFIG = "config.json", "generation_config.json"
 class HuggingFaceFormat:
     """The model format `hf:DIR`.
 
-    A run that comes from one keeps its tokenizer's files under `tokenizer/`, and under `huggingface/` the two configs
-    that no run reads whole, so that they go back as they came. Parameters pass one by one: memory holds about four of
-    the largest, of which reading takes one, or as many as fill a gibibyte.
+    An imported run keeps the tokenizer's files under `tokenizer/`. It also keeps `config.json` and
+    `generation_config.json` under `huggingface/`, and exports write them back unchanged. Parameters are converted one
+    by one: memory holds about four of the largest, or 1 GiB if that is more. Exports of runs with averaged or frozen
+    parameters load all parameters.
     """
 
     config_file = _CONFIG
@@ -67,14 +68,16 @@ class HuggingFaceFormat:
     def import_run(
         self, directory: Path, run: Path, *, ignore: Collection[str] = (), progress: Progress | None = None
     ) -> Conversion:
-        """Makes a run directory of a Hugging Face checkpoint, or of the language model in a larger one.
+        """Converts a Hugging Face checkpoint, or the language model of a multimodal one, to a run directory.
+
+        Diffusers directories are converted by `import_images`.
 
         Args:
-          ignore: keys of `config.json` that are left out, as if they were not there.
-          progress: receives each parameter's path, the bytes done, and the bytes in all.
+          ignore: keys of `config.json` to ignore.
+          progress: callback with the path of each converted parameter, the bytes done and the total bytes.
 
         Raises:
-          ConversionError: the checkpoint cannot be converted, naming all that is wrong with it; or `run` exists.
+          ConversionError: the checkpoint cannot be converted, with a list of all problems; or `run` exists.
           CheckpointError: the disk is full.
         """
         if component_in(directory):
@@ -97,15 +100,15 @@ class HuggingFaceFormat:
     def export_run(
         self, run: Path, directory: Path, *, max_shard_bytes: int = 5 * 10**9, progress: Progress | None = None
     ) -> Conversion:
-        """Makes a Hugging Face checkpoint of a run's newest checkpoint, in the dtype of its parameters.
+        """Converts a run's newest checkpoint to a Hugging Face checkpoint with the dtype of `model.param_dtype`.
 
         Args:
-          max_shard_bytes: size of a file of weights, unless a single tensor is larger.
+          max_shard_bytes: maximum size of a weights file; a larger tensor gets a file to itself.
 
         Raises:
           ConversionError: the model has no Hugging Face counterpart or is quantized, or `directory` exists.
-          RunDirectoryError: there is no run.
-          CheckpointError: there is no checkpoint, or it is damaged.
+          RunDirectoryError: `run` is not a run directory.
+          CheckpointError: the run has no checkpoint, or its newest checkpoint is damaged.
         """
         saved = run_config(run)
         if holds_codes(saved):
@@ -152,10 +155,10 @@ class HuggingFaceFormat:
         """Opens a Hugging Face checkpoint.
 
         Args:
-          data: address of the documents to measure on; a checkpoint names none, so that it is not optional here.
+          data: address of the evaluation documents; required, because a checkpoint does not name any.
 
         Raises:
-          ConversionError: no data is given, or the checkpoint cannot be converted.
+          ConversionError: `data` is None, or the checkpoint cannot be converted.
         """
         if data is None:
             raise ConversionError(
@@ -172,10 +175,10 @@ class HuggingFaceFormat:
         return TrainedLanguageModel(_model(source), config, directory, 0, copy_files)
 
     def open_start(self, directory: Path) -> StartingPoint:
-        """Opens a Hugging Face checkpoint for runs to start from.
+        """Opens a Hugging Face checkpoint as the starting point of a run.
 
         Raises:
-          ConversionError: it cannot be converted, or is a directory of diffusers.
+          ConversionError: the checkpoint cannot be converted, or is a diffusers directory.
         """
         if component_in(directory):
             raise ConversionError(
@@ -187,11 +190,11 @@ class HuggingFaceFormat:
         return StartingPoint(source.config, source.leaves, tokenizer, directory)
 
     def open_for_generation(self, directory: Path) -> ModuleCheckpoint:
-        """Opens a Hugging Face checkpoint, to be computed in the dtype of its tensors.
+        """Opens a Hugging Face checkpoint for text generation, computed in the dtype of its tensors.
 
         Raises:
-          ConversionError: it cannot be converted.
-          GenerationError: its model cannot be generated from, or its tokenizer is another's.
+          ConversionError: the checkpoint cannot be converted.
+          GenerationError: the model cannot generate text, or its tokenizer does not match.
           DataError: its tokenizer is malformed.
         """
         source = _open_language_model(directory)
@@ -216,13 +219,13 @@ def _model(source: HuggingFaceSource) -> Any:
 
 
 def _parameters(source: HuggingFaceSource) -> Iterator[tuple[tuple[str | int, ...], np.ndarray]]:
-    """The parameters by their paths; a number in one is a place in a list of modules."""
+    """Reads the parameters with their paths, in which indices into lists of modules are integers."""
     for name, leaf in source.leaves():
         yield tuple(int(step) if step.isdigit() else step for step in name.split("/")), leaf
 
 
 def _open_language_model(directory: Path) -> HuggingFaceSource:
-    """Opens a checkpoint; warns of parts that are left out."""
+    """Opens a checkpoint and warns about parts that are not read."""
     source = open_source(directory)
     if source.left_out:
         warnings.warn(
@@ -262,7 +265,10 @@ def _reported(
 
 
 def _stored_leaves(store: CheckpointStore, rules: Iterable[Any], abstract: Any) -> Iterator[tuple[str, Any]]:
-    """Reads the newest checkpoint's parameters one by one; a damaged one is an error, and not passed over midway."""
+    """Reads the parameters of the newest checkpoint one by one.
+
+    A damaged checkpoint is an error. Falling back to an older one would mix the parameters of two checkpoints.
+    """
     step = store.latest()
     names = () if step is None else store.leaf_names(step)
     for rule in rules:
@@ -272,7 +278,7 @@ def _stored_leaves(store: CheckpointStore, rules: Iterable[Any], abstract: Any) 
 
 
 def _derived_leaves(run: Path, saved: RunConfig, rules: Iterable[Any]) -> Iterator[tuple[str, Any]] | None:
-    """Parameters that a checkpoint holds in another form: averages, and frozen ones. None where it holds them all."""
+    """Loads all parameters if the checkpoint stores some only indirectly (averages, frozen ones); otherwise None."""
     with CheckpointStore(RunDirectory(run).checkpoints) as store:
         step = store.latest()
         has_frozen = step is not None and (store.path(step) / FROZEN).is_file()
@@ -283,12 +289,12 @@ def _derived_leaves(run: Path, saved: RunConfig, rules: Iterable[Any]) -> Iterat
 
 
 def _fitting(data: TextData, model: Any) -> TextData:
-    """The data in rows that are no longer than the model's longest sequence."""
+    """Limits the row length of the data to the model's maximum sequence length."""
     return replace(data, seq_tokens=min(data.seq_tokens, model.max_positions))
 
 
 def _special_ids(directory: Path) -> dict[str, int]:
-    """The special tokens of a tokenizer as configs of Hugging Face name them."""
+    """Returns the ids of a tokenizer's special tokens under their keys in Hugging Face configs."""
     if not (directory / "tokenizer.json").is_file():
         return {}
     tokenizer = HuggingFaceTokenizer.load(directory)
@@ -301,18 +307,18 @@ def _special_ids(directory: Path) -> dict[str, int]:
 
 
 def _write_json(mapping: Mapping[str, Any], path: Path) -> tuple[str, ...]:
-    """Writes a file, unless it would say nothing; returns the names of those written."""
+    """Writes a JSON file unless the mapping is empty; returns the names of the written files."""
     if mapping:
         path.write_text(json.dumps(mapping, indent=2) + "\n", encoding="utf-8")
     return (path.name,) if mapping else ()
 
 
 def _write_config(kept: Path, config: Any, family: Any, special_ids: Mapping[str, int], path: Path) -> None:
-    """Writes the config; the one that the run was converted from stays as it is as long as it says the same."""
+    """Writes `config.json`, or copies the original at `kept` if it still describes the same model."""
     mapping = family.config_map.write(config)
     if kept.is_file():
         given = json.loads(kept.read_bytes())
-        # Weights are written in float, whatever they came in.
+        # Weights are always written in float, so the config of a quantized checkpoint cannot be copied.
         plain = {name: value for name, value in given.items() if name != QUANTIZATION}
         original = read_config(family, plain, dtype=config.param_dtype)
         if plain == given and family.config_map.write(original) == mapping:

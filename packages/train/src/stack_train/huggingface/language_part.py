@@ -1,8 +1,8 @@
-"""Language models published as a part of a larger model, such as Gemma 3 with an encoder of images.
+"""Language models inside multimodal checkpoints, such as Gemma 3 with its image encoder.
 
-Their `config.json` has the language model's keys under `text_config`, and their tensors are named after the part they
-are of: "language_model.model.layers.0..." as published, "model.language_model.layers.0..." as transformers saves them
-since 4.52.
+In `config.json`, the language model's keys are under `text_config`. Names of tensors start with a prefix for their
+part: "language_model.model.layers.0..." in published checkpoints, "model.language_model.layers.0..." in checkpoints
+saved by transformers 4.52 and later.
 """
 
 from collections import Counter
@@ -22,9 +22,9 @@ _RENAMED = {
     "model.language_model.": "model.",
 }
 _LEFT_OUT = ("vision_tower", "multi_modal_projector")
-# Keys of the whole model that the text's own config may leave out.
+# Keys that may be set for the multimodal model only, outside of `text_config`.
 _SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "dtype")
-_TIED = "tie_word_embeddings"  # transformers 5 reads the whole model's, if it has one
+_TIED = "tie_word_embeddings"  # as in transformers 5, the multimodal model's value overrides the text config's
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,9 @@ class LanguagePart:
     """The language model of a multimodal checkpoint, in the layout of a text-only checkpoint.
 
     Attributes:
-      left_out: the other parts with their numbers of tensors, for messages.
+      config: `config.json` of the language model.
+      tensors: its tensors by name.
+      left_out: descriptions of the other parts, for messages: "vision_tower (437 tensors)".
     """
 
     config: Mapping[str, Any]

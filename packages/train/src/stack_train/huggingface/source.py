@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint, checked whole before the first of its values is read."""
+"""Hugging Face checkpoints, validated completely before any values are read."""
 
 import json
 import re
@@ -31,14 +31,18 @@ __all__ = ["HuggingFaceSource", "open_source", "read_config"]
 
 @dataclass(frozen=True)
 class HuggingFaceSource:
-    """A checkpoint whose every tensor has its place in a model.
+    """A checkpoint whose tensors have been matched to the parameters of a model.
 
     Attributes:
-      config: of the model; `param_dtype` and `dtype` are those of the tensors, or float32 if these have several.
+      directory: directory of the checkpoint.
+      config: config of the model; its `param_dtype` and `dtype` are the dtype of the tensors, or float32 if the
+        checkpoint mixes dtypes.
+      tensors: tensors of the checkpoint by name.
       parameters: shapes and dtypes of the model's parameters, by path.
-      rules: where each parameter lies, in the form that the checkpoint has.
-      rewritten: the `config.json` of what is read, if it is a part of the checkpoint or keys were ignored.
-      left_out: the checkpoint's other parts, for people.
+      rules: locations of the parameters in this checkpoint's layout.
+      rewritten: the `config.json` of the model if it differs from the file: a part of the checkpoint was extracted, or
+        keys were ignored. Otherwise None.
+      left_out: descriptions of the parts that are not read, for messages.
     """
 
     directory: Path
@@ -55,11 +59,11 @@ class HuggingFaceSource:
 
     @cached_property
     def digests(self) -> Mapping[str, tuple[LeafSpec, str]]:
-        """What the parameters are, and their digests, by path; reads all of them."""
+        """Shape, dtype and digest of each parameter by path; reads all values."""
         return {name: (spec_of(leaf), array_digests({name: leaf})[name]) for name, leaf in self.leaves()}
 
     def leaves(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Reads the parameters one by one, each with its path; memory holds one of them and one tensor."""
+        """Reads the parameters one by one with their paths; memory holds one parameter and one tensor."""
         for rule in self.rules:
             yield rule.parameter, self._leaf(rule)
 
@@ -72,14 +76,14 @@ class HuggingFaceSource:
 
 
 def open_source(directory: Path, *, ignore: Collection[str] = ()) -> HuggingFaceSource:
-    """Reads config and headers and checks that the checkpoint is the model's, tensor by tensor.
+    """Reads the config and the headers of a checkpoint and checks every tensor against the model.
 
     Args:
-      ignore: keys of `config.json` that are left out, as if they were not there.
+      ignore: keys of `config.json` to ignore.
 
     Raises:
-      ConversionError: the directory holds no checkpoint, its architecture or a feature of it is not supported, or
-        tensors are missing, unexpected, or of another shape or dtype; names all of them at once.
+      ConversionError: the directory has no checkpoint; its architecture or one of its settings is not supported; or
+        tensors are missing, unexpected, or have the wrong shape or dtype. Names all of them.
     """
     mapping, tensors = with_blocks(_read_config(directory), read_tensors(directory))
     family = _family_of(mapping, directory)
@@ -103,10 +107,10 @@ def open_source(directory: Path, *, ignore: Collection[str] = ()) -> HuggingFace
 
 
 def read_config(family: Any, mapping: Mapping[str, Any], *, dtype: str = "float32") -> Any:
-    """Returns the config of the model that a `config.json` describes, held and computed in `dtype`.
+    """Converts a `config.json` to a model config whose parameters and activations have the dtype `dtype`.
 
     Raises:
-      ConversionError: it describes no model, or one that the family does not have.
+      ConversionError: the settings are invalid, or the family does not support them.
     """
     settings = {"name": family.name, "dtype": dtype, "param_dtype": dtype}
     try:
@@ -188,10 +192,11 @@ def _dtype(
     parameters: Mapping[str, jax.ShapeDtypeStruct],
     tensors: Mapping[str, StoredTensor],
 ) -> str:
-    """The dtype that holds the tensors exactly: their own, or float32 if they have several.
+    """Returns a dtype that represents all tensors exactly: their own, or float32 if they have several.
 
     Args:
-      parameters: of the model in bfloat16; what is float32 there is so in every model, whatever its tensor's dtype.
+      parameters: shapes and dtypes of the parameters if the model is built in bfloat16. Parameters that are float32
+        even then, such as router biases, do not count.
     """
     found = {
         str(tensors[name].numpy_dtype)
@@ -205,7 +210,7 @@ def _dtype(
 def _problem_of_extra(name: str, tensors: Mapping[str, StoredTensor], redundant: Mapping[str, str | None]) -> list[str]:
     for pattern, original in redundant.items():
         if re.fullmatch(re.escape(pattern).replace(re.escape("{layer}"), r"\d+"), name):
-            # An original that is missing, or whose dtype is not read, is a problem of its own.
+            # `_check_tensors` reports an original that is missing or has an unsupported dtype.
             known = original in tensors and tensors[original].numpy_dtype is not None
             same = original is None or not known or _equal(tensors[name], tensors[original])
             return [] if same else [f"{name} differs from {original}, to which config.json ties it"]
@@ -213,7 +218,7 @@ def _problem_of_extra(name: str, tensors: Mapping[str, StoredTensor], redundant:
 
 
 def _equal(left: StoredTensor, right: StoredTensor) -> bool:
-    """Whether two tensors are the same bit by bit, which NaN is not when compared as a number."""
+    """Returns whether two tensors are equal bit by bit; as numbers, NaN would not equal itself."""
     if (left.dtype, left.shape) != (right.dtype, right.shape):
         return False
     left_bytes, right_bytes = (tensor.read().reshape(-1).view(np.uint8) for tensor in (left, right))

@@ -1,1 +1,1 @@
-"""Panels of a run's report, made of the files in the run's directory; they import no jax."""
+"""Panels of a run's report, built from the files in the run directory without importing JAX."""

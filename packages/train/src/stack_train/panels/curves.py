@@ -57,7 +57,8 @@ def _points(found: Sequence[dict[str, Any]], name: str) -> Points:
 
 
 def _chart(name: str, train: Points, held_out: Points) -> Chart:
-    held_out = [] if name == "duration_s" else held_out  # an evaluation's is another thing than a step's
+    # The duration of an evaluation is not comparable with the duration of a step.
+    held_out = [] if name == "duration_s" else held_out
     series = [_series("training", train), _series("held out", held_out)]
     half = _half_width(train)
     if half and name != "learning_rate":

@@ -115,12 +115,12 @@ def _median(found: Sequence[Record], name: str) -> float | None:
 
 
 def _duration(history: Sequence[Record], train: Sequence[Record]) -> str | None:
-    """Sums the wall time of all sessions; if an end is missing, the duration of all steps, a lower bound."""
+    """Sums the wall time of all sessions, or only the durations of steps, a lower bound, if a session has no end."""
     total = datetime.timedelta()
     for begin, end in zip(history[::2], history[1::2], strict=False):
         if begin["event"] != "started" or end["event"] == "started":
             break
-        elapsed_s = number_in(end, "elapsed_s")  # by a clock that nobody sets; older runs lack it
+        elapsed_s = number_in(end, "elapsed_s")  # monotonic clock; missing in older runs
         total += _time(end) - _time(begin) if elapsed_s is None else datetime.timedelta(seconds=elapsed_s)
     else:
         if history and len(history) % 2 == 0:

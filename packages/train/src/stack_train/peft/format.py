@@ -36,7 +36,7 @@ __all__ = ["FORMAT", "PeftFormat"]
 
 
 class PeftFormat:
-    """The model format `peft:DIR`: an adapter, which needs its base beside it."""
+    """The model format `peft:DIR`: an adapter without its base model."""
 
     base_key = "base_model_name_or_path"
 
@@ -44,14 +44,14 @@ class PeftFormat:
         return (directory / CONFIG).is_file()
 
     def read_adapters(self, directory: Path, config: Any, digests: Callable[[], Digests]) -> Adapters:
-        """Reads an adapter for a model.
+        """Reads an adapter for a model with this config.
 
         Args:
-          digests: of the leaves of the model; asked if the directory has digests of its base, as those written here
-            do, or copies of its embeddings or head, as PEFT writes them.
+          digests: returns the digests of the model's leaves. It is called only if the directory has something to
+            compare: digests of the base, which `export_run` writes, or copies of embeddings or head, which PEFT writes.
 
         Raises:
-          ConversionError: it is no adapter of such a model, or was trained on another base.
+          ConversionError: the adapter does not fit the model, or was trained on a different base.
         """
         adapters = read_peft(directory, config)
         known = {name: (_spec(leaf), leaf["digest"]) for name, leaf in read_base_digests(directory).items()}
@@ -64,14 +64,15 @@ class PeftFormat:
     def import_run(
         self, directory: Path, run: Path, *, progress: Progress | None = None, base: Path | None = None
     ) -> Conversion:
-        """Makes a run of an adapter and its base: a section that adds such adapters, and a checkpoint of them alone.
+        """Converts an adapter to a run that starts from its base.
+
+        The config of the run gets a section that adds adapters, and its checkpoint contains only the adapters.
 
         Args:
-          base: a run with the model that the adapter is for, in float; None is what the adapter's config names.
+          base: run with the base model in float; None uses the base in the adapter's config.
 
         Raises:
-          ConversionError: no base is known, the adapter does not fit it, or `run` exists.
-          RunDirectoryError: the base is no run.
+          ConversionError: the base is unknown, or is not a run; the adapter does not fit it; or `run` exists.
         """
         named = read_settings(directory).base if base is None else str(base)
         if named is None or not RunDirectory(Path(named)).config.is_file():
@@ -105,16 +106,16 @@ class PeftFormat:
     def export_run(
         self, run: Path, directory: Path, *, base_model: str | None = None, progress: Progress | None = None
     ) -> Conversion:
-        """Makes a PEFT directory of the adapters in a run's newest checkpoint.
+        """Converts the adapters in a run's newest checkpoint to a PEFT directory.
 
         Args:
-          base_model: name or directory of the base as transformers opens it; None writes the run that holds it, from
-            which `stack convert` imports and transformers cannot.
+          base_model: name or directory of the base model for transformers; None writes the source of the run's base. If
+            that is a run, `stack convert` can import the directory, but transformers cannot load it.
 
         Raises:
-          ConversionError: the run has no adapters, or PEFT has no place for one; or `directory` exists.
-          RunDirectoryError: there is no run.
-          CheckpointError: there is no checkpoint, or it is damaged.
+          ConversionError: the run has no adapters, PEFT cannot represent one, or `directory` exists.
+          RunDirectoryError: `run` is not a run directory.
+          CheckpointError: the run has no checkpoint, or its newest checkpoint is damaged.
         """
         found = run_adapters(run)
         base = base_model
@@ -130,14 +131,15 @@ FORMAT = PeftFormat()
 
 
 def _check_copies(directory: Path, copies: Mapping[str, tuple[str, np.ndarray]], digests: Digests) -> None:
-    """Compares copies of the base's parameters in an adapter's file with the base.
+    """Compares copies of base parameters in an adapter's file with the base.
 
     Raises:
-      ConversionError: one has another shape or other values, as after training it whole or resizing the vocabulary.
+      ConversionError: a copy differs in shape or values, for example after full training of the embeddings or a change
+        of the vocabulary size.
     """
     problems = []
     for path, (name, values) in copies.items():
-        if path not in digests:  # a quantized base has other leaves
+        if path not in digests:  # the leaves of a quantized base have other paths
             continue
         spec, digest = digests[path]
         if values.shape != spec.shape:

@@ -1,4 +1,4 @@
-"""Which module of a transformers model each slice of a parameter is."""
+"""Mapping between slices of parameters and the linear modules of transformers models."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,12 +18,15 @@ _END = ".weight"
 
 @dataclass(frozen=True)
 class AdaptedModule:
-    """A linear map in transformers.
+    """A linear module of a transformers model.
 
     Attributes:
-      parameter: the path of the parameter that holds its weight.
-      place: which entry of the parameter's first axis it is; None where it is all of it.
-      layer: of the model; None outside of layers.
+      name: name of the module, such as "model.layers.0.self_attn.q_proj".
+      parameter: path of the parameter that contains the weight.
+      place: index of the weight on the parameter's first axis; None if the parameter is not stacked.
+      layer: index of the layer in the model; None outside of layers.
+      d_in: number of input features.
+      d_out: number of output features.
     """
 
     name: str
@@ -35,9 +38,9 @@ class AdaptedModule:
 
 
 def outer_tensors(config: Any) -> dict[str, WeightRule]:
-    """Returns the rules of the tensors outside of layers, embeddings and head among them, by the tensors' names.
+    """Returns the rules of all tensors outside of layers, such as embeddings and head, by tensor name.
 
-    A tensor that repeats another, such as a head that is tied to the embedding, has the other's rule.
+    A duplicate, such as a head tied to the embedding, has the rule of the original tensor.
     """
     family = registries.models[config.name]
     found = {rule.tensor: rule for rule in family.weight_rules(config) if not rule.layers}
@@ -46,9 +49,9 @@ def outer_tensors(config: Any) -> dict[str, WeightRule]:
 
 
 def modules_of(config: Any) -> dict[str, AdaptedModule]:
-    """The linear maps of a model of this config by their names in transformers, in the order of its checkpoints.
+    """Lists the linear modules of a model by their names in transformers, in the order of Hugging Face checkpoints.
 
-    Parameters that transformers keeps otherwise, such as experts, are not among them.
+    Parameters that are not plain linear modules in transformers, such as experts, are excluded.
 
     Raises:
       ConversionError: the family has no counterpart in transformers.

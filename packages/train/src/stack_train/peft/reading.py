@@ -1,4 +1,4 @@
-"""From the tensors of a PEFT directory to factors of parameters, checked whole before a value is read."""
+"""Reading of PEFT directories as factors of parameters; all tensors are validated before values are read."""
 
 import json
 import re
@@ -19,11 +19,11 @@ __all__ = ["BASE_DIGESTS", "STEM", "read_base_copies", "read_base_digests", "rea
 
 STEM = "adapter_model"
 BASE_DIGESTS = "stack_base_digests"
-"""The entry of the file's metadata that says what the base of an adapter held: its leaves and their digests."""
+"""The key of the file's metadata with the shapes, dtypes and digests of the base's leaves."""
 
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_magnitude_vector)(\.weight)?")
 
-# PEFT saves embeddings and head beside their adapters, or on their own with `save_embedding_layers`.
+# PEFT saves copies of embeddings and head if they have adapters or if `save_embedding_layers` is set.
 _COPY = re.compile(r"base_model\.model\.(?P<module>.+?)(\.base_layer)?\.weight")
 _LOOKUP = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_embedding_[AB]")
 
@@ -31,10 +31,11 @@ _Parts = Mapping[str, StoredTensor]
 
 
 def read_peft(directory: Path, config: Any) -> Adapters:
-    """Reads an adapter for a model of this config.
+    """Reads an adapter for a model with this config.
 
     Raises:
-      ConversionError: it is no adapter of such a model; names each tensor that is missing, unknown or of another shape.
+      ConversionError: the adapter does not fit the model; names each tensor that is missing, unknown or has the wrong
+        shape.
     """
     settings, modules = read_settings(directory), modules_of(config)
     stored = read_tensors(directory, STEM)
@@ -66,10 +67,10 @@ def read_peft(directory: Path, config: Any) -> Adapters:
 
 
 def read_base_copies(directory: Path, config: Any) -> dict[str, tuple[str, np.ndarray]]:
-    """Reads the embeddings and the head of the base that an adapter's file repeats.
+    """Reads the copies of the base's embeddings and head in an adapter's file.
 
     Returns:
-      The tensor's name and its values as the model's parameter has them, by the parameter's path.
+      For each parameter path, the name of the tensor and its values in the parameter's layout.
     """
     stored, outer = read_tensors(directory, STEM), outer_tensors(config)
     found = {}
@@ -81,7 +82,7 @@ def read_base_copies(directory: Path, config: Any) -> dict[str, tuple[str, np.nd
 
 
 def _copies(stored: Mapping[str, StoredTensor], config: Any) -> dict[str, str]:
-    """Returns the tensor of the base that each copy repeats, by the copy's name."""
+    """Maps the name of each copy of a base tensor to the name of the original."""
     outer, found = outer_tensors(config), dict[str, str]()
     for name, tensor in stored.items():
         match = _COPY.fullmatch(name)
@@ -92,7 +93,7 @@ def _copies(stored: Mapping[str, StoredTensor], config: Any) -> dict[str, str]:
 
 
 def read_base_digests(directory: Path) -> Mapping[str, Any]:
-    """What the base held, by path, if the one who wrote the directory said so."""
+    """Returns the recorded spec and digest of each leaf of the base, by path; empty if the file records none."""
     path = directory / f"{STEM}.safetensors"
     with safe_open(path, framework="numpy") as file:
         return json.loads((file.metadata() or {}).get(BASE_DIGESTS, "{}"))
@@ -142,7 +143,7 @@ def _problems_of(module: AdaptedModule, parts: _Parts, settings: PeftSettings) -
 def _problems_of_layers(
     members: Sequence[AdaptedModule], tensors: Mapping[str, _Parts], settings: PeftSettings
 ) -> list[str]:
-    """What is wrong where the layers of one parameter are together: one lacks its adapter, or their ranks differ."""
+    """Lists problems of stacked layers: a layer without an adapter, or layers with different ranks or scales."""
     here = [member.name for member in members if member.name in tensors]
     problems = [
         f"{member.name} has no tensors, but {here[0]} has"
@@ -165,7 +166,7 @@ def _factors(members: Sequence[AdaptedModule], tensors: Mapping[str, _Parts], se
     stacked = members[0].place is not None
 
     def joined(part: str, shape: tuple[int, ...]) -> np.ndarray:
-        """A part of all layers; layers without an adapter have zeros."""
+        """Stacks a part of all layers, with zeros for layers without an adapter."""
         arrays = [
             tensors[member.name][part].read().T.astype(dtype) if member.name in tensors else np.zeros(shape, dtype)
             for member in members

@@ -1,4 +1,4 @@
-"""`adapter_config.json`: what PEFT says of an adapter, and what of it is read."""
+"""Reading of PEFT's `adapter_config.json`."""
 
 import json
 import re
@@ -13,27 +13,36 @@ __all__ = ["CONFIG", "PeftSettings", "read_settings"]
 
 CONFIG = "adapter_config.json"
 
-# What a key must say, besides nothing: with anything else the adapter computes something that is not read here.
+# The only supported values of these keys, apart from null. Other values change what the adapter computes.
 _PLAIN = {"peft_type": "LORA", "bias": "none"}
 _READ = """
     r lora_alpha rank_pattern alpha_pattern use_rslora use_dora target_modules layers_to_transform
     base_model_name_or_path init_lora_weights
 """
-# How an adapter was started, trained and placed, of which its tensors are the outcome.
+# Initialization, training and placement of the adapter, which do not change what its tensors compute.
 _HARMLESS = """
     auto_mapping corda_config ensure_weight_tying eva_config exclude_modules inference_mode layers_pattern loftq_config
     lora_dropout lora_ga_config megatron_core peft_version qalora_group_size revision runtime_config task_type
 """
 _KNOWN = {*_READ.split(), *_HARMLESS.split(), *_PLAIN}
+# Initializations that also modify the base, so the adapter does not fit the published base.
 _CHANGES_BASE = ("corda", "loftq", "lora_ga", "olora", "pissa")
 
 
 @dataclass(frozen=True)
 class PeftSettings:
-    """An adapter's config.
+    """The config of a LoRA or DoRA adapter.
 
     Attributes:
-      layers: those with adapters; None is all.
+      rank: default rank.
+      alpha: default alpha; the scale of an adapter is alpha / rank, or alpha / sqrt(rank) if `rank_stabilized`.
+      rank_pattern, alpha_pattern: ranks and alphas of specific modules, by regular expression for the end of the name.
+      rank_stabilized: True for rsLoRA.
+      magnitude: True for DoRA.
+      targets: modules with adapters, by name, by the last segments of the name, or by a regular expression that starts
+        with "^".
+      layers: indices of the layers with adapters; None means all layers.
+      base: name or directory of the base model, or None.
     """
 
     rank: int
@@ -50,7 +59,7 @@ class PeftSettings:
         return _of_pattern(self.rank_pattern, module, self.rank)
 
     def scale_of(self, module: str) -> float:
-        """What the product of a module's factors is multiplied by."""
+        """Returns the factor of a module's low-rank product."""
         rank, alpha = self.rank_of(module), _of_pattern(self.alpha_pattern, module, self.alpha)
         return alpha / (rank**0.5 if self.rank_stabilized else rank)
 
@@ -58,7 +67,7 @@ class PeftSettings:
         return self.layers is None or layer in self.layers
 
     def unmatched_targets(self, modules: Sequence[str]) -> list[str]:
-        """The entries of `target_modules` that none of the modules has."""
+        """Lists the entries of `target_modules` that match none of the modules."""
         return [target for target in self.targets if not any(_is_target(target, module) for module in modules)]
 
 
@@ -66,7 +75,7 @@ def read_settings(directory: Path) -> PeftSettings:
     """Reads the config of an adapter.
 
     Raises:
-      ConversionError: there is none, or it says what is not read; names each key.
+      ConversionError: the file is missing or has unsupported settings; names each key.
     """
     path = directory / CONFIG
     try:
@@ -110,7 +119,7 @@ def _parsed(mapping: Mapping[str, Any]) -> PeftSettings:
 
 
 def _of_pattern(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
-    """The value of the first key that matches the end of a module's name, as PEFT looks it up."""
+    """Looks up a module's value as PEFT does: the first key that matches the end of the module's name."""
     found = (value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", module))
     return next(found, default)
 

@@ -1,4 +1,4 @@
-"""From factors of parameters to a directory that PEFT loads."""
+"""Writing of adapters as directories that PEFT loads."""
 
 import json
 from collections import Counter
@@ -21,14 +21,14 @@ __all__ = ["write_peft"]
 def write_peft(
     directory: Path, adapters: Adapters, config: Any, *, base: str | None, digests: Mapping[str, Any]
 ) -> Sequence[TensorSpec]:
-    """Writes an adapter of a model of this config, in the dtype of its factors; returns the tensors.
+    """Writes the adapters of a model with this config, in the dtype of their factors; returns the written tensors.
 
     Args:
-      base: where the model that it is for lies.
-      digests: of that model's leaves, as JSON; empty if they are not known.
+      base: name or directory of the base model, or None.
+      digests: shapes, dtypes and digests of the base's leaves, as JSON values; empty if unknown.
 
     Raises:
-      ConversionError: PEFT has no place for an adapter; names the parameters.
+      ConversionError: PEFT cannot represent an adapter; names the parameters.
     """
     modules = modules_of(config)
     known = {module.parameter for module in modules.values()}
@@ -69,8 +69,9 @@ def _settings(
     adapted: Mapping[str, AdaptedModule], modules: Mapping[str, AdaptedModule], adapters: Adapters
 ) -> dict[str, Any]:
     ranks = {name: adapters[module.parameter].rank for name, module in adapted.items()}
-    # PEFT multiplies by alpha / rank, whatever rule the scale came from.
+    # PEFT scales by alpha / rank, since `use_rslora` is written as false; this alpha reproduces any scale exactly.
     alphas = {name: adapters[module.parameter].scale * ranks[name] for name, module in adapted.items()}
+    # The most common values become the defaults, which keeps the patterns short.
     rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
     return {
         "r": rank,
@@ -87,7 +88,7 @@ def _number(value: float) -> float | int:
 
 
 def _targets(adapted: Mapping[str, AdaptedModule], modules: Mapping[str, AdaptedModule]) -> list[str]:
-    """The last segments of names where all modules with it are adapted, and whole names otherwise."""
+    """Returns the last segment of a module's name if all modules with that segment are adapted, else the full name."""
     left = {name.rpartition(".")[2] for name in modules if name not in adapted}
     return sorted({name if name.rpartition(".")[2] in left else name.rpartition(".")[2] for name in adapted})
 

@@ -1,4 +1,4 @@
-"""Loading of a model's parameters from the newest intact checkpoint of a run."""
+"""Loading of model parameters from checkpoints of runs and from published checkpoints."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -41,15 +41,18 @@ __all__ = ["first_state", "load_model", "load_params", "load_start", "on_one_dev
 
 
 def load_model(run: Path, config: RunConfig, shardings: Any = None) -> tuple[Any, int]:
-    """Reads the model of a run, quantized if the run's is, and the number of steps that it was trained for.
+    """Loads a run's model from its newest intact checkpoint; the model is quantized if the run's model is.
 
     Args:
-      config: the run's own.
-      shardings: of the parameters, in their structure; a quantized array's is a tree, too. None puts each array where
-        the rules put it inside of `use_mesh`, and all on the default device outside.
+      config: config of the run.
+      shardings: shardings in the structure of the parameters, with a tree of shardings for a quantized array. None uses
+        the sharding rules inside `use_mesh`, and the default device otherwise.
+
+    Returns:
+      The model, and the number of steps for which it was trained.
 
     Raises:
-      ConfigError: the checkpoint was quantized by another recipe; says in what they differ.
+      ConfigError: the checkpoint was quantized with a different recipe; names the settings that differ.
       CheckpointError: no checkpoint can be used.
     """
     model = ModelVariables.of(stored_model(config))
@@ -66,18 +69,19 @@ def load_model(run: Path, config: RunConfig, shardings: Any = None) -> tuple[Any
 
 
 def load_params(run: Path, config: Any, shardings: Tree | None = None) -> Tree:
-    """Loads the variables of a run's model onto their shardings, cast to the dtypes that `config` has.
+    """Loads the variables of a run's model, sharded by `shardings` and cast to the dtypes of `config`.
 
-    Adapters are merged; quantized parameters are dequantized, and what a quantizer keeps beside them is dropped.
+    Adapters are merged and quantized parameters are dequantized. Auxiliary variables of a quantizer are dropped.
 
     Args:
-      config: of the model; its `param_dtype` may differ from the run's.
-      shardings: of the variables; None puts all on the default device.
+      run: directory of the run.
+      config: config of the model; its `param_dtype` may differ from the run's.
+      shardings: shardings of the variables; None puts all variables on the default device.
 
     Raises:
-      RunDirectoryError: there is no run.
-      ConfigError: its checkpoint was quantized by another recipe than its config has.
-      CheckpointError: no checkpoint can be used, or its model is another; names each parameter that differs.
+      RunDirectoryError: `run` is not a run directory.
+      ConfigError: the checkpoint was quantized with a different recipe than the run's config has.
+      CheckpointError: no checkpoint can be used, or its model is different; names each parameter that differs.
     """
     return load_start(run, config, shardings)[0]
 
@@ -90,18 +94,19 @@ def load_start(
     step: int | None = None,
     dtypes: Mapping[_Path, Any] | None = None,
 ) -> tuple[Tree, int]:
-    """As `load_params`, with the step of the checkpoint that was read.
+    """Loads variables as `load_params` does, and returns them with the step of their checkpoint.
 
     Args:
-      step: of the checkpoint to read; None is the newest that is intact.
-      dtypes: of the variables that are to have another dtype than `config` gives them, by path.
+      run, config, shardings: as for `load_params`.
+      step: step of the checkpoint to load; None loads the newest intact one.
+      dtypes: dtypes by path that override the dtypes of `config`.
     """
     saved, dtypes = run_config(run), dtypes or {}
     stored = replace(saved, model=replace(config, param_dtype=saved.model.param_dtype))
     model, transform = ModelVariables.of(stored_model(stored)), transform_of(stored)
     # The run's checkpoint may hold float32 values of parameters that `config` publishes in bfloat16.
     shapes = flatten_mapping(cast_values(model.abstract, dtypes))
-    # What is merged is read where all of it fits together, and put onto the shardings after.
+    # `shardings` describe the merged model. Models to merge are loaded on the default device and sharded afterwards.
     places = {} if shardings is None or transform.merges else flatten_mapping(shardings)
     restored, step = _restored(run, saved, shapes, places, step)
     values = values_of(transform.merged(model.merge(restored))) if transform.merges else flatten_mapping(restored)
@@ -117,6 +122,10 @@ def _load_init(program: Program, config: RunConfig, source: str, step: int | Non
 
     Args:
       source: "run:DIR" or "FORMAT:DIR".
+      step: step of the checkpoint of a run; None loads the newest intact one.
+
+    Returns:
+      The values, and the step of their checkpoint, or 0 if the source is not a run.
     """
     variables = flatten_mapping(program.initial_variables)
     scheme, _, directory = source.partition(":")
@@ -128,10 +137,10 @@ def _load_init(program: Program, config: RunConfig, source: str, step: int | Non
 
 
 def _load_published(source: str, variables: Mapping[_Path, Any]) -> Tree:
-    """Reads the variables from a checkpoint of another format, "FORMAT:DIR", one by one.
+    """Reads the variables one by one from a published checkpoint, "FORMAT:DIR".
 
     Raises:
-      CheckpointError: it has other parameters.
+      CheckpointError: the parameters of the checkpoint differ in name or shape from the run's model.
     """
     published = open_published(source)
     assert published is not None, "checked before the run starts"
@@ -169,10 +178,15 @@ def first_state(program: Program, config: RunConfig) -> tuple[TrainState, dict[s
 def with_frozen(
     state: TrainState, program: Program, config: RunConfig, records: Mapping[str, FrozenRecord]
 ) -> TrainState:
-    """A state that was restored, with what its checkpoint does not hold made or read again.
+    """Adds the frozen variables and auxiliary models, which checkpoints do not contain, to a restored state.
+
+    Variables come from their source again, or from the run's seed.
+
+    Args:
+      records: sources and digests of the variables by model name, from the checkpoint.
 
     Raises:
-      CheckpointError: a source holds others now; names each variable.
+      CheckpointError: the values of a source have changed since; names each variable.
     """
     frozen, auxiliary = _frozen(program, config, records)
     for name in program.saved_auxiliary:
@@ -198,7 +212,7 @@ def _frozen(program: Program, config: RunConfig, records: Mapping[str, FrozenRec
 
 
 def _absolute(source: str) -> str:
-    """Returns the address of `run.init_from` for a checkpoint: the format, "run" for a run, and the absolute path."""
+    """Returns `run.init_from` as recorded in checkpoints: "run:" or "FORMAT:", followed by the absolute path."""
     if published_format(source) is None:
         return f"run:{Path(source).absolute()}"
     scheme, _, directory = source.partition(":")
@@ -221,7 +235,17 @@ def _saved_run(program: Program, name: str) -> Path:
 def _restored(
     run: Path, config: RunConfig, shapes: Mapping[_Path, Any], places: Mapping[_Path, Any], step: int | None = None
 ) -> tuple[Tree, int]:
-    """The variables of a run's model: averages where its optimizer keeps them, frozen ones from their source."""
+    """Restores the variables of a run's model from a checkpoint, or from the newest intact one if `step` is None.
+
+    Trained variables are averages if the optimizer maintains them, and frozen variables come from their source.
+
+    Args:
+      shapes: shapes and dtypes of the variables, by path.
+      places: shardings by path; empty for the default device.
+
+    Returns:
+      The variables, and the step of the checkpoint.
+    """
     abstract = unflatten_mapping({path: _placed(leaf, places.get(path)) for path, leaf in shapes.items()})
     with CheckpointStore(RunDirectory(run).checkpoints) as store:
         latest = store.latest() if step is None else step
@@ -242,7 +266,8 @@ def _restored(
             shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state.opt_state)
             opt_state = store.restore_params(shapes, restored.step, under="opt_state").state
             shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state.params)
-            params = store.restore_params(shapes, restored.step).state  # as they were trained, not cast
+            # Averages are computed from the parameters in their trained dtype, so these are read again without a cast.
+            params = store.restore_params(shapes, restored.step).state
             with jax.numpy_dtype_promotion("standard"):
                 averaged = as_optimizer(config.optimizer).evaluation_params(params, opt_state)
             variables |= flatten_mapping(averaged)
@@ -253,14 +278,14 @@ def _restored(
 
 
 def on_one_device(config: RunConfig) -> Program:
-    """The program of a run, for its initial values and the shapes of its optimizer's state."""
+    """Returns a run's program on one device, for its initial values and the shapes of its optimizer's state."""
     sizes: dict[str, Any] = dict.fromkeys(config.mesh.sizes, 1)
     mesh = replace(config.mesh, **sizes)
     return build_program(replace(config, mesh=mesh), jax.local_devices()[:1], with_saved=False)
 
 
 def _placed(leaf: Any, sharding: Any) -> Any:
-    """The abstract array with its place; each part of a quantized one goes where the entries go that it is of."""
+    """Adds a sharding to an abstract array; each part of a quantized array is sharded like the entries it describes."""
     if sharding is None:
         return leaf
     if isinstance(sharding, NamedSharding):
@@ -273,9 +298,16 @@ def _abstract(array: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
 
 
 def _check_recipe(path: Path, config: RunConfig) -> None:
-    """Raises where a checkpoint's config, if it is there to be read, has another recipe than the run's.
+    """Checks that a checkpoint was quantized with the recipe of the run's config.
 
-    A config without a recipe asks for a float model, which a run that trains by a recipe has, too.
+    It compares only sections that both configs have. A config without a recipe requests the float model, which a run
+    trained with a recipe also has.
+
+    Args:
+      path: `config.yaml` of the checkpoint; nothing is compared if it is missing.
+
+    Raises:
+      ConfigError: the recipes differ; names each setting.
     """
     saved = parse_yaml(path.read_text(encoding="utf-8"), str(path)) if path.is_file() else {}
     lines = [

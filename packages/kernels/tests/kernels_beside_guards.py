@@ -129,7 +129,7 @@ def norms(dtype: str) -> None:
         assert all(np.isfinite(np.asarray(part, np.float32)).all() for part in jax.tree.leaves(found))
         arrays = {"x": x, "scale": scale, "offset": offset, "residual": residual}
         backward: Any = norm.JIT_X86.backward
-        gradients = backward(arrays, options, found, {}, found, wants=frozenset({"x"}))
+        gradients = backward(arrays, options, found, {}, found, requested=frozenset({"x"}))
         assert all(np.isfinite(np.asarray(part, np.float32)).all() for part in jax.tree.leaves(gradients))
 
 
@@ -177,7 +177,7 @@ def any_pages(dtype: str) -> None:
                 query=normal(dtype, tokens, heads, head_dim),
                 key_pages=normal(dtype, *shape),
                 value_pages=normal(dtype, *shape),
-                wants=frozenset(),
+                requested=frozenset(),
                 block_tables=any_integers(draw, 3, 4),
                 kv_lengths=any_integers(draw, 3),
                 query_starts=any_integers(draw, 4),

@@ -153,7 +153,7 @@ def test_parameters_that_are_not_the_ops_are_named(function, configs, message):
         ({"configs": (Nested((1, 2)),)}, r"comes back from a tuned table as Nested\(sizes=\[1, 2\]\)"),
         ({"configs": (Split(jnp.float32),)}, "cannot be kept in a tuned table"),
         ({"supports": lambda call: True}, r"supports is .*; expected a function of \(call, chip, config\): too many"),
-        ({"backward": lambda a, o, y, r, c, wants: {}, "configs": (Split(1),)}, "unexpected keyword.*config"),
+        ({"backward": lambda a, o, y, r, c, requested: {}, "configs": (Split(1),)}, "unexpected keyword.*config"),
     ],
 )
 def test_a_setting_that_does_not_fit_is_refused(settings, message):

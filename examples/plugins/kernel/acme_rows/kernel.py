@@ -24,7 +24,7 @@ def supports(call, chip, config):
     return known or f"{call.forward} does not return the residual inverse_rms"
 
 
-def backward(arrays, options, outputs, residuals, cotangents, *, wants, config):
+def backward(arrays, options, outputs, residuals, cotangents, *, requested, config):
     x, scale = arrays["x"], arrays["scale"]
 
     def kernel(x, cotangent, inverse, factor, dx, dfactor):
@@ -54,7 +54,7 @@ def backward(arrays, options, outputs, residuals, cotangents, *, wants, config):
     platforms=("cpu", "tpu"),
     priority=-1,
 )
-def acme_rows(x, scale, *, offset, kind, epsilon, scale_offset, residual, axis, wants, config):
+def acme_rows(x, scale, *, offset, kind, epsilon, scale_offset, residual, axis, requested, config):
     def kernel(x, factor, y, inverse):
         wide = x[...].astype(jnp.float32)
         inverse[...] = jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + epsilon)

@@ -15,7 +15,7 @@ def _supports(call, chip, config):
     return "takes plain weights, not quantized ones" if any(map(is_quantized, call.arrays.values())) else True
 
 
-def _one_product(x, w_gate, w_up, *, wants, **others):
+def _one_product(x, w_gate, w_up, *, requested, **others):
     weights = jnp.concatenate([w_gate, w_up], axis=-1)
     gate, up = jnp.split(jnp.matmul(x, weights, preferred_element_type=jnp.float32), 2, axis=-1)
     return (jax.nn.silu(gate) * up).astype(x.dtype), {}

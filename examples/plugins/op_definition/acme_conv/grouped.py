@@ -9,7 +9,7 @@ from stack_core.abi.ops import OpImplementation
 from stack_core.ops.building import differentiated
 
 
-def _grouped(x, weight, *, wants):
+def _grouped(x, weight, *, requested):
     (*batch, seq, channels), width = x.shape, len(weight)
     found = lax.conv_general_dilated(
         x.reshape(math.prod(batch), seq, channels).astype(jnp.float32),

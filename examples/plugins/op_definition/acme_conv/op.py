@@ -23,7 +23,7 @@ def short_conv(x, weight, *, implementation=None, axes=None):
     return dispatch(OP, {"x": x, "weight": weight}, {}, implementation, axes)
 
 
-def _reference(x, weight, *, wants):
+def _reference(x, weight, *, requested):
     seq, width = x.shape[-2], len(weight)
     padded = jnp.pad(x.astype(jnp.float32), [(0, 0)] * (x.ndim - 2) + [(width, 0), (0, 0)])
     taps = [padded[..., width - k : width - k + seq, :] * weight[k].astype(jnp.float32) for k in range(width)]

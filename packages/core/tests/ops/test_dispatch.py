@@ -25,14 +25,14 @@ OPTIONS = {"preferred_dtype": jnp.dtype("float32")}
 
 
 def _returning(value: float, name: str = "other", **fields: Any) -> OpImplementation:
-    def forward(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any, wants: Any) -> Any:
+    def forward(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any, requested: Any) -> Any:
         return jnp.full((*x.shape[:-1], weight.shape[1]), value, preferred_dtype) + 0 * jnp.sum(x), {}
 
     return OpImplementation(op="linear", name=name, forward=forward, **fields)
 
 
 def _zeros(
-    arrays: Any, options: Any, outputs: Any, residuals: Any, cotangents: Any, *, wants: Any, **config: Any
+    arrays: Any, options: Any, outputs: Any, residuals: Any, cotangents: Any, *, requested: Any, **config: Any
 ) -> Mapping[str, Any]:
     return {}
 
@@ -168,9 +168,9 @@ def test_a_backward_of_its_own_gives_the_gradient() -> None:
 
 def test_a_backward_is_chosen_apart_from_the_forward_and_sees_its_output(register: Any) -> None:
     def backward(
-        arrays: Any, options: Any, outputs: Any, residuals: Any, cotangents: Any, *, wants: Any
+        arrays: Any, options: Any, outputs: Any, residuals: Any, cotangents: Any, *, requested: Any
     ) -> Mapping[str, Any]:
-        assert options["preferred_dtype"] == jnp.float32 and wants == {"x", "weight"}
+        assert options["preferred_dtype"] == jnp.float32 and requested == {"x", "weight"}
         return {"x": jnp.full_like(arrays["x"], outputs[0, 0] + cotangents[0, 0])}
 
     register(_returning(0.0, "backward", backward=backward, priority=4, supports=_only("backward")))
@@ -229,15 +229,15 @@ def test_an_implementation_that_cannot_be_loaded_is_reported_and_passed_over(mon
 def _configured(name: str, **fields: Any) -> OpImplementation:
     """Its value is its config, by default 64."""
 
-    def forward(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any, config: int, wants: Any) -> Any:
-        kept = {OWN: x} if OWN in wants else {}
+    def forward(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any, config: int, requested: Any) -> Any:
+        kept = {OWN: x} if OWN in requested else {}
         return jnp.full((*x.shape[:-1], weight.shape[1]), float(config), preferred_dtype) + 0 * jnp.sum(x), kept
 
     return OpImplementation(op="linear", name=name, forward=forward, default=lambda call, chip: 64, **fields)
 
 
 def _config_backward(
-    arrays: Any, options: Any, outputs: Any, residuals: Any, cotangents: Any, *, config: int, wants: Any
+    arrays: Any, options: Any, outputs: Any, residuals: Any, cotangents: Any, *, config: int, requested: Any
 ) -> Mapping[str, Any]:
     return {"x": jnp.full_like(arrays["x"], config)}
 
@@ -471,7 +471,7 @@ def test_what_supports_a_call_is_found_by_direction(register: Any) -> None:
 
 
 def test_an_implementation_whose_functions_take_other_parameters_is_passed_over(register: Any) -> None:
-    def forward(x: Any, weights: Any, *, bias: Any, preferred_dtype: Any, wants: Any) -> Any:
+    def forward(x: Any, weights: Any, *, bias: Any, preferred_dtype: Any, requested: Any) -> Any:
         raise AssertionError("it cannot be called")
 
     register(OpImplementation(op="linear", name="odd", forward=forward))

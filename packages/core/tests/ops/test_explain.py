@@ -27,19 +27,19 @@ def linear(x: Any, weight: Any = X) -> Any:
 
 
 def _fast(**fields: Any) -> OpImplementation:
-    def forward(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any, config: int, wants: Any) -> Any:
+    def forward(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any, config: int, requested: Any) -> Any:
         return (x @ weight).astype(preferred_dtype), {}
 
     return OpImplementation(op="linear", name="fast", forward=forward, default=lambda call, chip: 64, **fields)
 
 
 def _fast_backward(
-    arrays: Any, options: Any, outputs: Any, residuals: Any, cotangents: Any, *, config: int, wants: Any
+    arrays: Any, options: Any, outputs: Any, residuals: Any, cotangents: Any, *, config: int, requested: Any
 ) -> Mapping[str, Any]:
     return {"x": cotangents @ arrays["weight"].T, "weight": arrays["x"].T @ cotangents}
 
 
-def _never(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any, wants: Any) -> Any:
+def _never(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any, requested: Any) -> Any:
     raise AssertionError("it refuses every call")
 
 

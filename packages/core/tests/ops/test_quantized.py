@@ -168,7 +168,7 @@ def test_a_pytree_that_holds_one_is_trained_by_its_other_leaves() -> None:
 
 
 def _product_dtypes(x: Any, weight: Any) -> set[str]:
-    rest = {"bias": None, "preferred_dtype": jnp.float32, "wants": frozenset()}
+    rest = {"bias": None, "preferred_dtype": jnp.float32, "requested": frozenset()}
     jaxpr = jax.make_jaxpr(lambda x, weight: LINEAR.forward(x=x, weight=weight, **rest))(x, weight)
     return {str(atom.aval.dtype) for eqn in _products(jaxpr) for atom in eqn.invars}
 

@@ -88,7 +88,7 @@ def test_a_call_with_symbolic_sizes_computes_what_one_with_numbers_does(name):
 
 
 def test_an_implementation_that_is_named_is_refused_for_symbolic_sizes():
-    own = OpImplementation("linear", "own", lambda x, weight, *, bias, preferred_dtype, wants: (x @ weight, {}))
+    own = OpImplementation("linear", "own", lambda x, weight, *, bias, preferred_dtype, requested: (x @ weight, {}))
     arrays = jax.ShapeDtypeStruct(export.symbolic_shape("b, 4"), jnp.float32), jnp.ones((4, 2))
     with pytest.raises(UnsupportedOp, match="sizes are symbolic, which only the reference supports"):
         export.export(jax.jit(lambda *given: ops.linear(*given, implementation=own)))(*arrays)

@@ -28,11 +28,11 @@ def traces(register: Any) -> Counter[str]:
     """Counts how often each function of an implementation, and the reference, is traced."""
     counts: Counter[str] = Counter()
 
-    def forward(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any, wants: Any) -> Any:
+    def forward(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any, requested: Any) -> Any:
         counts["forward"] += 1
         return x @ weight, {}
 
-    def backward(arrays: Any, options: Any, outputs: Any, residuals: Any, cotangents: Any, *, wants: Any) -> Any:
+    def backward(arrays: Any, options: Any, outputs: Any, residuals: Any, cotangents: Any, *, requested: Any) -> Any:
         counts["backward"] += 1
         return {"x": cotangents @ arrays["weight"].T, "weight": arrays["x"].T @ cotangents}
 
@@ -158,6 +158,6 @@ def test_what_is_not_linear_is_not_transposed() -> None:
 
 
 def test_a_false_declaration_is_found_when_the_tangent_is_needed() -> None:
-    op = Op("linear", lambda x, wants, **_: (x * x, {}), LINEAR.axes, linear_in=("x",))
+    op = Op("linear", lambda x, requested, **_: (x * x, {}), LINEAR.axes, linear_in=("x",))
     with pytest.raises(PluginError, match="linear: `linear_in` names 'x', but the reference is not linear in it"):
         jax.jvp(lambda x: dispatch(op, {"x": x, "weight": WEIGHTS[0], "bias": None}, OPTIONS, "reference"), (X,), (X,))

@@ -130,7 +130,7 @@ def test_a_call_is_what_its_contexts_made_it(register: Any) -> None:
         seen.append(chip.kind)
         return True
 
-    def function(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any, wants: Any) -> Any:
+    def function(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any, requested: Any) -> Any:
         return (x @ weight).astype(preferred_dtype), {}
 
     register(OpImplementation(op="linear", name="mine", forward=function, supports=supports))

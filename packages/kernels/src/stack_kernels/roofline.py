@@ -93,7 +93,7 @@ def work_of(call: OpCall, values: Mapping[str, Any] | None = None) -> Work:
 
 
 def _reference(call: OpCall, arrays: Mapping[str, Any]) -> Any:
-    return op_named(call.op).implementation().forward(**arrays, **call.options, wants=frozenset())[0]
+    return op_named(call.op).implementation().forward(**arrays, **call.options, requested=frozenset())[0]
 
 
 def _bytes(array: Any) -> int:

@@ -42,14 +42,15 @@ def implementation(  # noqa: PLR0913  each is a field of OpImplementation
     Args:
       op: name of a function of `stack_core.ops`. The decorated function takes the op's parameters by name, except
         `implementation` and `axes`, with every default filled in, and `config` if there are `configs`. It returns the
-        result; with `residuals` it also takes `wants` and returns the result and a mapping of the requested residuals.
+        result; with `residuals` it also takes `requested`, the names of the residuals to return, and returns the
+        result and a mapping of these residuals.
       name: name of the implementation in calls and in tables.
       configs: tunable settings, best default first: instances of one frozen dataclass with JSON-serializable fields, or
         a function of (call, chip) that returns them.
       supports: function of the call, the target chip and a config that returns True or the reason why not.
-      backward: function `(arrays, options, outputs, residuals, cotangents, *, wants) -> gradients by parameter name`,
-        which also takes `config` if there are `configs`. None leaves the gradient to other implementations, ultimately
-        to the op's reference.
+      backward: function `(arrays, options, outputs, residuals, cotangents, *, requested) -> gradients by parameter
+        name`, which also takes `config` if there are `configs`. None leaves the gradient to other implementations,
+        ultimately to the op's reference.
       residuals: names of the values that the function saves for a backward pass, as in `OpImplementation`.
       platforms: platforms it runs on, among "cpu", "gpu" and "tpu"; None for all.
       is_opaque: True if XLA cannot split it over devices, as is the case for a Pallas kernel.
@@ -77,7 +78,7 @@ def implementation(  # noqa: PLR0913  each is a field of OpImplementation
     check_takes(f"{what}: supports", supports, ("call", "chip", "config"))
     if backward is not None:
         takes = ("arrays", "options", "outputs", "residuals", "cotangents")
-        check_takes(f"{what}: backward", backward, takes, ("wants", *extra))
+        check_takes(f"{what}: backward", backward, takes, ("requested", *extra))
 
     def space(call: OpCall, chip: Any) -> tuple[Any, ...]:
         found = tuple(configs(call, chip)) if callable(configs) else tuple(configs)
@@ -86,7 +87,7 @@ def implementation(  # noqa: PLR0913  each is a field of OpImplementation
         return found
 
     def implement(function: Callable[..., Any]) -> OpImplementation:
-        check_parameters(what, function, (*parameters, *(("wants",) if residuals else ()), *extra))
+        check_parameters(what, function, (*parameters, *(("requested",) if residuals else ()), *extra))
         return OpImplementation(
             op,
             name,

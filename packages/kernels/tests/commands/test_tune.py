@@ -107,7 +107,7 @@ from stack_core.abi.ops import OpImplementation
 
 traced = []
 
-def forward(x, weight, *, bias, preferred_dtype, wants):
+def forward(x, weight, *, bias, preferred_dtype, requested):
     traced.append(1)
     if len(traced) == 2:  # not when the function is traced, but when its implementation is tried
         raise KeyboardInterrupt
@@ -134,7 +134,7 @@ import jax.numpy as jnp
 from stack_core.abi.hookspecs import hookimpl
 from stack_core.abi.ops import OpImplementation
 
-def forward(x, weight, *, bias, preferred_dtype, wants):
+def forward(x, weight, *, bias, preferred_dtype, requested):
     if os.environ.get("{variable}") and os.path.exists(os.environ["{variable}"]):  # tried, not traced
         {end}
     return x @ weight, {{}}

@@ -34,11 +34,11 @@ def test_rows_behind_the_last_one_change_nothing() -> None:
         "residual": jnp.ones((21, 128)),
     }
     options = {"kind": "rms", "epsilon": 1e-6, "scale_offset": 0.0, "axis": -1}
-    wants, config = frozenset({"inverse_rms"}), NormTile(16)
-    outputs, kept = jax.jit(lambda: poisoned.forward(**arrays, **options, wants=wants, config=config))()
+    requested, config = frozenset({"inverse_rms"}), NormTile(16)
+    outputs, kept = jax.jit(lambda: poisoned.forward(**arrays, **options, requested=requested, config=config))()
     cotangents = tuple(jnp.cos(jnp.arange(output.size)).reshape(output.shape) for output in outputs)
     assert poisoned.backward is not None
-    found = poisoned.backward(arrays, options, outputs, kept, cotangents, wants=frozenset(), config=config)
+    found = poisoned.backward(arrays, options, outputs, kept, cotangents, requested=frozenset(), config=config)
 
     def reference(x: jax.Array, scale: jax.Array, residual: jax.Array) -> object:
         return ops.norm(x, scale, residual=residual, implementation="reference")

@@ -83,7 +83,7 @@ def test_what_the_kernel_leaves_is_put_right(options: dict[str, Any]) -> None:
     assert RAGGED.default is not None
     config = RAGGED.default(call, V6E)
     assert RAGGED.supports(call, V6E, config) is True
-    found, _ = RAGGED.forward(**{"sinks": None, **given, **call.options}, config=config, wants=frozenset())
+    found, _ = RAGGED.forward(**{"sinks": None, **given, **call.options}, config=config, requested=frozenset())
     np.testing.assert_allclose(found, function(), atol=2e-5)
 
 

@@ -250,7 +250,7 @@ def test_passes_of_one_function_have_one_config() -> None:
 
 
 def test_dispatch_follows_the_pair(register: Callable[..., None]) -> None:
-    forward, backward = differentiated(lambda x, weight, *, bias, preferred_dtype, wants: (x @ weight, {}))
+    forward, backward = differentiated(lambda x, weight, *, bias, preferred_dtype, requested: (x @ weight, {}))
     own = {"residuals": (OWN,), "priority": 2}
     register(*(OpImplementation("linear", name, forward, backward, **own) for name in ("a", "b")))
     structs = {"x": jax.ShapeDtypeStruct((24, 16), "float32"), "weight": jax.ShapeDtypeStruct((16, 16), "float32")}

@@ -93,7 +93,7 @@ def test_what_is_fast_and_wrong_is_rejected(register: Callable[..., None]) -> No
 
 def test_a_wrong_gradient_is_rejected_and_its_forward_pass_is_not(register: Callable[..., None]) -> None:
     def backward(
-        arrays: Any, options: Any, outputs: Any, residuals: Any, cotangents: Any, *, wants: Any
+        arrays: Any, options: Any, outputs: Any, residuals: Any, cotangents: Any, *, requested: Any
     ) -> Mapping[str, Any]:
         return {"x": cotangents @ arrays["weight"].T, "weight": 2 * (arrays["x"].T @ cotangents)}
 
@@ -136,7 +136,7 @@ def test_forward_and_backward_are_chosen_apart(register: Callable[..., None]) ->
         return function(x, weight)
 
     def alone(
-        arrays: Any, options: Any, outputs: Any, residuals: Any, cotangents: Any, *, wants: Any
+        arrays: Any, options: Any, outputs: Any, residuals: Any, cotangents: Any, *, requested: Any
     ) -> Mapping[str, Any]:
         return {"x": cotangents @ arrays["weight"].T, "weight": arrays["x"].T @ cotangents}
 

@@ -130,11 +130,11 @@ class OpImplementation:
     Attributes:
       op: name of the op, "attention".
       name: name of the implementation, "reference".
-      forward: takes the op's arguments by name except `implementation` and `axes`; `wants`, the names of the residuals
-        that the backward pass reads; and `config` if there is a `default`. Returns the result and a mapping of those
-        residuals.
-      backward: `(arrays, options, outputs, residuals, cotangents, *, wants)`, and `config` if there is a `default`.
-        Returns gradients by parameter name, at least for the parameters in `wants`. It may follow any forward pass
+      forward: takes the op's arguments by name except `implementation` and `axes`; `requested`, the names of the
+        residuals that the backward pass reads; and `config` if there is a `default`. Returns the result and a mapping
+        of those residuals.
+      backward: `(arrays, options, outputs, residuals, cotangents, *, requested)`, and `config` if there is a `default`.
+        Returns gradients by parameter name, at least for the parameters in `requested`. It may follow any forward pass
         whose residuals its `supports` accepts. None leaves the backward pass to another implementation, in the end to
         the op's reference.
       platforms: supported platforms, among "cpu", "gpu" and "tpu"; None means all.

@@ -83,9 +83,9 @@ def value_and_gradients_alone(
     keywords: dict[str, Any] = {}
     if implementation.default is not None:
         keywords["config"] = implementation.default(call, target_chip())
-    wants = frozenset(implementation.residuals)
+    requested = frozenset(implementation.residuals)
     outputs, residuals = jax.jit(
-        lambda operands: implementation.forward(**operands, **request.options, wants=wants, **keywords)
+        lambda operands: implementation.forward(**operands, **request.options, requested=requested, **keywords)
     )(operands)
     behind = dataclasses.replace(
         call, direction="backward", forward=implementation.name, residuals=implementation.residuals
@@ -93,7 +93,7 @@ def value_and_gradients_alone(
     if implementation.backward is None or answer(implementation, behind) is not True:
         return outputs, None
     backward, moving = implementation.backward, frozenset(name for name, x in operands.items() if x is not None)
-    gradients = jax.jit(lambda *given: backward(given[0], request.options, *given[1:], wants=moving, **keywords))(
+    gradients = jax.jit(lambda *given: backward(given[0], request.options, *given[1:], requested=moving, **keywords))(
         operands, outputs, residuals, cotangent(outputs)
     )
     return outputs, gradients

@@ -69,7 +69,7 @@ def _attention(
     causal: bool,
     window: tuple[int | None, int | None] | None,
     scale: float,
-    wants: frozenset[str],
+    requested: frozenset[str],
     **others: Any,
 ) -> tuple[Any, dict[str, Any]]:
     left = None if window is None else window[0]

@@ -200,7 +200,7 @@ class _Problem:
 
 
 def _forward(
-    *, interpret: Any, wants: frozenset[str], config: SplashTiles, return_lse: bool, **call: Any
+    *, interpret: Any, requested: frozenset[str], config: SplashTiles, return_lse: bool, **call: Any
 ) -> tuple[Any, Mapping[str, Any]]:
     problem = _Problem.of(call, config, interpret)
     operands, sinks, q_seq = problem.operands(call), _wide(call["sinks"]), call["query"].shape[1]
@@ -226,7 +226,7 @@ def _backward(
     cotangents: Any,
     *,
     interpret: Any,
-    wants: frozenset[str],
+    requested: frozenset[str],
     config: SplashTiles,
 ) -> Mapping[str, Any]:
     # JAX's own gradient of the kernel would run its forward pass again.
@@ -256,7 +256,7 @@ def _backward(
         "key": _untiled(of_key, arrays["key"]),
         "value": _untiled(of_value, arrays["value"]),
     }
-    if "sinks" in wants:
+    if "sinks" in requested:
         found["sinks"] = sinks_gradient(sinks, lse, outputs, cotangents)
     return found
 

@@ -150,7 +150,7 @@ def _shared_bytes(call: OpCall, tiles: HeadTiles, generation: str) -> int:
 
 
 def _forward(
-    *, wants: frozenset[str], config: HeadTiles, return_lse: bool, **call: Any
+    *, requested: frozenset[str], config: HeadTiles, return_lse: bool, **call: Any
 ) -> tuple[Any, Mapping[str, Any]]:
     library = importlib.import_module(_PLACE)
     seen = _seen(call)
@@ -183,7 +183,7 @@ def _backward(
     residuals: Mapping[str, Any],
     cotangents: Any,
     *,
-    wants: frozenset[str],
+    requested: frozenset[str],
     config: HeadTiles,
 ) -> Mapping[str, Any]:
     library = importlib.import_module(_PLACE)
@@ -213,9 +213,9 @@ def _backward(
     names = ("query", "key", "value", "bias")
     given = from_tokamax.on_arrays(gradients, output, cotangent, kept, *operands, _limits(call))
     found = dict(zip(names, given, strict=False))
-    if "sinks" in wants:
+    if "sinks" in requested:
         found["sinks"] = sinks_gradient(arrays["sinks"], lse, outputs, cotangents)
-    return {name: array for name, array in found.items() if name in wants}
+    return {name: array for name, array in found.items() if name in requested}
 
 
 def _of_forward(library: Any, config: HeadTiles, *features: int) -> Any:

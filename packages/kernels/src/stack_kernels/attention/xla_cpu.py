@@ -46,7 +46,7 @@ def _call(
     return_lse: bool,
     query_offset: Any,
     config: TileConfig,
-    wants: frozenset[str],
+    requested: frozenset[str],
     **call: Any,
 ) -> Any:
     offset = query_offset if isinstance(query_offset, int) else None

@@ -22,7 +22,7 @@ def ragged_all_to_all(*, interpret: bool = False) -> OpImplementation:
     collective = _interpreted if interpret else lax.ragged_all_to_all
 
     def forward(
-        *, x: Any, group_sizes: Any, axis_name: Any, out_rows: int, kind: str, wants: Any
+        *, x: Any, group_sizes: Any, axis_name: Any, out_rows: int, kind: str, requested: Any
     ) -> tuple[Any, Mapping[str, Any]]:
         return _exchanged(x, group_sizes, axis_name, out_rows, kind, collective), {}
 
@@ -33,7 +33,7 @@ def ragged_all_to_all(*, interpret: bool = False) -> OpImplementation:
         residuals: Mapping[str, Any],
         cotangents: Any,
         *,
-        wants: frozenset[str],
+        requested: frozenset[str],
     ) -> Mapping[str, Any]:
         opposite = {"send": "return", "return": "send"}[options["kind"]]
         x, sizes = arrays["x"], arrays["group_sizes"]

@@ -45,12 +45,12 @@ class GatedProducts:
 
 
 def gated_linear_unit(
-    how: GatedProducts, x: Any, w_gate: Any, w_up: Any, *, activation: str, wants: frozenset[str], **others: Any
+    how: GatedProducts, x: Any, w_gate: Any, w_up: Any, *, activation: str, requested: frozenset[str], **others: Any
 ) -> tuple[Any, Mapping[str, Any]]:
     """Computes y = f(x G) * (x U), and the two products if requested, for a call that `is_plain`."""
     del others
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    gated, *products = how.gated(activation, rows, w_gate, w_up, bool(wants))
+    gated, *products = how.gated(activation, rows, w_gate, w_up, bool(requested))
     shape = (*x.shape[:-1], w_up.shape[-1])
     kept = {name: product.reshape(shape) for name, product in zip(("gate", "up"), products, strict=False)}
     return gated.reshape(shape), kept
@@ -64,7 +64,7 @@ def gated_gradients(
     residuals: Mapping[str, Any],
     cotangents: Any,
     *,
-    wants: frozenset[str],
+    requested: frozenset[str],
 ) -> Mapping[str, Any]:
     """Computes the gradients from x and the two products, in their dtype; recomputes f(x G)."""
     # Without the barrier, if both passes are in one computation, XLA would share f(x G) with the forward pass and hold
@@ -76,14 +76,14 @@ def gated_gradients(
     rows, gate, up, cotangent = (array.reshape(leading, array.shape[-1]) for array in (x, *of_rows))
     of_gate, of_up = how.gradients(options["activation"], gate, up, cotangent)
     gradients: dict[str, Any] = {}
-    if "x" in wants:
+    if "x" in requested:
         accurate = accurate_dtype(x.dtype)
         of_x = row_gradient(products, rows, operands["w_gate"], of_gate, accurate)
         of_x = of_x + row_gradient(products, rows, operands["w_up"], of_up, accurate)
         gradients["x"] = of_x.astype(x.dtype).reshape(x.shape)
     columns = transposed(rows)
     for name, of_product in (("w_gate", of_gate), ("w_up", of_up)):
-        if name in wants:
+        if name in requested:
             gradients[name] = weight_gradient(products, columns, operands[name], of_product, x.dtype)
     return gradients
 

@@ -14,7 +14,15 @@ __all__ = ["XLA_CPU_QUANTIZED"]
 
 
 def _call(
-    x: Any, w_gate: Any, w_up: Any, *, bias_gate: Any, bias_up: Any, config: QuantizedConfig, wants: Any, **options: Any
+    x: Any,
+    w_gate: Any,
+    w_up: Any,
+    *,
+    bias_gate: Any,
+    bias_up: Any,
+    config: QuantizedConfig,
+    requested: Any,
+    **options: Any,
 ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
     rows = x.reshape(-1, x.shape[-1])
 

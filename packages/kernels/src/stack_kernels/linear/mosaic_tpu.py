@@ -70,7 +70,7 @@ def mosaic_tpu(*, interpret: Any = False) -> OpImplementation:
     Args:
       interpret: True, or `pltpu.InterpretParams`, interprets the kernel on any device.
     """
-    forward, backward = differentiated(lambda wants, **call: (_linear(**call, interpret=interpret), {}))
+    forward, backward = differentiated(lambda requested, **call: (_linear(**call, interpret=interpret), {}))
     return OpImplementation(
         "linear",
         "mosaic_tpu",

@@ -16,7 +16,7 @@ __all__ = ["XLA_CPU", "linear", "linear_gradients"]
 
 
 def linear(
-    products: Products, x: Any, weight: Any, *, bias: Any, preferred_dtype: Any, wants: frozenset[str]
+    products: Products, x: Any, weight: Any, *, bias: Any, preferred_dtype: Any, requested: frozenset[str]
 ) -> tuple[Any, Mapping[str, Any]]:
     """Computes the op by the given products."""
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
@@ -36,7 +36,7 @@ def linear_gradients(
     residuals: Mapping[str, Any],
     cotangents: Any,
     *,
-    wants: frozenset[str],
+    requested: frozenset[str],
 ) -> Mapping[str, Any]:
     """Computes the gradients of the op by the given products.
 
@@ -44,11 +44,11 @@ def linear_gradients(
     """
     x, weight = arrays["x"], arrays["weight"]
     rows, cotangent = (array.reshape(math.prod(x.shape[:-1]), array.shape[-1]) for array in (x, cotangents))
-    gradients = {"bias": jnp.sum(cotangent.astype(accurate_dtype(x.dtype)), axis=0)} if "bias" in wants else {}
+    gradients = {"bias": jnp.sum(cotangent.astype(accurate_dtype(x.dtype)), axis=0)} if "bias" in requested else {}
     cotangent = cotangent.astype(x.dtype)
-    if "x" in wants:
+    if "x" in requested:
         gradients["x"] = row_gradient(products, rows, weight, cotangent, x.dtype).reshape(x.shape)
-    if "weight" in wants:
+    if "weight" in requested:
         gradients["weight"] = weight_gradient(products, transposed(rows), weight, cotangent, x.dtype)
     return gradients
 

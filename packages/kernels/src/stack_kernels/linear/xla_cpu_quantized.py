@@ -195,7 +195,7 @@ def _linear(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any, config: Qua
     return (result + bias.astype(jnp.float32)).astype(preferred_dtype)
 
 
-_forward_pass, _backward_pass = differentiated(lambda wants, **call: (_linear(**call), {}))
+_forward_pass, _backward_pass = differentiated(lambda requested, **call: (_linear(**call), {}))
 
 XLA_CPU_QUANTIZED = OpImplementation(
     op="linear",

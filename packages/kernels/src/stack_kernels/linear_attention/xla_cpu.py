@@ -36,7 +36,7 @@ class Chunks:
 
 
 def _cpu(
-    query: Any, key: Any, value: Any, *, decay: Any, beta: Any, initial_state: Any, config: Chunks, wants: Any
+    query: Any, key: Any, value: Any, *, decay: Any, beta: Any, initial_state: Any, config: Chunks, requested: Any
 ) -> tuple[Any, dict[str, Any]]:
     batch, _, heads, key_dim = query.shape
     accurate = accurate_dtype(value.dtype)

@@ -112,14 +112,14 @@ def _forward(
     labels: Any,
     ignore_index: int,
     reduction: str,
-    wants: frozenset[str],
+    requested: frozenset[str],
     config: LogitTile,
     **others: Any,
 ) -> tuple[Any, Mapping[str, Any]]:
     rows = _Rows.of(hidden, labels, weight.shape[1], ignore_index, config.rows)
     losses, lse = _losses(rows, weight, config)
     losses = jnp.where(rows.counts, jnp.where(rows.is_label, losses, jnp.nan), 0)
-    kept = {OWN: lse} if OWN in wants else {}
+    kept = {OWN: lse} if OWN in requested else {}
     if reduction == "none":
         return losses[: labels.size].reshape(labels.shape), kept
     total = jnp.sum(losses)
@@ -133,7 +133,7 @@ def _backward(
     residuals: Mapping[str, Any],
     cotangents: Any,
     *,
-    wants: frozenset[str],
+    requested: frozenset[str],
     config: LogitTile,
 ) -> Mapping[str, Any]:
     """Recomputes the log-partitions if its own forward pass did not run or could not save them."""

@@ -28,7 +28,7 @@ def linear_cross_entropy(
     ignore_index: int,
     reduction: str,
     config: Chunks,
-    wants: frozenset[str],
+    requested: frozenset[str],
     **options: Any,
 ) -> tuple[Any, dict[str, Any]]:
     """Computes the op, without bias and softcap, by the given products."""

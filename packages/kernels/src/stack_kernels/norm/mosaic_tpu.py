@@ -91,7 +91,7 @@ def _forward(
     residual: Any,
     epsilon: float,
     scale_offset: float,
-    wants: frozenset[str],
+    requested: frozenset[str],
     config: NormTile,
     interpret: Any,
     **_: Any,
@@ -110,7 +110,7 @@ def _forward(
     out_shapes = [((rows, size), x.dtype), ((rows, 1), jnp.float32)]
     out_shapes += [] if residual is None else [((rows, size), x.dtype)]
     y, inverse, *total = _on_tiles(kernel, config, _factor(scale, scale_offset, size), operands, out_shapes, interpret)
-    kept = {"inverse_rms": inverse.reshape(*x.shape[:-1], 1)} if "inverse_rms" in wants else {}
+    kept = {"inverse_rms": inverse.reshape(*x.shape[:-1], 1)} if "inverse_rms" in requested else {}
     return (y.reshape(x.shape) if residual is None else (y.reshape(x.shape), total[0].reshape(x.shape))), kept
 
 
@@ -121,7 +121,7 @@ def _backward(
     residuals: Mapping[str, Any],
     cotangents: Any,
     *,
-    wants: frozenset[str],
+    requested: frozenset[str],
     config: NormTile,
     interpret: Any,
 ) -> Mapping[str, Any]:

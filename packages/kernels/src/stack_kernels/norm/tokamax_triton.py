@@ -84,7 +84,7 @@ def _power(size: int) -> int:
 
 
 def _forward(
-    *, x: Any, scale: Any, offset: Any, residual: Any, wants: frozenset[str], config: NormBlock, **options: Any
+    *, x: Any, scale: Any, offset: Any, residual: Any, requested: frozenset[str], config: NormBlock, **options: Any
 ) -> tuple[Any, Mapping[str, Any]]:
     library = importlib.import_module(_PLACE)
     total = x if residual is None else x + residual
@@ -97,7 +97,7 @@ def _forward(
         return y, inverse
 
     y, inverse = from_tokamax.on_arrays(normed, total, scale, offset)
-    kept = {"inverse_rms": inverse} if "inverse_rms" in wants else {}
+    kept = {"inverse_rms": inverse} if "inverse_rms" in requested else {}
     return (y if residual is None else (y, total)), kept
 
 
@@ -108,7 +108,7 @@ def _backward(
     residuals: Mapping[str, Any],
     cotangents: Any,
     *,
-    wants: frozenset[str],
+    requested: frozenset[str],
     config: NormBlock,
 ) -> Mapping[str, Any]:
     library = importlib.import_module(_PLACE)

@@ -94,9 +94,9 @@ def _held_bytes(rows: int, d_in: int, d_out: int, itemsize: int) -> int:
 
 
 def _forward(
-    *, lhs: Any, rhs: Any, group_sizes: Any, bias: None, wants: Any, config: GroupedTiles, interpret: Any
+    *, lhs: Any, rhs: Any, group_sizes: Any, bias: None, requested: Any, config: GroupedTiles, interpret: Any
 ) -> tuple[Any, Mapping[str, Any]]:
-    del bias, wants
+    del bias, requested
     return _multiply(lhs, rhs, cut(group_sizes, len(lhs)), config, transposed=False, interpret=interpret), {}
 
 
@@ -107,16 +107,16 @@ def _backward(
     residuals: Mapping[str, Any],
     cotangents: Any,
     *,
-    wants: frozenset[str],
+    requested: frozenset[str],
     config: GroupedTiles,
     interpret: Any,
 ) -> Mapping[str, Any]:
     lhs, rhs = arrays["lhs"], arrays["rhs"]
     sizes = cut(arrays["group_sizes"], len(lhs))
     found: dict[str, Any] = {}
-    if "lhs" in wants:
+    if "lhs" in requested:
         found["lhs"] = _multiply(cotangents, rhs, sizes, config, transposed=True, interpret=interpret)
-    if "rhs" in wants:
+    if "rhs" in requested:
         found["rhs"] = _outer_products(lhs, cotangents, sizes, config, interpret=interpret)
     return found
 

@@ -128,9 +128,9 @@ class Kernel:
         return iter(()) if is_quantized(call.arrays["rhs"]) else self.tiles(call)
 
     def _forward(
-        self, *, lhs: Any, rhs: Any, group_sizes: Any, bias: None, wants: Any, config: Any
+        self, *, lhs: Any, rhs: Any, group_sizes: Any, bias: None, requested: Any, config: Any
     ) -> tuple[Any, Mapping[str, Any]]:
-        del bias, wants
+        del bias, requested
         sizes = cut(group_sizes, len(lhs))
         return self._by_group(lhs, rhs, sizes, config, transposed=False), {}
 
@@ -142,16 +142,16 @@ class Kernel:
         residuals: Mapping[str, Any],
         cotangents: Any,
         *,
-        wants: frozenset[str],
+        requested: frozenset[str],
         config: Any,
     ) -> Mapping[str, Any]:
         lhs, rhs = arrays["lhs"], arrays["rhs"]
         sizes = cut(arrays["group_sizes"], len(lhs))
         cotangents = zero_after(sizes, cotangents)
         found: dict[str, Any] = {}
-        if "lhs" in wants:
+        if "lhs" in requested:
             found["lhs"] = self._by_group(cotangents, rhs, sizes, config, transposed=True)
-        if "rhs" in wants:
+        if "rhs" in requested:
             found["rhs"] = self._outer(zero_after(sizes, lhs), cotangents, sizes, config)
         return found
 

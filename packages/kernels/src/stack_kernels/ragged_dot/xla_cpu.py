@@ -32,7 +32,7 @@ def _supports(call: OpCall, chip: Chip, config: Any) -> bool | str:
     return unquantized(call, chip) if plain is True else plain
 
 
-def _cpu(lhs: Any, rhs: Any, group_sizes: Any, *, bias: None, wants: Any) -> tuple[Any, dict[str, Any]]:
+def _cpu(lhs: Any, rhs: Any, group_sizes: Any, *, bias: None, requested: Any) -> tuple[Any, dict[str, Any]]:
     del bias
     end = jnp.minimum(jnp.cumsum(group_sizes.astype(jnp.int32)), lhs.shape[0])
     begin = jnp.concatenate([jnp.zeros_like(end[:1]), end[:-1]])

@@ -22,7 +22,9 @@ def _tables(positions: Any, *, theta: float, scaling: Any, rotary_dim: int) -> t
     return factor * cosine, factor * sine
 
 
-def _rope(x: Any, positions: Any, *, interleaved: bool, wants: Any, **frequencies: Any) -> tuple[Any, dict[str, Any]]:
+def _rope(
+    x: Any, positions: Any, *, interleaved: bool, requested: Any, **frequencies: Any
+) -> tuple[Any, dict[str, Any]]:
     return rotated(x, *_tables(positions, **frequencies), interleaved=interleaved), {}
 
 

@@ -132,8 +132,10 @@ class Trial:
         return functools.partial(alone, self._arrays, self._output, self._residuals, self._cotangent)
 
 
-def _forward(candidate: Candidate, options: Mapping[str, Any], wants: frozenset[str], arrays: Mapping[str, Any]) -> Any:
-    return candidate.implementation.forward(**arrays, **options, **candidate.keywords, wants=wants)
+def _forward(
+    candidate: Candidate, options: Mapping[str, Any], requested: frozenset[str], arrays: Mapping[str, Any]
+) -> Any:
+    return candidate.implementation.forward(**arrays, **options, **candidate.keywords, requested=requested)
 
 
 def _value_and_gradients(
@@ -155,8 +157,8 @@ def _gradients(
     """Returns (None, gradients) of the candidate's own backward pass; missing gradients are zero, as in the ABI."""
     backward = candidate.implementation.backward
     assert backward is not None, f"{candidate} has no backward pass of its own"
-    wants = frozenset(names)
-    found = backward(arrays, options, output, residuals, cotangent, wants=wants, **candidate.keywords)
+    requested = frozenset(names)
+    found = backward(arrays, options, output, residuals, cotangent, requested=requested, **candidate.keywords)
     zeros = {name: [jnp.zeros_like(leaf) for leaf in _floating(arrays[name])] for name in names}
     return None, {name: zeros[name] if found.get(name) is None else _floating(found[name]) for name in names}
 

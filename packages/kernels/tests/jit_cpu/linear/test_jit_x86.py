@@ -96,7 +96,7 @@ def test_codes_that_are_kept_as_int4_are_not_converted(processor: Processor, dty
 
     def product(x: jax.Array, kept: jax.Array) -> jax.Array:
         weight = Quantized(jax.lax.bitcast_convert_type(kept, dtype), jnp.ones((1, 64)))
-        return JIT_X86.forward(x=x, weight=weight, bias=None, preferred_dtype="float32", wants=frozenset())[0]
+        return JIT_X86.forward(x=x, weight=weight, bias=None, preferred_dtype="float32", requested=frozenset())[0]
 
     compiled = jax.jit(product).lower(jnp.ones((2, 32)), jnp.ones((32, 64), jnp.int4)).compile()
     assert "custom-call" in compiled.as_text() and "bitcast-convert" not in compiled.as_text()
@@ -133,7 +133,7 @@ def test_streams_of_integers_are_exact(processor: Processor, rows: int, depth: i
     x_scale, scale = (rng.uniform(1, 2, size=shape).astype(np.float32) for shape in ((rows, 1), (1, columns)))
     exact = (x * x_scale.astype(np.float64)) @ (weight * scale.astype(np.float64))
     _assert_equal(_product(Quantized(x, x_scale), Quantized(weight, scale)), exact)
-    call = {"bias": None, "preferred_dtype": "float32", "wants": frozenset()}
+    call = {"bias": None, "preferred_dtype": "float32", "requested": frozenset()}
     program = str(
         jax.make_jaxpr(lambda x, weight: JIT_X86.forward(x=x, weight=weight, **call)[0])(
             Quantized(x, x_scale), Quantized(weight, scale)
@@ -237,7 +237,7 @@ def _product(x: Any, weight: Any) -> np.ndarray:
     return np.asarray(
         jax.jit(
             lambda x, weight: JIT_X86.forward(
-                x=x, weight=weight, bias=None, preferred_dtype="float32", wants=frozenset()
+                x=x, weight=weight, bias=None, preferred_dtype="float32", requested=frozenset()
             )[0]
         )(*arrays)
     )

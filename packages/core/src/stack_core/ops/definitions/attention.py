@@ -223,7 +223,7 @@ def _reference(
     window: Any,
     query_offset: Any,
     return_lse: bool,
-    wants: Any,
+    requested: Any,
     **options: Any,
 ) -> Any:
     batch, q_seq, heads, key_dim = query.shape

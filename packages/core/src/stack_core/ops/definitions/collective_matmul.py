@@ -83,7 +83,7 @@ def collective_matmul(
     return dispatch(OP, arrays, {"axis_name": axis_name, "kind": kind}, implementation, axes)
 
 
-def _reference(x: Any, weight: Any, *, axis_name: Any, kind: str, wants: Any) -> tuple[Any, dict[str, Any]]:
+def _reference(x: Any, weight: Any, *, axis_name: Any, kind: str, requested: Any) -> tuple[Any, dict[str, Any]]:
     weight = dequantize(weight, x.dtype)
     rows = x.ndim - 2
     if x.shape[rows] == 0:  # XLA lacks collectives along empty axes.

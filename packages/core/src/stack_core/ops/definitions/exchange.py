@@ -125,7 +125,7 @@ def _check_sizes(op: str, group_sizes: Any, axis_name: Any, out_rows: int) -> in
 
 
 def _reference(
-    x: Any, group_sizes: Any, *, axis_name: Any, out_rows: int, kind: str, wants: Any
+    x: Any, group_sizes: Any, *, axis_name: Any, out_rows: int, kind: str, requested: Any
 ) -> tuple[Any, dict[str, Any]]:
     if x.size == 0:  # XLA lacks collectives along empty axes.
         return jnp.zeros_like(x, shape=(out_rows, x.shape[1])), {}

@@ -110,7 +110,7 @@ def _of_linear(part: str, axes: LogicalNames | None) -> LogicalNames | None:
 
 
 def _reference(
-    x: Any, w_gate: Any, w_up: Any, *, bias_gate: Any, bias_up: Any, wants: Any, **options: Any
+    x: Any, w_gate: Any, w_up: Any, *, bias_gate: Any, bias_up: Any, requested: Any, **options: Any
 ) -> tuple[Any, dict[str, Any]]:
     gate, up = _affine(x, w_gate, bias_gate), _affine(x, w_up, bias_up)
     return gate_product(gate, up, **options), {"gate": gate, "up": up}
@@ -122,11 +122,11 @@ def _affine(x: Any, weight: Any, bias: Any) -> Any:
     return result.reshape(*x.shape[:-1], result.shape[-1])
 
 
-_affine_backward = differentiated(lambda x, weight, bias, wants: (_affine(x, weight, bias), {}))[1]
+_affine_backward = differentiated(lambda x, weight, bias, requested: (_affine(x, weight, bias), {}))[1]
 
 
 def _backward(
-    arrays: Any, options: Any, outputs: Any, residuals: Any, cotangents: Any, *, wants: frozenset[str]
+    arrays: Any, options: Any, outputs: Any, residuals: Any, cotangents: Any, *, requested: frozenset[str]
 ) -> dict[str, Any]:
     """Computes the gradients, and recomputes the two products if they are not among the residuals."""
     x, parts = arrays["x"], ("gate", "up")
@@ -138,8 +138,8 @@ def _backward(
     for part, of_product in zip(parts, gated_vjp(cotangents), strict=True):
         names = {"x": "x", "weight": f"w_{part}", "bias": f"bias_{part}"}
         given = {own: arrays[name] for own, name in names.items()}
-        of_one = frozenset(own for own, name in names.items() if name in wants)
-        for own, found in _affine_backward(given, {}, None, {}, of_product, wants=of_one).items():
+        of_one = frozenset(own for own, name in names.items() if name in requested)
+        for own, found in _affine_backward(given, {}, None, {}, of_product, requested=of_one).items():
             gradients[names[own]] = gradients["x"] + found if own == "x" and "x" in gradients else found
     return gradients
 

@@ -83,7 +83,7 @@ def _dtype(x: Any, weight: Any) -> Any:
     return next((array.dtype for array in (x, weight) if not is_quantized(array)), jnp.float32)
 
 
-def _reference(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any, wants: Any) -> tuple[Any, dict[str, Any]]:
+def _reference(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any, requested: Any) -> tuple[Any, dict[str, Any]]:
     if has_integer_product(x, weight):
         product = integer_product(x, weight)
         return (product if bias is None else product + bias.astype(product.dtype)).astype(preferred_dtype), {}

@@ -99,7 +99,7 @@ def linear_attention(
 
 
 def _reference(
-    query: Any, key: Any, value: Any, *, decay: Any, beta: Any, initial_state: Any, wants: Any
+    query: Any, key: Any, value: Any, *, decay: Any, beta: Any, initial_state: Any, requested: Any
 ) -> tuple[Any, dict[str, Any]]:
     """Scans over tokens. The gradient stores one state per chunk and recomputes the states of a chunk at a time."""
     batch, seq, heads, key_dim = query.shape

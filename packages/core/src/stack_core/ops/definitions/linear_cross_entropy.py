@@ -114,7 +114,15 @@ def linear_cross_entropy(
 
 
 def _reference(
-    hidden: Any, weight: Any, labels: Any, *, bias: Any, ignore_index: int, reduction: str, wants: Any, **options: Any
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    *,
+    bias: Any,
+    ignore_index: int,
+    reduction: str,
+    requested: Any,
+    **options: Any,
 ) -> tuple[Any, dict[str, Any]]:
     row_losses = functools.partial(_row_losses, ignore_index=ignore_index, **options)
     head = _Head(dequantize(weight, hidden.dtype), bias)

@@ -84,7 +84,7 @@ def low_rank(
     return dispatch(OP, arrays, {}, implementation, axes)
 
 
-def _reference(x: Any, down: Any, up: Any, scale: Any, *, rows: Any, wants: Any) -> tuple[Any, dict[str, Any]]:
+def _reference(x: Any, down: Any, up: Any, scale: Any, *, rows: Any, requested: Any) -> tuple[Any, dict[str, Any]]:
     batch, d_out = x.shape[:-1], up.shape[-1]
     flat = x.reshape(math.prod(batch), x.shape[-1])
     if rows is None:

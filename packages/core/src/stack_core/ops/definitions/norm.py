@@ -92,7 +92,7 @@ def _reference(
     epsilon: float,
     scale_offset: float,
     axis: int,
-    wants: Any,
+    requested: Any,
 ) -> Any:
     if residual is not None:
         x = x + residual

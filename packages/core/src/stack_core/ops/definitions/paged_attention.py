@@ -246,7 +246,7 @@ def _reference(
     window: Any,
     value_dim: int | None,
     layout: str,
-    wants: Any,
+    requested: Any,
     **options: Any,
 ) -> tuple[Any, dict[str, Any]]:
     """Attends in blocks of queries: all blocks in parallel, page by page up to the last key of the longest sequence."""

@@ -100,7 +100,7 @@ def _with_adapters(
     return based + low_rank(lhs, down, up, jnp.repeat(view.scale, groups), rows, axes=of_rows)
 
 
-def _reference(lhs: Any, rhs: Any, group_sizes: Any, *, bias: Any, wants: Any) -> tuple[Any, dict[str, Any]]:
+def _reference(lhs: Any, rhs: Any, group_sizes: Any, *, bias: Any, requested: Any) -> tuple[Any, dict[str, Any]]:
     return ragged_product(lhs, rhs, group_sizes, bias=bias), {}
 
 

@@ -363,7 +363,7 @@ def _prepared(given: Mapping[str, Any]) -> tuple[_Ring, _Queries, _Keys]:
     return ring, queries, _Keys(key.swapaxes(1, 2), given["value"].swapaxes(1, 2), kv_segments)
 
 
-def _reference(*, wants: Any, **given: Any) -> Any:
+def _reference(*, requested: Any, **given: Any) -> Any:
     query, sinks = given["query"], given["sinks"]
     ring, queries, keys = _prepared(given)
     output, lse = ring.attend(queries, keys)
@@ -380,7 +380,7 @@ def _backward(
     residuals: Mapping[str, Any],
     cotangents: Any,
     *,
-    wants: Any,
+    requested: Any,
 ) -> Mapping[str, Any]:
     ring, queries, keys = _prepared({**arrays, **options})
     dtype, kv_heads = accurate_dtype(queries.query.dtype), keys.key.shape[1]
@@ -396,7 +396,7 @@ def _backward(
         sinks = arrays["sinks"].astype(dtype)
         lse, of_lse = residuals["lse"], of_lse - jnp.sum(of_output * output, axis=-1, dtype=dtype)
         found["sinks"] = jnp.sum(jnp.exp(sinks - lse) * of_lse, axis=(0, 1))
-    return {name: found[name].astype(arrays[name].dtype) if name in found else None for name in wants}
+    return {name: found[name].astype(arrays[name].dtype) if name in found else None for name in requested}
 
 
 def _grouped(x: Any, kv_heads: int) -> Any:

@@ -76,7 +76,7 @@ def rope(
 
 
 def _reference(
-    x: Any, positions: Any, *, theta: float, scaling: Any, interleaved: bool, rotary_dim: int, wants: Any
+    x: Any, positions: Any, *, theta: float, scaling: Any, interleaved: bool, rotary_dim: int, requested: Any
 ) -> tuple[Any, dict[str, Any]]:
     angles, factor = rope_angles(positions, theta=theta, scaling=scaling, rotary_dim=rotary_dim)
     return rotated(x, factor * jnp.cos(angles), factor * jnp.sin(angles), interleaved=interleaved), {}

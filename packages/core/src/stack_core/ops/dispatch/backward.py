@@ -31,7 +31,7 @@ __all__ = ["called"]
 
 def called(request: Request, operands: Sequence[Any]) -> Any:
     """Runs the chosen implementation of a call, with rules for its derivatives."""
-    forward = Forward.trace(request, operands, wants=False)
+    forward = Forward.trace(request, operands, needs_residuals=False)
     return jax.tree.unflatten(forward.structure, _run(forward, operands))
 
 
@@ -55,14 +55,14 @@ class _Run(Callee):
 
     def derivative(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         forward, moving = self.forward, tuple(i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero))
-        if not forward.wants and forward.plan.residuals:
-            forward = Forward.trace(forward.request, primals, wants=True)
+        if not forward.residual_names and forward.plan.residuals:
+            forward = Forward.trace(forward.request, primals, needs_residuals=True)
         rest = _run(forward, primals)
         pool = (*primals, *rest)
         tangent = Tangent.trace(forward, pool, moving)
         known = [pool[place] for place in tangent.used]
         moved = _tangent_p.bind(*known, *(tangents[i] for i in moving), tangent=tangent)
-        results = rest if self.forward.wants else rest[: forward.outputs]
+        results = rest if self.forward.residual_names else rest[: forward.outputs]
         return results, [*moved, *map(zero, results[forward.outputs :])]
 
     def mapped(self, size: int, mapped: Sequence[bool], arguments: Sequence[Any]) -> Sequence[Any]:
@@ -232,7 +232,7 @@ class Tangent:
         )
         of_moving = [axes[i] for i in self.moving]
         of_outputs = axes[forward.operands : forward.operands + forward.outputs]
-        may_fold = OWN not in forward.wants and all(
+        may_fold = OWN not in forward.residual_names and all(
             folding is not None and folding.has(x) for x in axes[forward.operands :]
         )
         if folding is None or not may_fold or any(map(varying, (*known, *cotangents))):
@@ -272,7 +272,7 @@ class Tangent:
             chosen = plan(request, shapes[: forward.operands], mapped=True)
         except UnsupportedOp:
             return None
-        if not set(forward.wants) <= set(chosen.residuals) or isinstance(chosen.backward, UnsupportedOp):
+        if not set(forward.residual_names) <= set(chosen.residuals) or isinstance(chosen.backward, UnsupportedOp):
             return None
         folded = dataclasses.replace(forward, request=request, plan=chosen, shapes=tuple(shapes))
         found = Tangent.trace(folded, shapes, self.moving)

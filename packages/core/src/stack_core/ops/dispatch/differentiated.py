@@ -17,7 +17,7 @@ _Moving = dict[str, list[Any]]
 def forward_only(function: Callable[..., Any]) -> _Forward:
     """Converts a function that returns only a result to a forward pass without residuals."""
 
-    def forward(*, wants: frozenset[str], **arguments: Any) -> tuple[Any, Mapping[str, Any]]:
+    def forward(*, requested: frozenset[str], **arguments: Any) -> tuple[Any, Mapping[str, Any]]:
         return function(**arguments), {}
 
     return forward
@@ -30,14 +30,14 @@ def differentiated(forward: _Forward) -> tuple[_Forward, Callable[..., Mapping[s
     `custom_vjp`. After the forward pass of another implementation, the backward pass recomputes the forward pass.
     """
 
-    def with_own(*, wants: frozenset[str], **arguments: Any) -> tuple[Any, Mapping[str, Any]]:
-        others = wants - {OWN}
-        if OWN not in wants:
-            return forward(**arguments, wants=others)
+    def with_own(*, requested: frozenset[str], **arguments: Any) -> tuple[Any, Mapping[str, Any]]:
+        others = requested - {OWN}
+        if OWN not in requested:
+            return forward(**arguments, requested=others)
         moving = {name: found for name, argument in arguments.items() if (found := _floating(argument))}
 
         def moved(moving: _Moving) -> tuple[Any, Mapping[str, Any]]:
-            return forward(**_replaced(arguments, moving), wants=others)
+            return forward(**_replaced(arguments, moving), requested=others)
 
         outputs, vjp, residuals = jax.vjp(moved, moving, has_aux=True)
         return outputs, {**residuals, OWN: vjp}
@@ -49,16 +49,16 @@ def differentiated(forward: _Forward) -> tuple[_Forward, Callable[..., Mapping[s
         residuals: Mapping[str, Any],
         cotangents: Any,
         *,
-        wants: frozenset[str],
+        requested: frozenset[str],
         **config: Any,
     ) -> Mapping[str, Any]:
         vjp = residuals.get(OWN)
         if vjp is None:
             arguments = {**arrays, **options, **config}
-            moving = {name: _floating(arrays[name]) for name in wants}
-            _, vjp = jax.vjp(lambda moving: forward(**_replaced(arguments, moving), wants=frozenset())[0], moving)
+            moving = {name: _floating(arrays[name]) for name in requested}
+            _, vjp = jax.vjp(lambda moving: forward(**_replaced(arguments, moving), requested=frozenset())[0], moving)
         (gradients,) = vjp(cotangents)
-        return {name: _at_floating(arrays[name], gradients[name]) for name in wants}
+        return {name: _at_floating(arrays[name], gradients[name]) for name in requested}
 
     return with_own, backward
 

@@ -31,7 +31,7 @@ class Forward:
     Attributes:
       request: the call.
       plan: chosen implementations.
-      wants: names of the returned residuals.
+      residual_names: names of the returned residuals.
       jaxpr: jaxpr from the operands to the leaves of the result and of the residuals.
       structure: pytree structure of the result.
       residuals: pytree structure of the mapping of residuals.
@@ -44,7 +44,7 @@ class Forward:
 
     request: Request
     plan: Plan
-    wants: tuple[str, ...]
+    residual_names: tuple[str, ...]
     jaxpr: Any
     structure: Any
     residuals: Any
@@ -55,17 +55,19 @@ class Forward:
     notes: Mapping[str, Mapping[str, Any]]
 
     @classmethod
-    def trace(cls, request: Request, operands: Sequence[Any], *, wants: bool, mapped: bool = False) -> "Forward":
+    def trace(
+        cls, request: Request, operands: Sequence[Any], *, needs_residuals: bool, mapped: bool = False
+    ) -> "Forward":
         """Chooses implementations for a call and traces its forward pass.
 
         Args:
-          wants: whether to return residuals for a gradient.
+          needs_residuals: whether to return residuals for a gradient.
           mapped: see `plan`.
 
         Raises:
           UnsupportedOp: see `plan`.
         """
-        found = traced(_chosen, request, wants, mapped, operands=operands, is_shared=request.is_shared)
+        found = traced(_chosen, request, needs_residuals, mapped, operands=operands, is_shared=request.is_shared)
         make = _shared if request.is_shared else cls.of
         forward = make(request, found.jaxpr, found.out_tree)
         if request.noted is None:
@@ -77,7 +79,7 @@ class Forward:
         """Builds a forward pass from the jaxpr and the result structure of `_chosen`."""
         outvars = equations_of(jaxpr).outvars
         outputs, residuals, static = jax.tree.unflatten(structure, outvars)
-        chosen, wanted, axes = static.value
+        chosen, residual_names, axes = static.value
         leaves, structure = jax.tree.flatten(outputs)
         inner = equations_of(jaxpr)
         pool: list[Any] = [*inner.invars, *inner.outvars[: len(leaves)]]
@@ -99,7 +101,7 @@ class Forward:
         return cls(
             request=request,
             plan=chosen,
-            wants=wanted,
+            residual_names=residual_names,
             jaxpr=jaxpr,
             structure=structure,
             residuals=jax.tree.structure(residuals),
@@ -159,19 +161,21 @@ class Forward:
         """Chooses again for the folded call and runs it; returns None if the call cannot be folded."""
         axes = self.pool_axes[: self.operands]
         folding = Folding.of(size, self.request.op.folds, axes, [x.shape for x in self.shapes[: self.operands]])
-        if folding is None or OWN in self.wants or not all(map(folding.has, self.pool_axes[self.operands :])):
+        if folding is None or OWN in self.residual_names or not all(map(folding.has, self.pool_axes[self.operands :])):
             return None
         folded = folding.fold_all(axes, operands, mapped)
         if folded is None:
             return None
         try:
-            again = Forward.trace(self.folded_request(folding), folded, wants=bool(self.wants), mapped=True)
+            again = Forward.trace(
+                self.folded_request(folding), folded, needs_residuals=bool(self.residual_names), mapped=True
+            )
         except UnsupportedOp:  # A requested implementation may support one example but not the folded call.
             return None
-        if not set(self.wants) <= set(again.wants):
+        if not set(self.residual_names) <= set(again.residual_names):
             return None
         _, outputs, residuals = again.read((*folded, *run(again, folded)))
-        leaves = [*jax.tree.leaves(outputs), *jax.tree.leaves({name: residuals[name] for name in self.wants})]
+        leaves = [*jax.tree.leaves(outputs), *jax.tree.leaves({name: residuals[name] for name in self.residual_names})]
         returned = [leaves[number] for number in self.returned]
         of_returned = self.pool_axes[self.operands :]
         return [folding.unfold(of_one or "", x) for of_one, x in zip(of_returned, returned, strict=True)]
@@ -192,27 +196,27 @@ def _notes(chosen: Plan, call: OpCall) -> dict[str, Mapping[str, Any]]:
     return dict(entries)
 
 
-def _chosen(request: Request, wants: bool, mapped: bool) -> Any:
+def _chosen(request: Request, needs_residuals: bool, mapped: bool) -> Any:
     """Returns a function of the operands that chooses and runs: it returns result, residuals and the choice."""
 
     def call(*operands: Any) -> tuple[Any, Any, Static]:
         chosen = plan(request, operands, mapped=mapped)
-        wanted = tuple(sorted(chosen.residuals)) if wants else ()
+        residual_names = tuple(sorted(chosen.residuals)) if needs_residuals else ()
         axes = request.op.axes(request.call(operands))
-        return *_local(request, chosen, wanted, axes)(*operands), Static((chosen, wanted, axes))
+        return *_local(request, chosen, residual_names, axes)(*operands), Static((chosen, residual_names, axes))
 
     return call
 
 
-def _local(request: Request, chosen: Plan, wants: tuple[str, ...], axes: OpAxes) -> Any:
+def _local(request: Request, chosen: Plan, residual_names: tuple[str, ...], axes: OpAxes) -> Any:
     """Returns the chosen forward pass, from operands to (result, residuals), sharded over devices if necessary."""
     forward = chosen.forward
     structure: list[Any] = []
 
     def call(*operands: Any) -> tuple[Any, Any]:
         arguments = {**request.arrays(operands), **request.options, **forward.keywords}
-        outputs, residuals = forward.implementation.forward(**arguments, wants=frozenset(wants))
-        return outputs, {name: residuals[name] for name in wants}
+        outputs, residuals = forward.implementation.forward(**arguments, requested=frozenset(residual_names))
+        return outputs, {name: residuals[name] for name in residual_names}
 
     def call_flat(*operands: Any) -> list[Any]:
         leaves, found = jax.tree.flatten(call(*operands))
@@ -222,7 +226,7 @@ def _local(request: Request, chosen: Plan, wants: tuple[str, ...], axes: OpAxes)
     def split(*operands: Any) -> tuple[Any, Any]:
         assert forward.split is not None, "not split"
         of_operands = [of_one or "" for of_one in axes.of_leaves(request.arrays(operands))]
-        results = [*axes.outputs, *(axes.residuals[name] for name in wants)]
+        results = [*axes.outputs, *(axes.residuals[name] for name in residual_names)]
         leaves = forward.split.run(call_flat, operands, of_operands, [(of_one, None) for of_one in results])
         return jax.tree.unflatten(structure[0], leaves)
 

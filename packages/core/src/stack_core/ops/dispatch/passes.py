@@ -59,7 +59,7 @@ def reference_tangent(forward: Forward, moving: Sequence[int]) -> _Function:
 
     def reference(*operands: Any) -> list[Any]:
         arguments = {**request.arrays(operands), **request.options}
-        return jax.tree.leaves(request.op.reference(**arguments, wants=frozenset())[0])
+        return jax.tree.leaves(request.op.reference(**arguments, requested=frozenset())[0])
 
     def tangent(operands: Sequence[Any], moved: Sequence[Any]) -> list[Any]:
         def of_moving(*some: Any) -> list[Any]:
@@ -79,12 +79,12 @@ def backward_pass(forward: Forward, moving: Sequence[int]) -> _Function:
     request, chosen = forward.request, forward.plan.backward
     assert not isinstance(chosen, UnsupportedOp) and chosen.implementation.backward is not None
     run = chosen.implementation.backward
-    wants = frozenset(forward.names[i] for i in moving)
+    requested = frozenset(forward.names[i] for i in moving)
 
     def gradients(pool: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         arrays, outputs, residuals = forward.read(pool)
         of_result = jax.tree.unflatten(forward.structure, cotangents)
-        found = run(arrays, request.options, outputs, residuals, of_result, wants=wants, **chosen.keywords)
+        found = run(arrays, request.options, outputs, residuals, of_result, requested=requested, **chosen.keywords)
         leaves: list[Any] = []
         for name, array in arrays.items():
             structure = jax.tree.structure(array)

@@ -34,9 +34,9 @@ def check_signature(found: OpImplementation) -> None:
     what, config = f"ops '{found.op}/{found.name}'", () if found.default is None else ("config",)
     takes = ("arrays", "options", "outputs", "residuals", "cotangents")
     try:
-        check_parameters(f"{what}: forward", found.forward, (*parameters_of(found.op), "wants", *config))
+        check_parameters(f"{what}: forward", found.forward, (*parameters_of(found.op), "requested", *config))
         if found.backward is not None:
-            check_takes(f"{what}: backward", found.backward, takes, ("wants", *config))
+            check_takes(f"{what}: backward", found.backward, takes, ("requested", *config))
         check_takes(f"{what}: supports", found.supports, ("call", "chip", "config"))
         for name in ("default", "space"):
             if getattr(found, name) is not None:

@@ -13,7 +13,7 @@ __all__ = ["JIT_X86"]
 
 
 def _call(
-    x: Any, w_gate: Any, w_up: Any, *, bias_gate: Any, bias_up: Any, wants: Any, **options: Any
+    x: Any, w_gate: Any, w_up: Any, *, bias_gate: Any, bias_up: Any, requested: Any, **options: Any
 ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
     def product(weight: Any, bias: Any) -> jax.Array:
         accurate = few_rows_product(x, weight)

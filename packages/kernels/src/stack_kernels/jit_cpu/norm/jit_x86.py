@@ -34,7 +34,9 @@ def _row_norm(x: Any, scale: Any, offset: Any, residual: Any, kind: str) -> RowN
     return RowNorm(x.dtype.name, kind == "layer", residual is not None, scale is not None, offset is not None)
 
 
-def _norm(x: Any, scale: Any, *, offset: Any, residual: Any, wants: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
+def _norm(
+    x: Any, scale: Any, *, offset: Any, residual: Any, requested: Any, **options: Any
+) -> tuple[Any, dict[str, Any]]:
     run = custom_vmap(functools.partial(_normed, **options))
 
     @run.def_vmap
@@ -66,7 +68,13 @@ def _normed(
 
 
 def _backward(
-    arrays: Mapping[str, Any], options: Mapping[str, Any], output: Any, residuals: Any, cotangent: Any, *, wants: Any
+    arrays: Mapping[str, Any],
+    options: Mapping[str, Any],
+    output: Any,
+    residuals: Any,
+    cotangent: Any,
+    *,
+    requested: Any,
 ) -> Mapping[str, Any]:
     x, scale, offset, residual = (arrays[name] for name in ("x", "scale", "offset", "residual"))
     norm = _row_norm(x, scale, offset, residual, options["kind"])

@@ -41,12 +41,20 @@ def _turned(x: Any, cosine: Any, sine: Any) -> Any:
     return host.kernel_call(turn.name, build, result, heads, *angles).reshape(x.shape)
 
 
-def _rope(x: Any, positions: Any, *, interleaved: bool, wants: Any, **frequencies: Any) -> tuple[Any, dict[str, Any]]:
+def _rope(
+    x: Any, positions: Any, *, interleaved: bool, requested: Any, **frequencies: Any
+) -> tuple[Any, dict[str, Any]]:
     return _turned(x, *_tables(positions, **frequencies)), {}
 
 
 def _backward(
-    arrays: Mapping[str, Any], options: Mapping[str, Any], output: Any, residuals: Any, cotangent: Any, *, wants: Any
+    arrays: Mapping[str, Any],
+    options: Mapping[str, Any],
+    output: Any,
+    residuals: Any,
+    cotangent: Any,
+    *,
+    requested: Any,
 ) -> Mapping[str, Any]:
     """Rotates back by the negative angles."""
     frequencies = {name: option for name, option in options.items() if name != "interleaved"}

@@ -12,7 +12,7 @@ from stack_rl.experience import batch_of, batch_shapes
 from stack_rl.math.weights import WEIGHTS
 from stack_rl.rollouts import RolloutBatches
 from stack_train import build, start
-from stack_train.run.placing import placed
+from stack_train.run.placing import shard_batch
 from stack_train.run.program import build_program
 
 ROWS, SEQ = 16, 12
@@ -44,7 +44,7 @@ def gradients(output: Path, mesh: str) -> list:
     program = build_program(config, jax.devices()[:count])
     state = program.init(key=jax.random.key(0))
     differentiate = jax.jit(lambda state, batch: program.on_mesh(program.step.gradients)(state, batch)[0])
-    return [jax.device_get(differentiate(state, placed(program, batch(name)))) for name in WEIGHTS]
+    return [jax.device_get(differentiate(state, shard_batch(program, batch(name)))) for name in WEIGHTS]
 
 
 def batch(weights: str) -> dict[str, np.ndarray]:

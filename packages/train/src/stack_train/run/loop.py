@@ -24,7 +24,7 @@ from stack_core.abi.policy import PolicyBatches
 from stack_core.runtime.signals import StopRequest
 from stack_train.checkpoint import CheckpointStore, FrozenRecord
 from stack_train.panels.records import records
-from stack_train.run.placing import placed
+from stack_train.run.placing import shard_batch
 from stack_train.run.run import Run
 from stack_train.step.state import TrainState
 from stack_train.variables.model_variables import join
@@ -72,7 +72,7 @@ class _Dispatched:
     data_wait_s: float = 0.0
 
     @property
-    def is_done(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether the device has finished the step."""
         arrays: list[Any] = [leaf for leaf in jax.tree.leaves(self.metrics) if isinstance(leaf, jax.Array)]
         return all(array.is_ready() for array in arrays)  # `Any` above, since jax.Array does not declare is_ready
@@ -172,7 +172,7 @@ class TrainingLoop:
         with jax.profiler.TraceAnnotation("next_batch"):
             batch = next(batches)
         waited_s = time.perf_counter() - started_s
-        return batch, waited_s if pending is None or pending.is_done else 0.0
+        return batch, waited_s if pending is None or pending.is_finished else 0.0
 
     def _dispatch(self, step: int, state: TrainState, batch: Any, data_wait_s: float) -> tuple[TrainState, _Dispatched]:
         arrays, row_ids = self._to_device(batch, self.of.rows)
@@ -204,7 +204,7 @@ class TrainingLoop:
         arrays = dict(batch)
         row_ids = arrays.pop("row_ids", None)
         shapes = None if rows is None else self.of.config.data.spec(self.of.config.model)
-        return placed(self.of.program, arrays, rows=rows, shapes=shapes), row_ids
+        return shard_batch(self.of.program, arrays, rows=rows, shapes=shapes), row_ids
 
     def _finish(self, dispatched: _Dispatched | None) -> None:
         """Waits for a step, checks its loss and reports it."""

@@ -69,14 +69,14 @@ def out_of_memory() -> Iterator[None]:
         raise HardwareError(f"The run does not fit the memory of a device. {ADVICE}\n{error}") from error
 
 
-def _check(what: str, needed_bytes: int, parts: Mapping[str, int], program: Program, advice: str) -> None:
+def _check(subject: str, needed_bytes: int, parts: Mapping[str, int], program: Program, advice: str) -> None:
     devices = [device for device in program.mesh.devices.flat if device.process_index == jax.process_index()]
     left_bytes = free_bytes(devices)
     if left_bytes is None or needed_bytes <= left_bytes:
         return
     listing = ", ".join(f"{name} {size / _GIB:,.2f}" for name, size in parts.items() if size)
     raise HardwareError(
-        f"{what} {needed_bytes / _GIB:,.2f} GiB of a device's memory ({listing}); "
+        f"{subject} {needed_bytes / _GIB:,.2f} GiB of a device's memory ({listing}); "
         f"{devices[0].device_kind} has {left_bytes / _GIB:,.2f} GiB left. {advice}"
     )
 

@@ -7,10 +7,10 @@ from jaxtyping import Int64
 from stack_core.abi.data import Batch, Shapes
 from stack_train.step.program import Program
 
-__all__ = ["own_rows", "placed"]
+__all__ = ["local_rows", "shard_batch"]
 
 
-def own_rows(program: Program, shapes: Shapes) -> Int64[np.ndarray, " own"]:
+def local_rows(program: Program, shapes: Shapes) -> Int64[np.ndarray, " own"]:
     """Returns the rows of a batch on the devices of this process, in ascending order.
 
     Args:
@@ -22,7 +22,7 @@ def own_rows(program: Program, shapes: Shapes) -> Int64[np.ndarray, " own"]:
     return np.unique([row for index in places.values() for row in range(*_bounds(index, size))]).astype(np.int64)
 
 
-def placed(
+def shard_batch(
     program: Program, batch: Batch, *, rows: Int64[np.ndarray, " own"] | None = None, shapes: Shapes | None = None
 ) -> dict[str, jax.Array]:
     """Transfers a batch to the devices of a program's mesh.

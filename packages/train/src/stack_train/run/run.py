@@ -20,7 +20,7 @@ from stack_core.runtime.processes import ALONE, Processes, join
 from stack_train.run.checks import check_run, check_start
 from stack_train.run.config import RunConfig, saved_config
 from stack_train.run.memory import check_state
-from stack_train.run.placing import own_rows
+from stack_train.run.placing import local_rows
 from stack_train.run.program import build_program, naming_sizes, traced_step
 from stack_train.run.source_files import changed_files
 from stack_train.run.start import data_of_resumed, with_tokenizer_of_start
@@ -75,7 +75,7 @@ def _built(config: RunConfig, resume: bool, allowed: tuple[str, ...], processes:
             f"data.name {config.data.name!r} built a {type(data).__name__}; expected a stack_core.abi.data.Batches."
         )
     if processes.count > 1:
-        own = own_rows(program, config.data.spec(config.model))
+        own = local_rows(program, config.data.spec(config.model))
         if (of_process := data.with_rows(own)) is not None:
             data, rows = of_process, own
     return Run(config, directory, program, traced, data, resume, changes, processes, rows, ops.choices())

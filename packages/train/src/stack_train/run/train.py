@@ -110,13 +110,13 @@ def _write_files(run: Run) -> None:
     if run.processes.first:
         run.directory.write(to_yaml(run.config), partial(_write_data_files, run))
         keep_files(run.config.data, run.directory)
-        if changes := [*run.changes, *_kept_choices(run)]:
+        if changes := [*run.changes, *_save_choices(run)]:
             run.directory.note_changes(changes)
     else:
         run.data.write(run.directory.path)  # keeps existing files and gives the data their location
 
 
-def _kept_choices(run: Run) -> list[str]:
+def _save_choices(run: Run) -> list[str]:
     """Writes the op implementations of the run; returns the changes since it was last started."""
     before = run.directory.read_json(run.directory.ops) if run.resume else None
     run.directory.write_json(run.directory.ops, run.choices)
@@ -188,12 +188,12 @@ def _first_state(run: Run, store: CheckpointStore, batches: Any) -> tuple[TrainS
         state = with_frozen(restored.state, program, run.config, records)
     else:
         state, records = first_state(program, run.config)
-        state = _with_given_adapters(state, records, run)
+        state = _with_initial_adapters(state, records, run)
     check_shardings(state, program.state_shardings)
     return state, records, steps
 
 
-def _with_given_adapters(state: TrainState, records: Mapping[str, FrozenRecord], run: Run) -> TrainState:
+def _with_initial_adapters(state: TrainState, records: Mapping[str, FrozenRecord], run: Run) -> TrainState:
     """Replaces new adapters in the state by the adapters of `run.adapters_from`, if set."""
     address = run.config.run.adapters_from
     if address is None:

@@ -24,10 +24,10 @@ def transform_of(config: RunConfig) -> Transforms:
     )
 
 
-def recipe_differences(ours: RunConfig, theirs: RunConfig) -> list[str]:
+def recipe_differences(config: RunConfig, other: RunConfig) -> list[str]:
     """Lists differences in the transforms that two runs share, such as "quant.rules.0.weights: 'int8', not 'int4'"."""
-    common = [name for name in transform_names(ours) if name in transform_names(theirs)]
-    return differences(_recipes(ours, common), _recipes(theirs, common))
+    common = [name for name in transform_names(config) if name in transform_names(other)]
+    return differences(_recipes(config, common), _recipes(other, common))
 
 
 def _recipes(config: RunConfig, names: list[str]) -> Mapping[str, Any]:

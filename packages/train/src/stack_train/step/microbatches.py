@@ -15,34 +15,34 @@ from stack_train.variables.model_variables import Tree
 __all__ = ["accumulate", "check_metrics", "split_batch"]
 
 Gradients = Callable[[Tree, Mapping[str, jax.Array], jax.Array], tuple[Tree, Metrics, Tree]]
-"""(moved, batch, key) -> (gradients, metrics, moved)."""
+"""(mutable, batch, key) -> (gradients, metrics, mutable)."""
 
 
 def accumulate(
-    gradients: Gradients, zeros: Tree, moved: Tree, batch: Mapping[str, jax.Array], keys: jax.Array
+    gradients: Gradients, zeros: Tree, mutable: Tree, batch: Mapping[str, jax.Array], keys: jax.Array
 ) -> tuple[Tree, Metrics, Tree]:
     """Averages gradients of microbatches by the weights of their losses, and combines their metrics.
 
-    Returns the gradients, the metrics, and `moved` after the last microbatch.
+    Returns the gradients, the metrics, and `mutable` after the last microbatch.
 
     Args:
       gradients: computes the gradients of one microbatch.
       zeros: zeros in the structure of the gradients and the dtype of their sums.
-      moved: variables that the forward pass updates, passed from each microbatch to the next.
+      mutable: variables that the forward pass updates, passed from each microbatch to the next.
       batch: the full batch.
       keys: PRNG keys, [microbatches]. The number of microbatches divides the batch.
     """
     parts = jax.tree.map(lambda x: split_batch(x, len(keys)), dict(batch))
 
     def add(total: Any, part: Any) -> tuple[Any, Metrics]:
-        sums, moved = total
-        grads, metrics, moved = gradients(moved, *part)
-        return (add_gradients(sums, grads, metrics["loss"].weight), moved), metrics
+        sums, mutable = total
+        grads, metrics, mutable = gradients(mutable, *part)
+        return (add_gradients(sums, grads, metrics["loss"].weight), mutable), metrics
 
-    (sums, moved), stacked = jax.lax.scan(add, (zeros, moved), (parts, keys))
+    (sums, mutable), stacked = jax.lax.scan(add, (zeros, mutable), (parts, keys))
     metrics = {name: combine(metric) for name, metric in stacked.items()}
     weight = jnp.where(metrics["loss"].weight == 0, 1, metrics["loss"].weight)
-    return jax.tree.map(lambda x: x / weight.astype(x.dtype), sums), metrics, moved
+    return jax.tree.map(lambda x: x / weight.astype(x.dtype), sums), metrics, mutable
 
 
 def check_metrics(metrics: Mapping[str, Any]) -> None:

@@ -55,15 +55,15 @@ class Program:
         made = {name: each for name, each in shardings.auxiliary.items() if not self._is_saved(name)}
         init = jax.jit(self.on_mesh(self.step.init), out_shardings=replace(shardings, auxiliary=made), donate_argnums=0)
         state = init(variables or {}, key=key)
-        given = {name: AuxiliaryState(tree) for name, tree in (auxiliary or {}).items()}
-        return replace(state, auxiliary={**state.auxiliary, **given})
+        saved = {name: AuxiliaryState(tree) for name, tree in (auxiliary or {}).items()}
+        return replace(state, auxiliary={**state.auxiliary, **saved})
 
     def init_frozen(self, variables: Tree, *, key: jax.Array) -> tuple[Tree, Mapping[str, AuxiliaryState]]:
         """Initializes the frozen variables and the copies of the initial model, which checkpoints do not store."""
         copies = {name: each for name, each in self.state_shardings.auxiliary.items() if self._source(name) == INIT}
 
-        def frozen(given: Tree, key: jax.Array) -> tuple[Tree, Mapping[str, AuxiliaryState]]:
-            state = self.step.init(given, key=key)
+        def frozen(variables: Tree, key: jax.Array) -> tuple[Tree, Mapping[str, AuxiliaryState]]:
+            state = self.step.init(variables, key=key)
             return state.frozen, {name: state.auxiliary[name] for name in copies}
 
         return jax.jit(self.on_mesh(frozen), out_shardings=(self.state_shardings.frozen, copies))(variables, key)
@@ -80,7 +80,7 @@ class Program:
         On CPUs, compiled programs reject committed 4-bit arrays, because JAX reports their layouts in two ways (jax
         0.10.2). A state with such arrays goes through `jax.jit`, which compiles again or hits the compilation cache.
         """
-        program: Any = self._jitted(batch) if self._has_narrow_codes else compiled
+        program: Any = self._jitted(batch) if self._has_subbyte_codes else compiled
         expected = batch_shapes(batch)
 
         def step(state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, Metrics]:
@@ -108,7 +108,7 @@ class Program:
         jitted = jax.jit(self.on_mesh(self.step.evaluate), in_shardings=shardings)
         shapes = {name: each.params for name, each in self.abstract_state.auxiliary.items()}
         lowered = jitted.lower(self.abstract_variables, batch_shapes(batch), shapes)
-        compiled: Any = jitted if self._has_narrow_codes else lowered.compile()  # see `runnable`
+        compiled: Any = jitted if self._has_subbyte_codes else lowered.compile()  # see `runnable`
         expected = batch_shapes(batch)
 
         def evaluate(variables: Tree, batch: Mapping[str, Any], auxiliary: Any = None) -> Metrics:
@@ -144,7 +144,7 @@ class Program:
     @cached_property
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state; nothing is allocated."""
-        return jax.tree.map(_placed, self.step.abstract_state, self.state_shardings)
+        return jax.tree.map(_with_sharding, self.step.abstract_state, self.state_shardings)
 
     @cached_property
     def state_shardings(self) -> TrainState:
@@ -166,13 +166,13 @@ class Program:
     @cached_property
     def abstract_variables(self) -> Tree:
         """Shapes, dtypes and shardings of all variables; nothing is allocated."""
-        return jax.tree.map(_placed, self.step.model.variables.abstract, self.variable_shardings)
+        return jax.tree.map(_with_sharding, self.step.model.variables.abstract, self.variable_shardings)
 
     @cached_property
     def initial_variables(self) -> Tree:
         """Shapes, dtypes and shardings of the variables that `init` accepts, as nested dicts."""
         structure = self.step.model.untransformed
-        return jax.tree.map(_placed, structure.abstract, structure.shardings(self.sharding_rules, self.mesh))
+        return jax.tree.map(_with_sharding, structure.abstract, structure.shardings(self.sharding_rules, self.mesh))
 
     @cached_property
     def sharding_rules(self) -> ShardingRules:
@@ -199,7 +199,7 @@ class Program:
         )
 
     @property
-    def _has_narrow_codes(self) -> bool:
+    def _has_subbyte_codes(self) -> bool:
         """Whether the state has arrays of less than a byte an entry, on CPUs."""
         frozen = [each.params for each in self.abstract_state.auxiliary.values()]
         dtypes = (leaf.dtype for leaf in jax.tree.leaves((self.abstract_variables, frozen)))
@@ -211,5 +211,5 @@ class Program:
         return NamedSharding(self.mesh, PartitionSpec())
 
 
-def _placed(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+def _with_sharding(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -101,14 +101,14 @@ class TrainableModel:
         params, _, frozen = self.variables.split(self.variables.abstract)
         return sum(leaf.size for leaf in jax.tree.leaves((params, frozen)))
 
-    def init(self, given: Tree, *, key: jax.Array) -> Tree:
+    def init(self, initial: Tree, *, key: jax.Array) -> Tree:
         """Initializes all variables (pure).
 
         Args:
-          given: variables of the family's model, floats of any dtype. Missing variables are initialized from `key`.
+          initial: variables of the family's model, floats of any dtype. Missing variables are initialized from `key`.
         """
         built = self._build(key)
-        variables = join(unflatten_mapping(values_of(built)), given)
+        variables = join(unflatten_mapping(values_of(built)), initial)
         values = cast_values(variables, self._dtypes)
         if self.transform == UNCHANGED:
             return values

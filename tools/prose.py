@@ -20,14 +20,14 @@ ROOT = Path(__file__).parents[1]
 
 # Markers per 1,000 words, and odd names, that each part may have.
 BUDGETS = {
-    "packages/core": (17.0, 157),
-    "packages/kernels": (6.0, 123),
-    "packages/quant": (6.0, 64),
-    "packages/train": (14.0, 90),
-    "packages/rl": (6.0, 106),
-    "packages/serve": (24.0, 76),
-    "packages/profile": (6.0, 53),
-    "docs README.md GLOSSARY.md CONTRIBUTING.md examples": (6.0, 10),
+    "packages/core": (8.0, 134),
+    "packages/kernels": (5.5, 87),
+    "packages/quant": (2.5, 64),
+    "packages/train": (10.0, 78),
+    "packages/rl": (6.5, 106),
+    "packages/serve": (21.0, 76),
+    "packages/profile": (5.0, 53),
+    "docs README.md GLOSSARY.md CONTRIBUTING.md examples": (6.0, 5),
 }
 
 _MARKERS = [

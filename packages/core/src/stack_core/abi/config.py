@@ -266,7 +266,7 @@ def parse(cls: type[C], mapping: Any, *, path: str = "") -> C:
                 keys = {name: _keys(hints[name], mapping.get(name), defaults[name]) for name in names}
                 inside = [f"'{name}.{key}'" for name in names if key in keys[name]]
                 hint = f" Did you mean {' or '.join(inside)}?" if inside else ""
-                raise mark.registry.unknown(str(key), beside=names, hint=hint)
+                raise mark.registry.unknown(str(key), other_names=names, hint=hint)
             sections[key] = parse(mark.registry[key], value, path=str(key))
         else:
             raise ConfigError(
@@ -324,14 +324,14 @@ def to_yaml(value: Any) -> str:
     return yaml.dump(to_mapping(value), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
-def differences(ours: Any, theirs: Any, path: str = "") -> list[str]:
-    """Lists "path: ours, not theirs" for every leaf in which two plain mappings differ, also in lists of mappings."""
-    ours, theirs = (_by_place(side) for side in (ours, theirs))
-    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
-        keys = [*ours, *(key for key in theirs if key not in ours)]
+def differences(actual: Any, expected: Any, path: str = "") -> list[str]:
+    """Lists "path: actual, not expected" for every leaf in which two plain mappings differ, also inside lists."""
+    actual, expected = (_by_place(side) for side in (actual, expected))
+    if isinstance(actual, Mapping) and isinstance(expected, Mapping):
+        keys = [*actual, *(key for key in expected if key not in actual)]
         prefix = f"{path}." if path else ""
-        return [line for key in keys for line in differences(ours.get(key), theirs.get(key), f"{prefix}{key}")]
-    return [] if ours == theirs else [f"{path}: {ours!r}, not {theirs!r}"]
+        return [line for key in keys for line in differences(actual.get(key), expected.get(key), f"{prefix}{key}")]
+    return [] if actual == expected else [f"{path}: {actual!r}, not {expected!r}"]
 
 
 def dotted_keys(mapping: Any, path: str = "") -> set[str]:

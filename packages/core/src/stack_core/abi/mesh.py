@@ -319,29 +319,29 @@ def _across_slices(sizes: Mapping[str, int], slices: int) -> dict[str, int]:
 
 def _axis_sizes(mesh: MeshConfig, device_count: int, by_process: str = "") -> dict[str, int]:
     """Returns the size of every axis, with -1 resolved."""
-    asked = mesh.sizes
-    rest = next((axis for axis, size in asked.items() if size == -1), None)
-    fixed = math.prod(size for size in asked.values() if size != -1)
+    sizes = mesh.sizes
+    rest = next((axis for axis, size in sizes.items() if size == -1), None)
+    fixed = math.prod(size for size in sizes.values() if size != -1)
     if (rest is None and fixed != device_count) or device_count % fixed:
-        raise ShardingError(_misfit(asked, rest, fixed, device_count, by_process))
-    return {axis: device_count // fixed if axis == rest else size for axis, size in asked.items()}
+        raise ShardingError(_misfit(sizes, rest, fixed, device_count, by_process))
+    return {axis: device_count // fixed if axis == rest else size for axis, size in sizes.items()}
 
 
-def _misfit(asked: Mapping[str, int], rest: str | None, fixed: int, device_count: int, by_process: str) -> str:
+def _misfit(sizes: Mapping[str, int], rest: str | None, fixed: int, device_count: int, by_process: str) -> str:
     """Builds the message for sizes whose product is not the number of devices, with the nearest sizes that fit."""
-    given = ", ".join(f"{axis}={size}" for axis, size in asked.items() if size != 1)
+    listing = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1)
     there = f"there are {device_count}{by_process}"
     remedies = []
-    for axis, size in asked.items():
+    for axis, size in sizes.items():
         left, remainder = divmod(device_count, fixed // size)
         if size > 1 and not remainder:
             legal = _divisors(left) if rest else [left]
             remedies.append(f"{axis}={' or '.join(map(str, _around(legal, size)))}")
     if rest is None:
-        problem = f"The mesh {given or 'of one device'} takes {fixed} devices, but {there}."
+        problem = f"The mesh {listing or 'of one device'} takes {fixed} devices, but {there}."
         remedies.append("-1 for one axis, which gives it all that the others leave")
     else:
-        problem = f"The mesh {given} takes a multiple of {fixed} devices, but {there}."
+        problem = f"The mesh {listing} takes a multiple of {fixed} devices, but {there}."
     return f"{problem} These would fit: {'; '.join(remedies) or 'several axes changed together'}."
 
 
@@ -464,9 +464,11 @@ def check_shardings(values: Any, expected: Any) -> None:
     """
     problems = []
 
-    def check(path: Any, value: jax.Array, wanted: jax.sharding.Sharding) -> None:
-        if not value.sharding.is_equivalent_to(wanted, value.ndim):
-            problems.append(f"{_name(path)} {value.shape} should lie as {wanted}, but lies as {value.sharding}.")
+    def check(path: Any, value: jax.Array, expected_sharding: jax.sharding.Sharding) -> None:
+        if not value.sharding.is_equivalent_to(expected_sharding, value.ndim):
+            problems.append(
+                f"{_name(path)} {value.shape} should lie as {expected_sharding}, but lies as {value.sharding}."
+            )
 
     jax.tree.map_with_path(check, values, expected)
     if problems:
@@ -497,7 +499,7 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // divisor for divisor in small)})
 
 
-def _around(legal: Sequence[int], wanted: int) -> list[int]:
+def _around(legal: Sequence[int], target: int) -> list[int]:
     """Returns the nearest legal values below and above."""
-    index = int(np.searchsorted(legal, wanted))
+    index = int(np.searchsorted(legal, target))
     return list(legal[max(index - 1, 0) : index + 1])

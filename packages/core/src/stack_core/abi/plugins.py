@@ -79,7 +79,7 @@ class Plugins:
                 answer = loaded.hook(provider, "stack_select_op")(**call)
             except Exception as error:  # A hook may raise anything; the choice does not depend on this plugin.
                 self._silenced.add(provider)
-                problem = f"stack_select_op failed, so it is not asked again: {_described(error)}"
+                problem = f"stack_select_op failed, so it is not asked again: {_describe_error(error)}"
                 loaded.by_name[provider].lose(problem)
                 warnings.warn(f"Plugin {provider!r}: {problem}", RuntimeWarning, stacklevel=2)
                 continue
@@ -136,20 +136,20 @@ class Plugins:
     def _named_in(self, variable: str) -> list[str]:
         return [name.strip() for name in self._environ.get(variable, "").split(",") if name.strip()]
 
-    def _once(self, what: str, compute: Callable[[], T]) -> T:
+    def _once(self, subject: str, compute: Callable[[], T]) -> T:
         """Computes a result on first use, while other threads wait."""
         with self._lock:
-            if what in self._running:
+            if subject in self._running:
                 raise PluginError(
-                    f"A plugin reads {what} too early, on import or in a hook. Read it later, inside a function."
+                    f"A plugin reads {subject} too early, on import or in a hook. Read it later, inside a function."
                 )
-            if what not in self._results:
-                self._running.add(what)
+            if subject not in self._results:
+                self._running.add(subject)
                 try:
-                    self._results[what] = compute()
+                    self._results[subject] = compute()
                 finally:
-                    self._running.discard(what)
-            return self._results[what]
+                    self._running.discard(subject)
+            return self._results[subject]
 
 
 class _Loaded:
@@ -189,7 +189,7 @@ def _load_one(manager: pluggy.PluginManager, entry_point: EntryPoint, report: Pl
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # Plugins may raise anything, also SystemExit or a compiled module's panic.
-        problem = f"importing {entry_point.value} raised {_described(error)}"
+        problem = f"importing {entry_point.value} raised {_describe_error(error)}"
     if problem is not None:
         report.fail(problem)
         manager.unregister(name=report.name)
@@ -236,7 +236,9 @@ def _registered(loaded: _Loaded, provider: str, kind: str) -> Sequence[Entry]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # Hooks may raise anything; only their own plugin loses its names.
-        loaded.by_name[provider].lose(f"stack_register_{kind} failed, so its {kind} are left out: {_described(error)}")
+        loaded.by_name[provider].lose(
+            f"stack_register_{kind} failed, so its {kind} are left out: {_describe_error(error)}"
+        )
         return ()
     return registrar.close()
 
@@ -274,7 +276,7 @@ def _check_ops(loaded: _Loaded, claims: dict[str, list[Entry]], defined: Mapping
             loaded.by_name[entry.provider].lose(problem)
 
 
-def _described(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     return str(error) if isinstance(error, StackError) else f"{type(error).__name__}: {error}"
 
 

@@ -185,16 +185,16 @@ class Registry(Mapping[str, T]):
                 f"{type(error).__name__}: {error}"
             ) from error
 
-    def unknown(self, name: str, *, beside: Sequence[str] = (), hint: str = "") -> StackError:
+    def unknown(self, name: str, *, other_names: Sequence[str] = (), hint: str = "") -> StackError:
         """Builds the error for a name that is not registered.
 
         Args:
-          beside: other valid names at this place in the config.
+          other_names: other valid names at this place in the config.
           hint: suggestion that replaces the nearest name; empty, or a sentence with a leading space.
         """
         if name in self._refused:
             return PluginError(f"{self.kind} {name!r} is not available: {self._refused[name]}")
-        known = (*beside, *self.names())
+        known = (*other_names, *self.names())
         remedy = (hint or nearest(name, known)) + self._advise(self.kind, name)
         listing = ", ".join(known) or "none"
         return UnknownName(f"Unknown name {name!r} among {self.kind}.{remedy} Registered: {listing}.")

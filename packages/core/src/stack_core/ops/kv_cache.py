@@ -210,10 +210,10 @@ class DenseKVCache:
             axes=_AXES,
         )
 
-    def _append(self, held: Any, new: jax.Array) -> Any:
+    def _append(self, stored: Any, new: jax.Array) -> Any:
         def write(row: jax.Array, update: jax.Array, start: jax.Array) -> jax.Array:
             return jax.lax.dynamic_update_slice_in_dim(row, update.astype(row.dtype), start, axis=1)
 
         new = new.swapaxes(1, 2)
-        update = coded(new, held.codes.dtype) if isinstance(held, CodedVectors) else new
-        return jax.tree.map(lambda rows, part: jax.vmap(write)(rows, part, self.lengths), held, update)
+        update = coded(new, stored.codes.dtype) if isinstance(stored, CodedVectors) else new
+        return jax.tree.map(lambda rows, part: jax.vmap(write)(rows, part, self.lengths), stored, update)

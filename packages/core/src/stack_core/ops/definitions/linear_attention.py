@@ -130,8 +130,8 @@ def _chunks(seq: Size) -> int:
     """Returns a number of chunks near sqrt(seq), preferably a divisor of `seq`."""
     if is_symbolic(seq):
         return 1
-    wanted = max(math.isqrt(seq), 1)
-    return next((count for count in range(wanted, 2 * wanted) if seq % count == 0), wanted)
+    target = max(math.isqrt(seq), 1)
+    return next((count for count in range(target, 2 * target) if seq % count == 0), target)
 
 
 def _split(array: Any, chunks: int) -> Any:

@@ -296,9 +296,9 @@ def _chunks(rows: Size, vocab: int) -> int:
     if is_symbolic(rows):
         return 1
     chunk_rows = max(_CHUNK_BYTES // (vocab * 4), _FEWEST_ROWS)
-    wanted = min(-(-rows // chunk_rows), _MOST_CHUNKS)
-    divisors = (count for count in range(wanted, 2 * wanted) if rows % count == 0)
-    return next(divisors, wanted) or 1
+    target = min(-(-rows // chunk_rows), _MOST_CHUNKS)
+    divisors = (count for count in range(target, 2 * target) if rows % count == 0)
+    return next(divisors, target) or 1
 
 
 def _split_rows(array: Any, chunks: int, fill: Any) -> Any:

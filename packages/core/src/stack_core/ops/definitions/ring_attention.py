@@ -202,27 +202,29 @@ class _Ring:
 
     def with_keys(self, softmax: _Softmax, queries: _Queries, keys: _Keys, distance: Any) -> _Softmax:
         """Merges attention to `keys`, which belong to the device `distance` steps before this device."""
-        for mine, theirs in self.pairs(queries, keys, distance):
-            part = _rows(queries, mine.rows)
-            place = _place(part, mine, theirs)
+        for query_block, key_block in self.pairs(queries, keys, distance):
+            part = _rows(queries, query_block.rows)
+            place = _place(part, query_block, key_block)
             found = self.if_visible(
-                lambda part=part, theirs=theirs, place=place: self.pair(part, keys.part(theirs.rows), place, theirs),
+                lambda part=part, key_block=key_block, place=place: self.pair(
+                    part, keys.part(key_block.rows), place, key_block
+                ),
                 lambda part=part: _no_keys(part, keys),
                 (part, keys, place),
-                self.visible(part, theirs, place),
+                self.visible(part, key_block, place),
             )
-            so_far = _Softmax(*(x[:, :, :, mine.rows] for x in softmax))
+            so_far = _Softmax(*(x[:, :, :, query_block.rows] for x in softmax))
             merged = _merged(so_far, found)
-            softmax = _Softmax(*(_put(x, y, mine.rows, axis=3) for x, y in zip(softmax, merged, strict=True)))
+            softmax = _Softmax(*(_put(x, y, query_block.rows, axis=3) for x, y in zip(softmax, merged, strict=True)))
         return softmax
 
     def pairs(self, queries: _Queries, keys: _Keys, distance: Any) -> list[tuple[_Block, _Block]]:
         me = lax.axis_index(self.axis_name)
-        mine = self.blocks(me, queries.query.shape[3])
-        theirs = self.blocks(jnp.mod(me - distance, self.devices), keys.key.shape[2])
-        return [(one, other) for one in mine for other in theirs]
+        query_blocks = self.blocks(me, queries.query.shape[3])
+        key_blocks = self.blocks(jnp.mod(me - distance, self.devices), keys.key.shape[2])
+        return [(one, other) for one in query_blocks for other in key_blocks]
 
-    def pair(self, queries: _Queries, keys: _Keys, place: Any, theirs: _Block) -> _Softmax:
+    def pair(self, queries: _Queries, keys: _Keys, place: Any, key_block: _Block) -> _Softmax:
         """Computes attention of one query block to one key block, with query 0 at key `place` [batch or 1]."""
         rows, length = queries.query.shape[3], keys.key.shape[2]
         lengths = queries.kv_lengths
@@ -235,19 +237,19 @@ class _Ring:
             "query_positions": jnp.arange(rows)[None, :] + place[:, None],
             "q_segments": queries.segments,
             "kv_segments": keys.segments,
-            "kv_lengths": None if lengths is None else jnp.clip(lengths - theirs.start, 0, length),
+            "kv_lengths": None if lengths is None else jnp.clip(lengths - key_block.start, 0, length),
         }
         options: dict[str, Any] = {"window": self.window, "scale": self.scale, "softcap": self.softcap}
         return _Softmax(*attention_tiles.attend(operands, query_offset=None, **options))
 
-    def visible(self, queries: _Queries, theirs: _Block, place: Any) -> Any:
+    def visible(self, queries: _Queries, key_block: _Block, place: Any) -> Any:
         """Returns whether any key of a block may be visible, ignoring segments; None means always."""
         left, right = self.window
-        rows, length = queries.query.shape[3], theirs.rows.stop - theirs.rows.start
+        rows, length = queries.query.shape[3], key_block.rows.stop - key_block.rows.start
         conditions = [] if right is None else [jnp.max(place) + rows - 1 + right >= 0]
         conditions += [] if left is None else [jnp.min(place) - left <= length - 1]
         if queries.kv_lengths is not None:
-            conditions.append(jnp.any(queries.kv_lengths > theirs.start))
+            conditions.append(jnp.any(queries.kv_lengths > key_block.start))
         return jnp.all(jnp.stack(conditions)) if conditions else None
 
     def if_visible(self, function: Callable[[], Any], otherwise: Callable[[], Any], operands: Any, seen: Any) -> Any:
@@ -270,11 +272,11 @@ class _Ring:
         def step(carry: Any, distance: Any) -> Any:
             keys, of_keys, of_query = carry
             following = self.pass_on(keys)
-            for mine, theirs in self.pairs(queries, keys, distance):
-                added = self._pair_gradients(queries, keys, total, cotangent, mine, theirs)
-                of_query = _put(of_query, of_query[:, :, :, mine.rows] + added[0], mine.rows, axis=3)
+            for query_block, key_block in self.pairs(queries, keys, distance):
+                added = self._pair_gradients(queries, keys, total, cotangent, query_block, key_block)
+                of_query = _put(of_query, of_query[:, :, :, query_block.rows] + added[0], query_block.rows, axis=3)
                 of_keys = tuple(
-                    _put(x, x[:, :, theirs.rows] + more, theirs.rows, axis=2)
+                    _put(x, x[:, :, key_block.rows] + more, key_block.rows, axis=2)
                     for x, more in zip(of_keys, added[1:], strict=True)
                 )
             return (following, self.pass_on(of_keys), of_query), None
@@ -288,22 +290,30 @@ class _Ring:
         return of_query, of_key, of_value
 
     def _pair_gradients(
-        self, queries: _Queries, keys: _Keys, total: _Softmax, cotangent: _Softmax, mine: _Block, theirs: _Block
+        self,
+        queries: _Queries,
+        keys: _Keys,
+        total: _Softmax,
+        cotangent: _Softmax,
+        query_block: _Block,
+        key_block: _Block,
     ) -> tuple[Any, Any, Any]:
-        part, other = _rows(queries, mine.rows), keys.part(theirs.rows)
-        whole, of_whole = (_Softmax(*(x[:, :, :, mine.rows] for x in each)) for each in (total, cotangent))
-        place = _place(part, mine, theirs)
+        part, other = _rows(queries, query_block.rows), keys.part(key_block.rows)
+        row_total, row_cotangent = (
+            _Softmax(*(x[:, :, :, query_block.rows] for x in each)) for each in (total, cotangent)
+        )
+        place = _place(part, query_block, key_block)
         dtype = accurate_dtype(part.query.dtype)
 
         def gradients() -> tuple[Any, Any, Any]:
             def attend(query: Any, key: Any, value: Any) -> _Softmax:
-                return self.pair(part._replace(query=query), _Keys(key, value, other.segments), place, theirs)
+                return self.pair(part._replace(query=query), _Keys(key, value, other.segments), place, key_block)
 
             found, vjp = jax.vjp(attend, part.query, other.key, other.value)
-            finite = jnp.where(whole.lse == -jnp.inf, 0, whole.lse)
+            finite = jnp.where(row_total.lse == -jnp.inf, 0, row_total.lse)
             weight = jnp.where(found.lse == -jnp.inf, 0, jnp.exp(found.lse - finite))
-            inner = jnp.sum(of_whole.output * (found.output - whole.output), axis=-1)
-            cotangents = _Softmax(of_whole.output * weight[..., None], weight * (inner + of_whole.lse))
+            inner = jnp.sum(row_cotangent.output * (found.output - row_total.output), axis=-1)
+            cotangents = _Softmax(row_cotangent.output * weight[..., None], weight * (inner + row_cotangent.lse))
             of_query, of_key, of_value = (x.astype(dtype) for x in vjp(cotangents))
             return of_query, of_key, of_value
 
@@ -311,17 +321,17 @@ class _Ring:
             of_query, of_key, of_value = (jnp.zeros(x.shape, dtype) for x in (part.query, other.key, other.value))
             return of_query, of_key, of_value
 
-        seen = self.visible(part, theirs, place)
-        return self.if_visible(gradients, nothing, (part, other, whole, of_whole, place), seen)
+        seen = self.visible(part, key_block, place)
+        return self.if_visible(gradients, nothing, (part, other, row_total, row_cotangent, place), seen)
 
 
-def _put(whole: Any, part: Any, rows: slice, *, axis: int) -> Any:
-    """Returns `whole` with some of its rows replaced.
+def _put(array: Any, part: Any, rows: slice, *, axis: int) -> Any:
+    """Returns `array` with some of its rows replaced.
 
-    `whole.at[...].set` would scatter with an index of size 0 if `rows` covers all rows; such an index, unused inside
+    `array.at[...].set` would scatter with an index of size 0 if `rows` covers all rows; such an index, unused inside
     `shard_map`, crashes XLA's compiler (jax 0.11.2, CPU).
     """
-    return lax.dynamic_update_slice_in_dim(whole, part, rows.start, axis)
+    return lax.dynamic_update_slice_in_dim(array, part, rows.start, axis)
 
 
 def _rows(queries: _Queries, rows: slice) -> _Queries:
@@ -329,9 +339,9 @@ def _rows(queries: _Queries, rows: slice) -> _Queries:
     return queries._replace(query=queries.query[:, :, :, rows], segments=segments)
 
 
-def _place(queries: _Queries, mine: _Block, theirs: _Block) -> Any:
+def _place(queries: _Queries, query_block: _Block, key_block: _Block) -> Any:
     """Returns the position of the first query relative to the first key of a block, [batch or 1]."""
-    return jnp.asarray(queries.offset).reshape(-1) + (mine.start - theirs.start)
+    return jnp.asarray(queries.offset).reshape(-1) + (query_block.start - key_block.start)
 
 
 def _no_keys(queries: _Queries, keys: _Keys) -> _Softmax:
@@ -350,27 +360,27 @@ def _merged(one: _Softmax, other: _Softmax) -> _Softmax:
     return _Softmax(output, jnp.where(total == 0, -jnp.inf, jnp.log(safe) + largest))
 
 
-def _prepared(given: Mapping[str, Any]) -> tuple[_Ring, _Queries, _Keys]:
+def _prepared(arguments: Mapping[str, Any]) -> tuple[_Ring, _Queries, _Keys]:
     """Converts the arrays and options of a call to the layout of tiles."""
-    query, key = given["query"], given["key"]
+    query, key = arguments["query"], arguments["key"]
     batch, q_seq, heads, key_dim = query.shape
     grouped = query.reshape(batch, q_seq, key.shape[2], heads // key.shape[2], key_dim)
-    left, right = given["window"] or (None, None)
-    window = (left, 0 if given["causal"] else right)
-    q_segments, kv_segments = given["segment_ids"] or (None, None)
-    ring = _Ring(given["axis_name"], given["order"], window, given["scale"], given["softcap"])
-    queries = _Queries(grouped.transpose(0, 2, 3, 1, 4), q_segments, given["query_offset"], given["kv_lengths"])
-    return ring, queries, _Keys(key.swapaxes(1, 2), given["value"].swapaxes(1, 2), kv_segments)
+    left, right = arguments["window"] or (None, None)
+    window = (left, 0 if arguments["causal"] else right)
+    q_segments, kv_segments = arguments["segment_ids"] or (None, None)
+    ring = _Ring(arguments["axis_name"], arguments["order"], window, arguments["scale"], arguments["softcap"])
+    queries = _Queries(grouped.transpose(0, 2, 3, 1, 4), q_segments, arguments["query_offset"], arguments["kv_lengths"])
+    return ring, queries, _Keys(key.swapaxes(1, 2), arguments["value"].swapaxes(1, 2), kv_segments)
 
 
-def _reference(*, requested: Any, **given: Any) -> Any:
-    query, sinks = given["query"], given["sinks"]
-    ring, queries, keys = _prepared(given)
+def _reference(*, requested: Any, **arguments: Any) -> Any:
+    query, sinks = arguments["query"], arguments["sinks"]
+    ring, queries, keys = _prepared(arguments)
     output, lse = ring.attend(queries, keys)
     if sinks is not None:
         output, lse = with_sinks(output, lse, sinks)
     output, lse = _ungrouped(output).astype(query.dtype), _ungrouped(lse)
-    return (output, lse) if given["return_lse"] else output, {"lse": lse}
+    return (output, lse) if arguments["return_lse"] else output, {"lse": lse}
 
 
 def _backward(

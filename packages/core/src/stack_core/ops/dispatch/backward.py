@@ -61,9 +61,9 @@ class _Run(Callee):
         pool = (*primals, *rest)
         tangent = Tangent.trace(forward, pool, moving)
         known = [pool[place] for place in tangent.used]
-        moved = _tangent_p.bind(*known, *(tangents[i] for i in moving), tangent=tangent)
+        result_tangents = _tangent_p.bind(*known, *(tangents[i] for i in moving), tangent=tangent)
         results = rest if self.forward.residual_names else rest[: forward.outputs]
-        return results, [*moved, *map(zero, results[forward.outputs :])]
+        return results, [*result_tangents, *map(zero, results[forward.outputs :])]
 
     def mapped(self, size: int, mapped: Sequence[bool], arguments: Sequence[Any]) -> Sequence[Any]:
         found = self.forward.folded(size, mapped, arguments, _run)
@@ -181,7 +181,7 @@ class Tangent:
         *inner, (size, mapped) = levels
         of_known, of_moving = mapped[: len(self.used)], mapped[len(self.used) :]
         if not inner:
-            folded = self.folded(size, of_known, known, cotangents, summed=of_moving)
+            folded = self.folded(size, of_known, known, cotangents, per_example=of_moving)
             if folded is not None:
                 return folded
         run = jax.vmap(
@@ -199,7 +199,7 @@ class Tangent:
 
     def plain_gradients(self, known: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
         """Computes the reference's gradients."""
-        transposed = jax.linear_transpose(lambda *moved: tuple(self.move(*known, *moved)), *self.moving_types)
+        transposed = jax.linear_transpose(lambda *tangents: tuple(self.move(*known, *tangents)), *self.moving_types)
         return tuple(transposed(tuple(cotangents)))
 
     def folded(
@@ -208,7 +208,7 @@ class Tangent:
         mapped: Sequence[bool],
         known: Sequence[Any],
         cotangents: Sequence[Any],
-        summed: Sequence[bool] | None = None,
+        per_example: Sequence[bool] | None = None,
     ) -> list[Any] | None:
         """Computes the gradients of a mapped call with the mapped axis folded into an axis of the op.
 
@@ -219,7 +219,7 @@ class Tangent:
           mapped: whether each used entry is mapped.
           known: the used entries.
           cotangents: cotangents of the result, all mapped.
-          summed: for each differentiated operand, whether its gradient is per example instead of summed over the
+          per_example: for each differentiated operand, whether its gradient is per example instead of summed over the
             examples. By default all are per example.
 
         Returns:
@@ -242,7 +242,8 @@ class Tangent:
             for x, i in zip(of_moving, self.moving, strict=True)
         ]
         if not all(
-            own or (summed is not None and not each) for own, each in zip(is_own, summed or is_own, strict=True)
+            own or (per_example is not None and not each)
+            for own, each in zip(is_own, per_example or is_own, strict=True)
         ):
             return None
         folded = folding.fold_all([axes[i] for i in self.used], known, mapped)
@@ -256,9 +257,9 @@ class Tangent:
             folding.unfold(of_one or "", x) if own else x
             for of_one, own, x in zip(of_moving, is_own, found, strict=True)
         ]
-        if summed is None:
+        if per_example is None:
             return gradients
-        adding = [own and not each for own, each in zip(is_own, summed, strict=True)]
+        adding = [own and not each for own, each in zip(is_own, per_example, strict=True)]
         return [
             jnp.sum(x, axis=0).astype(x.dtype) if is_sum else x for is_sum, x in zip(adding, gradients, strict=True)
         ]
@@ -304,14 +305,14 @@ class _Gradients(Callee):
         count = len(self.tangent.used)
         moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
 
-        def plain_gradients(*moved: Any) -> tuple[Any, ...]:
+        def plain_gradients(*values: Any) -> tuple[Any, ...]:
             filled = list(primals)
-            for place, x in zip(moving, moved, strict=True):
+            for place, x in zip(moving, values, strict=True):
                 filled[place] = x
             return self.tangent.plain_gradients(filled[:count], filled[count:])
 
-        _, moved = jax.jvp(plain_gradients, [primals[i] for i in moving], [tangents[i] for i in moving])
-        return call(self, self.tangent.gradients, primals), moved
+        _, gradient_tangents = jax.jvp(plain_gradients, [primals[i] for i in moving], [tangents[i] for i in moving])
+        return call(self, self.tangent.gradients, primals), gradient_tangents
 
     def mapped(self, size: int, mapped: Sequence[bool], arguments: Sequence[Any]) -> Sequence[Any]:
         count, found = len(self.tangent.used), None

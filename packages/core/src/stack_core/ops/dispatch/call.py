@@ -65,9 +65,9 @@ def _jvp(
     moving = [place for place, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
     nonzero: list[int] = []
 
-    def derivative(primals: Sequence[Any], moved: Sequence[Any]) -> tuple[Any, Any]:
+    def derivative(primals: Sequence[Any], nonzero_tangents: Sequence[Any]) -> tuple[Any, Any]:
         filled = [zero(x) for x in primals]
-        for place, tangent in zip(moving, moved, strict=True):
+        for place, tangent in zip(moving, nonzero_tangents, strict=True):
             filled[place] = tangent
         results, found = callee.derivative(primals, filled)
         nonzero[:] = [place for place, t in enumerate(found) if not isinstance(t, ad.Zero)]
@@ -76,9 +76,9 @@ def _jvp(
     run: Any = derivative
     for _, mapped in levels:
         run = jax.vmap(run, in_axes=(in_axes(mapped), in_axes([mapped[place] for place in moving])))
-    results, moved = run(tuple(primals), tuple(tangents[place] for place in moving))
+    results, result_tangents = run(tuple(primals), tuple(tangents[place] for place in moving))
     found = [zero(x) for x in results]
-    for place, tangent in zip(nonzero, moved, strict=True):
+    for place, tangent in zip(nonzero, result_tangents, strict=True):
         found[place] = tangent
     return results, found
 
@@ -111,9 +111,9 @@ def _transpose(
         return callee.transposed(cotangents, arguments)
     moving = [place for place, x in enumerate(arguments) if ad.is_undefined_primal(x)]
 
-    def run(*moved: Any) -> tuple[Any, ...]:
+    def run(*values: Any) -> tuple[Any, ...]:
         filled = list(arguments)
-        for place, x in zip(moving, moved, strict=True):
+        for place, x in zip(moving, values, strict=True):
             filled[place] = x
         return tuple(jaxpr_as_fun(call_jaxpr)(*filled))
 

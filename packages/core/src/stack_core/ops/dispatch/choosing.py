@@ -37,8 +37,8 @@ __all__ = [
     "Choice",
     "Plan",
     "answer",
-    "described",
     "for_export",
+    "format_shapes",
     "highest_priority",
     "implementations_of",
     "is_installed",
@@ -146,7 +146,7 @@ def plan(request: Request, operands: Sequence[Any], *, mapped: bool = False) -> 
         backward = error
     chosen = Plan(forward, backward, ())
     if isinstance(backward, Choice):
-        own = (OWN,) if _keeps_own(forward, backward) and not mapped else ()
+        own = (OWN,) if _saves_private_residual(forward, backward) and not mapped else ()
         chosen = Plan(forward, backward, (*kept, *own), _unheeded(named, forward, backward))
     return _noted(request, chosen, found)
 
@@ -167,7 +167,7 @@ def _of_reference(request: Request, candidates: Mapping[str, OpImplementation]) 
     return Plan(choice, choice, tuple(name for name in reference.residuals if name != OWN))
 
 
-def _keeps_own(forward: Choice, backward: Choice) -> bool:
+def _saves_private_residual(forward: Choice, backward: Choice) -> bool:
     same = forward.implementation is backward.implementation
     return same and OWN in forward.implementation.residuals and forward.split is None
 
@@ -186,8 +186,8 @@ class _Sides:
     local: OpCall
     split: Split | str | None
 
-    def backward(self, forward: Choice, kept: tuple[str, ...]) -> "_Sides":
-        fields = {"direction": "backward", "forward": forward.implementation.name, "residuals": kept}
+    def backward(self, forward: Choice, residuals: tuple[str, ...]) -> "_Sides":
+        fields = {"direction": "backward", "forward": forward.implementation.name, "residuals": residuals}
         call, local = (dataclasses.replace(each, **fields) for each in (self.call, self.local))
         return _Sides(call, local, self.split)
 
@@ -339,13 +339,13 @@ def _choose(
     """
     answers = {name: _answer(candidate, sides) for name, candidate in candidates.items()}
     able = {name: candidates[name] for name, answer in answers.items() if answer is True}
-    wanted = next((candidate for candidate in named if candidate.name in able), None)
-    if not able or (named and wanted is None and forward is None):
+    requested = next((candidate for candidate in named if candidate.name in able), None)
+    if not able or (named and requested is None and forward is None):
         raise UnsupportedOp(_refusals(sides.call, answers, named if forward is None else ()))
     ran = None if forward is None else TunedChoice(forward.implementation.name, forward.config, forward.reason)
-    tuned = tuned_choices(sides.local, candidates, answers, wanted, ran)
-    if wanted is not None:
-        choice = _named_choice(wanted, sides, tuned)
+    tuned = tuned_choices(sides.local, candidates, answers, requested, ran)
+    if requested is not None:
+        choice = _named_choice(requested, sides, tuned)
     else:
         choice = _tuned_choice(able, sides, tuned) or _selected_by_hook(sides, able) or _by_order(sides, able, forward)
     if forward is not None:
@@ -409,12 +409,12 @@ def _supports(candidate: OpImplementation, sides: _Sides, config: Any) -> bool |
     return candidate.supports(_seen(candidate, sides), target_chip(), config)
 
 
-def _named_choice(wanted: OpImplementation, sides: _Sides, tuned: Mapping[str, TunedChoice]) -> Choice:
+def _named_choice(implementation: OpImplementation, sides: _Sides, tuned: Mapping[str, TunedChoice]) -> Choice:
     for table, advice in tuned.items():
-        if advice.implementation == wanted.name:
+        if advice.implementation == implementation.name:
             reason = f"named by the caller; config of tuned table {table!r}: {advice.reason}"
-            return _choice(wanted, sides, reason, advice.config)
-    return _choice(wanted, sides, "named by the caller")
+            return _choice(implementation, sides, reason, advice.config)
+    return _choice(implementation, sides, "named by the caller")
 
 
 def _tuned_choice(
@@ -486,9 +486,9 @@ def _by_order(sides: _Sides, able: Mapping[str, OpImplementation], forward: Choi
 
 def _refusals(call: OpCall, answers: Mapping[str, bool | str], named: Sequence[OpImplementation]) -> str:
     what = call.op if call.direction == "forward" else f"{call.op} {call.direction}"
-    wanted = " or ".join(repr(candidate.name) for candidate in named)
-    head = f"{what}: {wanted} cannot run this call." if named else f"{what}: no implementation supports this call."
-    shapes = ", ".join(f"{name} {described(struct)}" for name, struct in call.arrays.items() if struct is not None)
+    names = " or ".join(repr(candidate.name) for candidate in named)
+    head = f"{what}: {names} cannot run this call." if named else f"{what}: no implementation supports this call."
+    shapes = ", ".join(f"{name} {format_shapes(struct)}" for name, struct in call.arrays.items() if struct is not None)
     lines = [f"  {name}: {_reason(answer)}" for name, answer in sorted(answers.items())]
     able = [name for name, answer in answers.items() if answer is True]
     remedy = f"Name one that supports it ({', '.join(sorted(able))}) or none." if able else "Change the call."
@@ -501,6 +501,6 @@ def _reason(answer: bool | str) -> str:
     return answer if isinstance(answer, str) else "refused without a reason"
 
 
-def described(struct: Any) -> str:
+def format_shapes(struct: Any) -> str:
     """Formats dtype and shape of each leaf of an argument: "float32[2, 3]"."""
     return " ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(struct))

@@ -43,7 +43,7 @@ def changed_choices(before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[s
 def choice_entry(call: OpCall, implementation: str, config: Any, reason: str) -> tuple[str, Mapping[str, Any]]:
     """Returns key and entry of `choices` for one direction of a call."""
     leaves, _ = jax.tree.flatten_with_path(dict(call.arrays))
-    arrays = {jax.tree_util.keystr(path, simple=True, separator="."): _described(leaf) for path, leaf in leaves}
+    arrays = {jax.tree_util.keystr(path, simple=True, separator="."): _describe_array(leaf) for path, leaf in leaves}
     described = {"arrays": arrays, "options": {name: str(option) for name, option in call.options.items()}}
     entry = {
         "op": call.op,
@@ -70,7 +70,7 @@ def _got(entry: Mapping[str, Any]) -> str:
     return entry["implementation"] if entry["config"] is None else f"{entry['implementation']} ({entry['config']})"
 
 
-def _described(leaf: Any) -> str:
+def _describe_array(leaf: Any) -> str:
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 

@@ -37,18 +37,18 @@ def contract(subscripts: str, left: jax.Array, right: jax.Array, dtype: DTypeLik
     if is_plain():
         wide = (x.astype(jnp.float32) for x in (left, right))
         return jnp.einsum(subscripts, *wide).astype(dtype)
-    return _narrow(subscripts, jnp.dtype(dtype), *vary_alike(left, right))
+    return _low_precision_einsum(subscripts, jnp.dtype(dtype), *vary_alike(left, right))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _narrow(subscripts: str, dtype: jnp.dtype, left: jax.Array, right: jax.Array) -> jax.Array:
+def _low_precision_einsum(subscripts: str, dtype: jnp.dtype, left: jax.Array, right: jax.Array) -> jax.Array:
     return _accumulated(subscripts)(left, right).astype(dtype)
 
 
 def _forward(
     subscripts: str, dtype: jnp.dtype, left: jax.Array, right: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _narrow(subscripts, dtype, left, right), (left, right)
+    return _low_precision_einsum(subscripts, dtype, left, right), (left, right)
 
 
 def _backward(
@@ -57,8 +57,8 @@ def _backward(
     left, right = operands
     left_axes, right_axes, result = _terms(subscripts)
     cotangent = cotangent.astype(left.dtype)
-    of_left = functools.partial(_narrow, f"{result},{right_axes}->{left_axes}", left.dtype)
-    of_right = functools.partial(_narrow, f"{left_axes},{result}->{right_axes}", right.dtype)
+    of_left = functools.partial(_low_precision_einsum, f"{result},{right_axes}->{left_axes}", left.dtype)
+    of_right = functools.partial(_low_precision_einsum, f"{left_axes},{result}->{right_axes}", right.dtype)
     # With Explicit mesh axes, the summed indices may be sharded; the results get the sharding of the operands.
     return (
         with_automatic_axes(of_left, cotangent, right, like=left),
@@ -66,7 +66,7 @@ def _backward(
     )
 
 
-_narrow.defvjp(_forward, _backward)
+_low_precision_einsum.defvjp(_forward, _backward)
 
 
 @functools.cache

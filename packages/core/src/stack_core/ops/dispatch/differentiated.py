@@ -30,16 +30,16 @@ def differentiated(forward: _Forward) -> tuple[_Forward, Callable[..., Mapping[s
     `custom_vjp`. After the forward pass of another implementation, the backward pass recomputes the forward pass.
     """
 
-    def with_own(*, requested: frozenset[str], **arguments: Any) -> tuple[Any, Mapping[str, Any]]:
+    def forward_pass(*, requested: frozenset[str], **arguments: Any) -> tuple[Any, Mapping[str, Any]]:
         others = requested - {OWN}
         if OWN not in requested:
             return forward(**arguments, requested=others)
         moving = {name: found for name, argument in arguments.items() if (found := _floating(argument))}
 
-        def moved(moving: _Moving) -> tuple[Any, Mapping[str, Any]]:
+        def run_forward(moving: _Moving) -> tuple[Any, Mapping[str, Any]]:
             return forward(**_replaced(arguments, moving), requested=others)
 
-        outputs, vjp, residuals = jax.vjp(moved, moving, has_aux=True)
+        outputs, vjp, residuals = jax.vjp(run_forward, moving, has_aux=True)
         return outputs, {**residuals, OWN: vjp}
 
     def backward(
@@ -60,7 +60,7 @@ def differentiated(forward: _Forward) -> tuple[_Forward, Callable[..., Mapping[s
         (gradients,) = vjp(cotangents)
         return {name: _at_floating(arrays[name], gradients[name]) for name in requested}
 
-    return with_own, backward
+    return forward_pass, backward
 
 
 def _is_floating(leaf: Any) -> bool:

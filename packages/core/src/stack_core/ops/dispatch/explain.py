@@ -19,7 +19,7 @@ from stack_core.abi.chips import Chip
 from stack_core.abi.errors import StackError
 from stack_core.abi.ops import OpCall
 from stack_core.chips.context import use_chip
-from stack_core.ops.dispatch.choosing import Choice, Plan, described, plan
+from stack_core.ops.dispatch.choosing import Choice, Plan, format_shapes, plan
 from stack_core.ops.dispatch.dispatch import recording, run
 from stack_core.ops.dispatch.request import Request
 from stack_core.programs.flops import inner_jaxprs
@@ -120,11 +120,13 @@ class _Recorder:
     def __call__(self, request: Request, operands: Sequence[Any]) -> Any:
         number = len(self.calls)
         arrays, op = request.arrays(operands), request.op.name
-        shapes = {name: described(array) for name, array in arrays.items() if array is not None}
+        shapes = {name: format_shapes(array) for name, array in arrays.items() if array is not None}
         forward, backward, request = _planned(request, operands)
         alone = request.call(operands)
         self.calls.append(
-            ExplainedCall(op, shapes, _given(op, request.options), forward, backward, 0, False, _caller(), alone)
+            ExplainedCall(
+                op, shapes, _non_default_options(op, request.options), forward, backward, 0, False, _caller(), alone
+            )
         )
         marked = [_marked(array, number, name) for name, array in arrays.items()]
         if not isinstance(forward, StackError):
@@ -166,7 +168,7 @@ def _planned(request: Request, operands: Sequence[Any]) -> tuple[Choice | StackE
     return chosen.forward, chosen.backward, request
 
 
-def _given(op: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def _non_default_options(op: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options that differ from the defaults of the op's public function, which is found on the stack."""
     function = next((frame.f_globals.get(op) for frame in _frames() if frame.f_code.co_name == op), None)
     if function is None:

@@ -27,19 +27,19 @@ def program(make: Any, forward: Forward, moving: tuple[int, ...], pool: Sequence
 
 
 @functools.lru_cache(maxsize=8192)
-def pruned(with_consts: Any, count: int, kept: frozenset[int]) -> tuple[Any, tuple[int, ...]]:
+def pruned(with_consts: Any, count: int, required: frozenset[int]) -> tuple[Any, tuple[int, ...]]:
     """Drops unused operands among the first `count` of a jaxpr.
 
     Args:
       with_consts: the jaxpr, closed over its constants.
       count: number of leading operands that may be dropped.
-      kept: indices of operands that are never dropped.
+      required: indices of operands that are never dropped.
 
     Returns:
       The jaxpr, and the indices of the remaining operands below `count`.
     """
     inner = equations_of(with_consts)
-    needs = [place >= count or place in kept for place in range(len(inner.invars))]
+    needs = [place >= count or place in required for place in range(len(inner.invars))]
     pruned, is_used = partial_eval.dce_jaxpr(inner, [True] * len(inner.outvars), needs)
     closed = with_consts.replace(jaxpr=pruned) if inner is not with_consts else pruned
     return closed, tuple(place for place in range(count) if is_used[place])
@@ -61,7 +61,7 @@ def reference_tangent(forward: Forward, moving: Sequence[int]) -> _Function:
         arguments = {**request.arrays(operands), **request.options}
         return jax.tree.leaves(request.op.reference(**arguments, requested=frozenset())[0])
 
-    def tangent(operands: Sequence[Any], moved: Sequence[Any]) -> list[Any]:
+    def tangent(operands: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         def of_moving(*some: Any) -> list[Any]:
             filled = list(operands)
             for place, operand in zip(moving, some, strict=True):
@@ -69,7 +69,7 @@ def reference_tangent(forward: Forward, moving: Sequence[int]) -> _Function:
             return reference(*filled)
 
         with plain():
-            return jax.jvp(of_moving, tuple(operands[i] for i in moving), tuple(moved))[1]
+            return jax.jvp(of_moving, tuple(operands[i] for i in moving), tuple(tangents))[1]
 
     return tangent
 

@@ -31,21 +31,21 @@ def check_signature(found: OpImplementation) -> None:
     Raises:
       PluginError: wrong parameters.
     """
-    what, config = f"ops '{found.op}/{found.name}'", () if found.default is None else ("config",)
+    subject, config = f"ops '{found.op}/{found.name}'", () if found.default is None else ("config",)
     takes = ("arrays", "options", "outputs", "residuals", "cotangents")
     try:
-        check_parameters(f"{what}: forward", found.forward, (*parameters_of(found.op), "requested", *config))
+        check_parameters(f"{subject}: forward", found.forward, (*parameters_of(found.op), "requested", *config))
         if found.backward is not None:
-            check_takes(f"{what}: backward", found.backward, takes, ("requested", *config))
-        check_takes(f"{what}: supports", found.supports, ("call", "chip", "config"))
+            check_takes(f"{subject}: backward", found.backward, takes, ("requested", *config))
+        check_takes(f"{subject}: supports", found.supports, ("call", "chip", "config"))
         for name in ("default", "space"):
             if getattr(found, name) is not None:
-                check_takes(f"{what}: {name}", getattr(found, name), ("call", "chip"))
+                check_takes(f"{subject}: {name}", getattr(found, name), ("call", "chip"))
     except ArgumentError as error:
         raise PluginError(str(error)) from error
 
 
-def check_parameters(what: str, function: Callable[..., Any], expected: tuple[str, ...]) -> None:
+def check_parameters(subject: str, function: Callable[..., Any], expected: tuple[str, ...]) -> None:
     """Raises ArgumentError unless the function has exactly these parameters, all accepted by name."""
     found = inspect.signature(function).parameters.values()
     named = [each.name for each in found if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
@@ -57,16 +57,17 @@ def check_parameters(what: str, function: Callable[..., Any], expected: tuple[st
     ]
     problems += [f"{each.name} must not be positional-only" for each in found if each.kind is each.POSITIONAL_ONLY]
     if problems:
+        name = getattr(function, "__name__", function)
         raise ArgumentError(
-            f"{what}: the parameters of {getattr(function, '__name__', function)!r} do not fit: {'; '.join(problems)}. "
+            f"{subject}: the parameters of {name!r} do not fit: {'; '.join(problems)}. "
             f"Expected, all passed by name: {', '.join(expected)}."
         )
 
 
-def check_takes(what: str, value: Any, takes: tuple[str, ...], keywords: tuple[str, ...] = ()) -> None:
+def check_takes(subject: str, value: Any, takes: tuple[str, ...], keywords: tuple[str, ...] = ()) -> None:
     """Raises ArgumentError unless the value can be called with these arguments."""
     try:
         inspect.signature(value).bind(*takes, **dict.fromkeys(keywords))
     except TypeError as error:
         listing = ", ".join((*takes, *keywords))
-        raise ArgumentError(f"{what} is {value!r}; expected a function of ({listing}): {error}.") from error
+        raise ArgumentError(f"{subject} is {value!r}; expected a function of ({listing}): {error}.") from error

@@ -34,7 +34,7 @@ def tuned_choices(
     call: OpCall,
     candidates: Mapping[str, OpImplementation],
     answers: Mapping[str, bool | str],
-    wanted: OpImplementation | None = None,
+    requested: OpImplementation | None = None,
     forward: TunedChoice | None = None,
 ) -> dict[str, TunedChoice]:
     """Returns the applicable advice of the tables by table name, sorted by name.
@@ -46,11 +46,11 @@ def tuned_choices(
       call: one direction of a call.
       candidates: implementations of the op by name.
       answers: True for each implementation that supports the call, else the reason.
-      wanted: requested implementation that runs the call; tables then only advise on its config.
+      requested: implementation that the caller requested and that runs the call; tables then only advise on its config.
       forward: choice for the forward pass, if this is the backward pass.
     """
     able = {name: candidate for name, candidate in candidates.items() if answers[name] is True}
-    among = able if wanted is None else {wanted.name: wanted}
+    among = able if requested is None else {requested.name: requested}
     choices: dict[str, TunedChoice] = {}
     for table, load in _tables().items():
         choice = _looked_up(table, load, call, among, forward)

@@ -114,8 +114,8 @@ def _tile_sizes(heads: int, q_seq: int, kv_seq: int) -> tuple[int, int]:
     rows = max(math.isqrt(pairs // 2), _FEWEST_ROWS)
     keys = max(pairs // max(min(rows, q_seq), 1), _FEWEST_KEYS)
 
-    def evenly(size: int, most: int) -> int:
-        return math.ceil(size / max(math.ceil(size / most), 1))
+    def evenly(size: int, max_size: int) -> int:
+        return math.ceil(size / max(math.ceil(size / max_size), 1))
 
     return evenly(q_seq, rows), evenly(kv_seq, keys)
 
@@ -160,9 +160,9 @@ def _with_tile(tiles: _Tiles, state: RunningSoftmax, part: Operands, column: Any
 def _plain_attend(tiles: _Tiles, operands: Operands) -> tuple[Any, Any]:
     def visit(state: RunningSoftmax, row: Any, column: Any) -> RunningSoftmax:
         part = tiles.cut(operands, row, column)
-        mine = RunningSoftmax(*(_part(x, 3, row, tiles.rows) for x in state))
-        theirs = _with_tile(tiles, mine, part, column)
-        return RunningSoftmax(*(_replaced(x, 3, row, new) for x, new in zip(state, theirs, strict=True)))
+        row_state = RunningSoftmax(*(_part(x, 3, row, tiles.rows) for x in state))
+        updated = _with_tile(tiles, row_state, part, column)
+        return RunningSoftmax(*(_replaced(x, 3, row, new) for x, new in zip(state, updated, strict=True)))
 
     return finish(tiles.scan(visit, empty_softmax(operands["query"], operands["value"].shape[3]), operands))
 

@@ -37,23 +37,23 @@ def page_layout(
     for name in LAYOUTS:
         if (pools := in_layout((key_pages, value_pages), layout, name)) is None:
             continue
-        given = inspect.signature(paged_attention).bind(query, *pools, layout=name, **call)
-        given.apply_defaults()
-        del given.arguments["implementation"], given.arguments["axes"]
-        arrays, options = checked_call(**given.arguments)
+        bound = inspect.signature(paged_attention).bind(query, *pools, layout=name, **call)
+        bound.apply_defaults()
+        del bound.arguments["implementation"], bound.arguments["axes"]
+        arrays, options = checked_call(**bound.arguments)
         ranks[name] = highest_priority(*requested(OP, arrays, options, None, _renamed(axes, layout, name)))
     best = max(ranks, key=ranks.__getitem__)
     return None if ranks[layout] == ranks[best] else best
 
 
-def _renamed(axes: LogicalNames | None, given: str, wanted: str) -> LogicalNames | None:
+def _renamed(axes: LogicalNames | None, layout: str, target_layout: str) -> LogicalNames | None:
     """Converts the logical axis names of pools to another layout."""
     if axes is None:
         return None
-    pools = {name: dict(zip(given, axes[name], strict=True)) for name in ("key_pages", "value_pages") if name in axes}
-    if holds_values(given) and "key_pages" in pools:
+    pools = {name: dict(zip(layout, axes[name], strict=True)) for name in ("key_pages", "value_pages") if name in axes}
+    if holds_values(layout) and "key_pages" in pools:
         pools["value_pages"] = pools["key_pages"]
-    if holds_values(wanted):
+    if holds_values(target_layout):
         pools.pop("value_pages", None)
     others = {name: names for name, names in axes.items() if name not in ("key_pages", "value_pages")}
-    return others | {name: [of_one.get(axis) for axis in wanted] for name, of_one in pools.items()}
+    return others | {name: [of_one.get(axis) for axis in target_layout] for name, of_one in pools.items()}

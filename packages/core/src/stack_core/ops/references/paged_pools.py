@@ -41,7 +41,7 @@ def parts(pool: jax.Array, layout: str) -> list[jax.Array]:
     return [jnp.take(pool, half, axis=layout.index("2")) for half in (0, 1)]
 
 
-def in_layout(pools: tuple[Any, Any], given: str, wanted: str) -> tuple[Any, Any] | None:
+def in_layout(pools: tuple[Any, Any], layout: str, target_layout: str) -> tuple[Any, Any] | None:
     """Returns the shapes of the pools of keys and values in another layout, with None for an absent pool.
 
     Args:
@@ -52,19 +52,19 @@ def in_layout(pools: tuple[Any, Any], given: str, wanted: str) -> tuple[Any, Any
       another width or dtype.
     """
     key, value = pools
-    if not holds_values(wanted):
-        value = key if holds_values(given) else value
-        return _laid_out(key, given, wanted), None if value is None else _laid_out(value, given, wanted)
-    if not holds_values(given):
+    if not holds_values(target_layout):
+        value = key if holds_values(layout) else value
+        return _laid_out(key, layout, target_layout), None if value is None else _laid_out(value, layout, target_layout)
+    if not holds_values(layout):
         types = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(pool)] for pool in pools]
         if types[0] != types[1]:
             return None
-    return _laid_out(key, given, wanted), None
+    return _laid_out(key, layout, target_layout), None
 
 
-def _laid_out(pool: Any, given: str, wanted: str) -> Any:
+def _laid_out(pool: Any, layout: str, target_layout: str) -> Any:
     def leaf(array: Any) -> jax.ShapeDtypeStruct:
-        sizes = {"2": 2, **dict(zip(given, array.shape, strict=True))}
-        return jax.ShapeDtypeStruct(tuple(sizes[axis] for axis in wanted), array.dtype)
+        sizes = {"2": 2, **dict(zip(layout, array.shape, strict=True))}
+        return jax.ShapeDtypeStruct(tuple(sizes[axis] for axis in target_layout), array.dtype)
 
     return jax.tree.map(leaf, pool)

@@ -86,13 +86,13 @@ def take(array: Any, indices: jax.Array, axis: int, dtype: DTypeLike) -> jax.Arr
     view = _checked_view(array)
     size = view.qvalue.shape[axis]
 
-    def taken(part: jax.Array) -> jax.Array:
+    def take_part(part: jax.Array) -> jax.Array:
         if part.shape[axis] == 1:
             return jnp.expand_dims(part, tuple(range(axis, axis + indices.ndim - 1)))
         return jnp.take(part, indices // (size // part.shape[axis]), axis=axis, mode="clip")
 
-    zero_point = None if view.zero_point is None else taken(view.zero_point)
-    parts = dataclasses.replace(view, qvalue=taken(view.qvalue), scale=taken(view.scale), zero_point=zero_point)
+    zero_point = None if view.zero_point is None else take_part(view.zero_point)
+    parts = dataclasses.replace(view, qvalue=take_part(view.qvalue), scale=take_part(view.scale), zero_point=zero_point)
     return _dequantized(parts, dtype)
 
 

@@ -64,7 +64,7 @@ class _Tiles(NamedTuple):
 def _tiles(group_sizes: Any, rows: Size, tile_rows: int) -> _Tiles:
     """Returns enough tiles for any group sizes; excess tiles belong to the last group but contain none of its rows."""
     groups = group_sizes.shape[0]
-    tile = jnp.arange(_most_tiles(rows, groups, tile_rows), dtype=jnp.int32)
+    tile = jnp.arange(_max_tiles(rows, groups, tile_rows), dtype=jnp.int32)
     tiles = -(-group_sizes // tile_rows)
     tile_ends, row_ends = (jnp.cumsum(x, dtype=jnp.int32) for x in (tiles, group_sizes))
     group = jnp.minimum(jnp.searchsorted(tile_ends, tile, side="right", method="compare_all"), groups - 1)
@@ -73,7 +73,7 @@ def _tiles(group_sizes: Any, rows: Size, tile_rows: int) -> _Tiles:
     return _Tiles(group, (row_ends - group_sizes)[group] + of_group * tile_rows, row_ends[group])
 
 
-def _most_tiles(rows: Size, groups: int, tile_rows: int) -> Size:
+def _max_tiles(rows: Size, groups: int, tile_rows: int) -> Size:
     if is_symbolic(rows):
         return groups + rows // tile_rows
     begun = min(rows, groups)  # Maximum number of non-empty groups; each may leave one tile partly filled.

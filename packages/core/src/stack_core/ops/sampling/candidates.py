@@ -61,21 +61,21 @@ def kth_largest(logits: Float[Array, "rows vocab"], k: Int[Array, " rows"]) -> F
 
 def _bisected(logits: Float[Array, "rows vocab"], k: Int[Array, " rows"]) -> Float[Array, " rows"]:
     """Finds the threshold for any k bit by bit of a float; stops early once exactly k logits of each row reach it."""
-    wanted = k.astype(jnp.float32)  # float32 counts up to the vocabulary exactly and sums faster than int32
+    target = k.astype(jnp.float32)  # float32 counts up to the vocabulary exactly and sums faster than int32
 
     def unfinished(state: tuple[jax.Array, jax.Array, jax.Array]) -> Bool[Array, ""]:
         bit, _, reached = state
-        return (bit > 0) & jnp.any(reached != wanted)
+        return (bit > 0) & jnp.any(reached != target)
 
-    def narrow(state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def refine(state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         bit, ordinal, reached = state
         raised = ordinal | bit
         count = jnp.sum((logits >= _float_of(raised)[:, None]).astype(jnp.float32), axis=1)
-        enough = (count >= wanted) & (reached != wanted)
+        enough = (count >= target) & (reached != target)
         return bit >> jnp.uint32(1), jnp.where(enough, raised, ordinal), jnp.where(enough, count, reached)
 
     start = jnp.zeros(len(k), jnp.uint32), jnp.full(len(k), logits.shape[1], jnp.float32)
-    _, ordinal, _ = lax.while_loop(unfinished, narrow, (jnp.uint32(1 << 31), *start))
+    _, ordinal, _ = lax.while_loop(unfinished, refine, (jnp.uint32(1 << 31), *start))
     return jnp.where(ordinal == 0, -jnp.inf, _float_of(ordinal))
 
 

@@ -50,13 +50,13 @@ def token_logprobs(logits: Float[Array, "rows vocab"], tokens: Int[Array, " rows
     return TokenLogprobs(tokens, own - peak - norm, ranks, top_tokens, values - peak[:, None] - norm[:, None])
 
 
-def token_records(figures: TokenLogprobs, index: Index, wanted: int) -> list[TokenLogprob]:
+def token_records(figures: TokenLogprobs, index: Index, count: int) -> list[TokenLogprob]:
     """Converts the rows of host arrays selected by `index` to `TokenLogprob` records.
 
     Args:
-      wanted: number of most likely tokens to include in each record.
+      count: number of most likely tokens to include in each record.
     """
     tokens, logprobs, ranks = (array[index].tolist() for array in (figures.tokens, figures.logprobs, figures.ranks))
-    tops = (array[index][:, :wanted].tolist() for array in (figures.top_tokens, figures.top_logprobs))
+    tops = (array[index][:, :count].tolist() for array in (figures.top_tokens, figures.top_logprobs))
     tops = [tuple(zip(*row, strict=True)) for row in zip(*tops, strict=True)]
     return [TokenLogprob(*row) for row in zip(tokens, logprobs, ranks, tops, strict=True)]

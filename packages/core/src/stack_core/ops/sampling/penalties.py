@@ -45,8 +45,8 @@ def penalize(
       presence: p; 0 disables the penalty.
     """
 
-    def counts(first: jax.Array, wanted: jax.Array) -> jax.Array:
-        return _counts(history, first, jnp.where(wanted, lengths, 0), logits.shape[1])
+    def counts(first: jax.Array, is_penalized: jax.Array) -> jax.Array:
+        return _counts(history, first, jnp.where(is_penalized, lengths, 0), logits.shape[1])
 
     def repeated(logits: jax.Array) -> jax.Array:
         penalized = jnp.where(logits > 0, logits / repetition[:, None], logits * repetition[:, None])

@@ -217,16 +217,16 @@ def sample(
         best, ok, lower = lax.cond(changes, lambda: _less_peak(changed()), lambda: _less_peak(logits))
         tokens, processed, kept = lax.cond(
             drawing,
-            lambda: _drawn(lower, best, settings, generated, candidates=candidates),
-            lambda: (best, _no_logprobs(best), alone(best)),
+            lambda: _sample_tokens(lower, best, settings, generated, candidates=candidates),
+            lambda: (best, _no_logprobs(best), single_candidate(best)),
         )
         return tokens, ok, processed, kept
 
     def greedy() -> tuple[jax.Array, jax.Array, TokenLogprobs, jax.Array | None]:
         best = most_likely(logits)
-        return best, jnp.isfinite(at_token(logits, best)), _no_logprobs(best), alone(best)
+        return best, jnp.isfinite(at_token(logits, best)), _no_logprobs(best), single_candidate(best)
 
-    def alone(tokens: jax.Array) -> jax.Array | None:
+    def single_candidate(tokens: jax.Array) -> jax.Array | None:
         return _is_token(tokens, logits.shape[1]) if candidates else None
 
     tokens, ok, processed, kept = lax.cond(changes | drawing, chosen, greedy)
@@ -254,7 +254,7 @@ def _less_peak(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     return best, jnp.isfinite(peak), logits - peak[:, None]
 
 
-def _drawn(
+def _sample_tokens(
     lower: jax.Array, best: jax.Array, settings: SamplingSettings, generated: jax.Array, *, candidates: bool
 ) -> tuple[jax.Array, TokenLogprobs, jax.Array | None]:
     """Samples a token of each row; also returns log-probabilities of the sampled distribution, and candidates.
@@ -263,12 +263,12 @@ def _drawn(
       lower: logits with a maximum of 0 in each row.
       best: first token with the maximum.
     """
-    is_drawn = settings.temperature > 0
-    scaled = lower / jnp.where(is_drawn, settings.temperature, 1)[:, None]
+    is_sampled = settings.temperature > 0
+    scaled = lower / jnp.where(is_sampled, settings.temperature, 1)[:, None]
     weights = jnp.exp(scaled)
     kept = (lower >= _top_k_bound(lower, settings.top_k)[:, None]) & (weights >= settings.min_p[:, None])
     weights = jnp.where(kept, weights, 0)
-    tokens = jnp.where(is_drawn, _draw(weights, settings, generated), best)
+    tokens = jnp.where(is_sampled, _draw(weights, settings, generated), best)
 
     def sampled() -> jax.Array:
         bound = lax.cond(
@@ -277,7 +277,7 @@ def _drawn(
             lambda: jnp.zeros(len(weights), jnp.float32),
         )
         bound = jnp.maximum(bound, jnp.finfo(jnp.float32).tiny)
-        return jnp.where(is_drawn[:, None], weights >= bound[:, None], _is_token(best, lower.shape[1]))
+        return jnp.where(is_sampled[:, None], weights >= bound[:, None], _is_token(best, lower.shape[1]))
 
     kept = sampled() if candidates else None
 

@@ -6,7 +6,7 @@ import pytest
 
 from stack_core.abi.errors import BenchmarkError
 from stack_serve.bench.call import Call
-from stack_serve.bench.load import Load, Outcome
+from stack_serve.bench.load import Load, LoadResult
 from stack_serve.bench.objective import Objective
 from stack_serve.bench.results import Percentiles, Point, Results
 
@@ -16,7 +16,7 @@ CALLS = [
     Call(due_s=2.0, sent_s=2.0, ended_s=2.5, arrivals_s=[2.1, 9.9], prompt_tokens=20, failure="http 429"),
     Call(due_s=2.0, sent_s=2.0, ended_s=2.5, failure="timeout"),
 ]
-OUTCOME = Outcome(Load("rate", 3.0, 4), CALLS, duration_s=4.0, client_cpu_s=0.2)
+OUTCOME = LoadResult(Load("rate", 3.0, 4), CALLS, duration_s=4.0, client_cpu_s=0.2)
 
 
 def results() -> Results:
@@ -26,7 +26,7 @@ def results() -> Results:
         model="m",
         workload={"prompts": "128"},
         objective=None,
-        points=(Point.of(OUTCOME, None), Point.of(Outcome(Load("concurrency", 2.0, 1), [CALLS[3]], 1.0, 0.0), None)),
+        points=(Point.of(OUTCOME, None), Point.of(LoadResult(Load("concurrency", 2.0, 1), [CALLS[3]], 1.0, 0.0), None)),
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from stack_core.abi.errors import BenchmarkError
 from stack_serve.bench.lengths import Lengths
-from stack_serve.bench.load import Load, Outcome, run_load
+from stack_serve.bench.load import Load, LoadResult, run_load
 from stack_serve.bench.requests import Requests
 from stack_serve.bench.results import Results
 from stack_serve.bench.sweep import Sweep
@@ -57,7 +57,7 @@ def test_requests_that_wait_for_the_client_were_due_before(openai_server: Server
     """All are due at once, and a client sends one after the other."""
     asked = Requests(model="plain", prompts=Lengths.parse("3"), answers=Lengths.parse("2"))
 
-    async def run() -> Outcome:
+    async def run() -> LoadResult:
         async with Endpoint(openai_server[1]) as endpoint:
             return await run_load(endpoint, asked, Load("rate", math.inf, 5))
 

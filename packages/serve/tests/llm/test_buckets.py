@@ -7,10 +7,12 @@ from stack_serve.llm.buckets import Buckets
 def test_every_step_has_a_bucket_that_holds_it_and_is_compiled(max_rows: int, max_tokens: int) -> None:
     buckets = Buckets(max_rows, max_tokens)
     for rows in range(1, max_rows + 1):
-        assert rows <= buckets.of_decoding(rows) <= buckets.most_rows and buckets.of_decoding(rows) in buckets.decoding
-        assert rows <= buckets.of_samples(rows) <= buckets.most_rows and buckets.of_samples(rows) in buckets.samples
+        assert (
+            rows <= buckets.of_decoding(rows) <= buckets.largest_rows and buckets.of_decoding(rows) in buckets.decoding
+        )
+        assert rows <= buckets.of_samples(rows) <= buckets.largest_rows and buckets.of_samples(rows) in buckets.samples
     for tokens in range(2, max_tokens + 1):
-        assert max(tokens, buckets.most_rows) <= buckets.of_prompts(tokens) <= buckets.most_tokens
+        assert max(tokens, buckets.largest_rows) <= buckets.of_prompts(tokens) <= buckets.largest_tokens
         assert buckets.of_prompts(tokens) in buckets.prompts
 
 

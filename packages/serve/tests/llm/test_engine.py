@@ -19,8 +19,8 @@ from stack_core.abi.errors import ConversionError, EngineBusy, EngineStopped, Ge
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.generation import GenerationRequest, GenerationUpdate, SamplingParams
 from stack_serve.llm.config import EngineConfig
+from stack_serve.llm.dispatcher import Dispatcher
 from stack_serve.llm.engine import LLMEngine
-from stack_serve.llm.teller import Teller
 
 from .tiny_checkpoint import EMBED, VOCAB, TinyCheckpoint, random_params
 
@@ -222,8 +222,8 @@ def test_who_leaves_a_stream_frees_its_pages(engine: LLMEngine) -> None:
 
 def test_a_request_whose_last_token_was_read_cannot_be_aborted_any_more(idle: LLMEngine) -> None:
     loop, told = idle._loop, list[GenerationUpdate]()
-    idle._teller = Teller(stopped=idle._stop, ended=lambda _: None)
-    loop._put = idle._teller.put
+    idle._dispatcher = Dispatcher(on_stop=idle._stop, on_end=lambda _: None)
+    loop._put = idle._dispatcher.put
     short, long = loop.work(request_of("short", max_tokens=1), told.append), loop.work(request_of("long"), told.append)
     loop.begin(short)
     loop.begin(long)
@@ -231,8 +231,8 @@ def test_a_request_whose_last_token_was_read_cannot_be_aborted_any_more(idle: LL
     loop.turn()  # reads the first step, and tells of it when the third is started
     loop.end(short, "abort")
     loop.end(long, "abort")
-    idle._teller.start()
-    idle._teller.close()
+    idle._dispatcher.start()
+    idle._dispatcher.close()
     assert [(update.request_id, update.finish_reason) for update in told] == [
         ("short", "length"),
         ("long", None),
@@ -548,14 +548,14 @@ def test_new_weights_reach_requests_that_run_and_tokens_tell_which_drew_them(kv:
     updates = list[GenerationUpdate]()
     work = engine._loop.work(request_of("running", prompt, max_tokens=12, timeout_s=60.0), updates.append)
     engine._work["running"] = work
-    engine._teller.start()
+    engine._dispatcher.start()
     engine._loop.begin(work)
     for _ in range(4):
         engine._loop.turn()
     engine.update_weights(new, version=7, kv=kv)
     while engine._loop.has_work:
         engine._loop.turn()
-    engine._teller.close()
+    engine._dispatcher.close()
     tokens = tokens_of(updates)
     versions = [version for update in updates for version in update.weights_versions]
     assert len(versions) == len(tokens) and updates[-1].finish_reason == ("abort" if kv == "abort" else "length")

@@ -16,8 +16,8 @@ from stack_core.abi.errors import StackError
 from stack_core.abi.generation import GenerationRequest, GenerationUpdate, SamplingParams
 from stack_core.ops.sampling.logprobs import MOST_LOGPROBS, TokenLogprobs
 from stack_core.ops.sampling.sampling import Sampled
+from stack_serve.llm import dispatcher, loop, output, pages, scheduler, work
 from stack_serve.llm import engine as engine_module
-from stack_serve.llm import loop, output, pages, scheduler, teller, work
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.engine import LLMEngine
 from stack_serve.llm.programs import Programs, StepResult
@@ -26,7 +26,7 @@ from .test_engine import Words
 from .tiny_checkpoint import TinyCheckpoint, random_params
 
 CONFIG = EngineConfig(max_sequences=2, step_tokens=8, page_tokens=4, pages=6, max_tokens=16)
-MODULES = (engine_module, loop, output, pages, scheduler, teller, work, sys.modules[__name__])
+MODULES = (engine_module, loop, output, pages, scheduler, dispatcher, work, sys.modules[__name__])
 # Of these the last resort is made: what a thread begins with, what ends requests when something failed, and locks.
 LAST_RESORT = {"_run", "_next", "_end_all", "_fail", "_bare_end", "close", "__enter__", "__exit__"}
 
@@ -146,7 +146,9 @@ def test_a_failure_at_any_point_leaves_no_request_without_its_end(monkeypatch: p
         ends, expected = ends_of(tracer)
         assert ends == expected
         points |= tracer.points
-    assert {"schedule", "step", "begin", "push", "put", "tell", "_drop", "_forget"} <= {name for name, *_ in points}
+    assert {"schedule", "step", "begin", "push", "put", "flush", "deliver", "_drop", "_forget"} <= {
+        name for name, *_ in points
+    }
     for number, point in enumerate(points):
         ends, expected = ends_of(Tracer(point, (RuntimeError, KeyboardInterrupt)[number % 2]))
         assert ends == expected, point

@@ -13,7 +13,7 @@ from stack_core.abi.plugins import registries
 from stack_core.abi.registry import Entry, Registry
 from stack_core.ops.definitions.paged_attention import REFERENCE
 from stack_core.ops.references.paged_pools import LAYOUTS
-from stack_serve.llm.cache import WantedLayouts
+from stack_serve.llm.cache import LayoutPreferences
 from stack_serve.llm.config import EngineConfig, PageLayout
 from stack_serve.llm.engine import LLMEngine
 from stack_serve.llm.limits import Limits
@@ -77,10 +77,10 @@ def test_where_all_are_alike_a_tokens_heads_lie_together() -> None:
 
 
 def test_most_calls_decide() -> None:
-    assert WantedLayouts().best == "pshd"
-    assert WantedLayouts(["phsd", "hpsd", "hpsd"]).best == "hpsd"
-    assert WantedLayouts(["phsd", "psh2d", "psh2d"]).best == "psh2d"
-    assert WantedLayouts(["phsd", "psh2d", "psh2d"], one_pool=False).best == "phsd"
+    assert LayoutPreferences().best == "pshd"
+    assert LayoutPreferences(["phsd", "hpsd", "hpsd"]).best == "hpsd"
+    assert LayoutPreferences(["phsd", "psh2d", "psh2d"]).best == "psh2d"
+    assert LayoutPreferences(["phsd", "psh2d", "psh2d"], one_pool=False).best == "phsd"
 
 
 def test_latents_have_no_pool_of_keys_beside_values() -> None:

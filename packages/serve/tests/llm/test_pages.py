@@ -64,9 +64,9 @@ def test_a_shared_page_is_free_when_the_last_gave_it_back():
 def test_sharing_a_kept_page_makes_one_less_available():
     pool = PagePool(3)
     pages = kept(pool, b"a", b"b")
-    assert pool.kept_among(pages) == 2
+    assert pool.count_unreferenced(pages) == 2
     pool.share(pages[:1])
-    assert (pool.available, pool.kept_among(pages)) == (2, 1)
+    assert (pool.available, pool.count_unreferenced(pages)) == (2, 1)
 
 
 def test_free_pages_go_before_kept_ones():

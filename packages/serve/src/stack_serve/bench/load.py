@@ -12,7 +12,7 @@ from stack_serve.bench.call import Call, make_call
 from stack_serve.bench.requests import Requests, Task
 from stack_serve.client.endpoint import Endpoint
 
-__all__ = ["Load", "Outcome", "run_load"]
+__all__ = ["Load", "LoadResult", "run_load"]
 
 Send = Callable[[Task, float | None], Coroutine[None, None, None]]
 
@@ -37,7 +37,7 @@ class Load:
 
 
 @dataclass
-class Outcome:
+class LoadResult:
     """Result of a load.
 
     Attributes:
@@ -54,25 +54,25 @@ class Outcome:
 
 
 async def run_load(
-    endpoint: Endpoint, requests: Requests, load: Load, *, ended: Callable[[Call], None] = lambda call: None
-) -> Outcome:
-    """Sends all requests of a load and calls `ended` after each."""
+    endpoint: Endpoint, requests: Requests, load: Load, *, on_call: Callable[[Call], None] = lambda call: None
+) -> LoadResult:
+    """Sends all requests of a load and calls `on_call` after each."""
     tasks = itertools.islice(requests.tasks(str(load)), load.requests)
-    outcome = Outcome(load)
+    result = LoadResult(load)
 
     async def send(task: Task, due_s: float | None) -> None:
         call = await make_call(endpoint, task, due_s=due_s)
-        outcome.calls.append(call)
-        ended(call)
+        result.calls.append(call)
+        on_call(call)
 
     started_s, cpu_s = time.perf_counter(), time.process_time()
     if load.kind == "rate":
         await _at_rate(send, tasks, load.value, random.Random(f"{requests.seed} arrivals"))
     else:
         await asyncio.gather(*(_in_turn(send, tasks) for _ in range(int(load.value))))
-    outcome.duration_s = time.perf_counter() - started_s
-    outcome.client_cpu_s = time.process_time() - cpu_s
-    return outcome
+    result.duration_s = time.perf_counter() - started_s
+    result.client_cpu_s = time.process_time() - cpu_s
+    return result
 
 
 async def _in_turn(send: Send, tasks: Iterator[Task]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from stack_core.abi.errors import BenchmarkError
-from stack_serve.bench.load import Outcome
+from stack_serve.bench.load import LoadResult
 from stack_serve.bench.objective import Objective
 
 __all__ = ["FORMAT", "TIMES", "Percentiles", "Point", "Results"]
@@ -92,31 +92,31 @@ class Point:
     e2e_s: Percentiles | None
 
     @classmethod
-    def of(cls, outcome: Outcome, objective: Objective | None) -> "Point":
-        """Summarizes the outcome of a load; the goodput counts requests that meet the objective."""
-        done = [call for call in outcome.calls if call.failure is None]
-        prompt_tokens = _total([call.prompt_tokens for call in done])
-        answer_tokens = _total([call.answer_tokens for call in done])
-        duration_s = outcome.duration_s
+    def of(cls, result: LoadResult, objective: Objective | None) -> "Point":
+        """Summarizes the result of a load; the goodput counts requests that meet the objective."""
+        completed = [call for call in result.calls if call.failure is None]
+        prompt_tokens = _total([call.prompt_tokens for call in completed])
+        answer_tokens = _total([call.answer_tokens for call in completed])
+        duration_s = result.duration_s
         is_known = objective is not None and (answer_tokens is not None or "tpot_ms" not in objective.limits)
-        good = sum(map(objective.holds, outcome.calls)) if objective is not None and is_known else None
+        good = sum(map(objective.holds, result.calls)) if objective is not None and is_known else None
         return cls(
-            **dataclasses.asdict(outcome.load),
-            completed=len(done),
-            failures=dict(sorted(Counter(call.failure for call in outcome.calls if call.failure).items())),
+            **dataclasses.asdict(result.load),
+            completed=len(completed),
+            failures=dict(sorted(Counter(call.failure for call in result.calls if call.failure).items())),
             duration_s=duration_s,
             prompt_tokens=prompt_tokens,
             answer_tokens=answer_tokens,
-            requests_per_s=len(done) / duration_s,
+            requests_per_s=len(completed) / duration_s,
             answer_tokens_per_s=_ratio(answer_tokens, duration_s),
             total_tokens_per_s=_ratio(_total([answer_tokens, prompt_tokens]), duration_s),
             goodput_per_s=None if good is None else good / duration_s,
-            client_cpu_share=outcome.client_cpu_s / duration_s,
-            late_s=max(call.sent_s - call.due_s for call in outcome.calls),
-            ttft_s=Percentiles.of([call.ttft_s for call in done]),
-            tpot_s=Percentiles.of([call.tpot_s for call in done if call.tpot_s is not None]),
-            itl_s=Percentiles.of([gap_s for call in done for gap_s in call.itl_s]),
-            e2e_s=Percentiles.of([call.e2e_s for call in done]),
+            client_cpu_share=result.client_cpu_s / duration_s,
+            late_s=max(call.sent_s - call.due_s for call in result.calls),
+            ttft_s=Percentiles.of([call.ttft_s for call in completed]),
+            tpot_s=Percentiles.of([call.tpot_s for call in completed if call.tpot_s is not None]),
+            itl_s=Percentiles.of([gap_s for call in completed for gap_s in call.itl_s]),
+            e2e_s=Percentiles.of([call.e2e_s for call in completed]),
         )
 
     @property

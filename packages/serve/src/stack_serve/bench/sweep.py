@@ -98,7 +98,7 @@ class Sweep:
             show(load, ended)
 
         show(load, 0)
-        return Point.of(await run_load(endpoint, requests, load, ended=note), self.objective)
+        return Point.of(await run_load(endpoint, requests, load, on_call=note), self.objective)
 
     def _workload(self) -> dict[str, Any]:
         names = ("prompts", "answers", "chat", "vocab_size", "extra", "seed", "warm_up")

@@ -164,12 +164,12 @@ def _measured(sweep: "Sweep", url: str, model: str | None, api_key: str | None, 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        shown = bar.add_task("warming up", total=None)
+        progress_task = bar.add_task("warming up", total=None)
 
-        def show(load: "Load", ended: int) -> None:
-            bar.update(shown, description=str(load), completed=ended, total=load.requests)
-            if not console.is_terminal and ended in (0, load.requests):
-                print(f"{load}: {ended} of {load.requests} requests", file=sys.stderr, flush=True)
+        def show(load: "Load", finished: int) -> None:
+            bar.update(progress_task, description=str(load), completed=finished, total=load.requests)
+            if not console.is_terminal and finished in (0, load.requests):
+                print(f"{load}: {finished} of {load.requests} requests", file=sys.stderr, flush=True)
 
         async def measured() -> "Results":
             async with Endpoint(url, api_key=api_key, timeout_s=timeout_s) as endpoint:

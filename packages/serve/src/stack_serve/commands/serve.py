@@ -170,16 +170,16 @@ def _serve(model: str, engine_name: str, config: Any, options: dict[str, Any], *
             _say("compiling; requests get status 503 until it is done")
             return made
 
-        told_s = time.monotonic()
+        printed_s = time.monotonic()
 
-        def progress(what: str, done: int, total: int) -> None:
-            nonlocal told_s
-            service.progress = f"compiled {done} of {total} programs, most recently {what}"
+        def progress(program: str, compiled: int, total: int) -> None:
+            nonlocal printed_s
+            service.progress = f"compiled {compiled} of {total} programs, most recently {program}"
             if sys.stderr.isatty():
                 line = f"\r\x1b[Kstack: {service.progress}"
-                print(line, end="\n" * (done == total), file=sys.stderr, flush=True)
-            elif done in (1, total) or time.monotonic() >= told_s + _BETWEEN_LINES_S:
-                told_s = time.monotonic()
+                print(line, end="\n" * (compiled == total), file=sys.stderr, flush=True)
+            elif compiled in (1, total) or time.monotonic() >= printed_s + _BETWEEN_LINES_S:
+                printed_s = time.monotonic()
                 _say(service.progress)
 
         def announce(address: str) -> None:
@@ -203,10 +203,10 @@ def _only(cls: type, options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name in names}
 
 
-def _adapters_of(given: Sequence[str]) -> dict[str, str]:
+def _adapters_of(arguments: Sequence[str]) -> dict[str, str]:
     """Parses NAME=DIR arguments into a mapping from adapter name to address."""
     found: dict[str, str] = {}
-    for each in given:
+    for each in arguments:
         name, _, address = each.partition("=")
         if not name or not address:
             raise ConfigError(f"--adapter {each}: expected NAME=DIR, such as mine=runs/lora.")

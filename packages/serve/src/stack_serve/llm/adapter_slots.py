@@ -29,7 +29,7 @@ class AdapterSlots:
         """Adds a user of an adapter; returns its slot, and whether the adapter must be loaded into it first."""
         is_new = adapter not in self._slot_of
         if is_new:
-            self._slot_of[adapter] = self._free.pop() if self._free else self._taken()
+            self._slot_of[adapter] = self._free.pop() if self._free else self._evict_oldest()
         self._kept.pop(adapter, None)
         self._users[adapter] = self._users.get(adapter, 0) + 1
         return self._slot_of[adapter], is_new
@@ -41,6 +41,6 @@ class AdapterSlots:
             del self._users[adapter]
             self._kept[adapter] = None
 
-    def _taken(self) -> int:
+    def _evict_oldest(self) -> int:
         oldest, _ = self._kept.popitem(last=False)
         return self._slot_of.pop(oldest)

@@ -252,15 +252,15 @@ def with_rows(weights: Weights, rows: jax.Array) -> Any:
 def put(pool: Pool, slot: jax.Array, factors: Mapping[str, Mapping[str, jax.Array]]) -> Pool:
     """Returns the pool with an adapter written to a slot."""
 
-    def placed(held: Any, new: jax.Array) -> Any:
-        if isinstance(held, Layers):
-            return Layers(tuple(array.at[slot].set(new[layer]) for layer, array in enumerate(held.arrays)))
-        return held.at[:, slot].set(new) if new.ndim else held.at[slot].set(new)
+    def write(pool_array: Any, new: jax.Array) -> Any:
+        if isinstance(pool_array, Layers):
+            return Layers(tuple(array.at[slot].set(new[layer]) for layer, array in enumerate(pool_array.arrays)))
+        return pool_array.at[:, slot].set(new) if new.ndim else pool_array.at[slot].set(new)
 
     return Pool(
         {
-            path: {name: placed(held[name], factors[path][name]) for name in ("down", "up", "scale")}
-            for path, held in pool.factors.items()
+            path: {name: write(pool_arrays[name], factors[path][name]) for name in ("down", "up", "scale")}
+            for path, pool_arrays in pool.factors.items()
         }
     )
 

@@ -14,9 +14,9 @@ _LEAST_SAMPLES = 8
 class Buckets:
     """Row and token counts for which steps are compiled.
 
-    A decoding step, with one token per row, has 1 row or a power of two >= 4. A step with prompt chunks has `most_rows`
-    rows, since empty rows are cheap, and 2**k tokens, or 1.5 * 2**k if 2**k >= 128. Logits are expensive, so either 8
-    rows or all rows are sampled after such a step.
+    A decoding step, with one token per row, has 1 row or a power of two >= 4. A step with prompt chunks has
+    `largest_rows` rows, since empty rows are cheap, and 2**k tokens, or 1.5 * 2**k if 2**k >= 128. Logits are
+    expensive, so either 8 rows or all rows are sampled after such a step.
 
     Attributes:
       max_rows: maximum number of rows per step.
@@ -27,12 +27,12 @@ class Buckets:
     max_tokens: int
 
     @property
-    def most_rows(self) -> int:
+    def largest_rows(self) -> int:
         """Number of rows of the largest step."""
         return self.of_decoding(self.max_rows)
 
     @property
-    def most_tokens(self) -> int:
+    def largest_tokens(self) -> int:
         """Number of tokens of the largest step."""
         return self.of_prompts(self.max_tokens)
 
@@ -44,11 +44,11 @@ class Buckets:
         """Returns the smallest token bucket for a step with prompt chunks."""
         whole = _power_of_two(tokens)
         fits_between = tokens <= 3 * whole // 4 and whole > _LEAST_HALVED_TOKENS
-        return max(self.most_rows, _LEAST_CHUNK_TOKENS, 3 * whole // 4 if fits_between else whole)
+        return max(self.largest_rows, _LEAST_CHUNK_TOKENS, 3 * whole // 4 if fits_between else whole)
 
     def of_samples(self, samples: int) -> int:
         """Returns the smallest bucket of sampled rows for a step with prompt chunks."""
-        return min(self.most_rows, _LEAST_SAMPLES if samples <= _LEAST_SAMPLES else self.most_rows)
+        return min(self.largest_rows, _LEAST_SAMPLES if samples <= _LEAST_SAMPLES else self.largest_rows)
 
     @property
     def decoding(self) -> list[int]:

@@ -19,7 +19,15 @@ from stack_core.ops.building import beside, holds_values
 from stack_core.ops.kv_cache import CODE_DTYPES, CodedVectors, coded
 from stack_serve.llm.config import ANY_LAYOUT, CacheType, PageLayout
 
-__all__ = ["PagedKVCache", "PagedLayer", "Rows", "SlotStates", "WantedLayouts", "empty_layers", "fits_beside"]
+__all__ = [
+    "LayoutPreferences",
+    "PagedKVCache",
+    "PagedLayer",
+    "Rows",
+    "SlotStates",
+    "empty_layers",
+    "supports_shared_pool",
+]
 
 _PIECE_TOKENS = 64
 
@@ -74,7 +82,7 @@ class Rows:
 
 
 @dataclass(eq=False)
-class WantedLayouts:
+class LayoutPreferences:
     """Preferred page layouts, collected from the attention calls of a traced step.
 
     Attributes:
@@ -92,7 +100,9 @@ class WantedLayouts:
         return cast(PageLayout, names.most_common(1)[0][0]) if names else ANY_LAYOUT
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["layers", "rows"], meta_fields=["layout", "single", "wanted"])
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["layers", "rows"], meta_fields=["layout", "single", "preferences"]
+)
 @dataclass(frozen=True)
 class PagedKVCache:
     """A `KVCache` for tokens of many sequences, each a batch row of one token.
@@ -108,14 +118,14 @@ class PagedKVCache:
       rows: tokens of the step.
       layout: axis order of the page pools.
       single: whether every row has at most one token.
-      wanted: collects the preferred layout of each attention call; None does not collect them.
+      preferences: collects the preferred layout of each attention call; None does not collect them.
     """
 
     layers: Any
     rows: Rows
     layout: PageLayout
     single: bool = False
-    wanted: WantedLayouts | None = None
+    preferences: LayoutPreferences | None = None
 
     def attend(
         self,
@@ -153,8 +163,8 @@ class PagedKVCache:
             "scale": spec.scale,
             "layout": self.layout,
         }
-        if self.wanted is not None and (name := ops.page_layout(*arrays, **options)) is not None:
-            self.wanted.names.append(name)
+        if self.preferences is not None and (name := ops.page_layout(*arrays, **options)) is not None:
+            self.preferences.names.append(name)
         output: Any = ops.paged_attention(*arrays, **options)
         return output[:, None].astype(query.dtype)
 
@@ -191,19 +201,19 @@ class PagedKVCache:
         counts = jnp.diff(rows.query_starts)
         places = jnp.minimum(rows.query_starts[:-1], tokens - 1)
         is_single = counts == 1
-        kept = self._states_of(layer, rows.sequences, rows.kv_lengths - counts == 0)
-        output, states = transition(kept, is_single[:, None], *(array[places] for array in inputs))
+        old_states = self._states_of(layer, rows.sequences, rows.kv_lengths - counts == 0)
+        output, states = transition(old_states, is_single[:, None], *(array[places] for array in inputs))
 
-        def placed(found: jax.Array) -> jax.Array:
-            empty = jnp.zeros((tokens + _PIECE_TOKENS, *found.shape[1:]), found.dtype)
-            return empty.at[jnp.where(is_single, places, len(empty))].set(found, mode="drop")
+        def scatter(outputs: jax.Array) -> jax.Array:
+            empty = jnp.zeros((tokens + _PIECE_TOKENS, *outputs.shape[1:]), outputs.dtype)
+            return empty.at[jnp.where(is_single, places, len(empty))].set(outputs, mode="drop")
 
-        def stored(old: jax.Array, new: jax.Array) -> jax.Array:
+        def store(old: jax.Array, new: jax.Array) -> jax.Array:
             target = jnp.where(is_single, rows.sequences, len(old))
             return old.at[target].set(new.astype(old.dtype), mode="drop")
 
-        arrays = tuple(map(stored, layer.arrays, states))
-        return jax.tree.map(placed, output), SlotStates(arrays)
+        arrays = tuple(map(store, layer.arrays, states))
+        return jax.tree.map(scatter, output), SlotStates(arrays)
 
     def _recur_pieces(
         self, layer: SlotStates, transition: Transition, inputs: tuple[jax.Array, ...], output: Any
@@ -218,29 +228,29 @@ class PagedKVCache:
         def run(number: Any, carry: tuple[Any, tuple[jax.Array, ...]]) -> Any:
             output, arrays = carry
             row = jnp.sum(number >= ends)
-            done = (number - ends[row] + pieces[row]) * _PIECE_TOKENS
-            start, own = rows.query_starts[row] + done, rows.sequences[row]
-            valid = jnp.arange(_PIECE_TOKENS) < counts[row] - done
-            is_fresh = rows.kv_lengths[row] - counts[row] + done == 0
-            kept = self._states_of(SlotStates(arrays), own[None], is_fresh[None])
+            processed = (number - ends[row] + pieces[row]) * _PIECE_TOKENS
+            start, own = rows.query_starts[row] + processed, rows.sequences[row]
+            valid = jnp.arange(_PIECE_TOKENS) < counts[row] - processed
+            is_fresh = rows.kv_lengths[row] - counts[row] + processed == 0
+            old_states = self._states_of(SlotStates(arrays), own[None], is_fresh[None])
             slices = (jax.lax.dynamic_slice_in_dim(array, start, _PIECE_TOKENS)[:, 0][None] for array in padded)
-            found, states = transition(kept, valid[None], *slices)
+            piece, states = transition(old_states, valid[None], *slices)
 
-            def placed(whole: jax.Array, new: jax.Array) -> jax.Array:
-                old = jax.lax.dynamic_slice_in_dim(whole, start, _PIECE_TOKENS)
+            def write_piece(buffer: jax.Array, new: jax.Array) -> jax.Array:
+                old = jax.lax.dynamic_slice_in_dim(buffer, start, _PIECE_TOKENS)
                 is_new = valid.reshape(-1, *[1] * (old.ndim - 1))
-                return jax.lax.dynamic_update_slice_in_dim(whole, jnp.where(is_new, new[0][:, None], old), start, 0)
+                return jax.lax.dynamic_update_slice_in_dim(buffer, jnp.where(is_new, new[0][:, None], old), start, 0)
 
             arrays = tuple(old.at[own].set(new[0].astype(old.dtype)) for old, new in zip(arrays, states, strict=True))
-            return jax.tree.map(placed, output, found), arrays
+            return jax.tree.map(write_piece, output, piece), arrays
 
         output, arrays = jax.lax.fori_loop(0, ends[-1], run, (output, layer.arrays))
         return output, SlotStates(arrays)
 
     def _states_of(self, layer: SlotStates, slots: jax.Array, is_fresh: jax.Array) -> tuple[jax.Array, ...]:
         """Reads the states of slots; zeros for new sequences, because a slot retains the state of its previous one."""
-        of_slots = [array[slots] for array in layer.arrays]
-        return tuple(jnp.where(is_fresh.reshape(-1, *[1] * (array.ndim - 1)), 0, array) for array in of_slots)
+        states = [array[slots] for array in layer.arrays]
+        return tuple(jnp.where(is_fresh.reshape(-1, *[1] * (array.ndim - 1)), 0, array) for array in states)
 
     def advance(self, layers: Any, tokens: int) -> "PagedKVCache":
         """Returns the cache with updated layers. `tokens` is ignored because the host tracks sequence lengths."""
@@ -261,7 +271,7 @@ class PagedKVCache:
         return pool.at[index].set(new, mode="drop")
 
 
-def fits_beside(states: Any) -> bool:
+def supports_shared_pool(states: Any) -> bool:
     """Returns whether every layer can store values in one pool with its keys: they exist and have equal width."""
     return not any(
         isinstance(state, Latent) or (isinstance(state, KeysValues) and state.key_dim != state.value_dim)
@@ -288,7 +298,7 @@ def empty_layers(
         axes = (state.repeats, *(sizes[axis] for axis in layout))
         if dtype in CODE_DTYPES:
             return CodedVectors(jnp.zeros(axes, CODE_DTYPES[dtype]), jnp.ones((*axes[:-1], 1), jnp.float32))
-        return jnp.zeros(axes, _held_dtype(state.dtype) if dtype == "model" else dtype)
+        return jnp.zeros(axes, _storage_dtype(state.dtype) if dtype == "model" else dtype)
 
     def layer(state: LayerState) -> PagedLayer | SlotStates:
         match state:
@@ -304,7 +314,7 @@ def empty_layers(
     return jax.tree.map(layer, states)
 
 
-def _held_dtype(dtype: str) -> str:
+def _storage_dtype(dtype: str) -> str:
     """Chooses the dtype in which keys and values computed in `dtype` are stored.
 
     On CPUs, JAX 0.10 converts a whole bfloat16 pool to float32 and back in each step that writes to it, which makes a

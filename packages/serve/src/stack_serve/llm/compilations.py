@@ -5,7 +5,7 @@ from collections import Counter
 
 import jax
 
-__all__ = ["compilations_here"]
+__all__ = ["count_thread_compilations"]
 
 _EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -13,7 +13,7 @@ _of_thread: Counter[int] = Counter()
 _listening = threading.Event()
 
 
-def compilations_here() -> int:
+def count_thread_compilations() -> int:
     """Counts the programs that this thread compiled, or loaded from the compilation cache, since the first call."""
     if not _listening.is_set():
         _listening.set()

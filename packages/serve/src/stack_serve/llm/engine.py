@@ -22,11 +22,11 @@ from stack_core.abi.generation import EngineStats, GenerationRequest, Generation
 from stack_core.chips.machine import give_memory_back, resident_bytes
 from stack_serve.llm.adapters import AdapterShapes, HostAdapter, read_all
 from stack_serve.llm.config import EngineConfig
+from stack_serve.llm.dispatcher import Dispatcher, End
 from stack_serve.llm.limits import Limits
 from stack_serve.llm.loop import EngineLoop, KeysOfOldWeights
 from stack_serve.llm.new_weights import check_params
 from stack_serve.llm.programs import Programs, Progress
-from stack_serve.llm.teller import End, Teller
 from stack_serve.llm.work import Continuation, Work
 
 __all__ = ["LLMEngine"]
@@ -70,8 +70,8 @@ class LLMEngine(Engine):
         max_tokens, pages = self.limits.max_tokens, self.limits.pages
         self._programs = Programs(checkpoint, config, max_tokens=max_tokens, pages=pages, adapters=self._shapes)
         give_memory_back()  # temporary host memory from loading the parameters
-        self._teller = Teller(stopped=self._stop, ended=self._forget)
-        self._loop = EngineLoop(checkpoint, config, self.limits, self._programs, self._teller.put)
+        self._dispatcher = Dispatcher(on_stop=self._stop, on_end=self._forget)
+        self._loop = EngineLoop(checkpoint, config, self.limits, self._programs, self._dispatcher.put)
         self._progress = progress
         self._lock = threading.Condition()
         self._inbox: list[Callable[[], None]] = []
@@ -103,7 +103,7 @@ class LLMEngine(Engine):
     def start(self) -> None:
         """Starts the threads that process requests."""
         self._thread = threading.Thread(target=self._run, name="stack-engine", daemon=True)
-        self._teller.start()
+        self._dispatcher.start()
         self._thread.start()
 
     def close(self, *, drain_s: float = 0.0) -> None:
@@ -117,7 +117,7 @@ class LLMEngine(Engine):
         if self._thread is not None:
             self._thread.join()
         elif not was_closing:
-            self._teller.start()
+            self._dispatcher.start()
             self._end_all()
 
     def __enter__(self) -> "LLMEngine":
@@ -195,7 +195,7 @@ class LLMEngine(Engine):
             self._work[request.request_id] = work
             self._accepted += request.sampling.n
             self._post(lambda: self._loop.begin(work))
-        self._teller.watch(work)
+        self._dispatcher.watch(work)
 
     def stream(self, request_id: str) -> Iterator[GenerationUpdate]:
         """Yields the updates of a request; see `Engine`. Closing the iterator early aborts the request.
@@ -314,11 +314,11 @@ class LLMEngine(Engine):
             self._closing = True
             self._lock.notify_all()
             left = list(self._work.values())
-        self._loop.tell()  # delivers tokens already read, which may end some requests normally
+        self._loop.flush()  # delivers tokens already read, which may end some requests normally
         reason, error = ("abort", None) if self._failure is None else ("error", f"The engine failed: {self._failure}")
         for work in left:
-            self._teller.put([End(continuation, reason, error) for continuation in work.continuations])
-        self._teller.close()
+            self._dispatcher.put([End(continuation, reason, error) for continuation in work.continuations])
+        self._dispatcher.close()
 
     def _do_posted(self) -> bool:
         """Waits for work, runs the posted actions, and returns False once the engine is closing."""

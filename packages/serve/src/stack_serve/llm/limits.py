@@ -13,7 +13,7 @@ from stack_core.chips.memory import free_bytes
 from stack_core.ops.building import holds_values
 from stack_core.ops.sampling.logprobs import MOST_LOGPROBS
 from stack_core.ops.sampling.sampling import MOST_BIASES, MOST_STOP_TOKENS
-from stack_serve.llm.cache import empty_layers, fits_beside
+from stack_serve.llm.cache import empty_layers, supports_shared_pool
 from stack_serve.llm.config import ANY_LAYOUT, EngineConfig
 
 __all__ = ["Limits"]
@@ -56,7 +56,11 @@ class Limits:
                 f"max_tokens={max_tokens} is more than the {checkpoint.max_positions} positions of model "
                 f"{checkpoint.name!r}. Lower it, or omit it to use all of them."
             )
-        if config.page_layout is not None and holds_values(config.page_layout) and not fits_beside(checkpoint.states):
+        if (
+            config.page_layout is not None
+            and holds_values(config.page_layout)
+            and not supports_shared_pool(checkpoint.states)
+        ):
             raise ConfigError(
                 f"page_layout={config.page_layout!r} stores keys and values of equal width in one pool; model "
                 f"{checkpoint.name!r} has latents, or values of another width. Leave it out."
@@ -121,9 +125,9 @@ class Limits:
 
     def _check_sampling(self, sampling: SamplingParams) -> None:
         self._check_count("n", sampling.n, _MOST_CONTINUATIONS, "continuations")
-        most_logprobs = min(MOST_LOGPROBS, self.vocab_size)
+        max_logprobs = min(MOST_LOGPROBS, self.vocab_size)
         for name in ("logprobs", "prompt_logprobs"):
-            self._check_count(name, getattr(sampling, name) or 0, most_logprobs, "most likely tokens")
+            self._check_count(name, getattr(sampling, name) or 0, max_logprobs, "most likely tokens")
         self._check_count("logit_bias", len(sampling.logit_bias), MOST_BIASES, "tokens")
         ends = 0 if sampling.ignore_eos and not sampling.min_tokens else self.end_tokens
         self._check_count("stop_tokens", len(sampling.stop_tokens), MOST_STOP_TOKENS - ends, "tokens")
@@ -148,9 +152,9 @@ class Limits:
                 "Stop texts need a tokenizer; the model has none. Give stop_tokens.", parameter="stop"
             )
 
-    def _check_count(self, name: str, given: int, most: int, what: str) -> None:
-        if given > most:
-            raise GenerationError(f"{name}: {given} {what} were requested; the maximum is {most}.", parameter=name)
+    def _check_count(self, name: str, count: int, maximum: int, unit: str) -> None:
+        if count > maximum:
+            raise GenerationError(f"{name}: {count} {unit} were requested; the maximum is {maximum}.", parameter=name)
 
 
 def _keeps_prefixes(checkpoint: GenerativeCheckpoint, config: EngineConfig) -> bool:

@@ -13,14 +13,14 @@ from stack_core.abi.generation import FinishReason, GenerationRequest, Generatio
 from stack_core.ops.sampling.logprobs import TokenLogprobs
 from stack_core.ops.sampling.sampling import Sampled, SamplingSettings
 from stack_serve.llm.adapters import HostAdapter
-from stack_serve.llm.compilations import compilations_here
+from stack_serve.llm.compilations import count_thread_compilations
 from stack_serve.llm.config import EngineConfig
+from stack_serve.llm.dispatcher import End, OutputEvent, PromptScores, Tokens
 from stack_serve.llm.limits import Limits
 from stack_serve.llm.output import GOES_ON, Ending, Output
 from stack_serve.llm.programs import Programs, StepResult
 from stack_serve.llm.scheduler import Plan, Row, SchedulerState, finish, forget_prefixes, recompute, record, schedule
 from stack_serve.llm.sequence import Sequence
-from stack_serve.llm.teller import End, News, PromptScores, Tokens
 from stack_serve.llm.work import Continuation, Work
 
 __all__ = ["EngineLoop", "KeysOfOldWeights"]
@@ -74,7 +74,7 @@ class EngineLoop:
         config: EngineConfig,
         limits: Limits,
         programs: Programs,
-        put: Callable[[list[News]], None],
+        put: Callable[[list[OutputEvent]], None],
     ) -> None:
         self._tokenizer, self._end_tokens = checkpoint.tokenizer, checkpoint.end_tokens
         self._limits = limits
@@ -88,17 +88,17 @@ class EngineLoop:
         self._continuations: dict[int, Continuation] = {}
         self._started: _StartedStep | None = None
         self._put = put
-        self._untold: list[News] = []
+        self._undelivered: list[OutputEvent] = []
         self.done_waiting = 0
         self._version = 0
         self._read_s = 0.0
-        self._repeats, self._most_repeats = 1, config.decode_repeats
+        self._repeats, self._max_repeats = 1, config.decode_repeats
         self._compilations_before = 0
         self.stats = self._state.stats(compilations=0)
 
     def start(self) -> None:
         """Starts the count of compilations; the engine thread calls this before its first turn."""
-        self._compilations_before = compilations_here()
+        self._compilations_before = count_thread_compilations()
 
     @property
     def has_work(self) -> bool:
@@ -134,8 +134,8 @@ class EngineLoop:
             settings = SamplingSettings.row(
                 sampling, seed=(seed, index), end_tokens=self._end_tokens, prompt_tokens=len(request.prompt)
             )
-            most_tokens = sequence.max_total_tokens - sequence.prompt_tokens
-            ending = Ending(sampling, end_tokens=self._end_tokens, max_tokens=most_tokens)
+            max_tokens = sequence.max_total_tokens - sequence.prompt_tokens
+            ending = Ending(sampling, end_tokens=self._end_tokens, max_tokens=max_tokens)
             output = Output(request, index, tokenizer=self._tokenizer)
             work.continuations.append(Continuation(sequence, settings, ending, output, work))
         return work
@@ -153,9 +153,9 @@ class EngineLoop:
         for continuation in work.continuations:
             if continuation.sequence.id in self._continuations:
                 self._drop(continuation)
-                self._untold.append(End(continuation, reason))
+                self._undelivered.append(End(continuation, reason))
         self._waits_no_more(work)
-        self.tell()
+        self.flush()
 
     def stop(self, continuation: Continuation) -> None:
         """Drops a continuation whose end (stop text or deadline) was already reported to the client."""
@@ -163,17 +163,17 @@ class EngineLoop:
             self._drop(continuation)
             self._waits_no_more(continuation.work)
 
-    def update_weights(self, placed: Any, *, version: int | None, kv: KeysOfOldWeights) -> None:
+    def update_weights(self, params: Any, *, version: int | None, kv: KeysOfOldWeights) -> None:
         """Replaces the parameters and clears the prefix cache; see `Engine`.
 
         Args:
-          placed: parameters returned by `Programs.place`.
+          params: parameters returned by `Programs.place`.
         """
         if kv == "abort":
             for work in {continuation.work for continuation in self._continuations.values()}:
                 if not work.waits:
                     self.end(work, "abort")
-        self._programs.use(placed)
+        self._programs.use(params)
         self._version = self._version + 1 if version is None else version
         forget_prefixes(self._state)
         if kv == "recompute":
@@ -185,18 +185,18 @@ class EngineLoop:
         with jax.profiler.TraceAnnotation("plan"):
             plan = schedule(self._state, arrivals, repeats=self._repeats)
         started, self._started = self._started, self._start(plan) if plan.rows else None
-        self.tell()
+        self.flush()
         if started is not None:
             self._read(started)
         if self._started is None:
-            self.tell()
-        self.stats = self._state.stats(compilations=compilations_here() - self._compilations_before)
+            self.flush()
+        self.stats = self._state.stats(compilations=count_thread_compilations() - self._compilations_before)
 
-    def tell(self) -> None:
+    def flush(self) -> None:
         """Sends the results. Called after the next launch, since the threads it wakes compete for the GIL."""
-        if self._untold:
-            untold, self._untold = self._untold, list[News]()
-            self._put(untold)
+        if self._undelivered:
+            events, self._undelivered = self._undelivered, list[OutputEvent]()
+            self._put(events)
 
     def _start(self, plan: Plan) -> _StartedStep:
         now_s = time.monotonic()
@@ -220,7 +220,7 @@ class EngineLoop:
             self.done_waiting += len(work.continuations)
 
     def _prompt_logprobs(self, rows: tuple[Row, ...], result: StepResult) -> TokenLogprobs | None:
-        if not any(self._wants_prompt(row) for row in rows):
+        if not any(self._needs_prompt_logprobs(row) for row in rows):
             return None
         targets: list[int] = []
         for row in rows:
@@ -228,10 +228,10 @@ class EngineLoop:
             targets += following + [0] * (row.tokens - len(following))
         return self._programs.prompt_logprobs(result, targets)
 
-    def _wants_prompt(self, row: Row) -> bool:
+    def _needs_prompt_logprobs(self, row: Row) -> bool:
         continuation = self._continuations[row.sequence.id]
-        wanted = continuation.work.request.sampling.prompt_logprobs is not None and row.sequence.index == 0
-        return wanted and row.start + 1 < row.sequence.prompt_tokens
+        is_requested = continuation.work.request.sampling.prompt_logprobs is not None and row.sequence.index == 0
+        return is_requested and row.start + 1 < row.sequence.prompt_tokens
 
     def _read(self, step: _StartedStep) -> None:
         """Waits for the tokens of a step and collects the results to be sent."""
@@ -264,28 +264,28 @@ class EngineLoop:
                 continue
             if continuation.work.request.sampling.logprobs is not None:
                 figures = figures or _readable(sampled)
-            self._untold.append(Tokens(continuation, new, step.version, end, figures, (slice(len(new)), place)))
+            self._undelivered.append(Tokens(continuation, new, step.version, end, figures, (slice(len(new)), place)))
             if is_lost:
                 error = "The model's logits are not finite after this text."
-                self._untold.append(End(continuation, "error", error))
+                self._undelivered.append(End(continuation, "error", error))
 
     def _set_repeats(self, step: _StartedStep) -> None:
         """Sets the steps per program to fill `_MOST_REPEATED_S`, estimated from the last step."""
         now_s = time.monotonic()
         took_s = now_s - max(step.started_s, self._read_s)
         self._read_s = now_s
-        fitting = _MOST_REPEATED_S * step.plan.repeats / max(took_s, _MOST_REPEATED_S / self._most_repeats)
-        self._repeats = max(1, min(self._most_repeats, int(fitting)))
+        fitting = _MOST_REPEATED_S * step.plan.repeats / max(took_s, _MOST_REPEATED_S / self._max_repeats)
+        self._repeats = max(1, min(self._max_repeats, int(fitting)))
 
     def _read_prompts(self, step: _StartedStep) -> None:
         figures = _readable(step.prompt_logprobs)
         place = 0
         for row in step.plan.rows:
             continuation = self._continuations.get(row.sequence.id)
-            if continuation is not None and self._wants_prompt(row):
+            if continuation is not None and self._needs_prompt_logprobs(row):
                 last = min(row.start + row.tokens + 1, row.sequence.prompt_tokens)
                 index = slice(place, place + last - row.start - 1)
-                self._untold.append(PromptScores(continuation, row.start + 1, figures, index))
+                self._undelivered.append(PromptScores(continuation, row.start + 1, figures, index))
             place += row.tokens
 
     def _drop(self, continuation: Continuation) -> None:

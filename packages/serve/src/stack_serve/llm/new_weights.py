@@ -26,12 +26,12 @@ def check_params(params: Any, expected: Any) -> None:
       ConversionError: `params` is empty, or a parameter is unknown, deleted, or has another type, shape or dtype. The
         message lists each of them. If a parameter is unknown, it also lists the missing ones.
     """
-    given, wanted = leaves_by_path(params), leaves_by_path(expected)
-    lines = [f"  {path} is unknown" for path in given.keys() - wanted.keys()]
-    if lines or not given:
-        lines += [f"  {path} is missing" for path in wanted.keys() - given.keys()]
-    found = ((path, _fault(given[path], leaf)) for path, leaf in wanted.items() if path in given)
-    lines += [f"  {path} {fault}" for path, fault in found if fault is not None]
+    new_leaves, expected_leaves = leaves_by_path(params), leaves_by_path(expected)
+    lines = [f"  {path} is unknown" for path in new_leaves.keys() - expected_leaves.keys()]
+    if lines or not new_leaves:
+        lines += [f"  {path} is missing" for path in expected_leaves.keys() - new_leaves.keys()]
+    faults = ((path, _fault(new_leaves[path], leaf)) for path, leaf in expected_leaves.items() if path in new_leaves)
+    lines += [f"  {path} {fault}" for path, fault in faults if fault is not None]
     if lines:
         listing = "\n".join(sorted(lines))
         raise ConversionError(
@@ -39,16 +39,16 @@ def check_params(params: Any, expected: Any) -> None:
         )
 
 
-def _fault(given: Any, wanted: Any) -> str | None:
-    if not hasattr(given, "shape") or not hasattr(given, "dtype"):
-        return f"is a {type(given).__name__}; expected an array"
-    if given.shape != wanted.shape:
-        return f"has shape {given.shape}; expected {wanted.shape}"
-    if isinstance(given, (jax.core.Tracer, jax.ShapeDtypeStruct)):
+def _fault(new: Any, expected: Any) -> str | None:
+    if not hasattr(new, "shape") or not hasattr(new, "dtype"):
+        return f"is a {type(new).__name__}; expected an array"
+    if new.shape != expected.shape:
+        return f"has shape {new.shape}; expected {expected.shape}"
+    if isinstance(new, (jax.core.Tracer, jax.ShapeDtypeStruct)):
         return "is abstract; expected a concrete array from outside of traced functions"
-    if isinstance(given, jax.Array) and given.is_deleted():
+    if isinstance(new, jax.Array) and new.is_deleted():
         return "was deleted, or donated to a program; expected a live array"
-    floats = [jnp.issubdtype(each.dtype, jnp.floating) for each in (given, wanted)]
-    if given.dtype != wanted.dtype and not all(floats):
-        return f"has dtype {given.dtype}; expected {wanted.dtype}"
+    floats = [jnp.issubdtype(each.dtype, jnp.floating) for each in (new, expected)]
+    if new.dtype != expected.dtype and not all(floats):
+        return f"has dtype {new.dtype}; expected {expected.dtype}"
     return None

@@ -51,7 +51,7 @@ class Ending:
         return EndOfTokens("length") if self._tokens >= self._max_tokens else GOES_ON
 
 
-class _Held(NamedTuple):
+class _PendingToken(NamedTuple):
     """A token that was not sent yet.
 
     Attributes:
@@ -88,8 +88,8 @@ class Output:
         self._stop_texts = StopTexts(sampling.stop)
         self._tokens = 0
         self._decoded_characters = 0
-        self._told_characters = 0
-        self._held: list[_Held] = []
+        self._released_characters = 0
+        self._pending: list[_PendingToken] = []
         self._text = ""
         self._reason: FinishReason | None = None
         self._stop_reason: int | str | None = None
@@ -115,7 +115,7 @@ class Output:
             self._text += self._rest()
         if self._stop_texts.found is not None:
             reason, stop_reason = "stop", self._stop_texts.found
-        self._held.append(_Held(token, logprob, version, begins))
+        self._pending.append(_PendingToken(token, logprob, version, begins))
         self._reason, self._stop_reason = reason, stop_reason
         return reason is not None
 
@@ -144,7 +144,7 @@ class Output:
         text = self._stop_texts.push(piece, may_stop=self._may_stop)
         if self._stop_texts.found is not None and self._sampling.include_stop:
             text += self._stop_texts.found
-        self._told_characters += len(text)
+        self._released_characters += len(text)
         return text
 
     def _rest(self) -> str:
@@ -155,29 +155,29 @@ class Output:
     def _update(
         self, reason: FinishReason | None, *, stop_reason: int | str | None = None, error: str | None = None
     ) -> GenerationUpdate:
-        told = self._take_certain(ended=reason is not None)
+        released = self._release_tokens(is_final=reason is not None)
         text, self._text = self._text, ""
         return GenerationUpdate(
             request_id=self._request_id,
             index=self._index,
-            tokens=tuple(held.token for held in told),
+            tokens=tuple(pending.token for pending in released),
             text=text,
-            weights_versions=tuple(held.version for held in told),
+            weights_versions=tuple(pending.version for pending in released),
             logprobs=None
             if self._sampling.logprobs is None
-            else tuple(held.logprob for held in told if held.logprob is not None),
+            else tuple(pending.logprob for pending in released if pending.logprob is not None),
             finish_reason=reason,
             stop_reason=stop_reason,
-            dropped_tokens=0 if reason is None else len(self._held),
+            dropped_tokens=0 if reason is None else len(self._pending),
             error=error,
         )
 
-    def _take_certain(self, *, ended: bool) -> list[_Held]:
-        """Removes and returns the held tokens that are certain to be part of the continuation."""
+    def _release_tokens(self, *, is_final: bool) -> list[_PendingToken]:
+        """Removes and returns the pending tokens that are certain to be part of the continuation."""
         cut = self._stop_texts.found is not None
-        if cut or (self._sampling.stop and not ended):
-            count = sum(held.begins < self._told_characters for held in self._held)
+        if cut or (self._sampling.stop and not is_final):
+            count = sum(pending.begins < self._released_characters for pending in self._pending)
         else:
-            count = len(self._held)
-        told, self._held = self._held[:count], self._held[count:]
-        return told
+            count = len(self._pending)
+        released, self._pending = self._pending[:count], self._pending[count:]
+        return released

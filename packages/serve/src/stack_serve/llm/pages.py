@@ -81,7 +81,7 @@ class PagePool:
             found.append(page)
         return found
 
-    def kept_among(self, pages: Iterable[int]) -> int:
+    def count_unreferenced(self, pages: Iterable[int]) -> int:
         """Counts the unreferenced pages, by which `share` would reduce the available pages."""
         return sum(not self._references[page] for page in pages)
 

@@ -62,9 +62,10 @@ class Placement:
     def load(self, checkpoint: GenerativeCheckpoint, chosen: Any) -> Any:
         """Loads the parameters of a checkpoint; arrays with True in `chosen` are split into `Layers`."""
         leaves, structure = jax.tree.flatten(checkpoint.load_params(self._shardings(checkpoint)))
-        leaves.reverse()  # `_taken` pops from the end and frees each leaf after it is placed
-        wanted = self._wanted(checkpoint, chosen)
-        return jax.tree.unflatten(structure, self._placed(_taken(leaves), list(wanted.values()), is_owned=True))
+        leaves.reverse()  # `_pop_leaves` pops from the end and frees each leaf after it is placed
+        specs = self._target_specs(checkpoint, chosen)
+        arrays = self._place_leaves(_pop_leaves(leaves), list(specs.values()), is_owned=True)
+        return jax.tree.unflatten(structure, arrays)
 
     def params(self, checkpoint: GenerativeCheckpoint, params: Any, chosen: Any, *, donate: bool) -> Mapping[str, Any]:
         """Places new parameters, all or a subset, and returns them by path.
@@ -77,29 +78,32 @@ class Placement:
           chosen: pytree of booleans that selects the parameters to split into `Layers`.
           donate: whether each array is deleted after it is placed.
         """
-        given, wanted = leaves_by_path(params), self._wanted(checkpoint, chosen)
-        leaves = _donated(list(given.values())) if donate else iter(given.values())
-        return dict(zip(given, self._placed(leaves, [wanted[path] for path in given], is_owned=False), strict=True))
+        new_leaves, specs = leaves_by_path(params), self._target_specs(checkpoint, chosen)
+        leaves = _donated(list(new_leaves.values())) if donate else iter(new_leaves.values())
+        arrays = self._place_leaves(leaves, [specs[path] for path in new_leaves], is_owned=False)
+        return dict(zip(new_leaves, arrays, strict=True))
 
-    def _wanted(self, checkpoint: GenerativeCheckpoint, chosen: Any) -> dict[str, tuple[Any, bool, Any]]:
+    def _target_specs(self, checkpoint: GenerativeCheckpoint, chosen: Any) -> dict[str, tuple[Any, bool, Any]]:
         """Returns (shape and dtype, whether it is split into layers, sharding) for each parameter path."""
         parameters, shardings = leaves_by_path(checkpoint.parameters), self._shardings(checkpoint)
         places = [None] * len(parameters) if shardings is None else jax.tree.leaves(shardings)
         each = zip(parameters.values(), jax.tree.leaves(chosen), places, strict=True)
         return dict(zip(parameters, each, strict=True))
 
-    def _placed(self, leaves: Iterator[Any], wanted: Sequence[tuple[Any, bool, Any]], *, is_owned: bool) -> list[Any]:
+    def _place_leaves(
+        self, leaves: Iterator[Any], specs: Sequence[tuple[Any, bool, Any]], *, is_owned: bool
+    ) -> list[Any]:
         if self._mesh is None and jax.default_backend() == "cpu":
-            avals = [each for aval, is_split, _ in wanted for each in _parts(aval, is_split)]
+            avals = [each for aval, is_split, _ in specs for each in _parts(aval, is_split)]
             parts = (
-                part for leaf, (_, is_split, _) in zip(leaves, wanted, strict=True) for part in _slices(leaf, is_split)
+                part for leaf, (_, is_split, _) in zip(leaves, specs, strict=True) for part in _slices(leaf, is_split)
             )
             arrays = iter(in_one_block(parts, avals))
-            counts = [aval.shape[0] if is_split else None for aval, is_split, _ in wanted]
+            counts = [aval.shape[0] if is_split else None for aval, is_split, _ in specs]
             return [next(arrays) if count is None else Layers(tuple(islice(arrays, count))) for count in counts]
         return [
             _copied(leaf, aval.dtype, place, is_split=is_split, is_owned=is_owned)
-            for leaf, (aval, is_split, place) in zip(leaves, wanted, strict=True)
+            for leaf, (aval, is_split, place) in zip(leaves, specs, strict=True)
         ]
 
     def _shardings(self, checkpoint: GenerativeCheckpoint) -> Any:
@@ -172,7 +176,7 @@ def _struct(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.ShapeDtype
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
-def _taken(leaves: list[Any]) -> Iterator[Any]:
+def _pop_leaves(leaves: list[Any]) -> Iterator[Any]:
     """Yields leaves from the end of the list, without keeping references to them."""
     while leaves:
         yield leaves.pop()

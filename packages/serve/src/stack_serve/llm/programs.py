@@ -17,7 +17,7 @@ from stack_core.ops.sampling.logprobs import TokenLogprobs
 from stack_core.ops.sampling.sampling import Sampled, SamplingSettings
 from stack_serve.llm.adapters import AdapterShapes, HostAdapter, Weights, put, unusable
 from stack_serve.llm.buckets import Buckets
-from stack_serve.llm.cache import WantedLayouts, empty_layers, fits_beside
+from stack_serve.llm.cache import LayoutPreferences, empty_layers, supports_shared_pool
 from stack_serve.llm.config import ANY_LAYOUT, EngineConfig, PageLayout
 from stack_serve.llm.new_weights import leaves_by_path
 from stack_serve.llm.placement import Placement
@@ -80,14 +80,14 @@ class Programs:
         pool = None if adapters is None else jax.eval_shape(adapters.pool)
         weights = Weights(checkpoint.parameters, pool)
         try:
-            (looped, looped_pools), wanted = self._examined(weights)
+            (looped, looped_pools), preferences = self._examined(weights)
         except Exception:  # a model may fail in any way if a parameter with adapters is not an array
             if adapters is not None:
                 self._check_adapters(adapters)
             raise
-        self._lay_out(pages, config.page_layout or wanted.best)
+        self._lay_out(pages, config.page_layout or preferences.best)
         # Such a layout merges the two pools of a layer, so the arrays sliced by loops must be determined again.
-        if config.page_layout is None and holds_values(wanted.best):
+        if config.page_layout is None and holds_values(preferences.best):
             (looped, looped_pools), _ = self._examined(weights)
         self._looped = looped.params
         empty, layout = self._empty, self._step.layout
@@ -124,7 +124,7 @@ class Programs:
 
     def largest(self) -> dict[str, jax.stages.Compiled]:
         """Compiles the two programs with the largest memory use: the full decode batch and the longest prefill."""
-        keys = (("decode", self._buckets.most_rows), ("prefill", self._buckets.most_tokens))
+        keys = (("decode", self._buckets.largest_rows), ("prefill", self._buckets.largest_tokens))
         return {key[0]: self._lowered(key).compile() for key in keys}
 
     def admit(self, slot: int, tokens: Sequence[int], settings: SamplingSettings) -> None:
@@ -155,7 +155,7 @@ class Programs:
             packed, decode = self._packed(rows, tables, row_bucket), self._program(("decode", row_bucket))
             self._layers, hidden, known, sampled = decode(self._weights, self._layers, known, settings, packed)
         else:
-            row_bucket = self._buckets.most_rows
+            row_bucket = self._buckets.largest_rows
             packed = self._packed(rows, tables, row_bucket)
             prefill = self._program(("prefill", self._buckets.of_prompts(tokens)))
             self._layers, hidden, last = prefill(self._weights, self._layers, known, packed)
@@ -193,11 +193,11 @@ class Programs:
         """
         return self._placement.params(self._checkpoint, params, self._looped, donate=donate)
 
-    def use(self, placed: Mapping[str, Any]) -> None:
-        """Replaces the parameters in `placed` from the next step on and keeps the rest."""
-        held, structure = jax.tree.flatten(self._weights.params, is_leaf=lambda node: isinstance(node, Layers))
+    def use(self, params: Mapping[str, Any]) -> None:
+        """Replaces the parameters in `params` from the next step on and keeps the rest."""
+        old_leaves, structure = jax.tree.flatten(self._weights.params, is_leaf=lambda node: isinstance(node, Layers))
         paths = leaves_by_path(self._checkpoint.parameters)
-        leaves = [placed.get(path, leaf) for path, leaf in zip(paths, held, strict=True)]
+        leaves = [params.get(path, leaf) for path, leaf in zip(paths, old_leaves, strict=True)]
         self._weights = replace(self._weights, params=jax.tree.unflatten(structure, leaves))
 
     def load_adapter(self, slot: int, adapter: HostAdapter) -> None:
@@ -220,7 +220,7 @@ class Programs:
             "decode": buckets.decoding,
             "sample": buckets.samples,
             "prefill": buckets.prompts,
-            "prompt_logprobs": sorted({buckets.most_rows, buckets.most_tokens}),
+            "prompt_logprobs": sorted({buckets.largest_rows, buckets.largest_tokens}),
         }
         loads: list[Key] = [] if self._adapters is None else [("adapter",)]
         return [("admit",), *loads, *((kind, size) for kind, sizes in of_kinds.items() for size in sizes)]
@@ -243,30 +243,30 @@ class Programs:
         return jax.jit(put, donate_argnums=0).lower(self._weights.pool, _int32(), factors)
 
     def _lowered_decode(self, rows: int) -> Any:
-        repeats, most_rows = self._config.decode_repeats, self._buckets.most_rows
+        repeats, padded_rows = self._config.decode_repeats, self._buckets.largest_rows
 
         def decode(weights: Weights, layers: Any, known: Any, settings: Any, packed: Any) -> Any:
-            return self._step.decode(weights, layers, known, settings, packed, repeats=repeats, most_rows=most_rows)
+            return self._step.decode(weights, layers, known, settings, packed, repeats=repeats, padded_rows=padded_rows)
 
         slots, packed = self._slots, _int32(rows, self._row_fields)
         jitted = jax.jit(decode, donate_argnums=(1, 2))
         return jitted.lower(self._weights, self._layers, slots.tokens, slots.settings, packed)
 
     def _lowered_prefill(self, tokens: int) -> Any:
-        most_tokens = self._buckets.most_tokens
+        padded_tokens = self._buckets.largest_tokens
 
         def prefill(weights: Weights, layers: Any, known: Any, packed: Any) -> Any:
-            step = layer_by_layer(partial(self._step.prefill, tokens=tokens, most_tokens=most_tokens))
+            step = layer_by_layer(partial(self._step.prefill, tokens=tokens, padded_tokens=padded_tokens))
             return step(weights, layers, known, packed)
 
-        packed = _int32(self._buckets.most_rows, self._row_fields)
+        packed = _int32(self._buckets.largest_rows, self._row_fields)
         return jax.jit(prefill, donate_argnums=1).lower(self._weights, self._layers, self._slots.tokens, packed)
 
     def _lowered_sample(self, samples: int) -> Any:
         def sample(weights: Weights, known: Any, settings: Any, last: Any, packed: Any, chosen: Any) -> Any:
             return layer_by_layer(self._step.sample_some)(weights, known, settings, last, packed, chosen)
 
-        rows = self._buckets.most_rows
+        rows = self._buckets.largest_rows
         last = jax.ShapeDtypeStruct((rows, *self._hidden.shape[1:]), self._hidden.dtype)
         slots, packed = self._slots, _int32(rows, self._row_fields)
         jitted = jax.jit(sample, donate_argnums=1)
@@ -297,18 +297,18 @@ class Programs:
             dtype=self._config.cache_dtype,
         )
 
-    def _examined(self, weights: Weights) -> tuple[Any, WantedLayouts]:
+    def _examined(self, weights: Weights) -> tuple[Any, LayoutPreferences]:
         """Traces the smallest step to find the arrays used only by loops over layers, and the preferred page layouts.
 
         If the config sets a layout, preferred layouts are not collected.
         """
-        wanted = WantedLayouts(one_pool=fits_beside(self._checkpoint.states))
-        asking = wanted if self._config.page_layout is None else None
-        step = partial(self._smallest_step, wanted=asking)
-        return self._placement.traced(loops_over, step, (weights, jax.eval_shape(self._empty))), wanted
+        preferences = LayoutPreferences(one_pool=supports_shared_pool(self._checkpoint.states))
+        collected = preferences if self._config.page_layout is None else None
+        step = partial(self._smallest_step, preferences=collected)
+        return self._placement.traced(loops_over, step, (weights, jax.eval_shape(self._empty))), preferences
 
-    def _smallest_step(self, weights_and_layers: Any, *, wanted: WantedLayouts | None = None) -> Any:
-        rows, step = jnp.zeros((1, self._row_fields), jnp.int32), partial(self._step, tokens=1, wanted=wanted)
+    def _smallest_step(self, weights_and_layers: Any, *, preferences: LayoutPreferences | None = None) -> Any:
+        rows, step = jnp.zeros((1, self._row_fields), jnp.int32), partial(self._step, tokens=1, preferences=preferences)
         return layer_by_layer(step)(*weights_and_layers, self._slots.tokens, rows)
 
     def _check_adapters(self, adapters: AdapterShapes) -> None:

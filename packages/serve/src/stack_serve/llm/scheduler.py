@@ -359,7 +359,7 @@ def _next_to_begin(state: SchedulerState) -> tuple[Sequence, list[int]] | None:
     if sequence is None or sequence.in_flight or not state.adapters.can_hold(sequence.adapter):
         return None
     pages = _find_prefix(state, sequence)
-    needed = sequence.total_tokens // state.page_tokens + 1 - len(pages) + state.pool.kept_among(pages)
+    needed = sequence.total_tokens // state.page_tokens + 1 - len(pages) + state.pool.count_unreferenced(pages)
     return (sequence, pages) if needed + len(state.running) <= state.pool.available else None
 
 

@@ -11,7 +11,7 @@ from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.ops.sampling.logprobs import TokenLogprobs, token_logprobs
 from stack_core.ops.sampling.sampling import Sampled, SamplingSettings, sample
 from stack_serve.llm.adapters import Weights, with_rows
-from stack_serve.llm.cache import PagedKVCache, Rows, WantedLayouts
+from stack_serve.llm.cache import LayoutPreferences, PagedKVCache, Rows
 from stack_serve.llm.config import ANY_LAYOUT, EngineConfig, PageLayout
 from stack_serve.llm.unstacking import layer_by_layer
 
@@ -70,11 +70,11 @@ class Step:
         rows: Int[Array, "rows fields"],
         *,
         tokens: int,
-        most_tokens: int,
-    ) -> tuple[Any, Float[Array, "most_tokens 1 embed"], Float[Array, "rows embed"]]:
+        padded_tokens: int,
+    ) -> tuple[Any, Float[Array, "padded_tokens 1 embed"], Float[Array, "rows embed"]]:
         """Runs a step with prompt chunks. Padded hidden states reduce the shapes of later programs."""
         layers, hidden, last = self(weights, layers, known, rows, tokens=tokens)
-        return layers, _padded(hidden, most_tokens), last
+        return layers, _padded(hidden, padded_tokens), last
 
     def __call__(
         self,
@@ -85,7 +85,7 @@ class Step:
         *,
         tokens: int,
         single: bool = False,
-        wanted: WantedLayouts | None = None,
+        preferences: LayoutPreferences | None = None,
     ) -> tuple[Any, Float[Array, "tokens 1 embed"], Float[Array, "rows embed"]]:
         """Runs the forward pass over the tokens of all rows.
 
@@ -96,13 +96,13 @@ class Step:
           rows: packed rows: `ROW_FIELDS`, then page numbers.
           tokens: size of the token axis, at least the number of tokens in all rows.
           single: whether every row has at most one token.
-          wanted: collects the preferred page layout of each attention call.
+          preferences: collects the preferred page layout of each attention call.
 
         Returns:
           The updated layers, the hidden states of all tokens, and the hidden state of each row's last token.
         """
         places, token_ids, positions, adapters = self._places(known, rows, tokens)
-        cache: Any = PagedKVCache(layers, places, self.layout, single, wanted)
+        cache: Any = PagedKVCache(layers, places, self.layout, single, preferences)
         model = self.checkpoint.model(with_rows(weights, adapters))
         outputs = model(token_ids[:, None], positions[:, None], cache=cache)
         after: Any = outputs.cache
@@ -119,8 +119,8 @@ class Step:
         rows: Int[Array, "rows fields"],
         *,
         repeats: int,
-        most_rows: int,
-    ) -> tuple[Any, Float[Array, "most_rows 1 embed"], Int[Array, "slots max_tokens"], Sampled]:
+        padded_rows: int,
+    ) -> tuple[Any, Float[Array, "padded_rows 1 embed"], Int[Array, "slots max_tokens"], Sampled]:
         """Runs several decoding steps with sampling in one program, to save host overhead per token.
 
         Args:
@@ -129,7 +129,7 @@ class Step:
           settings: packed sampling settings of each slot.
           rows: packed rows; each is active for as many steps as it has tokens.
           repeats: maximum number of steps; the actual number is the maximum number of tokens in a row.
-          most_rows: maximum number of rows of any step, to which the hidden states are padded.
+          padded_rows: maximum number of rows of any step, to which the hidden states are padded.
 
         Returns:
           The updated layers, the padded hidden states of the last step, the updated tokens of each slot, and the
@@ -151,7 +151,7 @@ class Step:
         found = jax.tree.map(lambda each: jnp.zeros((repeats, *each.shape[1:]), each.dtype), sampled)
         state = (layers, jnp.zeros(hidden.shape, hidden.dtype), known, found)
         layers, hidden, known, found = jax.lax.fori_loop(0, jnp.max(rows[:, 2]), turn, state)
-        return layers, _padded(hidden, most_rows), known, found
+        return layers, _padded(hidden, padded_rows), known, found
 
     @jax.named_scope("sample")
     def sample(
@@ -178,8 +178,8 @@ class Step:
         slot, start, count, samples = (rows[:, field] for field in range(4))
         lengths = start + count
         # Rows that do not sample get greedy settings, which never trigger the costly parts of `sample`.
-        wanted = jnp.where((samples > 0)[:, None], settings[slot], SamplingSettings.greedy_row().packed())
-        of_rows = SamplingSettings.unpacked(wanted)
+        row_settings = jnp.where((samples > 0)[:, None], settings[slot], SamplingSettings.greedy_row().packed())
+        of_rows = SamplingSettings.unpacked(row_settings)
         sampled = sample(self.checkpoint.model(weights.params).logits(hidden), of_rows, known[slot], lengths)
         target = jnp.where(samples > 0, slot, len(known))
         known = known.at[target, lengths].set(sampled.tokens, mode="drop")
@@ -203,14 +203,14 @@ class Step:
           weights, known, settings, hidden, rows: as in `sample`.
           chosen: indices of the selected rows; `len(rows)` is padding.
         """
-        taken = (jnp.take(array, chosen, axis=0, mode="fill", fill_value=0) for array in (hidden, rows))
-        known, sampled = self.sample(weights, known, settings, *taken)
+        selected = (jnp.take(array, chosen, axis=0, mode="fill", fill_value=0) for array in (hidden, rows))
+        known, sampled = self.sample(weights, known, settings, *selected)
 
-        def placed(figures: jax.Array) -> jax.Array:
+        def scatter(figures: jax.Array) -> jax.Array:
             empty = jnp.zeros((1, len(rows), *figures.shape[2:]), figures.dtype)
             return empty.at[:, chosen].set(figures, mode="drop")
 
-        return known, jax.tree.map(placed, sampled)
+        return known, jax.tree.map(scatter, sampled)
 
     @jax.named_scope("prompt_logprobs")
     def prompt_logprobs(

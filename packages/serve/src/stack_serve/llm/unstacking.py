@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal, jaxpr_as_fun
 
 from stack_core.programs.jaxprs import bind, consts_of, equations_of, inner, scan_counts, traced_here
-from stack_serve.llm.narrow_rows import rows, takes_narrow_rows
+from stack_serve.llm.half_gathers import contains_half_gather, gather_rows
 
 __all__ = ["Layers", "layer_by_layer", "loops_over", "split_layers"]
 
@@ -152,8 +152,8 @@ def _results(equation: Any, operands: Sequence[Any]) -> list[Any]:
             return _unrolled(equation, operands)
         if equation.primitive.name in _CALLS:
             return _run(inner(equation), operands)
-    if takes_narrow_rows(equation):
-        return _run(inner(equation), operands) if equation.primitive.name in _CALLS else rows(equation, operands)
+    if contains_half_gather(equation):
+        return _run(inner(equation), operands) if equation.primitive.name in _CALLS else gather_rows(equation, operands)
     return bind(equation, list(map(_stacked, operands)))
 
 

@@ -48,7 +48,7 @@ class Work:
         `time.monotonic()`; None if not reached yet.
       continuations: continuations of the request.
       prompt_logprobs: log-probabilities of each prompt token; entries are None if not requested or not yet computed.
-      has_told: whether an update of the first continuation was delivered, which includes the prompt log-probabilities.
+      is_first_sent: whether an update of the first continuation was delivered, which has the prompt log-probabilities.
     """
 
     request: GenerationRequest
@@ -61,7 +61,7 @@ class Work:
     waits: bool = True
     started_s: float | None = None
     first_token_s: float | None = None
-    has_told: bool = False
+    is_first_sent: bool = False
 
     def __post_init__(self) -> None:
         self.unfinished = self.request.sampling.n
@@ -78,8 +78,8 @@ class Work:
         if update.tokens and self.first_token_s is None:
             self.first_token_s = now_s
         update = replace(update, cached_tokens=cached_tokens)
-        if update.index == 0 and not self.has_told:
-            self.has_told = True
+        if update.index == 0 and not self.is_first_sent:
+            self.is_first_sent = True
             is_computed = update.finish_reason in (None, "stop", "length")
             if self.request.sampling.prompt_logprobs is not None and is_computed:
                 update = replace(update, prompt_logprobs=tuple(self.prompt_logprobs))
@@ -88,7 +88,7 @@ class Work:
             update = replace(update, times=times)
         return update
 
-    def tell(self, update: GenerationUpdate) -> None:
+    def deliver(self, update: GenerationUpdate) -> None:
         """Passes an update to the receiver."""
         try:
             self.receive(update)

@@ -14,7 +14,7 @@ from stack_core.ops.sampling.logprobs import Index, TokenLogprobs, token_records
 from stack_serve.llm.output import GOES_ON, EndOfTokens
 from stack_serve.llm.work import Continuation, Work
 
-__all__ = ["End", "News", "PromptScores", "Teller", "Tokens"]
+__all__ = ["Dispatcher", "End", "OutputEvent", "PromptScores", "Tokens"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -55,25 +55,25 @@ class End(NamedTuple):
     error: str | None = None
 
 
-News = Tokens | PromptScores | End
+OutputEvent = Tokens | PromptScores | End
 
 
-class Teller:
+class Dispatcher:
     """Delivers updates to receivers; anything that arrives after the end of a continuation is ignored.
 
     This thread also checks deadlines, which therefore expire on time even if a step is slow or hangs.
 
     Args:
-      stopped: called after a continuation ended here without the engine loop's knowledge.
-      ended: called before the last update of a request is delivered.
+      on_stop: called after a continuation ended here without the engine loop's knowledge.
+      on_end: called before the last update of a request is delivered.
     """
 
-    def __init__(self, *, stopped: Callable[[Continuation], None], ended: Callable[[Work], None]) -> None:
-        self._stopped = stopped
-        self._ended = ended
-        self._queue = queue.SimpleQueue[list[News] | Work | None]()
+    def __init__(self, *, on_stop: Callable[[Continuation], None], on_end: Callable[[Work], None]) -> None:
+        self._on_stop = on_stop
+        self._on_end = on_end
+        self._queue = queue.SimpleQueue[list[OutputEvent] | Work | None]()
         self._deadlines: list[tuple[float, int, Work]] = []
-        self._watched = itertools.count()
+        self._deadline_ids = itertools.count()
         self._thread = threading.Thread(target=self._run, name="stack-text", daemon=True)
 
     def start(self) -> None:
@@ -85,9 +85,9 @@ class Teller:
         self._queue.put(None)
         self._thread.join()
 
-    def put(self, news: list[News]) -> None:
+    def put(self, events: list[OutputEvent]) -> None:
         """Queues results for delivery in order (thread-safe, non-blocking)."""
-        self._queue.put(news)
+        self._queue.put(events)
 
     def watch(self, work: Work) -> None:
         """Registers the deadline of a request, if it has one; the request ends when it expires."""
@@ -96,13 +96,13 @@ class Teller:
 
     def _run(self) -> None:
         while (batch := self._next()) is not None:
-            for news in batch:
+            for event in batch:
                 try:
-                    self._take_in(news)
+                    self._handle(event)
                 except BaseException as error:  # Even a panic of one request must not affect other requests.
-                    self._fail(news.continuation, error)
+                    self._fail(event.continuation, error)
 
-    def _next(self) -> list[News] | None:
+    def _next(self) -> list[OutputEvent] | None:
         """Waits for the next results; expired deadlines go before tokens."""
         while True:
             left_s = self._deadlines[0][0] - time.monotonic() if self._deadlines else None
@@ -110,72 +110,72 @@ class Teller:
                 _, _, work = heapq.heappop(self._deadlines)
                 return [End(continuation, "deadline") for continuation in work.continuations]
             try:
-                given = self._queue.get(timeout=left_s)
+                item = self._queue.get(timeout=left_s)
             except queue.Empty:
                 continue
-            if not isinstance(given, Work):
-                return given
-            heapq.heappush(self._deadlines, (given.deadline_s or 0.0, next(self._watched), given))
+            if not isinstance(item, Work):
+                return item
+            heapq.heappush(self._deadlines, (item.deadline_s or 0.0, next(self._deadline_ids), item))
 
     def _fail(self, continuation: Continuation, error: BaseException) -> None:
         """Ends a continuation whose update failed."""
         _LOG.error("The update of request %r cannot be delivered", continuation.work.request.request_id, exc_info=error)
         if not continuation.has_ended:
-            self._tell(continuation, _bare_end(continuation, "error", f"The update cannot be delivered: {error!r}"))
-            self._stopped(continuation)
+            self._deliver(continuation, _bare_end(continuation, "error", f"The update cannot be delivered: {error!r}"))
+            self._on_stop(continuation)
 
-    def _take_in(self, news: News) -> None:
-        continuation = news.continuation
+    def _handle(self, event: OutputEvent) -> None:
+        continuation = event.continuation
         if continuation.has_ended:
             return
-        if isinstance(news, End):
-            self._tell(continuation, _ended(continuation, news.reason, news.error))
-            if news.reason == "deadline":
-                self._stopped(continuation)
-        elif isinstance(news, PromptScores):
+        if isinstance(event, End):
+            self._deliver(continuation, _final_update(continuation, event.reason, event.error))
+            if event.reason == "deadline":
+                self._on_stop(continuation)
+        elif isinstance(event, PromptScores):
             sampling = continuation.work.request.sampling
-            found = token_records(news.figures, news.index, sampling.prompt_logprobs or 0)
-            continuation.work.prompt_logprobs[news.position : news.position + len(found)] = found
+            records = token_records(event.figures, event.index, sampling.prompt_logprobs or 0)
+            continuation.work.prompt_logprobs[event.position : event.position + len(records)] = records
         else:
-            self._take_in_tokens(news)
+            self._handle_tokens(event)
 
-    def _take_in_tokens(self, news: Tokens) -> None:
-        continuation = news.continuation
-        output, wanted = continuation.output, continuation.work.request.sampling.logprobs
-        found = None
-        if news.figures is not None and wanted is not None:
-            found = token_records(news.figures, news.index, wanted)
-        last = len(news.tokens) - 1
-        for place, token in enumerate(news.tokens):
+    def _handle_tokens(self, event: Tokens) -> None:
+        continuation = event.continuation
+        output, candidates = continuation.output, continuation.work.request.sampling.logprobs
+        records = None
+        if event.figures is not None and candidates is not None:
+            records = token_records(event.figures, event.index, candidates)
+        last = len(event.tokens) - 1
+        for place, token in enumerate(event.tokens):
             try:
-                end, logprob = news.end if place == last else GOES_ON, found[place] if found else None
-                has_ended = output.push(token, end, logprob, version=news.version)
+                end, logprob = event.end if place == last else GOES_ON, records[place] if records else None
+                has_ended = output.push(token, end, logprob, version=event.version)
             except Exception as error:  # A tokenizer error affects only this request.
-                self._tell(continuation, output.take())
+                self._deliver(continuation, output.take())
                 message = f"Token {token} cannot be decoded: {error}"
-                self._tell(continuation, _ended(continuation, "error", message))
-                self._stopped(continuation)
+                self._deliver(continuation, _final_update(continuation, "error", message))
+                self._on_stop(continuation)
                 return
             if has_ended:
                 break
         update = output.take()
-        self._tell(continuation, update)
-        if update.finish_reason is not None and news.end is GOES_ON:
-            self._stopped(continuation)
+        self._deliver(continuation, update)
+        if update.finish_reason is not None and event.end is GOES_ON:
+            self._on_stop(continuation)
 
-    def _tell(self, continuation: Continuation, update: GenerationUpdate) -> None:
+    def _deliver(self, continuation: Continuation, update: GenerationUpdate) -> None:
         work = continuation.work
         update = work.completed(update, cached_tokens=continuation.sequence.cached_tokens)
         is_end = update.finish_reason is not None
         if is_end and work.unfinished == 1:
-            self._ended(work)
-        work.tell(update)
+            self._on_end(work)
+        work.deliver(update)
         if is_end:
             continuation.has_ended = True
             work.unfinished -= 1
 
 
-def _ended(continuation: Continuation, reason: FinishReason, error: str | None) -> GenerationUpdate:
+def _final_update(continuation: Continuation, reason: FinishReason, error: str | None) -> GenerationUpdate:
     """Returns the last update of a continuation that ends for an external reason."""
     try:
         return continuation.output.end(reason, error=error)

@@ -14,21 +14,21 @@ from jax import lax
 from stack_core.chips.context import target
 from stack_core.programs.jaxprs import bind, equations_of, inner
 
-__all__ = ["rows", "takes_narrow_rows"]
+__all__ = ["contains_half_gather", "gather_rows"]
 
 _DTYPES = ("bfloat16", "float16")
 
 
-def takes_narrow_rows(equation: Any) -> bool:
+def contains_half_gather(equation: Any) -> bool:
     """Returns whether an equation is such a gather on a CPU, or calls a function that contains one."""
     if target.value is not None or jax.default_backend() != "cpu":
         return False
     if equation.primitive.name == "gather":
         return equation.invars[0].aval.dtype.name in _DTYPES
     called = inner(equation) if equation.primitive.name in ("jit", "pjit") else None
-    return called is not None and any(map(takes_narrow_rows, equations_of(called).eqns))
+    return called is not None and any(map(contains_half_gather, equations_of(called).eqns))
 
 
-def rows(equation: Any, operands: Sequence[Any]) -> list[Any]:
+def gather_rows(equation: Any, operands: Sequence[Any]) -> list[Any]:
     """Evaluates the gather behind an optimization barrier, which keeps XLA from hoisting the cast of the table."""
     return bind(equation, lax.optimization_barrier(tuple(operands)))

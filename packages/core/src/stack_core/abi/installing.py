@@ -44,16 +44,16 @@ def _command(
 ) -> str:
     uses_uv = core is not None and (core.read_text("INSTALLER") or "").strip() == "uv"
     options = ["--upgrade"] * upgrade + ["--reinstall" if uses_uv else "--force-reinstall"] * reinstall
-    what = _source(requirement, core)
+    source = _source(requirement, core)
     if uses_uv and (prefix.parent / "uv.lock").is_file():
-        return shlex.join(["uv", "add", *options, *what])
+        return shlex.join(["uv", "add", *options, *source])
     folder = prefix / "bin"
     if uses_uv:
         chosen = [] if environ.get("VIRTUAL_ENV") == str(prefix) else ["--python", str(folder / "python")]
-        return shlex.join(["uv", "pip", "install", *chosen, *options, *what])
+        return shlex.join(["uv", "pip", "install", *chosen, *options, *source])
     found = shutil.which("pip", path=environ.get("PATH"))
     pip = ["pip"] if found and Path(found).parent == folder else [str(folder / "python"), "-m", "pip"]
-    return shlex.join([*pip, "install", *options, *what])
+    return shlex.join([*pip, "install", *options, *source])
 
 
 def _source(requirement: str, core: Distribution | None) -> list[str]:

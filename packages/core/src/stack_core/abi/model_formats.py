@@ -76,6 +76,6 @@ def _found(address: str, ability: type[Format]) -> tuple[Format, Path]:
             f"{address} could be of the formats {' and '.join(found)}. Say which, as in {found[0]}:{address}."
         )
     if not found:
-        what = "holds no model of a known format" if directory.is_dir() else "is no directory"
-        raise ConversionError(f"{address} {what}. Formats: {known}.{hub_advice(address)}")
+        problem = "holds no model of a known format" if directory.is_dir() else "is no directory"
+        raise ConversionError(f"{address} {problem}. Formats: {known}.{hub_advice(address)}")
     return formats[found[0]], directory

@@ -162,7 +162,7 @@ class DenseKVCache:
           The output, and the layer with the new keys and values. `lengths` changes only in `advance`.
         """
         layer = LayerCache(self._append(layer.key, key), self._append(layer.value, value))
-        keys, values = (ops.dequantize(held, query.dtype) for held in (layer.key, layer.value))
+        keys, values = (ops.dequantize(stored, query.dtype) for stored in (layer.key, layer.value))
         return self._attention(query, keys, values, spec, sinks), layer
 
     def attend_latent(

@@ -137,9 +137,9 @@ def _backward(
     gradients: dict[str, Any] = {}
     for part, of_product in zip(parts, gated_vjp(cotangents), strict=True):
         names = {"x": "x", "weight": f"w_{part}", "bias": f"bias_{part}"}
-        given = {own: arrays[name] for own, name in names.items()}
+        operands = {own: arrays[name] for own, name in names.items()}
         of_one = frozenset(own for own, name in names.items() if name in requested)
-        for own, found in _affine_backward(given, {}, None, {}, of_product, requested=of_one).items():
+        for own, found in _affine_backward(operands, {}, None, {}, of_product, requested=of_one).items():
             gradients[names[own]] = gradients["x"] + found if own == "x" and "x" in gradients else found
     return gradients
 

@@ -199,8 +199,8 @@ def _check_operands(query: Any, key_pages: Any, value_pages: Any, sinks: Any, la
 
 
 def _check_one_pool(value_pages: Any, value_dim: int | None, layout: str) -> None:
-    given = {"value_pages": value_pages, "value_dim": value_dim}
-    if extra := [name for name, value in given.items() if value is not None]:
+    arguments = {"value_pages": value_pages, "value_dim": value_dim}
+    if extra := [name for name, value in arguments.items() if value is not None]:
         raise ArgumentError(
             f"paged_attention: {' and '.join(extra)} is given, but in the layout {layout!r} key_pages holds the values "
             "too; leave it out."

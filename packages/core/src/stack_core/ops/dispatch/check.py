@@ -99,9 +99,9 @@ def check_integer(op: str, **arrays: Any) -> None:
 def check_same_dtype(op: str, **arrays: Any) -> None:
     """Raises ArgumentError if dtypes differ, since ops do not promote their operands."""
     check_arrays(op, **arrays)
-    given = {name: jnp.dtype(array.dtype) for name, array in arrays.items() if array is not None}
-    if len(set(given.values())) > 1:
-        listing = ", ".join(f"{name} {dtype}" for name, dtype in given.items())
+    dtypes = {name: jnp.dtype(array.dtype) for name, array in arrays.items() if array is not None}
+    if len(set(dtypes.values())) > 1:
+        listing = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
         raise ArgumentError(f"{op}: the operands have different dtypes ({listing}); cast them to one dtype first.")
 
 

@@ -139,15 +139,15 @@ def plan(request: Request, operands: Sequence[Any], *, mapped: bool = False) -> 
         return _noted(request, _of_reference(request, candidates), found)
     candidates = candidates | {candidate.name: candidate for candidate in named}
     forward = _choose(found, candidates, named)
-    kept = tuple(name for name in forward.implementation.residuals if name != OWN)
+    residuals = tuple(name for name in forward.implementation.residuals if name != OWN)
     try:
-        backward: Choice | UnsupportedOp = _choose(found.backward(forward, kept), candidates, named, forward)
+        backward: Choice | UnsupportedOp = _choose(found.backward(forward, residuals), candidates, named, forward)
     except UnsupportedOp as error:
         backward = error
     chosen = Plan(forward, backward, ())
     if isinstance(backward, Choice):
         own = (OWN,) if _saves_private_residual(forward, backward) and not mapped else ()
-        chosen = Plan(forward, backward, (*kept, *own), _unheeded(named, forward, backward))
+        chosen = Plan(forward, backward, (*residuals, *own), _unheeded(named, forward, backward))
     return _noted(request, chosen, found)
 
 
@@ -485,9 +485,9 @@ def _by_order(sides: _Sides, able: Mapping[str, OpImplementation], forward: Choi
 
 
 def _refusals(call: OpCall, answers: Mapping[str, bool | str], named: Sequence[OpImplementation]) -> str:
-    what = call.op if call.direction == "forward" else f"{call.op} {call.direction}"
+    subject = call.op if call.direction == "forward" else f"{call.op} {call.direction}"
     names = " or ".join(repr(candidate.name) for candidate in named)
-    head = f"{what}: {names} cannot run this call." if named else f"{what}: no implementation supports this call."
+    head = f"{subject}: {names} cannot run this call." if named else f"{subject}: no implementation supports this call."
     shapes = ", ".join(f"{name} {format_shapes(struct)}" for name, struct in call.arrays.items() if struct is not None)
     lines = [f"  {name}: {_reason(answer)}" for name, answer in sorted(answers.items())]
     able = [name for name, answer in answers.items() if answer is True]

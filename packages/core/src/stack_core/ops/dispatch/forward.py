@@ -92,11 +92,11 @@ class Forward:
                 pool.append(variable)
                 returned.append(number)
             places.append(at)
-        kept = _residual_axes(axes, residuals)
+        residual_axes = _residual_axes(axes, residuals)
         of_pool = [
             *axes.of_leaves(request.arrays(inner.invars)),
             *axes.outputs,
-            *(kept[at - len(leaves)] for at in returned[len(leaves) :]),
+            *(residual_axes[at - len(leaves)] for at in returned[len(leaves) :]),
         ]
         return cls(
             request=request,
@@ -138,8 +138,8 @@ class Forward:
     def program(self) -> Any:
         """Jaxpr from the operands to the rest of the pool: the leaves of the result, then the residuals."""
         inner = equations_of(self.jaxpr)
-        kept = [number in self.returned for number in range(len(inner.outvars))]
-        rest, _ = partial_eval.dce_jaxpr(inner, kept, instantiate=True)
+        is_returned = [number in self.returned for number in range(len(inner.outvars))]
+        rest, _ = partial_eval.dce_jaxpr(inner, is_returned, instantiate=True)
         return self.jaxpr.replace(jaxpr=rest) if inner is not self.jaxpr else rest
 
     def folded_request(self, folding: Folding) -> Request:

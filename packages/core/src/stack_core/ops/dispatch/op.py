@@ -80,8 +80,8 @@ class Op:
         """Returns the reference as the implementation with the lowest priority."""
         forward, backward = differentiated(self.reference)
         backward = self.backward or backward
-        kept = (*self.residuals, OWN) if self.keeps else self.residuals
-        return OpImplementation(self.name, "reference", forward, backward, residuals=kept, priority=0)
+        residuals = (*self.residuals, OWN) if self.keeps else self.residuals
+        return OpImplementation(self.name, "reference", forward, backward, residuals=residuals, priority=0)
 
 
 def op_named(name: str) -> Op:

@@ -88,8 +88,8 @@ def backward_pass(forward: Forward, moving: Sequence[int]) -> _Function:
         leaves: list[Any] = []
         for name, array in arrays.items():
             structure = jax.tree.structure(array)
-            given = found.get(name) if structure.num_leaves else None
-            leaves += [None] * structure.num_leaves if given is None else structure.flatten_up_to(given)
+            gradient = found.get(name) if structure.num_leaves else None
+            leaves += [None] * structure.num_leaves if gradient is None else structure.flatten_up_to(gradient)
         of_moving = [(leaves[i], pool[i]) for i in moving]
         return [jnp.zeros_like(x) if gradient is None else gradient.astype(x.dtype) for gradient, x in of_moving]
 

@@ -131,16 +131,18 @@ def split_of(
     places: dict[str, tuple[str, ...]] = {}
     dropped: list[str] = []
     for name, logical in _logical(op, found, operands, axes).items():
-        wanted = tuple(axis for axis in table.get(logical, ()) if axis in free and mesh.shape[axis] > 1)
-        parts = math.prod(mesh.shape[axis] for axis in wanted)
-        if name in found.whole or not wanted:
+        mesh_axes = tuple(axis for axis in table.get(logical, ()) if axis in free and mesh.shape[axis] > 1)
+        parts = math.prod(mesh.shape[axis] for axis in mesh_axes)
+        if name in found.whole or not mesh_axes:
             continue
         if sizes[name] % parts:
             dropped.append(f"{logical!r} is not split: {sizes[name]} is not a multiple of {parts}")
-        elif any(set(wanted) & set(others) for other, others in places.items() if not _may_share(found, name, other)):
-            dropped.append(f"{logical!r} is not split: another axis is split over {' and '.join(wanted)}")
+        elif any(
+            set(mesh_axes) & set(others) for other, others in places.items() if not _may_share(found, name, other)
+        ):
+            dropped.append(f"{logical!r} is not split: another axis is split over {' and '.join(mesh_axes)}")
         else:
-            places[name] = wanted
+            places[name] = mesh_axes
     for one, other in found.together:
         if places.get(one) != places.get(other):
             dropped += [
@@ -171,18 +173,18 @@ def _may_share(found: OpAxes, name: str, other: str) -> bool:
 def _logical(op: str, found: OpAxes, operands: Mapping[str, Any], axes: LogicalNames) -> dict[str, str]:
     """Returns the logical names of the op's axes; the first operand that names an axis wins."""
     logical: dict[str, str] = {}
-    for parameter, given in axes.items():
+    for parameter, names in axes.items():
         array = operands.get(parameter)
         of_one = found.operands.get(parameter)
         if array is None and of_one is not None:
             continue
-        if array is None or not isinstance(of_one, str) or len(given) != len(array.shape):
+        if array is None or not isinstance(of_one, str) or len(names) != len(array.shape):
             arrays = ", ".join(name for name, x in found.operands.items() if isinstance(x, str))
             raise ShapeError(
-                f"{op}: axes names {tuple(given)} for {parameter!r}; expected one name or None for each axis of a "
+                f"{op}: axes names {tuple(names)} for {parameter!r}; expected one name or None for each axis of a "
                 f"parameter that is an array: {arrays}."
             )
-        for symbol, name in zip(symbols(of_one, len(array.shape)), given, strict=True):
+        for symbol, name in zip(symbols(of_one, len(array.shape)), names, strict=True):
             if name is not None:
                 logical.setdefault(symbol, name)
     return logical

@@ -200,14 +200,14 @@ def _attend_backward(tiles: _Tiles, residuals: Any, cotangents: Any) -> Any:
 
     def visit(gradients: dict[str, Any], row: Any, column: Any) -> dict[str, Any]:
         part = tiles.cut(operands, row, column)
-        mine = {name: _part(x, 3, row, tiles.rows) for name, x in by_query.items()}
+        row_part = {name: _part(x, 3, row, tiles.rows) for name, x in by_query.items()}
         mine_turned = {name: _part(x, 4, row, tiles.rows) for name, x in turned.items()}
         products = by_group("bhqd,bhkd->bhqk", part["query"], part["key"])
         bias = None if part["bias"] is None else part["bias"].astype(accurate)  # accumulates its gradient in this dtype
         scores, scores_vjp = jax.vjp(lambda products, bias: tiles.scores(products, bias, part, column), products, bias)
-        weights = jnp.exp(scores - mine["lse"][..., None])
-        of_weights = by_group("bhqd,bhkd->bhqk", mine["output"], part["value"])
-        of_products, of_bias = scores_vjp(weights * (of_weights + mine["offset"][..., None]))
+        weights = jnp.exp(scores - row_part["lse"][..., None])
+        of_weights = by_group("bhqd,bhkd->bhqk", row_part["output"], part["value"])
+        of_products, of_bias = scores_vjp(weights * (of_weights + row_part["offset"][..., None]))
         of_products = of_products.astype(dtype)
         added = {
             "query": (by_group("bhqk,bhkd->bhqd", of_products, part["key"]), {3: row}),

@@ -131,10 +131,12 @@ def _sums_by_group(lhs: Any, cotangent: Any, group_sizes: Any, has_bias: bool) -
         of_matrices, of_bias = totals
         in_group = (tile.start + jnp.arange(tile_rows, dtype=jnp.int32) < tile.end)[:, None]
         # Both are masked because rows outside all groups may contain any value, including inf.
-        mine, theirs = (jnp.where(in_group, lax.dynamic_slice_in_dim(x, tile.start, tile_rows), 0) for x in padded)
-        product = contract("rk,rn->kn", mine, theirs, accumulator)
+        lhs_rows, gradient_rows = (
+            jnp.where(in_group, lax.dynamic_slice_in_dim(x, tile.start, tile_rows), 0) for x in padded
+        )
+        product = contract("rk,rn->kn", lhs_rows, gradient_rows, accumulator)
         if has_bias:
-            of_bias = of_bias.at[tile.group].add(jnp.sum(theirs.astype(accumulator), axis=0))
+            of_bias = of_bias.at[tile.group].add(jnp.sum(gradient_rows.astype(accumulator), axis=0))
         added = of_matrices[tile.group] + product
         return (lax.dynamic_update_index_in_dim(of_matrices, added, tile.group, axis=0), of_bias), None
 

@@ -295,17 +295,17 @@ def _draw(weights: jax.Array, settings: SamplingSettings, generated: jax.Array) 
     """
 
     def draw(state: tuple[Any, ...]) -> tuple[Any, ...]:
-        attempt, tokens, bound, wanted = state
+        attempt, tokens, bound, is_rejected = state
         remaining = jnp.where(weights > bound[:, None], weights, 0)
         drawn = _draw_weighted(remaining, _uniform(settings.seed, generated, attempt))
-        tokens = jnp.where(wanted, drawn, tokens)
+        tokens = jnp.where(is_rejected, drawn, tokens)
         bound = at_token(weights, tokens)
-        wanted = lax.cond(
+        is_rejected = lax.cond(
             jnp.any(settings.top_p < 1),
             lambda: _beyond_top_p(weights, bound, settings.top_p),
-            lambda: jnp.zeros_like(wanted),
+            lambda: jnp.zeros_like(is_rejected),
         )
-        return attempt + 1, tokens, bound, wanted
+        return attempt + 1, tokens, bound, is_rejected
 
     rows = len(weights)
     first = (jnp.int32(0), jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.float32), jnp.ones(rows, bool))

@@ -38,7 +38,7 @@ def told() -> Told:
 
 @pytest.fixture
 def lane(digits: Path, told: Told) -> Iterator[Lane]:
-    lane = Lane(bundle.load(digits), max_waiting=40, tell=told)
+    lane = Lane(bundle.load(digits), max_waiting=40, report=told)
     lane.warm_up()
     yield lane
     lane.drain()
@@ -140,7 +140,7 @@ def test_sizes_may_name_axes_in_another_order_than_the_inputs(tmp_path: Path, to
         sizes={"batch": (2,), "width": (2, 3), "height": (1, 2)},
     )
     bundle.export(tmp_path / "double", {"predict": function}, licence="MIT")
-    lane = Lane(bundle.load(tmp_path / "double"), max_waiting=4, tell=told)
+    lane = Lane(bundle.load(tmp_path / "double"), max_waiting=4, report=told)
     lane.warm_up()
     lane.start()
     x = np.arange(6, dtype="f4").reshape(1, 2, 3)

@@ -75,5 +75,5 @@ def _check_size(signature: Signature, axis: str, size: int) -> None:
         raise _error(signature, f"the axis {axis!r} has the size {size}", axis)
 
 
-def _error(signature: Signature, what: str, parameter: str) -> InferenceError:
-    return InferenceError(f"The input does not fit: {what}. Expected {signature}.", parameter=parameter)
+def _error(signature: Signature, problem: str, parameter: str) -> InferenceError:
+    return InferenceError(f"The input does not fit: {problem}. Expected {signature}.", parameter=parameter)

@@ -29,16 +29,18 @@ _LARGE = 1e6
 _FEW = 8
 
 
-def find_dependence(signature: Signature, compute: Compute, given: Sequence[Mapping[str, np.ndarray]]) -> str | None:
+def find_dependence(
+    signature: Signature, compute: Compute, example_inputs: Sequence[Mapping[str, np.ndarray]]
+) -> str | None:
     """Returns the first sign that rows depend on each other, or None.
 
     Args:
       compute: takes the inputs in order, of any of the signature's sizes; the batch may be 2 in any case.
-      given: examples, whose first rows are compared; random rows are made up for sizes that none of them fits.
+      example_inputs: examples, whose first rows are compared; random rows are made up for sizes that none of them fits.
     """
     smallest, *larger = signature.sizes[BATCH]
     for others in _other_sizes(signature):
-        rows = _rows(signature, others, given)
+        rows = _rows(signature, others, example_inputs)
         alone = [[output[0, ...] for output in compute(_stacked([row, *_zeros(row, smallest - 1)]))] for row in rows]
         for size in (smallest, *larger) if larger or smallest > 1 else (2,):
             for title, batch, places in _batches(signature, rows, size):
@@ -58,9 +60,11 @@ def _other_sizes(signature: Signature) -> Iterator[dict[str, int]]:
             yield sizes
 
 
-def _rows(signature: Signature, sizes: Mapping[str, int], given: Sequence[Mapping[str, np.ndarray]]) -> list[Row]:
+def _rows(
+    signature: Signature, sizes: Mapping[str, int], example_inputs: Sequence[Mapping[str, np.ndarray]]
+) -> list[Row]:
     rows: list[Row] = []
-    for example in given:
+    for example in example_inputs:
         found = calls.check(signature, example)
         others = ((axis, size) for axis, size in sizes.items() if axis != BATCH)
         if all(found[axis] == size or (axis in signature.pad and found[axis] < size) for axis, size in others):
@@ -74,8 +78,8 @@ def _rows(signature: Signature, sizes: Mapping[str, int], given: Sequence[Mappin
 
 def _batches(signature: Signature, rows: Sequence[Row], size: int) -> Iterator[tuple[str, list[Row], dict[int, int]]]:
     """Batches by what is in them, each with the number of the row at some of its places."""
-    shown = list(rows[:size])
-    yield "is filled up with zeros", [*shown, *_zeros(rows[0], size - len(shown))], dict(enumerate(range(len(shown))))
+    first = list(rows[:size])
+    yield "is filled up with zeros", [*first, *_zeros(rows[0], size - len(first))], dict(enumerate(range(len(first))))
     if size == 1:
         return
     random = np.random.default_rng(0)

@@ -130,5 +130,5 @@ def _compare(directory: Path, manifest: Manifest, name: str, content: memoryview
         raise _damaged(directory, name, "does not have its digest")
 
 
-def _damaged(directory: Path, name: str, what: str) -> BundleDamaged:
-    return BundleDamaged(f"{directory / name} {what}: the bundle is damaged. Copy or export it again.")
+def _damaged(directory: Path, name: str, damage: str) -> BundleDamaged:
+    return BundleDamaged(f"{directory / name} {damage}: the bundle is damaged. Copy or export it again.")

@@ -60,7 +60,7 @@ class Bundle:
                 f"{self._target} here. Export it there, or set JAX_PLATFORMS."
             )
         arrays = {name: weights.read(content) for name, content in weights_.items()}
-        self._weights = [_placed(arrays, weight.file, weight.path) for weight in manifest.weights]
+        self._weights = [_put_parameter(arrays, weight.file, weight.path) for weight in manifest.weights]
         self._compiled: dict[tuple[str, tuple[int, ...]], Compiled] = {}
         self._compiling = threading.Lock()
 
@@ -144,7 +144,7 @@ class Bundle:
         return lambda *arrays: compiled(*own, *arrays)
 
 
-def _placed(arrays: Mapping[str, Mapping[str, np.ndarray]], file: str, path: str) -> jax.Array:
+def _put_parameter(arrays: Mapping[str, Mapping[str, np.ndarray]], file: str, path: str) -> jax.Array:
     if path not in arrays[file]:
         raise BundleError(f"{file} lacks the parameter {path!r} that manifest.json names. Export the bundle again.")
     # On CPUs the array is the mapped memory itself.

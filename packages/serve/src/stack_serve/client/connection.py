@@ -110,8 +110,8 @@ class Connection(asyncio.Protocol):
         self._until_closed = False
         self._end(None)
 
-    def _start(self, done: asyncio.Future[None] | None) -> None:
-        self._done = done
+    def _start(self, completion: asyncio.Future[None] | None) -> None:
+        self._completion = completion
         self._parser = httptools.HttpResponseParser(self)
         self._response = Response()
         self._keep_alive = self._until_closed = False
@@ -120,12 +120,12 @@ class Connection(asyncio.Protocol):
         self._end(ConnectionLost(message, began=self._response.status != 0))
 
     def _end(self, error: BaseException | None) -> None:
-        if self._done is None or self._done.done():
+        if self._completion is None or self._completion.done():
             return
         if error is None:
-            self._done.set_result(None)
+            self._completion.set_result(None)
         else:
-            self._done.set_exception(error)
+            self._completion.set_exception(error)
 
 
 def _ignore(part: bytes, arrived_s: float) -> None:

@@ -28,7 +28,7 @@ class AccessLog:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began_s = time.monotonic()
-        request_id = _given_id(scope) or f"{_IDS.getrandbits(128):032x}"
+        request_id = _client_request_id(scope) or f"{_IDS.getrandbits(128):032x}"
         scope.setdefault("state", {})["request_id"] = request_id
         status = 0
 
@@ -50,7 +50,7 @@ class AccessLog:
                 LOG.info("%s %s %s %s %.3fs %s", client, scope["method"], path, status or "-", took_s, request_id)
 
 
-def _given_id(scope: Scope) -> str | None:
-    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
-    is_word = given.isascii() and given.replace("-", "").replace("_", "").isalnum()
-    return given if is_word and len(given) <= _MOST_ID_CHARACTERS else None
+def _client_request_id(scope: Scope) -> str | None:
+    request_id = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
+    is_word = request_id.isascii() and request_id.replace("-", "").replace("_", "").isalnum()
+    return request_id if is_word and len(request_id) <= _MOST_ID_CHARACTERS else None

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import orjson
 
-__all__ = ["Each", "Items", "Members", "Turns", "aside", "batches", "json_pieces"]
+__all__ = ["Each", "Items", "Members", "Turns", "batches", "json_pieces", "maybe_in_thread"]
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ class Turns:
         self._until_s = time.monotonic() + _SLICE_S
 
 
-async def aside(size: int, function: Callable[..., T], *args: Any) -> T:
+async def maybe_in_thread(size: int, function: Callable[..., T], *args: Any) -> T:
     """Calls a function that takes long if `size`, in characters or so, is large: then on another thread."""
     return function(*args) if size < _LITTLE else await asyncio.to_thread(function, *args)
 

@@ -52,7 +52,7 @@ class Job:
     sizes: Mapping[str, int]
     rows: int
     deadline_s: float | None
-    tell: Callable[["Job", Outcome], None]
+    report: Callable[["Job", Outcome], None]
     arrived_s: float = 0.0
     began_s: float | None = None
     compute_s: float = 0.0
@@ -96,15 +96,17 @@ class Lane:
 
     Args:
       max_waiting: rows that may wait; more are refused.
-      tell: gets the outcomes of a call together, on the lane's thread.
+      report: gets the outcomes of a call together, on the lane's thread.
     """
 
-    def __init__(self, bundle: Bundle, *, max_waiting: int, tell: Callable[[list[tuple[Job, Outcome]]], None]) -> None:
+    def __init__(
+        self, bundle: Bundle, *, max_waiting: int, report: Callable[[list[tuple[Job, Outcome]]], None]
+    ) -> None:
         self.manifest = bundle.manifest
         self.statistics = Statistics()
         self._bundle = bundle
         self._max_waiting = max_waiting
-        self._tell = tell
+        self._report = report
         self._programs: dict[tuple[_Group, int], Callable[..., Any]] = {}
         self._costs: dict[Hashable, Costs] = {}
         self._waiting: deque[Job] = deque()
@@ -139,7 +141,7 @@ class Lane:
         name: str,
         inputs: Mapping[str, np.ndarray],
         deadline_s: float | None,
-        tell: Callable[[Job, Outcome], None],
+        report: Callable[[Job, Outcome], None],
     ) -> Job:
         """Checks a request.
 
@@ -152,7 +154,7 @@ class Lane:
         rows = sizes[BATCH] if signature.joins else 1
         padded = {**sizes, **others}
         arrays = calls.fitted(signature, inputs, padded)
-        return Job(_group(name, signature, padded), arrays, sizes, rows, deadline_s, tell, time.monotonic())
+        return Job(_group(name, signature, padded), arrays, sizes, rows, deadline_s, report, time.monotonic())
 
     def submit(self, job: Job) -> None:
         """Queues a job; its outcome is told later.
@@ -215,7 +217,7 @@ class Lane:
         if planned.call is not None:
             outcomes += self._compute(planned.call, taken)
         self._count(outcomes)
-        self._tell(outcomes)
+        self._report(outcomes)
         self._planned = []
         return True
 
@@ -229,7 +231,7 @@ class Lane:
             self._rows = 0
         outcomes: list[tuple[Job, Outcome]] = [(job, error) for job in jobs]
         self._count(outcomes)
-        self._tell(outcomes)
+        self._report(outcomes)
 
     def _take(self, jobs: Sequence[Job], call: Call | None, now_s: float) -> list[tuple[Job, int, int]]:
         """Marks rows as taken; returns each job with its first row and how many."""

@@ -103,11 +103,11 @@ class Service:
         self._waiting.add(future)
         future.add_done_callback(self._waiting.discard)
 
-        def tell(job: Job, outcome: Outcome) -> None:
+        def report(job: Job, outcome: Outcome) -> None:
             if not future.done():
                 future.set_exception(outcome) if isinstance(outcome, Exception) else future.set_result(outcome)
 
-        lane.submit(lane.job(name, inputs, None if timeout_s is None else began_s + timeout_s, tell))
+        lane.submit(lane.job(name, inputs, None if timeout_s is None else began_s + timeout_s, report))
         answer = await future
         self.metrics.request_s.labels(key.model, str(key.version)).observe(time.monotonic() - began_s)
         outputs = lane.manifest.signatures[name].outputs
@@ -229,13 +229,13 @@ class Service:
         self.versions = changed(self.versions, key, begun)
         loop = asyncio.get_running_loop()
 
-        def tell(outcomes: list[tuple[Job, Outcome]]) -> None:
-            loop.call_soon_threadsafe(_tell, outcomes)
+        def report(outcomes: list[tuple[Job, Outcome]]) -> None:
+            loop.call_soon_threadsafe(_report, outcomes)
 
         def opened() -> Lane:
             # A private copy of the weights: the repository's files may change while they are served.
             bundle = load(directory_of(self._repository, key), sealed=True)
-            lane = Lane(bundle, max_waiting=self.config.max_waiting, tell=tell)
+            lane = Lane(bundle, max_waiting=self.config.max_waiting, report=report)
             lane.warm_up()
             return lane
 
@@ -268,14 +268,14 @@ class Service:
         loop = asyncio.get_running_loop()
         self._ending.add(lane)
 
-        def ended() -> None:
+        def finish() -> None:
             self._ending.discard(lane)
             self._changed.set()
 
         def drain() -> None:
             lane.drain()
             with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-                loop.call_soon_threadsafe(ended)
+                loop.call_soon_threadsafe(finish)
 
         threading.Thread(target=drain, name=f"drain {lane.manifest.name}", daemon=True).start()
 
@@ -287,6 +287,6 @@ class Service:
         return f"The model {model[:200]!r} is not served.{why}{nearest(model, models)} Models: {known}."
 
 
-def _tell(outcomes: list[tuple[Job, Outcome]]) -> None:
+def _report(outcomes: list[tuple[Job, Outcome]]) -> None:
     for job, outcome in outcomes:
-        job.tell(job, outcome)
+        job.report(job, outcome)

@@ -148,13 +148,13 @@ def _timeout_s(parameters: Mapping[str, Any]) -> float | None:
     return given / 1e6 or None
 
 
-def _mapping(value: Any, what: str, known: Sequence[str]) -> Mapping[str, Any]:
+def _mapping(value: Any, label: str, known: Sequence[str]) -> Mapping[str, Any]:
     if not isinstance(value, dict):
-        raise ProtocolError(f"{what} is {str(value)[:100]!r}; an object with {', '.join(known)} was expected.")
+        raise ProtocolError(f"{label} is {str(value)[:100]!r}; an object with {', '.join(known)} was expected.")
     for key in value:
         if key not in known:
             raise ProtocolError(
-                f"{what} has the unknown key {key[:100]!r}.{nearest(key, known)} Known: {', '.join(known)}."
+                f"{label} has the unknown key {key[:100]!r}.{nearest(key, known)} Known: {', '.join(known)}."
             )
     return value
 

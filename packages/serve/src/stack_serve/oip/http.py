@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from stack_core.abi.errors import UnknownName
 from stack_serve.http.config import ServerConfig
-from stack_serve.http.slices import aside
+from stack_serve.http.slices import maybe_in_thread
 from stack_serve.inference.repository import latest
 from stack_serve.inference.service import Service
 from stack_serve.oip import statistics
@@ -94,12 +94,12 @@ class App:
         most = self._service.config.max_json_bytes
         body = await self._read(headers, receive, None if json_bytes is not None and json_bytes <= most else most)
         with expecting(lane.manifest):
-            request = await aside(len(body) if json_bytes is None else json_bytes, parse, body, json_bytes)
+            request = await maybe_in_thread(len(body) if json_bytes is None else json_bytes, parse, body, json_bytes)
         answered = await self._service.infer(
             model, request.inputs, version=number, signature=request.signature, timeout_s=request.timeout_s
         )
         size_bytes = sum(array.nbytes for array in answered.outputs.values())
-        content, json_bytes = await aside(size_bytes, write, request, answered)
+        content, json_bytes = await maybe_in_thread(size_bytes, write, request, answered)
         if json_bytes is None:
             return 200, content, (_JSON,)
         return 200, content, (_BINARY, (HEADER, b"%d" % json_bytes))
@@ -171,8 +171,8 @@ class App:
         value = _object(body)
         return _json(statistics.index(self._service, ready=value.get("ready") is True))
 
-    async def _change(self, model: str, what: str) -> Reply:
-        await (self._service.load(model) if what == "load" else self._service.unload(model))
+    async def _change(self, model: str, action: str) -> Reply:
+        await (self._service.load(model) if action == "load" else self._service.unload(model))
         return _json({})
 
     async def _metrics(self, scope: Scope, receive: Receive) -> Reply:

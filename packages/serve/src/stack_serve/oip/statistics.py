@@ -32,7 +32,7 @@ def server_metadata() -> dict[str, Any]:
 
 def model_metadata(service: Service, key: Key, manifest: Manifest) -> dict[str, Any]:
     """Of a model: its default signature's tensors, -1 for named axes; all signatures as text in `properties`."""
-    signature = _shown(manifest)
+    signature = _default_signature(manifest)
     return {
         "name": key.model,
         "versions": [str(known.version) for known in sorted(service.lanes) if known.model == key.model],
@@ -45,7 +45,7 @@ def model_metadata(service: Service, key: Key, manifest: Manifest) -> dict[str, 
 
 def model_config(key: Key, manifest: Manifest) -> dict[str, Any]:
     """Triton's configuration of a model, as far as its clients read it."""
-    signature = _shown(manifest)
+    signature = _default_signature(manifest)
     joins = signature.joins
     return {
         "name": key.model,
@@ -85,7 +85,7 @@ def index(service: Service, *, ready: bool = False) -> list[dict[str, str]]:
     return [entry for entry in entries if not ready or entry["state"] == "READY"]
 
 
-def _shown(manifest: Manifest) -> Signature:
+def _default_signature(manifest: Manifest) -> Signature:
     name = manifest.default_signature
     return manifest.signatures[name if name in manifest.signatures else next(iter(manifest.signatures))]
 

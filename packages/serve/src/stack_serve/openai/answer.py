@@ -43,9 +43,9 @@ class Answer:
             await generation.submit(self._names)
             headers = _EVENTS if self._writer.job.stream else _JSON
             body = _Body(send, headers)
-            await (self._stream(body) if self._writer.job.stream else self._whole(body))
+            await (self._stream(body) if self._writer.job.stream else self._send_full(body))
 
-    async def _whole(self, body: "_Body") -> None:
+    async def _send_full(self, body: "_Body") -> None:
         turns = Turns()
         while updates := await self._generation.take():
             for prompt, update in updates:
@@ -53,7 +53,7 @@ class Answer:
             if turns.is_over:
                 await turns.rest()
         if not self._generation.abandoned:
-            await body.add(self._writer.whole())
+            await body.add(self._writer.full_response())
             await body.end()
 
     async def _stream(self, body: "_Body") -> None:

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from stack_core.abi.errors import EngineStopped, GenerationError
 from stack_serve.http.access import AccessLog
 from stack_serve.http.keys import NO_KEY, Keys
-from stack_serve.http.slices import Items, Members, aside, batches, json_pieces
+from stack_serve.http.slices import Items, Members, batches, json_pieces, maybe_in_thread
 from stack_serve.openai.answer import Answer, JsonAnswer
 from stack_serve.openai.bodies import decode, parse, read
 from stack_serve.openai.errors import INTERNAL, ApiError, as_api_error
@@ -60,8 +60,8 @@ def make_app(service: Service) -> Starlette:
         middleware.append(Middleware(Keys, keys=config.api_keys, open_paths=_OPEN, refusal=_response(_NO_KEY)))
     failures: Any = {
         ApiError: _api_error,
-        EngineStopped: _refused,
-        GenerationError: _refused,
+        EngineStopped: _engine_error,
+        GenerationError: _engine_error,
         HTTPException: _http_error,
     }
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=failures)
@@ -91,7 +91,7 @@ class _Handlers:
     async def tokenize(self, request: Request) -> JsonAnswer:
         service = self._service
         content = await read(request, service.config)
-        body = await aside(len(content), _tokenize_body, content)
+        body = await maybe_in_thread(len(content), _tokenize_body, content)
         service.check_model(body.model)
         service.prompts.needed_tokenizer()
         if isinstance(body, TokenizeChatBody):
@@ -108,10 +108,10 @@ class _Handlers:
     async def detokenize(self, request: Request) -> Response:
         service = self._service
         content = await read(request, service.config)
-        body = await aside(len(content), _parsed, DetokenizeBody, content)
+        body = await maybe_in_thread(len(content), _parsed, DetokenizeBody, content)
         service.check_model(body.model)
         tokens = service.prompts.known(body.tokens, "tokens")
-        text = await aside(len(tokens), service.prompts.needed_tokenizer().decode, tokens)
+        text = await maybe_in_thread(len(tokens), service.prompts.needed_tokenizer().decode, tokens)
         return _json({"prompt": text})
 
     async def health(self, request: Request) -> Response:
@@ -136,7 +136,7 @@ class _Handlers:
         if self._service.state != "ready":
             raise self._service.unavailable()
         content = await read(request, self._service.config)
-        return await aside(len(content), _parsed, cls, content)
+        return await maybe_in_thread(len(content), _parsed, cls, content)
 
     def _card(self, name: str) -> dict[str, Any]:
         service = self._service
@@ -201,7 +201,7 @@ async def _api_error(request: Request, error: Exception) -> Response:
     return _response(error)
 
 
-async def _refused(request: Request, error: Exception) -> Response:
+async def _engine_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, EngineStopped | GenerationError)
     return _response(as_api_error(error, {}))
 

@@ -15,7 +15,7 @@ __all__ = ["ChatWriter"]
 class ChatWriter(Writer):
     """Writer of chat responses."""
 
-    whole_object = "chat.completion"
+    response_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
     def opening(self, prompt: int, number: int) -> bytes:
@@ -40,7 +40,7 @@ class ChatWriter(Writer):
             return (b'"delta":{%b},"logprobs":null,' % text,)
         return (b'"delta":{%b},"logprobs":' % text, *json_pieces(self.job.texts.chat(update.logprobs)), b",")
 
-    def whole_choice(self, prompt: int, number: int) -> dict[str, Any]:
+    def choice_members(self, prompt: int, number: int) -> dict[str, Any]:
         choice, job = self.choices[number], self.job
         message = {
             "role": job.role,
@@ -53,5 +53,5 @@ class ChatWriter(Writer):
         }
         return {"message": message, "logprobs": job.texts.chat(choice.logprobs) if job.wants_logprobs else None}
 
-    def whole_members(self) -> dict[str, Any]:
+    def response_members(self) -> dict[str, Any]:
         return self.prompt_object(0)

@@ -19,7 +19,7 @@ _DECODING_PARTS = 4  # 16 tokens at a time, each of which is decoded with those 
 class CompletionWriter(Writer):
     """Writes texts, which may begin with their prompts."""
 
-    whole_object = "text_completion"
+    response_object = "text_completion"
     chunk_object = "text_completion"
 
     def opening(self, prompt: int, number: int) -> bytes:
@@ -40,7 +40,7 @@ class CompletionWriter(Writer):
             tokens = b'"prompt_token_ids":%b,' % orjson.dumps(job.prompts[prompt].tokens)
         yield b"," + tokens
 
-    def whole_choice(self, prompt: int, number: int) -> dict[str, Any]:
+    def choice_members(self, prompt: int, number: int) -> dict[str, Any]:
         choice, job = self.choices[number], self.job
         logprobs = None
         if job.wants_logprobs:

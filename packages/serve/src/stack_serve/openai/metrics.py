@@ -77,9 +77,11 @@ class Metrics:
         """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
-    def _histogram(self, name: str, what: str, buckets: Sequence[int | float]) -> Histogram:
+    def _histogram(self, name: str, description: str, buckets: Sequence[int | float]) -> Histogram:
         names = ("model_name", "engine")
-        return Histogram(f"vllm:{name}", what, names, buckets=buckets, registry=self.registry).labels(*self._labels)
+        return Histogram(f"vllm:{name}", description, names, buckets=buckets, registry=self.registry).labels(
+            *self._labels
+        )
 
 
 class Progress:
@@ -189,7 +191,7 @@ class _EngineCollector:
             yield metric
 
 
-def _sizes(most: int) -> list[int]:
-    """1, 2, 5, 10, 20, 50 and so on up to `most`."""
-    powers = range(len(str(most)))
-    return [digit * 10**power for power in powers for digit in (1, 2, 5) if digit * 10**power <= most]
+def _sizes(largest: int) -> list[int]:
+    """1, 2, 5, 10, 20, 50 and so on up to `largest`."""
+    powers = range(len(str(largest)))
+    return [digit * 10**power for power in powers for digit in (1, 2, 5) if digit * 10**power <= largest]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stack_core.abi.data import Tokenizer
-from stack_serve.http.slices import aside
+from stack_serve.http.slices import maybe_in_thread
 from stack_serve.openai.errors import ApiError, bad_request
 
 __all__ = ["Prompt", "Prompts"]
@@ -47,33 +47,33 @@ class Prompts:
         (prompt,) = await self._of_texts([text], add_special_tokens=add_special_tokens)
         return prompt
 
-    async def of_field(self, given: Any, *, most: int, add_special_tokens: bool) -> list[Prompt]:
+    async def of_field(self, field: Any, *, max_prompts: int, add_special_tokens: bool) -> list[Prompt]:
         """Reads the field `prompt` of `/v1/completions`.
 
         Args:
-          most: prompts that are allowed.
+          max_prompts: prompts that are allowed.
 
         Raises:
           ApiError: it is not of the four forms, or has too many prompts.
         """
-        prompts = await aside(_size(given), self._checked, given, most)
+        prompts = await maybe_in_thread(_size(field), self._checked, field, max_prompts)
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if texts:
             return await self._of_texts(texts, add_special_tokens=add_special_tokens)
         return [prompt for prompt in prompts if isinstance(prompt, Prompt)]
 
-    def _checked(self, given: Any, most: int) -> list[Prompt | str]:
+    def _checked(self, field: Any, max_prompts: int) -> list[Prompt | str]:
         """Prompts of tokens, or texts to encode."""
-        prompts: Any = [given] if isinstance(given, str) or _is_tokens(given) else given
+        prompts: Any = [field] if isinstance(field, str) or _is_tokens(field) else field
         if not isinstance(prompts, list) or not prompts or not all(map(_of_one_form(prompts[0]), prompts)):
             raise bad_request(
                 "prompt is neither a text, nor a list of texts, nor a list of token ids, nor a list of such lists.",
                 param="prompt",
             )
-        if len(prompts) > most:
+        if len(prompts) > max_prompts:
             raise bad_request(
-                f"{len(prompts)} prompts were given; with so many continuations of each, one request takes {most}. "
-                "Send several requests.",
+                f"{len(prompts)} prompts were given; with so many continuations of each, one request takes "
+                f"{max_prompts}. Send several requests.",
                 param="prompt",
             )
         if isinstance(prompts[0], str):
@@ -89,7 +89,7 @@ class Prompts:
                 Prompt(tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens)), text) for text in texts
             ]
 
-        return await aside(_size(texts), encoded)
+        return await maybe_in_thread(_size(texts), encoded)
 
     def check_room(
         self, prompt: Prompt, max_tokens: int | None, param: str, *, max_tokens_param: str = "max_tokens"

@@ -72,19 +72,19 @@ def sampling_params(
         raise explain(error, PARAMETER_NAMES) from None
 
 
-def _stop_texts(given: Any) -> tuple[str, ...]:
+def _stop_texts(field: Any) -> tuple[str, ...]:
     """Returns the stop texts of the field `stop`.
 
     Raises:
       ApiError: `stop` is neither a text nor a list of texts, has too many texts, or a text is too long or empty.
     """
-    texts = [given] if isinstance(given, str) else given
+    texts = [field] if isinstance(field, str) else field
     if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
         raise bad_request("stop is neither a text nor a list of texts.", param="stop")
     if len(texts) > MOST_STOP_TEXTS:
         raise bad_request(f"stop has {len(texts)} texts; the most is {MOST_STOP_TEXTS}.", param="stop")
     for place, text in enumerate(texts):
-        where = "stop" if texts is not given else f"stop.{place}"
+        where = "stop" if texts is not field else f"stop.{place}"
         if not text:
             raise bad_request(f"{where} is empty: every text would stop there. Leave it out.", param=where)
         if len(text) > MOST_STOP_CHARACTERS:

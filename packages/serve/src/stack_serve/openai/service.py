@@ -13,7 +13,7 @@ from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.generation import EngineStats, SamplingParams
 from stack_core.text.chat_template import ChatTemplate
 from stack_core.text.detokenize import prompt_text
-from stack_serve.http.slices import aside
+from stack_serve.http.slices import maybe_in_thread
 from stack_serve.openai.answer import Answer
 from stack_serve.openai.chat import ChatWriter
 from stack_serve.openai.completions import CompletionWriter
@@ -150,7 +150,7 @@ class Service:
             continue_final_message=body.continue_final_message,
             variables=body.chat_template_kwargs,
         )
-        text = await aside(_size(body.messages), render)
+        text = await maybe_in_thread(_size(body.messages), render)
         return await self.prompts.of_text(text, add_special_tokens=body.add_special_tokens)
 
     async def complete(self, body: CompletionBody, request_id: str) -> Answer:
@@ -169,12 +169,12 @@ class Service:
         )
         most = max(1, self.config.max_choices // sampling.n)
         field = body.prompt
-        prompts = await self.prompts.of_field(field, most=most, add_special_tokens=body.add_special_tokens)
+        prompts = await self.prompts.of_field(field, max_prompts=most, add_special_tokens=body.add_special_tokens)
         size = sum(len(each.tokens) for each in prompts)
-        await aside(size, self._check_room, prompts, body.max_tokens)
+        await maybe_in_thread(size, self._check_room, prompts, body.max_tokens)
         job = replace(
             self._job(body, model, prompts, sampling, request_id),
-            echo=await aside(size, self._texts_of, prompts) if body.echo else (),
+            echo=await maybe_in_thread(size, self._texts_of, prompts) if body.echo else (),
             nothing_new=body.max_tokens == 0,
         )
         return self._answer(CompletionWriter(replace(job, id=f"cmpl-{job.id}")), {})

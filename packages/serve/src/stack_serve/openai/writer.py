@@ -46,7 +46,7 @@ class Writer(ABC):
       head: the beginning of each event, the envelope's members.
     """
 
-    whole_object: ClassVar[str]
+    response_object: ClassVar[str]
     chunk_object: ClassVar[str]
 
     def __init__(self, job: Job) -> None:
@@ -70,7 +70,7 @@ class Writer(ABC):
         """
 
     @abstractmethod
-    def whole_choice(self, prompt: int, number: int) -> dict[str, Any]:
+    def choice_members(self, prompt: int, number: int) -> dict[str, Any]:
         """The members of a whole answer's choice that are the interface's own."""
 
     def note(self, prompt: int, update: GenerationUpdate) -> int:
@@ -124,19 +124,19 @@ class Writer(ABC):
         choice.tokens += update.tokens
         choice.logprobs += update.logprobs or ()
 
-    def whole(self) -> Iterator[bytes]:
+    def full_response(self) -> Iterator[bytes]:
         """The answer to a job that does not stream, in pieces."""
         job = self.job
         answer = {
             "id": job.id,
-            "object": self.whole_object,
+            "object": self.response_object,
             "created": job.created,
             "model": job.model,
-            "choices": Each(self._whole_choice(*each) for each in enumerate(self._best())),
+            "choices": Each(self._full_choice(*each) for each in enumerate(self._best())),
             "service_tier": None,
             "system_fingerprint": None,
             "usage": self.usage.as_object(),
-            **self.whole_members(),
+            **self.response_members(),
         }
         return json_pieces(Members(answer))
 
@@ -151,19 +151,19 @@ class Writer(ABC):
         logprobs = self.choices[number].logprobs
         return sum(each.logprob for each in logprobs) / len(logprobs) if logprobs else -math.inf
 
-    def _whole_choice(self, place: int, number: int) -> Members:
+    def _full_choice(self, place: int, number: int) -> Members:
         choice, job = self.choices[number], self.job
         return Members(
             {
                 "index": place,
-                **self.whole_choice(number // job.sampling.n, number),
+                **self.choice_members(number // job.sampling.n, number),
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,
                 "token_ids": choice.tokens if job.wants_token_ids else None,
             }
         )
 
-    def whole_members(self) -> dict[str, Any]:
+    def response_members(self) -> dict[str, Any]:
         """The members of a whole answer that are the interface's own."""
         return {}
 

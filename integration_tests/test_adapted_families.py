@@ -57,7 +57,7 @@ def small_model(name: str) -> Any:
     """A family's smallest model that has every kind of layer, without values."""
     fields = fields_of(name)
     sizes = {key: value for key, value in {**SMALL, "layers": 2, **NARROW.get(name, {})}.items() if key in fields}
-    return abstract_model(registries.models[name].config_class(family=name, **sizes))
+    return abstract_model(registries.models[name].config_class(name=name, **sizes))
 
 
 def batch_of(model: Any) -> dict[str, jax.ShapeDtypeStruct]:

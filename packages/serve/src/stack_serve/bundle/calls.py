@@ -1,4 +1,4 @@
-"""Calls of a signature: checked, and fitted to the sizes that there are programs for."""
+"""Calls of a signature: checks of their inputs, and padding or splitting to the sizes of the exported programs."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,10 +13,10 @@ Arrays = Mapping[str, np.ndarray]
 
 
 def check(signature: Signature, inputs: Arrays) -> dict[str, int]:
-    """The sizes of a call's named axes.
+    """Checks the inputs of a call and returns the sizes of the named axes.
 
     Raises:
-      InferenceError: a name, dtype, shape or size that the signature does not have; tells what it has.
+      InferenceError: the signature lacks a name, dtype, shape or size; lists what it has.
     """
     sizes: dict[str, int] = {}
     for name in inputs.keys() ^ {spec.name for spec in signature.inputs}:
@@ -38,7 +38,7 @@ def check(signature: Signature, inputs: Arrays) -> dict[str, int]:
 
 
 def split(signature: Signature, rows: int) -> list[int]:
-    """How many rows each call takes where there are more than the largest size."""
+    """Splits rows into calls of at most the largest size; returns the number of rows of each."""
     largest = signature.sizes[BATCH][-1]
     return [largest] * (rows // largest) + ([rows % largest] if rows % largest else [])
 

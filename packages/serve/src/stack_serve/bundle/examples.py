@@ -1,4 +1,4 @@
-"""Inputs and outputs that a bundle carries, so that whoever opens it sees that it still computes the same."""
+"""Example inputs and outputs in a bundle, which reveal changed results when it is opened."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -64,7 +64,7 @@ def compare(example: Example, expected: Mapping[str, np.ndarray], found: Mapping
     """Compares outputs with those of an example.
 
     Raises:
-      BundleError: one differs by more than the example's tolerance.
+      BundleError: an output differs by more than the example's tolerance.
     """
     for name, array in found.items():
         if name not in expected or expected[name].shape != array.shape:

@@ -47,13 +47,13 @@ class Function:
     "output.0" for a tuple.
 
     Attributes:
-      inputs: the dtype and the shape of each; a shape has sizes, and names of axes that come in several.
-      sizes: of each named axis; a program is made for every combination.
+      inputs: dtype and shape of each input; a shape consists of sizes and of names of axes with several sizes.
+      sizes: sizes of each named axis; a program is exported for every combination.
       pad: named axes that may be padded at their end, with the value that fills the inputs.
-      examples: inputs by name; none makes one up.
-      joins: rows of several requests are computed together, along the axis "batch" that every input and output begins
-        with. None: if a test shows that each row of the outputs depends on the same row of the inputs alone; True
-        refuses to export otherwise; False computes each request by itself.
+      examples: inputs by name; if empty, an example is generated.
+      joins: compute rows of several requests together, along "batch", the leading axis of every input and output.
+        None: if a test shows that each row of the outputs depends only on the same row of the inputs; True rejects
+        the export otherwise; False computes each request separately.
     """
 
     function: Callable[..., Any]
@@ -76,17 +76,17 @@ def export(
     licence: str,
     name: str | None = None,
 ) -> Manifest:
-    """Writes a bundle, whole or not at all, for the platform that JAX runs on here; overwrites nothing.
+    """Writes a bundle atomically for the current JAX platform; overwrites nothing.
 
     Args:
-      functions: by the names of their signatures; clients that name none get "predict".
-      params: a pytree of arrays, which all functions share.
-      licence: of the weights: an SPDX expression, or its text.
-      name: of the model; None is the directory's, or its parent's for a version such as digits/1.
+      functions: functions by signature name; "predict" is the default signature for clients.
+      params: pytree of arrays shared by all functions.
+      licence: licence of the weights, as an SPDX expression or as its text.
+      name: name of the model; None uses the directory's name, or its parent's for a version such as digits/1.
 
     Raises:
       BundleError: a function or a parameter cannot be exported.
-      ConversionError: there is something at `directory`, or it cannot be written.
+      ConversionError: `directory` exists or cannot be written.
       InferenceError: an example does not fit its function.
     """
     directory = Path(directory)

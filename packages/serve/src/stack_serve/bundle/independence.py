@@ -1,7 +1,7 @@
-"""Tests whether each row of a function's outputs depends on the same row of its inputs alone.
+"""Tests whether each row of a function's outputs depends only on the same row of its inputs.
 
 Requests of several clients are computed as rows of one batch, so a row must not see its neighbours. Rows of the
-examples are computed alone in the smallest batch, and then in batches of every size
+examples are first computed in the smallest batch, and then in batches of every size
 
     padded:    followed by zeros
     noise:     in reverse order, behind random numbers of scale 1e6 and 1
@@ -36,7 +36,7 @@ def find_dependence(
 
     Args:
       compute: takes the inputs in order, of any of the signature's sizes; the batch may be 2 in any case.
-      example_inputs: examples, whose first rows are compared; random rows are made up for sizes that none of them fits.
+      example_inputs: examples, whose first rows are compared; sizes without a fitting example use random rows.
     """
     smallest, *larger = signature.sizes[BATCH]
     for others in _other_sizes(signature):
@@ -53,7 +53,7 @@ def find_dependence(
 
 
 def _other_sizes(signature: Signature) -> Iterator[dict[str, int]]:
-    """Every combination of the sizes of the other axes."""
+    """Returns every combination of the sizes of the other axes."""
     smallest = signature.sizes[BATCH][0]
     for sizes in signature.all_sizes():
         if sizes[BATCH] == smallest:
@@ -77,7 +77,7 @@ def _rows(
 
 
 def _batches(signature: Signature, rows: Sequence[Row], size: int) -> Iterator[tuple[str, list[Row], dict[int, int]]]:
-    """Batches by what is in them, each with the number of the row at some of its places."""
+    """Yields batches by kind of content, each with the row number at some of its positions."""
     first = list(rows[:size])
     yield "is filled up with zeros", [*first, *_zeros(rows[0], size - len(first))], dict(enumerate(range(len(first))))
     if size == 1:

@@ -27,18 +27,18 @@ _COPY_BYTES = 2**24
 
 
 def digest(content: bytes | memoryview) -> str:
-    """The digest as manifests have it: "sha256:" and 64 hexadecimal digits."""
+    """Returns the digest in the format of manifests: "sha256:" and 64 hexadecimal digits."""
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
 def digest_of(path: Path) -> str:
-    """The digest of a file, which is read in parts."""
+    """Computes the digest of a file, reading it in parts."""
     with path.open("rb") as file:
         return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
 
 
 def digest_line(content: bytes) -> bytes:
-    """What `manifest.sha256` holds for a manifest; `sha256sum -c` reads it."""
+    """Returns the contents of `manifest.sha256`, in the format of `sha256sum -c`."""
     return f"{digest(content).removeprefix('sha256:')}  {MANIFEST}\n".encode()
 
 
@@ -46,8 +46,8 @@ def read_manifest(directory: Path) -> Manifest:
     """Reads and checks the manifest of a bundle.
 
     Raises:
-      BundleDamaged: it does not have its digest.
-      BundleError: the directory holds no bundle, or one of another format.
+      BundleDamaged: the manifest does not match its digest.
+      BundleError: the directory is not a bundle, or has an unsupported format.
     """
     if not (directory / MANIFEST).exists() and not (directory / MANIFEST_DIGEST).exists():
         what = "holds no bundle" if directory.is_dir() else "is no directory"
@@ -105,7 +105,7 @@ def verify(directory: Path) -> Manifest:
 
     Raises:
       BundleDamaged: a file does not have its digest, or is missing.
-      BundleError: the directory holds no bundle, or one of another format.
+      BundleError: the directory is not a bundle, or has an unsupported format.
     """
     manifest = read_manifest(directory)
     for name in manifest.files:

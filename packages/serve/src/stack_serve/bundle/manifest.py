@@ -111,7 +111,7 @@ class Signature:
 
     @property
     def is_batched(self) -> bool:
-        """Whether the batch is the first axis of every input and output, and only the first."""
+        """Returns whether the batch is the first axis of every input and output, and no other axis."""
         tensors = (*self.inputs, *self.outputs)
         return all(tensor.shape[:1] == (BATCH,) and BATCH not in tensor.shape[1:] for tensor in tensors)
 

@@ -20,16 +20,16 @@ Compiled = Callable[..., list[jax.Array]]
 
 
 def load(directory: str | Path, *, sealed: bool = False, replay: bool = True) -> "Bundle":
-    """Opens a bundle: compares every file with its digest, maps the weights, repeats the examples.
+    """Opens a bundle: verifies the digest of every file, maps the weights and recomputes the examples.
 
     Args:
-      sealed: holds the weights in memory of its own, which later changes of the files do not reach; otherwise the files
-        are mapped, and must stay as they are.
-      replay: computes the examples and compares their outputs.
+      sealed: copies the weights to memory, independent of later changes of the files; otherwise the files are mapped
+        and must not change.
+      replay: recomputes the examples and compares their outputs.
 
     Raises:
-      BundleDamaged: a file does not have its digest; it was not parsed.
-      BundleError: it is of another format or for another target, or repeats its examples wrongly.
+      BundleDamaged: a file does not match its digest; it was not parsed.
+      BundleError: the format or the target is not supported, or an example has different outputs.
     """
     directory = Path(directory)
     manifest = read_manifest(directory)
@@ -46,8 +46,8 @@ class Bundle:
     """An opened bundle; a program is compiled when a call first needs it.
 
     Args:
-      weights: of each file of weights.
-      contents: of each other file.
+      weights: contents of each file of weights.
+      contents: contents of each remaining file.
     """
 
     def __init__(self, manifest: Manifest, weights_: Mapping[str, memoryview], contents: Mapping[str, bytes]) -> None:
@@ -71,13 +71,13 @@ class Bundle:
         )
 
     def __call__(self, inputs: Mapping[str, np.ndarray], *, signature: str | None = None) -> dict[str, np.ndarray]:
-        """Computes the outputs of a signature by name; `None` is its only one, or `predict`.
+        """Computes the outputs of a signature by name; None selects the only one, or `predict`.
 
-        More rows than the largest size are computed in several calls, fewer are padded.
+        Rows beyond the largest size are computed in several calls; smaller batches are padded.
 
         Raises:
-          InferenceError: the inputs do not fit; tells what the signature has.
-          UnknownName: there is no such signature.
+          InferenceError: the inputs do not match the signature; lists its inputs.
+          UnknownName: the signature does not exist.
         """
         described = self.manifest.signature(signature)
         name = signature or self.manifest.default_signature
@@ -105,7 +105,7 @@ class Bundle:
         """Computes the examples.
 
         Raises:
-          BundleError: an output differs from the one that was exported by more than its tolerance.
+          BundleError: an output differs from the exported one by more than its tolerance.
         """
         for example in self.manifest.examples:
             inputs, expected = examples.read(self._contents[example.file])

@@ -1,4 +1,4 @@
-"""A language model's scoring function: how likely it finds each token of a text."""
+"""Scoring function of a language model: the log-probability of each token of a text."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Programs as portable StableHLO artifacts of a pinned version; this file alone uses names that JAX keeps to itself.
+"""Programs as portable StableHLO artifacts of a pinned version; the only file that uses private names of JAX.
 
 `jax.export`'s own files open for six months and not in older releases. The module alone, written in an old version of
 StableHLO, opens in every JAX that is supported.
@@ -31,9 +31,9 @@ class Module:
     """A program for fixed shapes.
 
     Attributes:
-      kept: which arguments it takes; the others are unused.
-      calling_convention: the version of `jax.export`'s.
-      custom_calls: what it calls outside StableHLO.
+      kept: indices of the arguments that the program takes; all other arguments are unused.
+      calling_convention: version of `jax.export`'s calling convention.
+      custom_calls: targets of custom calls outside StableHLO.
     """
 
     artifact: bytes
@@ -43,7 +43,7 @@ class Module:
 
 
 def current_target() -> str:
-    """What programs are exported for, and opened on, in this process: "cpu", "cuda", "tpu"."""
+    """Returns the platform of this process, for which programs are exported and opened: "cpu", "cuda", "tpu"."""
     return export.default_export_platform()
 
 

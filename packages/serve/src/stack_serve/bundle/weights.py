@@ -1,4 +1,4 @@
-"""Arrays in safetensors files, each at a multiple of 64 bytes, so that XLA's CPU client uses them where they lie.
+"""Arrays in safetensors files, aligned to 64 bytes, so that XLA's CPU client uses them without a copy.
 
 The format wants no gaps between tensors, so bytes between them are tensors, too: `__pad.N`, which other readers see.
 Source: the safetensors format, https://github.com/huggingface/safetensors.
@@ -26,7 +26,7 @@ def write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Writes arrays by name.
 
     Raises:
-      BundleError: a dtype that the format has no name for.
+      BundleError: the format does not support a dtype.
     """
     header: dict[str, object] = {}
     parts: list[np.ndarray | bytes] = []
@@ -51,10 +51,10 @@ def write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def read(content: memoryview | bytes) -> dict[str, np.ndarray]:
-    """Read-only views of the arrays in a file whose digest was compared.
+    """Returns read-only views of the arrays in a file with a verified digest.
 
     Raises:
-      BundleError: it is no safetensors file, or holds a dtype that is not known here.
+      BundleError: the file is not a safetensors file, or has an unknown dtype.
     """
     try:
         return dict(_entries(memoryview(content)))

@@ -18,7 +18,7 @@ Receive = Callable[[bytes, float], None]
 
 
 class ConnectionLost(Exception):
-    """The other side closed the connection, or sent what is no HTTP; `began` tells whether a response had begun."""
+    """The peer closed the connection or sent invalid HTTP; `began` is True if a response had begun."""
 
     def __init__(self, message: str, *, began: bool) -> None:
         super().__init__(message)
@@ -48,10 +48,10 @@ class Connection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     async def request(self, message: bytes, receive: Receive) -> Response:
-        """Sends a whole request and waits for the end of its response.
+        """Sends a request and waits for the complete response.
 
         Raises:
-          ConnectionLost: there was none, or not all of it.
+          ConnectionLost: the response is missing or incomplete.
         """
         done = asyncio.get_running_loop().create_future()
         self._start(done)
@@ -62,7 +62,7 @@ class Connection(asyncio.Protocol):
         try:
             await done
         except asyncio.CancelledError:
-            self.close()  # what is still to come would be taken for the next response
+            self.close()  # the rest of this response would be parsed as the next one
             raise
         if not self._keep_alive:
             self.close()
@@ -80,7 +80,7 @@ class Connection(asyncio.Protocol):
         self._arrived_s = time.perf_counter()
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserCallbackError as error:  # what `receive` raised
+        except httptools.HttpParserCallbackError as error:  # an exception of `receive`
             self._end(error.__context__ or error)
             self.close()
         except httptools.HttpParserError as error:

@@ -1,4 +1,4 @@
-"""A conversation with a model, and the models that one can be had with."""
+"""Conversations with a remote or a local model."""
 
 import asyncio
 import json
@@ -27,16 +27,16 @@ Write = Callable[[str], None]
 
 @runtime_checkable
 class ChatModel(Protocol):
-    """What continues a conversation."""
+    """A model that continues a conversation."""
 
     name: str
 
     def answer(self, messages: list[Message], write: Write) -> str | None:
-        """Writes its answer piece by piece; says what cut it short, if something did.
+        """Writes the answer piece by piece; returns why it was cut short, or None.
 
         Raises:
-          StackError: it has none.
-          KeyboardInterrupt: the user stopped it; nothing goes on in the background.
+          StackError: the model gives no answer.
+          KeyboardInterrupt: the user stopped the answer; no background work continues.
         """
         ...
 
@@ -55,7 +55,7 @@ class Conversation:
 
     @property
     def system(self) -> str | None:
-        """The instructions that it began with."""
+        """The system instructions at the start."""
         first = self.messages[:1]
         return first[0]["content"] if first and first[0]["role"] == "system" else None
 
@@ -64,9 +64,9 @@ class Conversation:
         self.messages = [{"role": "system", "content": system}] if system else []
 
     def say(self, text: str, write: Write) -> str | None:
-        """Adds a message and the model's answer, as much as there was of one that was stopped; says what cut it short.
+        """Adds a message and the model's answer, which may be partial; returns why it was cut short, or None.
 
-        A message without an answer is left out again.
+        A message without an answer is removed again.
         """
         pieces: list[str] = []
 
@@ -106,7 +106,7 @@ class RemoteModel:
       settings: fields of every request, such as `temperature`.
 
     Raises:
-      RequestFailed: the server cannot be reached, or has no model.
+      RequestFailed: the server cannot be reached or serves no model.
     """
 
     def __init__(self, url: str, *, model: str | None, api_key: str | None, settings: Mapping[str, Any]) -> None:
@@ -146,10 +146,10 @@ class RemoteModel:
 
 
 class ChatPrompts:
-    """Makes prompts of messages, by a model's own chat template and tokenizer.
+    """Renders messages to prompts with a model's chat template and tokenizer.
 
     Raises:
-      GenerationError: the model cannot chat, for it has no tokenizer or no chat template.
+      GenerationError: the model lacks a tokenizer or a chat template.
     """
 
     def __init__(self, checkpoint: GenerativeCheckpoint) -> None:
@@ -169,7 +169,7 @@ class ChatPrompts:
           GenerationError: the template does not take the messages.
         """
         text = self._template.render(messages)
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))  # the template writes its own
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))  # the template adds the special tokens
 
 
 class LocalModel:
@@ -197,15 +197,15 @@ class LocalModel:
 
 @contextmanager
 def local_model(address: str, settings: Mapping[str, Any], system: str | None = None) -> Iterator[LocalModel]:
-    """A model that runs here until the end of the block; its weights are read once all else is known to fit.
+    """Opens a model in this process until the end of the block; weights are read after all checks.
 
     Args:
-      address: of a checkpoint.
+      address: address of a checkpoint.
       settings: fields of `SamplingParams`.
-      system: instructions that conversations will begin with.
+      system: instructions at the start of each conversation.
 
     Raises:
-      GenerationError: it cannot chat, or takes no instructions.
+      GenerationError: the model cannot chat, or does not accept instructions.
       ConfigError: a setting is out of range.
     """
     from stack_serve.llm.config import EngineConfig  # imports jax, which talking to a server does not need

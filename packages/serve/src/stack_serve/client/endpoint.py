@@ -20,10 +20,10 @@ _END = b"[DONE]"
 
 
 class RequestFailed(StackError):
-    """A request without a whole answer.
+    """A request without a complete answer.
 
-    `kind` is one of "connection", "timeout", "stream" for a stream that broke off, "error" for one that had an error in
-    it, and "http 429" and so on for a status.
+    `kind` is one of "connection", "timeout", "stream" for a stream that broke off, "error" for an error event in
+    a stream, or a status such as "http 429".
     """
 
     def __init__(self, message: str, *, kind: str) -> None:
@@ -32,14 +32,14 @@ class RequestFailed(StackError):
 
 
 class Endpoint:
-    """Requests to one server, over connections that are kept until the end of its `async with`.
+    """Client of one server; connections stay open until the end of its `async with`.
 
     Args:
-      base_url: such as "http://127.0.0.1:8000/v1"; "/v1" is added where there is no path.
-      timeout_s: for a whole request; None waits.
+      base_url: URL such as "http://127.0.0.1:8000/v1"; "/v1" is added if the path is empty.
+      timeout_s: time limit of a request in seconds; None waits indefinitely.
 
     Raises:
-      RequestFailed: it is no address.
+      RequestFailed: `base_url` is not a URL.
     """
 
     def __init__(self, base_url: str, *, api_key: str | None = None, timeout_s: float | None = None) -> None:
@@ -76,10 +76,10 @@ class Endpoint:
             raise RequestFailed(f"{self.address}/models lists no models: {error!r}.", kind="error") from error
 
     async def stream(self, path: str, body: Mapping[str, Any], receive: ReceiveEvent) -> None:
-        """Posts a request for a stream, and hands on each event of the answer.
+        """Posts a request for a stream and passes each event to `receive`.
 
         Raises:
-          RequestFailed: the answer is no stream, or not a whole one.
+          RequestFailed: the answer is not a stream, or an incomplete one.
         """
         events = _Events(receive)
         message = self._message("POST", path, orjson.dumps(body))
@@ -141,7 +141,7 @@ class Endpoint:
 
 
 class _Events:
-    """Server-sent events, of which OpenAI's interface uses the data alone."""
+    """Parser of server-sent events; OpenAI's interface uses only their data."""
 
     def __init__(self, receive: ReceiveEvent) -> None:
         self._receive = receive

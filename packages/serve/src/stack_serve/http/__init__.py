@@ -1,1 +1,1 @@
-"""What any HTTP server of the package needs: sockets, limits, keys, a log of requests, an orderly end."""
+"""Parts shared by the package's HTTP servers: sockets, limits, API keys, access log, graceful shutdown."""

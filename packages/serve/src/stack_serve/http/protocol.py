@@ -12,20 +12,20 @@ _FIRST_PROBE_S, _PROBE_S = 0.05, 1.0
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """A protocol whose clients must send the head of a request in time, and a short one.
+    """HTTP protocol with limits on the time and the size of request heads.
 
-    Where a client sends requests without waiting for answers and leaves, the one that is being answered hears of it,
-    too; uvicorn tells the last alone.
+    If a client pipelines requests and disconnects, the request that is being answered is notified, too; uvicorn
+    notifies only the last one.
 
-    A client that ends its own side of the connection still gets the answer; uvicorn drops it. What has left for good
-    looks the same until something is sent to it, so the interim status 100 (RFC 9110, 15.2), which clients pass over,
-    is sent every second until the answer begins.
+    A client that closes its sending side still gets the answer; uvicorn drops it. A disconnected client looks the same
+    until something is sent, so the interim status 100 (RFC 9110, 15.2), which clients ignore, is sent every second
+    until the answer begins.
 
-    A connection whose client takes nothing of an answer is cut.
+    The connection is closed if the client stops reading an answer.
 
     Attributes:
-      receive_timeout_s: for a head.
-      stall_timeout_s: for any progress of an answer that the client has not taken.
+      receive_timeout_s: time limit in seconds for receiving a head.
+      stall_timeout_s: seconds without progress in sending an answer before the connection is closed.
     """
 
     receive_timeout_s: float
@@ -36,7 +36,7 @@ class LimitedProtocol(HttpToolsProtocol):
     _head_bytes = 0
     _answered: Any = None
 
-    def connection_made(self, transport: Any) -> None:  # uvloop has transports of its own
+    def connection_made(self, transport: Any) -> None:  # uvloop defines its own transport classes
         super().connection_made(transport)
         self._begin_head()
 
@@ -51,7 +51,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._answered.message_event.set()
 
     def eof_received(self) -> bool:  # pyrefly: ignore[bad-override], uvicorn annotates it without a result
-        """Says whether the connection stays open to send: while a whole request has no answer."""
+        """Returns whether the connection stays open for sending: while a complete request is unanswered."""
         if self.cycle is None or self.cycle.response_complete or self.cycle.more_body:
             return False
         self.cycle.keep_alive = False
@@ -86,7 +86,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._end_head()
-        # What came with the head of it in one read was not counted: a body, or requests behind it.
+        # Data received in one read with the head was not counted: a body, or further requests.
         self._head_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if self._head_bytes > _MOST_HEAD_BYTES:
             raise ValueError("the head is too long")  # the parser ends, and uvicorn refuses the request

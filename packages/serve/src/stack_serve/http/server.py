@@ -1,4 +1,4 @@
-"""The process that serves: listens, starts the application beside, drains at a signal."""
+"""The server process: listens, starts the application on another thread, and drains on a signal."""
 
 import asyncio
 import contextlib
@@ -24,10 +24,10 @@ _KEEP_ALIVE_S = 75
 
 
 def listen(config: ServerConfig) -> socket.socket:
-    """The socket to serve on.
+    """Opens the socket to serve on.
 
     Raises:
-      ConfigError: the address is taken, or is none of this machine's.
+      ConfigError: the address is in use, or does not belong to this machine.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -44,17 +44,17 @@ def listen(config: ServerConfig) -> socket.socket:
 
 @runtime_checkable
 class App(Protocol):
-    """What an HTTP server serves.
+    """An application of the HTTP server.
 
     Attributes:
-      asgi: answers from the beginning, if only that it is starting.
+      asgi: ASGI application, which answers during startup, too.
     """
 
     @property
     def asgi(self) -> ASGIApp: ...
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Prepares for requests, on a thread of its own; what it raises ends the server."""
+        """Prepares for requests, on a separate thread; an exception stops the server."""
         ...
 
     def serve(self) -> None:
@@ -66,7 +66,7 @@ class App(Protocol):
         ...
 
     def cut_short(self) -> None:
-        """Ends running requests, which had the time that the config gives them; called on the event loop."""
+        """Cancels requests that still run after the drain time of the config; called on the event loop."""
         ...
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ class HttpServer:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def run(self) -> None:
-        """Serves until `drain` is called. On the main thread SIGTERM and SIGINT call it; a second ends the process.
+        """Serves until `drain` is called. On the main thread, SIGTERM and SIGINT call it; a second signal exits.
 
         Raises:
           StackError: the application cannot start.
@@ -147,7 +147,7 @@ class HttpServer:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals to its owner; uvicorn's own handling ends the process by the signal it drained for."""
+    """A uvicorn server without signal handlers; uvicorn's handlers re-raise the signal after draining."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -38,28 +38,28 @@ async def maybe_in_thread(size: int, function: Callable[..., T], *args: Any) -> 
 
 
 class Items:
-    """A JSON array whose items are made some at a time: `made` yields lists or arrays of them."""
+    """A JSON array whose items are produced in batches: `made` yields lists or arrays of items."""
 
     def __init__(self, made: Iterable[Any]) -> None:
         self.made = made
 
 
 class Each:
-    """A JSON array of items that are large themselves, each of which may hold what is made some at a time."""
+    """A JSON array of large items, each of which may contain parts that are produced in batches."""
 
     def __init__(self, items: Iterable[Any]) -> None:
         self.items = items
 
 
 class Members(dict[str, Any]):
-    """A JSON object of which a member is made some at a time."""
+    """A JSON object with a member that is produced in batches."""
 
 
 def batches(values: Sequence[T], parts: int = 1) -> Iterator[Sequence[T]]:
-    """The values, so many at a time as take well below a millisecond to write.
+    """Yields the values in batches that take well below a millisecond to write.
 
     Args:
-      parts: what each value holds.
+      parts: number of parts of each value.
     """
     size = max(_BATCH // parts, 1)
     return (values[start : start + size] for start in range(0, len(values), size))

@@ -1,8 +1,8 @@
-"""What calls of each size cost, as measured. Pure: no clock.
+"""Measured costs of calls by size. Pure: no clock.
 
-A measurement can only be too high: another thread or process took the processor meanwhile. So the least of several
-counts, a size never costs more than a larger one, and what looks dear is believed for a while only: a size that is not
-chosen because of a wrong measurement would never be measured again.
+A measurement can only be too high, if another thread or process used the processor. So the minimum of several
+measurements counts, a size never costs more than a larger one, and a high cost expires: otherwise a size that is
+not chosen because of a wrong measurement would never be measured again.
 """
 
 from collections import deque
@@ -54,7 +54,7 @@ class Costs:
         return self._raised[size][0] if size in self._raised else self._least[size]
 
     def _ascending(self) -> Mapping[int, float]:
-        """What is believed of each size, at most the cost of the next larger one."""
+        """Returns the estimated cost of each size, at most the cost of the next larger size."""
         costs: dict[int, float] = {}
         larger_s = float("inf")
         for size in sorted(self._least, reverse=True):

@@ -62,10 +62,10 @@ class Job:
 
 @dataclass
 class Statistics:
-    """What a lane has done since it began; times are sums in seconds.
+    """Statistics of a lane since its start; times are sums in seconds.
 
     Attributes:
-      calls: (how many, seconds) by the size of the program.
+      calls: (number of calls, seconds) by program size.
     """
 
     requests: int = 0
@@ -118,7 +118,7 @@ class Lane:
         self._thread = threading.Thread(target=self._run, name=f"lane {bundle.manifest.name}", daemon=True)
 
     def warm_up(self) -> None:
-        """Compiles every program and measures what each costs; on the caller's thread, before `start`."""
+        """Compiles every program and measures its cost; runs on the caller's thread, before `start`."""
         inputs: dict[tuple[_Group, int], list[np.ndarray]] = {}
         for name, signature in self.manifest.signatures.items():
             for sizes in signature.all_sizes():
@@ -126,7 +126,7 @@ class Lane:
                 self._programs[key] = self._bundle.program(name, sizes)
                 inputs[key] = [np.zeros(spec.at(sizes), jax.numpy.dtype(spec.dtype)) for spec in signature.inputs]
         measured: dict[_Group, dict[int, list[float]]] = {}
-        for _ in range(_MEASURED):  # in turns, so that a disturbance meets all sizes alike
+        for _ in range(_MEASURED):  # interleaved: a disturbance affects all sizes equally
             for (group, size), arrays in inputs.items():
                 seconds = _seconds(self._programs[group, size], arrays)
                 measured.setdefault(group, {}).setdefault(size, []).append(seconds)
@@ -146,7 +146,7 @@ class Lane:
         """Checks a request.
 
         Raises:
-          InferenceError: the inputs do not fit; tells what the signature has.
+          InferenceError: the inputs do not match the signature; lists its inputs.
         """
         signature = self.manifest.signatures[name]
         sizes = calls.check(signature, inputs)
@@ -157,7 +157,7 @@ class Lane:
         return Job(_group(name, signature, padded), arrays, sizes, rows, deadline_s, report, time.monotonic())
 
     def submit(self, job: Job) -> None:
-        """Queues a job; its outcome is told later.
+        """Queues a job; its result is reported later.
 
         Raises:
           EngineBusy: too many rows wait.
@@ -183,7 +183,7 @@ class Lane:
         return self._rows
 
     def drain(self) -> None:
-        """Takes no more jobs, and returns when those that wait are done."""
+        """Rejects new jobs and returns once the queued jobs are finished."""
         with self._changed:
             self._open = False
             self._changed.notify()
@@ -222,7 +222,7 @@ class Lane:
         return True
 
     def _fail(self, error: Exception) -> None:
-        """Takes no more jobs, and ends all that wait with the error."""
+        """Rejects new jobs and fails all queued jobs with the error."""
         with self._changed:
             self._open, self._failure = False, error
             jobs = list(dict.fromkeys((*self._planned, *self._waiting)))
@@ -292,7 +292,7 @@ class Lane:
         statistics.last_s = time.time()
 
     def _wait_s(self) -> float:
-        """How long the rows that wait will take."""
+        """Estimates the seconds until the queued rows are computed."""
         now_s = time.monotonic()
         by_row = [min(cost / size for size, cost in costs.at(now_s).items()) for costs in self._costs.values()]
         return self._rows * max(by_row, default=0.0)
@@ -310,7 +310,7 @@ def _seconds(program: Callable[..., Any], arrays: Sequence[np.ndarray]) -> float
 
 
 def _joined(signature: Signature, size: int, taken: Sequence[tuple[Job, int, int]]) -> list[np.ndarray]:
-    """The inputs of a call: the rows of its jobs behind each other, and zeros behind them."""
+    """Concatenates the rows of the jobs of a call and pads them with zeros."""
     job, first, rows = taken[0]
     if not signature.joins or (len(taken) == 1 and rows == size):
         return [array[first : first + rows] if signature.joins else array for array in job.inputs]

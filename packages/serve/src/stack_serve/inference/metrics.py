@@ -1,4 +1,4 @@
-"""What the server counts, for Prometheus."""
+"""Prometheus metrics of the inference server."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -15,7 +15,7 @@ _LABELS = ("model", "version")
 
 
 class Metrics:
-    """Counters and histograms of one server, apart from those of others in the process."""
+    """Counters and histograms of one server, separate from other servers in the process."""
 
     def __init__(self, lanes: Callable[[], Mapping[Key, Lane]]) -> None:
         self._registry = CollectorRegistry()
@@ -40,7 +40,7 @@ class Metrics:
 
 
 class _Lanes:
-    """What the lanes count themselves, read when Prometheus asks."""
+    """Statistics of the lanes, collected when Prometheus scrapes."""
 
     def __init__(self, lanes: Callable[[], Mapping[Key, Lane]]) -> None:
         self._lanes = lanes

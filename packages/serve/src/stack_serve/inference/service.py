@@ -1,4 +1,4 @@
-"""Serves a repository: loads and swaps versions beside the traffic, and routes requests to them."""
+"""Service of a repository: loads and swaps versions during traffic and routes requests to them."""
 
 import asyncio
 import contextlib
@@ -40,7 +40,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Answered:
-    """The outputs of one request, and who computed them."""
+    """The outputs of one request, and the version that computed them."""
 
     key: Key
     manifest: Manifest
@@ -49,11 +49,11 @@ class Answered:
 
 
 class Service:
-    """The models of a repository. All methods run on the event loop; loading and computing run beside it.
+    """The models of a repository. All methods run on the event loop; loading and computing run on other threads.
 
     Attributes:
       found: versions in the repository, with fingerprints of their files.
-      state: "starting" until the first look at the repository is done; "draining" takes no more requests.
+      state: "starting" until the first scan of the repository is complete; "draining" rejects new requests.
     """
 
     def __init__(self, repository: Path, config: InferenceConfig) -> None:
@@ -114,11 +114,11 @@ class Service:
         return Answered(key, lane.manifest, name, dict(zip((o.name for o in outputs), answer.outputs, strict=True)))
 
     def lane(self, model: str, version: int | None = None) -> tuple[Key, Lane]:
-        """The lane of a live version.
+        """Returns the lane of a live version.
 
         Raises:
           EngineStopped: the server is shutting down, or the model is still being loaded.
-          UnknownName: there is none; tells what there is.
+          UnknownName: the version does not exist; lists the live versions.
         """
         if self.state == "draining":
             raise EngineStopped("The server is shutting down. Use another one.")
@@ -140,7 +140,7 @@ class Service:
         return key, self.lanes[key]
 
     async def start(self) -> None:
-        """Loads what the repository holds, one version after the other."""
+        """Loads the versions of the repository one by one."""
         await self.refresh()
         if self.state == "starting":
             self.state = "ready"
@@ -155,22 +155,22 @@ class Service:
                 _LOG.exception("The repository cannot be read; what is served stays as it is")
 
     async def refresh(self) -> None:
-        """Brings what is served in line with what the repository holds."""
+        """Loads and unloads versions to match the repository."""
         async with self._changing:
             self.found = await asyncio.to_thread(scan, self._repository)
             self.versions = without_lost(self.versions, self.found)
             while (todo := self._steps()) != Steps((), ()):
                 for key in todo.unload:
                     self._unload(key)
-                for key in todo.load[:1]:  # What is best next may change with how this one goes.
+                for key in todo.load[:1]:  # The best next step may depend on the result of this one.
                     await self._load(key)
 
     async def load(self, model: str) -> None:
-        """Loads a model again that was unloaded, or one that just came; goes on when the caller is cancelled.
+        """Loads an unloaded or new model; continues if the caller is cancelled.
 
         Raises:
-          UnknownName: the repository does not hold it.
-          StackError: it cannot be loaded; says why.
+          UnknownName: the repository lacks the model.
+          StackError: the model cannot be loaded; states the reason.
         """
         self._unwanted -= {model}
         self.versions = tried_again(self.versions, model)
@@ -182,10 +182,10 @@ class Service:
             raise EngineStopped(f"{model!r} cannot be loaded: {'; '.join(filter(None, reasons))}")
 
     async def unload(self, model: str) -> None:
-        """Lets running requests of a model end, and takes no more; goes on when the caller is cancelled.
+        """Rejects new requests of a model and waits for running ones; continues if the caller is cancelled.
 
         Raises:
-          UnknownName: the repository does not hold it.
+          UnknownName: the repository lacks the model.
         """
         if not any(key.model == model for key in (*self.found, *self.versions)):
             raise UnknownName(self._unknown(model))
@@ -197,7 +197,7 @@ class Service:
         self.state = "draining"
 
     def cut_short(self) -> None:
-        """Ends all requests that have no answer yet, and waits for no lane any more."""
+        """Fails all unanswered requests without waiting for their lanes."""
         problem = "The server was stopped before it had computed this. Send it to another one."
         for future in list(self._waiting):
             if not future.done():
@@ -217,7 +217,7 @@ class Service:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a thread still compiles or computes, which nothing can interrupt."""
+        """Returns whether a thread is compiling or computing, which cannot be interrupted."""
         return bool(self._ending) or (self._loading is not None and self._loading.running())
 
     def _steps(self) -> Steps:
@@ -245,7 +245,7 @@ class Service:
         except asyncio.CancelledError:
             self.versions = changed(self.versions, key, known)
             raise
-        except Exception as error:  # Whatever a bundle does, the other versions go on.
+        except Exception as error:  # A failing bundle must not affect other versions.
             if not isinstance(error, StackError):
                 _LOG.exception("%s version %s cannot be loaded", *key)
             self.versions = changed(self.versions, key, failed(begun, str(error)))
@@ -264,7 +264,7 @@ class Service:
         self._end(self.lanes.pop(key))
 
     def _end(self, lane: Lane) -> None:
-        """Drains a lane that gets no more requests; on a daemon thread, since a stopped server must not wait for it."""
+        """Drains a lane without new requests, on a daemon thread: a stopped server must not wait for it."""
         loop = asyncio.get_running_loop()
         self._ending.add(lane)
 

@@ -1,4 +1,4 @@
-"""Tensors as the Open Inference Protocol has them: names of dtypes, and values as bytes or as JSON.
+"""Tensors of the Open Inference Protocol: names of dtypes, and values as bytes or as JSON.
 
 Source: https://github.com/kserve/open-inference-protocol, and Triton's extension for binary tensors.
 """
@@ -38,15 +38,15 @@ _KINDS = {"b": bool, "u": int, "i": int}
 
 
 def datatype(dtype: str) -> str:
-    """The protocol's name of a dtype; those that it has none for keep their own."""
+    """Returns the protocol's name of a dtype, or NumPy's name if the protocol lacks the dtype."""
     return _DATATYPES.get(dtype, dtype)
 
 
 def dtype_of(name: str, tensor: str) -> np.dtype:
-    """The dtype of a name.
+    """Returns the dtype of a protocol name.
 
     Raises:
-      InferenceError: the protocol has no such dtype, or it cannot be served (BYTES).
+      InferenceError: the name is unknown, or the dtype cannot be served (BYTES).
     """
     if name not in _DTYPES:
         known = ", ".join(_DTYPES)
@@ -72,10 +72,10 @@ def from_bytes(tensor: str, name: str, shape: Shape, content: memoryview | bytes
 
 
 def from_values(tensor: str, name: str, shape: Shape, values: Any) -> np.ndarray:
-    """An array of the values of a JSON array, flat or nested.
+    """Builds an array from a JSON array, flat or nested.
 
     Raises:
-      InferenceError: they are too many or too few, or the dtype cannot hold them.
+      InferenceError: the number of values is wrong, or the dtype cannot represent them.
     """
     dtype = dtype_of(name, tensor)
     expected = prod(_checked(tensor, shape))
@@ -106,7 +106,7 @@ def from_values(tensor: str, name: str, shape: Shape, values: Any) -> np.ndarray
 
 
 def _array(values: Any) -> np.ndarray:
-    """Makes an array of JSON values: integers of up to 64 bits stay integers beside smaller ones."""
+    """Makes an array of JSON values: integers of up to 64 bits stay integers."""
     if isinstance(values, list) and len(values) > _SLICE and not isinstance(values[0], list):
         # Each slice holds the interpreter for about a millisecond.
         parts = [_array(values[start : start + _SLICE]) for start in range(0, len(values), _SLICE)]

@@ -12,10 +12,10 @@ __all__ = ["directory_of", "scan"]
 
 
 def scan(repository: Path) -> Mapping[Key, str]:
-    """The versions in a repository, each with a fingerprint that changes when a file does.
+    """Finds the versions in a repository, each with a fingerprint that changes with any of its files.
 
     Raises:
-      ConfigError: it is no directory.
+      ConfigError: the path is not a directory.
     """
     if not repository.is_dir():
         raise ConfigError(f"{repository} is no directory. Name one that holds MODEL/VERSION/ bundles.")
@@ -23,7 +23,7 @@ def scan(repository: Path) -> Mapping[Key, str]:
 
 
 def directory_of(repository: Path, key: Key) -> Path:
-    """Where a version's bundle is."""
+    """Returns the directory of a version's bundle."""
     directory = repository / key.model
     return directory if (directory / MANIFEST_DIGEST).exists() else directory / str(key.version)
 

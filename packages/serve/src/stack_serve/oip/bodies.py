@@ -27,11 +27,11 @@ _PARAMETERS = ("binary_data_output", "signature", "timeout")
 
 @dataclass(frozen=True)
 class InferRequest:
-    """A request as it was sent.
+    """A parsed inference request.
 
     Attributes:
-      outputs: those that are wanted and whether as binary; None is all, as `binary` says.
-      timeout_s: how long the client waits.
+      outputs: requested outputs, each with a flag for binary data; None requests all, in the form of `binary`.
+      timeout_s: time limit of the client in seconds.
     """
 
     id: str
@@ -46,10 +46,10 @@ def parse(body: bytes, json_bytes: int | None) -> InferRequest:
     """Reads a body; binary tensors are views of it.
 
     Args:
-      json_bytes: what the header `Inference-Header-Content-Length` says; None where all is JSON.
+      json_bytes: value of the header `Inference-Header-Content-Length`; None if the whole body is JSON.
 
     Raises:
-      ProtocolError: it is not of the protocol.
+      ProtocolError: the body violates the protocol.
       InferenceError: a tensor's bytes or values do not fit its shape and datatype.
     """
     if json_bytes is not None and not 0 <= json_bytes <= len(body):
@@ -109,7 +109,7 @@ def write(request: InferRequest, answered: Answered) -> tuple[bytes, int | None]
             known = ", ".join(answered.outputs)
             raise ProtocolError(f"There is no output {name!r}.{nearest(name, answered.outputs)} Outputs: {known}.")
         array = answered.outputs[name]
-        half = array.dtype.name in ("bfloat16", "float16") and not as_binary  # JSON has no such numbers
+        half = array.dtype.name in ("bfloat16", "float16") and not as_binary  # JSON cannot represent these numbers
         entry: dict[str, Any] = {
             "name": name,
             "datatype": "FP32" if half else datatype(array.dtype.name),

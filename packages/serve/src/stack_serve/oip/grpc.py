@@ -49,7 +49,7 @@ _CONTENTS = {
 
 @runtime_checkable
 class Context(Protocol):
-    """What a method is told of its call; the objects that grpc hands over are not of the class that it declares."""
+    """The part of a gRPC call's context that methods use; grpc's objects are not instances of its declared class."""
 
     async def abort(self, code: grpc.StatusCode, details: str) -> NoReturn: ...
     def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]] | None: ...
@@ -60,7 +60,7 @@ Method = Callable[[Any, Context], Awaitable[Any]]
 
 
 class GrpcServer:
-    """Answers on a port of its own, beside the HTTP server and on its event loop."""
+    """gRPC server on a separate port, on the event loop of the HTTP server."""
 
     def __init__(self, service: Service, config: ServerConfig, port: int) -> None:
         self._service = service
@@ -72,7 +72,7 @@ class GrpcServer:
         """Listens; returns the port.
 
         Raises:
-          ConfigError: the port is taken.
+          ConfigError: the port is in use.
         """
         most = self._config.max_body_bytes
         lengths = [("grpc.max_receive_message_length", most), ("grpc.max_send_message_length", -1)]
@@ -130,15 +130,15 @@ class GrpcServer:
         )
         return grpc.method_handlers_generic_handler(_HEALTH, {"Check": handler})
 
-    def _guarded(self, method: Method) -> Any:  # what grpc takes for a handler differs between its two APIs
-        """A method for those who have a key, whose errors become statuses."""
+    def _guarded(self, method: Method) -> Any:  # handlers differ between grpc's two APIs
+        """Wraps a method: checks the API key, and converts errors to statuses."""
 
         async def answer(request: Any, context: Context) -> Any:
             if not self._lets_in(context):
                 await context.abort(grpc.StatusCode.UNAUTHENTICATED, NO_KEY)
             try:
                 response = await method(request, context)
-            except Exception as error:  # One request failed, however; the others go on.
+            except Exception as error:  # Any error fails this request only.
                 status = http_status(error)
                 if status == 500:
                     _LOG.exception("A request over gRPC failed")
@@ -160,7 +160,7 @@ class GrpcServer:
         rest, raw = split(content)
         try:
             request = messages()["ModelInferRequest"].FromString(rest)
-        except Exception as error:  # protobuf's DecodeError has no public base
+        except Exception as error:  # DecodeError lacks a public base class
             raise ProtocolError("The request is no ModelInferRequest.") from error
         named = request.parameters.get("signature") if "signature" in request.parameters else None
         number = _number(request.model_version)

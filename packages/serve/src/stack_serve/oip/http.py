@@ -50,7 +50,7 @@ class App:
             return
         try:
             status, body, headers = await self._reply(scope, receive)
-        except Exception as error:  # One request failed, however; the others go on.
+        except Exception as error:  # Any error fails this request only.
             status = http_status(error)
             if status == 500:
                 _LOG.exception("%s %s failed", scope["method"], ascii(scope["path"][:200]))
@@ -59,7 +59,7 @@ class App:
         self._service.metrics.responses.labels("http", str(status)).inc()
         length = (b"content-length", b"%d" % len(body))
         await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
-        for start in range(0, len(body) - _PART_BYTES, _PART_BYTES):  # uvicorn would keep a whole body in its buffer
+        for start in range(0, len(body) - _PART_BYTES, _PART_BYTES):  # uvicorn would buffer the complete body
             await send({"type": "http.response.body", "body": body[start : start + _PART_BYTES], "more_body": True})
         await send({"type": "http.response.body", "body": body[_last_part(len(body)) :]})
 
@@ -108,7 +108,7 @@ class App:
         """Reads a body.
 
         Args:
-          max_json_bytes: the limit of a body that is JSON; None if it is not.
+          max_json_bytes: size limit of a JSON body; None if the body is binary.
         """
         most, kind = self._config.max_body_bytes, "bytes"
         if max_json_bytes is not None and max_json_bytes < most:
@@ -181,7 +181,7 @@ class App:
 
 
 def _last_part(size_bytes: int) -> int:
-    """Where the last part of a body begins."""
+    """Returns the offset of the last part of a body."""
     return (size_bytes - 1) // _PART_BYTES * _PART_BYTES if size_bytes else 0
 
 

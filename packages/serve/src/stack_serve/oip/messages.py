@@ -1,4 +1,4 @@
-"""The protocol's messages, made from a table into a pool of their own, so that they live beside any client's.
+"""The protocol's messages, built from a table in a separate descriptor pool to avoid conflicts with a client's.
 
 A row is a message and its fields: `name=number:type`, where `*` before a type repeats it, `{` is a map from strings to
 it, and `|` before a name puts the field into the message's one choice. Source: the protocol's `grpc_predict_v2.proto`,
@@ -81,7 +81,7 @@ def messages() -> Messages:
 
 @functools.cache
 def health_messages() -> Messages:
-    """Those of gRPC's own health protocol."""
+    """Returns the messages of gRPC's health protocol."""
     return _built(_HEALTH, "grpc.health.v1")
 
 

@@ -1,4 +1,4 @@
-"""A repository behind the Open Inference Protocol, as an HTTP server serves it."""
+"""A model repository served over the Open Inference Protocol."""
 
 import asyncio
 from typing import TYPE_CHECKING
@@ -23,13 +23,13 @@ _OPEN = frozenset({"/v2/health/live", "/v2/health/ready", "/metrics"})
 
 
 class InferenceApp:
-    """Takes requests once all that the repository held at the start is loaded.
+    """ASGI application that accepts requests once the initial models of the repository are loaded.
 
     Attributes:
-      grpc_port: where it listens for gRPC, once it does.
+      grpc_port: port of the gRPC server, once it listens.
 
     Raises:
-      ConfigError: gRPC is wanted and not installed.
+      ConfigError: gRPC is requested but not installed.
     """
 
     def __init__(self, service: Service, config: ServerConfig) -> None:
@@ -43,7 +43,7 @@ class InferenceApp:
         self._stopping: asyncio.Task[None] | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Loads what the repository holds."""
+        """Loads the models of the repository."""
         self._loop = loop
         asyncio.run_coroutine_threadsafe(self.service.start(), loop).result()
         if self._grpc is not None:

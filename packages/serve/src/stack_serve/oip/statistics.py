@@ -1,4 +1,4 @@
-"""What the protocol tells of models: metadata, configuration, statistics, the repository's index."""
+"""Metadata, configuration and statistics of models, and the index of the repository."""
 
 from importlib.metadata import version
 from typing import Any
@@ -26,7 +26,7 @@ TRITON_DTYPES = tuple(f"TYPE_{name}" for name in _TRITON_NAMES.split())
 
 
 def server_metadata() -> dict[str, Any]:
-    """Of the server."""
+    """Returns the server's metadata."""
     return {"name": "stack", "version": version("stack-serve"), "extensions": list(EXTENSIONS)}
 
 
@@ -44,7 +44,7 @@ def model_metadata(service: Service, key: Key, manifest: Manifest) -> dict[str, 
 
 
 def model_config(key: Key, manifest: Manifest) -> dict[str, Any]:
-    """Triton's configuration of a model, as far as its clients read it."""
+    """Returns the fields of Triton's model configuration that its clients read."""
     signature = _default_signature(manifest)
     joins = signature.joins
     return {
@@ -59,11 +59,11 @@ def model_config(key: Key, manifest: Manifest) -> dict[str, Any]:
 
 
 def model_statistics(service: Service, model: str = "", version: int | None = None) -> dict[str, Any]:
-    """What lanes have done, in Triton's shape; durations are nanoseconds.
+    """Returns the statistics of lanes in Triton's format; durations are nanoseconds.
 
     Args:
-      model: "" is all of them.
-      version: None is all live ones.
+      model: name of a model; "" selects all.
+      version: version of the model; None selects all live versions.
 
     Raises:
       UnknownName: no such model or version is live.

@@ -17,10 +17,10 @@ _VARINT, _EIGHT_BYTES, _SIZED, _FOUR_BYTES = 0, 1, 2, 5
 
 
 def split(message: bytes, field: int = RAW_INPUTS) -> tuple[bytes, list[memoryview]]:
-    """Takes the values of a repeated bytes field out of a message; returns the rest of it, and views of them.
+    """Removes the values of a repeated bytes field from a message; returns the remainder and views of the values.
 
     Raises:
-      ProtocolError: the message is cut off, or is none.
+      ProtocolError: the message is truncated or malformed.
     """
     view = memoryview(message)
     rest: list[memoryview] = []
@@ -51,7 +51,7 @@ def split(message: bytes, field: int = RAW_INPUTS) -> tuple[bytes, list[memoryvi
 
 
 def joined(message: bytes, values: Sequence[bytes | memoryview], field: int = RAW_OUTPUTS) -> bytes:
-    """The message with the values of a repeated bytes field behind it."""
+    """Appends the values of a repeated bytes field to a message."""
     parts: list[bytes | memoryview] = [message]
     for value in values:
         parts += [bytes([field << 3 | _SIZED]), _as_varint(len(value)), value]

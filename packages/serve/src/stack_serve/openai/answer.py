@@ -1,4 +1,4 @@
-"""The answer to a job: whole, or as a stream of server-sent events."""
+"""The answer to a job: one response, or a stream of server-sent events."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,10 +21,10 @@ _PART_BYTES = 2**18
 class Answer:
     """An ASGI application that answers one request.
 
-    The status is sent with the first update, so that a job which fails before it has its own.
+    The status is sent with the first update; a job that fails earlier gets the status of its error.
 
     Args:
-      names: the body's names of the engine's parameters, besides those that always differ.
+      names: field names of the body by parameter of the engine, in addition to the constant ones.
     """
 
     def __init__(self, writer: Writer, generation: Generation, *, names: Mapping[str, str]) -> None:
@@ -71,7 +71,7 @@ class Answer:
                 raise
             await body.add([error_event(error)])
             await body.end()
-        except Exception:  # Whatever it is, it concerns this answer alone; its client is to hear of it, too.
+        except Exception:  # Any error affects this answer only, and its client must receive it.
             if not body.started:
                 raise
             _LOG.exception("An answer failed after it had begun")
@@ -117,7 +117,7 @@ class _Body:
                 await self._turns.rest()
 
     async def flush(self) -> None:
-        """Sends what was added, the status before it."""
+        """Sends the added parts, preceded by the status."""
         await self._start()
         if self._bytes:
             await self._send_body(more=True)

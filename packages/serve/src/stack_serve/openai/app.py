@@ -115,12 +115,12 @@ class _Handlers:
         return _json({"prompt": text})
 
     async def health(self, request: Request) -> Response:
-        """Whether the process answers; its engine, too, once there is one."""
+        """Reports whether the process, and its engine if there is one, respond."""
         self._service.stats()
         return Response()
 
     async def ready(self, request: Request) -> Response:
-        """Whether jobs are taken."""
+        """Reports whether the server accepts jobs."""
         if self._service.state != "ready":
             raise self._service.unavailable()
         self._service.stats()
@@ -172,7 +172,7 @@ class _Outermost:
 
         try:
             await self._app(scope, receive, counting)
-        except Exception:  # One request met a fault of the server's; the others go on.
+        except Exception:  # A fault of the server fails this request only.
             if started:
                 raise
             _LOG.exception("%s %s failed", scope["method"], scope["path"])

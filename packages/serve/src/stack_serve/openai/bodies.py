@@ -26,8 +26,8 @@ class _Foreign:
     """A field of OpenAI's or vLLM's interface that is not served.
 
     Attributes:
-      neutral: values that ask for nothing.
-      instead: what to do.
+      neutral: values without an effect, which are accepted.
+      instead: advice in the error message.
     """
 
     instead: str
@@ -131,7 +131,7 @@ def parse(cls: type[B], value: Mapping[str, Any]) -> B:
     """Checks a decoded body.
 
     Raises:
-      ApiError: a field is unknown, not served, missing or has a wrong value; names it.
+      ApiError: a field is unknown, not supported, missing or invalid; names it.
     """
     unused = {name for name, choice in _CHOICES.items() if value.get(choice) == "none"}
     fields = {
@@ -149,10 +149,10 @@ def parse(cls: type[B], value: Mapping[str, Any]) -> B:
 
 
 def explain(error: pydantic.ValidationError, names: Mapping[str, str] | None = None) -> ApiError:
-    """The first mistake that was found; what was given is repeated where it is short.
+    """Describes the first error; quotes the given value if it is short.
 
     Args:
-      names: the body's names of fields, where they differ.
+      names: names of the body's fields, if they differ.
     """
     problem = error.errors(include_url=False, include_context=False)[0]
     place = [str(part) for part in problem["loc"]]
@@ -167,7 +167,7 @@ def explain(error: pydantic.ValidationError, names: Mapping[str, str] | None = N
 
 
 def _means_something(name: str, field: Any) -> bool:
-    """Whether a field that is not served asks for something; bools are no numbers here, unlike in Python."""
+    """Returns whether an unsupported field has an effect; bools are not numbers here, unlike in Python."""
     foreign = _FOREIGN.get(name)
     return foreign is None or not any(field == each and type(field) is type(each) for each in foreign.neutral)
 
@@ -199,7 +199,7 @@ def _kind(value: Any) -> str:
 
 
 def _nested_too_deeply(value: Any) -> bool:
-    """Whether containers stand in each other beyond the limit."""
+    """Returns whether containers are nested beyond the limit."""
     level = [value]
     for _ in range(_MOST_NESTED):
         inner = (child for each in level for child in (each.values() if isinstance(each, dict) else each))

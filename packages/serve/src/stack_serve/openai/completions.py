@@ -13,7 +13,7 @@ from stack_serve.openai.writer import Choice, Writer
 
 __all__ = ["CompletionWriter"]
 
-_DECODING_PARTS = 4  # 16 tokens at a time, each of which is decoded with those before it
+_DECODING_PARTS = 4  # 16 tokens at a time; each is decoded in the context of the previous ones
 
 
 class CompletionWriter(Writer):
@@ -26,7 +26,7 @@ class CompletionWriter(Writer):
         return b""
 
     def delta(self, prompt: int, number: int, update: GenerationUpdate, *, first: bool) -> Iterable[bytes]:
-        """The text; the first of a continuation echoes the prompt, if that was asked for."""
+        """Returns the text of an update; the first update of a continuation may echo the prompt."""
         choice, job = self.choices[number], self.job
         text = job.echo[prompt] + update.text if job.echo and first else update.text
         yield b'"text":%b,"logprobs":' % orjson.dumps(text)

@@ -20,11 +20,11 @@ __all__ = ["Backend", "Generation"]
 
 @dataclass(frozen=True)
 class Backend:
-    """What the jobs of a server share.
+    """State shared by the jobs of a server.
 
     Attributes:
-      running: what is in the engine.
-      timeout_s: of a job; None is without end.
+      running: generations in the engine.
+      timeout_s: time limit of a job in seconds; None sets no limit.
     """
 
     engine: Engine
@@ -35,10 +35,10 @@ class Backend:
 
 
 class Generation:
-    """The continuations of a job; nothing of them is left in the engine when its block is left.
+    """The continuations of a job; leaving its block removes them from the engine.
 
     Attributes:
-      abandoned: nobody waits for the answer any more.
+      abandoned: True if no client waits for the answer.
     """
 
     def __init__(self, job: Job, backend: Backend) -> None:
@@ -65,13 +65,13 @@ class Generation:
         self._abort()
 
     async def submit(self, names: Mapping[str, str]) -> None:
-        """Hands all prompts to the engine; where it takes some only, the end of the block ends those.
+        """Submits all prompts to the engine; if it rejects one, leaving the block aborts the accepted ones.
 
         Args:
-          names: the body's names of the engine's parameters, besides those that always differ.
+          names: field names of the body by parameter of the engine, in addition to the constant ones.
 
         Raises:
-          ApiError: the engine refuses it, or is full.
+          ApiError: the engine rejects a prompt, or is full.
         """
         job, backend, turns = self._job, self._backend, Turns()
         try:
@@ -98,10 +98,10 @@ class Generation:
         self._watcher = asyncio.create_task(self._until_disconnect(receive))
 
     async def take(self) -> list[tuple[int, GenerationUpdate]]:
-        """The next updates, with the numbers of their prompts; none when all continuations ended, or are abandoned.
+        """Returns the next updates with their prompt indices; empty once all continuations are finished or abandoned.
 
         Raises:
-          ApiError: a continuation failed, and what came before that was taken.
+          ApiError: a continuation failed, and all earlier updates were returned.
         """
         if self._failure is not None:
             raise self._failure
@@ -129,7 +129,7 @@ class Generation:
         self._abort()
 
     def cut_short(self) -> None:
-        """Has the engine end it, of which the client is told."""
+        """Aborts the continuations in the engine; the client receives an error."""
         for request_id in set(self._open.values()):
             self._backend.engine.abort(request_id)
 

@@ -9,11 +9,11 @@ from stack_serve.http.slices import Items, Members, batches
 
 __all__ = ["LogprobWriter", "TokenTexts"]
 
-_LEAST = -9999.0  # what vLLM writes for minus infinity, which JSON lacks
+_LEAST = -9999.0  # vLLM's value for minus infinity, which JSON lacks
 
 
 class TokenTexts:
-    """What single tokens stand for, each asked of the tokenizer once."""
+    """Texts of single tokens, each decoded once."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -39,8 +39,8 @@ class LogprobWriter:
     """Writes the log-probabilities of a request.
 
     Args:
-      texts: None where the model has no tokenizer.
-      as_ids: tokens are shown as "token_id:17" instead of their text.
+      texts: texts of tokens; None if the model lacks a tokenizer.
+      as_ids: writes tokens as "token_id:17" instead of their text.
     """
 
     def __init__(self, texts: TokenTexts | None, *, as_ids: bool) -> None:
@@ -48,14 +48,14 @@ class LogprobWriter:
         self._as_ids = as_ids
 
     def chat(self, logprobs: Sequence[TokenLogprob]) -> Members:
-        """As `/v1/chat/completions` has them."""
+        """Formats log-probabilities for `/v1/chat/completions`."""
         few = batches(logprobs, _entries(logprobs))
         return Members(content=Items([self._chat_entry(each) for each in batch] for batch in few))
 
     def completion(
         self, logprobs: Sequence[TokenLogprob | None], tokens: Sequence[int], offsets: Iterable[Sequence[int]]
     ) -> Members:
-        """As `/v1/completions` has them; the sampled token is among the most likely ones even if it is none of them.
+        """Formats log-probabilities for `/v1/completions`; the most likely tokens include the sampled one.
 
         Args:
           offsets: offsets of the tokens in the text, in batches.
@@ -73,7 +73,7 @@ class LogprobWriter:
         )
 
     def prompt(self, logprobs: Sequence[TokenLogprob | None]) -> Items:
-        """As vLLM's field `prompt_logprobs` has them: by token id."""
+        """Formats log-probabilities for vLLM's field `prompt_logprobs`, by token id."""
         few = batches(logprobs, _entries(logprobs))
         return Items([None if each is None else self._by_id(each) for each in batch] for batch in few)
 
@@ -110,7 +110,7 @@ class LogprobWriter:
 
 
 def _entries(logprobs: Sequence[TokenLogprob | None]) -> int:
-    """The most that one token has: its own and those of other tokens."""
+    """Returns the maximum number of entries of a token: its own and the alternatives."""
     return 1 + max((len(each.top) for each in logprobs if each is not None), default=0)
 
 

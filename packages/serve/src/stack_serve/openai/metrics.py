@@ -1,7 +1,7 @@
-"""Prometheus metrics under vLLM's names, labels and buckets, so that its dashboards show this server, too.
+"""Prometheus metrics with vLLM's names, labels and buckets, for use with its dashboards.
 
-Names, labels and buckets are those of `vllm/v1/metrics/loggers.py`. Left out is what an `Engine` does not tell: the
-tokens of single steps.
+Names, labels and buckets follow `vllm/v1/metrics/loggers.py`, except for the tokens of single steps, which an
+`Engine` does not report.
 """
 
 import time
@@ -32,12 +32,12 @@ _REASONS = ("stop", "length", "abort", "deadline", "error")
 
 
 class Metrics:
-    """What one server counts.
+    """Metrics of one server.
 
     Args:
-      model_name: the label of all.
-      max_tokens: of a prompt and its continuation, the largest bucket.
-      stats: the engine's counts; None while there is no engine.
+      model_name: label of all metrics.
+      max_tokens: maximum length of a prompt with its continuation, the largest bucket.
+      stats: returns the engine's counts; None until the engine exists.
     """
 
     def __init__(self, model_name: str, max_tokens: int, stats: Callable[[], EngineStats | None]) -> None:
@@ -145,7 +145,7 @@ class Progress:
 
 
 class _EngineCollector:
-    """Reads the engine's counts when Prometheus asks; one that stopped has none, and the server's are still there."""
+    """Collects the engine's counts for Prometheus; after the engine stopped, only the server's metrics remain."""
 
     def __init__(self, labels: tuple[str, str], stats: Callable[[], EngineStats | None]) -> None:
         self._labels = labels

@@ -1,4 +1,4 @@
-"""Prompts of requests, as tokens that the model has room for."""
+"""Prompts of requests as tokens, checked against the model's maximum length."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ __all__ = ["Prompt", "Prompts"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt; `text` is None where tokens were given, and nothing needs their text."""
+    """A prompt; `text` is None if the request has tokens and their text is not needed."""
 
     tokens: tuple[int, ...]
     text: str | None
@@ -24,8 +24,8 @@ class Prompts:
     """Makes prompts for one model.
 
     Attributes:
-      tokenizer: None where the model has none.
-      max_tokens: of a prompt and its continuation.
+      tokenizer: tokenizer of the model, or None.
+      max_tokens: maximum length of a prompt with its continuation.
     """
 
     tokenizer: Tokenizer | None
@@ -33,10 +33,10 @@ class Prompts:
     max_tokens: int
 
     def needed_tokenizer(self) -> Tokenizer:
-        """The tokenizer.
+        """Returns the tokenizer.
 
         Raises:
-          ApiError: there is none.
+          ApiError: the model lacks a tokenizer.
         """
         if self.tokenizer is None:
             raise bad_request("The model has no tokenizer. Send prompts as token ids to /v1/completions.")
@@ -94,13 +94,13 @@ class Prompts:
     def check_room(
         self, prompt: Prompt, max_tokens: int | None, param: str, *, max_tokens_param: str = "max_tokens"
     ) -> None:
-        """Refuses a prompt that is empty, or too long to be continued as far as was asked.
+        """Rejects a prompt that is empty, or too long for the requested continuation.
 
         Args:
-          param, max_tokens_param: the fields that hold the prompt and `max_tokens`.
+          param, max_tokens_param: names of the fields with the prompt and `max_tokens`.
 
         Raises:
-          ApiError: it does not fit.
+          ApiError: the prompt is empty or too long.
         """
         prompt_tokens = len(prompt.tokens)
         if not prompt_tokens:
@@ -120,10 +120,10 @@ class Prompts:
             )
 
     def known(self, tokens: Sequence[int], param: str) -> tuple[int, ...]:
-        """The tokens, if the model has all of them.
+        """Returns the tokens after a check against the vocabulary.
 
         Raises:
-          ApiError: it lacks one.
+          ApiError: a token is outside the vocabulary.
         """
         if tokens and (min(tokens) < 0 or max(tokens) >= self.vocab_size):
             wrong = min(tokens) if min(tokens) < 0 else max(tokens)
@@ -132,7 +132,7 @@ class Prompts:
 
 
 def _size(value: Any) -> int:
-    """Characters and tokens in a list, or in lists in it."""
+    """Counts characters and tokens in a list, including nested lists."""
     if not isinstance(value, list):
         return len(value) if isinstance(value, str) else 0
     return len(value) + sum(len(each) for each in value if isinstance(each, (str, list)))

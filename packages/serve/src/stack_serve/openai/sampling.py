@@ -55,7 +55,7 @@ def sampling_params(
     if generated > body.n:
         if body.stream:
             raise bad_request("best_of cannot be streamed: the best is known at the end. Raise n.", param="best_of")
-        logprobs = logprobs or 0  # best_of ranks the continuations by them
+        logprobs = logprobs or 0  # for best_of, which ranks continuations by their log-probabilities
     asked: dict[str, Any] = {name: getattr(body, name) for name in _SAME if getattr(body, name) is not None}
     if body.top_k is not None:
         asked["top_k"] = max(body.top_k, 0)  # vLLM's -1 means no limit, as 0 does here

@@ -32,11 +32,11 @@ class Body(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """What a stream tells besides the text.
+    """Additional contents of a stream.
 
     Attributes:
-      include_usage: a last chunk counts the tokens.
-      continuous_usage_stats: every chunk counts them so far; vLLM's.
+      include_usage: send a last chunk with token counts.
+      continuous_usage_stats: include the counts so far in every chunk (vLLM).
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -47,13 +47,14 @@ class StreamOptions(BaseModel):
 
 
 class GenerationBody(Body):
-    """What both of OpenAI's text interfaces take, vLLM's additions included.
+    """Fields of both text interfaces of OpenAI, including vLLM's additions.
 
     Attributes:
-      stop: a text or a list of texts, which `sampling_params` checks.
-      best_of: number of continuations to generate; the answer has the `n` with the highest mean log-probability.
-      request_id: the answer's id ends with it.
-      user, safety_identifier, prompt_cache_key, metadata, session_id: the client's own notes; nothing reads them.
+      stop: text or list of texts, checked by `sampling_params`.
+      best_of: number of continuations to generate; the answer contains the `n` with the highest mean
+        log-probability.
+      request_id: suffix of the answer's id.
+      user, safety_identifier, prompt_cache_key, metadata, session_id: notes of the client, which the server ignores.
     """
 
     n: Annotated[int, Field(ge=1, le=128)] = 1
@@ -88,7 +89,7 @@ class GenerationBody(Body):
 
 
 class _Templated(Body):
-    """Messages that the chat template makes a prompt of."""
+    """Messages that the chat template renders to a prompt."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     add_generation_prompt: bool = True

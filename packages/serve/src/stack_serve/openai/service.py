@@ -1,4 +1,4 @@
-"""One model behind the interface: makes jobs of bodies, and knows whether it can take them."""
+"""Service of one model: parses bodies to jobs, and tracks whether it accepts them."""
 
 import asyncio
 import time
@@ -33,17 +33,17 @@ __all__ = ["Service"]
 
 
 class Service:
-    """A model that is served; used on one event loop.
+    """A served model; used on one event loop.
 
     Attributes:
-      state: "starting" until `serve` is given an engine; "draining" takes no more jobs.
-      progress: how far starting is, for people.
-      names: what clients may call the model.
-      max_tokens: of a prompt and its continuation.
+      state: "starting" until `serve` receives an engine; "draining" rejects new jobs.
+      progress: human-readable progress of the startup.
+      names: names of the model for clients.
+      max_tokens: maximum length of a prompt with its continuation.
 
     Args:
-      max_tokens: None is the model's `max_positions`.
-      adapters: names of those that the engine will have.
+      max_tokens: maximum length; None uses the model's `max_positions`.
+      adapters: names of the engine's adapters.
 
     Raises:
       ConfigError: an adapter has the model's name.
@@ -85,21 +85,21 @@ class Service:
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """The names of adapters, which clients give as that of the model."""
+        """Names of adapters, which clients use as model names."""
         engine = None if self._backend is None else self._backend.engine
         return self._adapters if engine is None else engine.adapters
 
     def cut_short(self) -> None:
-        """Ends what is running; clients are told that the server did so."""
+        """Aborts running jobs; clients receive an error."""
         if self._backend is not None:
             for generation in list(self._backend.running):
                 generation.cut_short()
 
     def check_model(self, name: str | None) -> str:
-        """The name that the answer is to have.
+        """Returns the model name for the answer.
 
         Raises:
-          ApiError: another model was asked for.
+          ApiError: the requested model is not served.
         """
         if name is not None and name not in self.names and name not in self.adapters:
             known = ", ".join(map(repr, (*self.names, *self.adapters)))
@@ -133,10 +133,10 @@ class Service:
         return self._answer(ChatWriter(replace(job, id=f"chatcmpl-{job.id}", role=role)), names)
 
     async def chat_prompt(self, body: ChatBody | TokenizeChatBody) -> Prompt:
-        """The prompt that the chat template makes of messages.
+        """Renders messages to a prompt with the chat template.
 
         Raises:
-          ApiError: there is no template, or it does not take them.
+          ApiError: the model lacks a template, or the template rejects the messages.
         """
         if self._template is None:
             raise bad_request(
@@ -224,7 +224,7 @@ class Service:
         return self._backend
 
     def unavailable(self) -> ApiError:
-        """Why there is no answer now."""
+        """Returns the reason why requests are rejected now."""
         if self.state == "draining":
             return ApiError(503, "The server is shutting down. Use another one.", code="draining")
         message = f"The server is still starting: {self.progress}. /ready answers 200 when it has."
@@ -232,7 +232,7 @@ class Service:
 
 
 def _size(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Characters of messages, and what each costs a template besides."""
+    """Estimates the size of messages: their characters, plus a constant for each message."""
     contents = (message.get("content") for message in messages)
     return 64 * len(messages) + sum(len(content) for content in contents if isinstance(content, (str, list)))
 

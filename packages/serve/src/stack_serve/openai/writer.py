@@ -1,4 +1,4 @@
-"""Answers as bytes: whole, or chunk by chunk as server-sent events."""
+"""Serialization of answers: complete, or chunk by chunk as server-sent events."""
 
 import math
 from abc import ABC, abstractmethod
@@ -39,11 +39,11 @@ class Choice:
 class Writer(ABC):
     """Writes the answer to one job.
 
-    The parts of a chunk that are the same in all are made once. Whatever may be large comes in pieces, each of which
-    takes well below a millisecond.
+    Constant parts of chunks are serialized once. Large parts are produced in pieces that take well below a
+    millisecond.
 
     Attributes:
-      head: the beginning of each event, the envelope's members.
+      head: start of each event, with the members of the envelope.
     """
 
     response_object: ClassVar[str]
@@ -63,15 +63,15 @@ class Writer(ABC):
 
     @abstractmethod
     def delta(self, prompt: int, number: int, update: GenerationUpdate, *, first: bool) -> Iterable[bytes]:
-        """The members of a chunk's choice that hold text and log-probabilities; each ends with a comma.
+        """Returns the members of a chunk's choice with text and log-probabilities; each ends with a comma.
 
         Args:
-          first: of its continuation.
+          first: whether this is the first update of its continuation.
         """
 
     @abstractmethod
     def choice_members(self, prompt: int, number: int) -> dict[str, Any]:
-        """The members of a whole answer's choice that are the interface's own."""
+        """Returns the interface-specific members of a complete answer's choice."""
 
     def note(self, prompt: int, update: GenerationUpdate) -> int:
         """Counts an update, and returns the number of its continuation."""
@@ -87,7 +87,7 @@ class Writer(ABC):
         return number
 
     def chunk(self, prompt: int, update: GenerationUpdate) -> Iterator[bytes]:
-        """The events of an update, in pieces: none if there is nothing in it that the client would see."""
+        """Yields the events of an update in pieces; empty if the client would see no change."""
         number = self.note(prompt, update)
         choice = self.choices[number]
         first, choice.begun = not choice.begun, True
@@ -111,13 +111,13 @@ class Writer(ABC):
         yield b"".join(parts)
 
     def last_chunk(self) -> bytes:
-        """What follows the last continuation's end."""
+        """Returns the events after the last continuation."""
         if not self.job.stream_options.include_usage:
             return DONE
         return b'%b,"choices":[],"usage":%b}\n\n%b' % (self.head, orjson.dumps(self.usage.as_object()), DONE)
 
     def add(self, prompt: int, update: GenerationUpdate) -> None:
-        """Keeps an update for the whole answer."""
+        """Stores an update for the complete answer."""
         choice = self.choices[self.note(prompt, update)]
         choice.begun = True
         choice.text.append(update.text)
@@ -164,11 +164,11 @@ class Writer(ABC):
         )
 
     def response_members(self) -> dict[str, Any]:
-        """The members of a whole answer that are the interface's own."""
+        """Returns the interface-specific members of a complete answer."""
         return {}
 
     def prompt_object(self, prompt: int) -> dict[str, Any]:
-        """vLLM's members that tell of a prompt, null unless they were asked for."""
+        """Returns vLLM's members about a prompt; null unless requested."""
         logprobs = self.job.texts.prompt(self.prompt_logprobs[prompt]) if self.job.wants_prompt_logprobs else None
         tokens = self.job.prompts[prompt].tokens if self.job.wants_token_ids else None
         return {"prompt_logprobs": logprobs, "prompt_token_ids": tokens}
@@ -181,5 +181,5 @@ class Writer(ABC):
 
 
 def error_event(error: ApiError) -> bytes:
-    """The end of a stream that fails after it began, as OpenAI's clients recognize it."""
+    """Returns the event that ends a failed stream, in the form that OpenAI's clients recognize."""
     return b"data: %b\n\n%b" % (orjson.dumps(error_object(error)), DONE)

@@ -1,1 +1,1 @@
-"""Diffusion and flow models: denoisers, their objectives, and the samplers that make images with them."""
+"""Diffusion and flow models: denoisers, their objectives, and samplers of images."""

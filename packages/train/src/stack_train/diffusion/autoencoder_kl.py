@@ -163,7 +163,7 @@ class MiddleBlock(nnx.Module):
 
 
 class Level(nnx.Module):
-    """Residual blocks of one width, and what halves or doubles the image after them."""
+    """Residual blocks of one width, followed by a layer that halves or doubles the image."""
 
     def __init__(self, build: _Build, channels: int, width: int, blocks: int, *, resizes: Literal["down", "up"] | None):
         sizes = [channels, *[width] * blocks]
@@ -252,7 +252,7 @@ class AutoencoderKl(nnx.Module):
         return self.decoder(latents).astype(jnp.float32)
 
     def __call__(self, images: Images, *, key: jax.Array) -> tuple[Images, Latents, Latents]:
-        """Returns images as latents that are drawn tell them, and the latents' means and log-variances."""
+        """Returns the images decoded from sampled latents, and the means and log-variances of the latents."""
         mean, log_variance = self.encode(images)
         latents = mean + jnp.exp(0.5 * log_variance) * jax.random.normal(key, mean.shape)
         return self.decode(latents), mean, log_variance
@@ -262,11 +262,11 @@ class AutoencoderKl(nnx.Module):
         return self.decode(self.encode(batch["images"])[0])
 
     def scaled_latents(self, images: Images) -> Latents:
-        """The means of latents as a denoiser sees them."""
+        """Computes the means of the latents, scaled for a denoiser."""
         return (self.encode(images)[0] - self.config.shift_factor) * self.config.scaling_factor
 
     def images_of(self, scaled: Latents) -> Images:
-        """Decodes latents as a denoiser makes them."""
+        """Decodes scaled latents of a denoiser."""
         return self.decode(scaled / self.config.scaling_factor + self.config.shift_factor)
 
 

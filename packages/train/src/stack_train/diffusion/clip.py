@@ -1,4 +1,4 @@
-"""CLIP's text encoder: a causal transformer over a text, whose last token stands for all of it.
+"""CLIP's text encoder: a causal transformer over a text, pooled at its last token.
 
 It computes what transformers' `CLIPTextModel` does.
 

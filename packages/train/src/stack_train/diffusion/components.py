@@ -34,21 +34,21 @@ def _nothing(_: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
-    """One class of diffusers, or of transformers, and the family that computes the same.
+    """A model class of diffusers or transformers, and the equivalent family.
 
     Attributes:
-      former_names: of the class, in older files.
-      settings: what both configs have one for one.
-      fixed: keys of which the model can do one value only.
-      silent: keys that do not change what the model computes, besides `HARMLESS_KEYS`.
+      former_names: names of the class in older files.
+      settings: fields that both configs have, by our name.
+      fixed: keys with the only value that the model supports.
+      silent: keys without an effect on the computation, in addition to `HARMLESS_KEYS`.
       names: of modules, the path of ours -> theirs; of parameters that are no kernel, scale or bias of a module, the
         whole names. "{layer}" stands for the index into ours, which are stacked. A module without an entry has the
         same path there, with dots.
-      squares: linear layers that are convolutions there, by path: channels and sides of the square that each sees.
-      stem: of its files of tensors.
-      model_type: of a class of transformers, which its `config.json` names; None of one of diffusers.
-      redundant: tensors that may stand beside and repeat others, or that nothing reads.
-      prefix: of all names of tensors, which some checkpoints leave out.
+      squares: linear layers that are convolutions in the files, by path: channels and sides of each kernel's square.
+      stem: name of the tensor files without suffix.
+      model_type: value in `config.json` for a class of transformers; None for a class of diffusers.
+      redundant: tensors that duplicate other tensors or are unused.
+      prefix: prefix of all tensor names, which some checkpoints omit.
     """
 
     class_name: str
@@ -67,13 +67,13 @@ class Component:
     prefix: str = ""
 
     def read_config(self, mapping: Mapping[str, Any], **settings: Any) -> Any:
-        """Returns our config of what a `config.json` describes.
+        """Converts a `config.json` to our config.
 
         Args:
-          settings: fields of our config that no file has, such as `dtype`.
+          settings: fields of our config that files lack, such as `dtype`.
 
         Raises:
-          ConversionError: it asks for what the model does not do; names each key and value.
+          ConversionError: it requires unsupported features; names each key and value.
         """
         reader = Reader(mapping)
         reader.get(*self.silent)
@@ -118,9 +118,9 @@ class Component:
 
 
 def _laid_out(kernel: np.ndarray, square: tuple[int, ...] | None) -> np.ndarray:
-    """A kernel as torch has it: [d_out, d_in], [d_out, *square], or [out, in, height, width].
+    """Returns a kernel in torch's layout: [d_out, d_in], [d_out, *square], or [out, in, height, width].
 
-    It is a view, so that it can be filled: only the axis is split that torch has split.
+    It is a writable view: only the axis that torch splits is split.
     """
     if kernel.ndim == 4:
         return kernel.transpose(3, 2, 0, 1)
@@ -132,11 +132,11 @@ def load_component(component: Component, directory: Path, **settings: Any) -> tu
     """Reads a folder; returns the config and the model, computed in the dtype of the tensors.
 
     Args:
-      settings: fields of our config that no file has, such as `image_size`.
+      settings: fields of our config that files lack, such as `image_size`.
 
     Raises:
-      ConversionError: it is another class, asks for what the model does not do, or its tensors are not the model's;
-        names all of them at once.
+      ConversionError: the class differs, the config requires unsupported features, or the tensors do not match the
+        model; lists all problems.
     """
     mapping = _read_config(directory)
     given = mapping.get(_CLASS, (mapping.get("architectures") or ["none"])[0])
@@ -162,7 +162,7 @@ def load_component(component: Component, directory: Path, **settings: Any) -> tu
 
 
 def save_component(component: Component, directory: Path, config: Any, model: nnx.Module) -> None:
-    """Writes a folder that diffusers reads, whole or not at all; overwrites nothing.
+    """Writes a folder in diffusers' format atomically; overwrites nothing.
 
     Raises:
       ConversionError: `directory` exists.

@@ -1,4 +1,4 @@
-"""What autoencoders of images are made of: convolutions and group norms, of arrays with channels last."""
+"""Layers of image autoencoders: convolutions and group norms of arrays with channels last."""
 
 import math
 

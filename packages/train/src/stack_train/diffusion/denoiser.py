@@ -1,4 +1,4 @@
-"""What a denoiser is, and what objectives and samplers ask of it."""
+"""Interfaces between denoisers, objectives and samplers."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -40,7 +40,7 @@ class Denoiser(Protocol):
         """Returns the prediction, in float32.
 
         Args:
-          timesteps: how noisy each image is, from 0 to `TIMESTEPS`.
+          timesteps: noise level of each image, from 0 to `TIMESTEPS`.
         """
         ...
 
@@ -51,11 +51,11 @@ class Denoiser(Protocol):
 
 @runtime_checkable
 class ImagesConfig(Protocol):
-    """The config of a model of images, which data and samplers are compared with.
+    """The config of an image model, for checks by data and samplers.
 
     Attributes:
-      image_size: pixels of a side, or of latents' sides.
-      classes: labels that the model knows; 0 if it takes none.
+      image_size: height and width of the images or latents.
+      classes: number of labels; 0 for a model without labels.
     """
 
     image_size: int
@@ -64,21 +64,21 @@ class ImagesConfig(Protocol):
 
 
 def condition_of(batch: Mapping[str, jax.Array]) -> Condition:
-    """The condition in a batch: all that is neither "images" nor "weights"."""
+    """Returns the condition in a batch: all arrays except "images" and "weights"."""
     return {name: array for name, array in batch.items() if name not in ("images", "weights")}
 
 
 def image_tokens(model: Any, height: int, width: int) -> int:
-    """Returns the number of patches of an image; a model without `config.patch` has one of each pixel.
+    """Returns the number of patches of an image; without `config.patch`, each pixel is a patch.
 
     Args:
-      height, width: of the images that the denoiser sees, which may be latents.
+      height, width: size of the denoiser's input, images or latents.
     """
     patch = getattr(getattr(model, "config", None), "patch", 1)
     return (height // patch) * (width // patch)
 
 
 def predicted_halfway(model: Denoiser, batch: Mapping[str, jax.Array]) -> Predicted:
-    """What a denoiser predicts of a batch, as if its images were half noise."""
+    """Computes a denoiser's prediction for a batch at half of the maximum timestep."""
     images = batch["images"]
     return model(images, jnp.full(images.shape[:1], TIMESTEPS / 2), condition_of(batch))

@@ -35,12 +35,12 @@ _SOURCE = "images/**/*"
 
 
 def component_of(family: str) -> Component | None:
-    """What models of a family are in diffusers; None of those that are not there."""
+    """Returns the diffusers component of a family, or None."""
     return _COMPONENTS.get(family)
 
 
 def component_in(directory: Path) -> bool:
-    """Whether a directory is one of diffusers: a whole pipeline, or one part."""
+    """Checks whether a directory has diffusers' format: a pipeline, or one component."""
     try:
         return (directory / INDEX).is_file() or "_class_name" in json.loads((directory / "config.json").read_bytes())
     except (OSError, ValueError):
@@ -80,7 +80,7 @@ def import_images(directory: Path, run: Path, *, progress: Progress | None = Non
 
 
 def _opened(directory: Path, run: Path) -> tuple[RunConfig, Any]:
-    """The config of a run of what a directory holds, and the model."""
+    """Returns the run config for the model in a directory, and the model."""
     output = str(run)
     if (directory / INDEX).is_file():
         pipeline = open_pipeline(directory)
@@ -100,13 +100,13 @@ def _opened(directory: Path, run: Path) -> tuple[RunConfig, Any]:
 
 
 def export_images(run: Path, directory: Path, saved: RunConfig) -> Conversion:
-    """Makes a diffusers directory of a run's newest checkpoint: averages where it keeps them, adapters merged.
+    """Converts a run's newest checkpoint to a diffusers directory, with averages if any and merged adapters.
 
-    A denoiser that is told texts comes with the encoders that it was trained with. An autoencoder is written with the
-    scaling factor that gives the latents of the run's held-out images a standard deviation of 1.
+    A denoiser with text conditions is exported with the encoders of its training. An autoencoder is exported with the
+    scaling factor for which the latents of the run's held-out images have a standard deviation of 1.
 
     Raises:
-      ConversionError: the encoders are missing or others now, or `directory` exists.
+      ConversionError: the encoders are missing or have changed, or `directory` exists.
     """
     component = _COMPONENTS[saved.model.name]
     graph = nnx.split(nnx.eval_shape(lambda: component.family.build(saved.model, key=jax.random.key(0))))[0]
@@ -129,7 +129,7 @@ def export_images(run: Path, directory: Path, saved: RunConfig) -> Conversion:
 
 
 def measured_scaling(model: Any, saved: RunConfig) -> float:
-    """What latents of held-out images are multiplied by for a standard deviation of 1."""
+    """Returns the factor that scales the latents of held-out images to a standard deviation of 1."""
     batches = saved.data.build(seed=saved.run.seed, model=saved.model)
     batch: Mapping[str, np.ndarray] = next(iter(batches.validation_batches()), None) or next(batches.train_iterator())
     images = batch["images"][batch["weights"] > 0]

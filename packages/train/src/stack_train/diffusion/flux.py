@@ -1,9 +1,9 @@
 """Flux: text and image attend together, in two streams and then in one; positions rotate by row and column.
 
-It computes what diffusers' `FluxTransformer2DModel` does. `guidance` is a number where the model was distilled to be
-told how far to go beyond its condition, as FLUX.1 dev was; schnell was not.
+It is equivalent to diffusers' `FluxTransformer2DModel`. `guidance` is a number for guidance-distilled models such as
+FLUX.1 dev, and None for others such as schnell.
 
-Source: Black Forest Labs, FLUX.1, 2024, whose streams are those of Esser et al., 2024 (arXiv:2403.03206).
+Source: Black Forest Labs, FLUX.1, 2024; streams as in Esser et al., 2024 (arXiv:2403.03206).
 """
 
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ __all__ = ["COMPONENT", "FAMILY", "Flux", "FluxConfig"]
 
 _ROPE = {"x": HEADS, "positions": ("batch", "seq")}
 _WAVES = 256
-_GUIDANCE_SCALE = 1000.0  # of guidance, as of times: the waves are made for numbers up to a thousand
+_GUIDANCE_SCALE = 1000.0  # for guidance and times: the frequencies assume numbers up to 1000
 
 
 Streams = tuple[Float[Array, "batch text embed"], Float[Array, "batch image embed"]]
@@ -129,7 +129,7 @@ class Projections(nnx.Module):
 
 
 class Stream(nnx.Module):
-    """One stream's half of a block with two: what it brings to the attention, and what it does with its outcome."""
+    """One stream's half of a two-stream block: its inputs of the attention, and the layers after it."""
 
     def __init__(self, config: FluxConfig, build: Build) -> None:
         embed, mlp = config.embed, 4 * config.embed
@@ -140,7 +140,7 @@ class Stream(nnx.Module):
         self.down = build.linear((mlp, embed), ("mlp", "embed"), bias=True)
 
     def before(self, x: Tokens, condition: Array) -> tuple[tuple[Heads, Heads, Heads], list[Array]]:
-        """Returns queries, keys and values, and the parts of the modulation that are left."""
+        """Returns queries, keys and values, and the remaining parts of the modulation."""
         shift, scale, *others = jnp.split(self.modulation(condition), 6, axis=-1)
         return self.projections(modulated(x, shift, scale)), others
 

@@ -15,10 +15,10 @@ __all__ = ["pillow", "tiled", "write_png"]
 def tiled(
     images: UInt8[np.ndarray, "images height width channels"], columns: int, *, least_pixels: int = 64
 ) -> UInt8[np.ndarray, "grid_height grid_width channels"]:
-    """Lays images out row by row, a pixel of white apart; small ones are enlarged by whole factors.
+    """Arranges images in rows with a white pixel between them; small images are enlarged by integer factors.
 
     Args:
-      least_pixels: of the shorter side of an enlarged image.
+      least_pixels: minimum size of the shorter side of an enlarged image.
     """
     factor = max(1, -(-least_pixels // min(images.shape[1:3])))
     large = images.repeat(factor, axis=1).repeat(factor, axis=2)
@@ -29,10 +29,10 @@ def tiled(
 
 
 def write_png(pixels: UInt8[np.ndarray, "height width channels"], path: Path) -> None:
-    """Writes an image of 1 channel (grey), 3 or 4; folders are made.
+    """Writes an image with 1 (grey), 3 or 4 channels; creates missing folders.
 
     Raises:
-      DataError: Pillow is not installed, the channels are none of an image's, or the file cannot be written.
+      DataError: Pillow is not installed, the number of channels is invalid, or the file cannot be written.
     """
     if pixels.shape[-1] not in (1, 3, 4):
         raise DataError(f"An image has 1, 3 or 4 channels, not {pixels.shape[-1]}; latents need their decoder.")

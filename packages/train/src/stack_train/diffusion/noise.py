@@ -1,4 +1,4 @@
-"""Noise schedules: how much of an image and how much noise a noisy image is made of, by its timestep."""
+"""Noise schedules: the fractions of image and noise in a noisy image by timestep."""
 
 import math
 from typing import Any, Literal, TypeAlias

@@ -1,4 +1,4 @@
-"""`objective.name: epsilon`, `v` and `flow_matching`: what a denoiser learns to say of noisy images."""
+"""`objective.name: epsilon`, `v` and `flow_matching`: training targets of denoisers."""
 
 import abc
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ _NOISE, _LEVEL, _DROPOUT = 0, 1, 2  # streams of the objective's key
 
 @runtime_checkable
 class Denoises(Protocol):
-    """An objective whose model samplers can run: what it predicts, and its noise schedule."""
+    """An objective with the prediction type and noise schedule that samplers need."""
 
     @property
     def prediction(self) -> Prediction: ...
@@ -56,7 +56,7 @@ class DenoisingConfig(Objective):
     def noisy(
         self, images: Images, noise: Images, *, tokens: int, key: jax.Array
     ) -> tuple[Images, Float[Array, " batch"], Images, Float[Array, " batch"]]:
-        """Draws timesteps; returns noisy images, the timesteps, the targets, and the weight of each.
+        """Samples timesteps; returns noisy images, timesteps, targets, and the weight of each image.
 
         Args:
           tokens: of an image, for a schedule that depends on its size.
@@ -72,7 +72,7 @@ class DenoisingConfig(Objective):
         level_key = jax.random.fold_in(key, _LEVEL)
         noisy, timesteps, target, weight = self.noisy(images, noise, tokens=tokens, key=level_key)
         shown = self._dropped(model, condition, images.shape[0], key=jax.random.fold_in(key, _DROPOUT))
-        # A model may predict variances in further channels, as those of Nichol and Dhariwal do; they are not trained.
+        # Additional channels may predict variances (Nichol and Dhariwal, 2021); these are not trained.
         predicted = model(noisy, timesteps, shown)[..., : images.shape[-1]]
         errors = jnp.mean(jnp.square(predicted.astype(jnp.float32) - target), axis=(1, 2, 3))
         total = jnp.sum(real)
@@ -170,11 +170,11 @@ class _DiscreteConfig(DenoisingConfig):
 
     @abc.abstractmethod
     def target(self, images: Images, noise: Images, alpha: Array, sigma: Array) -> Images:
-        """What the model is to say."""
+        """Returns the target of the prediction."""
 
     @abc.abstractmethod
     def weight(self, snr: Float[Array, " batch"], most: float) -> Float[Array, " batch"]:
-        """The weight of an error, by the ratio of image to noise."""
+        """Computes the weight of an error from the signal-to-noise ratio."""
 
 
 @config

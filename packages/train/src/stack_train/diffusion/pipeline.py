@@ -50,10 +50,10 @@ _T5_TOKENIZER, _TOKENIZER_CONFIG, _MOST_TOKENS = "tokenizer_2", "tokenizer_confi
 
 @dataclass(frozen=True)
 class Encoders:
-    """What stands around a denoiser: prompts to its condition, images to its latents and back.
+    """The encoders of a denoiser: prompts to conditions, and images to latents and back.
 
     Attributes:
-      directory: where they came from.
+      directory: directory that the encoders were read from.
     """
 
     directory: Path
@@ -101,10 +101,10 @@ def open_encoders(directory: Path, *, text_tokens: int = _T5_TOKENS) -> Encoders
     """Reads the autoencoder, the text encoders and their tokenizers of a diffusers directory.
 
     Args:
-      text_tokens: that the second text encoder is given.
+      text_tokens: number of tokens for the second text encoder.
 
     Raises:
-      ConversionError: it is no such directory, or a part is missing or not what is read here; names the part.
+      ConversionError: the directory has another format, or a component is missing or unsupported; names it.
     """
     _read_index(directory)
     if missing := [part for part in _ENCODERS if not (directory / part).is_dir()]:
@@ -141,17 +141,17 @@ def open_pipeline(directory: Path, *, text_tokens: int | None = None) -> Pipelin
     """Reads a diffusers directory of a Flux.
 
     Args:
-      text_tokens: that the second text encoder is given; by default 512, and 256 of a model without guidance, or fewer
-        where its tokenizer's `model_max_length` is lower.
+      text_tokens: number of tokens for the second text encoder; by default 512, or 256 for a model without guidance,
+        and at most its tokenizer's `model_max_length`.
 
     Raises:
-      ConversionError: a part is missing, is not what is read here, or does not fit the others.
+      ConversionError: a component is missing, unsupported, or does not fit the rest.
     """
     _read_index(directory)
     if not (directory / "transformer").is_dir():
         raise ConversionError(f"{directory} lacks transformer, the denoiser. Download the whole directory.")
     config, model = load_component(flux.COMPONENT, directory / "transformer")
-    # What diffusers' pipelines of FLUX.1 dev and schnell give by default.
+    # Defaults of diffusers' pipelines for FLUX.1 dev and schnell.
     most = _T5_TOKENS if config.guidance is not None else _T5_TOKENS // 2
     tokens = text_tokens or min(most, _most_tokens(directory / _T5_TOKENIZER))
     encoders = open_encoders(directory, text_tokens=tokens)
@@ -169,7 +169,7 @@ def _most_tokens(directory: Path) -> int:
 
 
 def _write_most_tokens(directory: Path, tokens: int) -> None:
-    """Notes how many tokens a denoiser was told: it attends to the padding, so that others would be another text."""
+    """Records the number of text tokens: the denoiser attends to padding, so another number changes its condition."""
     path = directory / _TOKENIZER_CONFIG
     _write_json(path, {**_mapping(path), _MOST_TOKENS: tokens})
 
@@ -197,14 +197,14 @@ def _read_index(directory: Path) -> None:
 
 
 def encoder_files(directory: Path) -> Iterator[tuple[str, Path]]:
-    """The files of a directory's encoders, by their place in it."""
+    """Lists the files of a directory's encoders by relative path."""
     for part in _ENCODERS:
         for path in sorted((directory / part).glob("*")):
             yield f"{part}/{path.name}", path
 
 
 def save_encoders(directory: Path, encoders: Encoders) -> None:
-    """Writes a diffusers directory without a denoiser, whole or not at all: what one is trained with.
+    """Writes the encoders for training a denoiser to a diffusers directory, atomically.
 
     Raises:
       ConversionError: `directory` exists.
@@ -215,7 +215,7 @@ def save_encoders(directory: Path, encoders: Encoders) -> None:
 
 
 def save_pipeline(directory: Path, config: Any, model: Any, encoders: Encoders, shift: float | DynamicShift) -> None:
-    """Writes a diffusers directory that diffusers opens, whole or not at all.
+    """Writes a complete diffusers directory atomically.
 
     Raises:
       ConversionError: `directory` exists, or the denoiser does not fit the encoders.

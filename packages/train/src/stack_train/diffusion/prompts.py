@@ -1,4 +1,4 @@
-"""Prompts as token ids of a fixed number, and as what a denoiser is conditioned on."""
+"""Prompts as a fixed number of token ids, and as conditions of a denoiser."""
 
 import json
 import warnings
@@ -30,12 +30,12 @@ _PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 
 @dataclass(frozen=True)
 class PromptTokenizer:
-    """Cuts prompts into a fixed number of tokens.
+    """Tokenizes prompts to a fixed number of tokens.
 
     Attributes:
-      name: what messages call the encoder that reads them.
-      tokens: of a prompt, its first and last special tokens included.
-      pad_id: what shorter prompts are filled up with.
+      name: name of the encoder in messages.
+      tokens: number of tokens of a prompt, including the first and last special tokens.
+      pad_id: padding token of shorter prompts.
     """
 
     tokenizer: HuggingFaceTokenizer
@@ -44,7 +44,7 @@ class PromptTokenizer:
     pad_id: int
 
     def __call__(self, prompts: Sequence[str]) -> Int32[np.ndarray, "prompts tokens"]:
-        """Returns the ids of prompts; one that is too long loses its end, and a warning quotes what was cut."""
+        """Returns the ids of prompts; longer prompts are truncated, with a warning that quotes the cut text."""
         rows = np.full((len(prompts), self.tokens), self.pad_id, np.int32)
         for row, prompt in zip(rows, prompts, strict=True):
             ids = self.tokenizer.encode_for_encoder(prompt)
@@ -122,7 +122,7 @@ def _clip_tokenizer(directory: Path) -> HuggingFaceTokenizer:
 
 @dataclass(frozen=True)
 class TextEncoders:
-    """What makes a Flux's condition of prompts: T5 its tokens, CLIP its vector."""
+    """Encoders of a Flux's condition: T5 for the tokens, CLIP for the vector."""
 
     clip: ClipText
     clip_tokenizer: PromptTokenizer
@@ -149,5 +149,5 @@ class TextEncoders:
         return lambda clip_ids, t5_ids: encode(states, clip_ids, t5_ids)
 
     def sizes(self) -> Mapping[str, int]:
-        """Features of the condition's arrays, by the names that a denoiser's config has for them."""
+        """Number of features of each condition array, by field of the denoiser's config."""
         return {"text_dim": self.t5.config.embed, "pooled_dim": self.clip.config.embed}

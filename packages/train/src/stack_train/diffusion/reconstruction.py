@@ -1,4 +1,4 @@
-"""`objective.name: reconstruction`: what an autoencoder of images learns."""
+"""`objective.name: reconstruction`: the training loss of image autoencoders."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -1,16 +1,16 @@
-"""Samplers as tables: every step of each is one linear combination, so that one compiled scan runs them all.
+"""Samplers as tables: each step is one linear combination, so that one compiled scan runs every sampler.
 
-A noisy image is x = alpha x0 + sigma e. Each denoiser's prediction m gives the image that it expects, d = p x + q m,
-and each sampler goes on to less noise by
+A noisy image is x = alpha x0 + sigma e. A denoiser's prediction m gives an estimate of the image, d = p x + q m,
+and a sampler continues with less noise by
 
     x' = a x + b d + c d' + n z
 
-with d' the image that the row before expected and z new noise. All are written in this one scale of x. An Euler step of
-Karras et al., y' = y + (s' - s) (y - d) / s with y = x / alpha and s = sigma / alpha, is DDIM's in it,
+with d' the estimate of the previous row and z new noise. All samplers use this scale of x. In it, the Euler step of
+Karras et al., y' = y + (s' - s) (y - d) / s with y = x / alpha and s = sigma / alpha, equals the DDIM step,
 
     x' = (sigma' / sigma) x + (alpha' - alpha sigma' / sigma) d,
 
-and where alpha is 1 - sigma it is a flow's, x + (sigma' - sigma) m.
+and if alpha = 1 - sigma it is the step of a flow, x + (sigma' - sigma) m.
 
 Sources: Song et al., DDIM, 2020 (arXiv:2010.02502); Karras et al., EDM, 2022 (arXiv:2206.00364), for Euler and Heun; Lu
 et al., DPM-Solver++, 2022 (arXiv:2211.01095).
@@ -38,17 +38,17 @@ Spacing = Literal["leading", "trailing", "linspace"]
 
 @config
 class SamplerConfig:
-    """How images are sampled.
+    """Settings of a sampler of images.
 
     Attributes:
       name: "euler" takes a straight step, "ddim" the same and, with `eta`, new noise; "heun" corrects each step by a
-        second call of the denoiser; "dpmpp_2m" is DPM-Solver++, which corrects by the step before.
-      steps: from noise to image.
-      spacing: of the steps of a discrete schedule: whole strides from its first step ("leading") or its last one
-        ("trailing"), or equal ones from the first to the last ("linspace", the default). A flow has no such choice.
-      eta: DDIM's share of the noise of DDPM.
-      guidance: w of m = m_none + w (m_condition - m_none); 1 asks the denoiser with the condition alone.
-      guidance_rescale: how much of the standard deviation that guidance adds is taken back.
+        second call of the denoiser; "dpmpp_2m" is DPM-Solver++, which corrects with the previous step.
+      steps: number of steps from noise to image.
+      spacing: spacing of the steps of a discrete schedule: integer strides from its first step ("leading") or its last
+        step ("trailing"), or equal distances ("linspace", the default). Flows do not support it.
+      eta: fraction of DDPM's noise that DDIM adds.
+      guidance: w of m = m_none + w (m_condition - m_none); 1 evaluates only the conditional prediction.
+      guidance_rescale: fraction by which the standard deviation added by guidance is reduced.
 
     Sources: guidance: Ho and Salimans, 2022 (arXiv:2207.12598); its rescale: Lin et al., 2023 (arXiv:2305.08891).
     """
@@ -72,11 +72,11 @@ class SamplerConfig:
 
 @dataclass(frozen=True)
 class Levels:
-    """The noise levels that a sampler goes through, from the noisiest to none.
+    """The noise levels of a sampler in descending order, ending without noise.
 
     Attributes:
-      timesteps: what the denoiser is told, [steps].
-      alphas, sigmas: of each level and of the last image, [steps + 1].
+      timesteps: timestep inputs of the denoiser, [steps].
+      alphas, sigmas: coefficients of each level and of the final image, [steps + 1].
       scales: k, [steps + 1]: y = x / k goes along a straight line while d stays, with s = sigma / k as its time.
     """
 
@@ -88,16 +88,16 @@ class Levels:
 
 @dataclass(frozen=True)
 class Table:
-    """A sampler: `rows`, [rows, 7], of timestep, p, q, a, b, c and n as the head of this file has them."""
+    """A sampler: `rows`, [rows, 7], of timestep, p, q, a, b, c and n as defined in the module's docstring."""
 
     rows: np.ndarray
 
 
 def levels_of(schedule: Schedule, steps: int, spacing: Spacing | None = None) -> Levels:
-    """Returns the levels of a schedule in this many steps; a flow has equal steps in time, which are then shifted.
+    """Returns the noise levels for a number of steps; a flow takes equal steps in time and then shifts them.
 
     Raises:
-      ConfigError: the schedule has fewer steps, or a flow is given a spacing.
+      ConfigError: the schedule has fewer steps, or `spacing` is set for a flow.
     """
     if isinstance(schedule, FlowConfig):
         if spacing is not None:
@@ -122,7 +122,7 @@ def _discrete_levels(schedule: NoiseConfig, steps: int, spacing: Spacing) -> Lev
         case "linspace":
             timesteps = np.linspace(0.0, last, steps)[::-1] if steps > 1 else np.array([float(last)])
     alphas, sigmas = schedule.alphas_and_sigmas()
-    ratios = np.interp(timesteps, np.arange(schedule.steps), sigmas / alphas)  # steps may lie between whole ones
+    ratios = np.interp(timesteps, np.arange(schedule.steps), sigmas / alphas)  # timesteps may be fractional
     kept = np.append(1.0 / np.sqrt(1.0 + ratios**2), 1.0)
     return Levels(timesteps, kept, np.append(ratios, 0.0) * kept, kept)
 
@@ -166,7 +166,7 @@ def _euler(levels: Levels, step: int) -> tuple[float, float]:
 
 
 def _ddim(levels: Levels, step: int, eta: float) -> tuple[float, float, float, float]:
-    """a, b, c and n: of the noise that the next level has, n is drawn anew."""
+    """Returns a, b, c and n; n is the part of the next level's noise that is new."""
     ratio = levels.sigmas[step + 1] / levels.sigmas[step]
     noise = eta * ratio * np.sqrt(1.0 - (levels.alphas[step] / levels.alphas[step + 1]) ** 2)
     kept = np.sqrt(levels.sigmas[step + 1] ** 2 - noise**2) / levels.sigmas[step]
@@ -199,9 +199,9 @@ def sample(
     """Runs a sampler from noise to images.
 
     Args:
-      denoise: (noisy images, timestep) -> what the denoiser says.
-      noise: normal, of the images' shape.
-      key: of the noise that rows add.
+      denoise: (noisy images, timestep) -> prediction.
+      noise: normal noise in the shape of the images.
+      key: PRNG key of the noise that rows add.
     """
     adds_noise = bool(table.rows[:, -1].any())
 
@@ -221,7 +221,7 @@ def sample(
 def guided(
     denoiser: Denoiser, condition: Condition, *, images: int, guidance: float, rescale: float = 0.0
 ) -> Callable[[Images, Float[Array, ""]], Predicted]:
-    """What a denoiser says of so many images that are to show `condition`, for `sample`; see `SamplerConfig`."""
+    """Returns the guided prediction for a number of images with `condition`, for `sample`; see `SamplerConfig`."""
 
     def plain(x: Images, timestep: Float[Array, ""]) -> Predicted:
         return denoiser(x, jnp.broadcast_to(timestep, (images,)), condition)

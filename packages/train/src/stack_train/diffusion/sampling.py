@@ -95,7 +95,7 @@ class ImageSampler:
         return as_pixels(jax.jit(lambda state, latents: nnx.merge(graph, state).images_of(latents))(state, latents))
 
     def _sampled(self, condition: Condition, count: int, sampler: SamplerConfig, seed: int) -> jax.Array:
-        """What the denoiser makes, images or latents."""
+        """Samples images or latents with the denoiser."""
         table = self._table(sampler)
         graph, state = nnx.split(self.model)
 
@@ -133,12 +133,12 @@ def open_images(address: str, *, size: int | None = None) -> ImageSampler:
     """Opens a run, or `hf:DIR`, a diffusers directory.
 
     Args:
-      size: pixels of the images' sides; None are those of the autoencoder's config, or of the run's images.
+      size: height and width of the images; None uses the size in the autoencoder's config, or of the run's images.
 
     Raises:
       RunDirectoryError, GenerationError, CheckpointError: see `open_run`.
       ConversionError: see `open_pipeline`.
-      ConfigError: images cannot have that size.
+      ConfigError: the model does not support that size.
     """
     path = local_path(address.removeprefix("hf:"))
     if not path.exists():
@@ -163,13 +163,13 @@ def _sized(opened: ImageSampler, size: int) -> ImageSampler:
 
 
 def open_run(directory: Path) -> ImageSampler:
-    """Opens the newest intact checkpoint of a run: the average of the weights, where the run keeps one.
+    """Opens the newest intact checkpoint of a run, with averaged weights if the run has them.
 
     Raises:
-      RunDirectoryError: there is no run.
-      GenerationError: it trains no denoiser.
-      CheckpointError: it has no checkpoint that can be used.
-      ConversionError, DataError: the encoders that it was trained with are not there, or are others now.
+      RunDirectoryError: the directory does not contain a run.
+      GenerationError: the run does not train a denoiser.
+      CheckpointError: the run lacks a usable checkpoint.
+      ConversionError, DataError: the encoders of the training are missing or have changed.
     """
     config = run_config(directory)
     if not isinstance(config.objective, Denoises) or not isinstance(config.model, ImagesConfig):

@@ -43,7 +43,7 @@ def read_scheduler(directory: Path) -> FlowMatchingConfig:
     reader.expect("num_train_timesteps", int(TIMESTEPS))
     shift = reader.get("shift", default=1.0)
     dynamic = {setting.ours: reader.get(*setting.names, default=setting.default) for setting in _DYNAMIC}
-    if reader.get("use_dynamic_shifting"):  # diffusers then reads no `shift`, and without it none of the others
+    if reader.get("use_dynamic_shifting"):  # in this mode diffusers ignores `shift`, and otherwise the remaining keys
         shift = dynamic
     if wrong := [*reader.problems, *reader.unread()]:
         raise ConversionError(

@@ -291,6 +291,7 @@ def make_mesh(mesh: MeshConfig, devices: Sequence[jax.Device] | None = None) -> 
     # A single slice of a compile-only topology has no slice_index; on CPUs and GPUs slice_index counts hosts.
     indices = {getattr(device, "slice_index", 0) for device in devices if device.platform == "tpu"}
     slices = _across_slices(sizes, len(indices))
+    # Sizes inside of a slice, in the order in which mesh_utils assigns links: the axis with the most traffic last.
     within = [sizes[axis] // slices[axis] for axis in _BY_TRAFFIC]
     if max(slices.values()) > 1:
         across = [slices[axis] for axis in _BY_TRAFFIC]
@@ -306,6 +307,7 @@ def _across_slices(sizes: Mapping[str, int], slices: int) -> dict[str, int]:
     """Returns the number of slices that each axis spans."""
     spans, left = dict.fromkeys(sizes, 1), max(slices, 1)
     for axis in _ACROSS_SLICES:
+        # Greedy in the order of `_ACROSS_SLICES`: an axis spans as many of the remaining slices as its size allows.
         spans[axis] = math.gcd(sizes[axis], left)
         left //= spans[axis]
     if left > 1:
@@ -385,6 +387,7 @@ def constrain(x: jax.Array, *logical_axes: str | None, name: str = "constrain") 
     if in_mesh.value is None:
         return x
     mesh, rules = in_mesh.value
+    # Checked on one device, too: a shape that a mesh could not split fails on the laptop, not on the cluster.
     sharding = rules.sharding(mesh, logical_axes, x.shape, name=name)
     if mesh.size == 1:
         return x
@@ -434,6 +437,7 @@ def map_parts(
         rules.sharding(mesh, axes, array.shape, name=name)  # raises if the mesh does not divide it
     in_specs = tuple(_split_axes(axes) for _, axes in arguments)
     out_specs = jax.tree.map(_split_axes, out_axes, is_leaf=_is_axes)
+    # Inside of another shard_map, only the remaining axes become manual and the mesh comes from the context.
     manual = jax.sharding.get_abstract_mesh().manual_axes
     around: dict[str, Any] = {"axis_names": set(mesh.axis_names) - set(manual)} if manual else {"mesh": mesh}
     return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, **around)(*(array for array, _ in arguments))
@@ -484,6 +488,7 @@ def _indivisible(size: int, mesh: AnyMesh, mesh_axes: Sequence[str]) -> str:
     mesh_axes = [axis for axis in mesh_axes if mesh.shape[axis] > 1]
     parts = math.prod(mesh.shape[axis] for axis in mesh_axes)
     product = " x ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in mesh_axes)
+    # The nearest legal sizes: of the array, then of each mesh axis with the others unchanged.
     below = size - size % parts
     remedies = [f"size {' or '.join(str(legal) for legal in (below, below + parts) if legal)}"]
     for axis in mesh_axes:

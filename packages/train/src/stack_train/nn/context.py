@@ -77,6 +77,7 @@ def _with_gathered_keys(
 ) -> jax.Array:
     """Computes attention of the device's two query blocks over the gathered keys of all devices."""
     axis, devices, half = _axis(_SHARED), parts_of(_SHARED), query.shape[1] // 2
+    # Gathered keys are in device order; the inverse permutation restores sequence order, which causal masks need.
     back = np.argsort(_zigzag(2 * half * devices, devices))
 
     def whole(x: jax.Array) -> jax.Array:
@@ -86,6 +87,7 @@ def _with_gathered_keys(
     keys, values = whole(key), whole(value)
     of_keys = None if segment_ids is None else whole(segment_ids)
     device, outputs = lax.axis_index(axis), list[jax.Array]()
+    # Blocks i and 2n - 1 - i, one call each, since their queries start at different positions.
     for rows, start in (
         (slice(0, half), device * half),
         (slice(half, None), (2 * devices - 1 - device) * half),
@@ -108,6 +110,7 @@ def shared_rows() -> Iterator[None]:
         return
     mesh, rules = in_mesh.value
     table = dict(rules.table)
+    # Each shard of a sequence becomes a row, so the batch is split over these devices and the sequence is not.
     changed = {name: (*context, *table[name]) for name in ("batch", "lookup_batch")}
     whole = {name: tuple(axis for axis in table[name] if axis not in context) for name in ("seq", "norm_seq")}
     with in_mesh((mesh, rules.updated({**changed, **whole, _SHARED: context}))):
@@ -125,6 +128,7 @@ def to_zigzag(x: Int[Array, "batch seq"]) -> Int[Array, "rows tokens"]:
     devices = parts_of("seq")
     if devices == 1:
         return x
+    # [batch, seq] -> [batch, devices, seq / devices] -> rows [devices * batch, seq / devices], the device index major.
     parts = x[:, _zigzag(x.shape[1], devices)].reshape(x.shape[0], devices, -1)
     with shared_rows():
         return constrain(parts.swapaxes(0, 1).reshape(-1, parts.shape[2]), "batch", "seq", name="tokens")
@@ -140,12 +144,15 @@ def from_zigzag(x: Float[Array, "rows tokens embed"]) -> Float[Array, "batch seq
     if devices == 1:
         return x
     axis = _axis("seq")
+    # Device of each block in zigzag order.
     holder = [min(block, 2 * devices - 1 - block) for block in range(2 * devices)]
 
     def of_device(x: jax.Array) -> jax.Array:
+        # Blocks i and 2n - 1 - i: their indices have opposite parity, because they add up to an odd number.
         low, high = jnp.split(x, 2, axis=1)
         is_even = lax.axis_index(axis) % 2 == 0
         even, odd = jnp.where(is_even, low, high), jnp.where(is_even, high, low)
+        # Device d of the result has blocks 2 d and 2 d + 1, one of each parity.
         moved = [
             lax.ppermute(part, axis, [(holder[2 * device + kind], device) for device in range(devices)])
             for kind, part in enumerate((even, odd))

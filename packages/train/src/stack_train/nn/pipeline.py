@@ -58,6 +58,7 @@ class Boundary:
         self._entered = True
         if self.received is None:
             return carry
+        # All stages run one program: the first stage takes its own embedding, the others the received activations.
         return jax.tree.map(lambda own, x: jnp.where(self.is_first, own, x), carry, self.received)
 
     def leave(self, carry: Tree, outputs: Tree) -> Tree:
@@ -126,6 +127,7 @@ def run_stages(
                 f"run.pipeline.chunks={chunks} pieces. Change model.layers, mesh.stage or run.pipeline.chunks.",
                 logical_axes=["layers"],
             )
+    # [layers, ...] -> [chunks, stages, layers of a piece, ...]: piece g is chunk g // stages of stage g % stages.
     pieces = {name: x.reshape(chunks, stages, -1, *x.shape[1:]) for name, x in layers.items()}
     by_stage = PartitionSpec(None, "stage")
     outs: Any = (PartitionSpec(), (by_stage, PartitionSpec()) if gradients else None)
@@ -136,6 +138,7 @@ def run_stages(
     metrics, found = mapped(pieces, dict(shared), microbatches)
     if found is None:
         return metrics, None
+    # [chunks, stages, layers of a piece, ...] -> [layers, ...], the inverse of `pieces`.
     of_layers = {name: found[0][name].reshape(x.shape) for name, x in layers.items()}
     return metrics, (of_layers, found[1])
 
@@ -179,15 +182,18 @@ class _Stage:
         rows: Any,
     ) -> Any:
         """Runs all ticks; returns the results of `run_stages` by stage."""
+        # shard_map leaves an axis of size 1 for "stage".
         layers = {name: x[:, 0] for name, x in layers.items()}
         # Arrays that do not vary over stages would have their gradients summed over the stages in every tick.
         shared, rows = _varying((shared, rows))
         stage = cls(function, schedule, with_gradients, specs, layers, shared, rows, lax.axis_index("stage"))
+        # The carry of the scans. One loop per phase: warm-up has no backward half, and drain no forward half.
         kept = stage.start()
         for phase in schedule.phases:
             if phase.forward or with_gradients:
                 ticks = {name: schedule.table[name][phase.start : phase.end] for name in COLUMNS}
                 kept, _ = lax.scan(partial(stage.tick, phase), kept, ticks)
+        # Replicates the results; with the axis of "stage" restored, shard_map concatenates the layers of all stages.
         metrics = lax.psum(kept.metrics, "stage")  # zero on all stages except the last
         if not with_gradients:
             return metrics, None
@@ -197,6 +203,7 @@ class _Stage:
         """Returns the initial state, filled with zeros."""
         row = jax.tree.map(lambda x: x[0], self.microbatches)
         piece = {name: x[0] for name, x in self.layers.items()}
+        # Shapes of what crosses a stage boundary; nothing is computed.
         output, _, metrics = jax.eval_shape(partial(self.call, None, True), piece, self.shared, row)
         zeros = lambda tree, *lead: jax.tree.map(lambda x: jnp.zeros((*lead, *x.shape), x.dtype), tree)
         wanted = self.with_gradients
@@ -226,13 +233,16 @@ class _Stage:
         fields: dict[str, Any] = {name: getattr(kept, name) for name in ("metrics", "of_layers", "of_shared")}
         if phase.forward:
             output, metrics = self.forward(kept, now)
+            # ppermute runs on all stages in every tick. A stage without a new input has slot -1 and keeps its buffers.
             inputs = _written(inputs, now["arriving_slot"], self.passed(output, 1))
             if not self.with_gradients:
+                # The loss is valid only on the last piece; -1 leaves the metrics of other stages unchanged.
                 is_last = self.is_last(now["forward_chunk"])
                 fields["metrics"] = _written(kept.metrics, jnp.where(is_last, now["forward"], -1), metrics)
         if phase.backward and self.with_gradients:
             changed, of_input = self.backward(kept, now)
             fields |= changed
+            # Cotangents travel in the opposite direction.
             gradients = _written(gradients, now["arriving_gradient_slot"], self.passed(of_input, -1))
         return self.placed(_Kept(inputs=inputs, gradients=gradients, **fields)), None
 
@@ -257,10 +267,13 @@ class _Stage:
             return (output, loss), metrics
 
         received = _read(kept.inputs, now["backward_slot"])
+        # Recomputes the piece: only its input is stored between the two passes.
         (output, loss), vjp, metrics = jax.vjp(run, self.piece(chunk), self.shared, received, has_aux=True)
         arrived = _read(kept.gradients, now["gradient_slot"])
+        # The last piece has no next stage: its output has no cotangent, and the loss has cotangent 1.
         of_output = jax.tree.map(lambda x, g: jnp.where(is_last, 0, g).astype(x.dtype), output, arrived)
         of_piece, of_shared, of_input = vjp((of_output, jnp.where(is_last, 1, 0).astype(loss.dtype)))
+        # Idle ticks compute a backward pass of arbitrary entries, whose gradients must not be added.
         counted = lambda x: jnp.where(does, x, 0)
         at = jnp.maximum(chunk, 0)
         return {
@@ -283,6 +296,7 @@ class _Stage:
     def passed(self, tree: Tree, by: int) -> Tree:
         """Shifts arrays by `by` stages along the pipeline, cyclically."""
         stages = self.schedule.stages
+        # A cycle: with several chunks the last stage sends to the first one, which holds the next chunk.
         pairs = [(stage, (stage + by) % stages) for stage in range(stages)]
         return jax.tree.map(lambda x: lax.ppermute(x, "stage", pairs), tree)
 
@@ -316,6 +330,7 @@ def _written(tree: Tree, place: Any, value: Tree) -> Tree:
     at = jnp.maximum(place, 0)
 
     def write(x: Any, new: Any) -> Any:
+        # Selects between two entries, not between two whole buffers.
         old = lax.dynamic_index_in_dim(x, at, keepdims=False)
         return lax.dynamic_update_index_in_dim(x, jnp.where(place >= 0, new, old).astype(x.dtype), at, 0)
 

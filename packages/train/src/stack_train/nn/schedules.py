@@ -130,6 +130,7 @@ class _Simulation:
     def run(self) -> Schedule:
         forward = [list(self._order(reverse=False)) for _ in range(self.stages)]
         backward = [list(self._order(reverse=True)) for _ in range(self.stages)]
+        # Each forward step precedes its backward step, so no backward step left means that all are done.
         while any(backward):
             self._tick(len(self.rows), forward, backward)
         table = {name: np.array([row[name] for row in self.rows], np.int32) for name in COLUMNS}
@@ -142,6 +143,7 @@ class _Simulation:
 
     def _order(self, *, reverse: bool) -> Iterator[tuple[int, int]]:
         """Yields (microbatch, chunk) in the order of every stage: all chunks of `stages` microbatches at a time."""
+        # Groups of `stages` microbatches (Narayanan et al., 2021, section 2.2) keep every stage busy with a chunk.
         for first in range(0, self.microbatches, self.stages):
             for chunk in sorted(range(self.chunks), reverse=reverse):
                 for microbatch in range(first, min(first + self.stages, self.microbatches)):
@@ -151,6 +153,7 @@ class _Simulation:
         row = {name: [-1] * self.stages for name in COLUMNS}
         self.rows.append(row)
         drained = not any(forward)
+        # All stages are examined before any runs: a result of this tick arrives at the next one.
         ready = [
             stage
             for stage in range(self.stages)
@@ -172,6 +175,7 @@ class _Simulation:
             piece = self._piece(stage, chunk)
             self.ran[1, microbatch, piece] = tick
             row["backward"][stage], row["backward_chunk"][stage] = microbatch, chunk
+            # Freed when it is read: the slot can receive an input that arrives at the end of this tick.
             row["backward_slot"][stage] = self._free("input", microbatch, piece)
             row["gradient_slot"][stage] = self._free("gradient", microbatch, piece)
         self._arrive(tick, row)
@@ -198,6 +202,7 @@ class _Simulation:
 
     def _take(self, kind: str, microbatch: int, piece: int) -> int:
         taken = self.taken.setdefault((kind, piece % self.stages), set())
+        # The lowest free slot, so that the number of slots is the maximum number of live buffers.
         slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
         taken.add(slot)
         self.slots[kind, microbatch, piece] = slot

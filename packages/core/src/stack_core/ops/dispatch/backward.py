@@ -55,12 +55,14 @@ class _Run(Callee):
 
     def derivative(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         forward, moving = self.forward, tuple(i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero))
+        # Traced without residuals until a derivative is taken, so that inference neither computes nor stores them.
         if not forward.residual_names and forward.plan.residuals:
             forward = Forward.trace(forward.request, primals, needs_residuals=True)
         rest = _run(forward, primals)
         pool = (*primals, *rest)
         tangent = Tangent.trace(forward, pool, moving)
         known = [pool[place] for place in tangent.used]
+        # One linear equation: `jax.linearize` keeps it whole, and only its transpose runs the chosen backward pass.
         result_tangents = _tangent_p.bind(*known, *(tangents[i] for i in moving), tangent=tangent)
         results = rest if self.forward.residual_names else rest[: forward.outputs]
         return results, [*result_tangents, *map(zero, results[forward.outputs :])]
@@ -87,6 +89,7 @@ class _Run(Callee):
                 "Use jax.vjp, which linearizes it first."
             )
         types = tuple(arguments[i].aval for i in moving)
+        # An error takes the place of the backward pass, which is not called here.
         tangent = Tangent.of(forward, moving, UnsupportedOp(op.name), types, (), Contexts.current())
         (found,) = tangent.plain_gradients([arguments[i] for i in tangent.used], cotangents)
         return [found if i in moving else None for i in range(len(arguments))]
@@ -157,6 +160,7 @@ class Tangent:
         filled = [{**operands, **missing}[place] for place in range(self.forward.operands)]
         with self.contexts.entered():  # JAX may lower this after the caller's contexts have ended
             found = program(reference_tangent, self.forward, self.moving, filled, tangents)
+        # Whatever the reference reads of a filled-in operand would make the result wrong, so it must be unused.
         run, used = pruned(found, len(filled), frozenset())
         if wrong := [self.forward.names[place] for place in used if place in missing]:
             op = self.forward.request.op.name
@@ -172,14 +176,17 @@ class Tangent:
 
     def transposed(self, known: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
         """Computes the gradients of the differentiated operands."""
+        # Raises or warns if the backward pass cannot be as requested, now that a gradient is needed.
         self.forward.plan.heeded_backward()
         return self._over(self.levels, known, cotangents)
 
     def _over(self, levels: Any, known: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
         if not levels:
             return self._gradients(*known, *cotangents)
+        # The outermost `jax.vmap` is the last level and is undone first.
         *inner, (size, mapped) = levels
         of_known, of_moving = mapped[: len(self.used)], mapped[len(self.used) :]
+        # The innermost level may be folded into an axis of the op; the others are mapped.
         if not inner:
             folded = self.folded(size, of_known, known, cotangents, per_example=of_moving)
             if folded is not None:
@@ -230,6 +237,7 @@ class Tangent:
         folding = Folding.of(
             size, forward.request.op.folds, axes[: forward.operands], [x.shape for x in shapes[: forward.operands]]
         )
+        # Gradients that have the folded axis come back per example; others come back summed over the examples.
         of_moving = [axes[i] for i in self.moving]
         of_outputs = axes[forward.operands : forward.operands + forward.outputs]
         may_fold = OWN not in forward.residual_names and all(
@@ -277,6 +285,7 @@ class Tangent:
             return None
         folded = dataclasses.replace(forward, request=request, plan=chosen, shapes=tuple(shapes))
         found = Tangent.trace(folded, shapes, self.moving)
+        # Entries that the first trace dropped are no longer available.
         return found if set(found.used) <= set(self.used) else None
 
 
@@ -348,6 +357,7 @@ def _batch(arguments: Sequence[Any], axes: Sequence[Any], *, tangent: Tangent) -
     size = next(x.shape[0] for x, is_mapped in zip(moved, mapped, strict=True) if is_mapped)
     levels = (*tangent.levels, (size, mapped))
     batched = dataclasses.replace(tangent, levels=levels)
+    # The mapped types of the results, from an abstract evaluation.
     types = jax.make_jaxpr(batched)(*moved).out_avals
     found = _tangent_p.bind(*moved, tangent=dataclasses.replace(batched, types=tuple(types)))
     return list(found), [0] * len(found)

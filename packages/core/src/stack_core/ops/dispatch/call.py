@@ -73,6 +73,7 @@ def _jvp(
         nonzero[:] = [place for place, t in enumerate(found) if not isinstance(t, ad.Zero)]
         return tuple(results), tuple(found[place] for place in nonzero)
 
+    # Innermost level first, as in `levels`.
     run: Any = derivative
     for _, mapped in levels:
         run = jax.vmap(run, in_axes=(in_axes(mapped), in_axes([mapped[place] for place in moving])))
@@ -89,6 +90,7 @@ def _batch(
     mapped = tuple(axis is not None for axis in axes)
     moved = [jnp.moveaxis(x, axis, 0) if on else x for x, axis, on in zip(arguments, axes, mapped, strict=True)]
     size = next(x.shape[0] for x, on in zip(moved, mapped, strict=True) if on)
+    # The first level uses the rule of the callee, which may fold the axis; further levels map its result.
     inner = call_jaxpr if levels else None
     found = traced(_mapped, callee, inner, size, mapped, operands=moved, is_shared=callee.is_shared)
     levels = (*levels, (size, mapped))
@@ -117,6 +119,7 @@ def _transpose(
             filled[place] = x
         return tuple(jaxpr_as_fun(call_jaxpr)(*filled))
 
+    # A mapped call has no rule: its jaxpr is transposed as any other.
     found = jax.linear_transpose(run, *(arguments[place].aval for place in moving))(tuple(cotangents))
     by_place = dict(zip(moving, found, strict=True))
     return [by_place.get(place) for place in range(len(arguments))]

@@ -35,6 +35,7 @@ class Folding:
         """
         if into is None:
             return None
+        # An operand with size 1 along the axis is broadcast, so the maximum is the size of one example.
         own = 1
         for of_one, shape in zip(axes, shapes, strict=True):
             if of_one is not None and into in of_one.split() and into != "...":
@@ -61,10 +62,12 @@ class Folding:
         at = 0 if self.into == "..." else self._at(axes, array.ndim - is_mapped)
         if self.into != "..." and array.shape[at + is_mapped] != self.own:  # size 1, broadcast along the axis
             return None if is_mapped else array
+        # All examples share the operand: copies along the folded axis give each its rows.
         if not is_mapped:
             array = jnp.broadcast_to(array, (self.size, *array.shape))
         if self.into == "...":
             return array
+        # [examples, ..., own, ...] -> [..., examples, own, ...] -> [..., examples * own, ...].
         moved = jnp.moveaxis(array, 0, at)
         return moved.reshape(*moved.shape[:at], moved.shape[at] * moved.shape[at + 1], *moved.shape[at + 2 :])
 

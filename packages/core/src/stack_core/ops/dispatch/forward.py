@@ -68,6 +68,7 @@ class Forward:
           UnsupportedOp: see `plan`.
         """
         found = traced(_chosen, request, needs_residuals, mapped, operands=operands, is_shared=request.is_shared)
+        # A shared request gives one Forward for equal calls, and thus one jaxpr that JAX lowers once.
         make = _shared if request.is_shared else cls.of
         forward = make(request, found.jaxpr, found.out_tree)
         if request.noted is None:
@@ -86,6 +87,7 @@ class Forward:
         places: list[int] = []
         returned = list(range(len(leaves)))
         for number, variable in enumerate(inner.outvars[len(leaves) :], len(leaves)):
+            # A residual that is an operand or a result, as the output of attention, is in the pool once.
             at = next((place for place, other in enumerate(pool) if other is variable), None)
             if at is None:
                 at = len(pool)
@@ -139,6 +141,7 @@ class Forward:
         """Jaxpr from the operands to the rest of the pool: the leaves of the result, then the residuals."""
         inner = equations_of(self.jaxpr)
         is_returned = [number in self.returned for number in range(len(inner.outvars))]
+        # Without the outputs that the pool already contains; their computation goes if nothing else needs it.
         rest, _ = partial_eval.dce_jaxpr(inner, is_returned, instantiate=True)
         return self.jaxpr.replace(jaxpr=rest) if inner is not self.jaxpr else rest
 
@@ -161,6 +164,7 @@ class Forward:
         """Chooses again for the folded call and runs it; returns None if the call cannot be folded."""
         axes = self.pool_axes[: self.operands]
         folding = Folding.of(size, self.request.op.folds, axes, [x.shape for x in self.shapes[: self.operands]])
+        # Private residuals have unknown axes, so they cannot be folded or unfolded.
         if folding is None or OWN in self.residual_names or not all(map(folding.has, self.pool_axes[self.operands :])):
             return None
         folded = folding.fold_all(axes, operands, mapped)
@@ -172,9 +176,11 @@ class Forward:
             )
         except UnsupportedOp:  # A requested implementation may support one example but not the folded call.
             return None
+        # The implementation of the folded call may not provide the residuals that the backward pass was traced with.
         if not set(self.residual_names) <= set(again.residual_names):
             return None
         _, outputs, residuals = again.read((*folded, *run(again, folded)))
+        # Results and residuals in the order of the jaxpr of one example, to select what it returns.
         leaves = [*jax.tree.leaves(outputs), *jax.tree.leaves({name: residuals[name] for name in self.residual_names})]
         returned = [leaves[number] for number in self.returned]
         of_returned = self.pool_axes[self.operands :]
@@ -220,6 +226,7 @@ def _local(request: Request, chosen: Plan, residual_names: tuple[str, ...], axes
 
     def call_flat(*operands: Any) -> list[Any]:
         leaves, found = jax.tree.flatten(call(*operands))
+        # shard_map passes flat leaves only; the structure is known once the function has been traced.
         structure[:] = [found]
         return leaves
 

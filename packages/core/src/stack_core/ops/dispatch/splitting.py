@@ -69,6 +69,7 @@ class Split:
         specs = tuple(self.spec(of_one, x.shape) for of_one, x in zip(axes, arrays, strict=True))
         outs = tuple(self.spec(of_one, shape) for of_one, shape in results)
         used = [{name for entry in self._entries(*result) for name in entry} for result in results]
+        # All mesh axes of the call. A result without one of them is a partial sum over its devices, hence the psum.
         everywhere = {name for entry in self.places.values() for name in entry}
 
         def local(*arrays: Any) -> tuple[Any, ...]:
@@ -79,8 +80,10 @@ class Split:
             return tuple(found)
 
         mesh = jax.sharding.get_abstract_mesh()
+        # With Explicit axes, shard_map requires the shardings of in_specs; with Auto axes, XLA inserts the transfers.
         if AxisType.Explicit in mesh.axis_types:
             arrays = [jax.sharding.reshard(x, spec) for x, spec in zip(arrays, specs, strict=True)]
+        # Variance is checked only inside of another shard_map whose arrays vary over its axes.
         checked = any(map(varying, arrays))
         mapped = jax.shard_map(local, axis_names=set(self.free), in_specs=specs, out_specs=outs, check_vma=checked)
         return mapped(*arrays)
@@ -137,12 +140,14 @@ def split_of(
             continue
         if sizes[name] % parts:
             dropped.append(f"{logical!r} is not split: {sizes[name]} is not a multiple of {parts}")
+        # One mesh axis splits one axis of the op, unless the op requires both to be split alike.
         elif any(
             set(mesh_axes) & set(others) for other, others in places.items() if not _may_share(found, name, other)
         ):
             dropped.append(f"{logical!r} is not split: another axis is split over {' and '.join(mesh_axes)}")
         else:
             places[name] = mesh_axes
+    # Axes such as the heads of query and key are split alike or not at all.
     for one, other in found.together:
         if places.get(one) != places.get(other):
             dropped += [

@@ -1,7 +1,7 @@
 """Pre-tokenizers of llama.cpp for byte-level BPE, which divide a text into pieces before merges.
 
-Source: the table in llama.cpp's `llama-vocab.cpp`. Some of its patterns approximate the published tokenizers, because
-its regular-expression engine has fewer features; this table has the published patterns.
+Source: the table in llama.cpp's `llama-vocab.cpp`. Its regular-expression engine requires approximations of some
+published patterns; this table has the published patterns.
 """
 
 import json
@@ -71,7 +71,7 @@ _DEEPSEEK_3 = (
     _IDEOGRAPHS,
     rf"{_ASCII_SYMBOL}|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*{_SPACES}",
 )
-_CASED_LETTERS = (  # letters with case in the Unicode version of DeepSeek's first tokenizers
+_CASED_LETTERS = (  # in the Unicode version of DeepSeek's first tokenizers
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376\u0377"
     "\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-\u0556"
     "\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-\u1d9a"

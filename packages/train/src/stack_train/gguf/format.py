@@ -279,9 +279,7 @@ def _config_of(settings: Mapping[str, Any], tensors: Mapping[str, Any], path: Pa
         known = sorted({each.name for each in ARCHITECTURES.values()})
         raise ConversionError(f"{path} is of architecture {name!r}; these are read: {', '.join(known)}.")
     own = {key.removeprefix(f"{name}."): value for key, value in settings.items() if key.startswith(f"{name}.")}
-    own = {
-        key: value for key, value in own.items() if value or key in _NEEDED
-    }  # such as expert_count=0 of dense models
+    own = {key: value for key, value in own.items() if value or key in _NEEDED}  # expert_count may be 0
     of_family = ARCHITECTURES[family].settings
     _check_settings(own, tuple(of_family.values()), path)
     heads, embed = own["attention.head_count"], own["embedding_length"]
@@ -356,7 +354,7 @@ def _llama3_scaling(config: Any, factors: np.ndarray, path: Path) -> ops.Llama3S
     Raises:
       ConversionError: the divisors belong to no such scaling.
     """
-    # The largest divisor is the factor, unless no frequency is low enough; then the published factors are tried.
+    # The largest divisor is the factor if some frequency is low enough; otherwise a published factor may match.
     for factor in sorted({float(np.max(factors)), 8.0, 32.0}):
         scaling = ops.Llama3Scaling(
             factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192

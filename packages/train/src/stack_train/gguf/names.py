@@ -63,7 +63,7 @@ class Architecture:
     Attributes:
       name: name of the architecture in llama.cpp.
       interleaves: True if RoPE rotates pairs of adjacent features, which changes the order of the query and key rows.
-      fixed: fields of the model config for which GGUF has no key, with the only value that llama.cpp supports.
+      fixed: fields of the model config that can have only one value in GGUF, with that value.
       settings: GGUF keys of this architecture only, by field of the model config.
       names: names of a layer's modules that differ from other architectures.
       norm_offset: constant added to norm weights in the file. Gemma 3 scales by 1 + weight; the file has that sum.

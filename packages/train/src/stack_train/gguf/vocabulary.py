@@ -202,7 +202,8 @@ def _name_of_cut(content: Mapping[str, Any], *, composes: bool) -> str:
     """Returns the GGUF name of a tokenizer's pre-tokenizer, which also determines `ignore_merges`.
 
     Raises:
-      ConversionError: GGUF has no name for the pre-tokenizer with this value of `ignore_merges`.
+      ConversionError: GGUF has no name for the pre-tokenizer, or only with the other `ignore_merges`, which would
+        change how a token is encoded.
     """
     candidates = candidates_of(patterns_of(content.get("pre_tokenizer")), composes=composes)
     ignores_merges = bool(content["model"].get("ignore_merges"))

@@ -58,7 +58,7 @@ def test_what_a_transform_trains_on_a_bfloat16_checkpoint_is_float32(name):
     published, wide = (trainer_of(SECTIONS[name], dtype) for dtype in ("bfloat16", "float32"))
     values = jax.tree.map(
         lambda leaf: jax.random.normal(jax.random.key(1), leaf.shape).astype(jnp.bfloat16) / 4,
-        published.start_variables,
+        published.initial_variables,
     )
     losses, state, start = trained(published, values)
     expected_losses, expected, _ = trained(wide, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), values))

@@ -79,7 +79,7 @@ def test_a_run_reports_its_rollouts_and_the_sampler_agrees_with_the_trainer(whol
 def test_the_step_forms_no_logits_of_a_whole_batch_and_compiles_nothing_after_the_second(tmp_path):
     sizes = ("model.vocab_size=65536", "model.max_positions=64", "data.seq_tokens=64", "objective.kl=0.1")
     run = build(cell(tmp_path / "wide", *sizes))
-    shapes = re.findall(r"tensor<((?:\d+x)+)", run.step.lower().as_text())
+    shapes = re.findall(r"tensor<((?:\d+x)+)", run.traced.lower().as_text())
     largest = max(math.prod(map(int, shape.rstrip("x").split("x"))) for shape in shapes)
     assert 65536 * 16 <= largest < 4 * 4 * 64 * 65536  # the embedding's is the largest
 

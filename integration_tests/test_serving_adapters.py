@@ -113,7 +113,7 @@ def test_what_does_not_fit_is_refused(llm, base, tmp_path):
 def test_what_is_in_no_product_of_its_own_is_refused(tmp_path):
     """Experts, whose rows stand in another order than the tokens, and the router that sorts them."""
     sizes = {"layers": 1, "experts": 4, "active_experts": 2, "expert_mlp": 16}
-    checkpoint: Any = open_for_generation(str(made_run(tmp_path / "run", family="qwen3_moe", **sizes)))
+    checkpoint: Any = open_for_generation(str(made_run(tmp_path / "run", name="qwen3_moe", **sizes)))
     of_experts = LowRankFactors(np.zeros((1, 4, 32, 2)), np.zeros((1, 4, 2, 16)), 1.0)
     of_router = LowRankFactors(np.zeros((1, 32, 2), np.float32), np.zeros((1, 2, 4), np.float32), 1.0)
     for path, given, message in (

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, update_wrapper
 from typing import Any
 
 import jax
@@ -130,7 +130,8 @@ class Program:
                 return function(*args, **kwargs)
 
         on_mesh.__name__ = getattr(function, "__name__", "step")  # names the compiled program
-        return on_mesh
+        # JAX names the program's arguments, as profiles show them, by the signature of `__wrapped__`.
+        return update_wrapper(on_mesh, function, assigned=(), updated=())
 
     def batch_shardings(self, batch: Mapping[str, Any]) -> dict[str, NamedSharding]:
         """Returns the shardings of a batch: the leading axis over all data-parallel mesh axes."""

@@ -16,7 +16,7 @@ from stack_core.abi.mesh import DEFAULT_RULES, MeshConfig, make_mesh, use_mesh
 from stack_core.ops.building import is_quantized
 from stack_train.run.config import run_config
 from stack_train.variables.trained_model import RUN_FORMAT
-from stack_train.variables.weights import load_model, load_params
+from stack_train.variables.weights import read_model, read_params
 
 TOKENS = jnp.arange(48).reshape(4, 12) * 5
 POSITIONS = jnp.tile(jnp.arange(12), (4, 1))
@@ -35,11 +35,11 @@ def logits(model):
 def main() -> None:
     run = Path(sys.argv[1])
     config = run_config(run)
-    alone = load_model(run, config)[0]
+    alone = read_model(run, config)[0]
     expected = logits(alone)
     mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
     with use_mesh(mesh):
-        model = load_model(run, config)[0]
+        model = read_model(run, config)[0]
         np.testing.assert_allclose(logits(model), expected, atol=1e-4)
     held = {path: variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(model))}
     axes = {path: variable.get_metadata("logical_axes") for path, variable in nnx.to_flat_state(nnx.state(model))}
@@ -51,8 +51,8 @@ def main() -> None:
         assert codes.sharding.is_equivalent_to(shardings[path], codes.ndim), (path, codes.sharding)
         assert codes.addressable_shards[0].data.size == codes.size // 8, path
     flat = {path: sharding for path, sharding in shardings.items() if path[0] != "static_ranges"}
-    params = load_params(run, config.model, nnx.traversals.unflatten_mapping(flat))
-    whole = nnx.traversals.flatten_mapping(load_params(run, config.model))
+    params = read_params(run, config.model, nnx.traversals.unflatten_mapping(flat))[0]
+    whole = nnx.traversals.flatten_mapping(read_params(run, config.model)[0])
     for path, array in nnx.traversals.flatten_mapping(params).items():
         assert array.sharding.is_equivalent_to(shardings[path], array.ndim), path
         np.testing.assert_array_equal(array, whole[path])

@@ -27,7 +27,7 @@ from stack_train import RunConfig
 from stack_train.run.config import run_config
 from stack_train.run.start import with_model_of_start
 from stack_train.run.train import train
-from stack_train.variables.weights import load_model
+from stack_train.variables.weights import read_model
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SMALL = ("model.layers=1", "model.embed=16", "model.heads=2", "model.mlp=16")
@@ -79,7 +79,7 @@ def test_a_reward_model_scores_answers_as_it_was_trained_to(tiny):
     reward = ModelReward("runs/tiny-reward")
     config, model = (
         run_config(Path("runs/tiny-reward")),
-        load_model(Path("runs/tiny-reward"), run_config(Path("runs/tiny-reward")))[0],
+        read_model(Path("runs/tiny-reward"), run_config(Path("runs/tiny-reward")))[0],
     )
     tokenizer = open_for_generation("runs/tiny-reward").tokenizer
     prompt, end = tuple(tokenizer.encode("c:")), tokenizer.eos_id

@@ -19,7 +19,7 @@ from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.run.config import RunConfig, run_config
 from stack_train.run.program import build_program, traced_step
 from stack_train.run.train import train
-from stack_train.variables.weights import load_model, load_params
+from stack_train.variables.weights import read_model, read_params
 
 from .test_post_training import MODEL, TEMPLATE, jsonl, losses
 
@@ -83,7 +83,7 @@ def config_of(mapping: dict, tmp_path: Path) -> RunConfig:
 
 
 def answers(run: Path) -> jax.Array:
-    model, _ = load_model(run, run_config(run))
+    model, _ = read_model(run, run_config(run))
     tokens = jnp.arange(12).reshape(1, 12)
     return model.logits(model(tokens, tokens).hidden)
 
@@ -144,13 +144,13 @@ def test_the_base_of_a_run_is_known_by_its_digests(chats, tmp_path):
     shutil.copytree(chats["run.init_from"], base)
     cut = tuned(tmp_path / "run", chats | {"run.init_from": str(base)}, **{"run.steps": "4"})
     (saved,) = (base / "checkpoints").iterdir()
-    leaves = named_leaves(load_params(base, run_config(base).model))
+    leaves = named_leaves(read_params(base, run_config(base).model)[0])
     shutil.rmtree(saved)
     with CheckpointStore(base / "checkpoints") as store:
         others = ((name, np.asarray(leaf) * (1.5 if name == "embedding" else 1)) for name, leaf in leaves.items())
         store.save_weights(others, (base / "config.yaml").read_text(), step=2)
     with pytest.raises(CheckpointError, match=r"digest \w+ when the run began, .* digest \w+ now"):
-        load_model(cut, run_config(cut))
+        read_model(cut, run_config(cut))
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from stack_train.diffusion.sampling import open_images
 from stack_train.run.config import RunConfig, run_config
 from stack_train.run.program import build_program
 from stack_train.run.train import train
-from stack_train.variables.weights import load_model
+from stack_train.variables.weights import read_model
 
 pytestmark = pytest.mark.slow  # two runs a family
 
@@ -83,7 +83,7 @@ def said(model, family):
 
 
 def model_of(run):
-    return load_model(run, run_config(run))[0]
+    return read_model(run, run_config(run))[0]
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))

@@ -24,7 +24,7 @@ from stack_train.run.model import abstract_model
 from stack_train.run.program import build_program
 from stack_train.variables.model_variables import stored_values
 from stack_train.variables.trained_adapters import digests_of_run, run_adapters
-from stack_train.variables.weights import load_model, load_params
+from stack_train.variables.weights import read_model, read_params
 
 MODEL = {"name": "llama", "vocab_size": 61, "layers": 2, "embed": 32, "heads": 4, "kv_heads": 2, "mlp": 48}
 MODEL |= {"max_positions": 64, "initializer_std": 0.2, "dtype": "float32"}
@@ -106,17 +106,17 @@ def test_an_adapter_goes_to_a_run_and_back(base, tmp_path):
         settings[0] == settings[1] and settings[0]["r"] == 4 and settings[0]["target_modules"] == ["q_proj", "v_proj"]
     )
 
-    adapted, _ = load_model(tmp_path / "run", run_config(tmp_path / "run"))
+    adapted, _ = read_model(tmp_path / "run", run_config(tmp_path / "run"))
     merged = load_merged(tmp_path / "run", abstract_model(config))
     np.testing.assert_allclose(logits(adapted), logits(merged), atol=1e-5)
-    plain, _ = load_model(base, run_config(base))
+    plain, _ = read_model(base, run_config(base))
     assert np.abs(logits(adapted) - logits(plain)).max() > 0.1
 
 
 def load_merged(run: Path, model: Any) -> Any:
     from flax import nnx
 
-    params = load_params(run, model.config)
+    params = read_params(run, model.config)[0]
     return nnx.merge(nnx.split(model)[0], nnx.State(params))
 
 
@@ -170,7 +170,7 @@ def head_peft(base: Path, tmp_path: Path) -> Path:
     head = LowRankFactors(draw(config.embed, 4), draw(4, config.vocab_size), 2.0)
     (tmp_path / "head").mkdir()
     write_peft(tmp_path / "head", {**factors(config), "lm_head": head}, config, base=None, digests={})
-    params = load_params(base, config)
+    params = read_params(base, config)[0]
     copies = {"lm_head.base_layer": params["lm_head"].T, "model.embed_tokens": params["embedding"]}
     return with_tensors(tmp_path / "head", {f"{name}.weight": np.asarray(copy) for name, copy in copies.items()})
 
@@ -186,7 +186,7 @@ def test_an_adapter_of_the_head_comes_with_a_copy_of_its_base(base, head_peft, t
     main(["convert", f"peft:{head_peft}", str(tmp_path / "run"), "--base", str(base)])
     found = run_adapters(tmp_path / "run").adapters
     assert found["lm_head"].up.shape == (4, 61) and len(found) == 3
-    adapted, _ = load_model(tmp_path / "run", run_config(tmp_path / "run"))
+    adapted, _ = read_model(tmp_path / "run", run_config(tmp_path / "run"))
     merged = load_merged(tmp_path / "run", abstract_model(run_config(base).model))
     np.testing.assert_allclose(logits(adapted), logits(merged), atol=1e-5)
     for checkpoint in (open_for_generation(str(base)),):
@@ -285,4 +285,4 @@ def test_what_peft_has_no_place_for_is_refused(tmp_path):
 
 
 def test_digests_of_a_run_are_those_of_its_leaves(base):
-    assert digests_of_run(base).keys() == named_leaves(load_params(base, run_config(base).model)).keys()
+    assert digests_of_run(base).keys() == named_leaves(read_params(base, run_config(base).model)[0]).keys()

@@ -10,7 +10,7 @@ from stack_core.cli import main
 from stack_core.ops.building import is_quantized
 from stack_train.checkpoint import named_leaves
 from stack_train.run.config import run_config
-from stack_train.variables.weights import load_model
+from stack_train.variables.weights import read_model
 
 INT8 = [{"path": "blocks/0/0/feed_forward", "weights": "int8", "activations": "int8", "gradients": "int8"}]
 MODEL = {"name": "llama", "vocab_size": 280, "layers": 2, "embed": 32, "heads": 2, "mlp": 64, "max_positions": 64}
@@ -48,7 +48,7 @@ def config(tmp_path, monkeypatch):
 def params(run):
     from flax import nnx
 
-    model, step = load_model(run, run_config(run))
+    model, step = read_model(run, run_config(run))
     return named_leaves(nnx.to_pure_dict(nnx.state(model))), step
 
 

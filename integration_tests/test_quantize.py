@@ -29,7 +29,7 @@ from stack_train.checkpoint.manifest import read_manifest
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.run.config import run_config
 from stack_train.variables.trained_model import RUN_FORMAT
-from stack_train.variables.weights import load_model, load_params
+from stack_train.variables.weights import read_model, read_params
 
 # The default sessions compile without LLVM's optimizations, by which two programs differ in more last bits.
 AS_USERS_COMPILE = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
@@ -120,7 +120,7 @@ def quantized(said):
 
 
 def model_of(run):
-    return load_model(run, run_config(run))[0]
+    return read_model(run, run_config(run))[0]
 
 
 def logits_of(model):
@@ -230,7 +230,7 @@ def test_training_starts_from_what_quantized_parameters_stand_for(folder, quanti
     with pytest.warns(UserWarning, match=r"is transformed by section quant .* starts from the floats"):
         main(["train", written(folder / "start.yaml", start)])
     loaded = model_of(quantized(W4))
-    params = load_params(quantized(W4), loaded.config)
+    params = read_params(quantized(W4), loaded.config)[0]
     np.testing.assert_array_equal(params["lm_head"], ops.dequantize(loaded.lm_head.get_value(), jnp.float32))
 
 
@@ -283,7 +283,7 @@ def test_another_recipe_than_the_models_says_what_differs(folder, capsys, comman
         message = refusal(capsys, "train", path)
     else:
         with CheckpointStore(trained / "checkpoints") as store:
-            leaves = load_params(folder / "run", run_config(trained).model)
+            leaves = read_params(folder / "run", run_config(trained).model)[0]
             store.save_weights(named_leaves(leaves).items(), "")
         arguments = ("--recipe", recipe(folder, other), "--out", folder / "never")
         message = refusal(capsys, "quantize", trained, *arguments)
@@ -320,7 +320,7 @@ def test_weights_that_are_not_finite_are_named(folder, capsys):
     source = folder / "run"
     broken = folder / "broken"
     shutil.copytree(source, broken, ignore=shutil.ignore_patterns("checkpoints"))
-    params = load_params(source, run_config(source).model)
+    params = read_params(source, run_config(source).model)[0]
     params["lm_head"] = params["lm_head"].at[3, 4].set(jnp.nan)
     params["blocks"][0][0]["feed_forward"]["up"]["kernel"] = params["blocks"][0][0]["feed_forward"]["up"]["kernel"] / 0
     with CheckpointStore(broken / "checkpoints") as store:
@@ -399,7 +399,7 @@ def test_static_ranges_are_measured_on_the_runs_data_and_kept_with_the_model(fol
     capsys.readouterr()
     main(["generate", str(run), "--prompt", "alpha beta", "--max-tokens", "3", "--temperature", "0", "--json"])
     assert len(json.loads(capsys.readouterr().out)["tokens"]) == 3
-    params = load_params(run, model.config)
+    params = read_params(run, model.config)[0]
     assert "static_ranges" not in params
     np.testing.assert_array_equal(params["lm_head"], ops.dequantize(model.lm_head.get_value(), jnp.float32))
 

@@ -25,7 +25,7 @@ from stack_train import RunConfig, RunSettings, build, start
 from stack_train.run.config import run_config
 from stack_train.run.program import build_program
 from stack_train.run.train import train
-from stack_train.variables.weights import load_model, load_start
+from stack_train.variables.weights import read_model, read_params
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TINY = (
@@ -175,7 +175,7 @@ def test_with_top_p_the_trainer_has_the_distribution_that_was_drawn_from(tmp_pat
         assert each["ratio"] == pytest.approx(1, abs=0.002)
         assert each["largest_mismatch"] < 1e-4 and each["effective_share"] == pytest.approx(1, abs=1e-4)
         assert each["kl"] == pytest.approx(0, abs=1e-6)  # the reference is the model, over the same candidates
-    model, _ = load_model(run.directory.path, run_config(run.directory.path))  # hardly moved
+    model, _ = read_model(run.directory.path, run_config(run.directory.path))  # hardly moved
     objective, ratios = GRPOConfig().build(), {}
     for name, left_out in {"with": (), "without": ("candidates",)}.items():
         batch = {key: jnp.asarray(value) for key, value in batches[0].items() if key not in left_out}
@@ -243,7 +243,7 @@ def test_a_policy_published_in_bfloat16_is_updated_and_sampled_in_float32(tmp_pa
     variables = build_program(config).initial_variables
     dtypes = {path: leaf.dtype for path, leaf in flatten_mapping(variables).items()}
     start, end = (
-        flatten_mapping(load_start(tmp_path / "run", config.model, step=step, dtypes=dtypes)[0]) for step in (1, 2)
+        flatten_mapping(read_params(tmp_path / "run", config.model, step=step, dtypes=dtypes)[0]) for step in (1, 2)
     )
     changed = [(start[path] != end[path]).ravel() for path in dtypes if "kernel" in path]
     assert jnp.concatenate(changed).mean() > 0.9  # of bfloat16 parameters 2%

@@ -103,7 +103,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
     from stack_train.huggingface import FORMAT
     from stack_train.run.config import run_config
-    from stack_train.variables.weights import load_params
+    from stack_train.variables.weights import read_params
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**{**PLAIN, **MODELS[request.param]})
@@ -116,7 +116,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     torch_model.save_pretrained(directory / "hf")
     FORMAT.import_run(directory / "hf", directory / "run")
     config = run_config(directory / "run").model
-    params = load_params(directory / "run", config)
+    params = read_params(directory / "run", config)[0]
     return Pair(directory / "hf", directory / "run", torch_model, config, model_of(config, params))
 
 

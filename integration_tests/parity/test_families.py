@@ -23,7 +23,7 @@ from stack_train.huggingface.blocks import with_blocks
 from stack_train.models.family import DecoderFamily
 from stack_train.safetensors_files import read_tensors
 from stack_train.variables.trained_model import RUN_FORMAT
-from stack_train.variables.weights import load_params, run_config
+from stack_train.variables.weights import read_params, run_config
 
 from .conftest import model_of
 
@@ -117,7 +117,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     FORMAT.import_run(root / "hf", root / "run")
     config = run_config(root / "run").model
     assert config.name == request.param
-    model = model_of(config, load_params(root / "run", config))
+    model = model_of(config, read_params(root / "run", config)[0])
     return Family(request.param, torch_model, root / "hf", root / "run", config, model)
 
 
@@ -202,8 +202,8 @@ def test_import_export_import_is_bitwise(family, tmp_path):
     config = run_config(tmp_path / "again").model
     write = registries.models[family.name].config_map.write
     assert write(config) == write(family.config)  # one of them may have left out what the other has resolved
-    params = named_leaves(load_params(tmp_path / "again", config))
-    for name, leaf in named_leaves(load_params(family.run, family.config)).items():
+    params = named_leaves(read_params(tmp_path / "again", config)[0])
+    for name, leaf in named_leaves(read_params(family.run, family.config)[0]).items():
         np.testing.assert_array_equal(params[name], leaf, err_msg=name)
 
 
@@ -224,8 +224,8 @@ def test_fused_experts_are_read_as_those_of_each_expert(family, tmp_path):
     (tmp_path / "hf" / "config.json").write_bytes((family.directory / "config.json").read_bytes())
     save_file(tensors | joined, tmp_path / "hf" / "model.safetensors")
     FORMAT.import_run(tmp_path / "hf", tmp_path / "run")
-    params = named_leaves(load_params(tmp_path / "run", family.config))
-    for name, leaf in named_leaves(load_params(family.run, family.config)).items():
+    params = named_leaves(read_params(tmp_path / "run", family.config)[0])
+    for name, leaf in named_leaves(read_params(family.run, family.config)[0]).items():
         np.testing.assert_array_equal(params[name], leaf, err_msg=name)
 
 
@@ -264,7 +264,7 @@ def test_a_state_that_predicts_the_token_after_the_next(family, tokens, tmp_path
     FORMAT.import_run(tmp_path / "hf", tmp_path / "run")
     read = run_config(tmp_path / "run").model
     assert (read.further_layers, family.config.further_layers) == (1, 0)
-    model = model_of(read, load_params(tmp_path / "run", read))
+    model = model_of(read, read_params(tmp_path / "run", read)[0])
     (actual,) = jax.jit(lambda model: model(jnp.array(tokens), positions_of(tokens)).further)(model)
     np.testing.assert_allclose(actual[:, :-1], expected[:, :-1], atol=TOLERANCE, rtol=TOLERANCE)
 

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from stack_train.huggingface import FORMAT
-from stack_train.variables.weights import load_params, run_config
+from stack_train.variables.weights import read_params, run_config
 
 from .conftest import model_of
 
@@ -67,7 +67,7 @@ def test_logits_of_text_are_those_of_the_larger_model(family, make, tmp_path):
     assert {each.partition(" ")[0] for each in result.left_out} == {"vision_tower", "multi_modal_projector"}
     config = run_config(tmp_path / "run").model
     assert config.name == family
-    ours = model_of(config, load_params(tmp_path / "run", config))
+    ours = model_of(config, read_params(tmp_path / "run", config)[0])
     positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
     actual = ours.logits(ours(jnp.asarray(TOKENS), positions).hidden)
     assert np.ptp(expected) > 1

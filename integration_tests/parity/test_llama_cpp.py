@@ -14,7 +14,7 @@ from stack_train.gguf import FORMAT
 from stack_train.gguf.cuts import CUTS, pre_tokenizer_of
 from stack_train.gguf.representable import TEXTS
 from stack_train.run.config import run_config
-from stack_train.variables.weights import load_model
+from stack_train.variables.weights import read_model
 
 torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed; it builds from source by pip")
@@ -32,7 +32,7 @@ def opened(path):
 
 def logits_of(run, tokens):
     """Ours of every token of a sequence, float32[tokens, vocab]."""
-    model, _ = load_model(run, run_config(run))
+    model, _ = read_model(run, run_config(run))
     ids = jnp.asarray([tokens], jnp.int32)
     outputs = model(ids, jnp.arange(len(tokens))[None])
     return np.asarray(model.head().logits(outputs.hidden))[0]

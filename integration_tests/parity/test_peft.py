@@ -67,7 +67,7 @@ def test_each_opens_what_the_other_wrote(adapted, tmp_path):
 
     from stack_train.peft import FORMAT
     from stack_train.run.config import run_config
-    from stack_train.variables.weights import load_model, load_params
+    from stack_train.variables.weights import read_model, read_params
 
     from .conftest import model_of
 
@@ -75,9 +75,9 @@ def test_each_opens_what_the_other_wrote(adapted, tmp_path):
     expected = torch_logits(theirs)
     FORMAT.import_run(directory, tmp_path / "run", base=base)
     config = run_config(tmp_path / "run")
-    ours, _ = load_model(tmp_path / "run", config)
+    ours, _ = read_model(tmp_path / "run", config)
     np.testing.assert_allclose(stack_logits(ours), expected, atol=1e-4, rtol=1e-5)
-    merged = model_of(config.model, load_params(tmp_path / "run", config.model))
+    merged = model_of(config.model, read_params(tmp_path / "run", config.model)[0])
     np.testing.assert_allclose(stack_logits(merged), stack_logits(ours), atol=1e-5)
 
     FORMAT.export_run(tmp_path / "run", tmp_path / "peft", base_model=str(directory.parent / "hf"))
@@ -93,7 +93,7 @@ def test_gradients_are_those_of_peft(adapted, tmp_path):
     from stack_train.run.config import run_config
     from stack_train.variables.model_variables import values_of
     from stack_train.variables.trained_adapters import run_adapters
-    from stack_train.variables.weights import load_model
+    from stack_train.variables.weights import read_model
 
     theirs, directory, base = adapted
     theirs.zero_grad()
@@ -104,7 +104,7 @@ def test_gradients_are_those_of_peft(adapted, tmp_path):
 
     FORMAT.import_run(directory, tmp_path / "run", base=base)
     config = run_config(tmp_path / "run")
-    model, _ = load_model(tmp_path / "run", config)
+    model, _ = read_model(tmp_path / "run", config)
 
     from flax import nnx
 

@@ -113,8 +113,8 @@ def logits(run: Path, tokens: np.ndarray) -> np.ndarray:
     import jax.numpy as jnp
 
     from stack_train.run.config import run_config
-    from stack_train.variables.weights import load_model
+    from stack_train.variables.weights import read_model
 
-    opened, _ = load_model(run, run_config(run))
+    opened, _ = read_model(run, run_config(run))
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     return np.asarray(opened.logits(opened(jnp.asarray(tokens), positions).hidden))

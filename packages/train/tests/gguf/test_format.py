@@ -16,7 +16,7 @@ from stack_train.gguf import FORMAT
 from stack_train.gguf.names import ARCHITECTURES, architecture_of
 from stack_train.gguf.vocabulary import Vocabulary
 from stack_train.run.config import run_config
-from stack_train.variables.weights import load_params
+from stack_train.variables.weights import read_params
 
 from .tiny_runs import TEMPLATE, TEXT, VOCAB, make_run, write_tokenizer
 
@@ -43,7 +43,7 @@ FAMILIES = {
 
 
 def parameters(run):
-    return named_leaves(load_params(run, run_config(run).model))
+    return named_leaves(read_params(run, run_config(run).model)[0])
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -13,7 +13,7 @@ from stack_train.huggingface.format import FORMAT
 from stack_train.huggingface.source import open_source
 from stack_train.run.config import run_config
 from stack_train.safetensors_files import read_tensors
-from stack_train.variables.weights import load_params
+from stack_train.variables.weights import read_params
 
 ROWS, COLUMNS = 8, 6  # neither divides every matrix
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "uint8": "U8"}
@@ -62,7 +62,7 @@ def test_blocks_are_read_as_the_floats_that_they_stand_for(make_checkpoint, tmp_
         for name, part in rule.tensors(leaves[rule.parameter]).items():
             np.testing.assert_array_equal(part, expected[name], err_msg=name)
     FORMAT.import_run(directory, tmp_path / "run")
-    params = load_params(tmp_path / "run", run_config(tmp_path / "run").model)
+    params = read_params(tmp_path / "run", run_config(tmp_path / "run").model)[0]
     np.testing.assert_array_equal(params["lm_head"], leaves["lm_head"])
     FORMAT.export_run(tmp_path / "run", tmp_path / "back")
     assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())

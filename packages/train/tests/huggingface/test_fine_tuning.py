@@ -20,7 +20,7 @@ from stack_train.run.program import build_program
 from stack_train.run.start import with_model_of_start
 from stack_train.run.train import train
 from stack_train.variables.trained_model import RUN_FORMAT
-from stack_train.variables.weights import first_state, load_params, load_start
+from stack_train.variables.weights import init_state, read_params
 
 
 @pytest.fixture
@@ -62,13 +62,13 @@ def test_a_published_checkpoint_is_trained_in_float32_and_published_in_its_own_d
     assert (config.model.param_dtype, config.precision.params) == ("bfloat16", "float32")
 
     # All of what was learned goes on to the next run; other readers get the dtype of the publication.
-    wide = {path: np.dtype("float32") for path in flatten_mapping(load_params(tuned, config.model))}
+    wide = {path: np.dtype("float32") for path in flatten_mapping(read_params(tuned, config.model)[0])}
     masters, base = (
-        flatten_mapping(load_start(tmp_path / name, config.model, dtypes=wide)[0]) for name in ("tuned", "base")
+        flatten_mapping(read_params(tmp_path / name, config.model, dtypes=wide)[0]) for name in ("tuned", "base")
     )
     changed = np.concatenate([(masters[path] != base[path]).ravel() for path in base])
     assert changed.mean() > 0.94
-    assert dtypes(load_params(tuned, config.model)) == {"bfloat16"}
+    assert dtypes(read_params(tuned, config.model)[0]) == {"bfloat16"}
     assert dtypes(RUN_FORMAT.open_for_generation(tuned).load_params()) == {"bfloat16"}
     FORMAT.export_run(tuned, tmp_path / "published")
     tensors = dict(safetensors.deserialize((tmp_path / "published" / "model.safetensors").read_bytes()))
@@ -79,7 +79,7 @@ def test_a_published_checkpoint_is_trained_in_float32_and_published_in_its_own_d
 
     further = config_of("further", "tuned")
     assert further.model.param_dtype == "bfloat16"
-    started = flatten_mapping(first_state(build_program(further), further)[0].params)
+    started = flatten_mapping(init_state(build_program(further), further)[0].params)
     assert all((started[path] == masters[path]).all() for path in masters)
 
 
@@ -95,7 +95,7 @@ def test_a_run_of_bfloat16_parameters_resumes_bit_by_bit_and_says_when_its_preci
     with pytest.raises(ConfigError, match=r"precision\.params: 'float32', not 'bfloat16'"):
         train(config_of("cut"), resume=True)
     train(cut, resume=True)
-    expected, found = (load_params(tmp_path / name, whole.model) for name in ("whole", "cut"))
+    expected, found = (read_params(tmp_path / name, whole.model)[0] for name in ("whole", "cut"))
     assert stored_dtypes(tmp_path / "cut", branch="params/") == {"bfloat16"}
     assert stored_dtypes(tmp_path / "cut", branch="opt_state/") == {"float32"}
     for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
@@ -107,7 +107,9 @@ def test_a_run_starts_from_a_checkpoint_as_from_the_run_that_it_converts_to(conf
     assert (direct.model, direct.model.param_dtype) == (converted.model, "bfloat16")
     train(direct)
     train(converted)
-    found, expected = (flatten_mapping(load_params(tmp_path / name, direct.model)) for name in ("direct", "converted"))
+    found, expected = (
+        flatten_mapping(read_params(tmp_path / name, direct.model)[0]) for name in ("direct", "converted")
+    )
     assert all((found[path] == expected[path]).all() for path in expected)
     assert train(config_of("direct", f"hf:{checkpoint}", steps=3), resume=True).step == 3
 

@@ -19,7 +19,7 @@ from stack_core.abi.errors import CheckpointDamaged, ConversionError, RunDirecto
 from stack_train.huggingface import FORMAT
 from stack_train.run.config import run_config
 from stack_train.variables.trained_model import RUN_FORMAT
-from stack_train.variables.weights import load_params
+from stack_train.variables.weights import read_params
 
 
 def raw_tensors(directory):
@@ -60,7 +60,7 @@ def test_values_land_transposed_and_stacked(make_checkpoint, tmp_path):
     result = FORMAT.import_run(source, tmp_path / "run")
     config = run_config(tmp_path / "run").model
     assert (config.embed, config.kv_heads, config.param_dtype, config.dtype) == (16, 2, "float32", "float32")
-    params = load_params(tmp_path / "run", config)
+    params = read_params(tmp_path / "run", config)[0]
     name = "model.layers.2.self_attn.k_proj.weight"
     np.testing.assert_array_equal(params["blocks"][0][0]["attention"]["key"]["kernel"][2], tensors[name].T)
     np.testing.assert_array_equal(params["lm_head"], tensors["lm_head.weight"].T)
@@ -71,7 +71,7 @@ def test_parameters_are_cast_where_the_config_asks_for_it(make_checkpoint, tmp_p
     source, tensors = make_checkpoint(dtype="BF16")
     FORMAT.import_run(source, tmp_path / "run")
     wide = dataclasses.replace(run_config(tmp_path / "run").model, param_dtype="float32")
-    params = load_params(tmp_path / "run", wide)
+    params = read_params(tmp_path / "run", wide)[0]
     np.testing.assert_array_equal(params["norm"], tensors["model.norm.weight"].astype(np.float32))
 
 
@@ -151,7 +151,7 @@ def test_mixed_dtypes_become_the_one_that_holds_them_exactly(make_checkpoint, tm
     source, tensors = make_checkpoint(dtype="F16", edit=edit)
     assert FORMAT.import_run(source, tmp_path / "run").dtype == "float32"
     config = run_config(tmp_path / "run").model
-    params = load_params(tmp_path / "run", config)
+    params = read_params(tmp_path / "run", config)[0]
     np.testing.assert_array_equal(params["norm"], tensors["model.norm.weight"].astype(np.float32))
     np.testing.assert_array_equal(params["embedding"], tensors["model.embed_tokens.weight"].astype(np.float32))
 

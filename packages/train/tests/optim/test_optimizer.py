@@ -14,7 +14,7 @@ from stack_train.optim.axes import is_hidden_matrix, is_matrix
 from stack_train.optim.optimizer import states_of
 from stack_train.run.config import RunConfig
 from stack_train.run.train import train
-from stack_train.variables.weights import load_params
+from stack_train.variables.weights import read_params
 
 AXES = {"embedding": ("vocab", "embed"), "layer": {"kernel": ("layers", "embed", "mlp"), "scale": ("layers", "norm")}}
 CONSTANT = ScheduleConfig(decay="constant")
@@ -155,4 +155,4 @@ def test_a_config_that_builds_an_optax_transformation_is_an_optimizer(tmp_path, 
     assert set(built) == {2}
     longer = parse(RunConfig, {**base, "run": {"steps": 3}, "optimizer": "signs"})
     assert train(longer, resume=True, allow=["optimizer"]).step == 3
-    assert {"blocks", "embedding"} < load_params(tmp_path / "run", run.model).keys()
+    assert {"blocks", "embedding"} < read_params(tmp_path / "run", run.model)[0].keys()

@@ -15,7 +15,7 @@ from stack_train.run.config import RunConfig
 from stack_train.run.program import build_program
 from stack_train.run.train import train
 from stack_train.variables.model_variables import stored_values
-from stack_train.variables.weights import load_model, load_params
+from stack_train.variables.weights import read_model, read_params
 
 TRAINED = ("blocks/0/0/feed_forward/up/kernel", "norm")
 
@@ -69,7 +69,7 @@ def test_a_frozen_part_is_addressed_and_a_resumed_run_ends_bitwise_alike(config_
     assert not any(name.startswith("moved/") or "embedding" in name for name in names)
     record = json.loads((path / "frozen.json").read_bytes())["model"]
     assert record["source"] == "init" and len(record["sha256"]) == 64 and "embedding" in record["leaves"]
-    states = [stored_values(load_model(whole_or_cut, config)[0]) for whole_or_cut, config in _runs(whole, cut)]
+    states = [stored_values(read_model(whole_or_cut, config)[0]) for whole_or_cut, config in _runs(whole, cut)]
     for one, other in zip(*map(values, states), strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -85,7 +85,7 @@ def test_a_part_trained_on_another_run_reads_its_source_and_refuses_a_changed_on
     tuned = config_of("tuned", run={"init_from": base.output, "steps": 2})
     train(tuned)
     ((tuned_path, _),) = _runs(tuned)
-    before, after = load_params(base_path, base.model), load_params(tuned_path, tuned.model)
+    before, after = read_params(base_path, base.model)[0], read_params(tuned_path, tuned.model)[0]
     np.testing.assert_array_equal(before["embedding"], after["embedding"])
     assert not np.array_equal(before["norm"], after["norm"])
     record = checkpoint(tuned, 2)[1] / "frozen.json"
@@ -109,7 +109,7 @@ def test_averages_are_evaluated_and_exported(config_of, optimizer):
         state = store.restore(program.abstract_state).state
     expected = program.step.evaluation_variables(state)
     for one, other, trained in zip(
-        *map(values, (load_params(path, config.model), expected, state.params)), strict=True
+        *map(values, (read_params(path, config.model)[0], expected, state.params)), strict=True
     ):
         np.testing.assert_array_equal(one, other)
         assert not np.array_equal(one, trained)

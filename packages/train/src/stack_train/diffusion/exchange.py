@@ -26,7 +26,7 @@ from stack_train.diffusion.pipeline import INDEX, open_encoders, open_pipeline, 
 from stack_train.diffusion.reconstruction import ReconstructionConfig
 from stack_train.run.config import RunConfig
 from stack_train.variables.model_variables import values_of
-from stack_train.variables.weights import load_params
+from stack_train.variables.weights import read_params
 
 __all__ = ["component_in", "component_of", "export_images", "import_images"]
 
@@ -110,7 +110,7 @@ def export_images(run: Path, directory: Path, saved: RunConfig) -> Conversion:
     """
     component = _COMPONENTS[saved.model.name]
     graph = nnx.split(nnx.eval_shape(lambda: component.family.build(saved.model, key=jax.random.key(0))))[0]
-    model, config = nnx.merge(graph, nnx.State(load_params(run, saved.model))), saved.model
+    model, config = nnx.merge(graph, nnx.State(read_params(run, saved.model)[0])), saved.model
     if isinstance(saved.data, CaptionedData):
         facts = EncoderFacts.read(run)
         encoders = open_encoders(Path(facts.directory), text_tokens=facts.text_tokens)

@@ -21,7 +21,7 @@ from stack_train.diffusion.objectives import Denoises
 from stack_train.diffusion.pipeline import INDEX, Encoders, open_encoders, open_pipeline
 from stack_train.diffusion.samplers import SamplerConfig, Table, guided, levels_of, sample, table_of
 from stack_train.run.config import run_config
-from stack_train.variables.weights import load_model
+from stack_train.variables.weights import read_model
 
 __all__ = ["ImageSampler", "open_images", "open_run"]
 
@@ -183,6 +183,6 @@ def open_run(directory: Path) -> ImageSampler:
         encoders = open_encoders(Path(facts.directory), text_tokens=facts.text_tokens)
         facts.check(encoders)
         encoders.check(config.model)
-    model, step = load_model(directory, config)
+    model, step = read_model(directory, config)
     model.eval()
     return ImageSampler(model, config.model, config.objective, step, encoders)

@@ -32,7 +32,7 @@ from stack_train.gguf.vocabulary import Vocabulary
 from stack_train.models.weight_map import WeightRule
 from stack_train.run.config import RunConfig, run_config
 from stack_train.run.model import abstract_params, holds_codes
-from stack_train.variables.weights import load_params
+from stack_train.variables.weights import read_params
 
 __all__ = ["FORMAT", "GgufFormat"]
 
@@ -83,7 +83,7 @@ class GgufFormat:
         config = saved.model
         architecture = architecture_of(config)
         vocabulary = Vocabulary.of(HuggingFaceTokenizer.load(run / "tokenizer"), config.vocab_size)
-        leaves = named_leaves(load_params(run, config))
+        leaves = named_leaves(read_params(run, config)[0])
         tensors = list(_tensors(gguf, config, architecture, leaves, stored))
         directory.parent.mkdir(parents=True, exist_ok=True)
         partial = directory.with_name(f".{directory.name}.partial")

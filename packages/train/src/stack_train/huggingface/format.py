@@ -36,7 +36,7 @@ from stack_train.run.transforms import transform_names
 from stack_train.safetensors_files import TensorSpec, plan_shards, write_shards
 from stack_train.variables.adapters import read_adapters
 from stack_train.variables.trained_model import TrainedLanguageModel
-from stack_train.variables.weights import load_params
+from stack_train.variables.weights import read_params
 
 __all__ = ["FORMAT", "HuggingFaceFormat"]
 
@@ -284,7 +284,7 @@ def _derived_leaves(run: Path, saved: RunConfig, rules: Iterable[Any]) -> Iterat
         has_frozen = step is not None and (store.path(step) / FROZEN).is_file()
     if not (as_optimizer(saved.optimizer).averages or has_frozen):
         return None
-    values = named_leaves(load_params(run, saved.model))
+    values = named_leaves(read_params(run, saved.model)[0])
     return ((rule.parameter, values[rule.parameter]) for rule in rules)
 
 

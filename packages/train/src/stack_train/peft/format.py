@@ -20,6 +20,7 @@ from stack_train.peft.reading import read_base_copies, read_base_digests, read_p
 from stack_train.peft.settings import CONFIG, read_settings
 from stack_train.peft.writing import write_peft
 from stack_train.run.config import run_config
+from stack_train.run.program import single_device_program
 from stack_train.run.start import copy_tokenizer_of_start
 from stack_train.run.transforms import transform_names
 from stack_train.variables.trained_adapters import (
@@ -30,7 +31,7 @@ from stack_train.variables.trained_adapters import (
     run_adapters,
     with_adapters,
 )
-from stack_train.variables.weights import first_state, on_one_device
+from stack_train.variables.weights import init_state
 
 __all__ = ["FORMAT", "PeftFormat"]
 
@@ -91,8 +92,8 @@ class PeftFormat:
         name, section = adapter_section(adapters)
         settings = replace(saved.run, init_from=str(source))
         config = replace(saved, output=str(run), run=settings, sections={**saved.sections, name: section})
-        program = on_one_device(config)
-        state, records = first_state(program, config)
+        program = single_device_program(config)
+        state, records = init_state(program, config)
         state = with_adapters(state, program, config, adapters)
         with atomic_directory(run) as partial:
             paths = RunDirectory(partial)

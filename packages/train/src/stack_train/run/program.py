@@ -25,7 +25,7 @@ from stack_train.step.staged import is_in_layers
 from stack_train.step.step import make_step
 from stack_train.variables.model_variables import sharding_rules
 
-__all__ = ["build_program", "model_flops", "naming_sizes", "traced_step"]
+__all__ = ["build_program", "model_flops", "naming_sizes", "single_device_program", "traced_step"]
 
 # Config keys that set the sizes of logical axes that are not fields of the model config.
 _SIZES = {"batch": ("data.batch_size", "run.accumulation_steps"), "seq": ("data.seq_tokens",)}
@@ -74,6 +74,13 @@ def build_program(
     if step.schedule is not None:
         _check_staged(config, program)
     return program
+
+
+def single_device_program(config: RunConfig) -> Program:
+    """Builds a run's program on one device, for its initial values and the shapes of its optimizer's state."""
+    sizes: dict[str, Any] = dict.fromkeys(config.mesh.sizes, 1)
+    mesh = dataclasses.replace(config.mesh, **sizes)
+    return build_program(dataclasses.replace(config, mesh=mesh), jax.local_devices()[:1], with_saved=False)
 
 
 def _check_busy(config: RunConfig, mesh: Mesh, objective: Objective) -> None:

@@ -34,7 +34,7 @@ from stack_train.run.start import copy_tokenizer_of_start
 from stack_train.step.state import TrainState
 from stack_train.variables.adapters import read_adapters
 from stack_train.variables.trained_adapters import with_adapters
-from stack_train.variables.weights import first_state, with_frozen
+from stack_train.variables.weights import init_state, restore_frozen
 
 __all__ = ["start", "train"]
 
@@ -185,9 +185,9 @@ def _first_state(run: Run, store: CheckpointStore, batches: Any) -> tuple[TrainS
         if not any(is_under(line, ["data"]) for line in changes):  # changed data starts from its beginning
             batches.set_state(restored.data_state)
         steps, records = restored.step, restored.frozen
-        state = with_frozen(restored.state, program, run.config, records)
+        state = restore_frozen(restored.state, program, run.config, records)
     else:
-        state, records = first_state(program, run.config)
+        state, records = init_state(program, run.config)
         state = _with_initial_adapters(state, records, run)
     check_shardings(state, program.state_shardings)
     return state, records, steps

@@ -27,7 +27,7 @@ from stack_train.run.transforms import transform_of
 from stack_train.step.program import Program
 from stack_train.step.state import TrainState
 from stack_train.variables.model_variables import ModelVariables, values_of
-from stack_train.variables.weights import load_model
+from stack_train.variables.weights import read_model
 
 __all__ = [
     "Digests",
@@ -77,7 +77,7 @@ def run_adapters(run: Path) -> RunAdapters:
     with CheckpointStore(RunDirectory(run).checkpoints) as store:
         restored = store.restore_variables(variables.abstract)
     if as_optimizer(config.optimizer).averages and restored.kind != "weights":
-        model, step = load_model(run, config)
+        model, step = read_model(run, config)
     else:
         held = dict(_leaves(restored.state, variables))
         model, step = variables.merge(variables.select({**variables.shapes, **held}, "frozen")), restored.step

@@ -31,7 +31,7 @@ from stack_train.step.state import AuxiliaryState
 from stack_train.variables.adapters import read_adapters
 from stack_train.variables.model_variables import ModelVariables, stored_values
 from stack_train.variables.trained_adapters import digests_of_run
-from stack_train.variables.weights import load_model, load_start
+from stack_train.variables.weights import read_model, read_params
 
 __all__ = ["RUN_FORMAT", "RunFormat", "TrainedLanguageModel"]
 
@@ -132,7 +132,7 @@ class RunFormat:
                 if (run.path / name).is_dir():
                     shutil.copytree(run.path / name, destination.path / name)
 
-        params, step = load_start(directory, config.model)
+        params, step = read_params(directory, config.model)
         model = ModelVariables.of(abstract_model(config.model)).merge(params)
         if transform_of(config).merges:  # The merged adapters are now part of the matrices, so their section goes.
             others = {name: section for name, section in config.sections.items() if name not in transform_names(config)}
@@ -153,7 +153,7 @@ class RunFormat:
         return generative_checkpoint(
             stored_model(config),
             config.model,
-            read=lambda shardings: parameters_of(load_model(directory, config, shardings)[0]),
+            read=lambda shardings: parameters_of(read_model(directory, config, shardings)[0]),
             adapters_at=lambda address: read_adapters(address, config.model, lambda: digests_of_run(directory)),
             name=directory.resolve().name,
             tokenizer=run.tokenizer,

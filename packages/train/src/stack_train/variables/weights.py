@@ -1,4 +1,4 @@
-"""Loading of model parameters from checkpoints of runs and from published checkpoints."""
+"""Reading of model variables from checkpoints of runs and from published checkpoints."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,7 +21,7 @@ from stack_train.checkpoint import CheckpointStore, FrozenRecord
 from stack_train.optim.optax_optimizer import as_optimizer
 from stack_train.run.config import RunConfig, run_config
 from stack_train.run.model import abstract_params, stored_model
-from stack_train.run.program import build_program
+from stack_train.run.program import single_device_program
 from stack_train.run.start import open_published, published_format
 from stack_train.run.transforms import transform_of
 from stack_train.step.auxiliary import INIT
@@ -37,11 +37,11 @@ from stack_train.variables.model_variables import (
 )
 from stack_train.variables.model_variables import Path as _Path
 
-__all__ = ["first_state", "load_model", "load_params", "load_start", "on_one_device", "with_frozen"]
+__all__ = ["init_state", "read_model", "read_params", "restore_frozen"]
 
 
-def load_model(run: Path, config: RunConfig, shardings: Any = None) -> tuple[Any, int]:
-    """Loads a run's model from its newest intact checkpoint; the model is quantized if the run's model is.
+def read_model(run: Path, config: RunConfig, shardings: Any = None) -> tuple[Any, int]:
+    """Reads a run's model from its newest intact checkpoint; the model is quantized if the run's model is.
 
     Args:
       config: config of the run.
@@ -64,29 +64,11 @@ def load_model(run: Path, config: RunConfig, shardings: Any = None) -> tuple[Any
         places = variable_shardings(shapes, {path: model.axes[path] for path in shapes}, rules, mesh)
     else:
         places: dict[Any, Any] = {}
-    variables, step = _restored(run, config, shapes, places)
+    variables, step = _read(run, config, shapes, places)
     return model.merge(variables), step
 
 
-def load_params(run: Path, config: Any, shardings: Tree | None = None) -> Tree:
-    """Loads the variables of a run's model, sharded by `shardings` and cast to the dtypes of `config`.
-
-    Adapters are merged and quantized parameters are dequantized. Auxiliary variables of a quantizer are dropped.
-
-    Args:
-      run: directory of the run.
-      config: config of the model; its `param_dtype` may differ from the run's.
-      shardings: shardings of the variables; None puts all variables on the default device.
-
-    Raises:
-      RunDirectoryError: `run` is not a run directory.
-      ConfigError: the checkpoint was quantized with a different recipe than the run's config has.
-      CheckpointError: no checkpoint can be used, or its model is different; names each parameter that differs.
-    """
-    return load_start(run, config, shardings)[0]
-
-
-def load_start(
+def read_params(
     run: Path,
     config: Any,
     shardings: Tree | None = None,
@@ -94,12 +76,24 @@ def load_start(
     step: int | None = None,
     dtypes: Mapping[_Path, Any] | None = None,
 ) -> tuple[Tree, int]:
-    """Loads variables as `load_params` does, and returns them with the step of their checkpoint.
+    """Reads the variables of a run's model, sharded by `shardings` and cast to the dtypes of `config`.
+
+    Adapters are merged and quantized parameters are dequantized. Auxiliary variables of a quantizer are dropped.
 
     Args:
-      run, config, shardings: as for `load_params`.
-      step: step of the checkpoint to load; None loads the newest intact one.
+      run: directory of the run.
+      config: config of the model; its `param_dtype` may differ from the run's.
+      shardings: shardings of the variables; None puts all variables on the default device.
+      step: step of the checkpoint to read; None reads the newest intact one.
       dtypes: dtypes by path that override the dtypes of `config`.
+
+    Returns:
+      The variables, and the step of their checkpoint.
+
+    Raises:
+      RunDirectoryError: `run` is not a run directory.
+      ConfigError: the checkpoint was quantized with a different recipe than the run's config has.
+      CheckpointError: no checkpoint can be used, or its model is different; names each parameter that differs.
     """
     saved, dtypes = run_config(run), dtypes or {}
     stored = replace(saved, model=replace(config, param_dtype=saved.model.param_dtype))
@@ -108,7 +102,7 @@ def load_start(
     shapes = flatten_mapping(cast_values(model.abstract, dtypes))
     # `shardings` describe the merged model. Models to merge are loaded on the default device and sharded afterwards.
     places = {} if shardings is None or transform.merges else flatten_mapping(shardings)
-    restored, step = _restored(run, saved, shapes, places, step)
+    restored, step = _read(run, saved, shapes, places, step)
     values = values_of(transform.merged(model.merge(restored))) if transform.merges else flatten_mapping(restored)
     wanted = flatten_mapping(cast_values(abstract_params(config), dtypes))
     params = unflatten_mapping(
@@ -117,8 +111,8 @@ def load_start(
     return (params if shardings is None else jax.device_put(params, shardings)), step
 
 
-def _load_init(program: Program, config: RunConfig, source: str, step: int | None = None) -> tuple[Tree, int]:
-    """Loads the values that a run starts from, in the dtypes and shardings of its program.
+def _read_start(program: Program, config: RunConfig, source: str, step: int | None = None) -> tuple[Tree, int]:
+    """Reads the values that a run starts from, in the dtypes and shardings of its program.
 
     Args:
       source: "run:DIR" or "FORMAT:DIR".
@@ -130,13 +124,13 @@ def _load_init(program: Program, config: RunConfig, source: str, step: int | Non
     variables = flatten_mapping(program.initial_variables)
     scheme, _, directory = source.partition(":")
     if scheme != "run":
-        return _load_published(source, variables), 0
+        return _read_published(source, variables), 0
     shardings = unflatten_mapping({path: leaf.sharding for path, leaf in variables.items()})
     dtypes = {path: leaf.dtype for path, leaf in variables.items()}
-    return load_start(Path(directory), config.model, shardings, step=step, dtypes=dtypes)
+    return read_params(Path(directory), config.model, shardings, step=step, dtypes=dtypes)
 
 
-def _load_published(source: str, variables: Mapping[_Path, Any]) -> Tree:
+def _read_published(source: str, variables: Mapping[_Path, Any]) -> Tree:
     """Reads the variables one by one from a published checkpoint, "FORMAT:DIR".
 
     Raises:
@@ -156,14 +150,14 @@ def _load_published(source: str, variables: Mapping[_Path, Any]) -> Tree:
     return unflatten_mapping(values)
 
 
-def first_state(program: Program, config: RunConfig) -> tuple[TrainState, dict[str, FrozenRecord]]:
+def init_state(program: Program, config: RunConfig) -> tuple[TrainState, dict[str, FrozenRecord]]:
     """Returns the state before the first step and the sources of frozen variables by model name."""
     given: Tree = {}
     source, step = INIT, 0
     if config.run.init_from is not None:
         source = _absolute(config.run.init_from)
-        given, step = _load_init(program, config, source)
-    loaded = {name: _load_auxiliary(program, name) for name in program.saved_auxiliary}
+        given, step = _read_start(program, config, source)
+    loaded = {name: _read_auxiliary(program, name) for name in program.saved_auxiliary}
     auxiliary = {name: variables for name, (variables, _) in loaded.items()}
     state = program.init(given, key=jax.random.key(config.run.seed), auxiliary=auxiliary)
     records = {}
@@ -175,7 +169,7 @@ def first_state(program: Program, config: RunConfig) -> tuple[TrainState, dict[s
     return state, records
 
 
-def with_frozen(
+def restore_frozen(
     state: TrainState, program: Program, config: RunConfig, records: Mapping[str, FrozenRecord]
 ) -> TrainState:
     """Adds the frozen variables and auxiliary models, which checkpoints do not contain, to a restored state.
@@ -188,9 +182,9 @@ def with_frozen(
     Raises:
       CheckpointError: the values of a source have changed since; names each variable.
     """
-    frozen, auxiliary = _frozen(program, config, records)
+    frozen, auxiliary = _init_frozen(program, config, records)
     for name in program.saved_auxiliary:
-        auxiliary[name], _ = _load_auxiliary(program, name, records[name].step)
+        auxiliary[name], _ = _read_auxiliary(program, name, records[name].step)
     for name, variables in {"model": frozen, **auxiliary}.items():
         if name in records:
             records[name].check(variables)
@@ -198,7 +192,9 @@ def with_frozen(
     return replace(state, frozen=frozen, auxiliary={**state.auxiliary, **copies})
 
 
-def _frozen(program: Program, config: RunConfig, records: Mapping[str, FrozenRecord]) -> tuple[Tree, dict[str, Tree]]:
+def _init_frozen(
+    program: Program, config: RunConfig, records: Mapping[str, FrozenRecord]
+) -> tuple[Tree, dict[str, Tree]]:
     """Initializes the frozen variables of a run's model, and the copies of the initial model by name."""
     made = {"model", *program.step.auxiliary}.difference(program.saved_auxiliary)
     own = [record for name, record in records.items() if name in made]
@@ -206,7 +202,7 @@ def _frozen(program: Program, config: RunConfig, records: Mapping[str, FrozenRec
         return {}, {}
     given: Tree = {}
     if own[0].source != INIT:
-        given, _ = _load_init(program, config, own[0].source, own[0].step)
+        given, _ = _read_start(program, config, own[0].source, own[0].step)
     frozen, copies = program.init_frozen(given, key=jax.random.key(config.run.seed))
     return frozen, {name: each.params for name, each in copies.items()}
 
@@ -219,12 +215,12 @@ def _absolute(source: str) -> str:
     return f"{scheme}:{Path(directory).absolute()}"
 
 
-def _load_auxiliary(program: Program, name: str, step: int | None = None) -> tuple[Tree, int]:
-    """Loads the variables of an auxiliary model from another run, and returns them and the step of its checkpoint."""
+def _read_auxiliary(program: Program, name: str, step: int | None = None) -> tuple[Tree, int]:
+    """Reads the variables of an auxiliary model from another run, and returns them and the step of its checkpoint."""
     run = _saved_run(program, name)
     shapes = flatten_mapping(program.step.auxiliary[name].variables.abstract)
     places = flatten_mapping(program.state_shardings.auxiliary[name].params)
-    return _restored(run, run_config(run), shapes, places, step)
+    return _read(run, run_config(run), shapes, places, step)
 
 
 def _saved_run(program: Program, name: str) -> Path:
@@ -232,7 +228,7 @@ def _saved_run(program: Program, name: str) -> Path:
     return local_path(program.step.auxiliary[name].source.removeprefix("run:")).absolute()
 
 
-def _restored(
+def _read(
     run: Path, config: RunConfig, shapes: Mapping[_Path, Any], places: Mapping[_Path, Any], step: int | None = None
 ) -> tuple[Tree, int]:
     """Restores the variables of a run's model from a checkpoint, or from the newest intact one if `step` is None.
@@ -255,10 +251,10 @@ def _restored(
         averages = as_optimizer(config.optimizer).averages and restored.kind != "weights"
         if not (averages or "model" in restored.frozen):
             return restored.state, restored.step
-        program = on_one_device(config)
+        program = single_device_program(config)
         variables = flatten_mapping(restored.state)
         if "model" in restored.frozen:
-            frozen, _ = _frozen(program, config, restored.frozen)
+            frozen, _ = _init_frozen(program, config, restored.frozen)
             restored.frozen["model"].check(frozen)
             variables |= flatten_mapping(frozen)
         if averages:
@@ -275,13 +271,6 @@ def _restored(
         unflatten_mapping(variables), {path: leaf.dtype for path, leaf in flatten_mapping(abstract).items()}
     )
     return (jax.device_put(tree, jax.tree.map(lambda leaf: leaf.sharding, abstract)) if places else tree), restored.step
-
-
-def on_one_device(config: RunConfig) -> Program:
-    """Returns a run's program on one device, for its initial values and the shapes of its optimizer's state."""
-    sizes: dict[str, Any] = dict.fromkeys(config.mesh.sizes, 1)
-    mesh = replace(config.mesh, **sizes)
-    return build_program(replace(config, mesh=mesh), jax.local_devices()[:1], with_saved=False)
 
 
 def _placed(leaf: Any, sharding: Any) -> Any:

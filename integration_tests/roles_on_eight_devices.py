@@ -10,11 +10,11 @@ import numpy as np
 from test_learning import SMALL, run
 from test_rollouts import records
 
-from stack_core.abi.config import apply_overrides, load_yaml, parse
+from stack_core.abi.config import apply_overrides, load_yaml
 from stack_rl.reference import Reference
 from stack_rl.rewards.model import ModelReward
-from stack_train import RunConfig, build, start
-from stack_train.run.start import with_model_of_start
+from stack_train import build, start
+from stack_train.run.resolve import parse_run
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 FEW = ("run.steps=3", "run.evaluate_every_steps=0", "data.groups=4", "data.group_size=4", "mesh.fsdp=8")
@@ -45,8 +45,8 @@ def main() -> None:
 
 def played(name: str, overrides: tuple[str, ...]) -> list[dict[str, Any]]:
     settings = ("run.init_from=runs/tiny", "data.critic_warmup_steps=0", f"output=runs/{name}", *FEW, *overrides)
-    mapping = with_model_of_start(apply_overrides(load_yaml(EXAMPLES / "letters_ppo.yaml"), list(settings)))
-    start(build(parse(RunConfig, mapping)))
+    mapping = apply_overrides(load_yaml(EXAMPLES / "letters_ppo.yaml"), list(settings))
+    start(build(parse_run(mapping)))
     return records(Path("runs") / name, "train")
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_core.abi.config import apply_overrides, load_yaml, parse
+from stack_core.abi.config import apply_overrides, load_yaml
 from stack_core.abi.errors import ConfigError, ConversionError, DataError
 from stack_core.abi.mesh import MeshConfig
 from stack_core.abi.model_formats import open_auxiliary, open_for_generation
@@ -23,9 +23,8 @@ from stack_rl.environments.prompts import PromptsConfig
 from stack_rl.objectives.heads import scalar_head
 from stack_rl.objectives.reward_model import answer_rewards
 from stack_rl.rewards.model import ModelReward, ModelRewardConfig
-from stack_train import RunConfig
 from stack_train.run.config import run_config
-from stack_train.run.start import with_model_of_start
+from stack_train.run.resolve import parse_run
 from stack_train.run.train import train
 from stack_train.variables.weights import read_model
 
@@ -50,8 +49,8 @@ def here(folder, monkeypatch):
 
 def run(name: str, *overrides: str, resume: bool = False):
     """Trains an example."""
-    mapping = with_model_of_start(apply_overrides(load_yaml(EXAMPLES / name), list(overrides)))
-    return train(parse(RunConfig, mapping), resume=resume)
+    mapping = apply_overrides(load_yaml(EXAMPLES / name), list(overrides))
+    return train(parse_run(mapping), resume=resume)
 
 
 def evaluations(output: str) -> list[dict]:

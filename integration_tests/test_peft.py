@@ -254,10 +254,10 @@ def test_a_run_goes_on_with_given_adapters(base, peft, tmp_path):
         mapping |= {"lora": {"rules": lora}} if lora else {}
         (tmp_path / "run.yaml").write_text(json.dumps(mapping))
         from stack_core.abi.config import load_yaml
-        from stack_train.run.start import with_model_of_start
+        from stack_train.run.resolve import parse_run
         from stack_train.run.train import train
 
-        train(parse(RunConfig, with_model_of_start(load_yaml(tmp_path / "run.yaml"))))
+        train(parse_run(load_yaml(tmp_path / "run.yaml")))
 
     wide = made_run(tmp_path / "wide", vocab_size=262)
     with pytest.raises(ConfigError, match="adapters_from needs a section"):

@@ -10,10 +10,8 @@ import tokenizers
 import torch
 import transformers
 
-from stack_core.abi.config import parse
 from stack_train.huggingface import FORMAT
-from stack_train.run.config import RunConfig
-from stack_train.run.start import with_model_of_start
+from stack_train.run.resolve import parse_run
 from stack_train.run.train import train
 
 from .conftest import PLAIN
@@ -76,7 +74,7 @@ def test_a_hugging_face_model_learns_preferences_and_rewards_and_goes_back(model
         "optimizer": optimizer,
         "run": {"steps": 6, "init_from": str(tmp_path / "base")},
     }
-    train(parse(RunConfig, with_model_of_start(preferred)))
+    train(parse_run(preferred))
     assert metrics(tmp_path / "dpo", "loss")[0] == pytest.approx(np.log(2), rel=1e-5)
     assert metrics(tmp_path / "dpo", "margin")[-1] > 0.1
 
@@ -93,7 +91,7 @@ def test_a_hugging_face_model_learns_preferences_and_rewards_and_goes_back(model
         "optimizer": optimizer,
         "run": {"steps": 2, "init_from": str(tmp_path / "dpo")},
     }
-    train(parse(RunConfig, with_model_of_start(rewarded)))
+    train(parse_run(rewarded))
     assert max(metrics(tmp_path / "grpo", "largest_mismatch")) < 1e-4
     assert max(metrics(tmp_path / "grpo", "grad_norm")) > 0
 

@@ -10,14 +10,13 @@ import pytest
 import safetensors
 from flax.nnx.traversals import flatten_mapping
 
-from stack_core.abi.config import parse
 from stack_core.abi.errors import CheckpointError, ConfigError, StackError
 from stack_train.checkpoint import CheckpointStore
 from stack_train.checkpoint.manifest import read_manifest
 from stack_train.huggingface import FORMAT
-from stack_train.run.config import RunConfig, run_config
+from stack_train.run.config import run_config
 from stack_train.run.program import build_program
-from stack_train.run.start import with_model_of_start
+from stack_train.run.resolve import parse_run
 from stack_train.run.train import train
 from stack_train.variables.trained_model import RUN_FORMAT
 from stack_train.variables.weights import init_state, read_params
@@ -39,7 +38,7 @@ def config_of(checkpoint, tmp_path):
         run = {"steps": steps, "init_from": start if ":" in start else str(tmp_path / start)}
         optimizer = {"learning_rate": 1e-6, "schedule": {"decay": "constant"}}
         base = {"data": data, "run": run, "optimizer": optimizer, "checkpoint": {"every_steps": 1}}
-        return parse(RunConfig, with_model_of_start({**base, "output": str(tmp_path / output), **sections}))
+        return parse_run({**base, "output": str(tmp_path / output), **sections})
 
     return make
 

@@ -9,10 +9,10 @@ import pytest
 
 from stack_core.abi.config import load_yaml, parse
 from stack_core.abi.errors import ConfigError
-from stack_train.run.checks import check_start
+from stack_train.run.checks import check
 from stack_train.run.config import RunConfig
+from stack_train.run.resolve import parse_run, resolve
 from stack_train.run.run import build
-from stack_train.run.start import with_model_of_start
 from stack_train.run.train import train
 
 MODEL = {"name": "llama", "vocab_size": 280, "layers": 1, "embed": 16, "heads": 2, "mlp": 24, "rope_theta": 5e4}
@@ -41,7 +41,7 @@ def source(folder):
 
 def test_model_and_tokenizer_are_those_of_the_source(folder, source):
     start = {"steps": 1, "init_from": source}
-    config = parse(RunConfig, with_model_of_start(mapping(folder, "same", run=start, model={"remat": "full"})))
+    config = parse_run(mapping(folder, "same", run=start, model={"remat": "full"}))
     assert (config.model.rope_theta, config.model.embed, config.model.remat) == (5e4, 16, "full")
     train(config)
     kept, made = (folder / name / "tokenizer" / "tokenizer.json" for name in ("source", "same"))
@@ -65,14 +65,14 @@ def test_a_tokenizer_of_another_vocabulary_is_named(folder, source):
 
     with pytest.raises(ConfigError, match=r"\n  data\.tokenizer: 'bpe', not '.*source/tokenizer'\n.*--allow data\.tok"):
         train(config("bpe"))
-    check_start(config("bpe"), ("data.tokenizer",))
+    check(resolve(config("bpe")), ("data.tokenizer",))
     shutil.copytree(f"{source}/tokenizer", folder / "copied")
-    check_start(config(str(folder / "copied")))
+    check(resolve(config(str(folder / "copied"))))
     vocabulary = folder / "copied" / "tokenizer.json"
     vocabulary.write_text(vocabulary.read_text().replace("<|end_of_text|>", "<|end|>"))
     (folder / "copied" / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
     with pytest.raises(ConfigError, match=r"data\.tokenizer: '.*copied'"):
-        check_start(config(str(folder / "copied")))
+        check(resolve(config(str(folder / "copied"))))
 
 
 def test_a_resumed_run_may_change_what_is_allowed_and_notes_it(folder, source):

@@ -8,7 +8,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
-from stack_core.abi.config import apply_overrides, load_yaml, parse
+from stack_core.abi.config import apply_overrides, load_yaml
 from stack_core.abi.errors import HardwareError
 from stack_core.cli import overrides_from
 from stack_core.commands.tables import print_table
@@ -50,14 +50,13 @@ def compile_run(
     from stack_core.chips.targets import Target
     from stack_core.chips.wheel_compilers import use_wheel_compilers
     from stack_train.run.compilation import compile_step
-    from stack_train.run.config import RunConfig
     from stack_train.run.memory import ADVICE
-    from stack_train.run.start import with_model_of_start
+    from stack_train.run.resolve import parse_run
 
     if not jax.config.values["jax_platforms"]:
         # The only local computation is a random key, for which JAX should not preallocate a GPU's memory.
         jax.config.update("jax_platforms", "cpu")
-    run = parse(RunConfig, with_model_of_start(mapping))
+    run = parse_run(mapping)
     targets = [Target(name) for name in target]
     progress = Console(stderr=True)
     reports = []

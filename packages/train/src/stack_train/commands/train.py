@@ -8,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from stack_core.abi.config import apply_overrides, load_yaml, parse
+from stack_core.abi.config import apply_overrides, load_yaml
 from stack_core.cli import overrides_from
 from stack_core.runtime.compile_cache import keep_compiled
 
@@ -44,12 +44,11 @@ def train(
     # JAX is imported late so that a typo in the file is reported without delay.
     import jax
 
-    from stack_train.run.config import RunConfig
-    from stack_train.run.start import with_model_of_start
+    from stack_train.run.resolve import parse_run
     from stack_train.run.train import train as run
 
     keep_compiled()
-    wanted = parse(RunConfig, with_model_of_start(mapping))
+    wanted = parse_run(mapping)
     if wanted.cluster.hosts is not None:
         from stack_train.run.cluster import train_on_cluster as run
     summary = run(wanted, resume=resume, allow=allow, terminal=sys.stderr.isatty())

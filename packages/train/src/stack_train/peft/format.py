@@ -21,7 +21,7 @@ from stack_train.peft.settings import CONFIG, read_settings
 from stack_train.peft.writing import write_peft
 from stack_train.run.config import run_config
 from stack_train.run.program import single_device_program
-from stack_train.run.start import copy_tokenizer_of_start
+from stack_train.run.start import open_start
 from stack_train.run.transforms import transform_names
 from stack_train.variables.trained_adapters import (
     Digests,
@@ -97,7 +97,7 @@ class PeftFormat:
         state = with_adapters(state, program, config, adapters)
         with atomic_directory(run) as partial:
             paths = RunDirectory(partial)
-            copy_tokenizer_of_start(config, partial)
+            open_start(str(source)).copy_tokenizer(partial)
             with CheckpointStore(paths.checkpoints) as store:
                 held = {"params": state.params, "moved": state.mutable}
                 store.save(0, held, None, to_yaml(config), frozen=records, kind="weights")

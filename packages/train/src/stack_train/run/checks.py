@@ -1,19 +1,51 @@
-"""Config checks that run before anything is built: consistent sections, and a starting point that fits the model."""
+"""Checks of a resolved config, which run before anything is built or written."""
 
 import warnings
-from pathlib import Path
+from collections.abc import Mapping
+from typing import Any
 
 from stack_core.abi.adapters import AdaptsModels
-from stack_core.abi.errors import ConfigError
+from stack_core.abi.config import differences, dotted_keys, is_under, to_mapping, with_current_keys
+from stack_core.abi.errors import ConfigError, nearest
+from stack_core.abi.plugins import registries
+from stack_train.data.settings import BPE
+from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.objectives import as_objective, check_inputs
-from stack_train.run.config import RunConfig, run_config
-from stack_train.run.start import check_same_start, open_published
-from stack_train.run.transforms import recipe_differences, transform_names, transform_of
+from stack_train.run.config import RunConfig
+from stack_train.run.resolve import ResolvedRun
+from stack_train.run.source_files import changed_files
+from stack_train.run.start import Start, model_differences
+from stack_train.run.transforms import recipe_differences, transform_names
 
-__all__ = ["check_run", "check_start"]
+__all__ = ["check", "check_sections", "fixed_differences"]
+
+# Keys that determine what a run learns must not change on resume. Its length, directory and outputs may.
+_FIXED = ("model", "data", "objective", "optimizer", "precision", "run.accumulation_steps", "run.seed")
+_FREE = ("data.prefetch_batches", "model.remat", "model.unroll")
 
 
-def check_run(config: RunConfig) -> None:
+def check(run: ResolvedRun, allowed: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Checks a run's sections, its starting point and, if it resumes, that it learns what it learned before.
+
+    Args:
+      run: the run.
+      allowed: config keys that may differ from the resumed run, or from the starting point.
+
+    Returns:
+      Lines with the allowed differences to the resumed run, such as "optimizer.learning_rate: 0.1, not 0.2".
+
+    Raises:
+      ConfigError: sections contradict each other, a key of `allowed` does not exist or would have no effect, or a key
+        that is not allowed differs; names each.
+    """
+    _check_allowed(run, allowed)
+    _check_start(run, allowed)
+    changes = () if run.resumed is None else _changes(run, run.resumed, allowed)
+    check_sections(run.config)
+    return changes
+
+
+def check_sections(config: RunConfig) -> None:
     """Raises a ConfigError if sections contradict each other."""
     config.data.check(config.model)
     shapes = config.data.spec(config.model)
@@ -25,45 +57,97 @@ def check_run(config: RunConfig) -> None:
         )
 
 
-def check_start(config: RunConfig, allow: tuple[str, ...] = ()) -> None:
-    """Checks that a run can start from `run.init_from`; warns if the source has transforms that the run lacks.
+def fixed_differences(config: RunConfig, saved: Mapping[str, Any]) -> list[str]:
+    """Lists differences from a saved config in keys that affect training, such as "data.batch_size: 4, not 8"."""
+    # Configs without the section `precision` come from runs that trained parameters in their published dtype.
+    precision = {"params": saved.get("model", {}).get("param_dtype", "float32")}
+    lines = differences(to_mapping(config), {"precision": precision, **with_current_keys(RunConfig, saved)})
+    fixed = (*_FIXED, *registries.transforms.names())
+    return [line for line in lines if is_under(line, fixed) and not is_under(line, _FREE)]
 
-    Raises:
-      ConfigError: adapters have no base model; or the source is neither a run nor a checkpoint, or has a different
-        model, tokenizer or recipe of transforms.
-    """
-    if config.run.adapters_from is not None and transform_of(config).adapting is None:
+
+def _check_allowed(run: ResolvedRun, allowed: tuple[str, ...]) -> None:
+    """Raises a ConfigError if `--allow` has no effect: there is no earlier config, or a key does not exist."""
+    if not allowed:
+        return
+    if run.resumed is None and run.start is None:
+        raise ConfigError(
+            f"--allow {allowed[0]} has no effect: this run does not start from another run. Leave it out, or give "
+            "--resume or run.init_from."
+        )
+    keys = dotted_keys(to_mapping(run.config)) | dotted_keys(run.resumed or {})
+    for key in allowed:
+        if key not in keys:
+            raise ConfigError(
+                f"--allow {key}: the config has no such key.{nearest(key, keys)} Give a whole key or section, such as "
+                "optimizer.learning_rate or data."
+            )
+
+
+def _check_start(run: ResolvedRun, allowed: tuple[str, ...]) -> None:
+    """Checks that the run fits its start; warns if the start has transforms that the run lacks."""
+    config, start = run.config, run.start
+    if config.run.adapters_from is not None and run.transforms.adapting is None:
         raise ConfigError(
             "run.adapters_from needs a section that adds adapters, such as lora. Add one, or leave it out."
         )
+    if start is None:
+        members = zip(transform_names(config), run.transforms.members, strict=True)
+        if names := [name for name, member in members if isinstance(member, AdaptsModels)]:
+            raise ConfigError(
+                f"Section {names[0]} trains adapters of a frozen model, and this run's model would stay random: "
+                "run.init_from is not set. Set it to a run or hf:DIR, or leave the section out to train all parameters."
+            )
+        return
     source = config.run.init_from
-    if source is None:
-        _check_base(config)
+    lines = [*model_differences(config.model, start.model), *_tokenizer_difference(config.data, start)]
+    if changed := [line for line in lines if not is_under(line, allowed)]:
+        raise ConfigError(
+            f"The model or its tokenizer is not that of {source}, whose weights it starts from:\n"
+            f"  {_joined(changed)}\n"
+            "Leave these keys out to take the source's, or name those that are meant to differ: "
+            f"--allow {changed[0].partition(':')[0]}."
+        )
+    if start.run is None:
         return
-    if (published := open_published(source)) is not None:
-        check_same_start(config, published.config, allow)
-        return
-    saved = run_config(Path(source))
-    check_same_start(config, saved.model, allow)
-    if missing := [name for name in transform_names(saved) if name not in transform_names(config)]:
+    if missing := [name for name in transform_names(start.run) if name not in transform_names(config)]:
         warnings.warn(
             f"The model of {source} is transformed by section {' and '.join(missing)} of its config, which this run's "
             "does not have: it starts from the floats that the parameters of the family's model stand for.",
-            stacklevel=3,
+            stacklevel=4,
         )
-    if lines := recipe_differences(config, saved):
-        listing = "\n  ".join(lines)
+    if lines := recipe_differences(config, start.run):
         raise ConfigError(
             f"The model of {source} is transformed by another recipe; here is this run's, not that one's:\n"
-            f"  {listing}\nStart from the run that it was made from, or use the same recipe."
+            f"  {_joined(lines)}\nStart from the run that it was made from, or use the same recipe."
         )
 
 
-def _check_base(config: RunConfig) -> None:
-    """Raises a ConfigError if a randomly initialized run trains only adapters."""
-    members = zip(transform_names(config), transform_of(config).members, strict=True)
-    if names := [name for name, member in members if isinstance(member, AdaptsModels)]:
+def _tokenizer_difference(data: Any, start: Start) -> list[str]:
+    """Returns a line if `data.tokenizer` differs from the tokenizer of the start."""
+    tokenizer = getattr(data, "tokenizer", None)
+    if tokenizer is None or start.tokenizer is None or tokenizer == str(start.tokenizer):
+        return []
+    tokenizers = HuggingFaceTokenizer.load
+    if tokenizer != BPE and tokenizers(tokenizer).digest == tokenizers(start.tokenizer).digest:
+        return []
+    return [f"data.tokenizer: {tokenizer!r}, not {str(start.tokenizer)!r}"]
+
+
+def _changes(run: ResolvedRun, saved: Mapping[str, Any], allowed: tuple[str, ...]) -> tuple[str, ...]:
+    """Lists the changed config keys and data files that affect what a resumed run learns."""
+    data = run.config.data
+    found = fixed_differences(run.config, saved)
+    if getattr(data, "source", None) == saved.get("data", {}).get("source"):
+        found += changed_files(data, run.directory)
+    if changed := [line for line in found if not is_under(line, allowed)]:
         raise ConfigError(
-            f"Section {names[0]} trains adapters of a frozen model, and this run's model would stay random: "
-            "run.init_from is not set. Set it to a run or hf:DIR, or leave the section out to train all parameters."
+            f"This config is not that of the run in {run.directory.path}:\n  {_joined(changed)}\n"
+            "Restore these values to resume; name those that may change, as in --allow "
+            f"{changed[0].partition(':')[0]}; or give the new run an output of its own and run.init_from."
         )
+    return tuple(found)
+
+
+def _joined(lines: list[str]) -> str:
+    return "\n  ".join(lines)

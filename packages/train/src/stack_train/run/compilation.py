@@ -15,7 +15,7 @@ from stack_core.chips.targets import Target, use_target
 from stack_core.programs.flops import Flops
 from stack_core.programs.lint import LintedParameter, ProgramLint, lint_program
 from stack_core.programs.roofline import ProgramCost, program_cost
-from stack_train.run.checks import check_run
+from stack_train.run.checks import check_sections
 from stack_train.run.config import RunConfig
 from stack_train.run.program import build_program, model_flops, traced_step
 from stack_train.step.program import Program
@@ -123,7 +123,7 @@ def compile_step(config: RunConfig, target: Target) -> StepReport:
       HardwareError: the target's compiler is missing.
       StackError: model, batch and mesh do not fit together.
     """
-    check_run(config)
+    check_sections(config)
     program = build_program(config, target.devices)
     started_s = time.perf_counter()
     with use_target(target):

@@ -10,7 +10,6 @@ from flax.nnx.traversals import flatten_mapping
 from stack_core.abi.errors import ConfigError
 from stack_train.generation.generative import ModuleCheckpoint, generative_checkpoint
 from stack_train.run.run import Run
-from stack_train.run.start import start_configs
 from stack_train.variables.model_variables import Tree
 
 __all__ = ["policy_of"]
@@ -41,6 +40,6 @@ def policy_of(run: Run, variables: Tree) -> ModuleCheckpoint:
         run.config.model,
         name=run.directory.path.name,
         tokenizer=run.directory.tokenizer,
-        origin=start_configs(run.config),
+        origin=run.directory.path / "huggingface" if run.start is None else run.start.configs,
         read=read,
     )

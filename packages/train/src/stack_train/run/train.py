@@ -23,14 +23,14 @@ from stack_core.runtime.worker import current_worker
 from stack_train.checkpoint import CheckpointDirectory, CheckpointStore, FrozenRecord
 from stack_train.observers.goodput import GoodputObserver
 from stack_train.observers.terminal import TerminalObserver
+from stack_train.run.checks import fixed_differences
 from stack_train.run.config import RunConfig
 from stack_train.run.loop import RunSummary, TrainingLoop
 from stack_train.run.memory import compile_fitting, out_of_memory
 from stack_train.run.policy import policy_of
 from stack_train.run.program import model_flops
-from stack_train.run.run import Run, build, fixed_differences
+from stack_train.run.run import Run, build
 from stack_train.run.source_files import keep_files
-from stack_train.run.start import copy_tokenizer_of_start
 from stack_train.step.state import TrainState
 from stack_train.variables.adapters import read_adapters
 from stack_train.variables.trained_adapters import with_adapters
@@ -163,7 +163,8 @@ def _write_data_files(run: Run, directory: Path) -> None:
     if not run.resume:
         _remove_leftovers(directory)
     run.data.write(directory)
-    copy_tokenizer_of_start(run.config, directory)
+    if run.start is not None:
+        run.start.copy_tokenizer(directory)
 
 
 def _remove_leftovers(directory: Path) -> None:

@@ -24,7 +24,7 @@ from stack_train.objectives import as_objective
 from stack_train.optim.optax_optimizer import as_optimizer
 from stack_train.run.config import RunConfig, run_config
 from stack_train.run.model import abstract_model, holds_codes, stored_model
-from stack_train.run.start import with_tokenizer
+from stack_train.run.resolve import with_tokenizer
 from stack_train.run.transforms import transform_names, transform_of
 from stack_train.step.auxiliary import trained_model
 from stack_train.step.state import AuxiliaryState

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from stack_core import ops
 from stack_core.abi.config import differences, parse, parse_yaml, to_mapping
 from stack_core.abi.errors import CheckpointError, ConfigError
+from stack_core.abi.formats import StartingPoint
 from stack_core.abi.local_paths import local_path
 from stack_core.abi.mesh import in_mesh
 from stack_core.abi.plugins import registries
@@ -22,7 +23,7 @@ from stack_train.optim.optax_optimizer import as_optimizer
 from stack_train.run.config import RunConfig, run_config
 from stack_train.run.model import abstract_params, stored_model
 from stack_train.run.program import single_device_program
-from stack_train.run.start import open_published, published_format
+from stack_train.run.start import Start, open_start
 from stack_train.run.transforms import transform_of
 from stack_train.step.auxiliary import INIT
 from stack_train.step.program import Program
@@ -111,33 +112,30 @@ def read_params(
     return (params if shardings is None else jax.device_put(params, shardings)), step
 
 
-def _read_start(program: Program, config: RunConfig, source: str, step: int | None = None) -> tuple[Tree, int]:
+def _read_start(program: Program, config: RunConfig, start: Start, step: int | None = None) -> tuple[Tree, int]:
     """Reads the values that a run starts from, in the dtypes and shardings of its program.
 
     Args:
-      source: "run:DIR" or "FORMAT:DIR".
-      step: step of the checkpoint of a run; None loads the newest intact one.
+      step: step of the checkpoint of a run; None reads the newest intact one.
 
     Returns:
-      The values, and the step of their checkpoint, or 0 if the source is not a run.
+      The values, and the step of their checkpoint, or 0 if they are published.
     """
     variables = flatten_mapping(program.initial_variables)
-    scheme, _, directory = source.partition(":")
-    if scheme != "run":
-        return _read_published(source, variables), 0
+    if start.published is not None:
+        return _read_published(start.published, start.source, variables), 0
     shardings = unflatten_mapping({path: leaf.sharding for path, leaf in variables.items()})
     dtypes = {path: leaf.dtype for path, leaf in variables.items()}
-    return read_params(Path(directory), config.model, shardings, step=step, dtypes=dtypes)
+    directory = Path(start.source.removeprefix("run:"))
+    return read_params(directory, config.model, shardings, step=step, dtypes=dtypes)
 
 
-def _read_published(source: str, variables: Mapping[_Path, Any]) -> Tree:
+def _read_published(published: StartingPoint, source: str, variables: Mapping[_Path, Any]) -> Tree:
     """Reads the variables one by one from a published checkpoint, "FORMAT:DIR".
 
     Raises:
       CheckpointError: the parameters of the checkpoint differ in name or shape from the run's model.
     """
-    published = open_published(source)
-    assert published is not None, "checked before the run starts"
     paths, values = {path_name(path): path for path in variables}, dict[_Path, jax.Array]()
     for name, leaf in published.leaves():
         like = variables.get(paths.get(name, ()))
@@ -155,8 +153,9 @@ def init_state(program: Program, config: RunConfig) -> tuple[TrainState, dict[st
     given: Tree = {}
     source, step = INIT, 0
     if config.run.init_from is not None:
-        source = _absolute(config.run.init_from)
-        given, step = _read_start(program, config, source)
+        start = open_start(config.run.init_from)
+        source = start.source
+        given, step = _read_start(program, config, start)
     loaded = {name: _read_auxiliary(program, name) for name in program.saved_auxiliary}
     auxiliary = {name: variables for name, (variables, _) in loaded.items()}
     state = program.init(given, key=jax.random.key(config.run.seed), auxiliary=auxiliary)
@@ -202,17 +201,9 @@ def _init_frozen(
         return {}, {}
     given: Tree = {}
     if own[0].source != INIT:
-        given, _ = _read_start(program, config, own[0].source, own[0].step)
+        given, _ = _read_start(program, config, open_start(own[0].source), own[0].step)
     frozen, copies = program.init_frozen(given, key=jax.random.key(config.run.seed))
     return frozen, {name: each.params for name, each in copies.items()}
-
-
-def _absolute(source: str) -> str:
-    """Returns `run.init_from` as recorded in checkpoints: "run:" or "FORMAT:", followed by the absolute path."""
-    if published_format(source) is None:
-        return f"run:{Path(source).absolute()}"
-    scheme, _, directory = source.partition(":")
-    return f"{scheme}:{Path(directory).absolute()}"
 
 
 def _read_auxiliary(program: Program, name: str, step: int | None = None) -> tuple[Tree, int]:

@@ -22,7 +22,7 @@ from report import RESULTS, circumstances, table, write
 
 from stack_core.abi.config import apply_overrides, config, load_yaml, parse
 from stack_core.abi.formats import GenerativeCheckpoint
-from stack_rl.contracts import Action, Environment, Observation, Outcome, Tasks
+from stack_rl.contracts import Action, Environment, Observation, StepResult, Tasks
 from stack_rl.environments.cell import CellConfig
 from stack_train import RunConfig, build, start
 
@@ -66,7 +66,7 @@ class _SlowEpisode:
     async def reset(self) -> Observation:
         return await self.episode.reset()
 
-    async def step(self, action: Action) -> Outcome:
+    async def step(self, action: Action) -> StepResult:
         outcome = await self.episode.step(action)
         if outcome.observation is not None:
             await asyncio.sleep(self.wait_s)

@@ -24,7 +24,7 @@ BUDGETS = {
     "packages/kernels": (5.5, 87),
     "packages/quant": (2.5, 64),
     "packages/train": (7.5, 78),
-    "packages/rl": (6.5, 106),
+    "packages/rl": (6.5, 21),
     "packages/serve": (9.0, 3),
     "packages/profile": (5.0, 53),
     "docs README.md GLOSSARY.md CONTRIBUTING.md examples": (6.0, 5),

@@ -65,7 +65,7 @@ def check(
 
 
 def weights(name: str) -> np.ndarray:
-    return MASK * token_weights(name, LENGTHS, GROUPS, most_tokens=LONGEST)[:, None]
+    return MASK * token_weights(name, LENGTHS, GROUPS, max_tokens=LONGEST)[:, None]
 
 
 def clipped(x: jax.Array, *, aggregation: str, high: float = 0.2, beta: float = 0.0, whole: bool = False) -> jax.Array:

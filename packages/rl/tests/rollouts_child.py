@@ -23,7 +23,7 @@ import numpy as np
 from stack_core.abi.config import config
 from stack_core.abi.generation import GenerationUpdate, TokenLogprob
 from stack_rl import rollouts
-from stack_rl.contracts import Observation, Outcome
+from stack_rl.contracts import Observation, StepResult
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.scripted import Policy, ScriptedEngine
@@ -75,8 +75,8 @@ class Sleepy:
         self._turns += 1
         if self._turns == 1:
             await asyncio.sleep(0.001 * (self._task * 7919 % 13))
-            return Outcome(observation=Observation(tokens=(9,), max_tokens=1))
-        return Outcome(reward=float(action.tokens[0] % 2))
+            return StepResult(observation=Observation(tokens=(9,), max_tokens=1))
+        return StepResult(reward=float(action.tokens[0] % 2))
 
     async def close(self): ...
 

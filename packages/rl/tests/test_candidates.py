@@ -6,7 +6,7 @@ import pytest
 from stack_core.abi.errors import DataError
 from stack_core.abi.generation import GenerationUpdate, TokenLogprob
 from stack_rl.environments.cell import CellConfig
-from stack_rl.episodes import Attempt, Drawing, Player
+from stack_rl.episodes import Attempt, Player, SamplingFilter
 from stack_rl.experience import batch_of, batch_shapes
 from stack_rl.groups import Group
 
@@ -32,7 +32,9 @@ class Narrow(ScriptedEngine):
 
 def played():
     tasks = CellConfig().build(Policy(), seq_tokens=6, seed=0)
-    player = Player(tasks, Narrow(lambda prompt: ()), seq_tokens=6, on_failure="stop", drawing=Drawing(top_p=0.9))
+    player = Player(
+        tasks, Narrow(lambda prompt: ()), seq_tokens=6, on_failure="stop", sampling_filter=SamplingFilter(top_p=0.9)
+    )
     return player.play([Attempt(0, 0), Attempt(0, 0)], seed=(0,), greedy=False)
 
 

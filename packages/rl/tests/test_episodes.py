@@ -12,9 +12,9 @@ from stack_core.abi.errors import ConfigError, EngineBusy, EnvironmentFailed, St
 from stack_core.abi.generation import GenerationUpdate
 from stack_rl import episodes
 from stack_rl.concurrent import ConcurrentPlayer
-from stack_rl.contracts import Action, EnvironmentKind, Observation, Outcome, Tasks
+from stack_rl.contracts import Action, EnvironmentKind, Observation, StepResult, Tasks
 from stack_rl.environments.cell import CellConfig
-from stack_rl.episodes import Attempt, Drawing, Player
+from stack_rl.episodes import Attempt, Player, SamplingFilter
 from stack_rl.groups import Group
 from stack_rl.rewards.unchecked import Unchecked
 
@@ -36,12 +36,12 @@ class Counting:
             raise RuntimeError("no connection")
         return Observation(tokens=(self.task,), max_tokens=self.max_tokens)
 
-    async def step(self, action: Action) -> Outcome:
+    async def step(self, action: Action) -> StepResult:
         if self.fails == "nan":
-            return Outcome(reward=float("nan"))
+            return StepResult(reward=float("nan"))
         self.turns -= 1
         more = Observation(tokens=(9, 9), max_tokens=self.max_tokens) if self.turns else None
-        return Outcome(reward=0.5, observation=more, facts={"tokens": float(len(action.tokens))})
+        return StepResult(reward=0.5, observation=more, facts={"tokens": float(len(action.tokens))})
 
     async def close(self) -> None:
         self.closed.append(self.task)
@@ -123,7 +123,7 @@ class Hanging(Counting):
 
     blocks: bool = False
 
-    async def step(self, action: Action) -> Outcome:
+    async def step(self, action: Action) -> StepResult:
         if self.task % 2:
             await asyncio.sleep(0 if self.blocks else 60)
             time.sleep(1.0 if self.blocks else 0.0)
@@ -170,7 +170,7 @@ def test_groups_are_played_beside_the_caller_and_tell_how_they_ended():
     for fails in ("", "reset"):
         tasks = CountingTasks(turns=2, fails=fails)
         player = ConcurrentPlayer(
-            tasks, engine, seq_tokens=20, seed=0, on_failure="stop", timeout_s=5.0, drawing=Drawing()
+            tasks, engine, seq_tokens=20, seed=0, on_failure="stop", timeout_s=5.0, sampling_filter=SamplingFilter()
         )
         player.begin([Attempt(3, 1), Attempt(3, 0)], found.put, found.put)
         ended = found.get(timeout=5)
@@ -188,7 +188,13 @@ def test_an_engine_may_answer_after_the_end_of_the_run():
     engine, submitted = ScriptedEngine(lambda prompt: (5, 6)), queue.SimpleQueue()
     engine.submit = lambda request, receive: submitted.put((request, receive))
     player = ConcurrentPlayer(
-        CountingTasks(turns=1), engine, seq_tokens=20, seed=0, on_failure="stop", timeout_s=5.0, drawing=Drawing()
+        CountingTasks(turns=1),
+        engine,
+        seq_tokens=20,
+        seed=0,
+        on_failure="stop",
+        timeout_s=5.0,
+        sampling_filter=SamplingFilter(),
     )
     ignore = lambda ended: None
     player.begin([Attempt(0, 0)], ignore, ignore)

@@ -8,7 +8,7 @@ import pytest
 from stack_core.abi.errors import ConfigError, ShardingError
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.mesh import MeshConfig
-from stack_rl.placing import PlacedModel
+from stack_rl.placing import ShardedCheckpoint
 
 from .scripted import Policy
 
@@ -25,7 +25,7 @@ class Loaded(Policy):
 
 def test_its_parameters_lie_on_the_last_devices_and_all_else_is_the_policys() -> None:
     policy = Loaded()
-    placed = PlacedModel(policy, MeshConfig(fsdp=1))
+    placed = ShardedCheckpoint(policy, MeshConfig(fsdp=1))
     assert placed.load_params().devices.flatten().tolist() == jax.devices()[-1:]
     assert placed.vocab_size == policy.vocab_size
     for name in GenerativeCheckpoint.__annotations__:
@@ -34,6 +34,6 @@ def test_its_parameters_lie_on_the_last_devices_and_all_else_is_the_policys() ->
 
 def test_what_it_cannot_do_is_refused() -> None:
     with pytest.raises(ShardingError, match=r"data.engine_mesh has \d+ devices; there are"):
-        PlacedModel(Loaded(), MeshConfig(fsdp=1, tensor=2 * len(jax.devices())))
+        ShardedCheckpoint(Loaded(), MeshConfig(fsdp=1, tensor=2 * len(jax.devices())))
     with pytest.raises(ConfigError, match="places its parameters itself"):
-        PlacedModel(Loaded(), MeshConfig()).load_params("shardings")
+        ShardedCheckpoint(Loaded(), MeshConfig()).load_params("shardings")

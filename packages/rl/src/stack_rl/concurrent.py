@@ -11,7 +11,17 @@ from stack_core.abi.engines import Engine
 from stack_core.abi.errors import EngineBusy, EnvironmentFailed
 from stack_core.abi.generation import GenerationRequest, GenerationUpdate
 from stack_rl.contracts import Tasks, Trajectory
-from stack_rl.episodes import Attempt, Drawing, Episode, EventLoop, OnFailure, described, joined, sampling_for, within
+from stack_rl.episodes import (
+    Attempt,
+    Episode,
+    EventLoop,
+    OnFailure,
+    SamplingFilter,
+    failure_message,
+    joined,
+    sampling_for,
+    within,
+)
 from stack_rl.rewards.unchecked import Unchecked
 
 __all__ = ["ConcurrentPlayer"]
@@ -31,7 +41,7 @@ class ConcurrentPlayer:
       seed: seed of the sampling.
       on_failure: handling of an episode whose environment or reward fails.
       timeout_s: time limit of each environment step in seconds.
-      drawing: sampling restrictions.
+      sampling_filter: sampling restrictions.
     """
 
     def __init__(
@@ -43,9 +53,9 @@ class ConcurrentPlayer:
         seed: int,
         on_failure: OnFailure,
         timeout_s: float,
-        drawing: Drawing,
+        sampling_filter: SamplingFilter,
     ) -> None:
-        self._drawing = drawing
+        self._sampling_filter = sampling_filter
         self._tasks, self._engine, self._seed = tasks, engine, seed
         self._seq_tokens, self._on_failure, self._timeout_s = seq_tokens, on_failure, timeout_s
         self._loop = EventLoop()
@@ -54,25 +64,25 @@ class ConcurrentPlayer:
     def begin(
         self,
         attempts: Sequence[Attempt],
-        done: Callable[[list[Trajectory | None]], None],
-        failed: Callable[[Exception], None],
+        on_trajectories: Callable[[list[Trajectory | None]], None],
+        on_failure: Callable[[Exception], None],
     ) -> None:
         """Starts playing a group.
 
         Args:
           attempts: the group's attempts.
-          done: called on another thread with the trajectories; None for attempts that failed and are dropped.
-          failed: called on another thread with the error if failures stop the run.
+          on_trajectories: called on another thread with the trajectories; None for dropped attempts.
+          on_failure: called on another thread with the error if failures stop the run.
         """
 
         async def group() -> None:
             playing = [asyncio.ensure_future(self._play(attempt, place)) for place, attempt in enumerate(attempts)]
             try:
-                done(list(await asyncio.gather(*playing)))
+                on_trajectories(list(await asyncio.gather(*playing)))
             except Exception as error:  # raised again on the thread that requests batches
                 for each in playing:
                     each.cancel()
-                failed(error)
+                on_failure(error)
 
         self._loop.begin(group())
 
@@ -87,7 +97,7 @@ class ConcurrentPlayer:
         except Exception as error:  # Environments are user code and may raise any exception.
             episode.failure = f"{type(error).__name__}: {error}"
             if self._on_failure == "stop" and not isinstance(error, Unchecked):
-                raise EnvironmentFailed(described(episode, self._tasks)) from error
+                raise EnvironmentFailed(failure_message(episode, self._tasks)) from error
         finally:
             await episode.environment.close()
         return None if episode.failure else episode.trajectory()
@@ -117,7 +127,7 @@ class ConcurrentPlayer:
             with contextlib.suppress(RuntimeError):  # the run has ended and its event loop is closed
                 loop.call_soon_threadsafe(arrive, update)
 
-        sampling = sampling_for(episode, self._drawing, seed=seed, seq_tokens=self._seq_tokens)
+        sampling = sampling_for(episode, self._sampling_filter, seed=seed, seq_tokens=self._seq_tokens)
         request = GenerationRequest(request_id=name, prompt=tuple(episode.tokens), sampling=sampling)
         while True:
             try:

@@ -18,9 +18,9 @@ __all__ = [
     "Environment",
     "EnvironmentKind",
     "Observation",
-    "Outcome",
     "Reward",
     "Score",
+    "StepResult",
     "Tasks",
     "Trajectory",
     "Verdict",
@@ -54,7 +54,7 @@ class Action:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class StepResult:
     """Result of an action.
 
     Attributes:
@@ -78,7 +78,7 @@ class Environment(Protocol):
         """Starts the episode and returns the prompt."""
         ...
 
-    async def step(self, action: Action) -> Outcome:
+    async def step(self, action: Action) -> StepResult:
         """Applies an action and returns its reward and the next observation."""
         ...
 

@@ -16,20 +16,20 @@ import numpy as np
 from stack_core.abi.engines import Engine
 from stack_core.abi.errors import EngineBusy, EnvironmentFailed, StackError
 from stack_core.abi.generation import GenerationRequest, GenerationUpdate, SamplingParams
-from stack_rl.contracts import Action, Environment, Observation, Outcome, Tasks, Trajectory, Verdict
+from stack_rl.contracts import Action, Environment, Observation, StepResult, Tasks, Trajectory, Verdict
 from stack_rl.rewards.unchecked import Unchecked
-from stack_rl.rewards.weighted import plain_facts
+from stack_rl.rewards.weighted import as_floats
 from stack_rl.threads import DaemonExecutor
 
 __all__ = [
     "STEP_TIMEOUT_S",
     "Attempt",
-    "Drawing",
     "Episode",
     "EventLoop",
     "OnFailure",
     "Player",
-    "described",
+    "SamplingFilter",
+    "failure_message",
     "joined",
     "sampling_for",
     "within",
@@ -56,7 +56,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Drawing:
+class SamplingFilter:
     """Sampling restrictions of the policy, named as in `SamplingParams`; the defaults allow all tokens."""
 
     top_p: float = 1.0
@@ -127,14 +127,14 @@ class Episode:
         self.is_truncated = update.finish_reason == "length" and count < self.observation.max_tokens
         self.action = Action(tokens=update.tokens, finish_reason=update.finish_reason)
 
-    def take(self, outcome: Outcome, seq_tokens: int) -> None:
-        reward = float(outcome.reward)  # sums of NumPy half-precision numbers would stay in half precision
+    def take(self, result: StepResult, seq_tokens: int) -> None:
+        reward = float(result.reward)  # sums of NumPy half-precision numbers would stay in half precision
         if not math.isfinite(reward):
             raise ValueError(f"the reward is {reward}; it must be finite")
         self.rewards[-1] += reward
-        self.verdict = outcome.verdict or self.verdict
-        self.facts |= plain_facts(outcome.facts)
-        self.show(outcome.observation, seq_tokens)
+        self.verdict = result.verdict or self.verdict
+        self.facts |= as_floats(result.facts)
+        self.show(result.observation, seq_tokens)
 
     def trajectory(self) -> Trajectory:
         return Trajectory(
@@ -170,7 +170,7 @@ class Player:
       seq_tokens: maximum number of tokens per episode, including prompts and observations.
       on_failure: handling of an episode whose environment or reward fails.
       timeout_s: time limit of each environment step in seconds; a longer step is a failure.
-      drawing: sampling restrictions if decoding is not greedy.
+      sampling_filter: sampling restrictions if decoding is not greedy.
     """
 
     def __init__(
@@ -181,9 +181,9 @@ class Player:
         seq_tokens: int,
         on_failure: OnFailure,
         timeout_s: float = STEP_TIMEOUT_S,
-        drawing: Drawing = Drawing(),
+        sampling_filter: SamplingFilter = SamplingFilter(),
     ) -> None:
-        self._drawing = drawing
+        self._sampling_filter = sampling_filter
         self._tasks, self._engine = tasks, engine
         self._seq_tokens, self._on_failure, self._timeout_s = seq_tokens, on_failure, timeout_s
         self._loop = EventLoop()
@@ -231,8 +231,8 @@ class Player:
         """Takes one action in each episode."""
         submitted = deque[tuple[Episode, str]]()
         for episode, seed in zip(acting, seeds, strict=True):
-            drawing = None if greedy else self._drawing
-            sampling = sampling_for(episode, drawing, seed=int(seed), seq_tokens=self._seq_tokens)
+            sampling_filter = None if greedy else self._sampling_filter
+            sampling = sampling_for(episode, sampling_filter, seed=int(seed), seq_tokens=self._seq_tokens)
             name = f"rollout-{self._requests}"
             self._requests += 1
             request = GenerationRequest(request_id=name, prompt=tuple(episode.tokens), sampling=sampling)
@@ -265,26 +265,28 @@ class Player:
             except Exception as error:  # Environments are user code and may raise any exception.
                 episode.failure, episode.observation = f"{type(error).__name__}: {error}", None
                 if self._on_failure == "stop" and not isinstance(error, Unchecked):
-                    raise EnvironmentFailed(described(episode, self._tasks)) from error
+                    raise EnvironmentFailed(failure_message(episode, self._tasks)) from error
 
         self._loop.run([guarded(each) for each in episodes], timeout_s=self._timeout_s + _FAREWELL_S)
 
 
-def sampling_for(episode: Episode, drawing: Drawing | None, *, seed: int, seq_tokens: int) -> SamplingParams:
-    """Returns the sampling parameters of an episode's next action: temperature 1, or greedy if `drawing` is None."""
+def sampling_for(
+    episode: Episode, sampling_filter: SamplingFilter | None, *, seed: int, seq_tokens: int
+) -> SamplingParams:
+    """Returns the sampling parameters of an episode's next action: temperature 1, greedy without a filter."""
     observation = episode.observation
     assert observation is not None
     tokens = {
         "max_tokens": min(observation.max_tokens, seq_tokens - len(episode.tokens)),
         "stop_tokens": observation.stop_tokens,
     }
-    if drawing is None:
+    if sampling_filter is None:
         return SamplingParams(**tokens, seed=seed, temperature=0.0, logprobs=0)
-    drawn = {"top_p": drawing.top_p, "top_k": drawing.top_k, "candidates": drawing.is_narrowed}
+    drawn = {"top_p": sampling_filter.top_p, "top_k": sampling_filter.top_k, "candidates": sampling_filter.is_narrowed}
     return SamplingParams(**tokens, **drawn, seed=seed, logprobs=0, logprobs_of="processed")
 
 
-def described(episode: Episode, tasks: Tasks) -> str:
+def failure_message(episode: Episode, tasks: Tasks) -> str:
     """Formats the error message of a failed episode."""
     attempt = episode.attempt
     return (

@@ -86,10 +86,10 @@ def batch_of(
     rewards, lengths = batch["reward"][there], batch["action_tokens"][there].astype(np.int64)
     credit = np.zeros(len(found)) if advantage is None else ADVANTAGES[advantage](rewards.astype(np.float64), groups)
     drawn = batch["targets"] != IGNORED_TARGET
-    weigh = token_weights(weights, lengths, groups, most_tokens=seq_tokens)
+    weigh = token_weights(weights, lengths, groups, max_tokens=seq_tokens)
     batch["advantages"][there] = drawn[there] * credit[:, None]
     batch["weights"][there] = drawn[there] * weigh[:, None]
-    batch["flat_groups"][there] = equal_groups(rewards, groups) & _has_others(groups)
+    batch["flat_groups"][there] = equal_groups(rewards, groups) & _has_siblings(groups)
     return batch
 
 
@@ -170,7 +170,7 @@ def _lay_out_candidates(into: np.ndarray, trajectory: Trajectory) -> None:
         into[target - 1, : len(own)] = own
 
 
-def _has_others(groups: Any) -> np.ndarray:
+def _has_siblings(groups: Any) -> np.ndarray:
     """Returns True for each episode whose group has further episodes."""
     _, place, counts = np.unique(groups, return_inverse=True, return_counts=True)
     return counts[place] > 1

@@ -10,10 +10,10 @@ from stack_core.abi.errors import ConfigError, ShardingError
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.mesh import MeshConfig, make_mesh
 
-__all__ = ["PlacedModel"]
+__all__ = ["ShardedCheckpoint"]
 
 
-class PlacedModel:
+class ShardedCheckpoint:
     """A `GenerativeCheckpoint` with its parameters on a mesh over the machine's last devices.
 
     An engine places later weights like the first ones, so weights from the trainer's mesh are transferred to this mesh.

@@ -15,7 +15,7 @@ from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.mesh import MeshConfig
 from stack_core.abi.model_formats import open_for_generation
 from stack_rl.objectives.policy import target_figures
-from stack_rl.placing import PlacedModel
+from stack_rl.placing import ShardedCheckpoint
 
 __all__ = ["Reference", "ReferenceConfig"]
 
@@ -67,7 +67,7 @@ class Reference:
                 f"The reference {settings.source} has {opened.vocab_size} tokens and {opened.max_positions} positions; "
                 f"the policy has {policy.vocab_size} and {policy.max_positions}. Name a run of a model like it."
             )
-        self._model: Any = PlacedModel(opened, settings.mesh, "data.reference.mesh")
+        self._model: Any = ShardedCheckpoint(opened, settings.mesh, "data.reference.mesh")
         self._params = self._model.load_params()
         self._scores = jax.jit(self._scored, out_shardings=self._model.whole)
 

@@ -155,16 +155,16 @@ class RolloutJournal:
         """Stores the number of batches used by the checkpoint of `step`, which is being saved."""
         self._positions[step] = batches
 
-    def saved(self, step: int, kept: Sequence[int]) -> None:
+    def saved(self, step: int, checkpoints: Sequence[int]) -> None:
         """Acknowledges the groups used by the checkpoint of `step`, and deletes those that no kept checkpoint needs."""
         batches = [each for each in self._unsaved if each < self._positions.get(step, 0)]
         groups = [number for each in batches for number in self._unsaved.pop(each)]
         self.journal.acknowledge(_GROUP, map(str, groups), step)
         self.journal.acknowledge(_BATCH, map(str, batches), step)
         self._positions = {each: taken for each, taken in self._positions.items() if each > step}
-        if kept:
-            self.journal.forget(_GROUP, through=kept[0])
-            self.journal.forget(_BATCH, through=kept[0])
+        if checkpoints:
+            self.journal.forget(_GROUP, through=checkpoints[0])
+            self.journal.forget(_BATCH, through=checkpoints[0])
 
     def close(self) -> None:
         self.journal.close()

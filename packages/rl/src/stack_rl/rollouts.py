@@ -23,11 +23,11 @@ from stack_core.abi.run_directory import RunDirectory
 from stack_rl.concurrent import ConcurrentPlayer
 from stack_rl.contracts import Tasks, Trajectory
 from stack_rl.environments.records import files_digest
-from stack_rl.episodes import STEP_TIMEOUT_S, Attempt, Drawing, OnFailure, Player
+from stack_rl.episodes import STEP_TIMEOUT_S, Attempt, OnFailure, Player, SamplingFilter
 from stack_rl.experience import REFERENCE_LOGPROBS, batch_of, batch_shapes, credited_by_values
 from stack_rl.groups import Group, Ledger, trained_on
 from stack_rl.pacing import Pacing
-from stack_rl.placing import PlacedModel
+from stack_rl.placing import ShardedCheckpoint
 from stack_rl.reference import Reference, ReferenceConfig
 from stack_rl.rollout_journal import RolloutJournal
 from stack_rl.supply import AheadSupply, Rounds, Supply, TogetherSupply, Weights
@@ -140,12 +140,12 @@ class RolloutData:
         return hashlib.sha256(written.encode()).hexdigest()[:16] + ":"
 
     @property
-    def drawing(self) -> Drawing:
+    def sampling_filter(self) -> SamplingFilter:
         """Sampling restrictions of the policy."""
-        return Drawing(self.top_p, self.top_k)
+        return SamplingFilter(self.top_p, self.top_k)
 
     def spec(self, model: Any) -> Shapes:
-        candidates = self.most_candidates if self.drawing.is_narrowed else 0
+        candidates = self.most_candidates if self.sampling_filter.is_narrowed else 0
         more = {"values": self.advantage == "gae", "reference": self.reference is not None}
         return batch_shapes(self.batch_size, self.seq_tokens, candidates=candidates, **more)
 
@@ -164,7 +164,7 @@ class RolloutData:
                 f"data.advantage is {self.advantage!r}, so data.{' and data.'.join(unread)} would have no "
                 "effect. Set data.advantage: gae, for an objective with a critic such as ppo, or leave that out."
             )
-        if not self.drawing.is_narrowed and changed_fields(self, ("most_candidates",)):
+        if not self.sampling_filter.is_narrowed and changed_fields(self, ("most_candidates",)):
             raise ConfigError(
                 "data.most_candidates would have no effect, because every token is a candidate. Set data.top_k or "
                 "data.top_p, or leave it out."
@@ -206,7 +206,7 @@ class RolloutBatches(PolicyBatches):
             raise DataError(f"The environment {settings.environment.name!r} has no task to train on.")
         if settings.reference is not None:
             self._reference = Reference(settings.reference, policy)
-        placed: Any = policy if settings.engine_mesh is None else PlacedModel(policy, settings.engine_mesh)
+        placed: Any = policy if settings.engine_mesh is None else ShardedCheckpoint(policy, settings.engine_mesh)
         self._engine = checked_engine(settings.engine, registries.engines[settings.engine](placed))
         self._engine.expect(settings.batch_size)
         self._engine.start()
@@ -214,7 +214,7 @@ class RolloutBatches(PolicyBatches):
             "seq_tokens": settings.seq_tokens,
             "on_failure": settings.on_failure,
             "timeout_s": settings.step_timeout_s,
-            "drawing": settings.drawing,
+            "sampling_filter": settings.sampling_filter,
         }
         self._player = Player(self._tasks, self._engine, **playing)
         sizes = settings.groups, settings.group_size

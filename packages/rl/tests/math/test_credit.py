@@ -49,7 +49,7 @@ def test_equal_rewards_credit_nobody_and_are_found(name: str) -> None:
 def test_overlong_answers_are_charged_by_token() -> None:
     lengths = np.array([1, 80, 90, 100, 120])
     np.testing.assert_allclose(
-        advantages.overlong(lengths, most_tokens=100, buffer_tokens=20), [0, 0, -0.5, -1, -1], atol=1e-12
+        advantages.overlong(lengths, max_tokens=100, buffer_tokens=20), [0, 0, -0.5, -1, -1], atol=1e-12
     )
 
 
@@ -111,15 +111,15 @@ def test_weights_sum_to_what_their_aggregation_says() -> None:
     }
     assert set(expected) == set(WEIGHTS)
     for name, value in expected.items():
-        weights = token_weights(name, LENGTHS, GROUPS, most_tokens=8)
+        weights = token_weights(name, LENGTHS, GROUPS, max_tokens=8)
         found = sum(weight * each.sum() for weight, each in zip(weights, values, strict=True))
         assert found == pytest.approx(value, rel=1e-9), name
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_a_batch_without_a_token_weighs_nothing_infinite(name: str) -> None:
-    assert np.isfinite(token_weights(name, np.zeros(3, int), np.array([0, 0, 1]), most_tokens=4)).all()
-    assert len(token_weights(name, np.zeros(0, int), np.zeros(0, int), most_tokens=4)) == 0
+    assert np.isfinite(token_weights(name, np.zeros(3, int), np.array([0, 0, 1]), max_tokens=4)).all()
+    assert len(token_weights(name, np.zeros(0, int), np.zeros(0, int), max_tokens=4)) == 0
 
 
 def test_whitened_tokens_have_mean_0_and_variance_1_where_they_were_drawn() -> None:

@@ -305,7 +305,7 @@ def test_k1_has_no_expected_gradient_and_is_refused_as_a_loss() -> None:
 def test_sequences_left_behind_are_masked_only_where_they_were_bad() -> None:
     log_ratio = jnp.array([[-1.0, -1.0, -1.0, -1.0, 0.1, 0.1]])
     advantages, segments = jnp.array([[-1.0, -1.0, 1.0, 1.0, -1.0, -1.0]]), jnp.array([[1, 1, 2, 2, 3, 3]])
-    found = corrections.off_policy_mask(log_ratio, advantages, segments > 0, segments, most=0.5)
+    found = corrections.off_policy_mask(log_ratio, advantages, segments > 0, segments, threshold=0.5)
     np.testing.assert_array_equal(found, [[0, 0, 1, 1, 1, 1]])
 
 

@@ -67,7 +67,7 @@ def test_parts_of_the_tokens_make_no_difference() -> None:
     hidden = jnp.asarray(RNG.normal(0, 1, (2, 6, EMBED)), jnp.float32)
     head, teacher = (Bigrams(None, jnp.asarray(each, jnp.float32)).head() for each in (WEIGHT, TEACHER))
     whole, parts = (
-        token_divergences(head, hidden, teacher, hidden, forward_kl, most_logits=most) for most in (1 << 24, 2 * VOCAB)
+        token_divergences(head, hidden, teacher, hidden, forward_kl, max_logits=most) for most in (1 << 24, 2 * VOCAB)
     )
     np.testing.assert_allclose(whole, parts, rtol=1e-6)
 
@@ -82,9 +82,9 @@ def test_gradients_of_a_bfloat16_head_are_summed_in_float32_over_parts(name: str
 
     def total(head: Head, hidden: jax.Array) -> jax.Array:
         if name == "entropy":
-            return jnp.sum(token_entropies(head, hidden, most_logits=2 * VOCAB))
+            return jnp.sum(token_entropies(head, hidden, max_logits=2 * VOCAB))
         of_teacher = hidden.astype(jnp.float32)
-        return jnp.sum(token_divergences(head, hidden, teacher, of_teacher, forward_kl, most_logits=2 * VOCAB))
+        return jnp.sum(token_divergences(head, hidden, teacher, of_teacher, forward_kl, max_logits=2 * VOCAB))
 
     found = jax.grad(total)(Head(weight, bias), hidden)
     right = jax.grad(total)(Head(weight.astype(jnp.float32), bias.astype(jnp.float32)), hidden.astype(jnp.float32))
@@ -95,7 +95,7 @@ def test_gradients_of_a_bfloat16_head_are_summed_in_float32_over_parts(name: str
 
 def test_codes_of_a_quantized_head_are_not_copied_in_float() -> None:
     head, hidden = Head(jnp.ones((EMBED, VOCAB), jnp.int8)), jnp.ones((1, 2, EMBED))
-    traced = jax.make_jaxpr(lambda head: by_parts(lambda head, part: part[..., 0], head, hidden, most_logits=VOCAB))
+    traced = jax.make_jaxpr(lambda head: by_parts(lambda head, part: part[..., 0], head, hidden, max_logits=VOCAB))
     assert "convert_element_type" not in str(traced(head))
 
 

@@ -125,7 +125,7 @@ def gradient(config: PolicyConfig) -> Any:
 
 def weights_of(name: str, members: list[Episode]) -> dict[int, float]:
     lengths, groups = np.array([each.length for each in members]), np.array([each.group for each in members])
-    return dict(zip(map(id, members), token_weights(name, lengths, groups, most_tokens=6), strict=True))
+    return dict(zip(map(id, members), token_weights(name, lengths, groups, max_tokens=6), strict=True))
 
 
 def test_packed_microbatched_and_reordered_batches_have_one_gradient() -> None:

@@ -15,9 +15,9 @@ from stack_rl.rewards import math
 from stack_rl.rewards.code import CodeConfig
 from stack_rl.rewards.judge import JudgeConfig
 from stack_rl.rewards.math import MathConfig
-from stack_rl.rewards.sandbox import Ended, SandboxConfig
+from stack_rl.rewards.sandbox import ProgramResult, SandboxConfig
 from stack_rl.rewards.unchecked import Unchecked
-from stack_rl.rewards.weighted import plain_facts, resolved, total_score
+from stack_rl.rewards.weighted import as_floats, resolved, total_score
 
 
 def scored(reward, text, *, finished=True, **record):
@@ -250,7 +250,7 @@ def test_a_score_may_be_a_number_of_any_library():
         "a": float(half), "length": 3.0, "half": float(half), "jax": 2.0, "b": float(half), "c": 1.0,
     }  # fmt: skip
     with pytest.raises(ValueError, match="the fact 'why' is 'long'; a number was expected"):
-        plain_facts({"why": "long"})
+        as_floats({"why": "long"})
 
 
 @pytest.mark.parametrize(
@@ -277,5 +277,7 @@ def test_settings_that_do_not_fit_are_refused(reward, error, message):
 
 
 def test_how_a_program_ended_says_whether_it_succeeded():
-    assert Ended("exit", 0, b"", b"", 0.1).succeeded
-    assert not Ended("exit", 1, b"", b"", 0.1).succeeded and not Ended("flood", 0, b"", b"", 0.1).succeeded
+    assert ProgramResult("exit", 0, b"", b"", 0.1).succeeded
+    assert (
+        not ProgramResult("exit", 1, b"", b"", 0.1).succeeded and not ProgramResult("flood", 0, b"", b"", 0.1).succeeded
+    )

@@ -29,8 +29,8 @@ def sandbox(request):
 
 
 def test_a_program_reads_writes_and_ends_as_it_likes(sandbox):
-    ended = sandbox.run("import sys; print(sys.stdin.read()[::-1]); sys.exit(3)", given=b"abc" * 20_000)
-    assert (ended.how, ended.code, ended.succeeded) == ("exit", 3, False) and ended.output == b"cba" * 20_000 + b"\n"
+    ended = sandbox.run("import sys; print(sys.stdin.read()[::-1]); sys.exit(3)", stdin=b"abc" * 20_000)
+    assert (ended.status, ended.code, ended.succeeded) == ("exit", 3, False) and ended.output == b"cba" * 20_000 + b"\n"
     ended = sandbox.run("import os, json; print(os.getcwd(), os.getuid() != 0)")
     assert ended.succeeded and ended.output == b"/tmp True\n"
     assert sandbox.open == ()
@@ -38,11 +38,11 @@ def test_a_program_reads_writes_and_ends_as_it_likes(sandbox):
 
 def test_programs_of_any_size_and_letter_are_run(sandbox):
     """As an argument a program could have 128 KiB and no NUL, and the order was read byte by byte."""
-    size = sandbox.run(f"x = '{'a' * 270_000}'\nprint(len(x))", given=b"x")
-    assert (size.output, size.how) == (b"270000\n", "exit") and size.duration_s < LIMITS["wall_s"]
+    size = sandbox.run(f"x = '{'a' * 270_000}'\nprint(len(x))", stdin=b"x")
+    assert (size.output, size.status) == (b"270000\n", "exit") and size.duration_s < LIMITS["wall_s"]
     for program in ("print(1)\0", "print('\ud800')"):
         ended = sandbox.run(program)
-        assert (ended.how, ended.code) == ("exit", 1) and b"Error: " in ended.errors
+        assert (ended.status, ended.code) == ("exit", 1) and b"Error: " in ended.errors
 
 
 ATTACKS = {
@@ -73,9 +73,9 @@ ATTACKS = {
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_an_attack_is_stopped(sandbox, attack):
-    program, how, message = ATTACKS[attack]
+    program, status, message = ATTACKS[attack]
     ended = sandbox.run(program)
-    assert ended.how in how and not ended.succeeded, ended
+    assert ended.status in status and not ended.succeeded, ended
     assert message in ended.errors.decode(), ended.errors
     assert len(ended.output) <= LIMITS["output_bytes"] and ended.duration_s < LIMITS["wall_s"] + 3
 
@@ -97,7 +97,7 @@ def test_a_program_that_sleeps_ignores_signals_and_leaves_its_session_is_ended()
         ending = pool.submit(quick.run, STAYS)
         program = begun(ending)
         ended = ending.result()
-    assert ended.how == "timeout" and ended.duration_s < 5
+    assert ended.status == "timeout" and ended.duration_s < 5
     assert is_gone(program)
 
 
@@ -109,7 +109,7 @@ def test_a_runner_that_is_killed_takes_its_program_along_and_has_not_exited(sand
         (runner,) = children({os.getpid()})
         os.kill(runner, signal.SIGKILL)
         ended = ending.result(timeout=LIMITS["wall_s"])
-    assert (ended.how, ended.succeeded) == ("killed", False)
+    assert (ended.status, ended.succeeded) == ("killed", False)
     assert is_gone(program)
     assert sandbox.run("print(2)").output == b"2\n"
 
@@ -166,7 +166,7 @@ def test_a_program_cannot_pass_for_the_launcher(sandbox):
     ended = sandbox.run("import os\nfor fd in range(3, 64):\n try: os.write(fd, b'refused: x')\n except OSError: pass")
     assert ended.succeeded
     ended = sandbox.run("import sys\nprint('refused: x', file=sys.stderr); sys.exit(1)")
-    assert (ended.how, ended.code) == ("exit", 1)
+    assert (ended.status, ended.code) == ("exit", 1)
 
 
 def test_many_run_beside_each_other_on_an_event_loop(sandbox):

@@ -42,7 +42,7 @@ def list_objectives(*, json: Annotated[bool, Parameter(negative=())] = False) ->
     if json:
         print(json_format.dumps([each.__dict__ for each in found], indent=2))
         return
-    print("\n\n".join(map(_shown, found)))
+    print("\n\n".join(map(_format, found)))
 
 
 def algorithms() -> list[Algorithm]:
@@ -72,7 +72,7 @@ def _one_line(text: str) -> str:
     return re.sub(r"\s+", " ", text).strip()
 
 
-def _shown(each: Algorithm) -> str:
+def _format(each: Algorithm) -> str:
     asked = ", ".join(f"data.{field}: {value}" for field, value in each.data.items())
     lines = [
         f"{each.name}: {each.summary}",

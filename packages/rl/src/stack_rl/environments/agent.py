@@ -14,8 +14,8 @@ from pydantic import PositiveInt
 from stack_core.abi.config import config
 from stack_core.abi.errors import EnvironmentFailed
 from stack_core.abi.formats import GenerativeCheckpoint
-from stack_rl.contracts import Action, Environment, Observation, Outcome, Score, Tasks
-from stack_rl.environments.endpoint import MODEL, Asked, ChatEndpoint, ChatSession
+from stack_rl.contracts import Action, Environment, Observation, Score, StepResult, Tasks
+from stack_rl.environments.endpoint import MODEL, ChatEndpoint, ChatRequest, ChatSession
 from stack_rl.environments.functions import imported
 from stack_rl.environments.messages import History, Message, MessageEnvironment, Renderer, Reply, renderer_of
 from stack_rl.environments.records import Record, read_records
@@ -77,7 +77,7 @@ class AgentConfig:
         return _Tasks(self, self._function(), renderer_of(policy), seq_tokens, *self._records())
 
     def _function(self) -> Callable[..., Any]:
-        return self.agent if callable(self.agent) else imported(self.agent, what="Agent")
+        return self.agent if callable(self.agent) else imported(self.agent, label="Agent")
 
     def _records(self) -> tuple[list[Record], list[Record]]:
         held_out = [] if self.held_out is None else read_records(self.held_out, "data.environment.held_out")
@@ -143,24 +143,24 @@ class _Episode:
         self._find_endpoint, self._session = endpoint, ChatSession()
         self._endpoint: ChatEndpoint | None = None
         self._task: asyncio.Task[None] | None = None
-        self._asked: Asked | None = None
+        self._asked: ChatRequest | None = None
         self._tokens = self._turns = 0
         # The conversation enforces the turn limit itself so that the agent gets an error; the inner limit is never met.
         budgets = {"max_tokens": settings.max_tokens, "most_turns": settings.most_turns + 1}
         self._inner = MessageEnvironment(self, renderer, **budgets, history=settings.history)
 
     async def reset(self) -> Observation:
-        return self._shown(await self._inner.reset())
+        return self._within_limits(await self._inner.reset())
 
-    async def step(self, action: Action) -> Outcome:
+    async def step(self, action: Action) -> StepResult:
         self._tokens += len(action.tokens)
         outcome = await self._inner.step(action)
         shown = outcome.observation
         if shown is None:
             return outcome
         if self._tokens + len(shown.tokens) < self._seq_tokens:
-            return replace(outcome, observation=self._shown(shown))
-        reply = await self._refused_to_its_end(
+            return replace(outcome, observation=self._within_limits(shown))
+        reply = await self._refuse_remaining(
             f"The conversation has {self._tokens + len(shown.tokens)} tokens, of {self._seq_tokens} with an answer.",
             "context_length_exceeded",
         )
@@ -172,7 +172,7 @@ class _Episode:
         access = AgentAccess(await self._endpoint.open(self._session), self._session.key)
         self._start(access)
         event = await self._session.events.get()
-        if isinstance(event, Asked):
+        if isinstance(event, ChatRequest):
             self._asked = event
             return event.messages
         if isinstance(event, _Raised):
@@ -192,7 +192,7 @@ class _Episode:
             return _scored(event.value)
         if self._turns >= self._settings.most_turns:
             message = f"The episode has had environment.most_turns: {self._settings.most_turns} answers."
-            return await self._refused_to_its_end(message, "turns_exceeded")
+            return await self._refuse_remaining(message, "turns_exceeded")
         self._asked = event
         said = [*before.messages, {"role": "assistant", "content": text}]
         if event.messages[: len(said)] != said or len(event.messages) == len(said):
@@ -205,16 +205,16 @@ class _Episode:
         if self._endpoint is not None:
             await self._endpoint.close(self._session)
 
-    def _shown(self, observation: Observation) -> Observation:
+    def _within_limits(self, observation: Observation) -> Observation:
         """Applies the request's token limit to an observation."""
         self._tokens += len(observation.tokens)
         asked = None if self._asked is None else self._asked.max_tokens
         return replace(observation, max_tokens=min(observation.max_tokens, asked or observation.max_tokens))
 
-    async def _refused_to_its_end(self, message: str, code: str) -> Reply:
+    async def _refuse_remaining(self, message: str, code: str) -> Reply:
         """Refuses all requests until the agent ends; an exception it then raises counts as reward 0."""
         event = None
-        while event is None or isinstance(event, Asked):
+        while event is None or isinstance(event, ChatRequest):
             self._session.refuse(message, code)
             event = await self._session.events.get()
         return Reply() if isinstance(event, _Raised) else _scored(event.value)
@@ -222,7 +222,7 @@ class _Episode:
     def _start(self, access: AgentAccess) -> None:
         """Starts the agent; its result arrives as an event of the session."""
         if inspect.iscoroutinefunction(self._agent):
-            self._task = asyncio.ensure_future(self._run_here(access))
+            self._task = asyncio.ensure_future(self._run_async(access))
             return
         loop, events = asyncio.get_running_loop(), self._session.events
 
@@ -236,7 +236,7 @@ class _Episode:
 
         threading.Thread(target=run, name="agent", daemon=True).start()
 
-    async def _run_here(self, access: AgentAccess) -> None:
+    async def _run_async(self, access: AgentAccess) -> None:
         try:
             ended: _Returned | _Raised = _Returned(await self._agent(access, self._record))
         except Exception as error:  # An agent is user code and may raise any exception.
@@ -264,11 +264,13 @@ def _scored(value: Any) -> Reply:
         raise EnvironmentFailed(f"the agent returned {value!r}; a number or a Score was expected") from error
 
 
-def _other_history(said: Sequence[Message], asked: Sequence[Message]) -> str:
+def _other_history(previous: Sequence[Message], current: Sequence[Message]) -> str:
     """Formats the error for a request that does not continue the conversation."""
-    place = next((at for at, pair in enumerate(zip(said, asked, strict=False)) if pair[0] != pair[1]), len(asked))
-    was = said[place] if place < len(said) else "the policy's answer, and something new behind it"
-    now = asked[place] if place < len(asked) else "nothing"
+    place = next(
+        (at for at, pair in enumerate(zip(previous, current, strict=False)) if pair[0] != pair[1]), len(current)
+    )
+    was = previous[place] if place < len(previous) else "the policy's answer, and something new behind it"
+    now = current[place] if place < len(current) else "nothing"
     return (
         f"the agent's request does not continue the previous one: message {place} was {was!r}, and is {now!r}. "
         "An episode is one conversation, in which the policy's answers must not change"

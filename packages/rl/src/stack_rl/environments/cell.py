@@ -8,7 +8,7 @@ from pydantic import Field, NonNegativeInt
 from stack_core.abi.config import config
 from stack_core.abi.errors import ConfigError
 from stack_core.abi.formats import GenerativeCheckpoint
-from stack_rl.contracts import Action, Environment, Observation, Outcome, Tasks
+from stack_rl.contracts import Action, Environment, Observation, StepResult, Tasks
 
 __all__ = ["CellConfig"]
 
@@ -67,20 +67,20 @@ class _Cells:
 
 
 class _Episode:
-    def __init__(self, digits: list[int], asked: int) -> None:
-        self._digits, self._asked = digits, asked
+    def __init__(self, digits: list[int], target: int) -> None:
+        self._digits, self._target = digits, target
         self._looked = False
 
     async def reset(self) -> Observation:
-        return Observation(tokens=(_SEPARATOR, self._asked, _SEPARATOR), max_tokens=1)
+        return Observation(tokens=(_SEPARATOR, self._target, _SEPARATOR), max_tokens=1)
 
-    async def step(self, action: Action) -> Outcome:
+    async def step(self, action: Action) -> StepResult:
         (token,) = action.tokens
         if not self._looked:
             self._looked = True
             shown = self._digits[token] if token < len(self._digits) else _NOTHING
-            return Outcome(observation=Observation(tokens=(shown,), max_tokens=1))
-        right = token == self._digits[self._asked]
-        return Outcome(reward=float(right), verdict="correct" if right else "wrong")
+            return StepResult(observation=Observation(tokens=(shown,), max_tokens=1))
+        right = token == self._digits[self._target]
+        return StepResult(reward=float(right), verdict="correct" if right else "wrong")
 
     async def close(self) -> None: ...

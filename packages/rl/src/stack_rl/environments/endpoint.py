@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
-__all__ = ["MODEL", "Asked", "ChatEndpoint", "ChatSession"]
+__all__ = ["MODEL", "ChatEndpoint", "ChatRequest", "ChatSession"]
 
 MODEL: Final = "policy"
 """Name of the only model."""
@@ -24,12 +24,12 @@ Response: TypeAlias = tuple[int, Mapping[str, Any]]
 """An HTTP status and the JSON body."""
 
 
-class _RefusedError(Exception):
+class _BadRequestError(Exception):
     """A request that gets status 400."""
 
 
 @dataclass(frozen=True)
-class Asked:
+class ChatRequest:
     """A client's request.
 
     Attributes:
@@ -47,19 +47,19 @@ class ChatSession:
 
     Attributes:
       key: API key of the client.
-      events: queue of the client's requests (`Asked`) and of events that the owner adds.
+      events: queue of the client's requests (`ChatRequest`) and of events that the owner adds.
     """
 
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     events: "asyncio.Queue[Any]" = field(default_factory=asyncio.Queue)
     _waiting: "asyncio.Future[Response] | None" = None
 
-    async def ask(self, asked: Asked) -> Response:
+    async def ask(self, request: ChatRequest) -> Response:
         """Queues a request and waits for its answer."""
         if self._waiting is not None:
             return _error("An episode is one conversation: wait for an answer before the next request.", "busy")
         self._waiting = asyncio.get_running_loop().create_future()
-        self.events.put_nowait(asked)
+        self.events.put_nowait(request)
         try:
             return await self._waiting
         finally:
@@ -138,8 +138,8 @@ class ChatEndpoint:
                 return 200, {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": ""}]}
             if request != ("POST", "/v1/chat/completions"):
                 return _error(f"There is no {' '.join(request)}, only POST /v1/chat/completions.", "none", status=404)
-            return await session.ask(_asked(body))
-        except _RefusedError as error:
+            return await session.ask(_parse_request(body))
+        except _BadRequestError as error:
             return _error(str(error), "unsupported_value")
 
 
@@ -151,48 +151,50 @@ async def _read(reader: asyncio.StreamReader) -> tuple[tuple[str, str], dict[str
         headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         size = int(headers.get("content-length", "0"))
     except (ValueError, asyncio.LimitOverrunError) as error:
-        raise _RefusedError(f"This is not an HTTP/1.1 request: {error}.") from error
+        raise _BadRequestError(f"This is not an HTTP/1.1 request: {error}.") from error
     if "transfer-encoding" in headers or not 0 <= size <= _MOST_BODY_BYTES:
-        raise _RefusedError(f"Send the body with a Content-Length of at most {_MOST_BODY_BYTES} bytes, not in chunks.")
+        raise _BadRequestError(
+            f"Send the body with a Content-Length of at most {_MOST_BODY_BYTES} bytes; chunks are refused."
+        )
     return (method, path), headers, await reader.readexactly(size)
 
 
-def _asked(body: bytes) -> Asked:
+def _parse_request(body: bytes) -> ChatRequest:
     """Parses a request.
 
     Raises:
-      _RefusedError: it is not a chat completion, or requests an unsupported option.
+      _BadRequestError: it is not a chat completion, or requests an unsupported option.
     """
     try:
-        given = json.loads(body)
+        fields = json.loads(body)
     except ValueError as error:
-        raise _RefusedError(f"The body is not JSON: {error}.") from error
-    if not isinstance(given, dict) or not isinstance(given.get("messages"), list) or not given["messages"]:
-        raise _RefusedError("'messages' must be a list of at least one message.")
-    for name, value in given.items():
+        raise _BadRequestError(f"The body is not JSON: {error}.") from error
+    if not isinstance(fields, dict) or not isinstance(fields.get("messages"), list) or not fields["messages"]:
+        raise _BadRequestError("'messages' must be a list of at least one message.")
+    for name, value in fields.items():
         # `_FIXED` itself stands for a missing entry: no value of a request equals it, so unknown fields are refused.
         if name not in _FREE and value is not None and _FIXED.get(name, _FIXED) != value:
-            raise _RefusedError(
+            raise _BadRequestError(
                 f"{name!r} is {value!r}. Leave it out: the run sets the sampling options, and an answer is one text."
             )
-    if given.get("model") != MODEL:
-        raise _RefusedError(f"'model' is {given.get('model')!r}; the only one here is {MODEL!r}.")
-    limits = [given[name] for name in ("max_tokens", "max_completion_tokens") if given.get(name) is not None]
+    if fields.get("model") != MODEL:
+        raise _BadRequestError(f"'model' is {fields.get('model')!r}; the only one here is {MODEL!r}.")
+    limits = [fields[name] for name in ("max_tokens", "max_completion_tokens") if fields.get(name) is not None]
     if any(type(limit) is not int or limit < 1 for limit in limits):
-        raise _RefusedError(f"'max_tokens' is {limits[0]!r}; a whole number of at least 1 was expected.")
-    return Asked([_message(each) for each in given["messages"]], min(limits, default=None))
+        raise _BadRequestError(f"'max_tokens' is {limits[0]!r}; a whole number of at least 1 was expected.")
+    return ChatRequest([_message(each) for each in fields["messages"]], min(limits, default=None))
 
 
-def _message(given: Any) -> Mapping[str, str]:
-    fields = {name: value for name, value in given.items() if value} if isinstance(given, dict) else {}
+def _message(message: Any) -> Mapping[str, str]:
+    fields = {name: value for name, value in message.items() if value} if isinstance(message, dict) else {}
     content = fields.pop("content", "")
     if isinstance(content, list):
         texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
         content = "".join(map(str, texts)) if len(texts) == len(content) else None
     role = fields.pop("role", None)
     if role not in _ROLES or not isinstance(content, str) or fields:
-        raise _RefusedError(
-            f"A message is {given!r}; a role of {', '.join(_ROLES)} and a text as its content were expected."
+        raise _BadRequestError(
+            f"A message is {message!r}; a role of {', '.join(_ROLES)} and a text as its content were expected."
         )
     return {"role": role, "content": content}
 

@@ -9,12 +9,12 @@ from stack_core.abi.errors import ConfigError
 __all__ = ["imported"]
 
 
-def imported(address: Any, *, what: str) -> Callable[..., Any]:
+def imported(address: Any, *, label: str) -> Callable[..., Any]:
     """Imports the function at "module:function".
 
     Args:
       address: "module:function".
-      what: kind of the function, for messages.
+      label: kind of the function, for messages.
 
     Raises:
       ConfigError: it cannot be imported or is not callable.
@@ -23,7 +23,7 @@ def imported(address: Any, *, what: str) -> Callable[..., Any]:
     try:
         found = getattr(importlib.import_module(module), name) if separator else None
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{what} {address!r} cannot be imported: {error}. Correct it, or PYTHONPATH.") from error
+        raise ConfigError(f"{label} {address!r} cannot be imported: {error}. Correct it, or PYTHONPATH.") from error
     if not callable(found):
-        raise ConfigError(f"{what} {address!r} is not a function; write 'module:function'.")
+        raise ConfigError(f"{label} {address!r} is not a function; write 'module:function'.")
     return found

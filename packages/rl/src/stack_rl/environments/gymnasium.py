@@ -107,21 +107,21 @@ class _Game:
     async def begin(self) -> Sequence[Message]:
         observation, _ = await asyncio.to_thread(self.made.reset, seed=self.seed)
         begin = f"{self.settings.instruction}\n" if self.settings.instruction else ""
-        return [{"role": "user", "content": begin + _shown(observation)}]
+        return [{"role": "user", "content": begin + _as_text(observation)}]
 
     async def reply(self, text: str, *, is_finished: bool, tokens: tuple[int, ...]) -> Reply:
         action = _action(text, self.made.action_space) if is_finished else None
         if action is None:
             return Reply(reward=self.settings.invalid_reward, verdict="unparsed")
         observation, reward, terminated, truncated, _ = await asyncio.to_thread(self.made.step, action)
-        more = [] if terminated or truncated else [{"role": "user", "content": _shown(observation)}]
+        more = [] if terminated or truncated else [{"role": "user", "content": _as_text(observation)}]
         return Reply(messages=more, reward=float(reward))
 
     async def close(self) -> None:
         self.made.close()
 
 
-def _shown(observation: Any) -> str:
+def _as_text(observation: Any) -> str:
     return observation if isinstance(observation, str) else " ".join(str(observation).split())
 
 

@@ -8,7 +8,7 @@ from stack_core.abi.data import Tokenizer
 from stack_core.abi.errors import DataError
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.text.chat_template import ChatTemplate
-from stack_rl.contracts import Action, Observation, Outcome, Verdict
+from stack_rl.contracts import Action, Observation, StepResult, Verdict
 
 __all__ = ["Conversation", "History", "Message", "MessageEnvironment", "Renderer", "Reply", "renderer_of"]
 
@@ -26,7 +26,7 @@ class Reply:
     Attributes:
       messages: next messages; an empty sequence ends the conversation.
       reward: reward of the policy's message.
-      verdict, facts: as in `Outcome`.
+      verdict, facts: as in `StepResult`.
     """
 
     messages: Sequence[Message] = ()
@@ -88,7 +88,7 @@ class Renderer:
         """Decodes tokens, including the names of special tokens."""
         return b"".join(map(self._tokenizer.token_bytes, tokens)).decode(errors="replace")
 
-    def said(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int]) -> str:
         """Decodes tokens, without special tokens."""
         return self._tokenizer.decode(tokens)
 
@@ -149,17 +149,17 @@ class MessageEnvironment:
         self._seen = self._renderer.text(self._messages)
         return self._observed(self._renderer.encode(self._seen, begins=True))
 
-    async def step(self, action: Action) -> Outcome:
+    async def step(self, action: Action) -> StepResult:
         is_finished = action.finish_reason == "stop"
-        text = self._renderer.said(action.tokens[:-1] if is_finished else action.tokens)
+        text = self._renderer.decode(action.tokens[:-1] if is_finished else action.tokens)
         reply = await self._conversation.reply(text, is_finished=is_finished, tokens=action.tokens)
         self._turns += 1
         facts = {**reply.facts, "turns": float(self._turns)}
         outcome = {"reward": reply.reward, "verdict": reply.verdict}
         if not reply.messages or self._turns >= self._most_turns:
-            return Outcome(**outcome, facts={**facts, "prefix_breaks": float(self._breaks)})
+            return StepResult(**outcome, facts={**facts, "prefix_breaks": float(self._breaks)})
         shown = self._renderer.encode(self._behind(action, text, reply.messages), begins=False)
-        return Outcome(**outcome, facts=facts, observation=self._observed(shown))
+        return StepResult(**outcome, facts=facts, observation=self._observed(shown))
 
     async def close(self) -> None:
         await self._conversation.close()
@@ -187,9 +187,9 @@ class MessageEnvironment:
             raise ValueError(_break(self._seen + self._renderer.written(action.tokens), whole))
         self._breaks += 1
         self._seen = whole
-        return self._alone(text, action, replies)
+        return self._render_standalone(text, action, replies)
 
-    def _alone(self, text: str, action: Action, replies: Sequence[Message]) -> str:
+    def _render_standalone(self, text: str, action: Action, replies: Sequence[Message]) -> str:
         """Returns the template's text after a message, taken from a short stand-in conversation."""
         any_other = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
         before, after = self._renderer.text(any_other, asks=False), self._renderer.text([*any_other, *replies])
@@ -200,10 +200,10 @@ class MessageEnvironment:
         return ending.removeprefix(written) + after[len(before) :]
 
 
-def _break(seen: str, whole: str) -> str:
+def _break(seen: str, rendered: str) -> str:
     """Formats the error for a template that rewrites earlier turns, with the first difference."""
-    place = next((at for at, pair in enumerate(zip(seen, whole, strict=False)) if pair[0] != pair[1]), len(seen))
-    before, after = seen[place : place + 60], whole[place : place + 60]
+    place = next((at for at, pair in enumerate(zip(seen, rendered, strict=False)) if pair[0] != pair[1]), len(seen))
+    before, after = seen[place : place + 60], rendered[place : place + 60]
     return (
         f"the chat template rewrites earlier turns: {before!r} became {after!r}. Use a template that keeps them, or "
         "keep the turns as the policy saw them by history: as_seen"

@@ -11,7 +11,7 @@ from stack_core.abi.config import config
 from stack_core.abi.data import Tokenizer
 from stack_core.abi.errors import ChatTemplateError, ConfigError, DataError
 from stack_core.abi.formats import GenerativeCheckpoint
-from stack_rl.contracts import Action, Completion, Environment, Observation, Outcome, Reward, Tasks
+from stack_rl.contracts import Action, Completion, Environment, Observation, Reward, StepResult, Tasks
 from stack_rl.environments.records import Record, read_records
 from stack_rl.math.advantages import overlong
 from stack_rl.rewards.weighted import ReadsTokens, WeightedReward, check_reward, resolved, total_score
@@ -19,10 +19,10 @@ from stack_rl.rewards.weighted import ReadsTokens, WeightedReward, check_reward,
 __all__ = ["PromptsConfig", "weighted"]
 
 
-def weighted(given: Any) -> Any:
+def weighted(reward: Any) -> Any:
     """Wraps a reward without a weight in a `WeightedReward` of weight 1."""
-    is_whole = isinstance(given, WeightedReward) or (isinstance(given, Mapping) and "reward" in given)
-    return given if is_whole else WeightedReward(reward=given)
+    is_whole = isinstance(reward, WeightedReward) or (isinstance(reward, Mapping) and "reward" in reward)
+    return reward if is_whole else WeightedReward(reward=reward)
 
 
 @config
@@ -166,7 +166,7 @@ class _Episode:
     async def reset(self) -> Observation:
         return Observation(tokens=self.prompt.tokens, max_tokens=self.max_tokens)
 
-    async def step(self, action: Action) -> Outcome:
+    async def step(self, action: Action) -> StepResult:
         is_finished = action.finish_reason == "stop"
         completion = Completion(
             prompt=self.prompt.text,
@@ -178,9 +178,9 @@ class _Episode:
         )
         score = await total_score(self.rewards, completion)
         if not self.overlong_tokens:
-            return Outcome(reward=score.value, verdict=score.verdict, facts=score.facts)
+            return StepResult(reward=score.value, verdict=score.verdict, facts=score.facts)
         lengths = np.asarray([len(action.tokens)])
-        (charge,) = overlong(lengths, most_tokens=self.max_tokens, buffer_tokens=self.overlong_tokens).tolist()
-        return Outcome(reward=score.value + charge, verdict=score.verdict, facts={**score.facts, "overlong": charge})
+        (charge,) = overlong(lengths, max_tokens=self.max_tokens, buffer_tokens=self.overlong_tokens).tolist()
+        return StepResult(reward=score.value + charge, verdict=score.verdict, facts={**score.facts, "overlong": charge})
 
     async def close(self) -> None: ...

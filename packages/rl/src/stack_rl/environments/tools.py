@@ -79,7 +79,7 @@ class ToolsConfig:
         found: dict[str, Callable[..., Any]] = {}
         for each in self.tools:
             name, function = (
-                resolved(each) if callable(each) else (str(each).rpartition(":")[2], imported(each, what="Tool"))
+                resolved(each) if callable(each) else (str(each).rpartition(":")[2], imported(each, label="Tool"))
             )
             if name in found:
                 raise ConfigError(f"Two tools are called {name!r}; each needs a name of its own.")

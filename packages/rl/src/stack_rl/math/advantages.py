@@ -96,15 +96,15 @@ def equal_groups(rewards: Rewards, groups: Groups) -> Bool[np.ndarray, " episode
 
 
 def overlong(
-    lengths_tokens: Int[np.ndarray, " episodes"], *, most_tokens: int, buffer_tokens: int
+    lengths_tokens: Int[np.ndarray, " episodes"], *, max_tokens: int, buffer_tokens: int
 ) -> Float[np.ndarray, " episodes"]:
     """Computes DAPO's length penalty: 0 up to L - B tokens, then falling linearly to -1 at L, and -1 beyond.
 
-        (L - B - length) / B between the two, with L = most_tokens and B = buffer_tokens
+        (L - B - length) / B between the two, with L = max_tokens and B = buffer_tokens
 
     Source: Yu et al., DAPO, 2025 (arXiv:2503.14476), equation 13, with L = 20480 and B = 4096 tokens.
     """
-    return np.clip((most_tokens - buffer_tokens - lengths_tokens) / buffer_tokens, -1.0, 0.0)
+    return np.clip((max_tokens - buffer_tokens - lengths_tokens) / buffer_tokens, -1.0, 0.0)
 
 
 def gae(rewards: Tokens, values: Tokens, mask: Mask, *, discount: float = 1.0, decay: float = 0.95) -> PerToken:

@@ -59,7 +59,7 @@ def off_policy_mask(
     mask: Bool[Array, "batch seq"],
     segment_ids: Int[Array, "batch seq"],
     *,
-    most: float,
+    threshold: float,
 ) -> Float[Array, "batch seq"]:
     """Computes m = 0 in sequences with A < 0 and mean(log q - log p) > most, else 1.
 
@@ -67,7 +67,7 @@ def off_policy_mask(
 
     Source: DeepSeek-V3.2, 2025 (arXiv:2512.02556), equation 9.
     """
-    left = sequence_mean(-jax.lax.stop_gradient(log_ratio), mask, segment_ids) > most
+    left = sequence_mean(-jax.lax.stop_gradient(log_ratio), mask, segment_ids) > threshold
     return jnp.where(left & (advantages < 0), 0, 1).astype(log_ratio.dtype)
 
 

@@ -18,7 +18,7 @@ from stack_core.abi.models import LanguageModel
 from stack_core.abi.objectives import Objective
 from stack_core.ops import Head
 from stack_rl.math.distillation import forward_kl, generalized_jsd, reverse_kl
-from stack_rl.objectives.parts import MOST_LOGITS, by_parts
+from stack_rl.objectives.parts import MAX_LOGITS, by_parts
 
 __all__ = ["LogitDistillConfig", "token_divergences"]
 
@@ -91,11 +91,11 @@ def token_divergences(
     teacher_hidden: Float[Array, "batch seq teacher_embed"],
     divergence: Divergence,
     *,
-    most_logits: int = MOST_LOGITS,
+    max_logits: int = MAX_LOGITS,
 ) -> Float[Array, "batch seq"]:
     """Computes the divergence at every token, chunk by chunk. The teacher gets no gradient."""
 
-    def of_part(head: Head, ours: jax.Array, theirs: jax.Array) -> jax.Array:
-        return divergence(head.logits(ours), jax.lax.stop_gradient(teacher_head.logits(theirs)))
+    def of_part(head: Head, student: jax.Array, teacher: jax.Array) -> jax.Array:
+        return divergence(head.logits(student), jax.lax.stop_gradient(teacher_head.logits(teacher)))
 
-    return by_parts(of_part, head, hidden, teacher_hidden, most_logits=most_logits)
+    return by_parts(of_part, head, hidden, teacher_hidden, max_logits=max_logits)

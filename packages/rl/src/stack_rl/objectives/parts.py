@@ -10,9 +10,9 @@ from jaxtyping import Array, Float
 from stack_core.ops import Head
 from stack_core.ops.building import accurate_dtype
 
-__all__ = ["MOST_LOGITS", "by_parts"]
+__all__ = ["MAX_LOGITS", "by_parts"]
 
-MOST_LOGITS: Final = 1 << 24
+MAX_LOGITS: Final = 1 << 24
 """Default maximum number of logits in memory at a time."""
 
 
@@ -20,7 +20,7 @@ def by_parts(
     function: Callable[..., Float[Array, "batch part"]],
     head: Head,
     *hidden: Float[Array, "batch seq _"],
-    most_logits: int = MOST_LOGITS,
+    max_logits: int = MAX_LOGITS,
 ) -> Float[Array, "batch seq"]:
     """Maps `function(head, *part)` over chunks of the sequence, with recomputation in the backward pass.
 
@@ -28,10 +28,10 @@ def by_parts(
       function: computes one number per token from the head and the chunks of `hidden`.
       head: output head; its gradients are summed over chunks in float32 or wider.
       hidden: arrays to split along the sequence.
-      most_logits: maximum number of logits in memory; a chunk has at least one token per row.
+      max_logits: maximum number of logits in memory; a chunk has at least one token per row.
     """
     batch, seq, _ = hidden[0].shape
-    most = max(most_logits // (batch * head.weight.shape[-1]), 1)
+    most = max(max_logits // (batch * head.weight.shape[-1]), 1)
     # The largest chunk that divides the sequence, because `lax.map` needs chunks of equal size.
     tokens = max(size for size in range(1, seq + 1) if seq % size == 0 and size <= most)
     parts = tuple(each.reshape(batch, seq // tokens, tokens, -1).swapaxes(0, 1) for each in hidden)
@@ -41,7 +41,7 @@ def by_parts(
     wide = jax.tree.map(lambda x: x.astype(accurate_dtype(x.dtype)) if is_float(x) else x, head)
 
     def of_part(part: tuple[jax.Array, ...]) -> jax.Array:
-        return function(jax.tree.map(lambda x, own: x.astype(own.dtype), wide, head), *part)
+        return function(jax.tree.map(lambda x, original: x.astype(original.dtype), wide, head), *part)
 
     found = jax.lax.map(jax.checkpoint(of_part), parts)
     return found.swapaxes(0, 1).reshape(batch, seq)

@@ -90,8 +90,8 @@ class Correction:
                 "and low only with kind: mask."
             )
 
-    def weights(self, log_ratio: jax.Array, drawn: jax.Array, segment_ids: jax.Array) -> Float[Array, "batch seq"]:
-        leveled = corrections.leveled(log_ratio, drawn, segment_ids, self.level)
+    def weights(self, log_ratio: jax.Array, mask: jax.Array, segment_ids: jax.Array) -> Float[Array, "batch seq"]:
+        leveled = corrections.leveled(log_ratio, mask, segment_ids, self.level)
         if self.kind == "truncate":
             return corrections.truncate(leveled, cap=self.high)
         return corrections.mask(leveled, low=self.low, high=self.high)
@@ -221,7 +221,7 @@ class PolicyObjective(Objective):
             **{name: _mean(values, drawn, count) for name, values in report.items()},
             "largest_mismatch": Metric.max(jnp.max(jnp.abs(moved))),
             "effective_share": Metric.mean(corrections.effective_share(moved, drawn), count),
-            **_facts(batch),
+            **_row_means(batch),
         }
 
     def _of_reference(
@@ -291,12 +291,12 @@ def target_figures(model: LanguageModel, batch: Mapping[str, jax.Array], *, entr
     )
 
 
-def _mean(values: jax.Array, drawn: jax.Array, count: jax.Array) -> Metric:
-    total = jnp.sum(jnp.where(drawn, values.astype(count.dtype), 0))
+def _mean(values: jax.Array, mask: jax.Array, count: jax.Array) -> Metric:
+    total = jnp.sum(jnp.where(mask, values.astype(count.dtype), 0))
     return Metric.mean(total / jnp.maximum(count, 1), count)
 
 
-def _facts(batch: Mapping[str, jax.Array]) -> Metrics:
+def _row_means(batch: Mapping[str, jax.Array]) -> Metrics:
     """Returns means over episodes of the batch's other row arrays, and the number of dropped episodes."""
     real = batch["real"]
     count = jnp.sum(real)

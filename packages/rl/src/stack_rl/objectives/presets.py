@@ -74,7 +74,7 @@ class GRPOConfig(ClippedConfig):
 class DrGRPOConfig(ClippedConfig):
     """GRPO done right: divides neither by the group's standard deviation nor by the answer's length.
 
-        l = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), A = reward - mean of the group, w = 1 / (B most_tokens)
+        l = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), A = reward - mean of the group, w = 1 / (B max_tokens)
 
     Attributes:
       name: selects this objective.
@@ -141,7 +141,7 @@ class RLOOConfig(PolicyConfig):
     Attributes:
       name: selects this objective.
 
-    Source: Ahmadian et al., Back to basics, 2024 (arXiv:2402.14740). Departures: (1) 1 / (B most_tokens) instead of 1 /
+    Source: Ahmadian et al., Back to basics, 2024 (arXiv:2402.14740). Departures: (1) 1 / (B max_tokens) instead of 1 /
     B, a constant factor of the learning rate.
     """
 

@@ -178,19 +178,19 @@ def _written(part: Sum) -> str:
     return "[" + " + ".join(f"{value} {dict(each)}" for each, value in sorted(part.items())) + "]"
 
 
-def _added(ours: Sum, theirs: Sum) -> Sum:
-    found = dict(ours)
-    for monomial, value in theirs.items():
+def _added(left: Sum, right: Sum) -> Sum:
+    found = dict(left)
+    for monomial, value in right.items():
         found[monomial] = found.get(monomial, Fraction(0)) + value
     return _checked({monomial: value for monomial, value in found.items() if value})
 
 
-def _multiplied(ours: Sum, theirs: Sum) -> Sum:
-    if len(ours) * len(theirs) > 16 * _MAX_TERMS:
+def _multiplied(left: Sum, right: Sum) -> Sum:
+    if len(left) * len(right) > 16 * _MAX_TERMS:
         raise Unreadable("too many terms")
     found = dict[Monomial, Fraction]()
-    for monomial, value in ours.items():
-        for other, factor in theirs.items():
+    for monomial, value in left.items():
+        for other, factor in right.items():
             exponents = dict(monomial)
             for atom, exponent in other:
                 exponents[atom] = exponents.get(atom, Fraction(0)) + exponent

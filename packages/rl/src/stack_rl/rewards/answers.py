@@ -44,20 +44,20 @@ def _last_boxed(text: str) -> str | None:
     return None  # the text was cut off
 
 
-def is_same(ours: str, theirs: str, *, tolerance: float = 0.0) -> bool | None:
+def is_same(left: str, right: str, *, tolerance: float = 0.0) -> bool | None:
     """Compares the values of two answers: True if equal, False if different, None if undecided.
 
     A comparison is undecided if an answer cannot be parsed completely, or if the equality is beyond exact arithmetic,
     such as sin(x)^2 = 1 - cos(x)^2. If only one answer has a unit, the same unit is assumed for the other.
 
     Args:
-      ours: the policy's answer.
-      theirs: the reference answer.
+      left: the policy's answer.
+      right: the reference answer.
       tolerance: maximum difference of two numbers, relative to the reference.
     """
-    if plain(ours) == plain(theirs):
-        return bool(plain(ours)) or None
-    pair = read(ours), read(theirs)
+    if plain(left) == plain(right):
+        return bool(plain(left)) or None
+    pair = read(left), read(right)
     if pair[0] is None or pair[1] is None:
         return None
     try:
@@ -66,43 +66,43 @@ def is_same(ours: str, theirs: str, *, tolerance: float = 0.0) -> bool | None:
         return None
 
 
-def _same(ours: Answer, theirs: Answer, tolerance: Fraction) -> bool | None:
-    if isinstance(ours, Named) or isinstance(theirs, Named):
-        return _same_named(ours, theirs, tolerance)
-    match ours, theirs:
+def _same(left: Answer, right: Answer, tolerance: Fraction) -> bool | None:
+    if isinstance(left, Named) or isinstance(right, Named):
+        return _same_named(left, right, tolerance)
+    match left, right:
         case Quantity(), Quantity():
-            return _same_quantities(ours, theirs, tolerance)
+            return _same_quantities(left, right, tolerance)
         case Words(), Words():
-            return ours == theirs
+            return left == right
         case Relation(), Relation():
-            return _same_relations(ours, theirs)
+            return _same_relations(left, right)
         case (Members() as several, Quantity()) | (Quantity(), Members() as several):
             return None if len(several.members) == 1 else False
-    return _same_brackets(ours, theirs, tolerance)
+    return _same_brackets(left, right, tolerance)
 
 
-def _same_named(ours: Answer, theirs: Answer, tolerance: Fraction) -> bool | None:
+def _same_named(left: Answer, right: Answer, tolerance: Fraction) -> bool | None:
     """Compares values of variables; an unnamed value matches any variable."""
-    if isinstance(ours, Named) and isinstance(theirs, Named):
-        return ours.name == theirs.name and _same(ours.value, theirs.value, tolerance)
-    if isinstance(ours, Relation) or isinstance(theirs, Relation):
-        return _same_relations(_as_relation(ours), _as_relation(theirs))
-    ours, theirs = (each.value if isinstance(each, Named) else each for each in (ours, theirs))
-    return _same(ours, theirs, tolerance)
+    if isinstance(left, Named) and isinstance(right, Named):
+        return left.name == right.name and _same(left.value, right.value, tolerance)
+    if isinstance(left, Relation) or isinstance(right, Relation):
+        return _same_relations(_as_relation(left), _as_relation(right))
+    left, right = (each.value if isinstance(each, Named) else each for each in (left, right))
+    return _same(left, right, tolerance)
 
 
-def _same_brackets(ours: Answer, theirs: Answer, tolerance: Fraction) -> bool | None:
-    match ours, theirs:
+def _same_brackets(left: Answer, right: Answer, tolerance: Fraction) -> bool | None:
+    match left, right:
         case (Interval(), Quantity()) | (Quantity(), Interval()):
             return False
         case Union(), Union():
-            return _same_sets(ours.parts, theirs.parts, tolerance) or None  # different parts may form the same union
+            return _same_sets(left.parts, right.parts, tolerance) or None  # different parts may form the same union
         case Interval(), Interval():
-            ends = ours.has_low == theirs.has_low and ours.has_high == theirs.has_high
-            pairs = ((ours.low, theirs.low), (ours.high, theirs.high))
+            ends = left.has_low == right.has_low and left.has_high == right.has_high
+            pairs = ((left.low, right.low), (left.high, right.high))
             return _all([ends, *(_same(*pair, tolerance) for pair in pairs)])
         case Members(), Members():
-            return _same_members(ours, theirs, tolerance)
+            return _same_members(left, right, tolerance)
         case (Members() as point, Interval() as interval) | (Interval() as interval, Members() as point):
             is_open = not (interval.has_low or interval.has_high)  # (1, 2) may be a point or an open interval
             ends = Members((interval.low, interval.high), is_set=False)
@@ -110,30 +110,30 @@ def _same_brackets(ours: Answer, theirs: Answer, tolerance: Fraction) -> bool | 
     return None
 
 
-def _same_quantities(ours: Quantity, theirs: Quantity, tolerance: Fraction) -> bool | None:
-    if ours.unit and theirs.unit:
-        if ours.unit.dimensions != theirs.unit.dimensions:
+def _same_quantities(left: Quantity, right: Quantity, tolerance: Fraction) -> bool | None:
+    if left.unit and right.unit:
+        if left.unit.dimensions != right.unit.dimensions:
             return False
-        scale = number(ours.unit.scale / theirs.unit.scale)
-        return _same_values(ours.value * scale, theirs.value, tolerance)
-    for one, other in ((ours, theirs), (theirs, ours)):
+        scale = number(left.unit.scale / right.unit.scale)
+        return _same_values(left.value * scale, right.value, tolerance)
+    for one, other in ((left, right), (right, left)):
         if one.unit and not one.is_certain:  # only one answer has a unit, so its letters may be variables
             return (one.product is not None and _same_values(one.product, other.value, tolerance)) or None
         if one.unit == DEGREE:
             radians = one.value * symbol("pi") / number(180)
             return _any([_same_values(each, other.value, tolerance) for each in (one.value, radians)])
-    return _same_values(ours.value, theirs.value, tolerance)
+    return _same_values(left.value, right.value, tolerance)
 
 
-def _same_values(ours: Expression, theirs: Expression, tolerance: Fraction) -> bool | None:
-    same = ours.equals(theirs)
+def _same_values(left: Expression, right: Expression, tolerance: Fraction) -> bool | None:
+    same = left.equals(right)
     if same is False and tolerance:
-        if ours.rational is not None and theirs.rational is not None:
-            return abs(ours.rational - theirs.rational) <= tolerance * abs(theirs.rational)
-        pair = ours.approximation(), theirs.approximation()
+        if left.rational is not None and right.rational is not None:
+            return abs(left.rational - right.rational) <= tolerance * abs(right.rational)
+        pair = left.approximation(), right.approximation()
         if pair[0] is not None and pair[1] is not None:
             return abs(pair[0] - pair[1]) <= tolerance * abs(pair[1])
-    return None if same is False and str(ours).lower() == str(theirs).lower() else same  # x and X
+    return None if same is False and str(left).lower() == str(right).lower() else same  # x and X
 
 
 def _as_relation(answer: Answer) -> Answer:
@@ -144,30 +144,30 @@ def _as_relation(answer: Answer) -> Answer:
     return answer
 
 
-def _same_relations(ours: Answer, theirs: Answer) -> bool | None:
+def _same_relations(left: Answer, right: Answer) -> bool | None:
     """Returns True if two relations are multiples of each other, else None, because their solutions may still agree."""
-    if not isinstance(ours, Relation) or not isinstance(theirs, Relation):
+    if not isinstance(left, Relation) or not isinstance(right, Relation):
         return None
-    if ours.symbol != theirs.symbol or not ours.difference.top or not theirs.difference.top:
+    if left.symbol != right.symbol or not left.difference.top or not right.difference.top:
         return None
-    factor = (ours.difference / theirs.difference).constant
+    factor = (left.difference / right.difference).constant
     if factor is None:
         return None
-    return True if factor > 0 or ours.symbol in "=≠" else None
+    return True if factor > 0 or left.symbol in "=≠" else None
 
 
-def _same_members(ours: Members, theirs: Members, tolerance: Fraction) -> bool | None:
-    if ours.is_set != theirs.is_set:
+def _same_members(left: Members, right: Members, tolerance: Fraction) -> bool | None:
+    if left.is_set != right.is_set:
         return False
-    if ours.is_set:
-        return _same_sets(ours.members, theirs.members, tolerance)
-    pairs = zip_longest(ours.members, theirs.members)
+    if left.is_set:
+        return _same_sets(left.members, right.members, tolerance)
+    pairs = zip_longest(left.members, right.members)
     return _all([a is not None and b is not None and _same(a, b, tolerance) for a, b in pairs])
 
 
-def _same_sets(ours: Sequence[Answer], theirs: Sequence[Answer], tolerance: Fraction) -> bool | None:
+def _same_sets(left: Sequence[Answer], right: Sequence[Answer], tolerance: Fraction) -> bool | None:
     """Returns whether two sets have the same members."""
-    both = [(each, theirs) for each in ours] + [(each, ours) for each in theirs]
+    both = [(each, right) for each in left] + [(each, left) for each in right]
     return _all([_any([_same(each, other, tolerance) for other in others]) for each, others in both])
 
 

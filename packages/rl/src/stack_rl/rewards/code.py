@@ -10,7 +10,7 @@ from markdown_it import MarkdownIt
 from stack_core.abi.config import config
 from stack_core.abi.errors import EnvironmentFailed
 from stack_rl.contracts import Completion, Reward, Score
-from stack_rl.rewards.sandbox import Ended, Sandbox, SandboxConfig
+from stack_rl.rewards.sandbox import ProgramResult, Sandbox, SandboxConfig
 from stack_rl.rewards.unchecked import UncheckedPolicy, unchecked
 
 __all__ = ["CodeConfig"]
@@ -88,17 +88,19 @@ class _Code:
         right = ended.succeeded and ended.output.decode(errors="replace").rstrip().endswith(word)
         return Score(value=float(right), verdict="correct" if right else "wrong")
 
-    async def _run(self, program: str, given: str = "") -> Ended:
-        encoded = given.encode(errors="surrogatepass")
-        return await self._sandbox.run_soon(program, given=encoded, libraries=self._settings.libraries)
+    async def _run(self, program: str, stdin: str = "") -> ProgramResult:
+        encoded = stdin.encode(errors="surrogatepass")
+        return await self._sandbox.run_soon(program, stdin=encoded, libraries=self._settings.libraries)
 
-    def _unfinished(self, ended: Ended) -> Score | None:
+    def _unfinished(self, result: ProgramResult) -> Score | None:
         """Returns the score of a program that exceeded a limit, or None if the program finished."""
-        if ended.how == "exit":
+        if result.status == "exit":
             return None
         # Signal 24 is SIGXCPU: the program used up its CPU time.
-        verdict = "crash" if ended.how == "flood" or (ended.how == "killed" and ended.code != -24) else "timeout"
-        return unchecked(self._settings.unchecked, verdict, f"the program ended by {ended.how} {ended.code}")
+        verdict = (
+            "crash" if result.status == "flood" or (result.status == "killed" and result.code != -24) else "timeout"
+        )
+        return unchecked(self._settings.unchecked, verdict, f"the program ended by {result.status} {result.code}")
 
 
 def _is_test(test: Any) -> bool:

@@ -106,7 +106,7 @@ def read_expression(tokens: Sequence[Token]) -> Expression:
     """
     reader = _Reader(tokens)
     found = reader.sum()
-    if not reader.is_done:
+    if not reader.is_at_end:
         raise Unreadable(f"the rest from {reader.peek!r}")
     has_infinity = any("infinity" in dict(each) for part in (found.top, found.bottom) for each in part)
     if has_infinity and not is_infinite(found):
@@ -127,13 +127,13 @@ class _Reader:
         self._tokens, self._at = list(tokens), 0
 
     @property
-    def is_done(self) -> bool:
+    def is_at_end(self) -> bool:
         return self._at == len(self._tokens)
 
     @property
     def peek(self) -> Token:
         """The next token; an empty symbol at the end."""
-        return Token("symbol", "", False) if self.is_done else self._tokens[self._at]
+        return Token("symbol", "", False) if self.is_at_end else self._tokens[self._at]
 
     def take(self, *texts: str) -> str:
         """Consumes and returns the next symbol if `texts` contains it, otherwise returns an empty string."""
@@ -222,7 +222,7 @@ class _Reader:
         if self.take("("):
             return self._closed(")")
         token = self.peek
-        self._at += not self.is_done
+        self._at += not self.is_at_end
         match token.kind:
             case "number":
                 return self._number(token.text)
@@ -325,7 +325,7 @@ class _Reader:
         if token.kind in ("number", "word") and len(token.text) > 1:
             self._tokens[self._at] = token._replace(text=token.text[0])
             self._tokens.insert(self._at + 1, Token(token.kind, token.text[1:], False))
-        elif self.is_done or token.kind == "symbol":
+        elif self.is_at_end or token.kind == "symbol":
             raise Unreadable("a command without its argument")
         return self.primary()
 
@@ -354,14 +354,14 @@ class _Reader:
             self._at += 1
             found = number(_decimal(token.text))
             if self.peek.is_spaced or self.peek.kind not in ("word", "command"):
-                return self._ended(found)
+                return self._checked_end(found)
         token = self.peek
         is_letter = token.kind == "word" and len(token.text) == 1
         if not is_letter and not (token.kind == "command" and token.text in (*GREEK, "pi")):
             raise Unreadable("a function without brackets around its argument")
-        return self._ended(found * self.primary())
+        return self._checked_end(found * self.primary())
 
-    def _ended(self, argument: Expression) -> Expression:
+    def _checked_end(self, argument: Expression) -> Expression:
         follows = self.peek
         is_function = follows.text in _APPLIED
         if (self._begins_factor() and not is_function) or follows.text in ("^", "!"):
@@ -369,10 +369,10 @@ class _Reader:
         return argument
 
 
-def _mixed(whole: Fraction, part: Fraction) -> Expression:
+def _mixed(integer: Fraction, part: Fraction) -> Expression:
     if not 0 < part < 1:
         raise Unreadable("a mixed number whose fraction is not between 0 and 1")
-    return number(whole + part)
+    return number(integer + part)
 
 
 def _ratio(above: Fraction, below: Fraction) -> Fraction:

@@ -117,13 +117,13 @@ class _Judge:
 
     async def __call__(self, completion: Completion) -> Score:
         settings = self._settings
-        said = await self._asked(_filled(settings, completion))
-        grade = _grade(settings, said)
+        reply = await self._ask(_filled(settings, completion))
+        grade = _grade(settings, reply)
         if grade is None:
-            return unchecked(settings.unchecked, "unparsed", f"no grade in the judge's answer {said[-200:]!r}")
+            return unchecked(settings.unchecked, "unparsed", f"no grade in the judge's answer {reply[-200:]!r}")
         return Score(value=grade / settings.highest)
 
-    async def _asked(self, question: str) -> str:
+    async def _ask(self, question: str) -> str:
         """Sends a question to the judge and returns its answer.
 
         Raises:
@@ -181,12 +181,12 @@ def _filled(settings: JudgeConfig, completion: Completion) -> str:
         ) from error
 
 
-def _grade(settings: JudgeConfig, said: str) -> float | None:
+def _grade(settings: JudgeConfig, reply: str) -> float | None:
     """Returns the last grade in a text, or None for a missing grade, one out of range or one on another scale."""
-    matches = list(re.finditer(settings.pattern, said))
+    matches = list(re.finditer(settings.pattern, reply))
     if not matches:
         return None
-    scale = _SCALE.match(said, matches[-1].end())
+    scale = _SCALE.match(reply, matches[-1].end())
     try:
         grade = float(matches[-1][1])
     except (TypeError, ValueError):  # the user's pattern may match anything

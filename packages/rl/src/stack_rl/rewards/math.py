@@ -118,11 +118,11 @@ class _Math:
 
     async def _verified(self, pair: Mapping[str, str]) -> Score:
         encoded = json.dumps(pair).encode()
-        ended = await self._sandbox.run_soon(_PROGRAM, given=encoded, libraries=True)
+        ended = await self._sandbox.run_soon(_PROGRAM, stdin=encoded, libraries=True)
         word = ended.output.decode(errors="replace").strip()
         if ended.succeeded and word in ("same", "other", "unparsed"):
             verdicts: dict[str, Verdict] = {"same": "correct", "other": "wrong", "unparsed": "unparsed"}
             return Score(value=float(word == "same"), verdict=verdicts[word])
         reason = f"math-verify on {pair['ours']!r}: {ended.errors.decode(errors='replace')[-200:]}"
-        verdict: Verdict = "timeout" if ended.how in ("timeout", "killed") else "crash"
+        verdict: Verdict = "timeout" if ended.status in ("timeout", "killed") else "crash"
         return unchecked(self._settings.unchecked, verdict, reason)

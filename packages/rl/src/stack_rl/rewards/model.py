@@ -15,7 +15,7 @@ from stack_core.abi.errors import ConfigError, DataError
 from stack_core.abi.mesh import MeshConfig
 from stack_core.abi.model_formats import open_auxiliary, open_for_generation
 from stack_rl.contracts import Completion, Reward
-from stack_rl.placing import PlacedModel
+from stack_rl.placing import ShardedCheckpoint
 
 __all__ = ["ModelReward", "ModelRewardConfig"]
 
@@ -69,7 +69,7 @@ class ModelReward:
     def __init__(self, address: str, mesh: MeshConfig | None = None) -> None:
         self.address = address
         opened = open_for_generation(address)
-        placed: Any = None if mesh is None else PlacedModel(opened, mesh, "The reward model's mesh")
+        placed: Any = None if mesh is None else ShardedCheckpoint(opened, mesh, "The reward model's mesh")
         self._model = placed or opened
         self._params = self._model.load_params()
         embed, _ = jax.eval_shape(lambda params: self._model.model(params).head().weight, self._params).shape
@@ -134,7 +134,7 @@ class ModelReward:
         return last.astype(jnp.float32) @ head["kernel"] + head["bias"]
 
 
-def _same_tokens(ours: Tokenizer, theirs: Tokenizer) -> bool:
-    return ours.vocab_size == theirs.vocab_size and all(
-        ours.token_bytes(token) == theirs.token_bytes(token) for token in range(ours.vocab_size)
+def _same_tokens(left: Tokenizer, right: Tokenizer) -> bool:
+    return left.vocab_size == right.vocab_size and all(
+        left.token_bytes(token) == right.token_bytes(token) for token in range(left.vocab_size)
     )

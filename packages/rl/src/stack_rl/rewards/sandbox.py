@@ -41,7 +41,7 @@ from stack_core.abi.errors import SandboxError
 from stack_rl.rewards.sandbox_launcher import DEVICES, NOBODY, SHOWN
 from stack_rl.threads import Threads
 
-__all__ = ["Ended", "Gap", "Sandbox", "SandboxConfig"]
+__all__ = ["Gap", "ProgramResult", "Sandbox", "SandboxConfig"]
 
 Level = Literal["bubblewrap", "namespaces", "session"]
 Gap = Literal["network", "processes", "files", "disk"]
@@ -78,17 +78,17 @@ class SandboxConfig:
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProgramResult:
     """Result of a program.
 
     Attributes:
-      how: "exit"; "timeout"; "killed" by a signal, such as SIGXCPU; or "flood" for too much output.
+      status: "exit"; "timeout"; "killed" by a signal, such as SIGXCPU; or "flood" for too much output.
       code: exit status, or the negated signal number.
       output, errors: stdout and stderr, up to the limit.
       duration_s: wall time in seconds.
     """
 
-    how: Literal["exit", "timeout", "killed", "flood"]
+    status: Literal["exit", "timeout", "killed", "flood"]
     code: int
     output: bytes
     errors: bytes
@@ -96,7 +96,7 @@ class Ended:
 
     @property
     def succeeded(self) -> bool:
-        return self.how == "exit" and self.code == 0
+        return self.status == "exit" and self.code == 0
 
 
 class Sandbox:
@@ -116,12 +116,12 @@ class Sandbox:
         self._hidden: str | None = None
         self._threads = Threads(os.cpu_count() or 1)
 
-    def run(self, program: str, *, given: bytes = b"", libraries: bool = False) -> Ended:
-        """Runs a Python program until it ends or exceeds a limit; every result of the program is an `Ended`.
+    def run(self, program: str, *, stdin: bytes = b"", libraries: bool = False) -> ProgramResult:
+        """Runs a Python program until it ends or exceeds a limit; the result describes any end of the program.
 
         Args:
           program: source of the program.
-          given: standard input.
+          stdin: standard input.
           libraries: True lets the program import the packages installed alongside stack.
 
         Raises:
@@ -129,7 +129,7 @@ class Sandbox:
         """
         if libraries:
             self.check_libraries()
-        return _run(self._config, self.level, program, given, libraries)
+        return _run(self._config, self.level, program, stdin, libraries)
 
     def check_libraries(self) -> None:
         """Checks, once, that programs can read the installed libraries.
@@ -141,17 +141,17 @@ class Sandbox:
             probe = f"import os\nprint(*[each for each in {_libraries()!r} if not os.access(each, os.R_OK | os.X_OK)])"
             # A busy machine may need longer than a program's time limit to start Python.
             limits = dataclasses.replace(self._config, wall_s=max(self._config.wall_s, _PROBE_S))
-            ended = _run(limits, self.level, probe, b"", libraries=True)
-            self._hidden = ended.output.decode().strip() if ended.succeeded else _last(ended.errors)
+            result = _run(limits, self.level, probe, b"", libraries=True)
+            self._hidden = result.output.decode().strip() if result.succeeded else _last(result.errors)
         if self._hidden:
             raise SandboxError(
                 f"Programs in a sandbox of level {self.level!r} cannot read the installed libraries: {self._hidden}. "
                 "Let other users read that folder and those above it, or choose another sandbox.level."
             )
 
-    async def run_soon(self, program: str, *, given: bytes = b"", libraries: bool = False) -> Ended:
+    async def run_soon(self, program: str, *, stdin: bytes = b"", libraries: bool = False) -> ProgramResult:
         """Runs a program like `run`, without blocking the event loop."""
-        return await self._threads.run(functools.partial(self.run, program, given=given, libraries=libraries))
+        return await self._threads.run(functools.partial(self.run, program, stdin=stdin, libraries=libraries))
 
 
 def _chosen(settings: SandboxConfig) -> tuple[Level, tuple[Gap, ...]]:
@@ -212,14 +212,14 @@ def _gaps(settings: SandboxConfig, level: Level) -> Mapping[Gap, str]:
     with socket.create_server(("127.0.0.1", 0)) as server, tempfile.NamedTemporaryFile() as file:
         Path(file.name).chmod(0o644)  # Readable by all users, so only the sandbox can hide the file.
         probe = _PROBE % (server.getsockname()[1], file.name, settings.file_bytes // 2)
-        ended = _run(settings, level, probe, b"", libraries=False)
+        result = _run(settings, level, probe, b"", libraries=False)
     try:
-        return json.loads(ended.output)
+        return json.loads(result.output)
     except json.JSONDecodeError as error:
-        raise SandboxError(f"a first program ended by {ended.how} {ended.code}: {_last(ended.errors)}") from error
+        raise SandboxError(f"a first program ended by {result.status} {result.code}: {_last(result.errors)}") from error
 
 
-def _run(settings: SandboxConfig, level: Level, program: str, given: bytes, libraries: bool) -> Ended:
+def _run(settings: SandboxConfig, level: Level, program: str, stdin: bytes, libraries: bool) -> ProgramResult:
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as folder, _report() as report:
         if os.geteuid() == 0:
@@ -242,10 +242,10 @@ def _run(settings: SandboxConfig, level: Level, program: str, given: bytes, libr
             # With namespaces, the launcher enforces `wall_s`, and this limit only guards against its failure.
             until_s = time.monotonic() + settings.wall_s + (_GRACE_S if level == "namespaces" else 0)
             try:
-                output, errors, how = _exchange(
-                    child, json.dumps(order).encode() + b"\n" + source + given, settings, until_s
+                output, errors, status = _exchange(
+                    child, json.dumps(order).encode() + b"\n" + source + stdin, settings, until_s
                 )
-                how = how or _awaited(child, until_s)
+                status = status or _awaited(child, until_s)
             finally:
                 _end(child)
             code = child.wait()
@@ -253,8 +253,8 @@ def _run(settings: SandboxConfig, level: Level, program: str, given: bytes, libr
     if said.startswith("refused: "):
         raise SandboxError(said.removeprefix("refused: "))
     # Bubblewrap reports a program killed by signal n as status 128 + n.
-    how = how or ("timeout" if said == "timeout" else "killed" if code < 0 or code > 128 else "exit")
-    return Ended(how, code, output, errors, time.monotonic() - started_s)
+    status = status or ("timeout" if said == "timeout" else "killed" if code < 0 or code > 128 else "exit")
+    return ProgramResult(status, code, output, errors, time.monotonic() - started_s)
 
 
 @dataclass
@@ -339,20 +339,20 @@ def _command(
 
 
 def _exchange(
-    child: "subprocess.Popen[bytes]", given: bytes, settings: SandboxConfig, until_s: float
+    child: "subprocess.Popen[bytes]", stdin: bytes, settings: SandboxConfig, until_s: float
 ) -> tuple[bytes, bytes, Literal["timeout", "flood"] | None]:
     """Writes to a child and reads from it, up to its output and time limits."""
     assert child.stdin is not None and child.stdout is not None and child.stderr is not None
     found = {child.stdout.fileno(): bytearray(), child.stderr.fileno(): bytearray()}
-    left, how = memoryview(given), None
+    left, status = memoryview(stdin), None
     os.set_blocking(child.stdin.fileno(), False)
     with selectors.DefaultSelector() as selector:
         for each in found:
             selector.register(each, selectors.EVENT_READ)
         selector.register(child.stdin, selectors.EVENT_WRITE)
-        while selector.get_map() and how is None:
+        while selector.get_map() and status is None:
             ready = selector.select(max(0.0, until_s - time.monotonic()))
-            how = None if ready else "timeout"
+            status = None if ready else "timeout"
             for key, _ in ready:
                 if key.fileobj is child.stdin:
                     left = _written(child.stdin, left)
@@ -365,9 +365,9 @@ def _exchange(
                 if not part:
                     selector.unregister(key.fd)
                 if len(found[key.fd]) > settings.output_bytes:
-                    how = "flood"
+                    status = "flood"
     output, errors = (bytes(each[: settings.output_bytes]) for each in found.values())
-    return output, errors, how
+    return output, errors, status
 
 
 def _written(pipe: IO[bytes], left: memoryview) -> memoryview:

@@ -19,8 +19,8 @@ __all__ = [
     "ReadsTokens",
     "RewardKind",
     "WeightedReward",
+    "as_floats",
     "check_reward",
-    "plain_facts",
     "resolved",
     "total_score",
 ]
@@ -150,7 +150,7 @@ async def _score(
         value = await found if inspect.isawaitable(found) else found
         score = value if isinstance(value, Score) else Score(value=value)
         # Otherwise sums of NumPy half-precision numbers would stay in half precision, and JSON rejects NumPy numbers.
-        number, facts = float(score.value), plain_facts(score.facts)
+        number, facts = float(score.value), as_floats(score.facts)
     except (Unchecked, EnvironmentFailed):  # their messages already name the cause
         raise
     except Exception as error:  # Rewards are user code and may raise any exception.
@@ -160,14 +160,14 @@ async def _score(
     return number, score.verdict, facts
 
 
-def plain_facts(facts: Mapping[str, Any]) -> dict[str, float]:
+def as_floats(measurements: Mapping[str, Any]) -> dict[str, float]:
     """Converts measurements of any number type to Python floats.
 
     Raises:
       ValueError: a value is not a number; the message names the measurement.
     """
     found = dict[str, float]()
-    for name, value in facts.items():
+    for name, value in measurements.items():
         try:
             found[str(name)] = float(value)
         except (TypeError, ValueError) as error:

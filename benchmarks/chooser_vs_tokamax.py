@@ -12,19 +12,19 @@ import collections
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from stack_kernels.tuning.held_out import Outcome, distance_of, outcomes, seconds_off
+from stack_kernels.tuning.held_out import ChoiceRatios, distance_of, ratios, seconds_off
 from stack_kernels.tuning.published import read
 
 RESULTS = Path(__file__).parent / "results" / "chooser_vs_tokamax.md"
 AIM = 0.9
 
 
-def table(found: Sequence[Outcome]) -> Iterator[str]:
+def table(found: Sequence[ChoiceRatios]) -> Iterator[str]:
     """A row a chip and op, and one of all."""
     ways = [f"{way}: within 5% | mean | worst" for way in ("timings", "fixed order")]
     yield f"| chip | op | calls | {' | '.join(ways)} | seconds off: median | 90% |"
     yield f"|{' --- |' * 11}"
-    rows: dict[tuple[str, str], list[Outcome]] = collections.defaultdict(list)
+    rows: dict[tuple[str, str], list[ChoiceRatios]] = collections.defaultdict(list)
     for each in found:
         rows[each.chip, f"{each.op}, {each.direction}"].append(each)
     for (chip, op), of_row in [*sorted(rows.items()), (("all", ""), list(found))]:
@@ -42,7 +42,7 @@ def table(found: Sequence[Outcome]) -> Iterator[str]:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    found = list(outcomes(read()))
+    found = list(ratios(read()))
     text = (
         f"# Chooser beside Tokamax's fixed order\n\n{__doc__.partition('    nox')[0]}\n"
         + "\n".join(table(found))

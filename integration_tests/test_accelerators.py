@@ -20,7 +20,7 @@ from stack_core.chips.targets import use_target
 from stack_core.programs.roofline import program_cost, program_memory
 from stack_kernels.from_tokamax import missing
 from stack_kernels.laboratory.programs import kernels_of
-from stack_kernels.laboratory.without_cudnn import cudnn_taken_for_granted
+from stack_kernels.laboratory.without_cudnn import pretend_cudnn
 from stack_serve.llm.compilation import compile_engine
 from stack_serve.llm.config import EngineConfig
 from stack_train.generation.generative import generative_checkpoint
@@ -82,7 +82,7 @@ class OnlyReferences:
 
 @pytest.fixture
 def cudnn():
-    with cudnn_taken_for_granted():
+    with pretend_cudnn():
         yield
 
 

@@ -24,8 +24,8 @@ from stack_core.testing import Quantized, first_call
 from stack_kernels.from_tokamax import missing
 from stack_kernels.laboratory.programs import kernels_of
 from stack_kernels.laboratory.table import is_of_tokamax
-from stack_kernels.laboratory.without_cudnn import cudnn_taken_for_granted
-from stack_kernels.laboratory.without_tokamax import tokamax_taken_for_granted
+from stack_kernels.laboratory.without_cudnn import pretend_cudnn
+from stack_kernels.laboratory.without_tokamax import pretend_tokamax
 from stack_kernels.laboratory.worker import target_of
 
 from .random_calls import OPS
@@ -98,7 +98,7 @@ def _directions(call: OpCall) -> Iterator[OpCall]:
 
 def check_answers(op: str, chip: str, count: int) -> None:
     found = registries.chips[chip]
-    with use_chip(found), tokamax_taken_for_granted():
+    with use_chip(found), pretend_tokamax():
         for implementation in implementations(op):
             if implementation.platforms is not None and PLATFORMS[chip] not in implementation.platforms:
                 continue
@@ -181,7 +181,7 @@ def test_a_config_of_another_call_is_refused_where_it_does_not_fit(
 ) -> None:
     found, chosen = registries.ops[name], registries.chips[chip]
     call, other = call_of(*sizes), call_of(*others)
-    with use_chip(chosen), tokamax_taken_for_granted():
+    with use_chip(chosen), pretend_tokamax():
         assert found.supports(other, chosen, found.default(other, chosen)) is True
         theirs = list(found.space(other, chosen))
         foreign = [config for config in found.space(call, chosen) if config not in theirs]
@@ -213,7 +213,7 @@ def test_tokamaxs_attention_counts_what_it_makes_of_a_mask_and_a_bias(
     shapes = dict.fromkeys(("query", "key", "value"), (2, 8192, 16, 64))
     call, chip = _of_shapes("attention", {**shapes, **more}, direction), registries.chips["h100"]
     tokamax = registries.ops["attention/tokamax"]
-    with tokamax_taken_for_granted():
+    with pretend_tokamax():
         answer = tokamax.supports(call, chip, None)
     assert answer is True if takes else " would take " in str(answer)
 
@@ -250,7 +250,7 @@ def accepted(implementation: OpImplementation, chip: str, count: int) -> list[tu
     """The first calls that it takes forward, of many."""
     found: list[tuple[int, OpCall]] = []
     chosen = registries.chips[chip]
-    with use_chip(chosen), cudnn_taken_for_granted():
+    with use_chip(chosen), pretend_cudnn():
         for number in range(150 * count):
             call = _call(implementation.op, number)
             if any(0 in x.shape for x in jax.tree.leaves(dict(call.arrays))):
@@ -289,7 +289,7 @@ def check_compiles(chip: str, count: int) -> None:
             tried += 1
             arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), dict(call.arrays))
             try:
-                with cudnn_taken_for_granted(), use_target(target), warnings.catch_warnings():
+                with pretend_cudnn(), use_target(target), warnings.catch_warnings():
                     # It may be taken forward alone, and that is said.
                     warnings.filterwarnings("ignore", ".* was named and runs forward, but not backward", RuntimeWarning)
                     compiled = jax.jit(_value_and_gradients(call, implementation)).lower(arrays).compile()

@@ -24,8 +24,8 @@ from stack_kernels import from_tokamax
 from stack_kernels.attention.tokamax import TOKAMAX as ATTENTION
 from stack_kernels.gated_linear_unit.tokamax import TOKAMAX as GATED
 from stack_kernels.gated_linear_unit.tokamax import GateTile
-from stack_kernels.laboratory.without_cudnn import cudnn_taken_for_granted
-from stack_kernels.laboratory.without_tokamax import tokamax_taken_for_granted
+from stack_kernels.laboratory.without_cudnn import pretend_cudnn
+from stack_kernels.laboratory.without_tokamax import pretend_tokamax
 from stack_kernels.linear_cross_entropy.tokamax import TOKAMAX as LOSS
 from stack_kernels.linear_cross_entropy.tokamax import LogitTile
 from stack_kernels.norm.tokamax_triton import TOKAMAX_TRITON as NORM
@@ -39,7 +39,7 @@ def test_without_it_calls_are_refused_with_what_to_install(monkeypatch: pytest.M
     monkeypatch.setattr(from_tokamax, "missing", from_tokamax.missing.__wrapped__)
     monkeypatch.setattr(from_tokamax, "is_installed", lambda module="tokamax": False)
     query = jax.ShapeDtypeStruct((1, 512, 16, 128), jnp.bfloat16)
-    with use_chip(registries.chips["h100"]), cudnn_taken_for_granted():
+    with use_chip(registries.chips["h100"]), pretend_cudnn():
         (decision,) = ops.explain(lambda q: ops.attention(q, q, q, causal=True), query)
     assert dict(decision.forward.refused)["tokamax"] == (
         "Tokamax is not installed: pip install 'stack-kernels[tokamax]', with Python 3.12 or newer"
@@ -60,7 +60,7 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_was_published_chooses_between_it_and_cudnn(chip: str) -> None:
     query = jax.ShapeDtypeStruct((4, 4096, 32, 128), jnp.bfloat16)
     key = jax.ShapeDtypeStruct((4, 4096, 8, 128), jnp.bfloat16)
-    with use_chip(registries.chips[chip]), cudnn_taken_for_granted(), tokamax_taken_for_granted():
+    with use_chip(registries.chips[chip]), pretend_cudnn(), pretend_tokamax():
         (decision,) = ops.explain(lambda q, k: ops.attention(q, k, k, causal=True), query, key)
     assert decision.forward.implementation.name in ("tokamax", "cudnn")
     assert decision.forward.reason.startswith("tuned table 'published': Tokamax 0.0.17 published"), decision
@@ -68,7 +68,7 @@ def test_what_was_published_chooses_between_it_and_cudnn(chip: str) -> None:
 
 def test_chips_without_its_kernels_are_refused() -> None:
     query = jax.ShapeDtypeStruct((1, 512, 16, 128), jnp.bfloat16)
-    with use_chip(registries.chips["a100-80gb"]), cudnn_taken_for_granted(), tokamax_taken_for_granted():
+    with use_chip(registries.chips["a100-80gb"]), pretend_cudnn(), pretend_tokamax():
         (decision,) = ops.explain(lambda q: ops.attention(q, q, q, causal=True), query)
     assert dict(decision.forward.refused)["tokamax"] == "it is for h100, h200 and b200, not a100-80gb"
 
@@ -76,7 +76,7 @@ def test_chips_without_its_kernels_are_refused() -> None:
 @pytest.mark.parametrize(("d_out", "takes"), [(64, False), (192, False), (256, True)])
 def test_the_gated_unit_has_two_tiles_of_columns_at_a_time(d_out: int, takes: bool) -> None:
     x, weight = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((16, 64), (64, d_out)))
-    with use_chip(registries.chips["h100"]), tokamax_taken_for_granted():
+    with use_chip(registries.chips["h100"]), pretend_tokamax():
         (decision,) = ops.explain(ops.gated_linear_unit, x, weight, weight)
     assert ("d_in is a multiple of 64 and d_out of 128" in dict(decision.forward.refused).values()) == (not takes)
 
@@ -88,7 +88,7 @@ def test_blackwell_copies_a_bias_in_tiles_of_eight_queries(queries: int, takes: 
     )
     call = first_call(lambda q, b: ops.attention(q, q, q, bias=b), query, bias)
     chip = registries.chips["b200"]
-    with use_chip(chip), tokamax_taken_for_granted():
+    with use_chip(chip), pretend_tokamax():
         answer = ATTENTION.supports(call, chip, None)
     assert answer is True if takes else "at most 8 queries with a bias, or a multiple of 8" in answer
 
@@ -209,7 +209,7 @@ def test_contract_with_xla_in_the_place_of_the_kernel(
 ) -> None:
     for module, name, stand_in in _stand_ins():
         monkeypatch.setattr(module, name, stand_in)
-    with use_chip(registries.chips[chip]), tokamax_taken_for_granted():
+    with use_chip(registries.chips[chip]), pretend_tokamax():
         check(_of_any_size(implementation))
 
 

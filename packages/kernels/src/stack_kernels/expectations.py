@@ -125,7 +125,7 @@ def expected(
     tables = list(_tables_of(ChipName.of(target)))
     rows = [_expectation(name, call, target, tables, chosen == name) for name in able]
     rows.sort(key=lambda row: math.inf if row.seconds is None else row.seconds)
-    refused = (_refused(found, call, target) for name, found in implementations_of(op).items() if name not in able)
+    refused = (_refusal(found, call, target) for name, found in implementations_of(op).items() if name not in able)
     return Expectations((*rows, *refused))
 
 
@@ -143,7 +143,7 @@ def _chip(chip: Chip | str | None) -> Chip:
     return row if isinstance(row, Chip) else row()
 
 
-def _refused(found: OpImplementation, call: OpCall, chip: Chip) -> Expectation:
+def _refusal(found: OpImplementation, call: OpCall, chip: Chip) -> Expectation:
     with use_chip(chip):
         reason = answer(found, call)
     return Expectation(found.name, str(reason or "no reason given"), False, None, None, "unknown", "")

@@ -27,18 +27,18 @@ def is_installed(module: str = "tokamax") -> bool:
 
 
 @functools.cache
-def missing(*others: str) -> str | None:
+def missing(*modules: str) -> str | None:
     """Returns why Tokamax or another required module cannot be used; None if all of them can.
 
     Args:
-      others: further modules that a kernel needs.
+      modules: further modules that a kernel needs.
     """
     if not is_installed("tokamax"):
         return "Tokamax is not installed: pip install 'stack-kernels[tokamax]', with Python 3.12 or newer"
     version = importlib.metadata.version("tokamax")
     if version != WRITTEN_FOR:
         return f"it is written for tokamax {WRITTEN_FOR}, and {version} is installed"
-    absent = [name for name in others if not is_installed(name)]
+    absent = [name for name in modules if not is_installed(name)]
     if not absent:
         return None
     return f"{' and '.join(absent)} is not installed: pip install 'stack-kernels[tokamax-triton]'"

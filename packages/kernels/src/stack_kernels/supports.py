@@ -9,12 +9,12 @@ from stack_core.abi.ops import OpCall, QView
 from stack_core.chips import Chip
 from stack_core.ops.building import QuantizedArray, is_quantized
 
-__all__ = ["abstract_view", "first_problem", "is_beyond", "takes_no", "unquantized", "weight_alone"]
+__all__ = ["abstract_view", "first_problem", "is_beyond", "only_weight_is_quantized", "takes_no", "unquantized"]
 
 
-def first_problem(problems: Mapping[str, bool]) -> bool | str:
+def first_problem(conditions: Mapping[str, bool]) -> bool | str:
     """Returns the first reason whose condition holds, or True if none does; the answer of a `supports`."""
-    return next((reason for reason, applies in problems.items() if applies), True)
+    return next((reason for reason, applies in conditions.items() if applies), True)
 
 
 def is_beyond(config: Any, space: Iterable[Any]) -> bool:
@@ -48,7 +48,7 @@ def abstract_view(array: QuantizedArray) -> QView:
     return QView(qvalue=qvalue, scale=scale, zero_point=zero_point, codebook=codebook, **known)
 
 
-def weight_alone(call: OpCall) -> bool | str:
+def only_weight_is_quantized(call: OpCall) -> bool | str:
     """Checks that the weight of a `linear` call is quantized and x is not."""
     if not is_quantized(call.arrays["weight"]):
         return "the weight is not quantized"

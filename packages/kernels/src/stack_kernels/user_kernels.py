@@ -106,22 +106,22 @@ def implementation(  # noqa: PLR0913  each is a field of OpImplementation
     return implement
 
 
-def _check_configs(what: str, configs: tuple[Any, ...]) -> None:
+def _check_configs(label: str, configs: tuple[Any, ...]) -> None:
     kinds = {type(config) for config in configs}
     if len(kinds) > 1:
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
-        raise ArgumentError(f"{what}: its configs are of several types, {names}; expected one frozen dataclass.")
+        raise ArgumentError(f"{label}: its configs are of several types, {names}; expected one frozen dataclass.")
     for config in configs:
         if not dataclasses.is_dataclass(config) or isinstance(config, type) or not _is_frozen(config):
-            raise ArgumentError(f"{what}: config {config!r} is no object of a frozen dataclass; tables key by it.")
+            raise ArgumentError(f"{label}: config {config!r} is no object of a frozen dataclass; tables key by it.")
         try:
             kept = type(config)(**json.loads(json.dumps(dataclasses.asdict(config))))
         except TypeError as error:
-            raise ArgumentError(f"{what}: config {config!r} cannot be kept in a tuned table: {error}.") from error
+            raise ArgumentError(f"{label}: config {config!r} cannot be kept in a tuned table: {error}.") from error
         if kept != config:
             raise ArgumentError(
-                f"{what}: config {config!r} comes back from a tuned table as {kept!r}; give its fields types that JSON "
-                "has: integers, strings, bools."
+                f"{label}: config {config!r} comes back from a tuned table as {kept!r}; give its fields types that "
+                "JSON has: integers, strings, bools."
             )
 
 

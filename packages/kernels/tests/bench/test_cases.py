@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from stack_core.abi.plugins import registries
-from stack_kernels.bench.cases import CASES, drawn
+from stack_kernels.bench.cases import CASES, make_arrays
 from stack_kernels.bench.run import Task, tasks
 
 SMALL = [case for case in CASES if case.model == "66m"]
@@ -42,7 +42,7 @@ def test_the_op_takes_the_call(case):
 
 def test_arrays_are_drawn_alike_and_in_the_dtype():
     case = next(case for case in SMALL if case.name == "decode w8")
-    one, other = (drawn(case, "bfloat16") for _ in range(2))
+    one, other = (make_arrays(case, "bfloat16") for _ in range(2))
     assert jax.tree.all(jax.tree.map(jnp.array_equal, one, other))
     assert (one["x"].dtype, one["weight"].values.dtype, one["weight"].scales.dtype) == ("bfloat16", "int8", "float32")
     product = one["x"].astype(jnp.float32) @ (one["weight"].values.astype(jnp.float32) * one["weight"].scales)

@@ -8,7 +8,7 @@ from stack_kernels.burn_in.children import run_child
 
 def run(tmp_path: Path, program: str, seconds: float = 60.0) -> tuple[list[dict[str, object]], str | None]:
     said: list[dict[str, object]] = []
-    ended = run_child(["-c", program], time.monotonic() + seconds, log=tmp_path / "log", told=said.append)
+    ended = run_child(["-c", program], time.monotonic() + seconds, log=tmp_path / "log", on_message=said.append)
     return said, ended.problem
 
 

@@ -10,36 +10,36 @@ import pytest
 from stack_core import testing
 from stack_core.testing import op_checks
 from stack_kernels.burn_in import contracts
-from stack_kernels.burn_in.children import Ended
+from stack_kernels.burn_in.children import ChildResult
 from stack_kernels.burn_in.contracts import Contract, contract_of, implementations_for
 
 CHECKS = ("plain", "odd", "empty", "wide")
 
 
-def child(outcomes: dict[str, str], crashes: str | None, ended: Ended):
+def child(outcomes: dict[str, str], crashes: str | None, ended: ChildResult):
     """In place of a process: checks one after the other, until one takes it down."""
 
-    def run(arguments, deadline_s, *, log, told):
+    def run(arguments, deadline_s, *, log, on_message):
         for check in CHECKS[int(arguments[-1]) :]:
             row = {"implementation": "mine", "check": check}
-            told(row)
+            on_message(row)
             if check == crashes:
                 return ended
-            told({**row, "outcome": outcomes.get(check, "passed"), "reason": "off by 2"})
-        return Ended(0, "")
+            on_message({**row, "outcome": outcomes.get(check, "passed"), "reason": "off by 2"})
+        return ChildResult(0, "")
 
     return run
 
 
 def test_the_checks_after_a_crash_are_made_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(contracts, "run_child", child({"wide": "failed"}, "odd", Ended(-11, "")))
+    monkeypatch.setattr(contracts, "run_child", child({"wide": "failed"}, "odd", ChildResult(-11, "")))
     found, missing = contract_of("norm", 0.0, log=tmp_path / "log")
     outcomes = Counter(passed=2, died=1, failed=1)
     assert found == [Contract("norm", "mine", outcomes, ("odd: SIGSEGV", "wide: off by 2"))] and missing is None
 
 
 def test_what_the_time_did_not_reach_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(contracts, "run_child", child({}, "empty", Ended(None, "")))
+    monkeypatch.setattr(contracts, "run_child", child({}, "empty", ChildResult(None, "")))
     (found,), missing = contract_of("norm", 0.0, log=tmp_path / "log")
     assert found.outcomes == Counter(passed=2)
     assert missing == "norm: the time budget ended it"

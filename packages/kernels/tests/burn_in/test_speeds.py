@@ -8,8 +8,8 @@ import pytest
 from stack_core.abi.errors import BenchmarkError
 from stack_kernels.bench import run
 from stack_kernels.burn_in import children, speeds
-from stack_kernels.burn_in.children import Ended
-from stack_kernels.burn_in.report import Findings
+from stack_kernels.burn_in.children import ChildResult
+from stack_kernels.burn_in.report import BurnInResults
 from stack_kernels.commands import burn_in
 
 
@@ -32,16 +32,18 @@ def test_each_call_that_fails_is_told_and_the_rest_is_measured(
 
 
 @pytest.mark.parametrize(
-    ("ended", "more"), [(Ended(0, ""), []), (Ended(1, "no device"), ["speeds: exit status 1: no device"])]
+    ("ended", "more"), [(ChildResult(0, ""), []), (ChildResult(1, "no device"), ["speeds: exit status 1: no device"])]
 )
 def test_the_page_has_what_speeds_told(
-    ended: Ended, more: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ended: ChildResult, more: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def child(arguments: list[str], deadline_s: float, *, told: Callable[[dict[str, str]], None], **_: object) -> Ended:
-        told({"left_out": "norm: mine failed"})
+    def child(
+        arguments: list[str], deadline_s: float, *, on_message: Callable[[dict[str, str]], None], **_: object
+    ) -> ChildResult:
+        on_message({"left_out": "norm: mine failed"})
         return ended
 
     monkeypatch.setattr(children, "run_child", child)
-    found = Findings("today")
+    found = BurnInResults("today")
     burn_in._measure(found, tmp_path, "cpu", ["norm"], 0.0)
     assert found.missing == ["speeds: norm: mine failed", *more]

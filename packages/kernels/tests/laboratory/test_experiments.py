@@ -78,7 +78,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def check_rows(chip: str, kernel: str) -> None:
     told: list[Row] = []
     names = [f"rope/{name}" for name in ("ends", "kernel", "falls_back", "refuses")]
-    rows = compile_for(chip, names, told=told.append)
+    rows = compile_for(chip, names, on_row=told.append)
     assert told == rows
     by_name = {row.name: row for row in rows if row.direction == "forward"}
     assert {name: row.status for name, row in by_name.items()} == {

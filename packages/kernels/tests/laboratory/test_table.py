@@ -17,9 +17,9 @@ from stack_kernels.laboratory.table import (
     Cell,
     Table,
     cell_of,
+    count_supported,
     implementations,
     is_of_tokamax,
-    taken,
 )
 
 ROOT = Path(__file__).parents[4]
@@ -48,7 +48,9 @@ def test_what_an_implementation_takes_is_what_the_table_says(column: str, monkey
     for name, row in TABLE.cells.items():
         interpreted = row[column].status == "interpreted"
         assert not interpreted or name in INTERPRETABLE
-        assert taken(name, "v6e" if interpreted else column)[0] == row[column].cases, f"{name} on {column}; {AGAIN}"
+        assert count_supported(name, "v6e" if interpreted else column)[0] == row[column].cases, (
+            f"{name} on {column}; {AGAIN}"
+        )
 
 
 def _of_table(here: host.Processor) -> host.Processor:

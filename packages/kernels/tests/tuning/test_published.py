@@ -10,7 +10,7 @@ from stack_core.abi.ops import OpCall, OpImplementation
 from stack_core.abi.plugins import registries
 from stack_kernels.attention.tokamax import HeadTiles
 from stack_kernels.ragged_dot.tokamax import GroupTiles
-from stack_kernels.tuning.held_out import distance_of, outcomes, tokamaxs_order
+from stack_kernels.tuning.held_out import distance_of, ratios, tokamaxs_order
 from stack_kernels.tuning.published import PUBLISHED, estimates, read
 from stack_kernels.tuning.shapes import shape_of
 
@@ -125,7 +125,7 @@ def test_tokamax_tries_mosaic_first_then_triton_then_xla() -> None:
 
 
 def test_nine_calls_in_ten_of_models_that_were_held_out_get_what_is_within_5_percent_of_the_fastest() -> None:
-    found = list(outcomes(read()))
+    found = list(ratios(read()))
     ours, theirs = (distance_of(found, of) for of in (lambda each: each.chosen, lambda each: each.in_order))
     assert len({each.chip for each in found}) == 7
     assert ours.calls > 2000

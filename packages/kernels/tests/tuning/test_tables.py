@@ -22,7 +22,7 @@ from stack_kernels.tuning.tables import (
     Table,
     decoded_config,
     encoded_config,
-    own_table_path,
+    local_table_path,
 )
 
 from .conftest import linear
@@ -145,13 +145,13 @@ def test_what_cannot_be_read_or_written_is_an_error(tmp_path: Path) -> None:
 def test_a_table_is_named_after_the_chip_and_lies_where_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert own_table_path(CHIP) == tmp_path / "stack" / "tuned" / "cpu-acme-9000-r-2-cores.json"
-    assert own_table_path(CHIP, Path("there")) == Path("there") / CHIP.file_name
+    assert local_table_path(CHIP) == tmp_path / "stack" / "tuned" / "cpu-acme-9000-r-2-cores.json"
+    assert local_table_path(CHIP, Path("there")) == Path("there") / CHIP.file_name
     monkeypatch.setenv("STACK_TUNED_TABLES", os.pathsep.join(["one.json", "folder"]))
-    assert own_table_path(CHIP).parent == Path("folder")
+    assert local_table_path(CHIP).parent == Path("folder")
     for unnamed in ("", "one.json"):
         monkeypatch.setenv("STACK_TUNED_TABLES", unnamed)
-        assert own_table_path(CHIP).parent == Path(".stack", "tuned")
+        assert local_table_path(CHIP).parent == Path(".stack", "tuned")
     assert ChipName("h200", "").file_name == "h200.json"
 
 
@@ -188,11 +188,11 @@ def test_the_variable_names_files_and_folders_or_nothing(tmp_path: Path, monkeyp
 def test_tables_of_a_directory_are_read_there_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("STACK_TUNED_TABLES")
     monkeypatch.chdir(tmp_path)
-    Table(CHIP, (ONE,)).write(own_table_path(CHIP))
-    assert table_files()[-1] == own_table_path(CHIP)
+    Table(CHIP, (ONE,)).write(local_table_path(CHIP))
+    assert table_files()[-1] == local_table_path(CHIP)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert own_table_path(CHIP) not in table_files()
+    assert local_table_path(CHIP) not in table_files()
 
 
 def test_a_damaged_table_is_reported_and_ops_are_chosen_without_it(
@@ -226,6 +226,6 @@ def test_what_is_measured_here_goes_before_what_is_shipped(tmp_path: Path, monke
     (known,) = known_tables().values()
     assert known.measurements == (ONE,)
     here = dataclasses.replace(ONE, median_s=2e-3)
-    Table(CHIP, (here,)).write(own_table_path(CHIP))
+    Table(CHIP, (here,)).write(local_table_path(CHIP))
     (known,) = known_tables().values()
     assert known.measurements == (here,)

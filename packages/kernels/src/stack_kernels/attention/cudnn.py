@@ -70,7 +70,7 @@ def _attention(
     window: tuple[int | None, int | None] | None,
     scale: float,
     requested: frozenset[str],
-    **others: Any,
+    **unused: Any,
 ) -> tuple[Any, dict[str, Any]]:
     left = None if window is None else window[0]
 

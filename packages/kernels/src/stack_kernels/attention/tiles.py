@@ -222,9 +222,9 @@ def gradients(
 
     def visit(shared: dict[str, Any], start: Any) -> tuple[dict[str, Any], Any]:
         size = min(tiles.rows, q_seq)
-        mine = {name: _part(x, 3, start, size) for name, x in by_query.items()}
-        mine |= {f"turned_{name}": _part(x, 4, start, size) for name, x in turned.items()}
-        return _block_gradients(tiles, operands, mine, shared, start)
+        block_values = {name: _part(x, 3, start, size) for name, x in by_query.items()}
+        block_values |= {f"turned_{name}": _part(x, 4, start, size) for name, x in turned.items()}
+        return _block_gradients(tiles, operands, block_values, shared, start)
 
     if tiles.laid_out(q_seq):
         of_blocks = []
@@ -246,21 +246,21 @@ def _turns_weights(key: Any) -> bool:
 
 
 def _block_gradients(
-    tiles: Tiles, operands: Operands, mine: Operands, shared: dict[str, Any], start: Any
+    tiles: Tiles, operands: Operands, block_values: Operands, shared: dict[str, Any], start: Any
 ) -> tuple[dict[str, Any], Any]:
     """Adds a block's contribution to the shared gradients; returns them and the gradient of its queries."""
-    size = mine["output"].shape[3]
+    size = block_values["output"].shape[3]
     block = _rows_of(operands, start, size)
 
     def add(shared: dict[str, Any], of_query: Any, first_key: Any, keys: int) -> tuple[dict[str, Any], Any]:
-        added = _tile_gradients(tiles, _keys_of(block, first_key, keys), mine, first_key)
+        added = _tile_gradients(tiles, _keys_of(block, first_key, keys), block_values, first_key)
         axis = 2 if _turns_weights(operands["key"]) else 3
         places = {"key": {axis: first_key}, "value": {axis: first_key}, "bias": {3: start, 4: first_key}}
         of_query = added["query"] if of_query is None else of_query + added["query"]
         return {name: _added(x, added[name], places[name]) for name, x in shared.items()}, of_query
 
     zeros = jnp.zeros(block["query"].shape, accurate_dtype(block["query"].dtype))
-    carry = (shared, vary_alike(zeros, operands, mine)[0])
+    carry = (shared, vary_alike(zeros, operands, block_values)[0])
     first, stop = tiles.bounds(start, operands)
     if isinstance(first, int) and isinstance(stop, int) and stop - first <= tiles.keys:
         return add(shared, None, first, stop - first) if first < stop else carry
@@ -271,39 +271,41 @@ def _block_gradients(
     return _over_tiles(tiles, first, stop, visit, carry)
 
 
-def _tile_gradients(tiles: Tiles, part: Operands, mine: Operands, first_key: Any) -> dict[str, Any]:
+def _tile_gradients(tiles: Tiles, part: Operands, block_values: Operands, first_key: Any) -> dict[str, Any]:
     products = by_group("bhqd,bhkd->bhqk", part["query"], part["key"])
     bias = None if part["bias"] is None else part["bias"].astype(products.dtype)  # and so is its gradient
     scores, scores_vjp = jax.vjp(lambda products, bias: tiles.scores(part, products, bias, first_key), products, bias)
-    weights = mine["weights"]
+    weights = block_values["weights"]
     if weights is None:
-        weights = jnp.exp(scores - mine["lse"]).astype(mine["output"].dtype)
+        weights = jnp.exp(scores - block_values["lse"]).astype(block_values["output"].dtype)
     # The barriers keep XLA from computing the weights and `of_products` twice: each is the operand of a product and is
     # also read by another pass.
     weights = lax.optimization_barrier(weights)
     wide = merged(weights.astype(scores.dtype))
-    of_weights = merged(by_group("bhqd,bhkd->bhqk", mine["output"], part["value"]))
-    mean = merged(mine["mean"]) if "mean" in mine else jnp.sum(wide * of_weights, axis=-1, keepdims=True)
-    of_scores = wide * (of_weights + (merged(mine["of_lse"]) - mean))
+    of_weights = merged(by_group("bhqd,bhkd->bhqk", block_values["output"], part["value"]))
+    mean = (
+        merged(block_values["mean"]) if "mean" in block_values else jnp.sum(wide * of_weights, axis=-1, keepdims=True)
+    )
+    of_scores = wide * (of_weights + (merged(block_values["of_lse"]) - mean))
     of_products, of_bias = scores_vjp(of_scores.reshape(scores.shape))
     of_products = of_products.astype(part["query"].dtype)
     of_products = lax.optimization_barrier(of_products)
-    sum_rows = _over_turned_rows if "turned_query" in mine else _over_rows
+    sum_rows = _over_transposed_rows if "turned_query" in block_values else _over_rows
     return {
         "query": by_group("bhqk,bhkd->bhqd", of_products, part["key"].astype(of_products.dtype)),
-        "key": sum_rows(mine.get("turned_query", part["query"]), of_products),
-        "value": sum_rows(mine.get("turned_output", mine["output"]), weights),
+        "key": sum_rows(block_values.get("turned_query", part["query"]), of_products),
+        "value": sum_rows(block_values.get("turned_output", block_values["output"]), weights),
         "bias": of_bias,
     }
 
 
-def _over_turned_rows(turned: Any, weights: Any) -> Any:
+def _over_transposed_rows(transposed: Any, weights: Any) -> Any:
     """Contracts group and rows in fp32.
 
     The operands are [batch, kv_heads, group, head_dim, rows] and [batch, kv_heads, group, rows, keys].
     """
     batch, kv_heads, group, rows, keys = weights.shape
-    flat = turned.swapaxes(2, 3).reshape(batch, kv_heads, turned.shape[3], group * rows)
+    flat = transposed.swapaxes(2, 3).reshape(batch, kv_heads, transposed.shape[3], group * rows)
     return contract_heads("bhdq,bhqk->bhdk", flat, weights.reshape(batch, kv_heads, group * rows, keys))
 
 

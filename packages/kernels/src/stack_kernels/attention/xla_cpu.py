@@ -94,9 +94,9 @@ def _sizes(query: Any, key: Any, config: TileConfig) -> tuple[int, int, int]:
     return rows, _evenly(kv_seq, max(pairs // heads_at_a_time, _FEWEST_KEYS)), batch_rows
 
 
-def _evenly(size: int, most: int) -> int:
-    """Returns the size of equal parts of at most `most`, rounded up to a multiple of the vector size."""
-    parts = math.ceil(size / most)
+def _evenly(size: int, limit: int) -> int:
+    """Returns the size of equal parts of at most `limit`, rounded up to a multiple of the vector size."""
+    parts = math.ceil(size / limit)
     return size if parts == 1 else math.ceil(size / parts / _MULTIPLE) * _MULTIPLE
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from stack_core.abi.ops import QView
 
-__all__ = ["CASES", "BenchCase", "drawn"]
+__all__ = ["CASES", "BenchCase", "make_arrays"]
 
 Draw = Callable[[np.random.Generator], Mapping[str, Any]]
 
@@ -78,10 +78,10 @@ def _normal(**shapes: tuple[int, ...]) -> Draw:
     """Samples arrays of unit variance; matrices are scaled for products of unit variance."""
 
     def arrays(rng: np.random.Generator) -> dict[str, np.ndarray]:
-        drawn = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+        values = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
         return {
             name: x * np.float32(x.shape[-2] ** -0.5) if name in ("weight", "w_gate", "w_up", "rhs") else x
-            for name, x in drawn.items()
+            for name, x in values.items()
         }
 
     return arrays
@@ -110,11 +110,11 @@ def _paged(of: _Llama, *, queries: int) -> Draw:
 
     def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
         pool = (pages, of.kv_heads, slots, of.head_dim)
-        drawn = _normal(query=(_DECODED_ROWS * queries, of.heads, of.head_dim), key_pages=pool, value_pages=pool)(rng)
+        values = _normal(query=(_DECODED_ROWS * queries, of.heads, of.head_dim), key_pages=pool, value_pages=pool)(rng)
         tables = np.zeros((_DECODED_ROWS, places), np.int32)
         tables[:, :used] = rng.permutation(pages).reshape(_DECODED_ROWS, used)
         return {
-            **drawn,
+            **values,
             "block_tables": tables,
             "kv_lengths": np.full(_DECODED_ROWS, slots * used, np.int32),
             "query_starts": np.arange(_DECODED_ROWS + 1, dtype=np.int32) * queries,
@@ -142,9 +142,9 @@ def _adapters(of: _Llama, x: tuple[int, int], *, adapters: int) -> Draw:
     rank = 16
 
     def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
-        drawn = _normal(x=x, down=(adapters, of.embed, rank), up=(adapters, rank, of.mlp))(rng)
+        values = _normal(x=x, down=(adapters, of.embed, rank), up=(adapters, rank, of.mlp))(rng)
         rows = {"rows": np.arange(x[0], dtype=np.int32) % adapters} if adapters > 1 else {}
-        return {**drawn, "scale": np.ones(adapters, np.float32), **rows}
+        return {**values, "scale": np.ones(adapters, np.float32), **rows}
 
     return arrays
 
@@ -153,12 +153,12 @@ def _quantized(x: tuple[int, int], weight: tuple[int, int], *names: str) -> Draw
     scales = {"x": (x[0], 1), "weight": (1, weight[1])}
 
     def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
-        drawn = {"x": rng.standard_normal(x, np.float32), "weight": rng.standard_normal(weight, np.float32)}
+        values = {"x": rng.standard_normal(x, np.float32), "weight": rng.standard_normal(weight, np.float32)}
         codes = {
-            name: Int8((drawn[name] * 32).clip(-127, 127).astype(np.int8), np.full(scales[name], 1 / 32, np.float32))
+            name: Int8((values[name] * 32).clip(-127, 127).astype(np.int8), np.full(scales[name], 1 / 32, np.float32))
             for name in names
         }
-        return {**drawn, **codes}
+        return {**values, **codes}
 
     return arrays
 
@@ -168,8 +168,8 @@ def _experts(of: _Llama) -> Draw:
 
     def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
         shares = np.array([2, 1.75, 1.5, 1, 0.75, 0.5, 0.375, 0.125]) / 8
-        drawn = _normal(lhs=(of.tokens, of.embed), rhs=(len(shares), of.embed, of.mlp // 4))(rng)
-        return {**drawn, "group_sizes": (shares * of.tokens).astype(np.int32)}
+        values = _normal(lhs=(of.tokens, of.embed), rhs=(len(shares), of.embed, of.mlp // 4))(rng)
+        return {**values, "group_sizes": (shares * of.tokens).astype(np.int32)}
 
     return arrays
 
@@ -183,14 +183,14 @@ def _other_cases(of: _Llama) -> list[BenchCase]:
         return {**_normal(x=heads)(rng), "positions": np.ascontiguousarray(places)}
 
     def labelled(rng: np.random.Generator) -> Mapping[str, Any]:
-        drawn = _normal(hidden=(of.tokens, of.embed), weight=(of.embed, of.vocab))(rng)
-        return {**drawn, "labels": rng.integers(0, of.vocab, of.tokens).astype(np.int32)}
+        values = _normal(hidden=(of.tokens, of.embed), weight=(of.embed, of.vocab))(rng)
+        return {**values, "labels": rng.integers(0, of.vocab, of.tokens).astype(np.int32)}
 
     def gated(rng: np.random.Generator) -> Mapping[str, Any]:
-        drawn = dict(_normal(query=heads, key=heads, value=heads)(rng))
-        drawn["key"] = drawn["key"] / np.linalg.norm(drawn["key"], axis=-1, keepdims=True)
+        values = dict(_normal(query=heads, key=heads, value=heads)(rng))
+        values["key"] = values["key"] / np.linalg.norm(values["key"], axis=-1, keepdims=True)
         gates = {"decay": -rng.random(heads[:3], np.float32), "beta": rng.random(heads[:3], np.float32)}
-        return {**drawn, **gates}
+        return {**values, **gates}
 
     return [
         BenchCase("norm", of.name, "rms", _normal(x=hidden, scale=scale)),
@@ -206,12 +206,12 @@ CASES: tuple[BenchCase, ...] = tuple(
 )
 
 
-def drawn(case: BenchCase, dtype: str) -> dict[str, Any]:
+def make_arrays(case: BenchCase, dtype: str) -> dict[str, Any]:
     """Returns the arrays of a case on the device; the same for each call."""
 
-    def placed(x: Any) -> Any:
+    def to_device(x: Any) -> Any:
         if isinstance(x, Int8):
             return jax.tree.map(jnp.asarray, x)
         return jnp.asarray(x, dtype if x.dtype == np.float32 else x.dtype)
 
-    return {name: placed(x) for name, x in case.arrays(np.random.default_rng(0)).items()}
+    return {name: to_device(x) for name, x in case.arrays(np.random.default_rng(0)).items()}

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from stack_core import ops
 from stack_core.abi.errors import BenchmarkError, StackError, UnsupportedOp
 from stack_core.chips import current_chip
-from stack_kernels.bench.cases import BenchCase, drawn
+from stack_kernels.bench.cases import BenchCase, make_arrays
 from stack_kernels.bench.results import Results, Row
 from stack_kernels.roofline import Work, work_of
 from stack_kernels.tuning.measure import Timing, measure
@@ -70,11 +70,11 @@ class Task:
         return gradient if self.direction == "gradient" else forward
 
 
-def tasks(cases: Sequence[BenchCase], dtypes: Sequence[str], asked: Sequence[str]) -> list[Task]:
+def tasks(cases: Sequence[BenchCase], dtypes: Sequence[str], implementations: Sequence[str]) -> list[Task]:
     """Lists all passes of the cases, in their order."""
     return [
         Task(case, dtype, direction, name)
-        for case, dtype, name in itertools.product(cases, dtypes, asked)
+        for case, dtype, name in itertools.product(cases, dtypes, implementations)
         for direction in (("forward", "gradient") if case.gradient else ("forward",))
     ]
 
@@ -86,7 +86,7 @@ def measured(task: Task, *, rounds: int, budget_s: float) -> Row | str:
       BenchmarkError: the measured call or the reference failed.
       KeyboardInterrupt: the user stopped the measurement.
     """
-    arrays = drawn(task.case, task.dtype)
+    arrays = make_arrays(task.case, task.dtype)
     explained = _explained(task, arrays)
     if isinstance(explained, UnsupportedOp):
         return " ".join(str(explained).split())

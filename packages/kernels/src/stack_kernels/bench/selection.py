@@ -59,11 +59,11 @@ class Selection:
         return tasks([case for case in CASES if case.op in ops and case.model in models], dtypes, asked)
 
 
-def _chosen(what: str, given: str, known: Iterable[str], *, default: Iterable[str]) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(name.strip() for name in given.split(",") if name.strip()))
+def _chosen(label: str, listing: str, known: Iterable[str], *, default: Iterable[str]) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(name.strip() for name in listing.split(",") if name.strip()))
     for name in names:
         if name not in known:
             raise UnknownName(
-                f"Unknown name {name!r} among {what}.{nearest(name, known)} There are: {', '.join(known)}."
+                f"Unknown name {name!r} among {label}.{nearest(name, known)} There are: {', '.join(known)}."
             )
     return names or tuple(default)

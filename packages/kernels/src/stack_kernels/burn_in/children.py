@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Ended", "run_child"]
+__all__ = ["ChildResult", "run_child"]
 
 _LAST_CHARACTERS = 2000
 
 
 @dataclass(frozen=True)
-class Ended:
+class ChildResult:
     """Result of a child process.
 
     Attributes:
@@ -46,16 +46,16 @@ def run_child(
     deadline_s: float,
     *,
     log: Path,
-    told: Callable[[dict[str, Any]], None] | None = None,
+    on_message: Callable[[dict[str, Any]], None] | None = None,
     environment: Mapping[str, str] | None = None,
-) -> Ended:
+) -> ChildResult:
     """Runs `python ARGUMENTS` in its own session until it exits, or until `deadline_s` of `time.monotonic`.
 
     Args:
       arguments: arguments of the interpreter.
       deadline_s: time at which the child is killed.
       log: file for its standard error.
-      told: called with each line of its standard output that is a JSON object; other lines are ignored.
+      on_message: called with each line of its standard output that is a JSON object; other lines are ignored.
       environment: extra environment variables.
     """
     with log.open("wb") as errors:
@@ -76,14 +76,14 @@ def run_child(
             assert child.stdout is not None
             for line in child.stdout:
                 found = _object(line)
-                if found is not None and told is not None:
-                    told(found)
+                if found is not None and on_message is not None:
+                    on_message(found)
             status = child.wait()
         finally:
             timer.cancel()
             _kill(child)
-    said = log.read_text(errors="replace")[-_LAST_CHARACTERS:]
-    return Ended(None if over.is_set() else status, said)
+    errors_text = log.read_text(errors="replace")[-_LAST_CHARACTERS:]
+    return ChildResult(None if over.is_set() else status, errors_text)
 
 
 def _kill(child: "subprocess.Popen[bytes]") -> None:

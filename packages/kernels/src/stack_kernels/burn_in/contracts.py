@@ -54,10 +54,10 @@ def contract_of(op: str, deadline_s: float, *, log: Path) -> tuple[list[Contract
         begun: list[dict[str, Any]] = []
         before = len(rows)
 
-        def told(said: dict[str, Any], begun: list[dict[str, Any]] = begun) -> None:
-            (rows if "outcome" in said else begun).append(said)
+        def on_message(message: dict[str, Any], begun: list[dict[str, Any]] = begun) -> None:
+            (rows if "outcome" in message else begun).append(message)
 
-        ended = run_child(["-m", __spec__.name, op, str(skip)], deadline_s, log=log, told=told)
+        ended = run_child(["-m", __spec__.name, op, str(skip)], deadline_s, log=log, on_message=on_message)
         done = len(rows) - before
         if ended.problem is None:
             return _contracts(op, rows), None

@@ -7,13 +7,13 @@ from pathlib import Path
 from stack_kernels.bench.results import Results
 from stack_kernels.burn_in.contracts import Contract
 
-__all__ = ["Findings", "markdown"]
+__all__ = ["BurnInResults", "markdown"]
 
 _MOST_PROBLEMS = 8
 
 
 @dataclass
-class Findings:
+class BurnInResults:
     """Results of the stages.
 
     Attributes:
@@ -42,7 +42,7 @@ class Findings:
         ]
 
 
-def markdown(found: Findings) -> str:
+def markdown(found: BurnInResults) -> str:
     """Returns the page."""
     lines = [f"# Burn-in: {found.heading}", "", "## Contracts, against float64", ""]
     names = ("passed", "refused", "failed", "died")

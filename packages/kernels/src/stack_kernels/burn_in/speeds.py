@@ -32,7 +32,9 @@ def main() -> None:
         task
         for case in standard_cases()
         if case.op in ops
-        for task in tasks([case], [_DTYPE], ["", *_others(implementations_for(case.op, jax.default_backend()))])
+        for task in tasks(
+            [case], [_DTYPE], ["", *_without_reference(implementations_for(case.op, jax.default_backend()))]
+        )
     ]
     for place, task in enumerate(planned):
         remaining_s = end_s - time.monotonic()
@@ -49,7 +51,7 @@ def main() -> None:
             results(rows).write(out)
 
 
-def _others(names: list[str]) -> list[str]:
+def _without_reference(names: list[str]) -> list[str]:
     return [name for name in names if name != "reference"]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from stack_core.chips import current_chip
-from stack_kernels.bench.cases import CASES, BenchCase, drawn
+from stack_kernels.bench.cases import CASES, BenchCase, make_arrays
 from stack_kernels.bench.run import Task
 
 __all__ = ["main", "shapes", "standard_calls", "standard_cases"]
@@ -26,7 +26,7 @@ def standard_cases() -> list[BenchCase]:
 def shapes(ops: Sequence[str]) -> dict[str, Mapping[str, Any]]:
     """Returns the array shapes of the cases of the given ops."""
     cases = [case for case in standard_cases() if case.op in ops]
-    return {_key(case): jax.eval_shape(lambda case=case: drawn(case, _DTYPE)) for case in cases}
+    return {_key(case): jax.eval_shape(lambda case=case: make_arrays(case, _DTYPE)) for case in cases}
 
 
 def standard_calls(arrays: Mapping[str, Mapping[str, Any]]) -> list[Any]:
@@ -45,7 +45,7 @@ def _key(case: BenchCase) -> str:
 def main() -> None:
     """Runs a few steps made of typical parts of a training step, for a profile."""
     cases = {case.op: case for case in standard_cases() if case.op in _PROFILED and case.gradient}
-    arrays = {_key(case): drawn(case, _DTYPE) for case in cases.values()}
+    arrays = {_key(case): make_arrays(case, _DTYPE) for case in cases.values()}
     step = jax.jit(standard_calls)
     for _ in range(_STEPS):
         jax.block_until_ready(step(arrays))

@@ -14,8 +14,8 @@ def main() -> None:
 
     table, budget_s, ops = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3].split(",")
 
-    def say(done: int, total: int, what: str) -> None:
-        print(json.dumps({"done": done, "of": total, "what": what}), flush=True)
+    def say(finished: int, total: int, job: str) -> None:
+        print(json.dumps({"done": finished, "of": total, "what": job}), flush=True)
 
     report = tune(standard_calls, shapes(ops), budget_s=budget_s, out=table, progress=say)
     for job in report.jobs:

@@ -44,7 +44,7 @@ def bench_compile(
     console = Console(highlight=False, soft_wrap=True)
     rows: list[Row] = []
     for chip in wanted_chips:
-        rows += compile_for(chip, names, told=lambda row: console.print(_line(row), markup=False))
+        rows += compile_for(chip, names, on_row=lambda row: console.print(_line(row), markup=False))
     _print(rows)
     if json is not None:
         json.write_text(json_format.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
@@ -54,11 +54,11 @@ def bench_compile(
         raise BenchmarkError("\n".join(_line(row) for row in failed))
 
 
-def _chosen(what: str, given: str, known: Sequence[str], default: Sequence[str]) -> list[str]:
-    names = list(dict.fromkeys(name.strip() for name in given.split(",") if name.strip()))
+def _chosen(label: str, listing: str, known: Sequence[str], default: Sequence[str]) -> list[str]:
+    names = list(dict.fromkeys(name.strip() for name in listing.split(",") if name.strip()))
     for name in names:
         if name not in known:
-            raise UnknownName(f"Unknown name {name!r} among {what}.{nearest(name, known)}")
+            raise UnknownName(f"Unknown name {name!r} among {label}.{nearest(name, known)}")
     return names or list(default)
 
 

@@ -76,7 +76,7 @@ def bench_ops(
     comparisons = () if baseline is None else _confirmed(baseline, found, wanted, tolerance, _Measuring(rounds))
     _print(found, comparisons, measured.left_out)
     if baseline is not None:
-        _print_verdict(baseline, found, comparisons, tolerance)
+        _print_comparison(baseline, found, comparisons, tolerance)
     if json is not None:
         found.write(json)
     if html is not None:
@@ -114,16 +114,16 @@ class _Measuring:
     left_out: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
 
-    def __call__(self, tasks: Sequence["Task"], what: str = "measuring") -> list["Row"]:
+    def __call__(self, tasks: Sequence["Task"], label: str = "measuring") -> list["Row"]:
         from stack_kernels.bench.run import measured
 
         console = Console(stderr=True)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         rows: list[Row] = []
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-            shown = bar.add_task(what, total=len(tasks))
+            shown = bar.add_task(label, total=len(tasks))
             for place, task in enumerate(tasks):
-                bar.update(shown, description=f"{what} {task}", completed=place)
+                bar.update(shown, description=f"{label} {task}", completed=place)
                 row = self._measured(measured, task)
                 if isinstance(row, str):
                     self.left_out.append(f"{task}: {row}")
@@ -131,7 +131,7 @@ class _Measuring:
                     rows.append(row)
                 if not console.is_terminal:
                     said = row if isinstance(row, str) else _time(row.timing.median_s).strip()
-                    print(f"[{place + 1}/{len(tasks)}] {what} {task}: {said}", file=sys.stderr, flush=True)
+                    print(f"[{place + 1}/{len(tasks)}] {label} {task}: {said}", file=sys.stderr, flush=True)
         return rows
 
     def _measured(self, measured: "Callable[..., Row | str]", task: "Task") -> "Row | str":
@@ -200,7 +200,7 @@ def _time(seconds: float) -> str:
     return f"{seconds * 1e6:7.2f} us"
 
 
-def _print_verdict(
+def _print_comparison(
     baseline: "Results", found: "Results", comparisons: "Sequence[Comparison]", tolerance: float
 ) -> None:
     from stack_kernels.bench.compare import CONFIDENCE

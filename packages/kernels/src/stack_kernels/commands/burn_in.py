@@ -9,7 +9,7 @@ from stack_core.abi.errors import BenchmarkError, UnknownName, nearest
 from stack_core.abi.plugins import registries
 
 if TYPE_CHECKING:
-    from stack_kernels.burn_in.report import Findings
+    from stack_kernels.burn_in.report import BurnInResults
 
 __all__ = ["burn_in"]
 
@@ -39,9 +39,9 @@ def burn_in(*, out: Path = Path("burn-in"), budget_s: float = 600.0, ops: str = 
     out.mkdir(parents=True, exist_ok=True)
 
     from stack_kernels.bench.run import results
-    from stack_kernels.burn_in.report import Findings, markdown
+    from stack_kernels.burn_in.report import BurnInResults, markdown
 
-    found = Findings(results(()).heading)
+    found = BurnInResults(results(()).heading)
     name = _file_name()
     stages = {"contracts": _contracts, "tuning": _tune, "speeds": _measure, "profile": _profile}
     end_s, shares = time.monotonic() + budget_s, list(_SHARES.values())
@@ -58,11 +58,11 @@ def burn_in(*, out: Path = Path("burn-in"), budget_s: float = 600.0, ops: str = 
         sys.exit(1)
 
 
-def _chosen(given: str) -> list[str]:
+def _chosen(listing: str) -> list[str]:
     from stack_kernels.bench.cases import CASES
 
     known = sorted({case.op for case in CASES})
-    names = list(dict.fromkeys(name.strip() for name in given.split(",") if name.strip()))
+    names = list(dict.fromkeys(name.strip() for name in listing.split(",") if name.strip()))
     for name in names:
         if name not in known:
             raise UnknownName(f"Unknown op {name!r}.{nearest(name, known)} There are: {', '.join(known)}.")
@@ -76,7 +76,7 @@ def _file_name() -> str:
     return Path(ChipName.of(current_chip()).file_name).stem
 
 
-def _contracts(found: "Findings", out: Path, name: str, ops: list[str], share_s: float) -> None:
+def _contracts(found: "BurnInResults", out: Path, name: str, ops: list[str], share_s: float) -> None:
     from stack_kernels.burn_in.contracts import contract_of
 
     end_s = time.monotonic() + share_s
@@ -89,25 +89,25 @@ def _contracts(found: "Findings", out: Path, name: str, ops: list[str], share_s:
         _say(f"  {op}: {tried} checks, {sum(len(each.problems) for each in contracts)} failed")
 
 
-def _tune(found: "Findings", out: Path, name: str, ops: list[str], share_s: float) -> None:
+def _tune(found: "BurnInResults", out: Path, name: str, ops: list[str], share_s: float) -> None:
     from stack_kernels.burn_in.children import run_child
 
     table, deadline_s = out / f"{name}.json", time.monotonic() + share_s
     left_out: list[str] = []
 
-    def told(said: dict[str, object]) -> None:
-        if "left_out" in said:
-            left_out.append(f"tuning {said['left_out']}")
-        elif said["done"] != said["of"]:
-            _say(f"  {said['done']}/{said['of']} {said['what']}")
+    def on_message(message: dict[str, object]) -> None:
+        if "left_out" in message:
+            left_out.append(f"tuning {message['left_out']}")
+        elif message["done"] != message["of"]:
+            _say(f"  {message['done']}/{message['of']} {message['what']}")
 
     arguments = ["-m", "stack_kernels.burn_in.tuning", str(table), str(_MARGIN * share_s), ",".join(ops)]
-    ended = run_child(arguments, deadline_s, log=out / "tuning.log", told=told)
+    ended = run_child(arguments, deadline_s, log=out / "tuning.log", on_message=on_message)
     found.table = table if table.exists() else None
     found.missing += left_out + ([f"tuning: {ended.problem}"] if ended.problem else [])
 
 
-def _measure(found: "Findings", out: Path, name: str, ops: list[str], share_s: float) -> None:
+def _measure(found: "BurnInResults", out: Path, name: str, ops: list[str], share_s: float) -> None:
     from stack_kernels.bench.results import Results
     from stack_kernels.burn_in.children import run_child
 
@@ -116,15 +116,17 @@ def _measure(found: "Findings", out: Path, name: str, ops: list[str], share_s: f
     tables = {"STACK_TUNED_TABLES": str(found.table) if found.table else ""}
     left_out: list[str] = []
 
-    def told(said: dict[str, object]) -> None:
-        left_out.append(f"speeds: {said['left_out']}")
+    def on_message(message: dict[str, object]) -> None:
+        left_out.append(f"speeds: {message['left_out']}")
 
-    ended = run_child(arguments, time.monotonic() + share_s, log=out / "speeds.log", told=told, environment=tables)
+    ended = run_child(
+        arguments, time.monotonic() + share_s, log=out / "speeds.log", on_message=on_message, environment=tables
+    )
     found.speeds = Results.read(path) if path.exists() else None
     found.missing += left_out + ([f"speeds: {ended.problem}"] if ended.problem else [])
 
 
-def _profile(found: "Findings", out: Path, name: str, ops: list[str], share_s: float) -> None:
+def _profile(found: "BurnInResults", out: Path, name: str, ops: list[str], share_s: float) -> None:
     from stack_kernels.burn_in.children import run_child
 
     if "profile run" not in registries.commands:
@@ -143,5 +145,5 @@ def _profile(found: "Findings", out: Path, name: str, ops: list[str], share_s: f
     found.profile = page
 
 
-def _say(what: str) -> None:
-    print(what, file=sys.stderr, flush=True)
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)

@@ -64,7 +64,7 @@ def tune(
     if target is not None:
         status = _tuned(target, budget_s, tables, again=again, json=json)
     if export is not None and status in (0, _INTERRUPTED):
-        table = _known_here(tables)
+        table = _local_table(tables)
         table.write(export / table.chip.file_name if export.is_dir() else export)
     if target is None:
         _print_known(tables, json=json)
@@ -83,9 +83,9 @@ def _tuned(target: str, budget_s: float, tables: Path | None, *, again: bool, js
     fn, arguments = named_function(target)
     from stack_core.chips import current_chip
     from stack_kernels.tuning.search import tune as search
-    from stack_kernels.tuning.tables import ChipName, own_table_path
+    from stack_kernels.tuning.tables import ChipName, local_table_path
 
-    out = own_table_path(ChipName.of(current_chip()), tables)
+    out = local_table_path(ChipName.of(current_chip()), tables)
     trying = Path(os.environ[TRYING_VARIABLE])
     with _progress() as progress:
         report = search(fn, *arguments, budget_s=budget_s, out=out, again=again, progress=progress, trying=trying)
@@ -101,19 +101,19 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
     """Reports progress on standard error: a bar on a terminal, otherwise one line per job."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if not console.is_terminal:
-        yield lambda done, total, what: console.print(f"{done}/{total}  {what}", markup=False)
+        yield lambda finished, total, job: console.print(f"{finished}/{total}  {job}", markup=False)
         return
     columns = (MofNCompleteColumn(), BarColumn(bar_width=24), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("tracing", total=None)
-        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
+        yield lambda finished, total, job: bar.update(task, completed=finished, total=total, description=job)
 
 
 def _clear(folder: Path | None) -> None:
-    from stack_kernels.tuning.tables import Table, own_folder
+    from stack_kernels.tuning.tables import Table, local_folder
 
     console = Console(highlight=False, soft_wrap=True, stderr=True)
-    for file in sorted((folder or own_folder()).glob("*.json")):
+    for file in sorted((folder or local_folder()).glob("*.json")):
         try:
             Table.read(file)
         except TuningError as error:
@@ -124,24 +124,24 @@ def _clear(folder: Path | None) -> None:
 
 
 def _merge(files: Sequence[Path], folder: Path | None) -> None:
-    from stack_kernels.tuning.tables import Table, own_table_path
+    from stack_kernels.tuning.tables import Table, local_table_path
 
     for file in files:
         table = Table.read(file)
-        path = own_table_path(table.chip, folder)
+        path = local_table_path(table.chip, folder)
         known = Table.read(path) if path.exists() else Table(table.chip)
         known.merge(table).write(path)
 
 
-def _known_here(folder: Path | None) -> "Table":
+def _local_table(folder: Path | None) -> "Table":
     """Returns all measurements of this chip: from a folder, or from the tables that every process reads."""
     from stack_core.chips import current_chip
     from stack_kernels.tuning.sources import known_tables
-    from stack_kernels.tuning.tables import ChipName, Table, own_table_path
+    from stack_kernels.tuning.tables import ChipName, Table, local_table_path
 
     name = ChipName.of(current_chip())
     if folder is not None:
-        return Table.read(own_table_path(name, folder))
+        return Table.read(local_table_path(name, folder))
     tables = known_tables()
     if name not in tables:
         raise TuningError(f"Nothing was measured on {name}; `stack tune FILE.py:fn` measures.")
@@ -154,7 +154,7 @@ def _print(console: Console, report: "TuneReport") -> None:
         note = job.skipped or ("known already" if job.cached else "")
         console.print(f"{job.calls} x {job}: {change}{f' ({note})' if note else ''}", markup=False)
         for found in sorted(report.measured(job), key=lambda found: found.median_s or math.inf):
-            console.print(f"  {_described(found)}", markup=False, style="dim")
+            console.print(f"  {_describe(found)}", markup=False, style="dim")
     ended = "interrupted, " if report.interrupted else "out of time, " if report.out_of_time else ""
     console.print(f"{ended}{report.duration_s:.1f} s -> {report.path}", markup=False)
     if report.others_cpus is not None and report.others_cpus > _BUSY_CPUS:
@@ -162,7 +162,7 @@ def _print(console: Console, report: "TuneReport") -> None:
         console.print(told, markup=False, style="yellow")
 
 
-def _described(found: "Measurement") -> str:
+def _describe(found: "Measurement") -> str:
     from stack_kernels.tuning.lookup import duration
 
     name = f"{found.implementation} {found.config if found.config is not None else ''}".strip()

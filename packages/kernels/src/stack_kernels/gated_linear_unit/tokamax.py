@@ -70,9 +70,9 @@ def _space(call: OpCall, chip: Chip) -> Iterator[GateTile]:
 
 
 def _forward(
-    *, x: Any, w_gate: Any, w_up: Any, activation: str, requested: frozenset[str], config: GateTile, **others: Any
+    *, x: Any, w_gate: Any, w_up: Any, activation: str, requested: frozenset[str], config: GateTile, **unused: Any
 ) -> tuple[Any, dict[str, Any]]:
-    del requested, others
+    del requested, unused
     library = importlib.import_module(_PLACE)
     rows = x.reshape(-1, x.shape[-1])
     whole = jnp.pad(rows, ((0, -len(rows) % config.rows), (0, 0)))

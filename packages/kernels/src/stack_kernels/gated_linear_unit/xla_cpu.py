@@ -45,19 +45,26 @@ class GatedProducts:
 
 
 def gated_linear_unit(
-    how: GatedProducts, x: Any, w_gate: Any, w_up: Any, *, activation: str, requested: frozenset[str], **others: Any
+    functions: GatedProducts,
+    x: Any,
+    w_gate: Any,
+    w_up: Any,
+    *,
+    activation: str,
+    requested: frozenset[str],
+    **unused: Any,
 ) -> tuple[Any, Mapping[str, Any]]:
     """Computes y = f(x G) * (x U), and the two products if requested, for a call that `is_plain`."""
-    del others
+    del unused
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    gated, *products = how.gated(activation, rows, w_gate, w_up, bool(requested))
+    gated, *products = functions.gated(activation, rows, w_gate, w_up, bool(requested))
     shape = (*x.shape[:-1], w_up.shape[-1])
     kept = {name: product.reshape(shape) for name, product in zip(("gate", "up"), products, strict=False)}
     return gated.reshape(shape), kept
 
 
 def gated_gradients(
-    how: GatedProducts,
+    functions: GatedProducts,
     arrays: Mapping[str, Any],
     options: Mapping[str, Any],
     outputs: Any,
@@ -71,10 +78,10 @@ def gated_gradients(
     # it in fp32 until the backward pass.
     given = {name: arrays[name] for name in ("x", "w_gate", "w_up")}, residuals["gate"], residuals["up"], cotangents
     operands, *of_rows = lax.optimization_barrier(given)
-    x, products = operands["x"], how.products
+    x, products = operands["x"], functions.products
     leading = math.prod(x.shape[:-1])
     rows, gate, up, cotangent = (array.reshape(leading, array.shape[-1]) for array in (x, *of_rows))
-    of_gate, of_up = how.gradients(options["activation"], gate, up, cotangent)
+    of_gate, of_up = functions.gradients(options["activation"], gate, up, cotangent)
     gradients: dict[str, Any] = {}
     if "x" in requested:
         accurate = accurate_dtype(x.dtype)

@@ -52,7 +52,7 @@ class Row:
 
 
 def compile_for(
-    chip: str, names: Sequence[str], *, timeout_s: float = 1800.0, told: Callable[[Row], None] = lambda row: None
+    chip: str, names: Sequence[str], *, timeout_s: float = 1800.0, on_row: Callable[[Row], None] = lambda row: None
 ) -> list[Row]:
     """Compiles the laboratory's calls of implementations for a chip.
 
@@ -62,7 +62,7 @@ def compile_for(
       chip: name of the chip.
       names: "op/implementation".
       timeout_s: time limit of a process.
-      told: called with each row as it arrives.
+      on_row: called with each row as it arrives.
     """
     rows: list[Row] = []
     left = list(names)
@@ -70,12 +70,12 @@ def compile_for(
         process = _Process(chip, left, timeout_s)
         for row in process.rows():
             rows.append(row)
-            told(row)
+            on_row(row)
         if process.failure is None:
             break
         unfinished = process.started or Row(left[0], chip, "", "forward")
         rows.append(dataclasses.replace(unfinished, reason=process.failure))
-        told(rows[-1])
+        on_row(rows[-1])
         left = left[left.index(unfinished.name) + 1 :]
     return rows
 

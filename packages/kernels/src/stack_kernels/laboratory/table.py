@@ -25,8 +25,8 @@ from stack_core.testing import first_call, op_checks
 from stack_kernels.laboratory.calls import CALLS
 from stack_kernels.laboratory.experiments import Row
 from stack_kernels.laboratory.interpreted import INTERPRETABLE
-from stack_kernels.laboratory.without_cudnn import cudnn_taken_for_granted
-from stack_kernels.laboratory.without_tokamax import tokamax_taken_for_granted
+from stack_kernels.laboratory.without_cudnn import pretend_cudnn
+from stack_kernels.laboratory.without_tokamax import pretend_tokamax
 
 __all__ = [
     "CHIPS",
@@ -35,9 +35,9 @@ __all__ = [
     "Table",
     "calls_of",
     "cell_of",
+    "count_supported",
     "implementations",
     "is_of_tokamax",
-    "taken",
     "this_processor",
 ]
 
@@ -100,15 +100,15 @@ def _calls(op: str) -> Iterator[OpCall]:
             yield first_call(lambda arrays, function=function: function(**arrays), dict(call.arrays))
 
 
-def taken(name: str, column: str) -> tuple[int, str | None]:
+def count_supported(name: str, column: str) -> tuple[int, str | None]:
     """Counts the calls that an implementation supports on a chip; if none, returns the reason."""
     op, _, own = name.partition("/")
     found, reasons = implementations_of(op)[own], Counter[str]()
     chosen = contextlib.nullcontext() if column == "cpu" else use_chip(registries.chips[column])
-    with chosen, cudnn_taken_for_granted(), tokamax_taken_for_granted():
+    with chosen, pretend_cudnn(), pretend_tokamax():
         answers = [answer(found, call) for call in calls_of(op)]
-    count = sum(given is True for given in answers)
-    reasons.update(str(given) for given in answers if given is not True)
+    count = sum(result is True for result in answers)
+    reasons.update(str(result) for result in answers if result is not True)
     return count, None if count else reasons.most_common(1)[0][0]
 
 
@@ -118,12 +118,12 @@ def cell_of(name: str, column: str, rows: Iterable[Row] = ()) -> Cell:
     Raises:
       BenchmarkError: a compiler failed.
     """
-    count, reason = taken(name, column)
+    count, reason = count_supported(name, column)
     if column == "cpu":
         if count:
             return Cell("ran", count)
         if name in INTERPRETABLE:
-            return Cell("interpreted", taken(name, _INTERPRETED_AS)[0])
+            return Cell("interpreted", count_supported(name, _INTERPRETED_AS)[0])
         return Cell("refused", 0, reason)
     of_cell = [row for row in rows if (row.name, row.chip) == (name, column)]
     if failed := [row for row in of_cell if row.status == "failed"]:

@@ -5,13 +5,13 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["cudnn_taken_for_granted"]
+__all__ = ["pretend_cudnn"]
 
 _VERSION = 91_000
 
 
 @contextlib.contextmanager
-def cudnn_taken_for_granted() -> Iterator[None]:
+def pretend_cudnn() -> Iterator[None]:
     """Pretends that cuDNN is installed: choosing and compiling a program only needs cuDNN's version.
 
     cuDNN builds its kernels when a program is loaded, so this compiles the call and not the kernel.

@@ -6,15 +6,15 @@ from typing import Any
 
 from stack_kernels import from_tokamax
 
-__all__ = ["tokamax_taken_for_granted"]
+__all__ = ["pretend_tokamax"]
 
 
 @contextlib.contextmanager
-def tokamax_taken_for_granted() -> Iterator[None]:
+def pretend_tokamax() -> Iterator[None]:
     """Makes `supports` answer as if Tokamax were installed; tracing its kernels still needs it."""
     ours: Any = from_tokamax
     kept = ours.missing
-    ours.missing = lambda *others: None
+    ours.missing = lambda *modules: None
     try:
         yield
     finally:

@@ -30,7 +30,7 @@ from stack_core.chips import Target, use_target
 from stack_kernels.laboratory.calls import AXIS, DEVICES, LabCall, calls_for
 from stack_kernels.laboratory.experiments import Row
 from stack_kernels.laboratory.programs import usage_of
-from stack_kernels.laboratory.without_cudnn import cudnn_taken_for_granted
+from stack_kernels.laboratory.without_cudnn import pretend_cudnn
 
 __all__ = ["main", "target_of"]
 
@@ -68,7 +68,7 @@ def _row(row: Row, call: LabCall, implementation: str) -> Row:
     function = functools.partial(getattr(ops, call.op), implementation=implementation, **call.options)
     target = target_of(row.chip, 1 if call.parts is None else DEVICES)
     try:
-        with cudnn_taken_for_granted(), use_target(target), _printed() as output, warnings.catch_warnings():
+        with pretend_cudnn(), use_target(target), _printed() as output, warnings.catch_warnings():
             if row.direction == "gradient":  # another implementation's backward pass is expected
                 warnings.filterwarnings("ignore", ".* was named and runs forward, but not backward", RuntimeWarning)
             started_s = time.monotonic()
@@ -99,12 +99,12 @@ def _program(function: Any, call: LabCall, target: Target, *, gradient: bool) ->
     """Returns the function of the arrays to compile, and the sharded array structs."""
     if call.parts is None:
         place: Any = SingleDeviceSharding(target.devices[0])
-        placed = {name: _placed(x, place) for name, x in call.arrays.items()}
+        placed = {name: _with_sharding(x, place) for name, x in call.arrays.items()}
     else:
         mesh = Mesh(np.array(target.devices[:DEVICES]), (AXIS,))
         specs, spec = call.parts
         pairs = zip(call.arrays.items(), specs, strict=True)
-        placed = {name: _placed(x, NamedSharding(mesh, of_one)) for (name, x), of_one in pairs}
+        placed = {name: _with_sharding(x, NamedSharding(mesh, of_one)) for (name, x), of_one in pairs}
         function = _on_parts(function, mesh, tuple(call.arrays), specs, spec)
     if not gradient:
         return lambda arrays: function(**arrays), placed
@@ -130,7 +130,7 @@ def _on_parts(
     return lambda **arrays: mapped(*(arrays[name] for name in names))
 
 
-def _placed(array: Any, place: Any) -> Any:
+def _with_sharding(array: Any, place: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), array)
 
 

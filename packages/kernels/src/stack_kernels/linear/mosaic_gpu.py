@@ -18,7 +18,7 @@ from stack_core.chips import Chip
 from stack_core.ops.building import forward_only, vary_alike
 from stack_kernels.from_tokamax import GENERATIONS
 from stack_kernels.mesh_types import untyped
-from stack_kernels.supports import abstract_view, first_problem, is_beyond, weight_alone
+from stack_kernels.supports import abstract_view, first_problem, is_beyond, only_weight_is_quantized
 
 __all__ = ["MOSAIC_GPU", "SplitTile", "mosaic_gpu"]
 
@@ -66,7 +66,7 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
     x, weight = call.arrays["x"], call.arrays["weight"]
     if GENERATIONS.get(chip.kind.partition("-")[0].lower()) != "sm90":
         return f"it is for h100 and h200, not {chip.kind}"
-    if (refused := weight_alone(call)) is not True:
+    if (refused := only_weight_is_quantized(call)) is not True:
         return refused
     view = abstract_view(weight)
     (d_in, d_out), tiles = view.qvalue.shape, view.scale.shape[0]
@@ -92,7 +92,7 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
 def _space(call: OpCall, chip: Chip) -> Iterator[SplitTile]:
     """Yields tiles that divide the weight: the fewest parts that give each core a block, then wide, shallow tiles."""
     x, weight = call.arrays["x"], call.arrays["weight"]
-    if weight_alone(call) is not True:
+    if only_weight_is_quantized(call) is not True:
         return
     view = abstract_view(weight)
     (d_in, d_out), tiles = view.qvalue.shape, view.scale.shape[0]

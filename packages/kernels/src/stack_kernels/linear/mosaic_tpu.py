@@ -19,7 +19,7 @@ from stack_core.abi.ops import OWN, OpCall, OpImplementation
 from stack_core.chips import Chip
 from stack_core.ops.building import contract, dequantize, differentiated, vary_alike
 from stack_kernels.mesh_types import untyped
-from stack_kernels.supports import abstract_view, first_problem, is_beyond, weight_alone
+from stack_kernels.supports import abstract_view, first_problem, is_beyond, only_weight_is_quantized
 
 __all__ = ["MOSAIC_TPU", "ProductTile", "mosaic_tpu"]
 
@@ -87,7 +87,7 @@ def mosaic_tpu(*, interpret: Any = False) -> OpImplementation:
 
 def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
     x, weight = call.arrays["x"], call.arrays["weight"]
-    if (refused := weight_alone(call)) is not True:
+    if (refused := only_weight_is_quantized(call)) is not True:
         return refused
     view = abstract_view(weight)
     (d_in, d_out), tiles = view.qvalue.shape, view.scale.shape[0]
@@ -113,7 +113,7 @@ def _space(call: OpCall, chip: Chip) -> Iterator[ProductTile]:
     Large and square tiles come first.
     """
     x, weight = call.arrays["x"], call.arrays["weight"]
-    if weight_alone(call) is not True:
+    if only_weight_is_quantized(call) is not True:
         return
     view = abstract_view(weight)
     (d_in, d_out), tiles = view.qvalue.shape, view.scale.shape[0]
@@ -125,7 +125,7 @@ def _space(call: OpCall, chip: Chip) -> Iterator[ProductTile]:
         for of_in in _widths(d_in)
         if tiles == 1 or of_in % shared == 0
         for of_out in _widths(d_out)
-        if _held_bytes(of_rows, of_in, of_out, x.dtype.itemsize) <= _VMEM_BYTES
+        if _vmem_bytes(of_rows, of_in, of_out, x.dtype.itemsize) <= _VMEM_BYTES
     ]
     yield from sorted(found, key=lambda tile: (-tile.rows * tile.d_in * tile.d_out, abs(tile.d_in - tile.d_out)))
 
@@ -134,7 +134,7 @@ def _widths(size: int) -> list[int]:
     return [width for width in _WIDTHS if size % width == 0] or ([size] if size <= _LONGEST else [])
 
 
-def _held_bytes(rows: int, d_in: int, d_out: int, itemsize: int) -> int:
+def _vmem_bytes(rows: int, d_in: int, d_out: int, itemsize: int) -> int:
     """Bytes of double-buffered operands and results, the accumulator of either pass, and the codes decoded to fp32."""
     return rows * (d_in + d_out) * 2 * itemsize + rows * max(d_in, d_out) * 4 + d_in * d_out * (2 + 4 + itemsize)
 

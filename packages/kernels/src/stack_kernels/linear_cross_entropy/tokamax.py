@@ -63,11 +63,11 @@ def _space(call: OpCall, chip: Chip) -> Iterator[LogitTile]:
         is_split_in_two = -(-embed // features) == 2  # the backward pass would deadlock
         if embed % features == 0 and not is_split_in_two:
             for words in _WORDS:
-                if words < 2 * vocab and _held_bytes(features, words, itemsize) <= _VMEM_BYTES:
+                if words < 2 * vocab and _vmem_bytes(features, words, itemsize) <= _VMEM_BYTES:
                     yield LogitTile(_ROWS, features, words)
 
 
-def _held_bytes(features: int, words: int, itemsize: int) -> int:
+def _vmem_bytes(features: int, words: int, itemsize: int) -> int:
     """Bytes of VMEM, the larger of the library's estimates for its two kernels."""
     of_features = 1 << (features - 1).bit_length()
     forward = 2 * (_ROWS + words) * of_features * itemsize + 24 * _ROWS + 16 * _ROWS * words
@@ -114,7 +114,7 @@ def _forward(
     reduction: str,
     requested: frozenset[str],
     config: LogitTile,
-    **others: Any,
+    **unused: Any,
 ) -> tuple[Any, Mapping[str, Any]]:
     rows = _Rows.of(hidden, labels, weight.shape[1], ignore_index, config.rows)
     losses, lse = _losses(rows, weight, config)

@@ -59,12 +59,12 @@ def _over_parts(function: Any, rows: Rows, weight: Any) -> Any:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _total(loss: Loss, rows: Rows, weight: Any) -> Any:
     """Computes the sum of losses times shares. Under differentiation it also computes the gradients."""
-    return _summed(_losses(loss, rows, weight), rows)
+    return _weighted_sum(_losses(loss, rows, weight), rows)
 
 
 def _total_forward(loss: Loss, rows: Rows, weight: Any) -> Any:
     losses, *gradients = _with_gradients(loss, rows, weight)
-    return _summed(losses, rows), gradients
+    return _weighted_sum(losses, rows), gradients
 
 
 def _total_backward(loss: Loss, gradients: Any, cotangent: Any) -> Any:
@@ -77,7 +77,7 @@ def _total_backward(loss: Loss, gradients: Any, cotangent: Any) -> Any:
 _total.defvjp(_total_forward, _total_backward)
 
 
-def _summed(losses: Any, rows: Rows) -> Any:
+def _weighted_sum(losses: Any, rows: Rows) -> Any:
     return jnp.sum(jnp.where(rows.shares == 0, 0, losses * rows.shares))
 
 

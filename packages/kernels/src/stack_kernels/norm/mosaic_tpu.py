@@ -63,7 +63,7 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
     }
     if not any(problems.values()):
         problems["16 rows do not fit into VMEM"] = not list(_space(call, chip))
-        problems[f"{config} does not fit into VMEM"] = config is not None and _held_bytes(call, config) > _TILE_BYTES
+        problems[f"{config} does not fit into VMEM"] = config is not None and _vmem_bytes(call, config) > _TILE_BYTES
     if call.direction == "backward":
         problems[f"{call.forward!r} hands it no inverse_rms"] = "inverse_rms" not in call.residuals
     return first_problem(problems)
@@ -74,11 +74,11 @@ def _space(call: OpCall, chip: Chip) -> Iterator[NormTile]:
     x = call.arrays["x"]
     rows = x.size // x.shape[-1]
     for tile in map(NormTile, _ROWS):
-        if _held_bytes(call, tile) <= _TILE_BYTES and (tile.rows < 2 * rows or tile.rows == _ROWS[-1]):
+        if _vmem_bytes(call, tile) <= _TILE_BYTES and (tile.rows < 2 * rows or tile.rows == _ROWS[-1]):
             yield tile
 
 
-def _held_bytes(call: OpCall, tile: NormTile) -> int:
+def _vmem_bytes(call: OpCall, tile: NormTile) -> int:
     x = call.arrays["x"]
     of_row = 2 * _ARRAYS * x.dtype.itemsize + 3 * 4  # plus three rows in fp32 during the computation
     return tile.rows * x.shape[-1] * of_row

@@ -49,7 +49,7 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
         f"it is for a100, h100, h200 and b200, not {chip.kind}": generation is None,
         f"it takes {' or '.join(_DTYPES)}, not {x.dtype.name}": x.dtype.name not in _DTYPES,
         "a row does not fit into registers": not list(_space(call, chip)),
-        f"{config} does not fit into registers": config is not None and _numbers(call, config) > _most(call),
+        f"{config} does not fit into registers": config is not None and _numbers(call, config) > _max_numbers(call),
     }
     if call.direction == "backward":
         problems[f"{call.forward!r} hands it no inverse_rms"] = "inverse_rms" not in call.residuals
@@ -62,7 +62,7 @@ def _space(call: OpCall, chip: Chip) -> Iterator[NormBlock]:
     size, rows = _power(x.shape[axis]), math.prod(x.shape[:axis])
     after = math.prod(x.shape[axis:][1:])
     columns = 1 if after == 1 else min(_power(after), 16)
-    if size * columns > _most(call):
+    if size * columns > _max_numbers(call):
         return
     most = max(min(_NUMBERS // (size * columns), _power(rows), 8), 1)
     warps = min(max(size * columns // 1024, 1), 8)
@@ -70,7 +70,7 @@ def _space(call: OpCall, chip: Chip) -> Iterator[NormBlock]:
         yield from (NormBlock(of_block, columns, each) for each in sorted(_WARPS, key=lambda each: abs(each - warps)))
 
 
-def _most(call: OpCall) -> int:
+def _max_numbers(call: OpCall) -> int:
     return _MOST if call.direction == "forward" else _MOST // 2
 
 

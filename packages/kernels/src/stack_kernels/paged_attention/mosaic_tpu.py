@@ -54,7 +54,7 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
         return f"it reads pages of the layout 'phsd', not {call.options['layout']!r}"
     values = call.arrays["value_pages"]
     tokens, sequences = query.shape[0], tables.shape[0]
-    held_bytes = _held_bytes(query, keys, values, call.options["value_dim"])
+    held_bytes = _vmem_bytes(query, keys, values, call.options["value_dim"])
     problems = {
         f"it takes {' or '.join(_DTYPES)}, not {query.dtype.name}": query.dtype.name not in _DTYPES,
         "a page has one slot": keys.shape[2] == 1,  # Mosaic does not sum bf16 over an axis of length one
@@ -66,7 +66,7 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
     return first_problem(problems)
 
 
-def _held_bytes(query: Any, keys: Any, values: Any, value_dim: int | None) -> int:
+def _vmem_bytes(query: Any, keys: Any, values: Any, value_dim: int | None) -> int:
     """Bytes of VMEM: double-buffered pages, queries and results, and the running sums."""
     kv_heads, head_dim, out_dim = keys.shape[1], keys.shape[3], value_dim or values.shape[3]
     rows = query.shape[1] // kv_heads

@@ -77,11 +77,11 @@ def _space(call: OpCall, chip: Chip) -> Iterator[RaggedTiles]:
     for of_queries in (32, 64, 128, 16, 8):
         for of_keys in (_MOST_KEYS, 256, 128, 1):
             tiles = RaggedTiles(min(of_queries, tokens), min(max(of_keys // keys.shape[1], 1), places))
-            if tiles.pages * keys.shape[1] > 1 and _held_bytes(call, tiles) <= _VMEM_BYTES:
+            if tiles.pages * keys.shape[1] > 1 and _vmem_bytes(call, tiles) <= _VMEM_BYTES:
                 yield tiles
 
 
-def _held_bytes(call: OpCall, tiles: RaggedTiles) -> int:
+def _vmem_bytes(call: OpCall, tiles: RaggedTiles) -> int:
     """Bytes of two blocks of pages, queries and outputs, plus sums, statistics and scores in float32."""
     _, heads, head_dim = call.arrays["query"].shape
     _, slots, kv_heads, _, _ = call.arrays["key_pages"].shape

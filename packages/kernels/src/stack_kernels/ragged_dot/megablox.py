@@ -60,7 +60,7 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
     problems = {
         f"it takes {' or '.join(_DTYPES)}, not {lhs.dtype.name}": lhs.dtype.name not in _DTYPES,
         f"{config} does not fit into VMEM": config is not None
-        and _held_bytes(config.rows, config.d_in, config.d_out, lhs.dtype.itemsize) > _VMEM_BYTES,
+        and _vmem_bytes(config.rows, config.d_in, config.d_out, lhs.dtype.itemsize) > _VMEM_BYTES,
         "Mosaic does not sum 16-bit numbers over an axis of length one": rhs.shape[1] == 1 and lhs.dtype.itemsize == 2,
     }
     return first_problem(problems)
@@ -77,7 +77,7 @@ def _space(call: OpCall, chip: Chip) -> Iterator[GroupedTiles]:
         for rows in of_rows
         for d_in in of_in
         for d_out in of_out
-        if rows <= _MOST_ROWS and _held_bytes(rows, d_in, d_out, lhs.dtype.itemsize) <= _VMEM_BYTES
+        if rows <= _MOST_ROWS and _vmem_bytes(rows, d_in, d_out, lhs.dtype.itemsize) <= _VMEM_BYTES
     ]
     yield from sorted(tiles, key=lambda tile: (-tile.rows * tile.d_in * tile.d_out, abs(tile.d_in - tile.d_out)))
 
@@ -87,7 +87,7 @@ def _tile_sizes(size: int) -> list[int]:
     return [of_tile for of_tile in _SIZES if of_tile < 2 * size] or [_SIZES[-1]]
 
 
-def _held_bytes(rows: int, d_in: int, d_out: int, itemsize: int) -> int:
+def _vmem_bytes(rows: int, d_in: int, d_out: int, itemsize: int) -> int:
     """Bytes of the larger pass: the gradient of the matrices accumulates d_in x d_out and widens both operands."""
     operands, result = rows * (d_in + d_out), d_in * d_out
     return operands * (2 * itemsize + 4) + result * (2 * itemsize + 4)

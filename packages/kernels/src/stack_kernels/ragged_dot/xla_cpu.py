@@ -88,10 +88,10 @@ def _multiplied(subscripts: str, rows: Any, matrices: Any, begin: Any, end: Any)
 
 def _outer_products(lhs: Any, cotangent: Any, begin: Any, end: Any) -> Any:
     """Computes the gradient of each group's matrix, [groups, d_in, d_out]."""
-    return _one_by_one(_summed_outer_products, lhs, cotangent, begin, end)
+    return _one_by_one(_outer_product_sums, lhs, cotangent, begin, end)
 
 
-def _summed_outer_products(lhs: Any, cotangent: Any, begin: Any, end: Any) -> Any:
+def _outer_product_sums(lhs: Any, cotangent: Any, begin: Any, end: Any) -> Any:
     padded = [_padded(x) for x in (lhs, cotangent)]
     accurate = accurate_dtype(lhs.dtype)
 

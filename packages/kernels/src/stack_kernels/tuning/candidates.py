@@ -48,7 +48,7 @@ class Candidate:
         return self.implementation.name, json.dumps(encoded_config(self.config), sort_keys=True)
 
     @property
-    def is_whole(self) -> bool:
+    def is_joint(self) -> bool:
         """True if the forward pass saves private residuals; its backward pass is then not timed separately."""
         return OWN in self.implementation.residuals
 
@@ -111,7 +111,7 @@ class Trial:
         """
         run = self._run(candidate)
         actual, expected = run(), (self._output, self._expected[1])
-        if self._names and not candidate.is_whole:
+        if self._names and not candidate.is_joint:
             actual = self._output, actual[1]
         try:
             assert_close(actual, expected, self._tolerance)
@@ -125,7 +125,7 @@ class Trial:
         if not self._names:
             forward = jax.jit(lambda arrays: (_forward(candidate, options, frozenset(), arrays)[0], {}))
             return functools.partial(forward, self._arrays)
-        if candidate.is_whole:
+        if candidate.is_joint:
             whole = jax.jit(functools.partial(_value_and_gradients, candidate, options, self._names))
             return functools.partial(whole, self._arrays, self._cotangent)
         alone = jax.jit(functools.partial(_gradients, candidate, options, self._names))

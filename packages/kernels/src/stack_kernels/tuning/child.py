@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from stack_core.abi.errors import TuningError
-from stack_kernels.tuning.tables import Table, own_table_path
+from stack_kernels.tuning.tables import Table, local_table_path
 
 __all__ = ["TRYING_VARIABLE", "tune_in_child"]
 
@@ -78,16 +78,16 @@ def _status(command: Sequence[str], environment: Mapping[str, str], limit_s: flo
                 return None
 
 
-def _record_failure(note: Path, how: str, folder: Path | None) -> str:
+def _record_failure(note: Path, cause: str, folder: Path | None) -> str:
     """Moves the candidate in the note to the table, as failed; returns its name."""
     if not note.exists():
         raise TuningError(
-            f"The process that measured was ended by {how} while it timed what it had tried before. What it had "
+            f"The process that measured was ended by {cause} while it timed what it had tried before. What it had "
             "measured until then is kept; run the command again, and report it if it comes back."
         )
     tried = Table.read(note)
     note.unlink()
-    found = [dataclasses.replace(each, reason=f"{how} ended the process") for each in tried.measurements]
-    path = own_table_path(tried.chip, folder)
+    found = [dataclasses.replace(each, reason=f"{cause} ended the process") for each in tried.measurements]
+    path = local_table_path(tried.chip, folder)
     (Table.read(path) if path.exists() else Table(tried.chip)).merge(found).write(path)
     return ", ".join(each.implementation for each in found)

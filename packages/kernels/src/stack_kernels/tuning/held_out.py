@@ -15,7 +15,7 @@ from stack_core.chips import Chip
 from stack_kernels.tuning.published import Timed, estimates
 from stack_kernels.tuning.shapes import CallShape
 
-__all__ = ["Distance", "Outcome", "distance_of", "outcomes", "seconds_off", "tokamaxs_order"]
+__all__ = ["ChoiceRatios", "Distance", "distance_of", "ratios", "seconds_off", "tokamaxs_order"]
 
 _MODEL_SIZES: Mapping[str, tuple[str, ...]] = {
     "attention": ("heads", "kv_heads", "head_dim", "value_dim"),
@@ -30,7 +30,7 @@ _ORDER = ("pallas_mosaic", "triton", "pallas_triton", "", "xla_chunked", "chunke
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ChoiceRatios:
     """Result of one held-out call: time of each choice over the time of the fastest implementation.
 
     Attributes:
@@ -67,8 +67,8 @@ class Distance:
     worst: float
 
 
-def outcomes(timed: Sequence[Timed]) -> Iterator[Outcome]:
-    """Yields an outcome per call with two or more implementations, chosen from timings of other models on its chip."""
+def ratios(timed: Sequence[Timed]) -> Iterator[ChoiceRatios]:
+    """Yields the ratios of calls with two or more implementations, chosen from other models' timings on the chip."""
     kinds: dict[tuple[str, str, str], dict[CallShape, Mapping[str, tuple[float, Any]]]] = collections.defaultdict(dict)
     for case in timed:
         kinds[case.chip, case.shape.op, case.direction][case.shape] = case.times
@@ -82,14 +82,14 @@ def outcomes(timed: Sequence[Timed]) -> Iterator[Outcome]:
                     found = {
                         name: each.seconds for name, each in estimates(shape, others, chip).items() if name in times
                     }
-                    yield _outcome((kind, op, direction), {name: s for name, (s, _) in times.items()}, found)
+                    yield _ratio((kind, op, direction), {name: s for name, (s, _) in times.items()}, found)
 
 
-def _outcome(kind: tuple[str, str, str], times: Mapping[str, float], found: Mapping[str, float]) -> Outcome:
+def _ratio(kind: tuple[str, str, str], times: Mapping[str, float], found: Mapping[str, float]) -> ChoiceRatios:
     fastest, first = min(times.values()), tokamaxs_order(times)
     chosen = min(found, key=lambda name: found[name]) if found else first
     off = {name: seconds / times[name] for name, seconds in found.items()}
-    return Outcome(*kind, times[chosen] / fastest, times[first] / fastest, off)
+    return ChoiceRatios(*kind, times[chosen] / fastest, times[first] / fastest, off)
 
 
 def _model(shape: CallShape) -> tuple[Any, ...]:
@@ -108,14 +108,14 @@ def tokamaxs_order(names: Mapping[str, Any]) -> str:
     return min(sorted(names), key=place)
 
 
-def distance_of(found: Sequence[Outcome], of: Callable[[Outcome], float]) -> Distance:
+def distance_of(found: Sequence[ChoiceRatios], of: Callable[[ChoiceRatios], float]) -> Distance:
     """Summarizes the distance of one kind of choice from the fastest implementation."""
     ratios = [of(each) for each in found]
     within = sum(ratio <= 1.05 for ratio in ratios) / len(ratios)
     return Distance(len(ratios), within, sum(ratios) / len(ratios), max(ratios))
 
 
-def seconds_off(found: Sequence[Outcome]) -> tuple[float, float]:
+def seconds_off(found: Sequence[ChoiceRatios]) -> tuple[float, float]:
     """Returns the factors by which estimated seconds are off: the median and the 90th percentile."""
     off = sorted(abs(math.log(ratio)) for each in found for ratio in each.estimated.values())
     return math.exp(off[len(off) // 2]), math.exp(off[int(0.9 * len(off))])

@@ -191,8 +191,8 @@ def _chosen(
     nearby = {direction: table.near(shape, direction) for direction in ("forward", "backward")}
     estimates = _estimates(nearby[call.direction], candidates)
     if forward is not None:
-        return _advice(_seconds_after(forward, nearby["forward"], estimates), shape, beside=False)
-    gradients = _estimates(nearby["backward"], candidates, whole=True, tried_before=bool(estimates))
+        return _advice(_seconds_after(forward, nearby["forward"], estimates), shape, with_speedup=False)
+    gradients = _estimates(nearby["backward"], candidates, joint=True, tried_before=bool(estimates))
     foreign_s = _fastest_foreign_s(nearby["backward"], candidates)
     pairs = {estimate: estimate.seconds for estimate in gradients}
     if foreign_s < math.inf:
@@ -204,7 +204,7 @@ def _estimates(
     nearby: Sequence[_Near],
     candidates: _Candidates,
     *,
-    whole: bool = False,
+    joint: bool = False,
     tried_before: bool = False,
 ) -> list[_Estimate]:
     """Returns estimates at the nearest sizes where a candidate was measured and all preferred candidates were tried.
@@ -215,13 +215,13 @@ def _estimates(
     Args:
       nearby: measurements by increasing distance.
       candidates: the implementations to choose from.
-      whole: only implementations whose forward and backward pass are measured together.
+      joint: only implementations whose forward and backward pass are measured together.
       tried_before: the preferred candidates were already tried in the other direction.
     """
     needed = set(preferred(candidates.implementations))
     for near in nearby:
         tried = {measurement.implementation for measurement in near.measurements}
-        found = [estimate for estimate in _decoded(near, candidates) if estimate.measurement.whole or not whole]
+        found = [estimate for estimate in _decoded(near, candidates) if estimate.measurement.whole or not joint]
         if found and (tried_before or needed <= tried):
             return found
     return []
@@ -267,14 +267,14 @@ def _seconds_after(
     return seconds
 
 
-def _advice(seconds: Mapping[_Estimate, float], shape: CallShape, *, beside: bool = True) -> TunedChoice | None:
+def _advice(seconds: Mapping[_Estimate, float], shape: CallShape, *, with_speedup: bool = True) -> TunedChoice | None:
     """Chooses the fastest estimate and describes it, with its speedup over the fastest other implementation."""
     if not seconds:
         return None
     best = min(seconds, key=lambda estimate: seconds[estimate])
     measurement = best.measurement
     others = [estimate for estimate in seconds if estimate.measurement.implementation != measurement.implementation]
-    second = min(others, key=lambda estimate: seconds[estimate], default=None) if beside else None
+    second = min(others, key=lambda estimate: seconds[estimate], default=None) if with_speedup else None
     times = (
         ""
         if second is None
@@ -313,10 +313,10 @@ def nearest_chip(name: ChipName, known: Iterable[ChipName]) -> ChipName | None:
     return min(relatives, key=lambda other: (_apart(name.rates, other.rates), str(other)), default=None)
 
 
-def _apart(rates: Mapping[str, float], others: Mapping[str, float]) -> float:
+def _apart(rates: Mapping[str, float], references: Mapping[str, float]) -> float:
     """Returns the mean |log| of the ratios of the rates that both have; infinite if they share no rate."""
-    shared = rates.keys() & others.keys()
-    return sum(abs(math.log(rates[rate] / others[rate])) for rate in shared) / len(shared) if shared else math.inf
+    shared = rates.keys() & references.keys()
+    return sum(abs(math.log(rates[rate] / references[rate])) for rate in shared) / len(shared) if shared else math.inf
 
 
 def _platform(kind: str) -> str:

@@ -14,17 +14,17 @@ class Neighbours:
 
     def __init__(self) -> None:
         self._since_s = time.monotonic()
-        self._theirs_s = _others_s()
+        self._theirs_s = _other_programs_s()
 
     def cpus(self) -> float | None:
         """Returns the average number of CPUs that other programs used, or None without `/proc`."""
-        now = _others_s()
+        now = _other_programs_s()
         if now is None or self._theirs_s is None:
             return None
         return max(now - self._theirs_s, 0.0) / max(time.monotonic() - self._since_s, 1e-3)
 
 
-def _others_s() -> float | None:
+def _other_programs_s() -> float | None:
     """Returns the CPU seconds of all programs since boot, except this one and its children."""
     try:
         user, nice, system, _, _, interrupts, soft_interrupts, *_ = map(

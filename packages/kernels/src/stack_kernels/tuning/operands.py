@@ -96,8 +96,8 @@ def _kv_lengths(struct: Any, call: OpCall, rng: np.random.Generator) -> jax.Arra
     return _lengths(struct, call.arrays["key"].shape[1], rng)
 
 
-def _lengths(struct: Any, most: int, rng: np.random.Generator) -> jax.Array:
-    return jnp.asarray(rng.integers((most + 1) // 2, most, struct.shape, endpoint=True)).astype(struct.dtype)
+def _lengths(struct: Any, longest: int, rng: np.random.Generator) -> jax.Array:
+    return jnp.asarray(rng.integers((longest + 1) // 2, longest, struct.shape, endpoint=True)).astype(struct.dtype)
 
 
 def _query_offset(struct: Any, call: OpCall, rng: np.random.Generator) -> jax.Array:

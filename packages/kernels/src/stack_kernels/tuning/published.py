@@ -107,11 +107,11 @@ class Published:
     Args:
       source: name of the publisher.
       path: file with the timings.
-      ours: our implementation and a converter of configs, by op and the publisher's name.
+      implementations: our implementation and a converter of configs, by op and the publisher's name.
     """
 
-    def __init__(self, source: str, path: Path, ours: Mapping[tuple[str, str], tuple[str, Any]]) -> None:
-        self._source, self._path, self._ours = source, path, ours
+    def __init__(self, source: str, path: Path, implementations: Mapping[tuple[str, str], tuple[str, Any]]) -> None:
+        self._source, self._path, self._implementations = source, path, implementations
 
     def lookup(
         self,
@@ -147,8 +147,12 @@ class Published:
     def _estimates(self, call: OpCall, chip: ChipName) -> dict[str, Estimate]:
         timed = self._by_chip[chip].get((call.op, call.direction), {})
         found = estimates(_plain(shape_of(call)), timed, registries.chips[chip.kind])
-        names = {theirs: ours for (op, theirs), (ours, _) in self._ours.items() if op == call.op}
-        translated = {theirs: self._ours[call.op, theirs][1] for theirs in names}
+        names = {
+            theirs: implementation
+            for (op, theirs), (implementation, _) in self._implementations.items()
+            if op == call.op
+        }
+        translated = {theirs: self._implementations[call.op, theirs][1] for theirs in names}
         return {
             names[theirs]: Estimate(each.seconds, each.timed_s, translated[theirs](each.config), each.shape)
             for theirs, each in found.items()

@@ -25,7 +25,7 @@ from stack_kernels.tuning.measure import FEWEST_ROUNDS, Timing, measure
 from stack_kernels.tuning.neighbours import Neighbours
 from stack_kernels.tuning.shapes import shape_of
 from stack_kernels.tuning.sources import MEASURED
-from stack_kernels.tuning.tables import Case, ChipName, Measurement, Table, encoded_config, own_table_path
+from stack_kernels.tuning.tables import Case, ChipName, Measurement, Table, encoded_config, local_table_path
 
 __all__ = ["Job", "Progress", "TuneReport", "tune"]
 
@@ -142,7 +142,7 @@ def tune(
     started_s = time.perf_counter()
     chip = current_chip()
     name = ChipName.of(chip)
-    path = own_table_path(name) if out is None else Path(out)
+    path = local_table_path(name) if out is None else Path(out)
     table = Table.read(path) if path.exists() else Table(name)
     if table.chip != name:
         raise TuningError(f"{str(path)!r} is a table of {table.chip}, and this is {name}; name another file.")
@@ -198,7 +198,7 @@ def _decides(job: Job, jobs: Iterable[Job]) -> bool:
         return True
     gradients = [other for other in jobs if other.case.key[:3] == job.case.key[:3] and other.case.gradients_of]
     calls = (job.call, *(other.call for other in gradients))
-    return not gradients or not all(each.is_whole for call in calls for each in candidates_of(call))
+    return not gradients or not all(each.is_joint for call in calls for each in candidates_of(call))
 
 
 def _together(one: Job, other: Job) -> Job:
@@ -247,7 +247,7 @@ class _Search:
         if _is_without_choice(job.call):
             return replace(job, skipped="nothing else supports it")
         left_s = self._end_s - time.perf_counter()
-        wanted = self._wanted(job)
+        wanted = self._candidates_to_measure(job)
         if not wanted:
             return replace(job, cached=True)
         self.out_of_time = self.out_of_time or left_s <= 0
@@ -268,7 +268,7 @@ class _Search:
         self.table.write(self._path)
         return replace(job, skipped=skipped)
 
-    def _wanted(self, job: Job) -> list[Candidate]:
+    def _candidates_to_measure(self, job: Job) -> list[Candidate]:
         """Lists the candidates to measure: unknown ones, the current choice, the reference and the fastest known one.
 
         Candidates that were rejected or that failed before, perhaps crashing the process, are not tried again.
@@ -285,8 +285,8 @@ class _Search:
         wanted = dict.fromkeys([job.before, candidates[0], *best, *promising])
         if self._again:
             return list(wanted)
-        outcomes = {each: known.get(self._record(job, each, outcome="").key) for each in wanted}
-        return [each for each, record in outcomes.items() if record is None or record.outcome == "measured"]
+        records = {each: known.get(self._record(job, each, outcome="").key) for each in wanted}
+        return [each for each, record in records.items() if record is None or record.outcome == "measured"]
 
     def _expected_s(self, job: Job, candidate: Candidate) -> float:
         """Estimates a candidate's seconds from its measurements at other sizes; infinite without any."""
@@ -299,7 +299,7 @@ class _Search:
         ]
         return estimate_s(samples, job.case.shape) if samples else float("inf")
 
-    def _measure(self, job: Job, wanted: Sequence[Candidate], share_s: float, found: list[Measurement]) -> str:
+    def _measure(self, job: Job, candidates: Sequence[Candidate], share_s: float, found: list[Measurement]) -> str:
         """Appends measurements to `found`; returns a description of missing ones, or ""."""
         end_s = time.perf_counter() + share_s
         trial = Trial(job.call, job.case.gradients_of)
@@ -308,7 +308,7 @@ class _Search:
         except Exception as error:  # Unfit operands or a failing reference: nothing to compare.
             return f"the reference failed: {_first_line(error)}"
         accepted: dict[Candidate, Callable[[], Any]] = {}
-        for candidate in wanted:
+        for candidate in candidates:
             if len(accepted) >= 2 and time.perf_counter() > end_s - (1 - _TRYING_SHARE) * share_s:
                 break
             try:
@@ -332,7 +332,11 @@ class _Search:
             found.append(self._record(job, candidate, outcome="measured", rounds=timing.rounds, **numbers))
         if timed.interrupted:
             return "interrupted"
-        return "" if len(found) == len(wanted) else f"out of time for {len(wanted) - len(found)} of {len(wanted)}"
+        return (
+            ""
+            if len(found) == len(candidates)
+            else f"out of time for {len(candidates) - len(found)} of {len(candidates)}"
+        )
 
     @contextlib.contextmanager
     def _noted(self, job: Job, candidate: Candidate) -> Iterator[None]:
@@ -352,7 +356,7 @@ class _Search:
             implementation=candidate.implementation.name,
             config=encoded_config(candidate.config),
             outcome=outcome,
-            whole=job.case.direction == "backward" and candidate.is_whole,
+            whole=job.case.direction == "backward" and candidate.is_joint,
             versions=self._versions,
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             **numbers,

@@ -121,7 +121,7 @@ def _shape_of(
 ) -> CallShape:
     call = OpCall(op, jax.tree.unflatten(structure, leaves), dict(options), direction)
     sizes, work = _array_sizes(call), work_of(call)
-    traits = {name: _described(name, array) for name, array in call.arrays.items() if array is not None}
+    traits = {name: _describe(name, array) for name, array in call.arrays.items() if array is not None}
     for name, value in _options(call, sizes).items():
         if isinstance(value, int) and not isinstance(value, bool):
             sizes[name] = value
@@ -176,10 +176,10 @@ def _view(array: Any) -> tuple[Any, Any, Any, Any]:
     return jax.eval_shape(view, array)
 
 
-def _described(name: str, array: Any) -> str:
+def _describe(name: str, array: Any) -> str:
     """Describes an argument: its dtype, its quantization, and the non-trivial axes of a bias or a mask."""
     if isinstance(array, tuple):
-        return " ".join(_described(name, part) for part in array)
+        return " ".join(_describe(name, part) for part in array)
     value, scale, zero_point, codebook = _view(array)
     text = jnp.dtype(value.dtype).name
     if scale is None:

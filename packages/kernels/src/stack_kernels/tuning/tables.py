@@ -28,8 +28,8 @@ __all__ = [
     "Table",
     "decoded_config",
     "encoded_config",
-    "own_folder",
-    "own_table_path",
+    "local_folder",
+    "local_table_path",
 ]
 
 FORMAT = "stack tuned table 1"
@@ -146,7 +146,7 @@ class Table:
     def __hash__(self) -> int:
         return hash((self.chip, len(self.measurements), *(found.date for found in self.measurements[-1:])))
 
-    def merge(self, *others: "Table | Iterable[Measurement]") -> "Table":
+    def merge(self, *tables: "Table | Iterable[Measurement]") -> "Table":
         """Returns a table with the measurements of others added.
 
         Per key the newer measurement wins; at equal age, the measurement with more rounds.
@@ -155,7 +155,7 @@ class Table:
           TuningError: another table is for another chip.
         """
         merged = {found.key: found for found in self.measurements}
-        for other in others:
+        for other in tables:
             if isinstance(other, Table) and other.chip != self.chip:
                 raise TuningError(f"A table of {other.chip} cannot be merged into one of {self.chip}; keep them apart.")
             for found in other.measurements if isinstance(other, Table) else other:
@@ -217,12 +217,12 @@ class Table:
             raise TuningError(f"The tuned table {str(path)!r} cannot be written: {error}.") from error
 
 
-def own_table_path(chip: ChipName, folder: Path | None = None) -> Path:
-    """Returns the file in which `tune` stores the measurements of a chip, in `folder` or in `own_folder()`."""
-    return (folder or own_folder()) / chip.file_name
+def local_table_path(chip: ChipName, folder: Path | None = None) -> Path:
+    """Returns the file in which `tune` stores the measurements of a chip, in `folder` or in `local_folder()`."""
+    return (folder or local_folder()) / chip.file_name
 
 
-def own_folder() -> Path:
+def local_folder() -> Path:
     """Returns the first folder that `STACK_TUNED_TABLES` names, else `.stack/tuned` of the working directory."""
     named = [Path(place) for place in os.environ.get(TABLES_VARIABLE, "").split(os.pathsep) if place]
     return next((place for place in named if place.suffix != ".json"), HERE)

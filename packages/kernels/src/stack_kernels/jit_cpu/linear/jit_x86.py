@@ -43,7 +43,7 @@ def supports_few_rows(call: OpCall, chip: Chip, config: Any = None) -> bool | st
     answer = host.on_this_cpu(call, chip)
     if answer is not True:
         return answer
-    rows, most = math.prod(_shape(call.arrays["x"])[:-1]), _most_rows(call)
+    rows, most = math.prod(_shape(call.arrays["x"])[:-1]), _max_rows(call)
     if rows > most:
         return f"it is for {most} rows or fewer, and x has {rows}"
     if any(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(dict(call.arrays))):
@@ -60,7 +60,7 @@ def _products(call: OpCall) -> set[str]:
     return {name for name in call.arrays if not name.startswith("bias")}
 
 
-def _most_rows(call: OpCall) -> int:
+def _max_rows(call: OpCall) -> int:
     processor = host.this_processor()
     has_tiles = processor is not None and processor.has_tiles
     operands = [call.arrays[name] for name in _products(call)]
@@ -115,10 +115,10 @@ def _plain_product(rows: jax.Array, weight: jax.Array) -> jax.Array:
     return _call(Product(len(rows), weight.dtype.name, kind), rows.astype(kind), weight)
 
 
-def _part_rows(weight: jax.Array, most: int) -> int:
+def _part_rows(weight: jax.Array, limit: int) -> int:
     """Returns the number of weight rows per part: equal parts, large for wide weights to add few sums."""
     depth, columns = weight.shape
-    return math.gcd(depth, most if columns <= SEGMENT_COLUMNS else 4 * _PART_ROWS)
+    return math.gcd(depth, limit if columns <= SEGMENT_COLUMNS else 4 * _PART_ROWS)
 
 
 def _streamed(rows: jax.Array, weight: jax.Array, part: int) -> jax.Array:

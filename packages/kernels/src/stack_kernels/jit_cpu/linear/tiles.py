@@ -102,18 +102,18 @@ class _Tile:
         found["y"], (_, found["columns"]) = builder.buffer(results, 0, 2)
         self.found = found
 
-    def write(self, whole: dict[int, Any], rest: dict[int, Any]) -> None:
+    def write(self, blocks: dict[int, Any], vectors: dict[int, Any]) -> None:
         """Writes the function, given the functions for full blocks and for single remaining vectors, by first row."""
         builder, lanes, width = self.builder, self.lanes, self.width
-        if len(whole) > 1:
+        if len(blocks) > 1:
             self.found["panel"] = builder.scratch(INT32, PANEL_STEPS * width)
         first = builder.times(self.tile, _TILE_COLUMNS)
         end = builder.min(builder.plus(first, _TILE_COLUMNS), self.found["columns"])
         after = builder.plus(first, builder.times(builder.over(builder.minus(end, first), width), width))
         with builder.loop(first, after, width) as column:
-            self._multiply(column, whole)
+            self._multiply(column, blocks)
         with builder.loop(after, builder.plus(end, lanes - 1), lanes) as column:
-            self._multiply(column, rest)
+            self._multiply(column, vectors)
         builder.close()
 
     def _multiply(self, column: Any, blocks: dict[int, Any]) -> None:

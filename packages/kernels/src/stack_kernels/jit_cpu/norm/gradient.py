@@ -15,7 +15,7 @@ from stack_kernels.jit_cpu.builder import FLOAT, INDEX, POINTER, Builder, vector
 from stack_kernels.jit_cpu.host import Processor
 from stack_kernels.jit_cpu.norm.rows import RowNorm, RowTile
 
-__all__ = ["gradient_module", "gradient_name", "parts", "summed_over_rows"]
+__all__ = ["column_gradients", "gradient_module", "gradient_name", "parts"]
 
 _PART_SIZE, _MOST_PARTS = 2**15, 32
 """Each part sums over its rows; there are few parts, because one thread adds them."""
@@ -26,7 +26,7 @@ def gradient_name(norm: RowNorm) -> str:
     return f"{norm.name}_gradient"
 
 
-def summed_over_rows(norm: RowNorm) -> list[str]:
+def column_gradients(norm: RowNorm) -> list[str]:
     """Lists the arrays that have a gradient per column."""
     return [name for name in ("scale", "offset") if name in norm.buffers]
 
@@ -41,7 +41,7 @@ def gradient_module(norm: RowNorm, processor: Processor) -> ir.Module:
     """Builds `@tiles`, `@tile`, which processes a part of the rows, and `@finish`, which adds the sums of the parts.
 
     The buffers are h and c, [rows, size]; d with a residual; the scale, float32[size], if present; and epsilon,
-    float32[1]. The results are dh; then, for each of `summed_over_rows`, float32[size] and the sums of the parts,
+    float32[1]. The results are dh; then, for each of `column_gradients`, float32[size] and the sums of the parts,
     float32[parts, size].
     """
     module = ir.Module(gradient_name(norm))
@@ -60,7 +60,7 @@ def _part_rows(builder: Builder, rows: Any, size: Any) -> Any:
 
 def _write_finish(module: ir.Module, norm: RowNorm, lanes: int) -> None:
     builder, kind = Builder(module, "finish", [POINTER, POINTER]), vector(FLOAT, lanes)
-    for number in range(len(summed_over_rows(norm))):
+    for number in range(len(column_gradients(norm))):
         gradient, (size,) = builder.buffer(builder.parameters[1], 1 + 2 * number, 1)
         sums, (count, _) = builder.buffer(builder.parameters[1], 2 + 2 * number, 2)
         with builder.loop(0, builder.plus(size, lanes - 1), lanes) as column:
@@ -80,7 +80,7 @@ class _Gradient(RowTile):
         builder, self.h = self.builder, self.buffers["h"]
         row_bytes = builder.times(self.size, 4)
         self.of_part: dict[str, Any] = {}
-        for number, name in enumerate(summed_over_rows(norm)):
+        for number, name in enumerate(column_gradients(norm)):
             sums, _ = builder.buffer(self.results, 2 + 2 * number, 0)
             self.of_part[name] = builder.at(sums, builder.times(self.number, row_bytes))
             builder.clear(self.of_part[name], row_bytes)

@@ -14,7 +14,7 @@ from stack_core.abi.ops import OpCall, OpImplementation
 from stack_core.chips import Chip
 from stack_kernels.jit_cpu import host
 from stack_kernels.jit_cpu.many_numbers import supports_many_rows
-from stack_kernels.jit_cpu.norm.gradient import gradient_module, gradient_name, parts, summed_over_rows
+from stack_kernels.jit_cpu.norm.gradient import column_gradients, gradient_module, gradient_name, parts
 from stack_kernels.jit_cpu.norm.rows import RowNorm, norm_module
 
 __all__ = ["JIT_X86"]
@@ -82,7 +82,7 @@ def _backward(
     rows = [array.reshape(-1, x.shape[-1]) for array in of_rows]
     scales = [] if scale is None else [scale.astype(jnp.float32) + options["scale_offset"]]
     count, size = rows[0].shape
-    summed = summed_over_rows(norm)
+    summed = column_gradients(norm)
     results = [jax.ShapeDtypeStruct((count, size), x.dtype)]
     for _ in summed:
         results += [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((size,), (parts(count, size), size))]

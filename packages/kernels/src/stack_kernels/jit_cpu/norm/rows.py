@@ -118,8 +118,8 @@ class RowTile:
         spread = build.fadd(self.per_column(squares), self.builder.load(FLOAT, self.buffers["epsilon"]))
         return build.fdiv(FLOAT(1.0), self.builder.intrinsic("llvm.sqrt.f32", FLOAT, spread))
 
-    def per_column(self, summed: Any) -> Any:
-        return self.builder.build.fdiv(summed, self.builder.build.sitofp(self.size, FLOAT))
+    def per_column(self, total: Any) -> Any:
+        return self.builder.build.fdiv(total, self.builder.build.sitofp(self.size, FLOAT))
 
     def centred(self, start: Any, column: Any, mask: Any, mean: Any) -> Any:
         """Returns h minus its mean, if centred; 0 in missing columns."""

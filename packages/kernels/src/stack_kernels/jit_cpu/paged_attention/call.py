@@ -126,11 +126,11 @@ class Sequences:
         sequence, own, start, end = (variable.get() for variable in found)
         return sequence, own, start, end
 
-    def _integer(self, values: Any, index: Any, most: Any) -> Any:
-        """Reads an int32 array, clipped to 0 .. `most`."""
+    def _integer(self, values: Any, index: Any, limit: Any) -> Any:
+        """Reads an int32 array, clipped to 0 .. `limit`."""
         builder = self.builder
         value = builder.build.sext(builder.load(INT32, builder.at(values, builder.times(index, 4))), INDEX)
-        return builder.max(builder.min(value, most), INDEX(0))
+        return builder.max(builder.min(value, limit), INDEX(0))
 
 
 def strides(builder: Builder, layout: str, sizes: list[Any]) -> dict[str, Any]:

@@ -110,10 +110,10 @@ def _llvm(query: Any, key_pages: Any, value_pages: Any, *, sinks: Any, window: A
     return output.astype(query.dtype)
 
 
-def _left(window: Any, most_keys: int) -> int | None:
+def _left(window: Any, max_keys: int) -> int | None:
     """Returns the number of earlier keys that a query sees; None if that covers all possible keys."""
     left = None if window is None else window[0]
-    return None if left is None or left >= most_keys else left
+    return None if left is None or left >= max_keys else left
 
 
 def _lanes(head_dim: int) -> int:

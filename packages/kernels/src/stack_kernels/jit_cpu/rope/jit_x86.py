@@ -32,7 +32,7 @@ def _tables(positions: Any, *, theta: float, scaling: Any, rotary_dim: int) -> t
     return factor * jnp.cos(angles), factor * jnp.sin(angles)
 
 
-def _turned(x: Any, cosine: Any, sine: Any) -> Any:
+def _rotate(x: Any, cosine: Any, sine: Any) -> Any:
     turn = Turn(x.dtype.name)
     angles = [table.reshape(-1, table.shape[-1]).astype(jnp.float32) for table in (cosine, sine)]
     heads = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
@@ -44,7 +44,7 @@ def _turned(x: Any, cosine: Any, sine: Any) -> Any:
 def _rope(
     x: Any, positions: Any, *, interleaved: bool, requested: Any, **frequencies: Any
 ) -> tuple[Any, dict[str, Any]]:
-    return _turned(x, *_tables(positions, **frequencies)), {}
+    return _rotate(x, *_tables(positions, **frequencies)), {}
 
 
 def _backward(
@@ -59,7 +59,7 @@ def _backward(
     """Rotates back by the negative angles."""
     frequencies = {name: option for name, option in options.items() if name != "interleaved"}
     cosine, sine = _tables(arrays["positions"], **frequencies)
-    return {"x": _turned(cotangent, cosine, -sine)}
+    return {"x": _rotate(cotangent, cosine, -sine)}
 
 
 JIT_X86 = OpImplementation(

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if arguments is None and sys.stderr is not None:
             faulthandler.enable()  # prints the Python stack after a crash in compiled code
         name = _command_name(tokens)
-        if arguments is None and _wants_huge_pages(name):
+        if arguments is None and _uses_huge_pages(name):
             restart_with_huge_pages()
         app = _app(name)
         if tokens[:1] != ["plugins"]:  # that command reports the same in detail
@@ -131,7 +131,7 @@ def _is_group(name: str) -> bool:
     return any(known.startswith(f"{name} ") for known in registries.commands)
 
 
-def _wants_huge_pages(name: str) -> bool:
+def _uses_huge_pages(name: str) -> bool:
     return any(entry.name == name and entry.details.get("huge_pages") for entry in registries.commands.entries())
 
 
@@ -200,7 +200,7 @@ def _warn_of_plugins() -> None:
             left_out = "is left out" if report.status == "failed" else "is incomplete"
             remedy = f"Fix or uninstall {report.distribution}, or set STACK_DISABLE_PLUGINS={report.name}."
             _note(f"plugin {report.name!r} {left_out}: {'; '.join(report.problems)}\n  {remedy}")
-    for problem in plugins.problems():
+    for problem in plugins.mistakes():
         _note(problem)
 
 

@@ -304,10 +304,10 @@ def test_plugins_are_blocked_and_selected_by_environment(site, variable, value, 
 
 def test_names_that_block_or_select_nothing_are_reported(site):
     site.add("core", value_plugin("core"), distribution="stack-core")
-    assert site.plugins(STACK_DISABLE_PLUGINS="good,core").problems() == (
+    assert site.plugins(STACK_DISABLE_PLUGINS="good,core").mistakes() == (
         "STACK_DISABLE_PLUGINS names core, which is always loaded.",
     )
-    (problem,) = site.plugins(STACK_LOAD_PLUGINS="god").problems()
+    (problem,) = site.plugins(STACK_LOAD_PLUGINS="god").mistakes()
     assert problem == "STACK_LOAD_PLUGINS names 'god', which no installed distribution offers. Did you mean 'good'?"
 
 

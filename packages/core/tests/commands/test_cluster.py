@@ -21,8 +21,8 @@ def run(tmp_path):
         record.note("worker", number=3, rank=1, on=1, pid=99)
         failure = {"cause": "signal", "rank": 1, "failed_host": 1, "step": 6, "signal": "SIGKILL"}
         record.note("failure", number=3, evidence="ended by SIGKILL", **failure)
-        record.note("ledger", alone=True, seconds={"training": 1.0, "forming": 1.0})
-        record.note("ledger", alone=True, seconds={"training": 3.0, "forming": 1.0})
+        record.note("ledger", replace=True, seconds={"training": 1.0, "forming": 1.0})
+        record.note("ledger", replace=True, seconds={"training": 3.0, "forming": 1.0})
         record.note("end", how="finished", goodput=0.75, seconds={})
     record.log(1, "a line of rank 1\n")
     return tmp_path

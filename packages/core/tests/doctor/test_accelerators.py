@@ -3,7 +3,7 @@
 import pytest
 
 from stack_core.abi.installing import install_command
-from stack_core.doctor.accelerators import Gpu, Hardware, find_hardware, hardware_findings
+from stack_core.doctor.accelerators import Gpu, Hardware, check_hardware, find_hardware
 from stack_core.doctor.backend import Answer
 
 GIB = 2**30
@@ -20,7 +20,7 @@ def on(platform, devices=1, log=""):
 
 
 def only(hardware, answer, environ=None, distributions=None):
-    (finding,) = hardware_findings(hardware, answer, environ or {}, distributions or {})
+    (finding,) = check_hardware(hardware, answer, environ or {}, distributions or {})
     return finding
 
 
@@ -131,9 +131,9 @@ def test_a_cuda_plugin_that_does_not_work_is_a_problem_with_what_jax_said():
 
 
 def test_gpus_in_use_are_fine_unless_some_are_left_out_or_taken():
-    assert list(hardware_findings(GPU, on("gpu"), {}, CUDA)) == []
+    assert list(check_hardware(GPU, on("gpu"), {}, CUDA)) == []
     two = Hardware(1, True, (H100, Gpu(H100.name, H100.driver, 9.0, 80 * GIB, 60 * GIB)))
-    note, warning = hardware_findings(two, on("gpu"), {}, CUDA)
+    note, warning = check_hardware(two, on("gpu"), {}, CUDA)
     assert (note.status, note.found) == ("note", "JAX uses 1 of the 2 GPUs")
     assert (warning.status, warning.found[:33]) == ("warning", "other processes hold 60.0 of 80.0")
 
@@ -148,4 +148,4 @@ def test_a_tpu_that_is_not_used_though_libtpu_is_there_is_a_problem():
     assert finding.status == "problem"
     assert "already in use by process with pid 7" in finding.found
     assert only(TPU, on("cpu"), {"JAX_PLATFORMS": "cpu"}, {"libtpu": None}).status == "note"
-    assert list(hardware_findings(TPU, on("tpu"), {}, {"libtpu": None})) == []
+    assert list(check_hardware(TPU, on("tpu"), {}, {"libtpu": None})) == []

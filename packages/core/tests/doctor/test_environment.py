@@ -2,11 +2,11 @@
 
 import pytest
 
-from stack_core.doctor.environment import environment_findings
+from stack_core.doctor.environment import check_environment
 
 
 def told(**environ):
-    return [(finding.check, finding.status) for finding in environment_findings(environ)]
+    return [(finding.check, finding.status) for finding in check_environment(environ)]
 
 
 def test_an_environment_without_them_is_ok():
@@ -30,7 +30,7 @@ def test_an_environment_without_them_is_ok():
     ],
 )
 def test_a_variable_is_told_with_its_value(name, value, status):
-    (finding,) = environment_findings({name: value})
+    (finding,) = check_environment({name: value})
     assert (finding.check, finding.status) == (name, status)
     assert finding.found.startswith(f"is {value!r}: ")
     assert bool(finding.advice) is (status == "warning")
@@ -42,7 +42,7 @@ def test_a_switch_that_is_off_is_none(value):
 
 
 def test_flags_of_xla_that_matter_are_explained():
-    findings = list(environment_findings({"XLA_FLAGS": "--xla_dump_to=/tmp/x --xla_gpu_autotune_level=2"}))
+    findings = list(check_environment({"XLA_FLAGS": "--xla_dump_to=/tmp/x --xla_gpu_autotune_level=2"}))
     assert [finding.status for finding in findings] == ["note", "warning"]
     assert findings[1].found.startswith("--xla_dump_to=/tmp/x: ")
     assert findings[1].advice == "Remove --xla_dump_to from XLA_FLAGS."
@@ -53,7 +53,7 @@ def test_flags_of_xla_that_matter_are_explained():
     [("JAX_PLATFORM", "JAX_PLATFORMS"), ("jax_enable_x64", "JAX_ENABLE_X64"), ("XLA_FLAG", "XLA_FLAGS")],
 )
 def test_a_slip_of_the_finger_is_a_warning(name, meant):
-    (finding,) = environment_findings({name: "cpu"})
+    (finding,) = check_environment({name: "cpu"})
     assert (finding.status, finding.advice) == ("warning", f"Did you mean {meant}?")
 
 
@@ -62,6 +62,6 @@ def test_other_variables_of_jax_are_left_alone():
 
 
 def test_a_variable_of_stack_that_nobody_reads_is_a_note():
-    (finding,) = environment_findings({"STACK_DISABLED_PLUGINS": "rl"})
+    (finding,) = check_environment({"STACK_DISABLED_PLUGINS": "rl"})
     assert finding.status == "note"
     assert "Did you mean 'STACK_DISABLE_PLUGINS'" in finding.found

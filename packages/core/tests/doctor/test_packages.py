@@ -7,11 +7,11 @@ import pytest
 from stack_core.abi.installing import install_command
 from stack_core.abi.plugins import Plugins, Registries
 from stack_core.doctor.packages import (
-    accelerator_findings,
-    dependency_findings,
+    check_accelerator_packages,
+    check_dependencies,
+    check_plugins,
+    check_python,
     installed,
-    plugin_findings,
-    python_findings,
 )
 
 
@@ -38,16 +38,16 @@ def told(findings):
 
 def test_this_environment_is_sound():
     assert {"stack-core", "jax", "numpy"} <= installed().keys()
-    assert told(dependency_findings(installed(), ["stack-core"])) == [("stack-core", "ok")]
+    assert told(check_dependencies(installed(), ["stack-core"])) == [("stack-core", "ok")]
 
 
 def test_everything_in_range_is_ok(distributions):
     tree = {"stack-core": ("0.1", ["jax>=1,<3", "old; python_version < '3'"]), "jax": ("2.0rc1", [])}
-    assert told(dependency_findings(distributions(tree), ["stack-core"])) == [("stack-core", "ok")]
+    assert told(check_dependencies(distributions(tree), ["stack-core"])) == [("stack-core", "ok")]
 
 
 def test_what_is_missing_is_a_problem_with_the_command_that_installs_it(distributions):
-    (finding,) = dependency_findings(distributions({"stack-core": ("0.1", ["jax[cpu]>=1,<3"])}), ["stack-core"])
+    (finding,) = check_dependencies(distributions({"stack-core": ("0.1", ["jax[cpu]>=1,<3"])}), ["stack-core"])
     assert (finding.check, finding.status) == ("jax", "problem")
     assert finding.found == "stack-core 0.1 needs jax[cpu]<3,>=1, which is not installed"
     assert finding.advice == install_command("jax[cpu]<3,>=1")
@@ -61,7 +61,7 @@ def test_what_a_stack_package_or_jax_needs_is_serious_and_others_ranges_are_less
         "rich": ("8", ["markdown>3"]),
         "markdown": ("2", ["gone"]),
     }
-    findings = {finding.check: finding for finding in dependency_findings(distributions(tree), ["stack-core"])}
+    findings = {finding.check: finding for finding in check_dependencies(distributions(tree), ["stack-core"])}
     assert {check: finding.status for check, finding in findings.items()} == {
         "jaxlib": "problem",
         "rich": "problem",
@@ -74,16 +74,16 @@ def test_what_a_stack_package_or_jax_needs_is_serious_and_others_ranges_are_less
 
 def test_a_circle_of_dependencies_ends(distributions):
     tree = {"a": ("1", ["b"]), "b": ("1", ["a"])}
-    assert told(dependency_findings(distributions(tree), ["a", "b"])) == [("a", "ok"), ("b", "ok")]
+    assert told(check_dependencies(distributions(tree), ["a", "b"])) == [("a", "ok"), ("b", "ok")]
 
 
 def test_an_extra_that_is_asked_for_counts_and_others_do_not(distributions):
     tree = {"a": ("1", ["b[fast]"]), "b": ("1", ["c; extra == 'fast'", "d; extra == 'slow'"])}
-    assert told(dependency_findings(distributions(tree), ["a"])) == [("c", "problem")]
+    assert told(check_dependencies(distributions(tree), ["a"])) == [("c", "problem")]
 
 
 def test_a_package_that_is_not_installed_is_named(distributions):
-    (finding,) = dependency_findings(distributions({}), ["stack-train"])
+    (finding,) = check_dependencies(distributions({}), ["stack-train"])
     assert (finding.status, finding.advice) == ("problem", install_command("stack-train"))
 
 
@@ -92,7 +92,7 @@ def test_a_package_that_is_not_installed_is_named(distributions):
 )
 def test_python_has_to_be_one_that_core_supports(distributions, version, status):
     found = distributions({"stack-core": ("0.1", [])}, "Requires-Python: >=3.11,<3.14")
-    (finding,) = python_findings(found, version)
+    (finding,) = check_python(found, version)
     assert finding.status == status
     assert version in finding.found
 
@@ -115,7 +115,7 @@ def test_accelerator_packages_have_to_be_of_jaxs_release(distributions):
         "jax-cuda13-plugin": ("0.11.2", ["jax-cuda13-pjrt==0.11.2"]),
         "jax-cuda13-pjrt": ("0.12.0", []),
     }
-    findings = {finding.check: finding for finding in accelerator_findings(distributions(tree))}
+    findings = {finding.check: finding for finding in check_accelerator_packages(distributions(tree))}
     assert findings["libtpu"].status == "ok"
     plugin = findings["jax-cuda13-plugin"]
     assert plugin.status == findings["jax-cuda13-pjrt"].status == "problem"
@@ -124,17 +124,17 @@ def test_accelerator_packages_have_to_be_of_jaxs_release(distributions):
 
 
 def test_without_accelerator_packages_there_is_nothing_to_say(distributions):
-    assert list(accelerator_findings(distributions({"jax": JAX}))) == []
+    assert list(check_accelerator_packages(distributions({"jax": JAX}))) == []
 
 
 def test_metadata_that_pip_could_not_read_is_passed_over(distributions):
-    assert told(dependency_findings(distributions({"a": ("1", ["b (>=1", "not a requirement"])}), ["a"])) == [
+    assert told(check_dependencies(distributions({"a": ("1", ["b (>=1", "not a requirement"])}), ["a"])) == [
         ("a", "ok")
     ]
 
 
 def test_plugins_that_are_sound_are_one_line(tmp_path):
     plugins = Plugins([str(tmp_path)], {"STACK_DISABLE_PLUGINS": "nobody"})
-    findings = list(plugin_findings(plugins, Registries(plugins)))
+    findings = list(check_plugins(plugins, Registries(plugins)))
     assert told(findings) == [("plugins", "ok"), ("plugins", "warning")]
     assert "nobody" in findings[1].found

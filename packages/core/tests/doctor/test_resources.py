@@ -9,11 +9,11 @@ import pytest
 from stack_core.chips import machine
 from stack_core.doctor import resources
 from stack_core.doctor.resources import (
-    cache_findings,
-    clock_findings,
-    core_findings,
-    memory_findings,
-    page_findings,
+    check_cache,
+    check_clock,
+    check_cores,
+    check_memory,
+    check_pages,
 )
 
 GIB = 2**30
@@ -26,7 +26,7 @@ def load(monkeypatch):
 
 def test_cores_are_counted(load, tmp_path):
     load(0.0)
-    (finding,) = core_findings(tmp_path)
+    (finding,) = check_cores(tmp_path)
     assert finding.status == "ok"
     assert finding.found.startswith(f"{machine.usable_cores()} of {os.cpu_count()} cores of ")
 
@@ -35,27 +35,27 @@ def test_a_container_that_grants_less_time_than_cores_is_a_warning(load, tmp_pat
     load(0.0)
     (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
     (tmp_path / "sys/fs/cgroup/cpu.max").write_text("50000 100000\n")
-    (finding,) = core_findings(tmp_path)
+    (finding,) = check_cores(tmp_path)
     assert finding.status == "warning"
     assert "grants the time of 0.5" in finding.found
 
 
 def test_more_work_than_cores_is_a_warning(load, tmp_path):
     load(os.cpu_count() + 1.5)
-    assert [(finding.check, finding.status) for finding in core_findings(tmp_path)][-1] == ("load", "warning")
+    assert [(finding.check, finding.status) for finding in check_cores(tmp_path)][-1] == ("load", "warning")
 
 
 @pytest.mark.parametrize(("available_gib", "status"), [(30, "ok"), (1, "warning")])
 def test_little_memory_is_a_warning(tmp_path, available_gib, status):
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text(f"MemAvailable: {available_gib * 2**20} kB\n")
-    (finding,) = memory_findings(tmp_path)
+    (finding,) = check_memory(tmp_path)
     assert finding.status == status
     assert finding.found.startswith(f"{available_gib:.1f} of ")
 
 
 def test_memory_that_the_system_does_not_tell_is_not_zero(tmp_path):
-    (finding,) = memory_findings(tmp_path)
+    (finding,) = check_memory(tmp_path)
     assert (finding.status, finding.found) == ("note", "the system does not report its free memory")
 
 
@@ -79,13 +79,13 @@ def test_small_pages_are_noted_where_a_setting_would_make_them_large(
         setting = tmp_path / "sys/kernel/mm/transparent_hugepage/enabled"
         setting.parent.mkdir(parents=True)
         setting.write_text(f"{enabled}\n")
-    assert [finding.status for finding in page_findings({"GLIBC_TUNABLES": tunables}, tmp_path)] == statuses
+    assert [finding.status for finding in check_pages({"GLIBC_TUNABLES": tunables}, tmp_path)] == statuses
 
 
 def test_folders_that_can_be_written_and_have_room_are_ok(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "not" / "there" / "yet"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9 * GIB, 0, 9 * GIB))
-    findings = {finding.check: finding for finding in cache_findings({"JAX_COMPILATION_CACHE_DIR": str(tmp_path)})}
+    findings = {finding.check: finding for finding in check_cache({"JAX_COMPILATION_CACHE_DIR": str(tmp_path)})}
     assert {check: finding.status for check, finding in findings.items()} == {
         "temporary files": "ok",
         "JAX's compilations": "ok",
@@ -97,7 +97,7 @@ def test_folders_that_can_be_written_and_have_room_are_ok(monkeypatch, tmp_path)
 def test_a_full_disk_is_a_warning_and_names_the_variable(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9 * GIB, 8 * GIB, GIB))
-    (finding,) = [finding for finding in cache_findings({}) if finding.check == "stack's cache"]
+    (finding,) = [finding for finding in check_cache({}) if finding.check == "stack's cache"]
     assert finding.status == "warning"
     assert "XDG_CACHE_HOME" in finding.advice
 
@@ -105,7 +105,7 @@ def test_a_full_disk_is_a_warning_and_names_the_variable(monkeypatch, tmp_path):
 def test_a_folder_that_cannot_be_written_is_a_warning(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    (finding,) = [finding for finding in cache_findings({}) if finding.check == "stack's cache"]
+    (finding,) = [finding for finding in check_cache({}) if finding.check == "stack's cache"]
     assert (finding.status, finding.advice) == ("warning", "Set XDG_CACHE_HOME to a writable folder.")
 
 
@@ -115,16 +115,16 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch):
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", home)
-    assert [finding.status for finding in cache_findings({}) if finding.check == "stack's cache"] == ["warning"]
+    assert [finding.status for finding in check_cache({}) if finding.check == "stack's cache"] == ["warning"]
 
 
 def test_a_cache_in_a_bucket_is_not_a_folder():
     environ = {"JAX_COMPILATION_CACHE_DIR": "gs://bucket/cache"}
-    assert "JAX's compilations" not in [finding.check for finding in cache_findings(environ)]
+    assert "JAX's compilations" not in [finding.check for finding in check_cache(environ)]
 
 
 def test_a_clock_that_is_behind_is_a_warning():
-    assert list(clock_findings()) == []
-    (finding,) = clock_findings(now_s=86400.0)
+    assert list(check_clock()) == []
+    (finding,) = check_clock(now_s=86400.0)
     assert "1970-01-02 00:00 UTC" in finding.found
     assert Path(resources.__file__).exists()

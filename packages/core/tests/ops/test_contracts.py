@@ -117,9 +117,9 @@ def test_an_implementation_alone_is_held_to_the_gradient_of_a_scale(wrong: bool)
 
     if wrong:
         with pytest.raises(AssertionError, match=r"gradient\[.*scales.* off by"):
-            check.alone(dataclasses.replace(linear, backward=backward))
+            check.isolated(dataclasses.replace(linear, backward=backward))
     else:
-        check.alone(linear)
+        check.isolated(linear)
 
 
 def test_an_implementation_that_says_no_is_skipped_with_its_reason() -> None:

@@ -64,28 +64,28 @@ def fail(kind="signal", rank=0, step=5, signal="SIGSEGV", evidence="", **more):
 
 
 def test_a_step_that_fails_twice_alike_is_poison_and_other_failures_are_not():
-    assert after([fail()], most_failures=5) == Restart()
-    assert isinstance(after([fail(), fail()], most_failures=5), GiveUp)
+    assert after([fail()], max_failures=5) == Restart()
+    assert isinstance(after([fail(), fail()], max_failures=5), GiveUp)
     for other in (fail(rank=1), fail(step=6), fail(signal="SIGBUS")):
-        assert after([fail(), other], most_failures=5) == Restart()
-    assert after([fail(), fail(step=7), fail()], most_failures=5) == Restart()
+        assert after([fail(), other], max_failures=5) == Restart()
+    assert after([fail(), fail(step=7), fail()], max_failures=5) == Restart()
     nan, other = (fail("error", signal=None, evidence=text) for text in ("ValueError: a", "ValueError: b"))
-    assert after([nan, other], most_failures=5) == Restart()
-    assert isinstance(after([nan, nan], most_failures=5), GiveUp)
+    assert after([nan, other], max_failures=5) == Restart()
+    assert isinstance(after([nan, nan], max_failures=5), GiveUp)
 
 
 def test_kills_from_outside_may_hit_one_place_by_chance():
     kill = fail(signal="SIGKILL")
-    assert after([kill] * 3, most_failures=9) == Restart()
-    assert isinstance(after([kill] * 4, most_failures=9), GiveUp)
+    assert after([kill] * 3, max_failures=9) == Restart()
+    assert isinstance(after([kill] * 4, max_failures=9), GiveUp)
 
 
 def test_a_run_that_completes_nothing_is_given_up():
     hosts = [Failure("lost host", rank % 2, rank % 2, None, "gone") for rank in range(4)]
-    assert after(hosts[:3], most_failures=3) == Restart()
-    verdict = after(hosts, most_failures=3)
+    assert after(hosts[:3], max_failures=3) == Restart()
+    verdict = after(hosts, max_failures=3)
     assert isinstance(verdict, GiveUp) and "4 times" in verdict.reason and verdict.reason.count("gone") == 4
 
 
 def test_what_the_user_must_mend_ends_the_run_at_once():
-    assert isinstance(after([fail("error", mendable=True)], most_failures=5), GiveUp)
+    assert isinstance(after([fail("error", mendable=True)], max_failures=5), GiveUp)

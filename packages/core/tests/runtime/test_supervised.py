@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from stack_core.abi.config import to_mapping
-from stack_core.abi.errors import ClusterError, Interrupted, RunGivenUp
+from stack_core.abi.errors import ClusterError, Interrupted, RunAbandoned
 from stack_core.abi.events import FormationFormed, StepFinished, WorkerDied
 from stack_core.runtime.record import ClusterRecord
 from stack_core.runtime.signals import StopRequest
@@ -166,7 +166,7 @@ def test_a_second_driver_attaches_to_what_a_killed_or_stopped_one_left(bench, nu
 @pytest.mark.slow
 def test_a_step_that_fails_twice_ends_the_run_with_its_evidence(bench):
     with pytest.raises(
-        RunGivenUp, match=r"2 times in a row .*rank 1 on host 1: ValueError: these rows are bad \(at step 6"
+        RunAbandoned, match=r"2 times in a row .*rank 1 on host 1: ValueError: these rows are bad \(at step 6"
     ):
         bench.run("poison", fails_at=6, step_s=0.0)
     assert bench.processes() == []

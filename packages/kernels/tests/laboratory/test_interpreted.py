@@ -36,7 +36,7 @@ def _is_quick(name: str, check: OpCheck) -> bool:
 def test_contract_in_poisoned_memory(name: str, check: OpCheck) -> None:
     poisoned = interpreted(name, pltpu.InterpretParams(uninitialized_memory="nan"))
     with use_chip(V6E):
-        check.alone(poisoned)
+        check.isolated(poisoned)
 
 
 @pytest.mark.parametrize("name", INTERPRETABLE)

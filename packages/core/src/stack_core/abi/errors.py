@@ -12,7 +12,7 @@
     ├── BenchmarkError         a measurement that cannot be taken, read or compared
     ├── ClusterError           hosts that cannot be joined, are incompatible, or are lost
     │   ├── FormationLost          an array or a call of processes that have ended
-    │   └── RunGivenUp             a run that fails repeatedly; names the step and the cause
+    │   └── RunAbandoned           a run that fails repeatedly; names the step and the cause
     ├── DataError              a data source that is empty, unreadable or malformed
     ├── ConversionError        weights that do not match the target model
     ├── RunDirectoryError      a run directory that is locked, occupied or missing
@@ -66,8 +66,8 @@ __all__ = [
     "JournalError",
     "NonFiniteLoss",
     "PluginError",
+    "RunAbandoned",
     "RunDirectoryError",
-    "RunGivenUp",
     "SandboxError",
     "ShapeError",
     "ShardingError",
@@ -129,7 +129,7 @@ class ClusterError(StackError): ...
 class FormationLost(ClusterError): ...
 
 
-class RunGivenUp(ClusterError): ...
+class RunAbandoned(ClusterError): ...
 
 
 class DataError(StackError): ...

@@ -56,7 +56,7 @@ class Plugins:
         """Returns one report per plugin, sorted by name."""
         return self._loaded().reports
 
-    def problems(self) -> tuple[str, ...]:
+    def mistakes(self) -> tuple[str, ...]:
         """Lists mistakes in the environment variables that block and select plugins."""
         known = sorted({name for report in self.reports() for name in (report.name, report.distribution)})
         found = [

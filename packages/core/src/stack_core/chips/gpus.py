@@ -27,9 +27,9 @@ __all__ = [
 _MIB = 2**20
 
 
-def _peaks(*, bfloat16: float, tf32: float, fp32: float, int8: float, **others: float) -> dict[str, float]:
+def _peaks(*, bfloat16: float, tf32: float, fp32: float, int8: float, **dtypes: float) -> dict[str, float]:
     half = {"bfloat16": bfloat16, "float16": bfloat16}
-    return {**half, "float32": tf32, "float32/highest": fp32, "int8": int8, **others}
+    return {**half, "float32": tf32, "float32/highest": fp32, "int8": int8, **dtypes}
 
 
 A100_40GB = Chip(

@@ -98,7 +98,7 @@ def _measurement() -> dict[str, Any]:
     return peaks
 
 
-def _with_wider_products(peaks: Mapping[str, float]) -> dict[str, float]:
+def _monotonic_peaks(peaks: Mapping[str, float]) -> dict[str, float]:
     """Returns peaks in which a narrower dtype is at least as fast as a wider one.
 
     A product of narrow operands can always be computed in the wider dtype. XLA's own narrow products are slower on CPUs
@@ -204,7 +204,7 @@ def _measure(identity: Mapping[str, Any], *, busy: bool) -> dict[str, Any]:
     state = "busy with other work" if busy else "quiet"
     where = f"{identity['cores']} cores of {identity['cpu']}"
     return {
-        "peak_flops": _with_wider_products({dtype: peak for dtype, peak in peaks.items() if peak is not None}),
+        "peak_flops": _monotonic_peaks({dtype: peak for dtype, peak in peaks.items() if peak is not None}),
         "hbm_bandwidth_bytes_s": bandwidth_bytes_s,
         "provenance": f"measured on {where}, {state}, with jax {identity['jax']}",
     }

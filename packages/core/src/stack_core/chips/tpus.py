@@ -17,8 +17,8 @@ _MIB = 2**20
 _GIB = 2**30
 
 
-def _peaks(*, bfloat16: float, **others: float) -> dict[str, float]:
-    return {"bfloat16": bfloat16, "float32": bfloat16, "float32/highest": bfloat16 / 6, **others}
+def _peaks(*, bfloat16: float, **dtypes: float) -> dict[str, float]:
+    return {"bfloat16": bfloat16, "float32": bfloat16, "float32/highest": bfloat16 / 6, **dtypes}
 
 
 V4 = Chip(

@@ -41,7 +41,7 @@ def chips(*, json: bool = False) -> None:
     """
     here = _devices()
     names = {kind: row_name(kind) for kind in here}
-    rows = [(entry, _chip(entry, here=entry.name in names.values())) for entry in registries.chips.entries()]
+    rows = [(entry, _chip(entry, is_local=entry.name in names.values())) for entry in registries.chips.entries()]
     if json:
         devices = [{"kind": kind, "count": count, "chip": names[kind]} for kind, count in here.items()]
         print(json_format.dumps({"devices": devices, "chips": [_record(*row) for row in rows]}, indent=2))
@@ -72,9 +72,9 @@ def _devices() -> dict[str, int]:
         return {}
 
 
-def _chip(entry: Entry, *, here: bool) -> Chip | None:
+def _chip(entry: Entry, *, is_local: bool) -> Chip | None:
     target = registries.chips[entry.name]
-    if callable(target) and here:
+    if callable(target) and is_local:
         hint = threading.Timer(_QUIET_S, _say, [f"measuring {entry.name!r}, once per machine ..."])
         hint.start()
         try:

@@ -22,7 +22,7 @@ def plugins(*, json: bool = False) -> None:
     """
     for kind in REGISTRY_KINDS:
         getattr(loaded.registries, kind).names()
-    reports, problems = loaded.plugins.reports(), loaded.plugins.problems()
+    reports, problems = loaded.plugins.reports(), loaded.plugins.mistakes()
     abi = f"{ABI_MAJOR}.{ABI_MINOR}"
     if json:
         listing = [dataclasses.asdict(report) for report in reports]

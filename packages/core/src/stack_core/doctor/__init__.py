@@ -23,28 +23,28 @@ def diagnose(*, timeout_s: float = 90.0) -> Iterator[Finding]:
     distributions = packages.installed()
     roots = list(dict.fromkeys(["stack-core", *(report.distribution for report in plugins.reports())]))
     checks = {
-        "python": lambda: packages.python_findings(distributions),
-        "packages": lambda: packages.dependency_findings(distributions, roots),
-        "jax's packages": lambda: packages.accelerator_findings(distributions),
-        "plugins": lambda: packages.plugin_findings(plugins, registries),
-        "environment": lambda: environment.environment_findings(os.environ),
-        "cores": resources.core_findings,
-        "memory": resources.memory_findings,
-        "memory pages": lambda: resources.page_findings(os.environ),
-        "caches": lambda: resources.cache_findings(os.environ),
-        "clock": resources.clock_findings,
-        "network": network.network_findings,
-        "jax": lambda: _jax_findings(timeout_s, distributions),
+        "python": lambda: packages.check_python(distributions),
+        "packages": lambda: packages.check_dependencies(distributions, roots),
+        "jax's packages": lambda: packages.check_accelerator_packages(distributions),
+        "plugins": lambda: packages.check_plugins(plugins, registries),
+        "environment": lambda: environment.check_environment(os.environ),
+        "cores": resources.check_cores,
+        "memory": resources.check_memory,
+        "memory pages": lambda: resources.check_pages(os.environ),
+        "caches": lambda: resources.check_cache(os.environ),
+        "clock": resources.check_clock,
+        "network": network.check_network,
+        "jax": lambda: _check_jax(timeout_s, distributions),
     }
     for check, look in checks.items():
         yield from _guarded(check, look)
 
 
-def _jax_findings(timeout_s: float, distributions: Mapping[str, Distribution]) -> Iterator[Finding]:
+def _check_jax(timeout_s: float, distributions: Mapping[str, Distribution]) -> Iterator[Finding]:
     answer = backend.ask_jax(timeout_s)
-    yield from backend.jax_findings(answer)
+    yield from backend.check_jax(answer)
     hardware = accelerators.find_hardware()
-    yield from accelerators.hardware_findings(hardware, answer, os.environ, distributions)
+    yield from accelerators.check_hardware(hardware, answer, os.environ, distributions)
 
 
 def _guarded(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ from stack_core.abi.installing import install_command
 from stack_core.doctor.backend import Answer
 from stack_core.doctor.findings import Finding
 
-__all__ = ["Gpu", "Hardware", "find_hardware", "hardware_findings"]
+__all__ = ["Gpu", "Hardware", "check_hardware", "find_hardware"]
 
 _NVIDIA, _GOOGLE = "0x10de", "0x1ae0"
 _DISPLAY_CLASSES = ("0x0300", "0x0302")  # GPUs with and without a display; excludes NVIDIA's network cards
@@ -110,19 +110,19 @@ def _number(text: str) -> float | None:
         return None
 
 
-def hardware_findings(
+def check_hardware(
     hardware: Hardware, answer: Answer, environ: Mapping[str, str], distributions: Mapping[str, object]
 ) -> Iterator[Finding]:
     """Checks that JAX uses the available accelerators, and names the pip extra that it lacks."""
     if hardware.has_gpu:
-        yield from _gpu_findings(hardware, answer, environ, distributions)
+        yield from _check_gpus(hardware, answer, environ, distributions)
     if hardware.tpus:
-        yield from _tpu_findings(hardware, answer, environ, distributions)
+        yield from _check_tpus(hardware, answer, environ, distributions)
     if not hardware.has_gpu and not hardware.tpus and answer.platform == "cpu":
         yield Finding("accelerators", "ok", "no NVIDIA GPU or TPU was found, and JAX runs on the CPU")
 
 
-def _gpu_findings(
+def _check_gpus(
     hardware: Hardware, answer: Answer, environ: Mapping[str, str], distributions: Mapping[str, object]
 ) -> Iterator[Finding]:
     there = f"{hardware.gpus[0].name}, driver {hardware.gpus[0].driver}" if hardware.gpus else "an NVIDIA GPU"
@@ -188,7 +188,7 @@ def _gpu_use(hardware: Hardware, answer: Answer) -> Iterator[Finding]:
             yield Finding("gpu", "warning", found, "`nvidia-smi` lists the processes; end those you do not need.")
 
 
-def _tpu_findings(
+def _check_tpus(
     hardware: Hardware, answer: Answer, environ: Mapping[str, str], distributions: Mapping[str, object]
 ) -> Iterator[Finding]:
     there = f"{hardware.tpus} TPU chips are present"

@@ -16,7 +16,7 @@ from typing import IO, Any
 from stack_core.abi.installing import install_command
 from stack_core.doctor.findings import Finding
 
-__all__ = ["Answer", "ask_jax", "jax_findings"]
+__all__ = ["Answer", "ask_jax", "check_jax"]
 
 _KILL_S = 5.0
 # `-P` keeps the script's folder out of `sys.path`, as for an installed command.
@@ -108,7 +108,7 @@ def _answer(status: int | None, output: str, log: str, timeout_s: float) -> Answ
     return Answer(stages, left[0], error, None, tail)
 
 
-def jax_findings(answer: Answer) -> Iterator[Finding]:
+def check_jax(answer: Answer) -> Iterator[Finding]:
     """Reports the state of JAX, its location, and its devices."""
     local = Path.cwd() / "jax.py"
     if local.exists():

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from stack_core.abi.errors import nearest
 from stack_core.doctor.findings import Finding, Status
 
-__all__ = ["environment_findings"]
+__all__ = ["check_environment"]
 
 # Boolean switches, without effect if false.
 _SWITCHES: Mapping[str, tuple[Status, str]] = {
@@ -75,7 +75,7 @@ _THEIRS = ("JAX_", "XLA_", "LIBTPU_")
 _TYPO = 0.9  # minimum similarity of a typo, such as JAX_PLATFORM (without effect) for JAX_PLATFORMS
 
 
-def environment_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
+def check_environment(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Yields one finding per set variable, and one per variable that looks misspelled."""
     findings = [*_known(environ), *_misspelled(environ)]
     if not findings:

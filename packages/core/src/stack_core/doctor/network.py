@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterator
 
 from stack_core.doctor.findings import Finding
 
-__all__ = ["network_findings"]
+__all__ = ["check_network"]
 
 
-def network_findings(
-    name: str | None = None, resolve: Callable[[str], str] = socket.gethostbyname
-) -> Iterator[Finding]:
+def check_network(name: str | None = None, resolve: Callable[[str], str] = socket.gethostbyname) -> Iterator[Finding]:
     """Reports the address of the host's own name, at which the collectives of CPU processes listen.
 
     Args:

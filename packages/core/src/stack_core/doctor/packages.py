@@ -15,7 +15,7 @@ from stack_core.abi.installing import install_command
 from stack_core.abi.plugins import Plugins, Registries
 from stack_core.doctor.findings import Finding
 
-__all__ = ["accelerator_findings", "dependency_findings", "plugin_findings", "python_findings"]
+__all__ = ["check_accelerator_packages", "check_dependencies", "check_plugins", "check_python"]
 
 _CORE = "stack-core"
 # Packages that add an accelerator to JAX, with the extra of jax that pins their compatible release.
@@ -38,7 +38,7 @@ def installed() -> dict[str, Distribution]:
     return found
 
 
-def python_findings(distributions: Mapping[str, Distribution], version: str | None = None) -> Iterator[Finding]:
+def check_python(distributions: Mapping[str, Distribution], version: str | None = None) -> Iterator[Finding]:
     """Checks that stack-core supports this Python."""
     version = version or platform.python_version()
     supported = distributions[_CORE].metadata["Requires-Python"] if _CORE in distributions else None
@@ -49,7 +49,7 @@ def python_findings(distributions: Mapping[str, Distribution], version: str | No
         yield Finding("python", "ok", found)
 
 
-def dependency_findings(distributions: Mapping[str, Distribution], roots: list[str]) -> Iterator[Finding]:
+def check_dependencies(distributions: Mapping[str, Distribution], roots: list[str]) -> Iterator[Finding]:
     """Checks that the transitive dependencies of each root distribution are installed in compatible versions."""
     seen: set[tuple[str, frozenset[str]]] = set()
     for root in roots:
@@ -114,7 +114,7 @@ def _plain(requirement: Requirement) -> str:
     return f"{requirement.name}{extras}{requirement.specifier}"
 
 
-def accelerator_findings(distributions: Mapping[str, Distribution]) -> Iterator[Finding]:
+def check_accelerator_packages(distributions: Mapping[str, Distribution]) -> Iterator[Finding]:
     """Checks that the installed TPU and CUDA packages match the installed JAX."""
     jax = distributions.get("jax")
     if jax is None:
@@ -140,7 +140,7 @@ def accelerator_findings(distributions: Mapping[str, Distribution]) -> Iterator[
             )
 
 
-def plugin_findings(plugins: Plugins, registries: Registries) -> Iterator[Finding]:
+def check_plugins(plugins: Plugins, registries: Registries) -> Iterator[Finding]:
     """Reports plugins that failed or are incomplete, and plugin variables with unknown names."""
     for kind in REGISTRY_KINDS:
         getattr(registries, kind).names()
@@ -154,5 +154,5 @@ def plugin_findings(plugins: Plugins, registries: Registries) -> Iterator[Findin
         elif report.status != "loaded":
             advice = f"Update or fix {report.distribution}, or block it with STACK_DISABLE_PLUGINS={report.name}."
             yield Finding("plugins", "problem", found + " ".join(report.problems), advice)
-    for problem in plugins.problems():
+    for problem in plugins.mistakes():
         yield Finding("plugins", "warning", problem, "Correct the variable or unset it.")

@@ -12,14 +12,14 @@ from stack_core.chips import machine
 from stack_core.doctor.findings import Finding
 from stack_core.runtime import huge_pages
 
-__all__ = ["cache_findings", "clock_findings", "core_findings", "memory_findings", "page_findings"]
+__all__ = ["check_cache", "check_clock", "check_cores", "check_memory", "check_pages"]
 
 _GIB = 2**30
 _LITTLE_MEMORY = 2 * _GIB
 _LITTLE_DISK = 5 * _GIB
 
 
-def core_findings(root: Path = Path("/")) -> Iterator[Finding]:
+def check_cores(root: Path = Path("/")) -> Iterator[Finding]:
     """Reports the cores that this process may use, and competing load."""
     usable, present = machine.usable_cores(), os.cpu_count() or 1
     quota = machine.cpu_quota_cores(root)
@@ -42,7 +42,7 @@ def core_findings(root: Path = Path("/")) -> Iterator[Finding]:
         )
 
 
-def memory_findings(root: Path = Path("/")) -> Iterator[Finding]:
+def check_memory(root: Path = Path("/")) -> Iterator[Finding]:
     """Reports the total and free memory of the machine or its container."""
     total, available = machine.memory_bytes(root), machine.available_memory_bytes(root)
     if total is None or available is None:
@@ -55,7 +55,7 @@ def memory_findings(root: Path = Path("/")) -> Iterator[Finding]:
         yield Finding("memory", "ok", found)
 
 
-def page_findings(environ: Mapping[str, str], root: Path = Path("/")) -> Iterator[Finding]:
+def check_pages(environ: Mapping[str, str], root: Path = Path("/")) -> Iterator[Finding]:
     """Reports whether memory allocated by CPU programs comes in huge pages, if the process has a choice."""
     is_chosen = huge_pages.is_chosen(environ, root)
     if is_chosen:
@@ -70,7 +70,7 @@ def page_findings(environ: Mapping[str, str], root: Path = Path("/")) -> Iterato
         )
 
 
-def cache_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
+def check_cache(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Checks that the folders for cached results are writable and have enough space."""
     folders = {"temporary files": (Path(tempfile.gettempdir()), "TMPDIR")}
     if environ.get("JAX_COMPILATION_CACHE_DIR") and "://" not in environ["JAX_COMPILATION_CACHE_DIR"]:
@@ -99,7 +99,7 @@ def _folder(name: str, folder: Path, variable: str) -> Finding:
     return Finding(name, "ok", found)
 
 
-def clock_findings(now_s: float | None = None) -> Iterator[Finding]:
+def check_clock(now_s: float | None = None) -> Iterator[Finding]:
     """Checks that the clock is not behind: a wrong clock confuses caches and checkpoints, and breaks downloads."""
     now_s = time.time() if now_s is None else now_s
     if now_s < Path(__file__).stat().st_mtime:

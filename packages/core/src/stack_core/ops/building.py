@@ -12,7 +12,7 @@ from stack_core.ops.dispatch.picked import picked
 from stack_core.ops.dispatch.plain import is_plain
 from stack_core.ops.dispatch.signature import check_parameters, check_takes, parameters_of
 from stack_core.ops.references.paged_places import as_int32, bounded_places, padding_as_zero
-from stack_core.ops.references.paged_pools import beside, holds_values
+from stack_core.ops.references.paged_pools import holds_values, stack_key_value
 from stack_core.ops.references.quantized import QuantizedArray, dequantize, is_quantized, logical_array, take
 from stack_core.ops.references.running_softmax import (
     RunningSoftmax,
@@ -34,7 +34,6 @@ __all__ = [
     "add_tile",
     "answer",
     "as_int32",
-    "beside",
     "bounded_places",
     "by_group",
     "check_parameters",
@@ -60,6 +59,7 @@ __all__ = [
     "preferred",
     "rope_angles",
     "rotated",
+    "stack_key_value",
     "supporting",
     "take",
     "vary_alike",

@@ -183,8 +183,8 @@ def _while(equation: Any) -> Flops:
     return Flops({}, _uncounted("while loop", trip))
 
 
-def _uncounted(what: str, trip: Flops) -> tuple[str, ...]:
-    line = (f"{what} of {trip.total} FLOPs per trip, unknown trip count",) if trip.total else ()
+def _uncounted(label: str, trip: Flops) -> tuple[str, ...]:
+    line = (f"{label} of {trip.total} FLOPs per trip, unknown trip count",) if trip.total else ()
     return line + trip.uncounted
 
 

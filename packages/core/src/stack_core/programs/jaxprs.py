@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-__all__ = ["bind", "consts_of", "equations_of", "inner", "scan_counts", "traced_here"]
+__all__ = ["bind", "consts_of", "equations_of", "inherit_trace_context", "inner", "scan_counts"]
 
 _INNER = {
     "jit": "jaxpr",
@@ -57,7 +57,7 @@ def bind(equation: Any, operands: Sequence[Any]) -> list[Any]:
 
 
 @contextlib.contextmanager
-def traced_here(equation: Any) -> Iterator[None]:
+def inherit_trace_context(equation: Any) -> Iterator[None]:
     """Makes operations traced in the block inherit the equation's named scopes, mesh and other settings."""
     scope = str(equation.source_info.name_stack)
     with equation.ctx.manager, jax.named_scope(scope) if scope else contextlib.nullcontext():

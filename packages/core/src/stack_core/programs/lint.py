@@ -39,7 +39,7 @@ class LintedParameter:
     bytes: int
 
     @property
-    def whole_bytes(self) -> int:
+    def global_bytes(self) -> int:
         return math.prod(self.shape) * self.bytes
 
     @property
@@ -161,14 +161,14 @@ def lint_program(
                     before = faults.get((kind, names))
                     if before is None or before.bytes * before.times < fault.bytes * fault.times:
                         faults[kind, names] = fault
-    total = sum(parameter.whole_bytes for parameter in parameters)
+    total = sum(parameter.global_bytes for parameter in parameters)
     whole = [parameter for parameter in parameters if not parameter.is_split]
-    large = [parameter for parameter in whole if parameter.whole_bytes > _SMALL_SHARE * total]
+    large = [parameter for parameter in whole if parameter.global_bytes > _SMALL_SHARE * total]
     replicated = [
-        Fault(kind="replicated", parameters=(parameter.name,), bytes=parameter.whole_bytes) for parameter in large
+        Fault(kind="replicated", parameters=(parameter.name,), bytes=parameter.global_bytes) for parameter in large
     ]
     ordered = sorted([*replicated, *faults.values()], key=lambda fault: -fault.bytes * fault.times)
-    replicated_bytes = sum(parameter.whole_bytes for parameter in whole)
+    replicated_bytes = sum(parameter.global_bytes for parameter in whole)
     return ProgramLint(largest=largest, replicated_bytes=replicated_bytes, faults=tuple(ordered))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from stack_core.report.fields import number, title
 from stack_core.report.markup import Markup, element
 
-__all__ = ["document", "facts"]
+__all__ = ["document", "key_values"]
 
 
 def document(name: str, *body: Markup | None, script: str = "") -> str:
@@ -37,7 +37,7 @@ def document(name: str, *body: Markup | None, script: str = "") -> str:
     return f"<!doctype html>\n{element('html', head, shown, lang='en')}\n"
 
 
-def facts(values: Mapping[str, Any]) -> Markup:
+def key_values(values: Mapping[str, Any]) -> Markup:
     """Builds a list of values in small boxes, each with the title of its field."""
     pairs = (
         element("div", element("dt", title(name)), element("dd", number(name, value))) for name, value in values.items()

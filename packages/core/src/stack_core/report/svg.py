@@ -290,6 +290,6 @@ def _span(span: Span, origin_s: float, x: _Axis, top: float, color: int) -> Mark
     )
 
 
-def _short(name: str, most: int = 22) -> str:
+def _short(name: str, limit: int = 22) -> str:
     """Truncates a name at its start: the end of a path or layer name is more specific."""
-    return name if len(name) <= most else f"…{name[1 - most :]}"
+    return name if len(name) <= limit else f"…{name[1 - limit :]}"

@@ -37,29 +37,29 @@ _MOST_LOG_BYTES = 1 << 20
 
 
 @dataclass
-class _Held:
+class _Worker:
     """A worker of this host with its latest report."""
 
     order: Order
     child: Child
     said: bytearray = field(default_factory=bytearray)
-    facts: dict[str, Any] = field(default_factory=dict)
+    report: dict[str, Any] = field(default_factory=dict)
     stopped_since_s: float | None = None
 
 
 class Agent:
     """The server loop of an agent, for successive drivers, until it is released or orphaned for too long."""
 
-    def __init__(self, invitation: Invitation, facts: Mapping[str, Any]) -> None:
+    def __init__(self, invitation: Invitation, report: Mapping[str, Any]) -> None:
         self._invitation = invitation
-        self._facts = dict(facts)
+        self._description = dict(report)
         self._number = invitation.host
         self._preloaded = list(invitation.preload)
         self._address = parsed_address(invitation.address)
         self._token = bytes.fromhex(invitation.token)
         self._selector = selectors.DefaultSelector()
         self._link: Link | None = None
-        self._held: dict[int, _Held] = {}  # by pid
+        self._workers: dict[int, _Worker] = {}  # by pid
         self._orphaned_since_s = time.monotonic()
         self._look_s = 0.0
         self._leaving = False
@@ -101,14 +101,14 @@ class Agent:
         self._link = link
         self._selector.register(link, selectors.EVENT_READ, self._read)
         hello = {
-            **self._facts,
+            **self._description,
             "host": self._number,
             "preloaded": self._preloaded,
             "pid": os.getpid(),
             "name": socket.gethostname(),
         }
         hello["at"] = link.socket.getsockname()[0]
-        self._tell(hello={"role": "agent", **hello, "workers": [held.facts for held in self._held.values()]})
+        self._tell(hello={"role": "agent", **hello, "workers": [worker.report for worker in self._workers.values()]})
 
     def _read(self) -> None:
         assert self._link is not None, "registered with it"
@@ -148,10 +148,10 @@ class Agent:
                 self._commands[name](value)
 
     def _ping(self, number: float) -> None:
-        self._tell(pong=number, steps={str(pid): held.facts.get("step") for pid, held in self._held.items()})
+        self._tell(pong=number, steps={str(pid): worker.report.get("step") for pid, worker in self._workers.items()})
 
-    def _port(self, asked: Any) -> None:
-        self._tell(port=_free_port(self._link), ask=asked)
+    def _port(self, request: Any) -> None:
+        self._tell(port=_free_port(self._link), ask=request)
 
     def _end(self, formation: int) -> None:
         self._end_workers(formation)
@@ -167,71 +167,71 @@ class Agent:
     def _take_refusal(self, reason: str) -> None:
         self.refusal = reason
 
-    def _exit(self, asked: Any) -> None:
+    def _exit(self, request: Any) -> None:
         self._leaving = True
 
     def _fork(self, fields: dict[str, Any]) -> None:
         order = Order(**fields)
         child = fork(lambda out: work(order, out, (self._address, self._token)))
-        facts = {"formation": order.formation, "rank": order.rank, "pid": child.pid, "status": "running"}
-        self._held = {pid: each for pid, each in self._held.items() if each.order.formation == order.formation}
-        held = self._held[child.pid] = _Held(order, child, facts=facts)
-        self._selector.register(child.said, selectors.EVENT_READ, lambda: self._hear(held))
-        self._selector.register(child.printed, selectors.EVENT_READ, lambda: self._log(held))
-        self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._bury(held))
-        self._tell(worker=facts)
+        report = {"formation": order.formation, "rank": order.rank, "pid": child.pid, "status": "running"}
+        self._workers = {pid: each for pid, each in self._workers.items() if each.order.formation == order.formation}
+        worker = self._workers[child.pid] = _Worker(order, child, report=report)
+        self._selector.register(child.said, selectors.EVENT_READ, lambda: self._hear(worker))
+        self._selector.register(child.printed, selectors.EVENT_READ, lambda: self._log(worker))
+        self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._bury(worker))
+        self._tell(worker=report)
 
-    def _hear(self, held: _Held) -> None:
-        data = _read_all(held.child.said)
+    def _hear(self, worker: _Worker) -> None:
+        data = _read_all(worker.child.said)
         if data is None:
-            self._forget(held.child.said)
+            self._forget(worker.child.said)
             return
-        held.said += data
-        *lines, rest = held.said.split(b"\n")
-        held.said = bytearray(rest)
+        worker.said += data
+        *lines, rest = worker.said.split(b"\n")
+        worker.said = bytearray(rest)
         for line in lines:
             with contextlib.suppress(ValueError):  # a worker killed while writing leaves an incomplete line
-                self._note(held, json.loads(line))
+                self._note(worker, json.loads(line))
 
-    def _note(self, held: _Held, said: dict[str, Any]) -> None:
+    def _note(self, worker: _Worker, message: dict[str, Any]) -> None:
         """Stores the state that a newly attached driver needs; forwards the rest to the current driver."""
-        facts = held.facts
-        facts.update({key: said[key] for key in ("result", "error") if key in said})
-        if "step" in said:
-            facts["step"] = said["step"]
-        event = said.get("event")
+        report = worker.report
+        report.update({key: message[key] for key in ("result", "error") if key in message})
+        if "step" in message:
+            report["step"] = message["step"]
+        event = message.get("event")
         if event is not None:
             if event["event"] == "RunStarted":
-                facts["started"] = event
-            self._tell(event=event, formation=held.order.formation, rank=held.order.rank)
-        elif "step" in said:
-            if said["completed"] and held.order.rank == 0:
-                self._tell(step=said["step"], formation=held.order.formation, rank=held.order.rank)
-        elif "say" in said:
-            self._tell(say=said["say"], formation=held.order.formation, rank=held.order.rank)
+                report["started"] = event
+            self._tell(event=event, formation=worker.order.formation, rank=worker.order.rank)
+        elif "step" in message:
+            if message["completed"] and worker.order.rank == 0:
+                self._tell(step=message["step"], formation=worker.order.formation, rank=worker.order.rank)
+        elif "say" in message:
+            self._tell(say=message["say"], formation=worker.order.formation, rank=worker.order.rank)
         else:
-            self._tell(worker=facts)
+            self._tell(worker=report)
 
-    def _log(self, held: _Held) -> None:
-        data = _read_all(held.child.printed)
+    def _log(self, worker: _Worker) -> None:
+        data = _read_all(worker.child.printed)
         if data is None:
-            self._forget(held.child.printed)
+            self._forget(worker.child.printed)
         elif self._link is not None and self._link.waiting_bytes < _MOST_LOG_BYTES:
             text = data.decode(errors="replace")
-            self._tell(log=text, formation=held.order.formation, rank=held.order.rank)
+            self._tell(log=text, formation=worker.order.formation, rank=worker.order.rank)
 
-    def _bury(self, held: _Held) -> None:
+    def _bury(self, worker: _Worker) -> None:
         """Reads the remaining output of a worker that has ended, and reports its exit status."""
-        _, status = os.waitpid(held.child.pid, 0)
-        for descriptor, take in ((held.child.said, self._hear), (held.child.printed, self._log)):
+        _, status = os.waitpid(worker.child.pid, 0)
+        for descriptor, take in ((worker.child.said, self._hear), (worker.child.printed, self._log)):
             if descriptor in self._selector.get_map():
-                take(held)
+                take(worker)
         code = os.waitstatus_to_exitcode(status)
-        held.facts.update(status="done" if code == 0 and "result" in held.facts else "dead", exit_status=code)
-        for descriptor in (held.child.said, held.child.printed, held.child.pidfd):
+        worker.report.update(status="done" if code == 0 and "result" in worker.report else "dead", exit_status=code)
+        for descriptor in (worker.child.said, worker.child.printed, worker.child.pidfd):
             self._forget(descriptor)
-        held.child.close()
-        self._tell(worker=held.facts)
+        worker.child.close()
+        self._tell(worker=worker.report)
 
     def _forget(self, descriptor: int) -> None:
         with contextlib.suppress(KeyError):
@@ -243,37 +243,37 @@ class Agent:
         if now_s < self._look_s:
             return
         self._look_s = now_s + _LOOK_S
-        for held in self._alive():
-            if state_of(held.child.pid) != "T":
-                if held.facts.pop("stopped_s", None) is not None:
-                    self._tell(worker=held.facts)
-                held.stopped_since_s = None
+        for worker in self._alive():
+            if state_of(worker.child.pid) != "T":
+                if worker.report.pop("stopped_s", None) is not None:
+                    self._tell(worker=worker.report)
+                worker.stopped_since_s = None
                 continue
-            held.stopped_since_s = held.stopped_since_s or now_s
-            held.facts["stopped_s"] = now_s - held.stopped_since_s
-            self._tell(worker=held.facts)
+            worker.stopped_since_s = worker.stopped_since_s or now_s
+            worker.report["stopped_s"] = now_s - worker.stopped_since_s
+            self._tell(worker=worker.report)
 
-    def _alive(self, formation: int | None = None) -> list[_Held]:
+    def _alive(self, formation: int | None = None) -> list[_Worker]:
         return [
-            held
-            for held in self._held.values()
-            if held.facts["status"] == "running" and formation in (None, held.order.formation)
+            worker
+            for worker in self._workers.values()
+            if worker.report["status"] == "running" and formation in (None, worker.order.formation)
         ]
 
     def _signal(self, which: dict[str, int]) -> None:
-        for held in self._alive(which["formation"]):
+        for worker in self._alive(which["formation"]):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(held.child.pid, which["number"])
+                os.kill(worker.child.pid, which["number"])
 
     def _end_workers(self, formation: int | None) -> None:
         """Kills the workers of a formation, or all workers, and reaps them."""
         doomed = self._alive(formation)
-        for held in doomed:
+        for worker in doomed:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(held.child.pid, signal.SIGKILL)
-        for held in doomed:
-            self._bury(held)
-        self._held = {pid: held for pid, held in self._held.items() if held not in doomed}
+                os.kill(worker.child.pid, signal.SIGKILL)
+        for worker in doomed:
+            self._bury(worker)
+        self._workers = {pid: worker for pid, worker in self._workers.items() if worker not in doomed}
 
 
 def _read_all(descriptor: int) -> bytes | None:

@@ -131,8 +131,8 @@ class Peer:
             self._agree(self._theirs, self._nonce)
             self.ready = True
 
-    def _check(self, said: dict[str, Any], role: str, listener: str, dialer: str) -> None:
-        if not hmac.compare_digest(_text(said, "proof"), self._proof(role, listener, dialer)):
+    def _check(self, greeting: dict[str, Any], role: str, listener: str, dialer: str) -> None:
+        if not hmac.compare_digest(_text(greeting, "proof"), self._proof(role, listener, dialer)):
             raise ChannelClosed("The other side does not hold the token of this cluster.")
 
     def _agree(self, listener: str, dialer: str) -> None:
@@ -144,8 +144,8 @@ class Peer:
     def _proof(self, role: str, listener: str, dialer: str) -> str:
         return hmac.new(self._token, f"{role}|{listener}|{dialer}".encode(), hashlib.sha256).hexdigest()
 
-    def _greet(self, said: dict[str, Any]) -> None:
-        payload = json.dumps(said).encode()
+    def _greet(self, greeting: dict[str, Any]) -> None:
+        payload = json.dumps(greeting).encode()
         self._outgoing += _HEADER.pack(len(payload), _JSON, _NO_MAC) + payload
 
 
@@ -245,8 +245,8 @@ def _mapping(payload: bytes) -> dict[str, Any]:
     return found
 
 
-def _text(said: dict[str, Any], key: str) -> str:
-    value = said.get(key)
+def _text(greeting: dict[str, Any], key: str) -> str:
+    value = greeting.get(key)
     if not isinstance(value, str) or not value.isascii():
         raise ChannelClosed(f"The other side's greeting has no {key!r}.")
     return value

@@ -248,14 +248,14 @@ class RemoteMesh:
         self.end()
         self.cluster.forget(self)
 
-    def hear(self, said: Mapping[str, Any]) -> None:
+    def hear(self, message: Mapping[str, Any]) -> None:
         """Handles an agent's message about processes of this mesh."""
         if self._formation is None:
             return
-        if "lost" in said and said["host"] in self._formation.hosts:
-            self._lost_hosts.add(said["host"])
-        elif "worker" in said:
-            updated(self._formation, said["worker"], self.cluster.config.stopped_s)
+        if "lost" in message and message["host"] in self._formation.hosts:
+            self._lost_hosts.add(message["host"])
+        elif "worker" in message:
+            updated(self._formation, message["worker"], self.cluster.config.stopped_s)
 
     def drop_links(self) -> None:
         for link in self._links.values():
@@ -263,7 +263,7 @@ class RemoteMesh:
             link.close()
         self._links.clear()
 
-    def _send(self, own: Mapping[int, bytes] | None, common: bytes) -> None:
+    def _send(self, by_rank: Mapping[int, bytes] | None, common: bytes) -> None:
         now_s = time.monotonic()
         if now_s - self._looked_s > _LOOK_S:
             self._looked_s = now_s
@@ -276,7 +276,7 @@ class RemoteMesh:
             for rank, link in self._links.items():
                 if freed:
                     link.send(freed)
-                link.send(common if own is None else own[rank])
+                link.send(common if by_rank is None else by_rank[rank])
         except ChannelClosed:
             self._raise_lost()
         while any(link.waiting_bytes > _MOST_WAITING_BYTES for link in self._links.values()):

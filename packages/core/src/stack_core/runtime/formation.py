@@ -58,7 +58,7 @@ class Formation:
         return any(member.status == "dead" or member.stopped or member.error is not None for member in self.members)
 
     @property
-    def done(self) -> bool:
+    def is_finished(self) -> bool:
         return all(member.status == "done" for member in self.members)
 
     @property
@@ -75,21 +75,21 @@ class Formation:
         return max((member.step for member in self.members if member.step is not None), default=None)
 
 
-def updated(formation: Formation, facts: Mapping[str, Any], stopped_s: float) -> Member | None:
+def updated(formation: Formation, report: Mapping[str, Any], stopped_s: float) -> Member | None:
     """Applies an agent's report about a worker; returns its member, or None for another formation.
 
     Args:
       stopped_s: seconds after which a member stopped by a signal counts as stopped.
     """
-    if facts["formation"] != formation.number:
+    if report["formation"] != formation.number:
         return None
-    member = formation.members[facts["rank"]]
-    member.pid, member.status = facts["pid"], facts["status"]
-    member.exit_status = facts.get("exit_status")
-    member.result, member.error = facts.get("result"), facts.get("error")
-    member.stopped = facts.get("stopped_s", 0.0) >= stopped_s
-    if facts.get("step") is not None:
-        member.step = max(facts["step"], member.step or 0)
+    member = formation.members[report["rank"]]
+    member.pid, member.status = report["pid"], report["status"]
+    member.exit_status = report.get("exit_status")
+    member.result, member.error = report.get("result"), report.get("error")
+    member.stopped = report.get("stopped_s", 0.0) >= stopped_s
+    if report.get("step") is not None:
+        member.step = max(report["step"], member.step or 0)
     return member
 
 

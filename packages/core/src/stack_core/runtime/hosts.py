@@ -233,7 +233,7 @@ class Hosts:
             return
         first, *rest = messages
         hello = first.get("hello") if isinstance(first, dict) else None
-        if not isinstance(hello, dict) or not _is_whole(hello):
+        if not isinstance(hello, dict) or not _is_complete(hello):
             self._drop(link)  # has the token, but is not an agent or worker of this version
             self.strangers += 1
             return
@@ -346,7 +346,7 @@ _HELLOS: Mapping[Any, Mapping[str, tuple[type, ...]]] = {
 }
 
 
-def _is_whole(hello: Mapping[str, Any]) -> bool:
+def _is_complete(hello: Mapping[str, Any]) -> bool:
     """Returns whether a greeting has the fields of its role."""
     role = hello.get("role")
     wanted = _HELLOS.get(role) if isinstance(role, str) else None

@@ -53,7 +53,7 @@ def restart_with_huge_pages() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
-def in_one_block(arrays: Iterable[Any], wanted: Sequence[Any]) -> list[Any]:
+def in_one_block(arrays: Iterable[Any], specs: Sequence[Any]) -> list[Any]:
     """Copies arrays to one CPU device, into a single block of memory that gets huge pages except at its ends.
 
     A separate array of a few MB would get few of them, since huge pages are aligned to 2 MiB. Arrays of sub-byte
@@ -61,17 +61,17 @@ def in_one_block(arrays: Iterable[Any], wanted: Sequence[Any]) -> list[Any]:
 
     Args:
       arrays: JAX or NumPy arrays; a reference to each is kept until the next is available.
-      wanted: shape and dtype of each copy, as `jax.ShapeDtypeStruct`.
+      specs: shape and dtype of each copy, as `jax.ShapeDtypeStruct`.
     """
     import jax
     import numpy as np
 
-    whole = [_is_of_whole_bytes(each.dtype) for each in wanted]
-    sizes = [-(-each.size * each.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for each in wanted]
+    whole = [_is_byte_sized(each.dtype) for each in specs]
+    sizes = [-(-each.size * each.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for each in specs]
     block = np.empty(sum(size for size, in_it in zip(sizes, whole, strict=True) if in_it) + _ALIGNMENT, np.uint8)
     place = -block.ctypes.data % _ALIGNMENT  # NumPy requests huge pages for large arrays itself
     copied = []
-    for array, each, size, in_it in zip(arrays, wanted, sizes, whole, strict=True):
+    for array, each, size, in_it in zip(arrays, specs, sizes, whole, strict=True):
         if not in_it:
             copied.append(jax.device_put(array))
             continue
@@ -82,7 +82,7 @@ def in_one_block(arrays: Iterable[Any], wanted: Sequence[Any]) -> list[Any]:
     return copied
 
 
-def _is_of_whole_bytes(dtype: Any) -> bool:
+def _is_byte_sized(dtype: Any) -> bool:
     import jax.numpy as jnp
 
     kind = jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo

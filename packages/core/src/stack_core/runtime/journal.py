@@ -201,11 +201,11 @@ class Journal:
             self._database.execute("COMMIT")
 
     @contextlib.contextmanager
-    def _explaining(self, done: str) -> Iterator[None]:
+    def _explaining(self, action: str) -> Iterator[None]:
         try:
             yield
         except sqlite3.Error as error:
-            raise JournalError(f"The journal {self.path} cannot be {done}: {error}. {_REMEDY}") from error
+            raise JournalError(f"The journal {self.path} cannot be {action}: {error}. {_REMEDY}") from error
 
 
 _REMEDY = (

@@ -63,7 +63,7 @@ class _Interpreter:
         }
         self._questions: dict[str, Callable[..., Any]] = {
             "get": self._get,
-            "held": self._held,
+            "held": self._owned_parts,
             "needed": self._needed,
             "ready": self._ready,
         }
@@ -133,7 +133,7 @@ class _Interpreter:
             if shard.replica_id == 0
         ]
 
-    def _held(self, number: int) -> tuple[str, list[Index]]:
+    def _owned_parts(self, number: int) -> tuple[str, list[Index]]:
         """Returns this process's transfer address, and the parts of an array for which it holds the first replica."""
         array = self._arrays[number]
         shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]

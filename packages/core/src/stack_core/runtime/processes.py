@@ -98,13 +98,13 @@ class Processes:
     def first(self) -> bool:
         return self.id == 0
 
-    def name(self, what: str) -> str:
+    def name(self, label: str) -> str:
         """Returns a fresh name for the next operation, equal in all processes."""
-        return f"stack/{next(self._numbers)}/{what}"
+        return f"stack/{next(self._numbers)}/{label}"
 
-    def in_turn(self, what: str, function: Callable[[], T]) -> T:
+    def in_turn(self, label: str, function: Callable[[], T]) -> T:
         """Calls a function in the first process, then in all other processes, which find its results on disk."""
-        name = self.name(what)
+        name = self.name(label)
         if not self.first:
             self._awaited(name)
         result = function()
@@ -112,35 +112,35 @@ class Processes:
             self._store.key_value_set(name, "done")
         return result
 
-    def on_first(self, what: str, function: Callable[[], T]) -> T:
+    def on_first(self, label: str, function: Callable[[], T]) -> T:
         """Returns the first process's result of a function to all processes, as JSON."""
         if self._store is None:
             return function()
-        name = self.name(what)
+        name = self.name(label)
         if self.first:
             self._store.key_value_set(name, json.dumps(function()))
         return json.loads(self._awaited(name))
 
-    def from_each(self, what: str, value: T) -> list[T]:
+    def from_each(self, label: str, value: T) -> list[T]:
         """Gathers the values of all processes in order of their ids, as JSON."""
         if self._store is None:
             return [value]
-        name = self.name(what)
+        name = self.name(label)
         self._store.key_value_set(f"{name}/{self.id}", json.dumps(value))
         return [json.loads(self._awaited(f"{name}/{each}")) for each in range(self.count)]
 
-    def check_alike(self, what: str, value: Mapping[str, Any]) -> None:
+    def check_alike(self, label: str, value: Mapping[str, Any]) -> None:
         """Checks that a mapping of plain values equals the first process's mapping.
 
         Raises:
           ConfigError: the mappings differ; names each key.
         """
-        lines = differences(dict(value), self.on_first(what, lambda: dict(value))) if self._store else []
+        lines = differences(dict(value), self.on_first(label, lambda: dict(value))) if self._store else []
         if lines:
             listing = "\n  ".join(lines)
             raise ConfigError(
-                f"The {what} of process {self.id} differs from process 0 (its own value, not process 0's):\n  "
-                f"{listing}\nStart all {self.count} processes with the same {what}."
+                f"The {label} of process {self.id} differs from process 0 (its own value, not process 0's):\n  "
+                f"{listing}\nStart all {self.count} processes with the same {label}."
             )
 
     def agree_on_stop(self, name: str, step: int, stop: StopRequest) -> bool:
@@ -176,14 +176,14 @@ class Processes:
             self.until(lambda: all(leaf.is_ready() for leaf in leaves))
         return arrays
 
-    def until(self, done: Callable[[], bool]) -> None:
-        """Waits until `done()` is true.
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Waits until `condition()` is true.
 
         Raises:
           TrainingError: another process failed meanwhile.
         """
         look_s = time.monotonic() + _READ_MS / 1000
-        while not done():
+        while not condition():
             time.sleep(_ARRAYS_S)
             if time.monotonic() >= look_s:
                 self._raise_failure()
@@ -287,8 +287,8 @@ ALONE = Processes()
 _LOST = ("Gloo", "Connection closed by peer", "Connection reset", "Socket closed", "NCCL")
 
 
-def _failure(said: str) -> TrainingError:
-    process, _, reason = said.partition(" ")
+def _failure(text: str) -> TrainingError:
+    process, _, reason = text.partition(" ")
     return TrainingError(f"Process {process} of this run failed: {reason}")
 
 

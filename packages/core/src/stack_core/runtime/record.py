@@ -56,11 +56,11 @@ class ClusterRecord:
             self._journal = None
             os.close(descriptor)
 
-    def note(self, kind: str, *, alone: bool = False, **facts: Any) -> None:
-        """Appends {"time": seconds since 1970, **facts} to the journal; `alone` deletes older entries of the kind."""
+    def note(self, kind: str, *, replace: bool = False, **fields: Any) -> None:
+        """Appends {"time": seconds since 1970, **fields} to the journal; `replace` deletes older entries."""
         assert self._journal is not None, "only its driver writes"
-        before = [entry.number for entry in self._journal.read(kind)] if alone else []
-        self._journal.append(kind, json.dumps({"time": time.time(), **facts}).encode())
+        before = [entry.number for entry in self._journal.read(kind)] if replace else []
+        self._journal.append(kind, json.dumps({"time": time.time(), **fields}).encode())
         self._journal.drop(before)
 
     def notes(self, kind: str | None = None) -> list[dict[str, Any]]:
@@ -104,10 +104,10 @@ class ClusterRecord:
                 else:
                     return None
 
-    def token(self, given: str | None) -> bytes:
+    def token(self, path: str | None) -> bytes:
         """Returns the cluster's token: from the user's file, from the unfinished session, or a new one."""
-        if given is not None:
-            return read_token(Path(given))
+        if path is not None:
+            return read_token(Path(path))
         if self._token_path.exists():
             return read_token(self._token_path)
         token = secrets.token_bytes(32)

@@ -9,7 +9,7 @@ from typing import Any
 
 from stack_core.abi import errors
 from stack_core.abi.config import differences, to_mapping
-from stack_core.abi.errors import ClusterError, RunGivenUp, StackError
+from stack_core.abi.errors import ClusterError, RunAbandoned, StackError
 from stack_core.abi.events import CheckpointSaved, Event, FormationFormed, RunStarted, WorkerDied
 from stack_core.abi.launchers import Launcher
 from stack_core.abi.plugins import registries
@@ -58,7 +58,7 @@ def supervise(
       stop: once it is set, the workers receive its signal, and the run ends with them.
 
     Raises:
-      RunGivenUp: the run fails repeatedly; names the step and the cause.
+      RunAbandoned: the run fails repeatedly; names the step and the cause.
       StackError: an error of a worker that the user must fix, or hosts that do not connect or are incompatible.
     """
     assert config.hosts is not None, "the caller sets hosts"
@@ -180,7 +180,7 @@ class _Driver:
         while True:
             self._turn(formation, _TURN_S)
             self._pass_stop_on(formation)
-            if formation.done:
+            if formation.is_finished:
                 return formation.members[0].result
             hangs_for_s = self._hangs_for_s()
             if not (self._is_broken(formation) or hangs_for_s):
@@ -188,7 +188,7 @@ class _Driver:
             until_s = time.monotonic() + _GATHER_S
             while time.monotonic() < until_s:
                 self._turn(formation, 0.02)
-            if formation.done:
+            if formation.is_finished:
                 return formation.members[0].result
             failure = attributed(formation, lost_hosts=self.lost, hangs_for_s=hangs_for_s)
             formation = self._after(formation, failure)
@@ -197,7 +197,7 @@ class _Driver:
         """Returns the formation that follows a failed one.
 
         Raises:
-          RunGivenUp: another formation would fail as well.
+          RunAbandoned: another formation would fail as well.
           StackError: the error of a worker, which the user must fix.
         """
         said = formation.members[failure.rank].error if failure.rank is not None else None
@@ -207,7 +207,7 @@ class _Driver:
         self._failed(formation, failure)
         self._end(formation)
         self._replace_lost()
-        verdict = after(self.failures, most_failures=self.config.most_failures)
+        verdict = after(self.failures, max_failures=self.config.most_failures)
         if isinstance(verdict, GiveUp):
             raise self._reason(formation, failure, verdict)
         self.tell_observers(WorkerDied(failure.rank, failure.host, failure.step, str(failure)))
@@ -230,7 +230,7 @@ class _Driver:
             evidence=failure.evidence,
         )
 
-    def _reason(self, formation: Formation, failure: Failure, verdict: GiveUp) -> StackError:
+    def _reason(self, formation: Formation, failure: Failure, decision: GiveUp) -> StackError:
         if failure.mendable and failure.rank is not None:
             said = formation.members[failure.rank].error or {}
             kind = getattr(errors, str(said.get("type")), None)
@@ -238,8 +238,8 @@ class _Driver:
                 with contextlib.suppress(TypeError):
                     return kind(str(said.get("message")))
             return StackError(str(said.get("message")))
-        return RunGivenUp(
-            f"{verdict.reason}\nIts last checkpoint is kept. Read "
+        return RunAbandoned(
+            f"{decision.reason}\nIts last checkpoint is kept. Read "
             f"`stack cluster logs {self.record.directory.parent}`, fix the cause, and continue with --resume."
         )
 
@@ -249,23 +249,23 @@ class _Driver:
         if time.monotonic() - self._noted_s > _NOTE_S:
             self._switch(self.goodput.activity)
 
-    def _hear(self, formation: Formation, said: dict[str, Any]) -> None:
-        host = said["host"]
-        if "log" in said:
-            self.record.log(host, said["log"])
-        elif "lost" in said:
+    def _hear(self, formation: Formation, message: dict[str, Any]) -> None:
+        host = message["host"]
+        if "log" in message:
+            self.record.log(host, message["log"])
+        elif "lost" in message:
             self.lost.add(host)
-            self.record.note("lost", on=host, reason=said["lost"])
-        elif "came" in said:
-            self._greet(formation, host, said["workers"])
-        elif said.get("formation") not in (None, formation.number):
+            self.record.note("lost", on=host, reason=message["lost"])
+        elif "came" in message:
+            self._greet(formation, host, message["workers"])
+        elif message.get("formation") not in (None, formation.number):
             return
-        elif "worker" in said:
-            self._update(formation, said["worker"])
-        elif "event" in said:
-            self._observe(formation, from_frame(said["event"]), said["rank"])
-        elif "pong" in said:
-            self._progress(formation, said["steps"])
+        elif "worker" in message:
+            self._update(formation, message["worker"])
+        elif "event" in message:
+            self._observe(formation, from_frame(message["event"]), message["rank"])
+        elif "pong" in message:
+            self._progress(formation, message["steps"])
 
     def _greet(self, formation: Formation, number: int, workers: Sequence[Mapping[str, Any]]) -> None:
         """Records an agent, and ends its workers of outdated formations."""
@@ -294,8 +294,8 @@ class _Driver:
             if step is not None:
                 member.step = max(step, member.step or 0)
 
-    def _update(self, formation: Formation, facts: Mapping[str, Any]) -> None:
-        member = updated(formation, facts, self.config.stopped_s)
+    def _update(self, formation: Formation, report: Mapping[str, Any]) -> None:
+        member = updated(formation, report, self.config.stopped_s)
         if member is not None and member.rank not in self._noted_ranks:
             self._noted_ranks.add(member.rank)
             self.record.note("worker", number=formation.number, rank=member.rank, on=member.host, pid=member.pid)
@@ -340,7 +340,7 @@ class _Driver:
     def _switch(self, activity: str) -> None:
         self._noted_s = time.monotonic()
         self.goodput.switch(activity, self._noted_s)
-        self.record.note("ledger", alone=True, boot=_boot_id(), **self.goodput.saved())
+        self.record.note("ledger", replace=True, boot=_boot_id(), **self.goodput.saved())
 
     def _note_session(self) -> None:
         self.record.note(
@@ -353,9 +353,11 @@ class _Driver:
             settings=to_mapping(self.config),
         )
 
-    def _close_record(self, how: str) -> None:
+    def _close_record(self, ending: str) -> None:
         self._switch(self.goodput.activity)
-        self.record.note("end", how=how, goodput=share_of_training(self.goodput.seconds), seconds=self.goodput.seconds)
+        self.record.note(
+            "end", how=ending, goodput=share_of_training(self.goodput.seconds), seconds=self.goodput.seconds
+        )
         self.record.finish()
 
 

@@ -28,14 +28,14 @@ class GiveUp:
     reason: str
 
 
-def after(failures: Sequence[Failure], *, most_failures: int) -> Restart | GiveUp:
+def after(failures: Sequence[Failure], *, max_failures: int) -> Restart | GiveUp:
     """Decides what follows the last of a run's failures.
 
     - An error that the user must fix ends the run.
     - A step that fails twice in a row at the same place, by the same rank and in the same way, is considered
       deterministic, and ends the run. Signals from outside (such as SIGKILL when the kernel is out of memory) may hit
       twice by chance; for them the limit is four.
-    - More than `most_failures` failures in a row without a completed step between them end the run.
+    - More than `max_failures` failures in a row without a completed step between them end the run.
     """
     last = failures[-1]
     if last.mendable:
@@ -45,7 +45,7 @@ def after(failures: Sequence[Failure], *, most_failures: int) -> Restart | GiveU
         if failure.place != last.place:
             break
         alike += 1
-    limit = _KILLS_AT_ONE_PLACE if last.signal in _FROM_OUTSIDE else _SAME_PLACE.get(last.kind, most_failures + 1)
+    limit = _KILLS_AT_ONE_PLACE if last.signal in _FROM_OUTSIDE else _SAME_PLACE.get(last.kind, max_failures + 1)
     if alike >= limit and last.step is not None:
         return GiveUp(f"It failed {alike} times in a row at the same place, {last}.")
     stuck = 0
@@ -53,7 +53,7 @@ def after(failures: Sequence[Failure], *, most_failures: int) -> Restart | GiveU
         if failure.step != last.step:
             break
         stuck += 1
-    if stuck > most_failures:
+    if stuck > max_failures:
         listing = "".join(f"\n  {failure}" for failure in failures[-stuck:])
         return GiveUp(f"It failed {stuck} times in a row without completing a step:{listing}")
     return Restart()

@@ -29,25 +29,25 @@ def installed() -> dict[str, Any]:
     return {"versions": versions, "plugins": loaded, "failed": failed}
 
 
-def differing(host: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+def differing(host: str, remote: Mapping[str, Any], local: Mapping[str, Any]) -> list[str]:
     """Lists the differences between a host and the driver's host, one line each; empty if they are compatible."""
     lines = []
-    for name in sorted({*ours["versions"], *theirs["versions"]}):
-        there, here = theirs["versions"].get(name, "none"), ours["versions"].get(name, "none")
+    for name in sorted({*local["versions"], *remote["versions"]}):
+        there, here = remote["versions"].get(name, "none"), local["versions"].get(name, "none")
         if there != here:
             lines.append(f"{host} has {name} {there}, but the driver has {here}. Install {name} {here} there.")
-    for name, version in sorted(ours["plugins"].items()):
-        there = theirs["plugins"].get(name)
+    for name, version in sorted(local["plugins"].items()):
+        there = remote["plugins"].get(name)
         if there is None:
             lines.append(f"{host} lacks the plugin {name!r} ({version}), which the driver has. Install it there.")
         elif there != version:
             lines.append(f"{host} has the plugin {name!r} in version {there}, but the driver has {version}.")
     lines += [
         f"{host} has the plugin {name!r} ({version}), which the driver lacks. Install it here, or block it there."
-        for name, version in sorted(theirs["plugins"].items())
-        if name not in ours["plugins"]
+        for name, version in sorted(remote["plugins"].items())
+        if name not in local["plugins"]
     ]
-    for name, problem in sorted(theirs["failed"].items()):
-        if name not in ours["failed"]:
+    for name, problem in sorted(remote["failed"].items()):
+        if name not in local["failed"]:
             lines.append(f"{host} cannot load the plugin {name!r}: {problem}")
     return lines

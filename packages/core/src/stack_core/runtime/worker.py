@@ -53,9 +53,9 @@ class Worker:
         self._out = out
         self._lock = threading.Lock()
 
-    def say(self, **facts: Any) -> None:
+    def say(self, **fields: Any) -> None:
         """Sends a message to the agent, which forwards it to the driver."""
-        line = json.dumps(facts) + "\n"
+        line = json.dumps(fields) + "\n"
         with self._lock:
             self._out.write(line)
             self._out.flush()

@@ -17,7 +17,7 @@ from stack_core.ops.dispatch.choosing import answer
 from stack_core.ops.dispatch.dispatch import recording
 from stack_core.ops.dispatch.request import Request
 
-__all__ = ["first_call", "value_and_gradients_alone"]
+__all__ = ["first_call", "isolated_value_and_gradients"]
 
 
 class _Called(Exception):
@@ -54,7 +54,7 @@ def first_call(function: Callable[..., Any], *arrays: Any) -> OpCall:
     return found[0]
 
 
-def value_and_gradients_alone(
+def isolated_value_and_gradients(
     function: Callable[..., Any],
     arrays: Mapping[str, Any],
     implementation: OpImplementation,
@@ -93,7 +93,9 @@ def value_and_gradients_alone(
     if implementation.backward is None or answer(implementation, behind) is not True:
         return outputs, None
     backward, moving = implementation.backward, frozenset(name for name, x in operands.items() if x is not None)
-    gradients = jax.jit(lambda *given: backward(given[0], request.options, *given[1:], requested=moving, **keywords))(
-        operands, outputs, residuals, cotangent(outputs)
-    )
+
+    def pull_back(operands: Any, *values: Any) -> Any:
+        return backward(operands, request.options, *values, requested=moving, **keywords)
+
+    gradients = jax.jit(pull_back)(operands, outputs, residuals, cotangent(outputs))
     return outputs, gradients

@@ -16,9 +16,9 @@ _TURN_S = 0.1
 _LIMIT_S = 60.0
 
 
-def echo(said: str) -> str:
+def echo(text: str) -> str:
     """Returns the result that the suite expects from its workers."""
-    return f"{said} from a process of its own"
+    return f"{text} from a process of its own"
 
 
 def check_launcher(make: Callable[[ClusterConfig], Launcher], config: ClusterConfig, token: bytes) -> None:
@@ -60,7 +60,7 @@ def check_launcher(make: Callable[[ClusterConfig], Launcher], config: ClusterCon
 def _check_workers(hosts: Hosts, number: int) -> None:
     formation = formed(number, "127.0.0.1:1", hosts.present, 2)
     order = {"formation": number, "count": 2, "coordinator": formation.coordinator}
-    target = {"target": "stack_core.testing.launchers:echo", "arguments": {"said": "hello"}}
+    target = {"target": "stack_core.testing.launchers:echo", "arguments": {"text": "hello"}}
     for member in formation.members:
         hosts.tell(member.host, fork={**order, **target, "rank": member.rank})
     results: dict[int, str] = {}
@@ -89,8 +89,8 @@ def _is_alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def _wait(condition: Callable[[], bool], what: str) -> None:
+def _wait(condition: Callable[[], bool], label: str) -> None:
     until_s = time.monotonic() + _LIMIT_S
     while not condition():
-        assert time.monotonic() < until_s, what
+        assert time.monotonic() < until_s, label
         time.sleep(_TURN_S)

@@ -18,7 +18,7 @@ from stack_core.abi.errors import UnsupportedOp
 from stack_core.abi.ops import OpCall, OpImplementation
 from stack_core.ops.dispatch.manual_axes import vary_alike
 from stack_core.ops.dispatch.op import function_of, suite_of
-from stack_core.testing.alone import first_call, value_and_gradients_alone
+from stack_core.testing.alone import first_call, isolated_value_and_gradients
 from stack_core.testing.cases import OpCase
 
 __all__ = ["TOLERANCES", "OpCheck", "assert_close", "draw", "op_checks"]
@@ -65,7 +65,7 @@ class OpCheck:
             except UnsupportedOp as error:
                 raise unittest.SkipTest(str(error)) from error
 
-    def alone(self, implementation: OpImplementation) -> None:
+    def isolated(self, implementation: OpImplementation) -> None:
         """Checks the implementation's own functions in the aspect's dtype, without dispatch and JAX's derivatives.
 
         This is how kernels are checked in an interpreter that fills unwritten memory with NaN.
@@ -80,7 +80,7 @@ class OpCheck:
         def call(arrays: Mapping[str, Any]) -> Any:
             return self.case.call(op, arrays, self.case.options)
 
-        output, gradients = value_and_gradients_alone(call, arrays, implementation, _cotangent)
+        output, gradients = isolated_value_and_gradients(call, arrays, implementation, _cotangent)
         expected, of_leaves = _expected(self.case, self.aspect)
         if gradients is None:
             assert_close((output, {}), (expected, {}), TOLERANCES[self.aspect])
@@ -205,11 +205,11 @@ def _value_and_gradients(case: OpCase, implementation: OpImplementation | None) 
             if path[0].key not in case.fixed and _is_floating(leaf)
         }
 
-        def moved(moving: Mapping[int, Any]) -> Any:
+        def with_values(moving: Mapping[int, Any]) -> Any:
             rest = [moving.get(place, leaf) for place, (_, leaf) in enumerate(leaves)]
             return call(jax.tree.unflatten(structure, rest))
 
-        output, vjp = jax.vjp(moved, moving)
+        output, vjp = jax.vjp(with_values, moving)
         like_output = jax.tree.map(lambda x, of_one: vary_alike(x, of_one)[0], _cotangent(output), output)
         gradients = vjp(like_output)[0]
         return output, {jax.tree_util.keystr(leaves[place][0]): x for place, x in gradients.items()}

@@ -185,7 +185,7 @@ class ChatTemplate:
         return _ROLES | texts
 
     @cached_property
-    def _wants_parts(self) -> bool:
+    def _needs_parts(self) -> bool:
         """True if the template iterates over the parts of a content and never tests for a string."""
         loops = any(
             "content" in (getattr(each.iter, "attr", None), getattr(getattr(each.iter, "arg", None), "value", None))
@@ -246,7 +246,7 @@ class ChatTemplate:
         if content is None and "tool_calls" in kept:
             return {"role": role, "content": "", **kept}  # only calls, without text
         text = _text(content, f"{where}.content")
-        parts = [{"type": "text", "text": text}] if self._wants_parts else text
+        parts = [{"type": "text", "text": text}] if self._needs_parts else text
         return {"role": role, "content": parts, **kept}
 
     def _field(self, name: str, value: Any, role: str, where: str) -> Any:

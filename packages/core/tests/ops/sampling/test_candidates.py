@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stack_core.ops.sampling.candidates import kth_largest, largest, most_likely, padded
+from stack_core.ops.sampling.candidates import greedy_tokens, kth_largest, largest, padded
 
 VALUES = np.float32([-np.inf, -3e38, -7.5, -1e-20, 0.0, 1e-20, 0.25, 3.0, 3.0000002, 3e38])
 LARGEST = {count: jax.jit(largest, static_argnums=1) for count in (1, 20, 64)}
-KTH, FIRST = jax.jit(kth_largest), jax.jit(most_likely)
+KTH, FIRST = jax.jit(kth_largest), jax.jit(greedy_tokens)
 
 
 def rows_of(seed, vocab=700):

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from stack_core.abi.errors import StackError
 from stack_core.abi.plugins import registries
-from stack_core.report.document import document, facts
+from stack_core.report.document import document, key_values
 from stack_core.report.fields import number, title
 from stack_core.report.markup import Markup, breakable, element
 from stack_core.report.svg import draw
@@ -84,7 +84,7 @@ def _about(about: Mapping[str, Any]) -> Markup:
         known["command"] = shlex.join(known["command"])
     if not known:
         return element("p", "The trace does not describe the machine and program that it was captured from.")
-    return facts({_ABOUT[key]: value for key, value in known.items()})
+    return key_values({_ABOUT[key]: value for key, value in known.items()})
 
 
 _ABOUT: Final = {
@@ -129,7 +129,7 @@ def _section(section: Section, limit: int) -> Markup:
 
 def _answer(answer: Answer[Any], limit: int) -> Iterator[Markup]:
     if answer.facts:
-        yield facts(answer.facts)
+        yield key_values(answer.facts)
     if answer.plots:
         yield element("div", *map(draw, answer.plots), class_="plots")
     if answer.rows:

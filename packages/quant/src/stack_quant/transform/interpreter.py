@@ -345,7 +345,7 @@ class Interpreter:
 
     def evaluate(self, equation: Any, operands: Sequence[Value]) -> Sequence[Value]:
         """Computes the results of one equation."""
-        with versions.traced_here(equation):
+        with versions.inherit_trace_context(equation):
             name = "stack_op" if unit_of(equation) else equation.primitive.name
             if any(operand.is_adapted for operand in operands) and name not in _HANDS_ON:
                 handler = ADAPTED_HANDLERS.get(name)

@@ -3,9 +3,9 @@
 import re
 from typing import Any
 
-from stack_core.programs.jaxprs import bind, consts_of, equations_of, inner, scan_counts, traced_here
+from stack_core.programs.jaxprs import bind, consts_of, equations_of, inherit_trace_context, inner, scan_counts
 
-__all__ = ["bind", "consts_of", "equations_of", "inner", "scan_counts", "source_of", "traced_here"]
+__all__ = ["bind", "consts_of", "equations_of", "inherit_trace_context", "inner", "scan_counts", "source_of"]
 
 _NOT_THE_USER = re.compile(r"[/\\](stack_core|stack_quant|jaxtyping|flax|beartype)[/\\]|^<")
 

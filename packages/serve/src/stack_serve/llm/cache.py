@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from stack_core import ops
 from stack_core.abi.caches import AttentionSpec, KeysValues, Latent, LayerState, Recurrent, Transition
-from stack_core.ops.building import beside, holds_values
+from stack_core.ops.building import holds_values, stack_key_value
 from stack_core.ops.kv_cache import CODE_DTYPES, CodedVectors, coded
 from stack_serve.llm.config import ANY_LAYOUT, CacheType, PageLayout
 
@@ -141,7 +141,7 @@ class PagedKVCache:
         pages = tuple("act_kv_heads" if axis == "h" else None for axis in self.layout)
         axes = {"query": (None, "act_heads", None), "key_pages": pages}
         if holds_values(self.layout):
-            layer = PagedLayer(self._put(layer.key, beside(key[:, 0], value[:, 0])), None)
+            layer = PagedLayer(self._put(layer.key, stack_key_value(key[:, 0], value[:, 0])), None)
         else:
             layer = PagedLayer(self._put(layer.key, key[:, 0]), self._put(layer.value, value[:, 0]))
             axes["value_pages"] = pages

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal, jaxpr_as_fun
 
-from stack_core.programs.jaxprs import bind, consts_of, equations_of, inner, scan_counts, traced_here
+from stack_core.programs.jaxprs import bind, consts_of, equations_of, inherit_trace_context, inner, scan_counts
 from stack_serve.llm.half_gathers import contains_half_gather, gather_rows
 
 __all__ = ["Layers", "layer_by_layer", "loops_over", "split_layers"]
@@ -140,7 +140,7 @@ def _run(jaxpr: Any, arguments: Sequence[Any]) -> list[Any]:
 
     for equation in open_jaxpr.eqns:
         operands = [read(variable) for variable in equation.invars]
-        with traced_here(equation):
+        with inherit_trace_context(equation):
             results = _results(equation, operands)
         values |= dict(zip(equation.outvars, results, strict=True))
     return [read(variable) for variable in open_jaxpr.outvars]

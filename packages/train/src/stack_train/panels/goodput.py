@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from stack_core.abi.reports import Fragment
-from stack_core.report.document import facts
+from stack_core.report.document import key_values
 from stack_core.report.markup import element
 from stack_core.runtime.goodput import share_of_training, sum_of_sessions
 from stack_train.panels.records import records
@@ -24,4 +24,4 @@ def goodput(directory: Path, config: Mapping[str, Any]) -> Fragment | None:
     shown = {activity: f"{spent_s:,.1f} s, {spent_s / total:.1%}" for activity, spent_s in seconds.items() if spent_s}
     ended = "one session" if len(sessions) == 1 else f"{len(sessions)} sessions"
     said = f"{share:.1%} of {total:,.1f} s was training, in {ended} whose end is recorded."
-    return Fragment("goodput", element("div", element("p", said), facts(shown)))
+    return Fragment("goodput", element("div", element("p", said), key_values(shown)))

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from stack_core.abi.reports import Fragment
-from stack_core.report.document import facts
+from stack_core.report.document import key_values
 from stack_core.report.markup import Markup, element
 from stack_train.panels.records import number_in, records
 
@@ -26,8 +26,8 @@ def summary(directory: Path, config: Mapping[str, Any]) -> Fragment:
     body = element(
         "div",
         _ending(history),
-        facts(_results(metrics, history, config)),
-        facts(_subject(history, config)),
+        key_values(_results(metrics, history, config)),
+        key_values(_subject(history, config)),
         _sizes(config),
         element("ul", *(element("li", line) for line in lines), class_="notes") if len(lines) > 1 else None,
         element("details", element("summary", "The resolved config"), element("pre", whole)),

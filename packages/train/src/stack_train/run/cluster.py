@@ -33,7 +33,7 @@ def train_on_cluster(
     `cluster.orphan_s` seconds.
 
     Raises:
-      RunGivenUp: the run keeps failing.
+      RunAbandoned: the run keeps failing.
       StackError: the config, the data, the directory, a checkpoint or a host is not usable.
     """
     arguments = {"config": to_mapping(config), "resume": resume, "allow": list(allow)}

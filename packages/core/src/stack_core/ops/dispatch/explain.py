@@ -102,7 +102,7 @@ def explain(fn: Callable[..., Any], *args: Any, chip: Chip | None = None) -> Exp
     with recording(recorder), contextlib.nullcontext() if chip is None else use_chip(chip):
         jaxpr = jax.make_jaxpr(traced)(*(leaves[place] for place in places))
     counts = _Counts()
-    counts.add(jaxpr, 1, at_least=False)
+    counts.add(jaxpr, 1, is_lower_bound=False)
     return Explanation(_merged(recorder.explained(counts)))
 
 
@@ -233,15 +233,15 @@ class _Counts:
     calls: Counter[int] = field(default_factory=Counter)
     at_least: set[int] = field(default_factory=set)
 
-    def add(self, jaxpr: Any, times: int, *, at_least: bool) -> None:
+    def add(self, jaxpr: Any, times: int, *, is_lower_bound: bool) -> None:
         for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:  # closed or not: JAX 0.11 made them one class
             if equation.primitive is _marker() and equation.params["argument"] is None:
                 self.calls[equation.params["call"]] += times
-                if at_least:
+                if is_lower_bound:
                     self.at_least.add(equation.params["call"])
             trips = equation.params["length"] if equation.primitive.name == "scan" else 1
             for inner in inner_jaxprs(equation.params.values()):
-                self.add(inner, times * trips, at_least=at_least or equation.primitive.name == "while")
+                self.add(inner, times * trips, is_lower_bound=is_lower_bound or equation.primitive.name == "while")
 
 
 def _merged(recorded: Iterable[ExplainedCall]) -> list[ExplainedCall]:

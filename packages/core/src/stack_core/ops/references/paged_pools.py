@@ -6,7 +6,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 
-__all__ = ["LAYOUTS", "beside", "holds_values", "in_layout", "parts"]
+__all__ = ["LAYOUTS", "holds_values", "in_layout", "parts", "stack_key_value"]
 
 LAYOUTS: Final[Mapping[str, str]] = {
     "phsd": "pages kv_heads slots head_dim",
@@ -25,7 +25,7 @@ def holds_values(layout: str) -> bool:
     return "2" in layout
 
 
-def beside(key: jax.Array, value: jax.Array) -> jax.Array:
+def stack_key_value(key: jax.Array, value: jax.Array) -> jax.Array:
     """Stacks keys and values [..., head_dim] as in a combined pool, [..., 2, head_dim]."""
     return jnp.stack([key, value], axis=-2)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-__all__ = ["GROUPS", "at_token", "kth_largest", "largest", "most_likely", "padded"]
+__all__ = ["GROUPS", "at_token", "greedy_tokens", "kth_largest", "largest", "padded"]
 
 GROUPS = 128
 _GROUP_TOKENS = 16
@@ -25,7 +25,7 @@ def at_token(array: Float[Array, "rows vocab"], tokens: Int[Array, " rows"]) -> 
     return jnp.take_along_axis(array, tokens[:, None], axis=1)[:, 0]
 
 
-def most_likely(logits: Float[Array, "rows vocab"]) -> Int[Array, " rows"]:
+def greedy_tokens(logits: Float[Array, "rows vocab"]) -> Int[Array, " rows"]:
     """Returns the argmax of each row: the first of equal maxima, or the first NaN."""
     groups = logits.reshape(len(logits), -1, GROUPS)
     group = jnp.argmax(jnp.max(groups, axis=2), axis=1)

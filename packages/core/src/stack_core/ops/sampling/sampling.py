@@ -15,7 +15,7 @@ from jax.extend.random import threefry_2x32
 from jaxtyping import Array, Bool, Float, Int
 
 from stack_core.abi.generation import SamplingParams
-from stack_core.ops.sampling.candidates import GROUPS, at_token, kth_largest, most_likely, padded
+from stack_core.ops.sampling.candidates import GROUPS, at_token, greedy_tokens, kth_largest, padded
 from stack_core.ops.sampling.logprobs import MOST_LOGPROBS, TokenLogprobs, token_logprobs
 from stack_core.ops.sampling.penalties import add_at, penalize
 
@@ -223,7 +223,7 @@ def sample(
         return tokens, ok, processed, kept
 
     def greedy() -> tuple[jax.Array, jax.Array, TokenLogprobs, jax.Array | None]:
-        best = most_likely(logits)
+        best = greedy_tokens(logits)
         return best, jnp.isfinite(at_token(logits, best)), _no_logprobs(best), single_candidate(best)
 
     def single_candidate(tokens: jax.Array) -> jax.Array | None:
@@ -249,7 +249,7 @@ def _either(condition: jax.Array, one: jax.Array, other: jax.Array) -> jax.Array
 
 def _less_peak(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the most likely token of each row, whether its logit is finite, and the logits minus that logit."""
-    best = most_likely(logits)
+    best = greedy_tokens(logits)
     peak = at_token(logits, best)
     return best, jnp.isfinite(peak), logits - peak[:, None]
 

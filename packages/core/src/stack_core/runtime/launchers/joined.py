@@ -51,13 +51,13 @@ def join_cluster(address: str, token_file: Path, host: int | None, orphan_s: flo
     """
     parsed_address(address, "The address")
     token = read_token(token_file)
-    number = host if host is not None else _given_number()
+    number = host if host is not None else _scheduler_number()
     agent = Agent(Invitation(address, token.hex(), number, orphan_s), prepared(()))
     agent.serve()
     return agent.refusal
 
 
-def _given_number() -> int | None:
+def _scheduler_number() -> int | None:
     """Returns the host number assigned by the scheduler's environment variables, or None."""
     found = next((os.environ[name] for name in _NUMBERS if os.environ.get(name)), None)
     if found is not None and not found.isdecimal():

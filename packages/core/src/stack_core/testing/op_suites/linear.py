@@ -50,12 +50,12 @@ def _quantized(
 
 
 def _weight_case(
-    name: str, scales: tuple[int, int], dtype: str = "int8", *, rows: int = 3, fixed: bool = False, **given: Any
+    name: str, scales: tuple[int, int], dtype: str = "int8", *, rows: int = 3, fixed: bool = False, **quantization: Any
 ) -> OpCase:
     """Builds a case with a quantized weight, whose scales have a gradient unless `fixed`."""
 
     def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
-        weight = _quantized(rng, (12, 10), scales, dtype, **given)
+        weight = _quantized(rng, (12, 10), scales, dtype, **quantization)
         return {"x": rng.normal(size=(rows, 12)), "weight": weight}
 
     return OpCase("linear", name, arrays, fixed=("weight",) if fixed else ())

@@ -11,28 +11,28 @@ from stack_core.testing.cases import OpCase, OpSuite, spoiled
 __all__ = ["SUITE"]
 
 
-def _norm_case(name: str, x: tuple[int, ...], given: tuple[str, ...] = ("scale",), **options: Any) -> OpCase:
+def _norm_case(name: str, x: tuple[int, ...], present: tuple[str, ...] = ("scale",), **options: Any) -> OpCase:
     size = x[options.get("axis", -1)]
 
     def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
         shapes = {"scale": size, "offset": size, "residual": x}
-        return {"x": rng.normal(size=x), **{name: rng.normal(size=shapes[name]) for name in given}}
+        return {"x": rng.normal(size=x), **{name: rng.normal(size=shapes[name]) for name in present}}
 
     return OpCase("norm", name, arrays, options)
 
 
 _CASES = (
     _norm_case("plain", (2, 3, 8)),
-    _norm_case("without_scale", (3, 8), given=()),
+    _norm_case("without_scale", (3, 8), present=()),
     _norm_case("odd_sizes", (131, 67), epsilon=1e-3),
     _norm_case("empty_rows", (0, 8)),
     _norm_case("scale_offset", (3, 8), scale_offset=1.0),
-    _norm_case("residual", (2, 5, 12), given=("scale", "residual")),
-    _norm_case("layer", (3, 12), given=("scale", "offset"), kind="layer"),
-    _norm_case("layer_with_residual", (3, 12), given=("residual",), kind="layer"),
-    _norm_case("other_axis", (3, 8, 5), given=("scale", "offset"), axis=1),
+    _norm_case("residual", (2, 5, 12), present=("scale", "residual")),
+    _norm_case("layer", (3, 12), present=("scale", "offset"), kind="layer"),
+    _norm_case("layer_with_residual", (3, 12), present=("residual",), kind="layer"),
+    _norm_case("other_axis", (3, 8, 5), present=("scale", "offset"), axis=1),
     spoiled(
-        _norm_case("", (2, 5, 12), given=("scale", "residual")),
+        _norm_case("", (2, 5, 12), present=("scale", "residual")),
         "not_a_number",
         x=((0, 1, 3), np.nan),
         residual=((1, 2, 0), np.inf),

@@ -23,7 +23,7 @@ BUDGETS = {
     "packages/core": (8.0, 2),
     "packages/kernels": (5.5, 2),
     "packages/quant": (2.5, 64),
-    "packages/train": (7.5, 78),
+    "packages/train": (7.5, 4),
     "packages/rl": (6.5, 21),
     "packages/serve": (9.0, 3),
     "packages/profile": (5.0, 53),

@@ -64,7 +64,7 @@ class CausalLMConfig(Objective):
             if coefficient:
                 loss = loss + coefficient * self._fact(outputs, fact)
         if self.further_loss:
-            further = self._further(outputs, head, targets, batch["segment_ids"])
+            further = self._mtp_loss(outputs, head, targets, batch["segment_ids"])
             metrics["further_loss"] = Metric.mean(further, weight)
             loss = loss + self.further_loss * further
         return loss, metrics
@@ -79,7 +79,7 @@ class CausalLMConfig(Objective):
             )
         return outputs.facts[fact]
 
-    def _further(self, outputs: Outputs, head: Head, targets: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    def _mtp_loss(self, outputs: Outputs, head: Head, targets: jax.Array, segment_ids: jax.Array) -> jax.Array:
         """Computes the mean loss of multi-token prediction.
 
         Raises:

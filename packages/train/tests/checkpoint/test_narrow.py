@@ -10,7 +10,7 @@ import pytest
 from stack_core.abi.errors import CheckpointDamaged, CheckpointError
 from stack_train.checkpoint import CheckpointStore
 from stack_train.checkpoint.manifest import read_manifest
-from stack_train.checkpoint.narrow import is_narrow, packed, unpacked
+from stack_train.checkpoint.narrow import is_packed, packed, unpacked
 
 BITS = {
     "int2": 2,
@@ -43,7 +43,7 @@ def narrow_arrays() -> dict[str, jax.Array]:
 def test_bytes_hold_what_went_in_and_no_more(dtype: str, shape: tuple[int, ...]) -> None:
     array = array_of(dtype, shape)
     content = packed(array)
-    assert is_narrow(dtype) and content.dtype == jnp.uint8
+    assert is_packed(dtype) and content.dtype == jnp.uint8
     *leading, entries = shape or (1,)
     assert content.shape == (*leading, -(-entries * BITS[dtype] // 8))
     back = unpacked(content, shape, dtype)
@@ -53,7 +53,7 @@ def test_bytes_hold_what_went_in_and_no_more(dtype: str, shape: tuple[int, ...])
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "bool", "float16", "bfloat16", "int32"])
 def test_ordinary_arrays_are_stored_as_they_are(dtype: str) -> None:
-    assert not is_narrow(dtype)
+    assert not is_packed(dtype)
 
 
 def test_a_checkpoint_gives_back_narrow_arrays_bit_by_bit(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def test_the_command_samples_prompts(run, tmp_path):
     [
         ({"label": (1,), "prompt": ("a",)}, ConfigError, "not both"),
         ({"prompt": ("a",), "size": 18}, ConfigError, "multiple of 4"),
-        ({"prompt": ("a",), "told_guidance": 2.0}, GenerationError, "takes no guidance as an input"),
+        ({"prompt": ("a",), "embedded_guidance": 2.0}, GenerationError, "takes no guidance as an input"),
         ({"label": (1,)}, GenerationError, "takes prompts: give --prompt"),
         ({"prompt": ("a",), "spacing": "trailing"}, ConfigError, "by flow matching, .* Leave it out"),
     ],

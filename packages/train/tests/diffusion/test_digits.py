@@ -82,7 +82,7 @@ def test_the_command_writes_a_grid_and_the_report_shows_it(run, tmp_path, capsys
         ({"label": (10,)}, GenerationError, r"labels 0 to 9, not 10"),
         ({"grid": "8"}, ConfigError, "expected rows x columns"),
         ({"steps": 0}, ConfigError, "sampler.steps"),
-        ({"told_guidance": 2.0}, GenerationError, "takes no guidance as an input"),
+        ({"embedded_guidance": 2.0}, GenerationError, "takes no guidance as an input"),
         ({"guidance_rescale": 0.5}, ConfigError, "guidance is 1, which adds none"),
     ],
 )

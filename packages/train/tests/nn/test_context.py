@@ -8,7 +8,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from stack_train.nn.context import check_whole_sequence, to_zigzag
+from stack_train.nn.context import check_unsplit_sequence, to_zigzag
 
 
 @pytest.mark.parametrize("meshes", ["few", pytest.param("all", marks=pytest.mark.slow)])
@@ -21,4 +21,4 @@ def test_shared_sequences_train_as_whole_ones_do(meshes):
 def test_one_device_keeps_the_order():
     tokens = jnp.arange(6).reshape(2, 3)
     assert to_zigzag(tokens) is tokens
-    check_whole_sequence("A gated delta rule")
+    check_unsplit_sequence("A gated delta rule")

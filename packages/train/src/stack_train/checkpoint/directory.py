@@ -46,7 +46,7 @@ class CheckpointDirectory:
         self.remove_partial()
         for beyond in self.steps():
             if beyond >= step:
-                self._set_aside(self.path(beyond), step)
+                self._quarantine(self.path(beyond), step)
 
     def remove_partial(self) -> None:
         for path in self._entries():
@@ -64,7 +64,7 @@ class CheckpointDirectory:
     def _entries(self) -> list[Path]:
         return list(self.root.iterdir()) if self.root.is_dir() else []
 
-    def _set_aside(self, path: Path, step: int) -> None:
+    def _quarantine(self, path: Path, step: int) -> None:
         number = 1
         while (aside := path.with_suffix(f"{_SET_ASIDE}-{number}")).exists():
             number += 1

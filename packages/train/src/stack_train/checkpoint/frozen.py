@@ -63,9 +63,9 @@ class FrozenRecord:
         """
         found = FrozenRecord.of(frozen, source=self.source, step=self.step)
         lines = [
-            f"  {name}: {self._described(name)} when the run began, {found._described(name)} now"
+            f"  {name}: {self._describe(name)} when the run began, {found._describe(name)} now"
             for name in dict.fromkeys([*self.specs, *found.specs])
-            if self._described(name) != found._described(name)
+            if self._describe(name) != found._describe(name)
         ]
         if lines:
             raise CheckpointError(
@@ -74,7 +74,7 @@ class FrozenRecord:
                 + "\nRestore the source; the run's checkpoints do not store these variables."
             )
 
-    def _described(self, name: str) -> str:
+    def _describe(self, name: str) -> str:
         return f"{self.specs[name]} digest {self.digests[name]}" if name in self.specs else "absent"
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stack_core.abi.errors import CheckpointError
-from stack_train.checkpoint.narrow import is_narrow, packed
+from stack_train.checkpoint.narrow import is_packed, packed
 
 __all__ = ["LeafSpec", "differences", "named_leaves", "spec_of", "stored_array"]
 
@@ -67,15 +67,15 @@ def stored_array(leaf: Any) -> Any:
         return np.asarray(leaf)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(leaf)
-    return packed(jnp.asarray(leaf)) if is_narrow(leaf.dtype) else leaf
+    return packed(jnp.asarray(leaf)) if is_packed(leaf.dtype) else leaf
 
 
-def differences(stored: Mapping[str, LeafSpec], wanted: Mapping[str, LeafSpec]) -> list[str]:
+def differences(stored: Mapping[str, LeafSpec], requested: Mapping[str, LeafSpec]) -> list[str]:
     """Lists the leaves whose specs differ between a checkpoint and the request, one line per leaf."""
     return [
-        f"  {name}: {stored.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} in this run"
-        for name in dict.fromkeys([*wanted, *stored])
-        if stored.get(name) != wanted.get(name)
+        f"  {name}: {stored.get(name, 'absent')} in the checkpoint, {requested.get(name, 'absent')} in this run"
+        for name in dict.fromkeys([*requested, *stored])
+        if stored.get(name) != requested.get(name)
     ]
 
 

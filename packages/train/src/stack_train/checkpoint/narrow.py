@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-__all__ = ["is_narrow", "packed", "splits_bytes", "unpacked"]
+__all__ = ["is_packed", "packed", "splits_bytes", "unpacked"]
 
 _BYTE = 8
 
 
-def is_narrow(dtype: Any) -> bool:
+def is_packed(dtype: Any) -> bool:
     """Returns True if arrays of `dtype` are stored as packed bytes."""
     dtype = np.dtype(dtype)
     return dtype.itemsize == 1 and dtype not in (np.bool_, np.int8, np.uint8)

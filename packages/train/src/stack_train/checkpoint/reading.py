@@ -42,11 +42,11 @@ def read_state(
       CheckpointError: the leaves of the checkpoint and of `abstract` differ; names each difference.
     """
     manifest, documents = _opened(checkpoint)
-    wanted = named_leaves({under: abstract} if under else abstract)
+    expected = named_leaves({under: abstract} if under else abstract)
     records = {name: record for name, record in manifest.leaves.items() if _within(name, under)}
     read = _read_cast if cast else _read_leaves
-    leaves = read(checkpoint, records, wanted, processes)
-    return manifest, documents, jax.tree.unflatten(jax.tree.structure(abstract), [leaves[name] for name in wanted])
+    leaves = read(checkpoint, records, expected, processes)
+    return manifest, documents, jax.tree.unflatten(jax.tree.structure(abstract), [leaves[name] for name in expected])
 
 
 def read_variables(
@@ -60,7 +60,7 @@ def read_variables(
       abstract: nested dicts of the shapes and dtypes of all variables.
     """
     manifest, documents = _opened(checkpoint)
-    wanted = named_leaves(abstract)
+    expected = named_leaves(abstract)
     records = frozen_records(documents)
     frozen = records["model"].specs if "model" in records else {}
     stored = {
@@ -68,9 +68,9 @@ def read_variables(
         for name in manifest.leaves
         if name.partition("/")[0] in _VARIABLES and name.partition("/")[2] not in frozen
     }
-    here = {stored.get(name, f"params/{name}"): leaf for name, leaf in wanted.items() if name not in frozen}
+    here = {stored.get(name, f"params/{name}"): leaf for name, leaf in expected.items() if name not in frozen}
     leaves = _read_cast(checkpoint, {name: manifest.leaves[name] for name in stored.values()}, here, processes)
-    values = [None if name in frozen else leaves[stored[name]] for name in wanted]
+    values = [None if name in frozen else leaves[stored[name]] for name in expected]
     return manifest, documents, jax.tree.unflatten(jax.tree.structure(abstract), values)
 
 
@@ -99,13 +99,13 @@ def _opened(checkpoint: Path) -> tuple[Manifest, dict[str, bytes]]:
 
 
 def _read_leaves(
-    checkpoint: Path, records: Mapping[str, LeafRecord], wanted: Mapping[str, Any], processes: Processes
+    checkpoint: Path, records: Mapping[str, LeafRecord], expected: Mapping[str, Any], processes: Processes
 ) -> dict[str, Any]:
     """Reads leaves by their stored names and verifies their digests, in collectives of all processes."""
-    _check_structure(checkpoint, records, wanted)
+    _check_structure(checkpoint, records, expected)
     leaves, problem = dict[str, Any](), ""
     try:
-        leaves = {name: _read_leaf(checkpoint, records[name].part, name, leaf) for name, leaf in wanted.items()}
+        leaves = {name: _read_leaf(checkpoint, records[name].part, name, leaf) for name, leaf in expected.items()}
     except CheckpointDamaged as error:
         if processes.count == 1:
             raise
@@ -117,7 +117,7 @@ def _read_leaves(
 
 
 def _read_cast(
-    checkpoint: Path, records: Mapping[str, LeafRecord], wanted: Mapping[str, Any], processes: Processes
+    checkpoint: Path, records: Mapping[str, LeafRecord], expected: Mapping[str, Any], processes: Processes
 ) -> dict[str, Any]:
     """Reads leaves in their stored dtypes, verifies their digests, and casts floats to the requested dtypes."""
 
@@ -127,9 +127,9 @@ def _read_cast(
             return leaf
         return jax.ShapeDtypeStruct(leaf.shape, stored, sharding=getattr(leaf, "sharding", None))
 
-    requested = {name: in_stored_dtype(name, leaf) for name, leaf in wanted.items()}
+    requested = {name: in_stored_dtype(name, leaf) for name, leaf in expected.items()}
     leaves = _read_leaves(checkpoint, records, requested, processes)
-    for name, leaf in wanted.items():
+    for name, leaf in expected.items():
         if requested[name] is not leaf:
             leaves[name] = leaves[name].astype(leaf.dtype)  # One by one, so only one leaf is in memory twice.
     return leaves
@@ -139,9 +139,9 @@ def _within(name: str, under: str) -> bool:
     return not under or name == under or name.startswith(f"{under}/")
 
 
-def _check_structure(checkpoint: Path, records: Mapping[str, LeafRecord], wanted: Mapping[str, Any]) -> None:
+def _check_structure(checkpoint: Path, records: Mapping[str, LeafRecord], expected: Mapping[str, Any]) -> None:
     stored_specs = {name: record.spec for name, record in records.items()}
-    lines = differences(stored_specs, {name: spec_of(leaf) for name, leaf in wanted.items()})
+    lines = differences(stored_specs, {name: spec_of(leaf) for name, leaf in expected.items()})
     if lines:
         raise CheckpointError(
             f"Checkpoint {checkpoint} was saved with another model or optimizer; leaves that differ: {len(lines)}\n"

@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 import tensorstore
 
 from stack_train.checkpoint.leaves import spec_of
-from stack_train.checkpoint.narrow import is_narrow, splits_bytes, unpacked
+from stack_train.checkpoint.narrow import is_packed, splits_bytes, unpacked
 
 __all__ = ["Unit", "make_checkpointer", "read_array"]
 
@@ -96,12 +96,12 @@ def read_array(checkpoint: Path, part: int, name: str, leaf: Any) -> Any:
     stored = tensorstore.open(spec, open=True, read=True).result()
     sharding = _sharding(leaf)
     wanted = spec_of(leaf)
-    if is_narrow(wanted.dtype):
+    if is_packed(wanted.dtype):
         split = sharding is not None and not splits_bytes(sharding, wanted.shape, wanted.dtype)
         content = jnp.asarray(_read_to(stored, sharding if split else None))
         array = unpacked(content, wanted.shape, wanted.dtype)
         return array if sharding is None else jax.device_put(array, sharding)
-    return _as_asked(_read_to(stored, sharding), leaf)
+    return _like(_read_to(stored, sharding), leaf)
 
 
 def _read_to(stored: Any, sharding: jax.sharding.Sharding | None) -> np.ndarray | jax.Array:
@@ -129,7 +129,7 @@ def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
     return getattr(leaf, "sharding", None) if getattr(leaf, "committed", True) else None
 
 
-def _as_asked(array: Any, leaf: Any) -> Any:
+def _like(array: Any, leaf: Any) -> Any:
     if isinstance(leaf, (bool, int, float, complex)):
         return type(leaf)(array.item())
     if isinstance(leaf, (np.ndarray, np.generic)):

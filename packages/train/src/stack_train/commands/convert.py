@@ -73,8 +73,8 @@ def convert(
     ) as bar:
         task = bar.add_task("converting", total=None)
 
-        def report(path: str, done_bytes: int, total_bytes: int) -> None:
-            bar.update(task, description=path, completed=done_bytes, total=total_bytes)
+        def report(path: str, finished_bytes: int, total_bytes: int) -> None:
+            bar.update(task, description=path, completed=finished_bytes, total=total_bytes)
 
         if from_format is not None:
             result = from_format.import_run(from_path, to_path, progress=report, **reading)
@@ -92,7 +92,7 @@ def convert(
         print("The adapter names its base by the run. For transformers, give --base-model NAME, such as ORG/MODEL.")
 
 
-def _check_options(given: Mapping[str, Any], source: str, from_format: Any, destination: str, to_format: Any) -> None:
+def _check_options(options: Mapping[str, Any], source: str, from_format: Any, destination: str, to_format: Any) -> None:
     """Raises a ConversionError if an option does not apply to the source or destination format."""
     uses = {
         "base": (from_format, ImportsAdapters, f"applies to adapters, but {source!r} is not an adapter. Leave it out"),
@@ -100,7 +100,7 @@ def _check_options(given: Mapping[str, Any], source: str, from_format: Any, dest
         "base_model": (to_format, ExportsAdapters, f"applies to written adapters, but {destination!r} is not one"),
         "stored": (to_format, ExportsStored, f"applies to formats with a choice of dtypes, unlike {destination!r}"),
     }
-    for name in given:
+    for name in options:
         used_by, ability, problem = uses[name]
         if not isinstance(used_by, ability):
             raise ConversionError(f"--{name.replace('_', '-')} {problem}.")

@@ -29,7 +29,7 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     eta: float = 0.0,
     guidance: float = 1.0,
     guidance_rescale: float = 0.0,
-    told_guidance: float | None = None,
+    embedded_guidance: float | None = None,
     size: int | None = None,
     seed: Annotated[int, Parameter(negative=())] = 0,
 ) -> None:
@@ -47,7 +47,7 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
       eta: fraction of fresh noise in each ddim step.
       guidance: guidance scale; values above 1 follow the label or prompt more closely, with less variety.
       guidance_rescale: fraction, 0 to 1, by which the contrast added by guidance is removed.
-      told_guidance: guidance scale passed as an input to guidance-distilled models such as FLUX.1 dev.
+      embedded_guidance: guidance scale passed as an input to guidance-distilled models such as FLUX.1 dev.
       size: height and width in pixels, for latent diffusion models.
       seed: seed of the noise; the same seed gives the same images.
     """
@@ -72,10 +72,10 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
         raise GenerationError(f"The model takes {needed}.", parameter="label")
     if prompt or opened.encoders is not None:
         prompts = [prompt[place % columns % len(prompt)] if prompt else "" for place in places]
-        images = opened.images_of(prompts, config, seed=seed, told_guidance=told_guidance)
+        images = opened.images_of(prompts, config, seed=seed, embedded_guidance=embedded_guidance)
     else:
-        if told_guidance is not None:
-            raise GenerationError("The model takes no guidance as an input.", parameter="told_guidance")
+        if embedded_guidance is not None:
+            raise GenerationError("The model takes no guidance as an input.", parameter="embedded_guidance")
         labels = label or tuple(range(opened.config.classes)) or (0,)
         turns = [labels[place % columns % len(labels)] for place in places]
         images = opened.images(turns, config, seed=seed)

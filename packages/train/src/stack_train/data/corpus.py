@@ -84,7 +84,7 @@ def _write(folder: Path, documents: Iterable[Document], tokenizer: HuggingFaceTo
     with (folder / "tokens.bin").open("wb") as tokens_file, (folder / "names.bin").open("wb") as names_file:
         for group in _groups(documents):
             for document, ids in zip(group, tokenizer.encode_batch([item.text for item in group]), strict=True):
-                encoded = _ended(ids, eos_id).astype(dtype).tobytes()
+                encoded = _with_eos(ids, eos_id).astype(dtype).tobytes()
                 content.update(encoded)
                 tokens_file.write(encoded)
                 offsets.append(offsets[-1] + len(encoded) // dtype.itemsize)
@@ -101,7 +101,7 @@ def _write(folder: Path, documents: Iterable[Document], tokenizer: HuggingFaceTo
     (folder / "corpus.json").write_text(json.dumps(facts), encoding="utf-8")
 
 
-def _ended(ids: Int64[np.ndarray, " tokens"], eos_id: int) -> Int64[np.ndarray, " ended_tokens"]:
+def _with_eos(ids: Int64[np.ndarray, " tokens"], eos_id: int) -> Int64[np.ndarray, " ended_tokens"]:
     return ids if ids.size and ids[-1] == eos_id else np.append(ids, eos_id)
 
 

@@ -51,7 +51,7 @@ class ImageSettings:
         }
 
 
-def check_images(model: Any, *, size: int | None, channels: tuple[int, ...], classes: int, what: str) -> None:
+def check_images(model: Any, *, size: int | None, channels: tuple[int, ...], classes: int, label: str) -> None:
     """Checks that a model accepts images of a size, a number of channels and a number of classes.
 
     Args:
@@ -59,13 +59,13 @@ def check_images(model: Any, *, size: int | None, channels: tuple[int, ...], cla
       size: side of the images in pixels; None if they can be scaled to any size.
       channels: numbers of channels that the images can have.
       classes: number of classes; 0 accepts any.
-      what: name of the data in messages.
+      label: name of the data in messages.
 
     Raises:
       ConfigError: the model is not an image model, or differs; the message lists the config keys and expected values.
     """
     if not isinstance(model, ImagesConfig):
-        raise ConfigError(f"Data of {what} needs a model of images, not family {model.name!r}; use dit.")
+        raise ConfigError(f"Data of {label} needs a model of images, not family {model.name!r}; use dit.")
     wrong: list[str] = []
     if size not in (None, model.image_size):
         wrong.append(f"model.image_size is {model.image_size}, not {size}")
@@ -74,7 +74,7 @@ def check_images(model: Any, *, size: int | None, channels: tuple[int, ...], cla
     if model.classes and model.classes < classes:
         wrong.append(f"model.classes is {model.classes}, fewer than {classes} (0 trains without labels)")
     if wrong:
-        raise ConfigError(f"The model does not fit the images of {what}: {'; '.join(wrong)}.")
+        raise ConfigError(f"The model does not fit the images of {label}: {'; '.join(wrong)}.")
 
 
 @runtime_checkable
@@ -83,14 +83,14 @@ class ImageRows(Protocol):
 
     Attributes:
       names: readable name of each image.
-      facts: digests and settings that identify the data, for the fingerprint of an iterator state.
+      identity: digests and settings that identify the data, for the fingerprint of an iterator state.
     """
 
     @property
     def names(self) -> Sequence[str]: ...
 
     @property
-    def facts(self) -> Mapping[str, Any]: ...
+    def identity(self) -> Mapping[str, Any]: ...
 
     def digests(self) -> UInt64[np.ndarray, " images"]:
         """Returns the content hash of each image. Duplicates go to the same split."""
@@ -116,7 +116,7 @@ class LabelledImages:
     names: Sequence[str]
 
     @property
-    def facts(self) -> Mapping[str, Any]:
+    def identity(self) -> Mapping[str, Any]:
         labels = None if self.labels is None else self.labels.tolist()
         return {"the images (digest)": digest_of(self.digests().tolist(), labels)}
 
@@ -142,7 +142,7 @@ class ImageBatches(Batches):
             "seed": seed,
             "data.batch_size": settings.batch_size,
             "data.validation_fraction": settings.validation_fraction,
-            **images.facts,
+            **images.identity,
         }
 
     def train_iterator(self) -> TrainIterator:

@@ -8,12 +8,12 @@ from jaxtyping import Int64
 
 from stack_core.abi.data import Batches
 
-__all__ = ["OwnRows"]
+__all__ = ["ProcessRows"]
 
-T = TypeVar("T", bound="OwnRows")
+T = TypeVar("T", bound="ProcessRows")
 
 
-class OwnRows(Batches):
+class ProcessRows(Batches):
     """Base class of data that reads only the rows of one process.
 
     Attributes:

@@ -13,7 +13,7 @@ from stack_core.abi.user_cache import user_cache_dir
 from stack_train.data.best_fit import BestFitPacking
 from stack_train.data.bpe import BPE_VOCAB_SIZE, trained_bpe
 from stack_train.data.corpus import Corpus, tokenize
-from stack_train.data.own_rows import OwnRows
+from stack_train.data.own_rows import ProcessRows
 from stack_train.data.packing import Packing, Piece
 from stack_train.data.rows import Batch, TrainIterator, filled, iterate_rows
 from stack_train.data.settings import TextSettings
@@ -33,7 +33,7 @@ def build_pipeline(
     seed: int,
     cache_dir: Path | None = None,
     packing: str = "windows",
-    most_tokens: int = BPE_VOCAB_SIZE,
+    max_tokens: int = BPE_VOCAB_SIZE,
 ) -> "Pipeline":
     """Reads, tokenizes and splits the documents of a config, reusing cached results.
 
@@ -42,7 +42,7 @@ def build_pipeline(
       seed: seed of the order of documents and rows.
       cache_dir: directory of cached tokenizers and tokenized corpora; by default `$XDG_CACHE_HOME/stack`.
       packing: "windows" or "best_fit".
-      most_tokens: maximum vocabulary size of a BPE if `config.vocab_size` is None. The BPE is smaller if the documents
+      max_tokens: maximum vocabulary size of a BPE if `config.vocab_size` is None. The BPE is smaller if the documents
         have too few words.
 
     Raises:
@@ -52,11 +52,11 @@ def build_pipeline(
     """
     source = open_source(config)
     cache_dir = user_cache_dir() if cache_dir is None else cache_dir
-    tokenizer = _make_tokenizer(config, source, cache_dir, most_tokens)
+    tokenizer = _make_tokenizer(config, source, cache_dir, max_tokens)
     return Pipeline(config, tokenizer, tokenize(source, tokenizer, cache_dir), seed=seed, packing=packing)
 
 
-class Pipeline(OwnRows):
+class Pipeline(ProcessRows):
     """Training and validation batches of one corpus.
 
     A batch is a dict of NumPy arrays: tokens, targets (-100 in padding), positions (from 0 in each document) and
@@ -145,13 +145,11 @@ class Pipeline(OwnRows):
         return f"{self._corpus.name(piece.document)} (lines {first}-{last})"
 
 
-def _make_tokenizer(
-    config: TextSettings, source: DataSource, cache_dir: Path, most_tokens: int
-) -> HuggingFaceTokenizer:
+def _make_tokenizer(config: TextSettings, source: DataSource, cache_dir: Path, max_tokens: int) -> HuggingFaceTokenizer:
     if config.trains_tokenizer:
         return trained_bpe(
             source,
-            vocab_size=config.vocab_size or most_tokens,
+            vocab_size=config.vocab_size or max_tokens,
             fewer=config.vocab_size is None,
             sample_bytes=config.tokenizer_bytes,
             validation_fraction=config.validation_fraction,

@@ -17,7 +17,7 @@ from stack_core.abi.errors import ConversionError
 from stack_core.abi.formats import Conversion, Progress
 from stack_core.abi.run_directory import RunDirectory
 from stack_train.checkpoint import CheckpointStore
-from stack_train.data.kinds.captioned import CaptionedData, EncoderFacts
+from stack_train.data.kinds.captioned import CaptionedData, EncoderIdentity
 from stack_train.data.kinds.images import ImagesData
 from stack_train.diffusion import autoencoder_kl, dit, flux
 from stack_train.diffusion.components import Component, load_component, save_component
@@ -74,7 +74,7 @@ def import_images(directory: Path, run: Path, *, progress: Progress | None = Non
         paths.config.write_text(to_yaml(config), encoding="utf-8")
         if isinstance(config.data, CaptionedData):
             encoders = open_encoders(directory, text_tokens=config.model.text_tokens)
-            EncoderFacts.of(encoders, config.model.text_tokens).write(partial)
+            EncoderIdentity.of(encoders, config.model.text_tokens).write(partial)
     parameters = sum(leaf.size for leaf in leaves.values())
     return Conversion(run, parameters, total_bytes, config.model.param_dtype, ())
 
@@ -112,7 +112,7 @@ def export_images(run: Path, directory: Path, saved: RunConfig) -> Conversion:
     graph = nnx.split(nnx.eval_shape(lambda: component.family.build(saved.model, key=jax.random.key(0))))[0]
     model, config = nnx.merge(graph, nnx.State(read_params(run, saved.model)[0])), saved.model
     if isinstance(saved.data, CaptionedData):
-        facts = EncoderFacts.read(run)
+        facts = EncoderIdentity.read(run)
         encoders = open_encoders(Path(facts.directory), text_tokens=facts.text_tokens)
         facts.check(encoders)
         objective = saved.objective

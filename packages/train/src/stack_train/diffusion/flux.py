@@ -144,8 +144,8 @@ class Stream(nnx.Module):
         shift, scale, *others = jnp.split(self.modulation(condition), 6, axis=-1)
         return self.projections(modulated(x, shift, scale)), others
 
-    def after(self, x: Tokens, attended: Tokens, others: list[Array]) -> Tokens:
-        gate, shift, scale, gate_mlp = (part[:, None] for part in others)
+    def after(self, x: Tokens, attended: Tokens, modulation: list[Array]) -> Tokens:
+        gate, shift, scale, gate_mlp = (part[:, None] for part in modulation)
         x = x + gate * self.output(attended)
         wide = constrain(self.up(modulated(x, shift[:, 0], scale[:, 0])), "batch", "seq", "act_mlp", name="a stream")
         return x + gate_mlp * self.down(jax.nn.gelu(wide, approximate=True))

@@ -13,14 +13,14 @@ __all__ = ["pillow", "tiled", "write_png"]
 
 
 def tiled(
-    images: UInt8[np.ndarray, "images height width channels"], columns: int, *, least_pixels: int = 64
+    images: UInt8[np.ndarray, "images height width channels"], columns: int, *, min_pixels: int = 64
 ) -> UInt8[np.ndarray, "grid_height grid_width channels"]:
     """Arranges images in rows with a white pixel between them; small images are enlarged by integer factors.
 
     Args:
-      least_pixels: minimum size of the shorter side of an enlarged image.
+      min_pixels: minimum size of the shorter side of an enlarged image.
     """
-    factor = max(1, -(-least_pixels // min(images.shape[1:3])))
+    factor = max(1, -(-min_pixels // min(images.shape[1:3])))
     large = images.repeat(factor, axis=1).repeat(factor, axis=2)
     framed = np.pad(large, ((0, 0), (0, 1), (0, 1), (0, 0)), constant_values=255)
     count, height, width, channels = framed.shape

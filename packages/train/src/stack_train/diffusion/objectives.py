@@ -88,8 +88,8 @@ class DenoisingConfig(Objective):
             return condition
         dropped = jax.random.bernoulli(key, self.condition_dropout, (rows,))
 
-        def mixed(given: Array, none: Array) -> Array:
-            return jnp.where(dropped.reshape(-1, *[1] * (given.ndim - 1)), none, given)
+        def mixed(value: Array, none: Array) -> Array:
+            return jnp.where(dropped.reshape(-1, *[1] * (value.ndim - 1)), none, value)
 
         return jax.tree.map(mixed, condition, model.unconditional(condition))
 
@@ -173,7 +173,7 @@ class _DiscreteConfig(DenoisingConfig):
         """Returns the target of the prediction."""
 
     @abc.abstractmethod
-    def weight(self, snr: Float[Array, " batch"], most: float) -> Float[Array, " batch"]:
+    def weight(self, snr: Float[Array, " batch"], limit: float) -> Float[Array, " batch"]:
         """Computes the weight of an error from the signal-to-noise ratio."""
 
 
@@ -194,8 +194,8 @@ class EpsilonConfig(_DiscreteConfig):
     def target(self, images: Images, noise: Images, alpha: Array, sigma: Array) -> Images:
         return noise
 
-    def weight(self, snr: Float[Array, " batch"], most: float) -> Float[Array, " batch"]:
-        return jnp.minimum(snr, most) / snr
+    def weight(self, snr: Float[Array, " batch"], limit: float) -> Float[Array, " batch"]:
+        return jnp.minimum(snr, limit) / snr
 
 
 @config
@@ -215,5 +215,5 @@ class VConfig(_DiscreteConfig):
     def target(self, images: Images, noise: Images, alpha: Array, sigma: Array) -> Images:
         return alpha * noise - sigma * images
 
-    def weight(self, snr: Float[Array, " batch"], most: float) -> Float[Array, " batch"]:
-        return jnp.minimum(snr, most) / (snr + 1.0)
+    def weight(self, snr: Float[Array, " batch"], limit: float) -> Float[Array, " batch"]:
+        return jnp.minimum(snr, limit) / (snr + 1.0)

@@ -153,7 +153,7 @@ def open_pipeline(directory: Path, *, text_tokens: int | None = None) -> Pipelin
     config, model = load_component(flux.COMPONENT, directory / "transformer")
     # Defaults of diffusers' pipelines for FLUX.1 dev and schnell.
     most = _T5_TOKENS if config.guidance is not None else _T5_TOKENS // 2
-    tokens = text_tokens or min(most, _most_tokens(directory / _T5_TOKENIZER))
+    tokens = text_tokens or min(most, _max_tokens(directory / _T5_TOKENIZER))
     encoders = open_encoders(directory, text_tokens=tokens)
     encoders.check(config)
     config = replace(config, image_size=encoders.image_size, text_tokens=tokens)
@@ -162,13 +162,13 @@ def open_pipeline(directory: Path, *, text_tokens: int | None = None) -> Pipelin
     return Pipeline(config, model, encoders, read_scheduler(directory / "scheduler"))
 
 
-def _most_tokens(directory: Path) -> int:
+def _max_tokens(directory: Path) -> int:
     """The tokens that a tokenizer's settings allow; as many as there are where they do not say."""
     path = directory / _TOKENIZER_CONFIG
     return int(_mapping(path).get(_MOST_TOKENS) or sys.maxsize)
 
 
-def _write_most_tokens(directory: Path, tokens: int) -> None:
+def _write_max_tokens(directory: Path, tokens: int) -> None:
     """Records the number of text tokens: the denoiser attends to padding, so another number changes its condition."""
     path = directory / _TOKENIZER_CONFIG
     _write_json(path, {**_mapping(path), _MOST_TOKENS: tokens})
@@ -223,7 +223,7 @@ def save_pipeline(directory: Path, config: Any, model: Any, encoders: Encoders, 
     encoders.check(config)
     with atomic_directory(directory) as partial:
         _write_encoders(partial, encoders)
-        _write_most_tokens(partial / _T5_TOKENIZER, encoders.text.t5_tokenizer.tokens)
+        _write_max_tokens(partial / _T5_TOKENIZER, encoders.text.t5_tokenizer.tokens)
         save_component(flux.COMPONENT, partial / "transformer", config, model)
         write_scheduler(partial / "scheduler", shift)
         _write_index(partial)

@@ -15,7 +15,7 @@ from jaxtyping import UInt8
 from stack_core.abi.errors import ConfigError, ConversionError, GenerationError
 from stack_core.abi.local_paths import hub_advice, local_path
 from stack_train.data.image_batches import as_pixels
-from stack_train.data.kinds.captioned import CaptionedData, EncoderFacts
+from stack_train.data.kinds.captioned import CaptionedData, EncoderIdentity
 from stack_train.diffusion.denoiser import Condition, Denoiser, ImagesConfig, image_tokens
 from stack_train.diffusion.objectives import Denoises
 from stack_train.diffusion.pipeline import INDEX, Encoders, open_encoders, open_pipeline
@@ -68,13 +68,13 @@ class ImageSampler:
         return as_pixels(self._sampled(condition, len(labels), sampler, seed))
 
     def images_of(
-        self, prompts: Sequence[str], sampler: SamplerConfig, *, seed: int = 0, told_guidance: float | None = None
+        self, prompts: Sequence[str], sampler: SamplerConfig, *, seed: int = 0, embedded_guidance: float | None = None
     ) -> UInt8[np.ndarray, "images height width channels"]:
         """Samples one image per prompt. Prompts that are too long are truncated with a warning.
 
         Args:
           seed: as for `images`.
-          told_guidance: guidance scale, an input of guidance-distilled models; None uses the config's.
+          embedded_guidance: guidance scale, an input of guidance-distilled models; None uses the config's.
 
         Raises:
           GenerationError: the model takes no prompts, or no guidance as an input.
@@ -86,10 +86,10 @@ class ImageSampler:
                 parameter="prompt",
             )
         condition = dict(self.encoders.text(prompts))
-        if told_guidance is not None:
+        if embedded_guidance is not None:
             if getattr(self.config, "guidance", None) is None:
-                raise GenerationError("The model takes no guidance as an input.", parameter="told_guidance")
-            condition["guidance"] = jnp.full(len(prompts), told_guidance)
+                raise GenerationError("The model takes no guidance as an input.", parameter="embedded_guidance")
+            condition["guidance"] = jnp.full(len(prompts), embedded_guidance)
         latents = self._sampled(condition, len(prompts), sampler, seed)
         graph, state = nnx.split(self.encoders.autoencoder)
         return as_pixels(jax.jit(lambda state, latents: nnx.merge(graph, state).images_of(latents))(state, latents))
@@ -179,7 +179,7 @@ def open_run(directory: Path) -> ImageSampler:
         )
     encoders = None
     if isinstance(config.data, CaptionedData):
-        facts = EncoderFacts.read(directory)
+        facts = EncoderIdentity.read(directory)
         encoders = open_encoders(Path(facts.directory), text_tokens=facts.text_tokens)
         facts.check(encoders)
         encoders.check(config.model)

@@ -246,10 +246,10 @@ class StaticEngine(Engine):
             )
         return free if sampling.max_tokens is None else min(sampling.max_tokens, free)
 
-    def _check_tokens(self, name: str, tokens: Sequence[int], most: int) -> None:
+    def _check_tokens(self, name: str, tokens: Sequence[int], limit: int) -> None:
         vocab_size = self._checkpoint.vocab_size
-        if len(tokens) > most:
-            problem = f"{name} names {len(tokens)} tokens, the model's own end tokens included; give {most} at most."
+        if len(tokens) > limit:
+            problem = f"{name} names {len(tokens)} tokens, the model's own end tokens included; give {limit} at most."
         elif any(token >= vocab_size for token in tokens):
             problem = f"{name} has token {max(tokens)}; the model has tokens 0 to {vocab_size - 1}."
         else:
@@ -430,8 +430,8 @@ class StaticEngine(Engine):
             times=RequestTimes(of.work.times.submitted_s, started_s, ended_s, ended_s),
         )
 
-    def _end_all(self, ended: Sequence[_Continuation], reason: FinishReason, error: str | None = None) -> None:
-        for each in ended:
+    def _end_all(self, continuations: Sequence[_Continuation], reason: FinishReason, error: str | None = None) -> None:
+        for each in continuations:
             update = GenerationUpdate(
                 request_id=each.work.request.request_id,
                 index=each.index,
@@ -456,20 +456,20 @@ class StaticEngine(Engine):
         return min(max(smallest, 1 << (tokens - 1).bit_length()), self._checkpoint.max_positions)
 
 
-def _completed(given: Mapping[Any, Any], held: Any) -> Any:
-    """Adds the entries of `held` that `given` lacks.
+def _completed(new: Mapping[Any, Any], old: Any) -> Any:
+    """Adds the entries of `old` that `new` lacks.
 
-    Unknown entries of `given` stay, because the check that follows rejects them by name.
+    Unknown entries of `new` stay, because the check that follows rejects them by name.
     """
-    if not isinstance(held, Mapping):
-        return given
+    if not isinstance(old, Mapping):
+        return new
     both = {
-        name: _completed(given[name], held[name]) if name in given and isinstance(given[name], Mapping) else held[name]
-        for name in held
+        name: _completed(new[name], old[name]) if name in new and isinstance(new[name], Mapping) else old[name]
+        for name in old
     }
     return {
         **both,
-        **{name: value for name, value in given.items() if name not in held or not isinstance(value, Mapping)},
+        **{name: value for name, value in new.items() if name not in old or not isinstance(value, Mapping)},
     }
 
 
@@ -497,7 +497,7 @@ def _choose(
     place: Int[Array, ""] | int,
     hidden: Float[Array, "rows 1 embed"],
     found: dict[str, jax.Array],
-    ended: jax.Array,
+    finished: jax.Array,
 ) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
     """Samples the token at index `place` of each continuation.
 
@@ -515,5 +515,5 @@ def _choose(
         for name, each in values.items()
     }
     history = found["history"].at[jnp.arange(len(lengths)), lengths].set(drawn.tokens, mode="drop")
-    found = {"history": history, "ok": found["ok"] & (drawn.ok | ended), **own}
-    return found, ended | stops | (rows["limits"] <= place + 1), (~ended).astype(jnp.int32)
+    found = {"history": history, "ok": found["ok"] & (drawn.ok | finished), **own}
+    return found, finished | stops | (rows["limits"] <= place + 1), (~finished).astype(jnp.int32)

@@ -333,17 +333,17 @@ _READ = (
 )
 
 
-def _check_settings(own: Mapping[str, Any], of_family: Sequence[str], path: Path) -> None:
+def _check_settings(settings: Mapping[str, Any], of_family: Sequence[str], path: Path) -> None:
     """Raises a ConversionError if a setting is missing, unknown or not supported by the models."""
     known = (*_READ, *of_family)
-    wrong = [f"{key} is missing" for key in (*_NEEDED, *of_family) if key not in own]
-    wrong += [f"{key}={value!r} is not read" for key, value in own.items() if key not in known]
-    if own.get("rope.scaling.type", "none") not in ("none", "linear"):
-        wrong.append(f"rope.scaling.type={own['rope.scaling.type']!r}, not linear")
+    wrong = [f"{key} is missing" for key in (*_NEEDED, *of_family) if key not in settings]
+    wrong += [f"{key}={value!r} is not read" for key, value in settings.items() if key not in known]
+    if settings.get("rope.scaling.type", "none") not in ("none", "linear"):
+        wrong.append(f"rope.scaling.type={settings['rope.scaling.type']!r}, not linear")
     for key in ("attention.value_length", "rope.dimension_count"):
-        head_dim = own.get("attention.key_length", own.get(key))
-        if own.get(key, head_dim) != head_dim:
-            wrong.append(f"{key}={own[key]}, not the key_length {head_dim}")
+        head_dim = settings.get("attention.key_length", settings.get(key))
+        if settings.get(key, head_dim) != head_dim:
+            wrong.append(f"{key}={settings[key]}, not the key_length {head_dim}")
     if wrong:
         raise ConversionError(f"{path} has settings that are not read here: {'; '.join(wrong)}.")
 

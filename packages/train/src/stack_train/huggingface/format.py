@@ -313,15 +313,15 @@ def _write_json(mapping: Mapping[str, Any], path: Path) -> tuple[str, ...]:
     return (path.name,) if mapping else ()
 
 
-def _write_config(kept: Path, config: Any, family: Any, special_ids: Mapping[str, int], path: Path) -> None:
-    """Writes `config.json`, or copies the original at `kept` if it still describes the same model."""
+def _write_config(original_path: Path, config: Any, family: Any, special_ids: Mapping[str, int], path: Path) -> None:
+    """Writes `config.json`, or copies the original at `original_path` if it still describes the same model."""
     mapping = family.config_map.write(config)
-    if kept.is_file():
-        given = json.loads(kept.read_bytes())
+    if original_path.is_file():
+        given = json.loads(original_path.read_bytes())
         # Weights are always written in float, so the config of a quantized checkpoint cannot be copied.
         plain = {name: value for name, value in given.items() if name != QUANTIZATION}
         original = read_config(family, plain, dtype=config.param_dtype)
         if plain == given and family.config_map.write(original) == mapping:
-            shutil.copyfile(kept, path)
+            shutil.copyfile(original_path, path)
             return
     _write_json({**mapping, **special_ids}, path)

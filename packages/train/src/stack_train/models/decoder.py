@@ -20,14 +20,14 @@ from stack_core.abi.models import Outputs
 from stack_core.ops import Head
 from stack_train.nn.attention import Attention, Mixer, Rope
 from stack_train.nn.build import Build, Parameter
-from stack_train.nn.context import ContextKeys, check_whole_sequence, from_zigzag, shared_rows, to_zigzag
+from stack_train.nn.context import ContextKeys, check_unsplit_sequence, from_zigzag, shared_rows, to_zigzag
 from stack_train.nn.feed_forward import Facts, TokenLayer
 from stack_train.nn.groups import Group, groups_of
 from stack_train.nn.linear import FloatName, lookup
 from stack_train.nn.residual import STREAM, Norm, ResidualStream, Rows, gather_sequence, shard_residual
 from stack_train.nn.stack import RematPolicy, scan_layers
 
-__all__ = ["Block", "Decoder", "DecoderConfig", "DecoderSpec", "FurtherLayer", "Layer"]
+__all__ = ["Block", "Decoder", "DecoderConfig", "DecoderSpec", "Layer", "MultiTokenLayer"]
 
 
 @config
@@ -140,7 +140,7 @@ class DecoderSpec:
     Attributes:
       layers: specification of each layer.
       norm: RMS norm of all layers.
-      further: identical multi-token prediction layers; see `FurtherLayer`.
+      further: identical multi-token prediction layers; see `MultiTokenLayer`.
       embedding_scale: factor of embedded tokens.
       logit_softcap: soft cap of the logits; see `Head`.
     """
@@ -185,7 +185,7 @@ class Block(nnx.Module):
         return ResidualStream(x, added if scale is None else self.norm(added, scale, STREAM))
 
 
-class FurtherLayer(nnx.Module):
+class MultiTokenLayer(nnx.Module):
     """Multi-token prediction layers, each of which predicts one token further ahead than the layer before.
 
         h' = norm(block([norm(e), norm(h)] P))
@@ -235,9 +235,7 @@ class Decoder(nnx.Module):
         self.norm = nnx.Param(jnp.full(config.embed, 1 - spec.norm.offset, config.param_dtype), logical_axes=("norm",))
         head = ((config.embed, config.vocab_size), ("embed", "vocab"), jax.random.fold_in(key, 1))
         self.lm_head = None if config.tie_embeddings else self._matrix(*head)
-        self.further = (
-            self._further_layers(spec, jax.random.fold_in(key, 2 + len(spec.layers))) if spec.further else None
-        )
+        self.further = self._mtp_layers(spec, jax.random.fold_in(key, 2 + len(spec.layers))) if spec.further else None
 
     def __call__(
         self,
@@ -302,11 +300,11 @@ class Decoder(nnx.Module):
         hidden = gather_sequence(normed)
         further: tuple[jax.Array, ...] = ()
         if cache is None and self.further is not None:
-            check_whole_sequence("A layer that predicts later tokens")
-            further, said = self._further(self.further, hidden, tokens, rows)
+            check_unsplit_sequence("A layer that predicts later tokens")
+            further, said = self._mtp_states(self.further, hidden, tokens, rows)
             facts.append([said])
         cache = None if cache is None else cache.advance(kept, tokens.shape[1])
-        return Outputs(hidden, cache, further, _facts_of(facts))
+        return Outputs(hidden, cache, further, _merge_facts(facts))
 
     def head(self) -> Head:
         """Returns the head in `config.dtype`, tied or not."""
@@ -347,17 +345,17 @@ class Decoder(nnx.Module):
         """Returns the initial standard deviation of matrices, and of matrices that write to the residual stream."""
         return self.config.initializer_std, self.config.initializer_std / math.sqrt(2 * layers)
 
-    def _further_layers(self, spec: DecoderSpec, key: jax.Array) -> FurtherLayer:
+    def _mtp_layers(self, spec: DecoderSpec, key: jax.Array) -> MultiTokenLayer:
         std, residual_std = self._stds(len(spec.layers))
         build = Build(self.config.embed, len(spec.further), std, residual_std, spec.norm, self.config.param_dtype, key)
-        return FurtherLayer(spec.further[0], build)
+        return MultiTokenLayer(spec.further[0], build)
 
     def _embedded(self, tokens: jax.Array) -> jax.Array:
         x = lookup(self.embedding[...], tokens, self.config.dtype)
         return x if self.embedding_scale == 1.0 else x * jnp.asarray(self.embedding_scale, x.dtype)
 
-    def _further(
-        self, layers: FurtherLayer, hidden: jax.Array, tokens: jax.Array, rows: Rows
+    def _mtp_states(
+        self, layers: MultiTokenLayer, hidden: jax.Array, tokens: jax.Array, rows: Rows
     ) -> tuple[tuple[jax.Array, ...], Facts]:
         """Returns the hidden states of the multi-token prediction layers, nearest token first, and the layers' facts.
 
@@ -366,7 +364,7 @@ class Decoder(nnx.Module):
         depth = layers.project.kernel.shape[0]
         embedded = jnp.stack([self._embedded(jnp.roll(tokens, -shift, axis=1)) for shift in range(1, depth + 1)])
 
-        def run(layer: FurtherLayer, hidden: Any, rows: Rows, embedded: Any) -> tuple[Any, Any]:
+        def run(layer: MultiTokenLayer, hidden: Any, rows: Rows, embedded: Any) -> tuple[Any, Any]:
             hidden, facts = layer(hidden, rows, embedded)
             return hidden, (hidden, facts)
 
@@ -390,7 +388,7 @@ class Decoder(nnx.Module):
             raise ShapeError("segment_ids were given with a cache, whose rows are one segment each; leave one out.")
 
 
-def _facts_of(groups: Sequence[Sequence[Facts]]) -> Facts:
+def _merge_facts(groups: Sequence[Sequence[Facts]]) -> Facts:
     """Concatenates the layers' facts, grouped by layer group. Scalar facts, [repeats] per position, are averaged."""
     joined: dict[str, list[jax.Array]] = {}
     for group in groups:

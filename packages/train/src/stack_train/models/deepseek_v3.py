@@ -48,7 +48,7 @@ class DeepseekV3Config(ExpertsConfig):
       normalized: normalizes the weights of a token's experts to a sum of 1.
       expert_scale: factor of the experts' weights.
       bias_rate: change of the experts' selection biases per step, which balances their load; see `Router`.
-      further_layers: number of multi-token prediction layers; see `FurtherLayer`.
+      further_layers: number of multi-token prediction layers; see `MultiTokenLayer`.
     """
 
     name: Literal["deepseek_v3"] = "deepseek_v3"

@@ -39,7 +39,7 @@ class Qwen3NextConfig(SparseConfig):
       value_dim: width of the delta rule's value heads.
       kernel: size of the delta rule's causal convolution in tokens.
       shared_mlp: hidden width of the shared expert, which is applied to every token; 0 has no shared expert.
-      further_layers: number of multi-token prediction layers (`FurtherLayer`), 0 or 1.
+      further_layers: number of multi-token prediction layers (`MultiTokenLayer`), 0 or 1.
     """
 
     name: Literal["qwen3_next"] = "qwen3_next"

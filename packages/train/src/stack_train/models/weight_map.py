@@ -30,8 +30,8 @@ Names = Mapping[str, "str | Stored"]
 """Tensor names by parameter path, both relative to a layer.
 
 Linear layers omit the last part: "attention/query" -> "self_attn.q_proj", whose kernel is ".weight". "{expert}" in a
-name stands for the index into the parameter's [experts, ...] axis. Paths of the parameters of a `FurtherLayer` outside
-of its block start with "further/". A name that starts with "/" is a full tensor name.
+name stands for the index into the parameter's [experts, ...] axis. The parameters of a `MultiTokenLayer` outside of its
+block have paths that start with "further/". A name that starts with "/" is a full tensor name.
 """
 
 _LAYER = "model.layers.{layer}."

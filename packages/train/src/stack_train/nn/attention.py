@@ -66,18 +66,18 @@ class Rope:
         )
         return turned
 
-    def cached_positions(self, most: int) -> int:
-        """Returns the maximum number of tokens of a sequence that can be cached, at most `most`.
+    def cached_positions(self, limit: int) -> int:
+        """Returns the maximum number of tokens of a sequence that can be cached, at most `limit`.
 
         With some scalings, the rotation of all positions changes when a sequence exceeds this length, but cached keys
         are already rotated.
         """
         match self.scaling:
             case ops.DynamicScaling(max_position_embeddings=unscaled):
-                return min(unscaled, most)
+                return min(unscaled, limit)
             case ops.LongRopeScaling(original_max_position_embeddings=unscaled) as scaling:
-                return most if scaling.short_factor == scaling.long_factor else min(unscaled, most)
-        return most
+                return limit if scaling.short_factor == scaling.long_factor else min(unscaled, limit)
+        return limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,12 +152,12 @@ class GroupedAttention(nnx.Module):
 
     def __call__(self, x: Hidden, rows: Rows, cache: KVCache | None, layer_cache: Any) -> tuple[Hidden, Any]:
         spec, gate = self.spec, None
-        query = self._heads(self._whole_norm(self.query(x), self.query_norm, "act_heads"), "act_heads", "queries")
+        query = self._heads(self._normed(self.query(x), self.query_norm, "act_heads"), "act_heads", "queries")
         if spec.gated:
             query, gate = jnp.split(query, 2, axis=-1)
-        query = self._turned(query, self.query_norm, rows, _HEADS)
-        key = self._whole_norm(self.key(x), self.key_norm, "act_kv_heads")
-        key = self._turned(self._heads(key, "act_kv_heads", "keys"), self.key_norm, rows, _KV_HEADS)
+        query = self._rotated(query, self.query_norm, rows, _HEADS)
+        key = self._normed(self.key(x), self.key_norm, "act_kv_heads")
+        key = self._rotated(self._heads(key, "act_kv_heads", "keys"), self.key_norm, rows, _KV_HEADS)
         value = self._heads(self.value(x), "act_kv_heads", "values")
         sinks = None if self.sinks is None else self.sinks[...]
         if cache is None:
@@ -186,11 +186,11 @@ class GroupedAttention(nnx.Module):
         heads = self.spec.heads if axis == "act_heads" else self.spec.kv_heads
         return constrain(x.reshape(*x.shape[:2], heads, -1), "batch", "seq", axis, None, name=name)
 
-    def _turned(self, x: jax.Array, scale: Parameter | None, rows: Rows, axes: LogicalAxes) -> jax.Array:
+    def _rotated(self, x: jax.Array, scale: Parameter | None, rows: Rows, axes: LogicalAxes) -> jax.Array:
         normed = self.norm(x, scale, axes) if self.spec.head_norms else x
         return self.spec.rope(normed, rows.positions, axes[2])
 
-    def _whole_norm(self, x: jax.Array, scale: Parameter | None, axis: str) -> jax.Array:
+    def _normed(self, x: jax.Array, scale: Parameter | None, axis: str) -> jax.Array:
         return self.norm(x, scale, ("batch", "seq", axis)) if self.spec.whole_norms else x
 
     def _scale(self, build: Build, features: int, axis: str) -> Parameter | None:

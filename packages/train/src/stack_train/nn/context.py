@@ -20,7 +20,7 @@ from stack_core import ops
 from stack_core.abi.errors import ShardingError
 from stack_core.abi.mesh import LogicalAxes, axes_of, constrain, in_mesh, map_parts, parts_of
 
-__all__ = ["ContextKeys", "attend", "check_whole_sequence", "from_zigzag", "shared_rows", "to_zigzag"]
+__all__ = ["ContextKeys", "attend", "check_unsplit_sequence", "from_zigzag", "shared_rows", "to_zigzag"]
 
 _SHARED = "shared_seq"
 """Logical axis of the devices that share a sequence inside `shared_rows`; no array uses it."""
@@ -80,12 +80,12 @@ def _with_gathered_keys(
     # Gathered keys are in device order; the inverse permutation restores sequence order, which causal masks need.
     back = np.argsort(_zigzag(2 * half * devices, devices))
 
-    def whole(x: jax.Array) -> jax.Array:
+    def gather(x: jax.Array) -> jax.Array:
         gathered: jax.Array = lax.all_gather(x, axis, axis=1, tiled=True)[:, back]
         return gathered
 
-    keys, values = whole(key), whole(value)
-    of_keys = None if segment_ids is None else whole(segment_ids)
+    keys, values = gather(key), gather(value)
+    of_keys = None if segment_ids is None else gather(segment_ids)
     device, outputs = lax.axis_index(axis), list[jax.Array]()
     # Blocks i and 2n - 1 - i, one call each, since their queries start at different positions.
     for rows, start in (
@@ -167,11 +167,11 @@ def from_zigzag(x: Float[Array, "rows tokens embed"]) -> Float[Array, "batch seq
     return found
 
 
-def check_whole_sequence(what: str) -> None:
-    """Raises a ShardingError if the mesh splits the sequence, which `what` must process in order."""
+def check_unsplit_sequence(label: str) -> None:
+    """Raises a ShardingError if the mesh splits the sequence, which `label` must process in order."""
     if parts_of(_SHARED) > 1:
         raise ShardingError(
-            f"{what} reads its sequence in order, and the mesh splits it into {parts_of(_SHARED)} parts. "
+            f"{label} reads its sequence in order, and the mesh splits it into {parts_of(_SHARED)} parts. "
             "Set mesh.context=1; use mesh.fsdp or mesh.tensor instead."
         )
 

@@ -14,7 +14,7 @@ from flax import nnx
 from stack_core import ops
 from stack_core.abi.caches import KVCache, Recurrent
 from stack_train.nn.build import Build
-from stack_train.nn.context import check_whole_sequence
+from stack_train.nn.context import check_unsplit_sequence
 from stack_train.nn.residual import Hidden, Norm, Rows
 
 __all__ = ["DeltaAttention", "GatedDelta"]
@@ -78,7 +78,7 @@ class GatedDelta(nnx.Module):
     def __call__(self, x: Hidden, rows: Rows, cache: KVCache | None, layer_cache: Any) -> tuple[Hidden, Any]:
         mixed, gate, beta, decay = self._projected(x)
         if cache is None:
-            check_whole_sequence("A gated delta rule")
+            check_unsplit_sequence("A gated delta rule")
             first = _starts(rows.segment_ids)
             # A decay of -inf clears the state at the start of a document.
             decay = decay if first is None else jnp.where(first[..., None], -jnp.inf, decay)

@@ -176,7 +176,7 @@ def _mixed_part(
     if "router_bias" in parameters:
         logits = logits + parameters["router_bias"].astype(jnp.float32)
     weights, chosen, scores = route(logits, parameters.get("selection_bias"), spec.router)
-    facts = _facts(spec.router, logits, scores, chosen, counted.reshape(-1))
+    facts = _statistics(spec.router, logits, scores, chosen, counted.reshape(-1))
     parameters |= {name: _gathered(parameters[name], axis) for name, axis in (("gate", 1), ("up", 1), ("down", 2))}
     outputs, dropped = _outputs_of_experts(spec, rows, chosen, parameters)
     y = jnp.einsum("tkd,tk->td", outputs, weights.astype(x.dtype), preferred_element_type=jnp.float32).astype(x.dtype)
@@ -231,7 +231,7 @@ def _gated(spec: Experts, x: jax.Array, parameters: Mapping[str, jax.Array], siz
     return product(gated.astype(x.dtype), "down", first)
 
 
-def _facts(router: Router, logits: jax.Array, scores: jax.Array, chosen: jax.Array, counted: jax.Array) -> Facts:
+def _statistics(router: Router, logits: jax.Array, scores: jax.Array, chosen: jax.Array, counted: jax.Array) -> Facts:
     """Computes statistics over the tokens of all devices, excluding padding.
 
     expert_load: fraction of the tokens' choices for each expert. balance_loss: experts * sum of load * mean share of

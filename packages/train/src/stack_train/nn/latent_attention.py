@@ -95,13 +95,13 @@ class MultiHeadLatentAttention(nnx.Module):
             return self.query(x)
         return self.query_up(self.norm(self.query_down(x), self.query_norm, _LATENT))
 
-    def _unfolded(self, query: jax.Array, latent: jax.Array, turned_key: jax.Array, rows: Rows) -> jax.Array:
+    def _unfolded(self, query: jax.Array, latent: jax.Array, rotated_key: jax.Array, rows: Rows) -> jax.Array:
         spec = self.spec
         unfolded = self.kv(latent).reshape(*latent.shape[:2], spec.heads, -1)
         unfolded = constrain(unfolded, "batch", "seq", "act_heads", None)
         key, value = jnp.split(unfolded, [spec.nope_dim], axis=-1)
-        turned_key = jnp.broadcast_to(turned_key, (*key.shape[:3], spec.rope_dim))
-        key = jnp.concatenate([key, turned_key], axis=-1)
+        rotated_key = jnp.broadcast_to(rotated_key, (*key.shape[:3], spec.rope_dim))
+        key = jnp.concatenate([key, rotated_key], axis=-1)
         axes: dict[str, Any] = dict.fromkeys(("query", "key", "value"), ("batch", "seq", "act_heads", None))
         return attend(
             query,
@@ -118,7 +118,7 @@ class MultiHeadLatentAttention(nnx.Module):
         still: jax.Array,
         turning: jax.Array,
         latent: jax.Array,
-        turned_key: jax.Array,
+        rotated_key: jax.Array,
         cache: KVCache,
         layer_cache: Any,
     ) -> tuple[jax.Array, Any]:
@@ -126,7 +126,7 @@ class MultiHeadLatentAttention(nnx.Module):
         kernel = self.kv.kernel[...].astype(latent.dtype).reshape(spec.kv_rank, spec.heads, -1)
         to_keys, to_values = jnp.split(kernel, [spec.nope_dim], axis=-1)
         query = jnp.concatenate([jnp.einsum("bshn,lhn->bshl", still, to_keys), turning], axis=-1)
-        kept = jnp.concatenate([latent, turned_key[:, :, 0, :]], axis=-1)
+        kept = jnp.concatenate([latent, rotated_key[:, :, 0, :]], axis=-1)
         attention = AttentionSpec(scale=spec.scale)
         output, layer_cache = cache.attend_latent(layer_cache, query, kept, attention, value_dim=spec.kv_rank)
         return jnp.einsum("bshl,lhv->bshv", output, to_values), layer_cache

@@ -144,7 +144,7 @@ def run_stages(
 
 
 @dataclass(frozen=True, eq=False)
-class _Kept:
+class _Carry:
     """State that a stage carries between ticks."""
 
     inputs: Tree  # [slots, ...], activations received from the previous stage
@@ -154,7 +154,7 @@ class _Kept:
     of_shared: Tree  # gradient sums of the shared parameters
 
 
-jax.tree_util.register_dataclass(_Kept, list(_Kept.__dataclass_fields__), [])
+jax.tree_util.register_dataclass(_Carry, list(_Carry.__dataclass_fields__), [])
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,18 +188,21 @@ class _Stage:
         shared, rows = _varying((shared, rows))
         stage = cls(function, schedule, with_gradients, specs, layers, shared, rows, lax.axis_index("stage"))
         # The carry of the scans. One loop per phase: warm-up has no backward half, and drain no forward half.
-        kept = stage.start()
+        carried = stage.start()
         for phase in schedule.phases:
             if phase.forward or with_gradients:
                 ticks = {name: schedule.table[name][phase.start : phase.end] for name in COLUMNS}
-                kept, _ = lax.scan(partial(stage.tick, phase), kept, ticks)
+                carried, _ = lax.scan(partial(stage.tick, phase), carried, ticks)
         # Replicates the results; with the axis of "stage" restored, shard_map concatenates the layers of all stages.
-        metrics = lax.psum(kept.metrics, "stage")  # zero on all stages except the last
+        metrics = lax.psum(carried.metrics, "stage")  # zero on all stages except the last
         if not with_gradients:
             return metrics, None
-        return metrics, ({name: x[:, None] for name, x in kept.of_layers.items()}, lax.psum(kept.of_shared, "stage"))
+        return metrics, (
+            {name: x[:, None] for name, x in carried.of_layers.items()},
+            lax.psum(carried.of_shared, "stage"),
+        )
 
-    def start(self) -> _Kept:
+    def start(self) -> _Carry:
         """Returns the initial state, filled with zeros."""
         row = jax.tree.map(lambda x: x[0], self.microbatches)
         piece = {name: x[0] for name, x in self.layers.items()}
@@ -208,14 +211,14 @@ class _Stage:
         zeros = lambda tree, *lead: jax.tree.map(lambda x: jnp.zeros((*lead, *x.shape), x.dtype), tree)
         wanted = self.with_gradients
         schedule = self.schedule
-        kept = _Kept(
+        carried = _Carry(
             inputs=zeros(output, schedule.slots),
             gradients=zeros(output, schedule.gradient_slots) if wanted else (),
             metrics=zeros(metrics, schedule.microbatches),
             of_layers=zero_sums(self.layers) if wanted else {},
             of_shared=zero_sums(self.shared) if wanted else {},
         )
-        return self.placed(_varying(kept))
+        return self.sharded(_varying(carried))
 
     def call(self, received: Tree, is_first: Any, piece: Tree, shared: Tree, row: Tree) -> tuple[Tree, Any, Tree]:
         """Runs the function on a piece; returns the output of the layers, the loss and the metrics."""
@@ -226,34 +229,34 @@ class _Stage:
             raise TrainingError("mesh.stage splits the loop over layers, and this step runs none. Set mesh.stage=1.")
         return _varying((around.output, loss, metrics))
 
-    def tick(self, phase: Phase, kept: _Kept, columns: Mapping[str, Any]) -> tuple[_Kept, None]:
+    def tick(self, phase: Phase, carried: _Carry, columns: Mapping[str, Any]) -> tuple[_Carry, None]:
         """Runs one tick: at most one forward and one backward step, and the exchange with both neighbours."""
         now = {name: column[self.index] for name, column in columns.items()}
-        inputs, gradients = kept.inputs, kept.gradients
-        fields: dict[str, Any] = {name: getattr(kept, name) for name in ("metrics", "of_layers", "of_shared")}
+        inputs, gradients = carried.inputs, carried.gradients
+        fields: dict[str, Any] = {name: getattr(carried, name) for name in ("metrics", "of_layers", "of_shared")}
         if phase.forward:
-            output, metrics = self.forward(kept, now)
+            output, metrics = self.forward(carried, now)
             # ppermute runs on all stages in every tick. A stage without a new input has slot -1 and keeps its buffers.
             inputs = _written(inputs, now["arriving_slot"], self.passed(output, 1))
             if not self.with_gradients:
                 # The loss is valid only on the last piece; -1 leaves the metrics of other stages unchanged.
                 is_last = self.is_last(now["forward_chunk"])
-                fields["metrics"] = _written(kept.metrics, jnp.where(is_last, now["forward"], -1), metrics)
+                fields["metrics"] = _written(carried.metrics, jnp.where(is_last, now["forward"], -1), metrics)
         if phase.backward and self.with_gradients:
-            changed, of_input = self.backward(kept, now)
+            changed, of_input = self.backward(carried, now)
             fields |= changed
             # Cotangents travel in the opposite direction.
             gradients = _written(gradients, now["arriving_gradient_slot"], self.passed(of_input, -1))
-        return self.placed(_Kept(inputs=inputs, gradients=gradients, **fields)), None
+        return self.sharded(_Carry(inputs=inputs, gradients=gradients, **fields)), None
 
-    def forward(self, kept: _Kept, now: Mapping[str, Any]) -> tuple[Tree, Tree]:
+    def forward(self, carried: _Carry, now: Mapping[str, Any]) -> tuple[Tree, Tree]:
         """Runs a piece forward; returns its output and the metrics, which are valid only for the last piece."""
         chunk, row = now["forward_chunk"], _read(self.microbatches, now["forward"])
-        received = _read(kept.inputs, now["forward_slot"])
+        received = _read(carried.inputs, now["forward_slot"])
         output, _, metrics = self.call(received, self.is_first(chunk), self.piece(chunk), self.shared, row)
         return output, metrics
 
-    def backward(self, kept: _Kept, now: Mapping[str, Any]) -> tuple[dict[str, Tree], Tree]:
+    def backward(self, carried: _Carry, now: Mapping[str, Any]) -> tuple[dict[str, Tree], Tree]:
         """Recomputes a piece from its saved input and runs it backward.
 
         Returns:
@@ -266,10 +269,10 @@ class _Stage:
             output, loss, metrics = self.call(received, is_first, piece, shared, row)
             return (output, loss), metrics
 
-        received = _read(kept.inputs, now["backward_slot"])
+        received = _read(carried.inputs, now["backward_slot"])
         # Recomputes the piece: only its input is stored between the two passes.
         (output, loss), vjp, metrics = jax.vjp(run, self.piece(chunk), self.shared, received, has_aux=True)
-        arrived = _read(kept.gradients, now["gradient_slot"])
+        arrived = _read(carried.gradients, now["gradient_slot"])
         # The last piece has no next stage: its output has no cotangent, and the loss has cotangent 1.
         of_output = jax.tree.map(lambda x, g: jnp.where(is_last, 0, g).astype(x.dtype), output, arrived)
         of_piece, of_shared, of_input = vjp((of_output, jnp.where(is_last, 1, 0).astype(loss.dtype)))
@@ -277,11 +280,11 @@ class _Stage:
         counted = lambda x: jnp.where(does, x, 0)
         at = jnp.maximum(chunk, 0)
         return {
-            "metrics": _written(kept.metrics, jnp.where(is_last, now["backward"], -1), metrics),
+            "metrics": _written(carried.metrics, jnp.where(is_last, now["backward"], -1), metrics),
             "of_layers": jax.tree.map(
-                lambda sums, x: sums.at[at].add(counted(x).astype(sums.dtype)), kept.of_layers, of_piece
+                lambda sums, x: sums.at[at].add(counted(x).astype(sums.dtype)), carried.of_layers, of_piece
             ),
-            "of_shared": add_gradients(kept.of_shared, jax.tree.map(counted, of_shared)),
+            "of_shared": add_gradients(carried.of_shared, jax.tree.map(counted, of_shared)),
         }, of_input
 
     def piece(self, chunk: Any) -> dict[str, jax.Array]:
@@ -300,15 +303,15 @@ class _Stage:
         pairs = [(stage, (stage + by) % stages) for stage in range(stages)]
         return jax.tree.map(lambda x: lax.ppermute(x, "stage", pairs), tree)
 
-    def placed(self, kept: _Kept) -> _Kept:
+    def sharded(self, carried: _Carry) -> _Carry:
         """Shards gradients along the other mesh axes like their parameters."""
         if not self.with_gradients:
-            return kept
+            return carried
         of_layers, of_shared = (
             {name: lax.with_sharding_constraint(x, specs[name]) for name, x in sums.items()}
-            for sums, specs in zip((kept.of_layers, kept.of_shared), self.specs, strict=True)
+            for sums, specs in zip((carried.of_layers, carried.of_shared), self.specs, strict=True)
         )
-        return _Kept(kept.inputs, kept.gradients, kept.metrics, of_layers, of_shared)
+        return _Carry(carried.inputs, carried.gradients, carried.metrics, of_layers, of_shared)
 
 
 def _varying(tree: Tree) -> Tree:

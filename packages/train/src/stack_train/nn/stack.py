@@ -57,7 +57,7 @@ def scan_layers(
         layer_state, layer_input = per_layer
         layer = nnx.merge(graphs[place], layer_state)
         carry, output = body(layer, carry, per_row, layer_input)
-        return carry, (output, nnx.state(layer, _is_moved) if moves else None)
+        return carry, (output, nnx.state(layer, _is_mutable) if moves else None)
 
     if remat != "none":
         # Without a loop, XLA's common subexpression elimination would merge the recomputation with the forward pass.
@@ -80,5 +80,5 @@ def scan_layers(
     return carry, [output for output, _ in results]
 
 
-def _is_moved(path: Any, variable: Any) -> bool:
+def _is_mutable(path: Any, variable: Any) -> bool:
     return isinstance(variable, nnx.Variable) and not variable.get_metadata().get("trained", True)

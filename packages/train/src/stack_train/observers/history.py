@@ -52,12 +52,12 @@ class HistoryObserver:
     def close(self) -> None:
         self._end("stopped")  # by a signal such as SIGTERM, which emits no event
 
-    def _end(self, how: str, **facts: Any) -> None:
+    def _end(self, event: str, **fields: Any) -> None:
         if self._runs:
             self._runs = False
-            self._append(how, elapsed_s=round(time.monotonic() - self._started_s, 3), **facts)
+            self._append(event, elapsed_s=round(time.monotonic() - self._started_s, 3), **fields)
 
-    def _append(self, event: str, **facts: Any) -> None:
+    def _append(self, event: str, **fields: Any) -> None:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"event": event, "time": now, "step": self._step, **facts}) + "\n")
+            file.write(json.dumps({"event": event, "time": now, "step": self._step, **fields}) + "\n")

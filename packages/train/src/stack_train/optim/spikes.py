@@ -68,8 +68,8 @@ def skip_spikes(inner: optax.GradientTransformation, config: SpikeConfig) -> opt
         skip = (~finite | _is_spike(norm, state, config)) & (state.skipped_in_a_row < config.most_in_a_row)
         applied, inner_state = inner.update(updates, state.inner, params)
 
-        def choose(skipped: jax.Array, done: jax.Array) -> jax.Array:
-            return jnp.where(skip, skipped, done)
+        def choose(skipped: jax.Array, updated: jax.Array) -> jax.Array:
+            return jnp.where(skip, skipped, updated)
 
         norms = state.norms.at[state.norms_seen % config.window_steps].set(norm)
         return jax.tree.map(lambda x: choose(jnp.zeros_like(x), x), applied), SkippedState(

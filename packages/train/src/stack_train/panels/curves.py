@@ -56,10 +56,10 @@ def _points(found: Sequence[dict[str, Any]], name: str) -> Points:
     return [(float(step), value) for step, value in numbers if value is not None and math.isfinite(value)]
 
 
-def _chart(name: str, train: Points, held_out: Points) -> Chart:
+def _chart(name: str, train: Points, validation: Points) -> Chart:
     # The duration of an evaluation is not comparable with the duration of a step.
-    held_out = [] if name == "duration_s" else held_out
-    series = [_series("training", train), _series("held out", held_out)]
+    validation = [] if name == "duration_s" else validation
+    series = [_series("training", train), _series("held out", validation)]
     half = _half_width(train)
     if half and name != "learning_rate":
         series = [Series("training", "line", _smoothed(train, half)), series[1], Series("", "faint", train)]

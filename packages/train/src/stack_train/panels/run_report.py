@@ -54,7 +54,7 @@ def write_report(directory: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
 def _sections(directory: Path, config: Mapping[str, Any]) -> Iterator[_Section]:
     for entry in sorted(registries.panels.entries(), key=lambda entry: (entry.details.get("order", _LAST), entry.name)):
         try:
-            section = _shown(entry.name, registries.panels[entry.name](directory, config))
+            section = _section(entry.name, registries.panels[entry.name](directory, config))
         except StackError as error:
             section = _failed(entry.name, str(error))
         except Exception as error:  # Third-party panels can raise any error; the remaining panels are still shown.
@@ -63,7 +63,7 @@ def _sections(directory: Path, config: Mapping[str, Any]) -> Iterator[_Section]:
             yield section
 
 
-def _shown(name: str, fragment: object) -> _Section | None:
+def _section(name: str, fragment: object) -> _Section | None:
     if fragment is None:
         return None
     if not isinstance(fragment, Fragment):

@@ -46,7 +46,7 @@ def read_peft(directory: Path, config: Any) -> Adapters:
         for target in settings.unmatched_targets(list(tensors))
     ]
     for name, parts in tensors.items():
-        problems += _problems_of(modules[name], parts, settings)
+        problems += _module_mistakes(modules[name], parts, settings)
     of_parameters: dict[str, list[AdaptedModule]] = {}
     for module in modules.values():
         of_parameters.setdefault(module.parameter, []).append(module)
@@ -56,7 +56,7 @@ def read_peft(directory: Path, config: Any) -> Adapters:
         if any(member.name in tensors for member in members)
     }
     for members in adapted.values():
-        problems += _problems_of_layers(members, tensors, settings)
+        problems += _layer_mistakes(members, tensors, settings)
     if not (problems or adapted):
         problems = ["it holds no tensors"]
     if problems:
@@ -120,7 +120,7 @@ def _by_module(
     return found, problems
 
 
-def _problems_of(module: AdaptedModule, parts: _Parts, settings: PeftSettings) -> list[str]:
+def _module_mistakes(module: AdaptedModule, parts: _Parts, settings: PeftSettings) -> list[str]:
     rank = settings.rank_of(module.name)
     expected: dict[str, tuple[int, ...]] = {"lora_A": (rank, module.d_in), "lora_B": (module.d_out, rank)}
     if settings.magnitude:
@@ -140,7 +140,7 @@ def _problems_of(module: AdaptedModule, parts: _Parts, settings: PeftSettings) -
     return problems
 
 
-def _problems_of_layers(
+def _layer_mistakes(
     members: Sequence[AdaptedModule], tensors: Mapping[str, _Parts], settings: PeftSettings
 ) -> list[str]:
     """Lists problems of stacked layers: a layer without an adapter, or layers with different ranks or scales."""

@@ -327,8 +327,8 @@ class TrainingLoop:
             unit,
             self.of.directory.path,
             stopped_by,
-            metrics=self._shown(self._last),
-            validation_metrics=self._shown(self._last_evaluation),
+            metrics=self._displayed(self._last),
+            validation_metrics=self._displayed(self._last_evaluation),
         )
 
     @property
@@ -336,7 +336,7 @@ class TrainingLoop:
         """Names of the metrics that the objective selects for display next to the loss."""
         return tuple(self.of.program.step.objective.shown_metrics)
 
-    def _shown(self, metrics: Mapping[str, float]) -> dict[str, float]:
+    def _displayed(self, metrics: Mapping[str, float]) -> dict[str, float]:
         return {name: metrics[name] for name in self.shown_metrics if name in metrics}
 
     @property

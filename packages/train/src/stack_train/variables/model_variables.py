@@ -204,10 +204,10 @@ def join(*trees: Tree) -> Tree:
     return unflatten_mapping({path: value for tree in trees for path, value in flatten_mapping(tree).items()})
 
 
-def sharding_rules(family: ModelFamily, given: Mapping[str, MeshAxes]) -> ShardingRules:
-    """Returns the sharding rules of a run: `given` over the family's rules over the default rules."""
+def sharding_rules(family: ModelFamily, overrides: Mapping[str, MeshAxes]) -> ShardingRules:
+    """Returns the sharding rules of a run: `overrides` over the family's rules over the default rules."""
     own = family.rules if isinstance(family, ShardsItself) else {}
-    return DEFAULT_RULES.updated({**own, **given})
+    return DEFAULT_RULES.updated({**own, **overrides})
 
 
 def variable_shardings(

@@ -233,7 +233,7 @@ def _read(
     Returns:
       The variables, and the step of the checkpoint.
     """
-    abstract = unflatten_mapping({path: _placed(leaf, places.get(path)) for path, leaf in shapes.items()})
+    abstract = unflatten_mapping({path: _with_sharding(leaf, places.get(path)) for path, leaf in shapes.items()})
     with CheckpointStore(RunDirectory(run).checkpoints) as store:
         latest = store.latest() if step is None else step
         if latest is not None:
@@ -264,7 +264,7 @@ def _read(
     return (jax.device_put(tree, jax.tree.map(lambda leaf: leaf.sharding, abstract)) if places else tree), restored.step
 
 
-def _placed(leaf: Any, sharding: Any) -> Any:
+def _with_sharding(leaf: Any, sharding: Any) -> Any:
     """Adds a sharding to an abstract array; each part of a quantized array is sharded like the entries it describes."""
     if sharding is None:
         return leaf

@@ -146,18 +146,18 @@ class ArraysIterator:
             next(self)
 
 
-def _check_tokens(batch: Batch, model: LanguageModelConfig, what: str) -> None:
+def _check_tokens(batch: Batch, model: LanguageModelConfig, label: str) -> None:
     """Raises a DataError if tokens or targets are outside of the vocabulary, whose embeddings would be NaN."""
     for name in ("tokens", "targets"):
         if name not in batch or not batch[name].size:
             continue
         ids = batch[name]
         if not np.issubdtype(ids.dtype, np.integer):
-            raise DataError(f"{what} has {name} of {ids.dtype}; expected integer token ids.")
+            raise DataError(f"{label} has {name} of {ids.dtype}; expected integer token ids.")
         wrong = (ids >= model.vocab_size) | ((ids < 0) & ((ids != IGNORED_TARGET) | (name == "tokens")))
         if wrong.any():
             raise DataError(
-                f"{what} has {name} with {ids[wrong][0]}, but the model has tokens 0 to {model.vocab_size - 1}. "
+                f"{label} has {name} with {ids[wrong][0]}, but the model has tokens 0 to {model.vocab_size - 1}. "
                 "Correct the data, or raise model.vocab_size."
             )
 

@@ -24,7 +24,7 @@ from stack_train.data.image_batches import ImageBatches, ImageSettings
 from stack_train.data.image_files import OnUnreadable, read_images
 from stack_train.diffusion.pipeline import Encoders, encoder_files, open_encoders
 
-__all__ = ["ENCODERS", "CaptionedData", "EncoderFacts"]
+__all__ = ["ENCODERS", "CaptionedData", "EncoderIdentity"]
 
 ENCODERS = "encoders.json"
 """Name of the file in a run's directory that identifies the encoders used in training."""
@@ -107,15 +107,15 @@ class CaptionedData(ImageSettings):
             source=self.source,
         )
         captions = captions_of(images.names)
-        facts = EncoderFacts.of(encoders, model.text_tokens)
-        encoded = _encoded(encoders, facts, images.pixels, captions, self.encoded_at_once)
+        identity = EncoderIdentity.of(encoders, model.text_tokens)
+        encoded = _encoded(encoders, identity, images.pixels, captions, self.encoded_at_once)
         names = [f"{name}: {caption!r}" for name, caption in zip(images.names, captions, strict=True)]
-        rows = _Rows(encoded, names, jnp.dtype(model.dtype), facts)
-        return CaptionedBatches(self, rows, seed=seed, facts=facts)
+        rows = _Rows(encoded, names, jnp.dtype(model.dtype), identity)
+        return CaptionedBatches(self, rows, seed=seed, identity=identity)
 
 
 @dataclass(frozen=True)
-class EncoderFacts:
+class EncoderIdentity:
     """Identity of the encoders that a denoiser was trained with.
 
     Attributes:
@@ -134,7 +134,7 @@ class EncoderFacts:
     digest: str
 
     @classmethod
-    def of(cls, encoders: Encoders, text_tokens: int) -> "EncoderFacts":
+    def of(cls, encoders: Encoders, text_tokens: int) -> "EncoderIdentity":
         config, directory = encoders.autoencoder.config, encoders.directory.absolute()
         digest = stat_digest(encoder_files(directory), [str(_FORMAT), str(text_tokens)])
         scaling = config.scaling_factor, config.shift_factor
@@ -166,8 +166,8 @@ class EncoderFacts:
             partial.replace(path)
 
     @classmethod
-    def read(cls, run: Path) -> "EncoderFacts":
-        """Loads the facts of a run; raises a DataError if the file is missing or malformed."""
+    def read(cls, run: Path) -> "EncoderIdentity":
+        """Loads the identity of a run's encoders; raises a DataError if the file is missing or malformed."""
         try:
             return cls(**json.loads((run / ENCODERS).read_bytes()))
         except (OSError, ValueError, TypeError) as error:
@@ -198,10 +198,10 @@ class _Rows:
     encoded: _Encoded
     names: Sequence[str]
     dtype: Any
-    encoders: EncoderFacts
+    encoders: EncoderIdentity
 
     @property
-    def facts(self) -> Mapping[str, Any]:
+    def identity(self) -> Mapping[str, Any]:
         return {"the images and captions (digest)": digest_of(self.digests().tolist(), list(self.names))} | {
             # The directory may move; `digest` identifies its files.
             f"the encoders' {name}": value
@@ -222,18 +222,18 @@ class _Rows:
 
 
 class CaptionedBatches(ImageBatches):
-    """Batches of latents and conditions; `write` stores the facts of their encoders."""
+    """Batches of latents and conditions; `write` stores the identity of their encoders."""
 
-    def __init__(self, settings: ImageSettings, images: _Rows, *, seed: int, facts: EncoderFacts) -> None:
+    def __init__(self, settings: ImageSettings, images: _Rows, *, seed: int, identity: EncoderIdentity) -> None:
         super().__init__(settings, images, seed=seed)
-        self._facts = facts
+        self._identity = identity
 
     def write(self, directory: Path) -> None:
-        self._facts.write(directory)
+        self._identity.write(directory)
 
 
 def _encoded(
-    encoders: Encoders, facts: EncoderFacts, pixels: np.ndarray, captions: Sequence[str], at_once: int
+    encoders: Encoders, identity: EncoderIdentity, pixels: np.ndarray, captions: Sequence[str], at_once: int
 ) -> _Encoded:
     """Encodes images and captions, or maps earlier results from the cache.
 
@@ -242,13 +242,13 @@ def _encoded(
     different = sorted(set(captions))
     folder = user_cache_dir() / "encoded"
     images = cached(
-        folder / digest_of(facts.digest, [digest_of(image.tobytes().hex()) for image in pixels]),
+        folder / digest_of(identity.digest, [digest_of(image.tobytes().hex()) for image in pixels]),
         lambda entry: _write_latents(entry, encoders, pixels, at_once),
     )
     latents = np.load(images / _LATENTS, mmap_mode="r")
-    _check_scale(latents, facts)
+    _check_scale(latents, identity)
     texts = cached(
-        folder / digest_of(facts.digest, different), lambda entry: _write_texts(entry, encoders, different, at_once)
+        folder / digest_of(identity.digest, different), lambda entry: _write_texts(entry, encoders, different, at_once)
     )
     places = {caption: place for place, caption in enumerate(different)}
     return _Encoded(
@@ -301,11 +301,11 @@ def _stacked(rows: list[Any]) -> Any:
     return rows if isinstance(rows[0], str) else np.stack(rows)
 
 
-def _check_scale(latents: np.ndarray, facts: EncoderFacts) -> None:
+def _check_scale(latents: np.ndarray, identity: EncoderIdentity) -> None:
     std = float(np.std(latents[:256]))
     if not _LEAST_STD <= std <= _MOST_STD:
         raise DataError(
-            f"The autoencoder in {facts.directory} gives these images latents with a standard deviation of {std:.3g} "
-            f"after its scaling_factor {facts.scaling_factor:g}; denoisers are trained on values near 1. "
-            f"Set scaling_factor in vae/config.json to {facts.scaling_factor / max(std, 1e-9):.4g}."
+            f"The autoencoder in {identity.directory} gives these images latents with a standard deviation of "
+            f"{std:.3g} after its scaling_factor {identity.scaling_factor:g}; denoisers are trained on values near 1. "
+            f"Set scaling_factor in vae/config.json to {identity.scaling_factor / max(std, 1e-9):.4g}."
         )

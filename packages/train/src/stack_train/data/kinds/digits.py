@@ -32,7 +32,7 @@ class DigitsData(ImageSettings):
         return self.shapes(_SIZE, 1, labelled=model.classes > 0)
 
     def check(self, model: Any) -> None:
-        check_images(model, size=_SIZE, channels=(1,), classes=_CLASSES, what="kind digits")
+        check_images(model, size=_SIZE, channels=(1,), classes=_CLASSES, label="kind digits")
 
     def build(self, *, seed: int, model: Any) -> ImageBatches:
         images = digits()

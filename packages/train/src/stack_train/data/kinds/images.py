@@ -39,7 +39,7 @@ class ImagesData(ImageSettings):
         return self.shapes(model.image_size, model.channels, labelled=model.classes > 0)
 
     def check(self, model: Any) -> None:
-        check_images(model, size=None, channels=IMAGE_CHANNELS, classes=0, what="kind images")
+        check_images(model, size=None, channels=IMAGE_CHANNELS, classes=0, label="kind images")
 
     def build(self, *, seed: int, model: Any) -> ImageBatches:
         """Reads the images, or maps them from the cache.

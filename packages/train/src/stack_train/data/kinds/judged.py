@@ -56,7 +56,7 @@ class JudgedData(AnswersData):
         records = [
             (name, _checked(name, record)) for name, record in jsonl_records(expand_glob(self.source, self.name))
         ]
-        others = _others([record["prompt"] for _, record in records], self.source)
+        others = _unrelated_prompts([record["prompt"] for _, record in records], self.source)
         pairs: list[Pair] = []
         labels: dict[str, bool] = {}
         for (name, record), other in zip(records, others, strict=True):
@@ -100,7 +100,7 @@ def _checked(name: str, record: Mapping[str, Any]) -> Mapping[str, Any]:
     return record
 
 
-def _others(prompts: Sequence[Any], source: str) -> list[int]:
+def _unrelated_prompts(prompts: Sequence[Any], source: str) -> list[int]:
     """Returns, for each record, the index of the next record with another prompt.
 
     Raises:

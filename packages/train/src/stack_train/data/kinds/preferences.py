@@ -23,7 +23,7 @@ from stack_train.data.files import expand_glob
 from stack_train.data.jsonl import jsonl_records
 from stack_train.data.kinds.chat import load_tokenizer
 from stack_train.data.kinds.text import check_positions, check_vocabulary
-from stack_train.data.own_rows import OwnRows
+from stack_train.data.own_rows import ProcessRows
 from stack_train.data.split import split_documents, text_digest
 from stack_train.data.tokenizer import HuggingFaceTokenizer, write_tokenizer
 
@@ -117,7 +117,7 @@ class Pair:
     rejected: Conversation
 
 
-class PreferenceBatches(OwnRows, PolicyBatches):
+class PreferenceBatches(ProcessRows, PolicyBatches):
     """Batches of pairs; see `Batches`. If `config.reference`, pairs are scored under the run's initial weights."""
 
     def __init__(

@@ -65,7 +65,7 @@ class TextData(TextSettings):
         from stack_train.data.pipeline import build_pipeline  # imports Grain, which only a run needs
 
         pipeline = build_pipeline(
-            self, seed=seed, cache_dir=cache_dir, packing=self.packing, most_tokens=model.vocab_size
+            self, seed=seed, cache_dir=cache_dir, packing=self.packing, max_tokens=model.vocab_size
         )
         check_vocabulary(pipeline.tokenizer.vocab_size, model)
         return pipeline

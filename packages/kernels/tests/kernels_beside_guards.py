@@ -136,7 +136,7 @@ def norms(dtype: str) -> None:
 def turns(dtype: str) -> None:
     for heads, head_dim, half in ((3, 20, 7), (1, 64, 32), (2, 84, 40)):
         angles = normal("float32", 5, half)
-        rope._turned(normal(dtype, 5, heads, head_dim), jnp.cos(angles), jnp.sin(angles))
+        rope._rotate(normal(dtype, 5, heads, head_dim), jnp.cos(angles), jnp.sin(angles))
 
 
 def gates(dtype: str) -> None:

@@ -34,7 +34,7 @@ CHIPS = ("a100-80gb", "h100", "h200", "b200", "v5e", "v5p", "v6e", "v7x")
 PLATFORMS = {chip: "tpu" if chip.startswith("v") else "gpu" for chip in CHIPS}
 DTYPES = ("bfloat16", "float32", "float16")
 SCALES = (1, 1, 2, 8, 16, 64, 128)
-MOST_ENTRIES = 2**22
+MAX_ENTRIES = 2**22
 SELDOM_TAKEN = {"attention": ("bias", "kv_lengths", "sinks", "softcap"), "paged_attention": ("sinks", "softcap")}
 
 
@@ -72,13 +72,13 @@ def _quantized(call: OpCall) -> Iterator[OpCall]:
 def _grown(call: OpCall, scale: int) -> OpCall:
     """With each axis but those of size 1 `scale` times as long; quantized operands stay, and with them the call.
 
-    As does a call with an array of more than `MOST_ENTRIES`, whose temporaries might not fit on a chip.
+    As does a call with an array of more than `MAX_ENTRIES`, whose temporaries might not fit on a chip.
     """
     if any(hasattr(type(x), "__stack_qview__") for x in call.arrays.values()):
         return call
     longer = lambda x: jax.ShapeDtypeStruct(tuple(size if size == 1 else size * scale for size in x.shape), x.dtype)
     arrays = jax.tree.map(longer, dict(call.arrays))
-    if any(x.size > MOST_ENTRIES for x in jax.tree.leaves(arrays)):
+    if any(x.size > MAX_ENTRIES for x in jax.tree.leaves(arrays)):
         return call
     if "query_starts" in arrays:  # one more than there are sequences
         places = (arrays["kv_lengths"].shape[0] + 1,)

@@ -125,8 +125,8 @@ def expected(
     tables = list(_tables_of(ChipName.of(target)))
     rows = [_expectation(name, call, target, tables, chosen == name) for name in able]
     rows.sort(key=lambda row: math.inf if row.seconds is None else row.seconds)
-    refused = (_refusal(found, call, target) for name, found in implementations_of(op).items() if name not in able)
-    return Expectations((*rows, *refused))
+    unsupported = (_refusal(found, call, target) for name, found in implementations_of(op).items() if name not in able)
+    return Expectations((*rows, *unsupported))
 
 
 def _struct(name: str, shape: Any, dtype: str) -> Any:
@@ -200,7 +200,7 @@ def _predicted(name: str, found: Sequence[tuple[Path, Measurement]], shape: Call
 
 
 def _measured(path: Path, found: Measurement) -> str:
-    what = "value and gradient" if found.whole else found.case.direction
+    scope = "value and gradient" if found.whole else found.case.direction
     versions = ", ".join(f"{package} {number}" for package, number in found.versions.items() if package == "jax")
-    where = f"{found.case.shape} ({what}, {found.rounds} rounds, {versions}, {found.date[:10]})"
+    where = f"{found.case.shape} ({scope}, {found.rounds} rounds, {versions}, {found.date[:10]})"
     return f"measured at {where} in {path.name}"

@@ -75,21 +75,21 @@ def work_of(call: OpCall, values: Mapping[str, Any] | None = None) -> Work:
       values: integer arrays by parameter name that determine the amount of work, such as `group_sizes` or `kv_lengths`;
         without them, the maximum that the shapes allow.
     """
-    given = {name: array for name, array in call.arrays.items() if array is not None}
+    arrays = {name: array for name, array in call.arrays.items() if array is not None}
     backward = call.direction == "backward"
     if call.op in _FLOPS:
-        flops = _FLOPS[call.op](given, call.options, values or {}, backward)
-        result_bytes = _RESULT_BYTES[call.op](given, call.options)
+        flops = _FLOPS[call.op](arrays, call.options, values or {}, backward)
+        result_bytes = _RESULT_BYTES[call.op](arrays, call.options)
     else:  # an op defined by a plugin
         reference = functools.partial(_reference, call)
         flops = sum(count_flops(reference, dict(call.arrays)).by_dtype.values()) * (2 if backward else 1)
         result_bytes = _bytes(jax.eval_shape(reference, dict(call.arrays)))
-    operands = {name: _bytes(array) for name, array in given.items()}
-    operands |= _used_pages_bytes(given, call.options, values or {}) if call.op == "paged_attention" else {}
+    operands = {name: _bytes(array) for name, array in arrays.items()}
+    operands |= _used_pages_bytes(arrays, call.options, values or {}) if call.op == "paged_attention" else {}
     traffic_bytes = sum(operands.values()) + result_bytes
     if backward:
-        traffic_bytes += sum(operands[name] for name, array in given.items() if _is_floating(array))
-    return Work(flops, _product_dtype(given), traffic_bytes)
+        traffic_bytes += sum(operands[name] for name, array in arrays.items() if _is_floating(array))
+    return Work(flops, _product_dtype(arrays), traffic_bytes)
 
 
 def _reference(call: OpCall, arrays: Mapping[str, Any]) -> Any:

@@ -31,8 +31,8 @@ def unquantized(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
 def takes_no(call: OpCall, *names: str) -> bool | str:
     """Returns True if these optional arguments are all unset, else a reason with the names of set ones."""
     arguments = {**call.arrays, **call.options}
-    given = [name for name in names if arguments[name] is not None]
-    return f"it takes no {' and no '.join(given)}" if given else True
+    present = [name for name in names if arguments[name] is not None]
+    return f"it takes no {' and no '.join(present)}" if present else True
 
 
 def abstract_view(array: QuantizedArray) -> QView:

@@ -63,31 +63,31 @@ def implementation(  # noqa: PLR0913  each is a field of OpImplementation
       UnknownName: the op is unknown.
       ArgumentError: the function's parameters are not the op's, or a setting does not match its description above.
     """
-    what = f"implementation {name!r} of {op!r}"
+    label = f"implementation {name!r} of {op!r}"
     parameters, is_tuned = parameters_of(op), callable(configs) or bool(configs)
     extra = ("config",) if is_tuned else ()
     if not callable(configs):
-        _check_configs(what, tuple(configs))
+        _check_configs(label, tuple(configs))
     if before and (isinstance(before, str) or name in before or priority < 0):
         problem = "itself" if name in before else f"one that runs only where it is named, with priority={priority},"
         problem = "a string" if isinstance(before, str) else problem
         raise ArgumentError(
-            f"{what}: before={before!r} makes {problem} precede others; expected names of other implementations of "
+            f"{label}: before={before!r} makes {problem} precede others; expected names of other implementations of "
             f"{op!r} as a tuple, and a priority of at least 0."
         )
-    check_takes(f"{what}: supports", supports, ("call", "chip", "config"))
+    check_takes(f"{label}: supports", supports, ("call", "chip", "config"))
     if backward is not None:
         takes = ("arrays", "options", "outputs", "residuals", "cotangents")
-        check_takes(f"{what}: backward", backward, takes, ("requested", *extra))
+        check_takes(f"{label}: backward", backward, takes, ("requested", *extra))
 
     def space(call: OpCall, chip: Any) -> tuple[Any, ...]:
         found = tuple(configs(call, chip)) if callable(configs) else tuple(configs)
         if callable(configs):
-            _check_configs(what, found)
+            _check_configs(label, found)
         return found
 
     def implement(function: Callable[..., Any]) -> OpImplementation:
-        check_parameters(what, function, (*parameters, *(("requested",) if residuals else ()), *extra))
+        check_parameters(label, function, (*parameters, *(("requested",) if residuals else ()), *extra))
         return OpImplementation(
             op,
             name,

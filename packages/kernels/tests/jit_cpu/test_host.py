@@ -14,7 +14,7 @@ from stack_kernels.jit_cpu.linear.tiled_product import TiledProduct, tiled_modul
 from stack_kernels.jit_cpu.paged_attention.call import PagedAttention
 from stack_kernels.jit_cpu.paged_attention.tiles import paged_attention_module
 
-_MOST_FRAME_BYTES = 2**14
+_MAX_FRAME_BYTES = 2**14
 _ATTENTION = PagedAttention(
     lanes=16, query="float32", pages="float32", output="float32", scaled=False, layout="phsd", heads=512, kv_heads=1,
     head_dim=256, slots=16, scale=1.0, softcap=None, left=None,
@@ -45,7 +45,7 @@ def test_frames_fit_on_the_stack_of_any_thread(build: Any) -> None:
     assembly = host.assembly(build(with_tiles), with_tiles)
     frames = [int(size) for size in re.findall(r"sub[ql]\s+\$(\d+), %[re]sp", assembly)]
     assert frames, "no function has a frame"
-    assert max(frames) <= _MOST_FRAME_BYTES
+    assert max(frames) <= _MAX_FRAME_BYTES
 
 
 def test_what_would_need_a_large_scratchpad_is_refused() -> None:

@@ -22,23 +22,23 @@ from stack_kernels.supports import first_problem, takes_no
 __all__ = ["CUDNN", "is_installed"]
 
 _DTYPES = ("bfloat16", "float16")
-_MOST_FEATURES = 128  # jax checks the local device, not the target, for support of more
-_MOST_MASK_BYTES = 2**30
+_MAX_FEATURES = 128  # jax checks the local device, not the target, for support of more
+_MAX_MASK_BYTES = 2**30
 
 
 def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
     query, key, value = (call.arrays[name] for name in ("query", "key", "value"))
     options, (batch, q_seq, _, features), kv_seq = call.options, query.shape, key.shape[1]
-    if (refused := takes_no(call, "bias", "mask", "kv_lengths", "softcap", "sinks")) is not True:
-        return refused
+    if (refusal := takes_no(call, "bias", "mask", "kv_lengths", "softcap", "sinks")) is not True:
+        return refusal
     is_aligned = q_seq == kv_seq and options.get("query_offset") == 0
     mask_bytes = 0 if call.arrays["segment_ids"] is None else 2 * batch * q_seq * kv_seq
     problems = {
         "it takes one query_offset for all rows, known while tracing": "query_offset" in call.arrays,
         "it returns no lse": options["return_lse"],
         f"it takes {' or '.join(_DTYPES)}, not {query.dtype.name}": query.dtype.name not in _DTYPES,
-        f"it takes heads of a multiple of 8 features, at most {_MOST_FEATURES}, not {features}": features % 8
-        or features > _MOST_FEATURES,
+        f"it takes heads of a multiple of 8 features, at most {_MAX_FEATURES}, not {features}": features % 8
+        or features > _MAX_FEATURES,
         f"it takes values of as many features as keys, not {value.shape[3]} and {features}": features != value.shape[3],
         f"it takes even numbers of queries and of keys, not {q_seq} and {kv_seq}": q_seq % 2 or kv_seq % 2,
         f"it takes causal windows with a left end, not {options['window']} with causal={options['causal']}": options[
@@ -47,7 +47,7 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
         is not None
         and not (options["causal"] and options["window"][0] is not None),
         "it takes causal queries at the places of the keys alone": options["causal"] and not is_aligned,
-        f"a mask of the segments would take {mask_bytes} bytes": mask_bytes > _MOST_MASK_BYTES,
+        f"a mask of the segments would take {mask_bytes} bytes": mask_bytes > _MAX_MASK_BYTES,
         "cuDNN is not installed: pip install nvidia-cudnn-cu13": not is_installed(),
     }
     return first_problem(problems)

@@ -19,12 +19,12 @@ from stack_kernels.attention.tiles import Operands, Tiles, softmax_average
 
 __all__ = ["are_few", "attend_few"]
 
-_MOST_ROWS = 64
+_MAX_ROWS = 64
 
 
 def are_few(q_seq: int, heads: int) -> bool:
     """Checks whether the queries of all heads are so few that reading the keys from memory dominates the time."""
-    return q_seq * heads <= _MOST_ROWS
+    return q_seq * heads <= _MAX_ROWS
 
 
 def attend_few(tiles: Tiles, operands: Operands, key: Any, value: Any) -> tuple[Any, Any]:
@@ -39,8 +39,8 @@ def attend_few(tiles: Tiles, operands: Operands, key: Any, value: Any) -> tuple[
     query = operands["query"]
     batch, kv_heads, value_dim = *query.shape[:2], value.shape[3]
     dtype = accurate_dtype(query.dtype)
-    own = jnp.eye(kv_heads, dtype=bool)[None, :, None, None, :, None]
-    wide = jnp.where(own, query[:, :, :, :, None, :], 0).reshape(batch, -1, kv_heads * key.shape[3])
+    is_own_head = jnp.eye(kv_heads, dtype=bool)[None, :, None, None, :, None]
+    wide = jnp.where(is_own_head, query[:, :, :, :, None, :], 0).reshape(batch, -1, kv_heads * key.shape[3])
     mixed = contract("bqe,bke->bqk", wide, key.reshape(*key.shape[:2], -1), dtype).reshape(*query.shape[:4], -1)
     products = unmixed(mixed, lambda: by_group("bhqd,bhkd->bhqk", query, key.swapaxes(1, 2)))
     scores = tiles.scores(operands, products, operands["bias"], 0)
@@ -49,6 +49,6 @@ def attend_few(tiles: Tiles, operands: Operands, key: Any, value: Any) -> tuple[
         narrow = weights.astype(value.dtype).reshape(batch, -1, weights.shape[-1])
         sums = contract("bqk,bke->bqe", narrow, value.reshape(*value.shape[:2], -1), dtype)
         of_heads = sums.reshape(*query.shape[:4], kv_heads, value_dim)
-        return jnp.sum(jnp.where(own, of_heads, 0), axis=4)
+        return jnp.sum(jnp.where(is_own_head, of_heads, 0), axis=4)
 
     return softmax_average(scores, weigh, value_dim)

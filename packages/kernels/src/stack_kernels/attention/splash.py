@@ -59,8 +59,8 @@ def splash(*, interpret: Any = False) -> OpImplementation:
 
 def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
     query, key = call.arrays["query"], call.arrays["key"]
-    if (refused := takes_no(call, "bias", "mask")) is not True:
-        return refused
+    if (refusal := takes_no(call, "bias", "mask")) is not True:
+        return refusal
     problems = {
         "it takes one query_offset for all rows, known while tracing": "query_offset" in call.arrays,
         f"it takes {' or '.join(_DTYPES)}, not {query.dtype.name}": query.dtype.name not in _DTYPES,
@@ -185,12 +185,12 @@ class _Problem:
         Keys beyond a row's length and padding get `_NOWHERE`.
         """
         (batch, q_seq), kv_seq = arrays["query"].shape[:2], arrays["key"].shape[1]
-        given, lengths = arrays["segment_ids"], arrays["kv_lengths"]
+        segment_ids, lengths = arrays["segment_ids"], arrays["kv_lengths"]
         padded = kv_seq % self.tiles.keys and not self.span.ends_before(q_seq, kv_seq)
-        if given is None and lengths is None and not padded:
+        if segment_ids is None and lengths is None and not padded:
             return None
         zeros = (jnp.zeros((batch, q_seq), jnp.int32), jnp.zeros((batch, kv_seq), jnp.int32))
-        of_queries, of_keys = zeros if given is None else (ids.astype(jnp.int32) for ids in given)
+        of_queries, of_keys = zeros if segment_ids is None else (ids.astype(jnp.int32) for ids in segment_ids)
         if lengths is not None:
             of_keys = jnp.where(jnp.arange(kv_seq) < lengths[:, None], of_keys, _NOWHERE)
         return (
@@ -241,9 +241,9 @@ def _backward(
     def of_row(
         sinks: Any, output: Any, lse: Any, cotangent: Any, query: Any, key: Any, value: Any, segments: Any
     ) -> Any:
-        kept = (query, key, value, _pair(segments), sinks, output, lse, kernel.dq_mask_info, kernel.dkv_mask_info)
+        residuals = (query, key, value, _pair(segments), sinks, output, lse, kernel.dq_mask_info, kernel.dkv_mask_info)
         gradients = _splash_attention_bwd(
-            save_residuals=False, interpret=problem.interpret, res=kept, do=cotangent, **settings
+            save_residuals=False, interpret=problem.interpret, res=residuals, do=cotangent, **settings
         )
         return gradients[3:6]
 

@@ -37,7 +37,7 @@ __all__ = ["Operands", "Tiles", "attend", "attend_one_tile", "gradients", "softm
 
 Operands = Mapping[str, Any]
 
-_MOST_LAID_OUT = 8
+_MAX_LAID_OUT = 8
 
 # The query axis and the key axis of each operand. An axis of size 1 is broadcast.
 _QUERY_AXES = {"query": 3, "query_positions": 1, "bias": 3, "mask": 3, "q_segments": 1}
@@ -65,7 +65,7 @@ class Tiles:
     softcap: float | None
 
     def laid_out(self, q_seq: int) -> bool:
-        return self.offset is not None and q_seq <= _MOST_LAID_OUT * self.rows
+        return self.offset is not None and q_seq <= _MAX_LAID_OUT * self.rows
 
     def keeps_weights(self, query: Any, key: Any) -> bool:
         """Checks whether the weights are saved for the gradient (a single tile of few keys).
@@ -210,11 +210,13 @@ def gradients(
     }
     if output is not None:
         by_query["mean"] = jnp.sum(of_output.astype(accurate) * output.astype(accurate), axis=-1, keepdims=True)
-    turns_weights = _turns_weights(key)
-    turned: Operands = {} if turns_weights else {"query": query.swapaxes(3, 4), "output": of_output.swapaxes(3, 4)}
+    transposes_weights = _transposes_weights(key)
+    transposed: Operands = (
+        {} if transposes_weights else {"query": query.swapaxes(3, 4), "output": of_output.swapaxes(3, 4)}
+    )
     keyed = {name: operands[name] for name in ("key", "value")}
     shared = {
-        name: jnp.zeros_like(x if turns_weights else x.swapaxes(2, 3), dtype=accurate) for name, x in keyed.items()
+        name: jnp.zeros_like(x if transposes_weights else x.swapaxes(2, 3), dtype=accurate) for name, x in keyed.items()
     }
     if operands["bias"] is not None:
         shared["bias"] = jnp.zeros(operands["bias"].shape, accurate)
@@ -223,7 +225,7 @@ def gradients(
     def visit(shared: dict[str, Any], start: Any) -> tuple[dict[str, Any], Any]:
         size = min(tiles.rows, q_seq)
         block_values = {name: _part(x, 3, start, size) for name, x in by_query.items()}
-        block_values |= {f"turned_{name}": _part(x, 4, start, size) for name, x in turned.items()}
+        block_values |= {f"transposed_{name}": _part(x, 4, start, size) for name, x in transposed.items()}
         return _block_gradients(tiles, operands, block_values, shared, start)
 
     if tiles.laid_out(q_seq):
@@ -235,11 +237,11 @@ def gradients(
     else:
         shared, of_blocks = lax.scan(visit, shared, jnp.arange(0, q_seq, tiles.rows))
         of_query = _in_rows(of_blocks)
-    turned_back = {} if turns_weights else {name: shared[name].swapaxes(2, 3) for name in ("key", "value")}
-    return {**shared, **turned_back, "query": of_query}
+    transposed_back = {} if transposes_weights else {name: shared[name].swapaxes(2, 3) for name in ("key", "value")}
+    return {**shared, **transposed_back, "query": of_query}
 
 
-def _turns_weights(key: Any) -> bool:
+def _transposes_weights(key: Any) -> bool:
     """Checks whether the weights, rather than the queries, are transposed for the gradients of keys and values."""
     kv_seq, head_dim = key.shape[2:]
     return 2 * kv_seq <= head_dim
@@ -254,7 +256,7 @@ def _block_gradients(
 
     def add(shared: dict[str, Any], of_query: Any, first_key: Any, keys: int) -> tuple[dict[str, Any], Any]:
         added = _tile_gradients(tiles, _keys_of(block, first_key, keys), block_values, first_key)
-        axis = 2 if _turns_weights(operands["key"]) else 3
+        axis = 2 if _transposes_weights(operands["key"]) else 3
         places = {"key": {axis: first_key}, "value": {axis: first_key}, "bias": {3: start, 4: first_key}}
         of_query = added["query"] if of_query is None else of_query + added["query"]
         return {name: _added(x, added[name], places[name]) for name, x in shared.items()}, of_query
@@ -290,31 +292,31 @@ def _tile_gradients(tiles: Tiles, part: Operands, block_values: Operands, first_
     of_products, of_bias = scores_vjp(of_scores.reshape(scores.shape))
     of_products = of_products.astype(part["query"].dtype)
     of_products = lax.optimization_barrier(of_products)
-    sum_rows = _over_transposed_rows if "turned_query" in block_values else _over_rows
+    sum_rows = _contract_transposed_rows if "transposed_query" in block_values else _contract_rows
     return {
         "query": by_group("bhqk,bhkd->bhqd", of_products, part["key"].astype(of_products.dtype)),
-        "key": sum_rows(block_values.get("turned_query", part["query"]), of_products),
-        "value": sum_rows(block_values.get("turned_output", block_values["output"]), weights),
+        "key": sum_rows(block_values.get("transposed_query", part["query"]), of_products),
+        "value": sum_rows(block_values.get("transposed_output", block_values["output"]), weights),
         "bias": of_bias,
     }
 
 
-def _over_transposed_rows(transposed: Any, weights: Any) -> Any:
+def _contract_transposed_rows(values: Any, weights: Any) -> Any:
     """Contracts group and rows in fp32.
 
     The operands are [batch, kv_heads, group, head_dim, rows] and [batch, kv_heads, group, rows, keys].
     """
     batch, kv_heads, group, rows, keys = weights.shape
-    flat = transposed.swapaxes(2, 3).reshape(batch, kv_heads, transposed.shape[3], group * rows)
+    flat = values.swapaxes(2, 3).reshape(batch, kv_heads, values.shape[3], group * rows)
     return contract_heads("bhdq,bhqk->bhdk", flat, weights.reshape(batch, kv_heads, group * rows, keys))
 
 
-def _over_rows(values: Any, weights: Any) -> Any:
+def _contract_rows(values: Any, weights: Any) -> Any:
     """Contracts group and rows, in fp32: transposed `weights` by [batch, kv_heads, group, rows, head_dim]."""
     batch, kv_heads, group, rows, keys = weights.shape
     flat = values.reshape(batch, kv_heads, group * rows, values.shape[4])
-    turned_weights = jnp.moveaxis(weights, 4, 2).reshape(batch, kv_heads, keys, group * rows)
-    return contract_heads("bhkq,bhqd->bhkd", turned_weights, flat)
+    transposed_weights = jnp.moveaxis(weights, 4, 2).reshape(batch, kv_heads, keys, group * rows)
+    return contract_heads("bhkq,bhqd->bhkd", transposed_weights, flat)
 
 
 def _rows_of(operands: Operands, start: Any, size: int) -> dict[str, Any]:

@@ -24,11 +24,11 @@ __all__ = ["TOKAMAX", "HeadTiles"]
 
 _PLACE = "tokamax._src.ops.attention.pallas_mosaic_gpu"
 _DTYPES = ("bfloat16", "float16")
-_MOST_FEATURES = {("sm90", "forward"): 256, ("sm90", "backward"): 256, ("sm100", "forward"): 256}
-_MOST_OF_BLACKWELLS_GRADIENT = 128  # limit of a block's shared memory
+_MAX_FEATURES = {("sm90", "forward"): 256, ("sm90", "backward"): 256, ("sm100", "forward"): 256}
+_MAX_BLACKWELL_GRADIENT = 128  # limit of a block's shared memory
 _SHARED_BYTES = 220 * 2**10
-_MOST_MASK_BYTES = 2**30
-_MOST_MASKED_STAGES = 3  # on Hopper, whose blocks have 16 barriers, some used by the mask
+_MAX_MASK_BYTES = 2**30
+_MAX_MASKED_STAGES = 3  # on Hopper, whose blocks have 16 barriers, some used by the mask
 
 
 @dataclass(frozen=True)
@@ -52,19 +52,19 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
     query, value = call.arrays["query"], call.arrays["value"]
     options, generation = call.options, _generation(chip)
     features = max(query.shape[3], value.shape[3])
-    most = _MOST_FEATURES.get((generation, call.direction), _MOST_OF_BLACKWELLS_GRADIENT)
+    max_features = _MAX_FEATURES.get((generation, call.direction), _MAX_BLACKWELL_GRADIENT)
     mask_bytes = _mask_bytes(call)
     problems = {
         f"it is for h100, h200 and b200, not {chip.kind}": generation not in ("sm90", "sm100"),
         f"it takes {' or '.join(_DTYPES)}, not {query.dtype.name}": query.dtype.name not in _DTYPES,
         "it takes one query_offset for all rows, known while tracing": "query_offset" in call.arrays,
-        f"a head has at most {most} features {call.direction}": features > most,
+        f"a head has at most {max_features} features {call.direction}": features > max_features,
         "it caps scores after the bias": call.arrays["bias"] is not None and options["softcap"] is not None,
-        f"a mask would take {mask_bytes} bytes": mask_bytes > _MOST_MASK_BYTES,
+        f"a mask would take {mask_bytes} bytes": mask_bytes > _MAX_MASK_BYTES,
     }
     if call.direction == "backward":
         bias_bytes = _bias_bytes(call)
-        problems[f"the gradient of the bias would take {bias_bytes} bytes"] = bias_bytes > _MOST_MASK_BYTES
+        problems[f"the gradient of the bias would take {bias_bytes} bytes"] = bias_bytes > _MAX_MASK_BYTES
         problems["it takes no gradient of lse"] = options["return_lse"]
         problems[f"{call.forward!r} hands it no lse"] = "lse" not in call.residuals
     elif generation == "sm100":
@@ -128,7 +128,7 @@ def _space(call: OpCall, chip: Chip) -> Iterator[HeadTiles]:
 
 def _fits(call: OpCall, tiles: HeadTiles, generation: str) -> bool:
     masked = any(call.arrays[name] is not None for name in ("mask", "segment_ids"))
-    if masked and (generation, call.direction) == ("sm90", "forward") and tiles.stages > _MOST_MASKED_STAGES:
+    if masked and (generation, call.direction) == ("sm90", "forward") and tiles.stages > _MAX_MASKED_STAGES:
         return False
     return _shared_bytes(call, tiles, generation) <= _SHARED_BYTES
 
@@ -143,10 +143,10 @@ def _shared_bytes(call: OpCall, tiles: HeadTiles, generation: str) -> int:
         of_stage = of_tile + extras * rows * tiles.keys * 2
         return rows * of_key * 2 + tiles.stages * of_stage + (rows * of_value * 2 if tiles.persistent else 0)
     if generation == "sm100":  # the larger of the two kernels
-        held = 128 * (of_key + of_value) * 2 + 2 * 128 * tiles.keys * 2
-        return held + tiles.stages * (of_tile + extras * 128 * tiles.keys * 2)
-    held = 2 * tiles.queries * (of_key + of_value) * 2 + 2 * tiles.queries * tiles.keys * 2
-    return held + tiles.stages * (of_tile + extras * 2 * tiles.queries * tiles.keys * 2)
+        used_bytes = 128 * (of_key + of_value) * 2 + 2 * 128 * tiles.keys * 2
+        return used_bytes + tiles.stages * (of_tile + extras * 128 * tiles.keys * 2)
+    used_bytes = 2 * tiles.queries * (of_key + of_value) * 2 + 2 * tiles.queries * tiles.keys * 2
+    return used_bytes + tiles.stages * (of_tile + extras * 2 * tiles.queries * tiles.keys * 2)
 
 
 def _forward(
@@ -189,17 +189,17 @@ def _backward(
     library = importlib.import_module(_PLACE)
     call = {**arrays, **options}
     seen, lse = _seen(call), residuals["lse"]
-    kept = jnp.where(seen, lse, 0).swapaxes(1, 2)  # without visible keys the weights are 0 at any lse
+    finite_lse = jnp.where(seen, lse, 0).swapaxes(1, 2)  # without visible keys the weights are 0 at any lse
     output, cotangent = (jnp.where(seen[..., None], x, 0).astype(x.dtype) for x in (outputs, cotangents))
 
     def gradients(*operands: Any) -> Any:
-        output, cotangent, kept, query, key, value, bias, limits = operands
+        output, cotangent, finite_lse, query, key, value, bias, limits = operands
         forward = library.PallasMosaicGpuFlashAttention()  # its `bind` fills in defaults
         settings = forward.bind(query, key, value, **_options(call, bias, limits)).kwargs
         found, _ = from_tokamax.run(
             library.vjp.PallasMosaicGpuFlashAttentionVjp(),
             _of_backward(config),
-            (kept, jnp.ones_like(kept)),
+            (finite_lse, jnp.ones_like(finite_lse)),
             output,
             cotangent,
             query,
@@ -211,8 +211,8 @@ def _backward(
 
     operands = (arrays[name] for name in ("query", "key", "value", "bias"))
     names = ("query", "key", "value", "bias")
-    given = from_tokamax.on_arrays(gradients, output, cotangent, kept, *operands, _limits(call))
-    found = dict(zip(names, given, strict=False))
+    values = from_tokamax.on_arrays(gradients, output, cotangent, finite_lse, *operands, _limits(call))
+    found = dict(zip(names, values, strict=False))
     if "sinks" in requested:
         found["sinks"] = sinks_gradient(arrays["sinks"], lse, outputs, cotangents)
     return {name: array for name, array in found.items() if name in requested}

@@ -19,7 +19,7 @@ from stack_kernels.cpu import as_bits, from_bits
 
 __all__ = ["XLA_CPU", "TileConfig"]
 
-_FEWEST_KEYS = 128
+_MIN_KEYS = 128
 _MULTIPLE = 16
 _KEYS_OF_FEW = 512
 
@@ -85,13 +85,17 @@ def _sizes(query: Any, key: Any, config: TileConfig) -> tuple[int, int, int]:
     kv_seq = key.shape[1]
     rows = _evenly(q_seq, config.rows)
     pairs = config.tile_bytes // (4 * rows)
-    whole = batch if parts_of("batch") > 1 else 1
-    fitting = pairs // (heads * min(kv_seq, 4 * _FEWEST_KEYS))
+    min_batch_rows = batch if parts_of("batch") > 1 else 1
+    fitting = pairs // (heads * min(kv_seq, 4 * _MIN_KEYS))
     if rows == q_seq and batch <= 2 * fitting:
         fitting = batch  # one block: no loop and no copies of its results
-    batch_rows = max(count for count in range(whole, batch + 1) if batch % count == 0 and count <= max(fitting, whole))
+    batch_rows = max(
+        count
+        for count in range(min_batch_rows, batch + 1)
+        if batch % count == 0 and count <= max(fitting, min_batch_rows)
+    )
     heads_at_a_time = math.ceil(batch_rows * heads / (parts_of("batch") * parts_of("act_heads")))
-    return rows, _evenly(kv_seq, max(pairs // heads_at_a_time, _FEWEST_KEYS)), batch_rows
+    return rows, _evenly(kv_seq, max(pairs // heads_at_a_time, _MIN_KEYS)), batch_rows
 
 
 def _evenly(size: int, limit: int) -> int:
@@ -138,8 +142,10 @@ def _backward(tiles: Tiles, at_once: bool, batch_rows: int, residuals: Any, cota
 
     def differentiated(part: Operands) -> tuple[Operands, Operands]:
         dtype, kv_heads = query.dtype, key.shape[2]
-        own = {name: _padded(_by_group(part[name], kv_heads), 3, tiles.rows, tiles, query.shape[1]) for name in results}
-        found = gradients(tiles, _head_major(tiles, part), weights=part["weights"], **own)
+        results_by_group = {
+            name: _padded(_by_group(part[name], kv_heads), 3, tiles.rows, tiles, query.shape[1]) for name in results
+        }
+        found = gradients(tiles, _head_major(tiles, part), weights=part["weights"], **results_by_group)
         stacked = {
             "query": _token_major(found["query"], part["query"].shape, dtype),
             "key": found["key"].swapaxes(1, 2)[:, : key.shape[1]].astype(dtype),
@@ -152,8 +158,8 @@ def _backward(tiles: Tiles, at_once: bool, batch_rows: int, residuals: Any, cota
         return ({**stacked, "bias": of_bias}, {}) if bias.shape[0] == query.shape[0] else (stacked, {"bias": of_bias})
 
     query, key, bias = operands["query"], operands["key"], operands["bias"]
-    stacked, summed = _over_batch(differentiated, batch_rows, {**operands, **results, "weights": weights})
-    found = {**stacked, **summed}
+    stacked, sums = _over_batch(differentiated, batch_rows, {**operands, **results, "weights": weights})
+    found = {**stacked, **sums}
     return ({name: found[name].astype(x.dtype) if name in found else None for name, x in operands.items()},)
 
 
@@ -186,8 +192,8 @@ def _over_batch(function: Callable[[Operands], Any], batch_rows: int, operands: 
     shapes, added = jax.eval_shape(of_part, {name: x[0] for name, x in parts.items()})
     start = vary_alike(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), added), operands)[0]
     total, stacked = lax.scan(visit, start, parts)
-    whole = jax.tree.map(lambda x, shape: from_bits(x, shape.dtype).reshape(batch, *x.shape[2:]), stacked, shapes)
-    return whole, total
+    full = jax.tree.map(lambda x, shape: from_bits(x, shape.dtype).reshape(batch, *x.shape[2:]), stacked, shapes)
+    return full, total
 
 
 def _head_major(tiles: Tiles, part: Operands) -> dict[str, Any]:

@@ -153,6 +153,6 @@ def _figure(title: str, labels: Sequence[str], draw: Any) -> str:
     axes.set_ylim(-0.7, len(labels) - 0.3)
     axes.grid(axis="x", linewidth=0.3)
     axes.set_title(title)
-    drawn = io.StringIO()
-    figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    return drawn.getvalue()[drawn.getvalue().index("<svg") :]
+    svg = io.StringIO()
+    figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    return svg.getvalue()[svg.getvalue().index("<svg") :]

@@ -102,8 +102,8 @@ def measured(task: Task, *, rounds: int, budget_s: float) -> Row | str:
     if timed.interrupted:
         raise KeyboardInterrupt
     for name, error in timed.errors.items():
-        what = "the reference" if name == "reference" else _ran(task, explained)
-        raise BenchmarkError(f"{task}: {what} failed with {type(error).__name__}: {error}") from error
+        subject = "the reference" if name == "reference" else _ran(task, explained)
+        raise BenchmarkError(f"{task}: {subject} failed with {type(error).__name__}: {error}") from error
     if len(timed.timings) < 2:
         return "the time budget left no round for it"
     return _row(task, explained, arrays, timed.timings)

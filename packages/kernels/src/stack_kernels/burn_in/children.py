@@ -36,9 +36,9 @@ class ChildResult:
             return "the time budget ended it"
         if self.status == 0:
             return None
-        how = signal.Signals(-self.status).name if self.status < 0 else f"exit status {self.status}"
+        cause = signal.Signals(-self.status).name if self.status < 0 else f"exit status {self.status}"
         last = next((line.strip() for line in reversed(self.errors.splitlines()) if line.strip()), "")
-        return f"{how}: {last[:300]}" if last else how
+        return f"{cause}: {last[:300]}" if last else cause
 
 
 def run_child(

@@ -51,20 +51,20 @@ def contract_of(op: str, deadline_s: float, *, log: Path) -> tuple[list[Contract
     rows: list[dict[str, Any]] = []
     skip = 0
     while True:
-        begun: list[dict[str, Any]] = []
+        started: list[dict[str, Any]] = []
         before = len(rows)
 
-        def on_message(message: dict[str, Any], begun: list[dict[str, Any]] = begun) -> None:
-            (rows if "outcome" in message else begun).append(message)
+        def on_message(message: dict[str, Any], started: list[dict[str, Any]] = started) -> None:
+            (rows if "outcome" in message else started).append(message)
 
-        ended = run_child(["-m", __spec__.name, op, str(skip)], deadline_s, log=log, on_message=on_message)
-        done = len(rows) - before
-        if ended.problem is None:
+        result = run_child(["-m", __spec__.name, op, str(skip)], deadline_s, log=log, on_message=on_message)
+        finished = len(rows) - before
+        if result.problem is None:
             return _contracts(op, rows), None
-        if ended.status is None or len(begun) == done:  # out of time, or died between two checks
-            return _contracts(op, rows), f"{op}: {ended.problem}"
-        rows.append({**begun[-1], "outcome": "died", "reason": ended.problem})
-        skip += done + 1
+        if result.status is None or len(started) == finished:  # out of time, or died between two checks
+            return _contracts(op, rows), f"{op}: {result.problem}"
+        rows.append({**started[-1], "outcome": "died", "reason": result.problem})
+        skip += finished + 1
 
 
 def _contracts(op: str, rows: Sequence[dict[str, Any]]) -> list[Contract]:

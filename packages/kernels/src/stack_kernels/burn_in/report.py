@@ -9,7 +9,7 @@ from stack_kernels.burn_in.contracts import Contract
 
 __all__ = ["BurnInResults", "markdown"]
 
-_MOST_PROBLEMS = 8
+_MAX_PROBLEMS = 8
 
 
 @dataclass
@@ -54,7 +54,7 @@ def markdown(found: BurnInResults) -> str:
         ],
     )
     for each in found.contracts:
-        shown = each.problems[:_MOST_PROBLEMS]
+        shown = each.problems[:_MAX_PROBLEMS]
         lines += ["", *(f"- `{each.op}/{each.implementation}` {problem}" for problem in shown)] if shown else []
         if len(each.problems) > len(shown):
             lines.append(f"- and {len(each.problems) - len(shown)} more of `{each.op}/{each.implementation}`")

@@ -43,8 +43,8 @@ def main() -> None:
         try:
             row = measured(task, rounds=_ROUNDS, budget_s=remaining_s / (len(planned) - place))
         except Exception as error:  # any failure of a kernel on a new chip is a finding
-            what = str(error) if isinstance(error, BenchmarkError) else f"{task}: {type(error).__name__}: {error}"
-            print(json.dumps({"left_out": " ".join(what.split())[:300]}), flush=True)
+            reason = str(error) if isinstance(error, BenchmarkError) else f"{task}: {type(error).__name__}: {error}"
+            print(json.dumps({"left_out": " ".join(reason.split())[:300]}), flush=True)
             continue
         if isinstance(row, Row):
             rows.append(row)

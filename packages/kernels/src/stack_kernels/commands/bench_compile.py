@@ -63,8 +63,8 @@ def _chosen(label: str, listing: str, known: Sequence[str], default: Sequence[st
 
 
 def _line(row: "Row") -> str:
-    what = f"{row.name} on {row.chip}, {row.call}, {row.direction}: {row.status}"
-    return f"{what}, {row.reason}" if row.reason else f"{what} in {row.compile_s:.1f} s"
+    subject = f"{row.name} on {row.chip}, {row.call}, {row.direction}: {row.status}"
+    return f"{subject}, {row.reason}" if row.reason else f"{subject} in {row.compile_s:.1f} s"
 
 
 def _print(rows: Sequence["Row"]) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["bench_ops"]
 
-_MOST_ROUNDS = 50
+_MAX_ROUNDS = 50
 _CONFIRMATIONS = 2
 
 _EVERYTHING = Selection()
@@ -65,15 +65,15 @@ def bench_ops(
     if html is not None:
         check_plots()
     baseline = None if compare is None else Results.read(compare)
-    wanted = selection.tasks()
+    tasks = selection.tasks()
     if baseline is not None:
-        check_comparable(baseline, current_chip(), [task.key for task in wanted], where=str(compare))
+        check_comparable(baseline, current_chip(), [task.key for task in tasks], where=str(compare))
     measured = _Measuring(rounds, time.monotonic() + budget_s)
-    rows = measured(wanted)
+    rows = measured(tasks)
     if not rows:
         raise BenchmarkError("\n".join(["Nothing was measured.", *measured.left_out, *measured.failed]))
     found = results(rows)
-    comparisons = () if baseline is None else _confirmed(baseline, found, wanted, tolerance, _Measuring(rounds))
+    comparisons = () if baseline is None else _confirmed(baseline, found, tasks, tolerance, _Measuring(rounds))
     _print(found, comparisons, measured.left_out)
     if baseline is not None:
         _print_comparison(baseline, found, comparisons, tolerance)
@@ -88,10 +88,10 @@ def bench_ops(
 
 
 def _check(rounds: int, budget_s: float, tolerance: float, writes: Sequence[Path | None]) -> None:
-    if not 1 <= rounds <= _MOST_ROUNDS or not budget_s > 0 or not tolerance >= 0:
+    if not 1 <= rounds <= _MAX_ROUNDS or not budget_s > 0 or not tolerance >= 0:
         raise BenchmarkError(
             f"Given are {rounds} rounds, a budget of {budget_s} s and a tolerance of {tolerance}; expected 1 to "
-            f"{_MOST_ROUNDS} rounds, a budget above 0 and a tolerance of at least 0."
+            f"{_MAX_ROUNDS} rounds, a budget above 0 and a tolerance of at least 0."
         )
     for path in writes:
         if path is not None and not path.parent.is_dir():
@@ -130,8 +130,8 @@ class _Measuring:
                 else:
                     rows.append(row)
                 if not console.is_terminal:
-                    said = row if isinstance(row, str) else _time(row.timing.median_s).strip()
-                    print(f"[{place + 1}/{len(tasks)}] {label} {task}: {said}", file=sys.stderr, flush=True)
+                    result = row if isinstance(row, str) else _time(row.timing.median_s).strip()
+                    print(f"[{place + 1}/{len(tasks)}] {label} {task}: {result}", file=sys.stderr, flush=True)
         return rows
 
     def _measured(self, measured: "Callable[..., Row | str]", task: "Task") -> "Row | str":

@@ -158,8 +158,10 @@ def _print(console: Console, report: "TuneReport") -> None:
     ended = "interrupted, " if report.interrupted else "out of time, " if report.out_of_time else ""
     console.print(f"{ended}{report.duration_s:.1f} s -> {report.path}", markup=False)
     if report.others_cpus is not None and report.others_cpus > _BUSY_CPUS:
-        told = f"Other programs used {report.others_cpus:.1f} processors meanwhile; measure again when they have ended."
-        console.print(told, markup=False, style="yellow")
+        warning = (
+            f"Other programs used {report.others_cpus:.1f} processors meanwhile; measure again when they have ended."
+        )
+        console.print(warning, markup=False, style="yellow")
 
 
 def _describe(found: "Measurement") -> str:
@@ -168,8 +170,8 @@ def _describe(found: "Measurement") -> str:
     name = f"{found.implementation} {found.config if found.config is not None else ''}".strip()
     if found.outcome != "measured":
         return f"{name}: {found.outcome}, {found.reason}"
-    what = "value and gradient " if found.whole else ""
-    return f"{name}: {what}{duration(found.median_s)} +- {found.spread:.0%}, {found.rounds} rounds"
+    scope = "value and gradient " if found.whole else ""
+    return f"{name}: {scope}{duration(found.median_s)} +- {found.spread:.0%}, {found.rounds} rounds"
 
 
 def _record(report: "TuneReport") -> dict[str, Any]:

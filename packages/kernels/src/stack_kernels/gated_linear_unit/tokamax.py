@@ -42,8 +42,8 @@ class GateTile:
 def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
     if (plain := unquantized(call, chip)) is not True:
         return plain
-    if (refused := takes_no(call, "bias_gate", "bias_up", "limit")) is not True:
-        return refused
+    if (refusal := takes_no(call, "bias_gate", "bias_up", "limit")) is not True:
+        return refusal
     x, weight, options = call.arrays["x"], call.arrays["w_gate"], call.options
     generation, absent = from_tokamax.GENERATIONS.get(chip.kind.partition("-")[0].lower()), from_tokamax.missing()
     problems = {
@@ -75,7 +75,7 @@ def _forward(
     del requested, unused
     library = importlib.import_module(_PLACE)
     rows = x.reshape(-1, x.shape[-1])
-    whole = jnp.pad(rows, ((0, -len(rows) % config.rows), (0, 0)))
+    padded = jnp.pad(rows, ((0, -len(rows) % config.rows), (0, 0)))
 
     def product(rows: Any, w_gate: Any, w_up: Any) -> Any:
         tiles = library.Config(
@@ -84,7 +84,7 @@ def _forward(
         op = library.PallasMosaicGpuGatedLinearUnit()
         return from_tokamax.run(op, tiles, rows, (w_gate, w_up), activation=_ACTIVATIONS[activation])[0]
 
-    found = from_tokamax.on_arrays(product, whole, w_gate, w_up)[: len(rows)]
+    found = from_tokamax.on_arrays(product, padded, w_gate, w_up)[: len(rows)]
     return found.reshape(*x.shape[:-1], math.prod(w_gate.shape[1:])), {}
 
 

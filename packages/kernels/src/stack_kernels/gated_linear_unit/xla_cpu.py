@@ -59,8 +59,8 @@ def gated_linear_unit(
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     gated, *products = functions.gated(activation, rows, w_gate, w_up, bool(requested))
     shape = (*x.shape[:-1], w_up.shape[-1])
-    kept = {name: product.reshape(shape) for name, product in zip(("gate", "up"), products, strict=False)}
-    return gated.reshape(shape), kept
+    residuals = {name: product.reshape(shape) for name, product in zip(("gate", "up"), products, strict=False)}
+    return gated.reshape(shape), residuals
 
 
 def gated_gradients(
@@ -76,8 +76,8 @@ def gated_gradients(
     """Computes the gradients from x and the two products, in their dtype; recomputes f(x G)."""
     # Without the barrier, if both passes are in one computation, XLA would share f(x G) with the forward pass and hold
     # it in fp32 until the backward pass.
-    given = {name: arrays[name] for name in ("x", "w_gate", "w_up")}, residuals["gate"], residuals["up"], cotangents
-    operands, *of_rows = lax.optimization_barrier(given)
+    inputs = {name: arrays[name] for name in ("x", "w_gate", "w_up")}, residuals["gate"], residuals["up"], cotangents
+    operands, *of_rows = lax.optimization_barrier(inputs)
     x, products = operands["x"], functions.products
     leading = math.prod(x.shape[:-1])
     rows, gate, up, cotangent = (array.reshape(leading, array.shape[-1]) for array in (x, *of_rows))

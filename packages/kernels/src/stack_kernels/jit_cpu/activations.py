@@ -9,7 +9,7 @@ from stack_kernels.jit_cpu.vectors import constant, exp, tanh
 
 __all__ = ["ACTIVATIONS"]
 
-_LEAST = -87.3
+_MIN_EXP_INPUT = -87.3
 _CUBIC, _GELU_SCALE = 0.044715, math.sqrt(2 / math.pi)
 
 
@@ -20,7 +20,7 @@ def _silu(builder: Builder, x: Any) -> tuple[Any, Any]:
     # The sigmoid becomes 0 below the range of `exp`, where it is less than any normal number; 0 times -inf is NaN, as
     # in the reference.
     sigmoid = build.select(
-        build.fcmp_ordered("<", x, constant(_LEAST, x.type.count)), constant(0, x.type.count), sigmoid
+        build.fcmp_ordered("<", x, constant(_MIN_EXP_INPUT, x.type.count)), constant(0, x.type.count), sigmoid
     )
     value = build.fmul(x, sigmoid)
     return value, builder.fma(value, build.fsub(one, sigmoid), sigmoid)

@@ -146,12 +146,12 @@ class Builder:
         Some processors take far longer to store with a mask, even if it is set in all lanes.
         """
         count = self.minus(stop, start)
-        whole = self.plus(start, self.times(self.over(count, lanes), lanes))
-        with self.loop(start, whole, lanes) as column:
+        vectors_end = self.plus(start, self.times(self.over(count, lanes), lanes))
+        with self.loop(start, vectors_end, lanes) as column:
             body(column, None)
-        rest = self.minus(stop, whole)
+        rest = self.minus(stop, vectors_end)
         with self.when(self.build.icmp_signed(">", rest, INDEX(0))):
-            body(whole, self.mask(rest, lanes))
+            body(vectors_end, self.mask(rest, lanes))
 
     def when(self, condition: Any) -> Any:
         """Runs the block of `with builder.when(condition):` only if the condition holds."""
@@ -206,11 +206,11 @@ class Builder:
 
 def _reserve(module: ir.Module, size: int) -> None:
     """Enlarges the scratchpad of a module's threads to at least `size` bytes."""
-    held: Any = module.globals.get(_SCRATCH_BYTES)
-    if held is None:
-        held = ir.GlobalVariable(module, INDEX, _SCRATCH_BYTES)
-        held.global_constant, held.initializer = True, INDEX(0)
-    held.initializer = INDEX(max(size, held.initializer.constant))
+    scratch_size: Any = module.globals.get(_SCRATCH_BYTES)
+    if scratch_size is None:
+        scratch_size = ir.GlobalVariable(module, INDEX, _SCRATCH_BYTES)
+        scratch_size.global_constant, scratch_size.initializer = True, INDEX(0)
+    scratch_size.initializer = INDEX(max(size, scratch_size.initializer.constant))
 
 
 def _alignment(kind: Any) -> int | None:

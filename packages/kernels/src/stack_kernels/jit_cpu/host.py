@@ -127,8 +127,8 @@ def kernel_call(
     assert processor is not None, "on_this_cpu refused"
     target = f"stack_kernels.{name}.{processor.name}"
     _register(target, build, processor)
-    said = {"flops": np.int64(flops), "flops_dtype": arguments[0].dtype.name} if flops else {}
-    found = ffi.ffi_call(target, results, vmap_method="sequential")(*arguments, **said)
+    attributes = {"flops": np.int64(flops), "flops_dtype": arguments[0].dtype.name} if flops else {}
+    found = ffi.ffi_call(target, results, vmap_method="sequential")(*arguments, **attributes)
     return vary_alike(found, arguments)[0]  # JAX assumes that results of a foreign function are equal on all devices.
 
 

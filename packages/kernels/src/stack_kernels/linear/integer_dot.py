@@ -15,10 +15,10 @@ from stack_kernels.linear.codes import columns, interleaved
 
 __all__ = ["by_row", "has_integer_dot", "integer_dot", "rows_of"]
 
-_FEWEST_TILE_ROWS = 64
+_MIN_TILE_ROWS = 64
 """With fewer entries of d_in per scale, rescaling the sums of each tile costs more than fp32 products."""
 
-_MOST_TILE_ROWS = 2**15
+_MAX_TILE_ROWS = 2**15
 """The sum of this many products of 8-bit integers, each minus its zero point, is always below 2^31."""
 
 
@@ -40,7 +40,7 @@ def has_integer_dot(x: QView, weight: QView) -> bool:
     )
     tiles = _tiles(x, weight)
     tile_rows = weight.qvalue.shape[0] // max(tiles, 1)
-    return narrow and tile_rows <= _MOST_TILE_ROWS and (tiles == 1 or tile_rows >= _FEWEST_TILE_ROWS)
+    return narrow and tile_rows <= _MAX_TILE_ROWS and (tiles == 1 or tile_rows >= _MIN_TILE_ROWS)
 
 
 def integer_dot(x: QView, weight: QuantizedArray) -> jax.Array:

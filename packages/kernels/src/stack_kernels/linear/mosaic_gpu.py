@@ -66,8 +66,8 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
     x, weight = call.arrays["x"], call.arrays["weight"]
     if GENERATIONS.get(chip.kind.partition("-")[0].lower()) != "sm90":
         return f"it is for h100 and h200, not {chip.kind}"
-    if (refused := only_weight_is_quantized(call)) is not True:
-        return refused
+    if (refusal := only_weight_is_quantized(call)) is not True:
+        return refusal
     view = abstract_view(weight)
     (d_in, d_out), tiles = view.qvalue.shape, view.scale.shape[0]
     rows = x.size // max(d_in, 1)

@@ -25,7 +25,7 @@ __all__ = ["MOSAIC_TPU", "ProductTile", "mosaic_tpu"]
 
 _DTYPES = ("bfloat16", "float32")
 _CODES = ("int8", "int4", "uint4", "float8_e4m3fn", "float8_e5m2")
-_MOST_LEVELS = 16  # each level costs a comparison and a select per code
+_MAX_LEVELS = 16  # each level costs a comparison and a select per code
 _SUBLANES = 32  # rows of an 8-bit tile; scales are repeated over full ones
 _ROWS = (512, 256, 128, 64, 32, 16)
 _WIDTHS = (2048, 1024, 512, 256, 128)
@@ -87,16 +87,16 @@ def mosaic_tpu(*, interpret: Any = False) -> OpImplementation:
 
 def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
     x, weight = call.arrays["x"], call.arrays["weight"]
-    if (refused := only_weight_is_quantized(call)) is not True:
-        return refused
+    if (refusal := only_weight_is_quantized(call)) is not True:
+        return refusal
     view = abstract_view(weight)
     (d_in, d_out), tiles = view.qvalue.shape, view.scale.shape[0]
     problems = {
         f"it takes {' or '.join(_DTYPES)}, not {x.dtype.name}": x.dtype.name not in _DTYPES,
         f"codes are {view.qvalue.dtype.name}, not {', '.join(_CODES)}": view.qvalue.dtype.name not in _CODES,
         "it takes no zero point": view.zero_point is not None,
-        f"it takes codebooks of at most {_MOST_LEVELS} levels": view.codebook is not None
-        and view.codebook.shape[0] > _MOST_LEVELS,
+        f"it takes codebooks of at most {_MAX_LEVELS} levels": view.codebook is not None
+        and view.codebook.shape[0] > _MAX_LEVELS,
         f"codes that share a scale are the whole of d_in, or a multiple of {_SUBLANES}": tiles > 1
         and d_in % (_SUBLANES * tiles) != 0,
         "Mosaic does not sum 16-bit numbers over an axis of length one": d_in == 1 and x.dtype.itemsize == 2,

@@ -15,7 +15,7 @@ from stack_core.ops.building import contract, vary_alike, with_automatic_axes
 __all__ = ["XLA", "Products", "product", "row_gradient", "total", "transposed", "weight_gradient"]
 
 _BLOCK = 32
-_MOST_ADDENDS = 128
+_MAX_ADDENDS = 128
 _STREAMS = 16
 _JAX_0_10 = jax.__version_info__ < (0, 11)
 
@@ -106,7 +106,7 @@ def total(parts: jax.Array, axis: int) -> jax.Array:
     `parts` again for each.
     """
     count = parts.shape[axis]
-    addends = next(size for size in range(min(count, _MOST_ADDENDS), 0, -1) if count % size == 0)
+    addends = next(size for size in range(min(count, _MAX_ADDENDS), 0, -1) if count % size == 0)
     if addends == 1:
         return jnp.sum(parts, axis=axis)
     size = count // addends

@@ -127,8 +127,8 @@ def _inverse(lower: Any) -> Any:
     block = 1
     while block < token.size:
         of_pair, of_block = (token // size for size in (2 * block, block))
-        beside = (of_pair[:, None] == of_pair) & (of_block[:, None] != of_block)
-        inverse = inverse - inverse @ jnp.where(beside, lower, 0) @ inverse
+        is_off_diagonal = (of_pair[:, None] == of_pair) & (of_block[:, None] != of_block)
+        inverse = inverse - inverse @ jnp.where(is_off_diagonal, lower, 0) @ inverse
         block *= 2
     return vary_alike(inverse, lower)[0]  # with one token it is 1, independent of L
 

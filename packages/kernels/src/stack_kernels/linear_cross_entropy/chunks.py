@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 _SMALL_BYTES = 32 * 2**20
-_MOST_BYTES, _LEAST_ROWS = 128 * 2**20, 64
+_MAX_BYTES, _MIN_ROWS = 128 * 2**20, 64
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def divide(rows: int, vocab: int, dtype: Any, config: Chunks) -> tuple[int, int]
     chunk_rows = config.chunk_rows
     if config.keeps_exponentials:
         row_bytes = vocab * jnp.dtype(product_dtype(dtype)).itemsize
-        chunk_rows = min(max(chunk_rows, _SMALL_BYTES // row_bytes), max(_MOST_BYTES // row_bytes, _LEAST_ROWS))
+        chunk_rows = min(max(chunk_rows, _SMALL_BYTES // row_bytes), max(_MAX_BYTES // row_bytes, _MIN_ROWS))
     chunks = max(-(-rows // chunk_rows), 1)
     tiles = -(-rows * vocab * 4 // (chunks * config.tile_bytes))
     return chunks, min(-(-vocab // (32 * max(tiles, 1))) * 32, vocab)

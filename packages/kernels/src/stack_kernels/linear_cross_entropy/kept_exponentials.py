@@ -34,7 +34,7 @@ from stack_kernels.linear_cross_entropy.chunks import (
 
 __all__ = ["losses_and_gradients"]
 
-_LEAST_SHARE = 1e-20  # A smaller share has no weight in any sum; 1 / a stays finite.
+_MIN_SHARE = 1e-20  # A smaller share has no weight in any sum; 1 / a stays finite.
 
 
 def losses_and_gradients(loss: Loss, rows: Rows, weight: Any) -> tuple[Any, Any, Any]:
@@ -63,7 +63,7 @@ def _add_chunk(loss: Loss, chunk: Rows, bits: Any, of_weight: Any) -> Any:
         index, largest, exponentials = tile
         begin, block, columns = columns_of(loss, bits, index)
         exponentials = from_bits(exponentials, block.dtype)
-        share = jnp.maximum(jnp.exp(largest - joined.log_partition), _LEAST_SHARE)
+        share = jnp.maximum(jnp.exp(largest - joined.log_partition), _MIN_SHARE)
         slopes = slopes_of(loss, chunk, joined, exponentials, columns, share)
         scale = share * chunk.shares
         of_hidden = of_hidden + loss.products.row_gradient(slopes, block, scale.dtype) * scale[:, None]
@@ -73,6 +73,6 @@ def _add_chunk(loss: Loss, chunk: Rows, bits: Any, of_weight: Any) -> Any:
         return (of_hidden, lax.dynamic_update_slice_in_dim(of_weight, added.astype(of_weight.dtype), begin, 1)), None
 
     of_hidden = jnp.zeros_like(chunk.hidden, dtype=chunk.shares.dtype)
-    kept = (tiles(loss), seen.largest, exponentials)
-    (of_hidden, of_weight), _ = lax.scan(add_tile, (of_hidden, of_weight), kept)
+    xs = (tiles(loss), seen.largest, exponentials)
+    (of_hidden, of_weight), _ = lax.scan(add_tile, (of_hidden, of_weight), xs)
     return of_weight, (joined.losses, of_hidden.astype(chunk.hidden.dtype))

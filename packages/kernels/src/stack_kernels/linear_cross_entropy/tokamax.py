@@ -40,8 +40,8 @@ class LogitTile:
 def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
     if (plain := unquantized(call, chip)) is not True:
         return plain
-    if (refused := takes_no(call, "bias", "softcap")) is not True:
-        return refused
+    if (refusal := takes_no(call, "bias", "softcap")) is not True:
+        return refusal
     hidden, weight, options = call.arrays["hidden"], call.arrays["weight"], call.options
     absent = from_tokamax.missing()
     problems = {
@@ -93,12 +93,12 @@ class _Rows(NamedTuple):
 
     @classmethod
     def of(cls, hidden: Any, labels: Any, vocab: int, ignore_index: int, tile: int) -> "_Rows":
-        rows, given = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).astype(jnp.int32)
+        rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).astype(jnp.int32)
         more = -len(rows) % tile
-        given = jnp.pad(given, (0, more), constant_values=ignore_index)
-        counts = (given != ignore_index) & (jnp.arange(len(given)) < len(rows))
-        labels = jnp.clip(given, 0, vocab - 1)
-        return cls(jnp.pad(rows, ((0, more), (0, 0))), labels, counts, labels == given)
+        targets = jnp.pad(targets, (0, more), constant_values=ignore_index)
+        counts = (targets != ignore_index) & (jnp.arange(len(targets)) < len(rows))
+        labels = jnp.clip(targets, 0, vocab - 1)
+        return cls(jnp.pad(rows, ((0, more), (0, 0))), labels, counts, labels == targets)
 
     def number(self) -> Any:
         """Returns the number of rows that have a loss, at least 1."""
@@ -119,11 +119,11 @@ def _forward(
     rows = _Rows.of(hidden, labels, weight.shape[1], ignore_index, config.rows)
     losses, lse = _losses(rows, weight, config)
     losses = jnp.where(rows.counts, jnp.where(rows.is_label, losses, jnp.nan), 0)
-    kept = {OWN: lse} if OWN in requested else {}
+    residuals = {OWN: lse} if OWN in requested else {}
     if reduction == "none":
-        return losses[: labels.size].reshape(labels.shape), kept
+        return losses[: labels.size].reshape(labels.shape), residuals
     total = jnp.sum(losses)
-    return (total / rows.number() if reduction == "mean" else total), kept
+    return (total / rows.number() if reduction == "mean" else total), residuals
 
 
 def _backward(

@@ -110,8 +110,8 @@ def _forward(
     out_shapes = [((rows, size), x.dtype), ((rows, 1), jnp.float32)]
     out_shapes += [] if residual is None else [((rows, size), x.dtype)]
     y, inverse, *total = _on_tiles(kernel, config, _factor(scale, scale_offset, size), operands, out_shapes, interpret)
-    kept = {"inverse_rms": inverse.reshape(*x.shape[:-1], 1)} if "inverse_rms" in requested else {}
-    return (y.reshape(x.shape) if residual is None else (y.reshape(x.shape), total[0].reshape(x.shape))), kept
+    residuals = {"inverse_rms": inverse.reshape(*x.shape[:-1], 1)} if "inverse_rms" in requested else {}
+    return (y.reshape(x.shape) if residual is None else (y.reshape(x.shape), total[0].reshape(x.shape))), residuals
 
 
 def _backward(

@@ -23,7 +23,7 @@ __all__ = ["TOKAMAX_TRITON", "NormBlock"]
 _PLACE = "tokamax._src.ops.normalization.triton"
 _DTYPES = ("bfloat16", "float16", "float32")
 _NUMBERS = 16_384  # numbers per block, in registers: a quarter of a core's
-_MOST = 65_536
+_MAX_NUMBERS = 65_536
 _WARPS = (1, 2, 4, 8, 16)
 
 
@@ -64,14 +64,14 @@ def _space(call: OpCall, chip: Chip) -> Iterator[NormBlock]:
     columns = 1 if after == 1 else min(_power(after), 16)
     if size * columns > _max_numbers(call):
         return
-    most = max(min(_NUMBERS // (size * columns), _power(rows), 8), 1)
+    max_rows = max(min(_NUMBERS // (size * columns), _power(rows), 8), 1)
     warps = min(max(size * columns // 1024, 1), 8)
-    for of_block in (1, most):
+    for of_block in (1, max_rows):
         yield from (NormBlock(of_block, columns, each) for each in sorted(_WARPS, key=lambda each: abs(each - warps)))
 
 
 def _max_numbers(call: OpCall) -> int:
-    return _MOST if call.direction == "forward" else _MOST // 2
+    return _MAX_NUMBERS if call.direction == "forward" else _MAX_NUMBERS // 2
 
 
 def _numbers(call: OpCall, block: NormBlock) -> int:
@@ -97,8 +97,8 @@ def _forward(
         return y, inverse
 
     y, inverse = from_tokamax.on_arrays(normed, total, scale, offset)
-    kept = {"inverse_rms": inverse} if "inverse_rms" in requested else {}
-    return (y if residual is None else (y, total)), kept
+    residuals = {"inverse_rms": inverse} if "inverse_rms" in requested else {}
+    return (y if residual is None else (y, total)), residuals
 
 
 def _backward(

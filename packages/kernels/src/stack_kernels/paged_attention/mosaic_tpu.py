@@ -25,7 +25,7 @@ __all__ = ["MOSAIC_TPU", "mosaic_tpu"]
 _DTYPES = ("bfloat16", "float32")
 _SUBLANES = 16  # bf16 is laid out in tiles of 16 rows
 _LANES = 128
-_HELD_BYTES = 2**23  # of VMEM; XLA allows 32 MiB per kernel on a v6e
+_VMEM_BYTES = 2**23  # of VMEM; XLA allows 32 MiB per kernel on a v6e
 _TABLE_BYTES = 2**18  # of scalar memory
 _LOWEST = -0.7 * float(jnp.finfo(jnp.float32).max)
 
@@ -54,13 +54,13 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
         return f"it reads pages of the layout 'phsd', not {call.options['layout']!r}"
     values = call.arrays["value_pages"]
     tokens, sequences = query.shape[0], tables.shape[0]
-    held_bytes = _vmem_bytes(query, keys, values, call.options["value_dim"])
+    used_bytes = _vmem_bytes(query, keys, values, call.options["value_dim"])
     problems = {
         f"it takes {' or '.join(_DTYPES)}, not {query.dtype.name}": query.dtype.name not in _DTYPES,
         "a page has one slot": keys.shape[2] == 1,  # Mosaic does not sum bf16 over an axis of length one
         f"it is for decoding, and {tokens} queries are two or more for each of {sequences} sequences": tokens
         >= 2 * sequences,
-        f"pages and sums of {held_bytes} bytes do not fit into VMEM": held_bytes > _HELD_BYTES,
+        f"pages and sums of {used_bytes} bytes do not fit into VMEM": used_bytes > _VMEM_BYTES,
         "the tables do not fit into scalar memory": 4 * tokens * tables.shape[1] > _TABLE_BYTES,
     }
     return first_problem(problems)
@@ -73,9 +73,9 @@ def _vmem_bytes(query: Any, keys: Any, values: Any, value_dim: int | None) -> in
     pages = [(pool.shape[1:], pool.dtype) for pool in (keys, values) if pool is not None]
     of_token = [((kv_heads, rows, size), query.dtype) for size in (head_dim, out_dim)]
     sums = [((kv_heads, rows, size), jnp.dtype("float32")) for size in (_LANES, _LANES, out_dim)]
-    held = [*pages, *of_token, *pages, *of_token, *sums]
+    buffers = [*pages, *of_token, *pages, *of_token, *sums]
     return sum(
-        kind.itemsize * heads * _ceil(many, _SUBLANES) * _ceil(size, _LANES) for (heads, many, size), kind in held
+        kind.itemsize * heads * _ceil(many, _SUBLANES) * _ceil(size, _LANES) for (heads, many, size), kind in buffers
     )
 
 

@@ -27,7 +27,7 @@ _DTYPES = ("bfloat16", "float32")
 _HEAD_DIM = 128
 _TABLE_BYTES = 2**18  # of scalar memory
 _VMEM_BYTES = 12 * 2**20  # of the default 16 MiB per kernel on the smallest chip
-_MOST_KEYS = 512
+_MAX_KEYS = 512
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
         return plain
     if call.options["layout"] != "psh2d":
         return f"it reads pages of the layout 'psh2d', not {call.options['layout']!r}"
-    if (refused := takes_no(call, "sinks")) is not True:
-        return refused
+    if (refusal := takes_no(call, "sinks")) is not True:
+        return refusal
     query, keys, tables = (call.arrays[name] for name in ("query", "key_pages", "block_tables"))
     problems = {
         f"it takes {' or '.join(_DTYPES)}, not {query.dtype.name}": query.dtype.name not in _DTYPES,
@@ -75,7 +75,7 @@ def _space(call: OpCall, chip: Chip) -> Iterator[RaggedTiles]:
     if unquantized(call, chip) is not True or call.options["layout"] != "psh2d" or min(keys.shape) == 0:
         return
     for of_queries in (32, 64, 128, 16, 8):
-        for of_keys in (_MOST_KEYS, 256, 128, 1):
+        for of_keys in (_MAX_KEYS, 256, 128, 1):
             tiles = RaggedTiles(min(of_queries, tokens), min(max(of_keys // keys.shape[1], 1), places))
             if tiles.pages * keys.shape[1] > 1 and _vmem_bytes(call, tiles) <= _VMEM_BYTES:
                 yield tiles
@@ -120,8 +120,8 @@ def _visited(starts: Any) -> tuple[Any, Any]:
     At least one sequence has a query; otherwise the kernel would not wait for the page that it fetches first.
     """
     places = jnp.arange(len(starts), dtype=jnp.int32)
-    given = jnp.where(starts[-1] > starts[0], starts, jnp.minimum(places, 1))
-    return given, jnp.max(jnp.where(jnp.diff(given) > 0, places[1:], 1), keepdims=True)
+    padded_starts = jnp.where(starts[-1] > starts[0], starts, jnp.minimum(places, 1))
+    return padded_starts, jnp.max(jnp.where(jnp.diff(padded_starts) > 0, places[1:], 1), keepdims=True)
 
 
 def _sees_a_key(lengths: Any, starts: Any, tokens: int) -> Any:

@@ -39,7 +39,7 @@ from stack_kernels.supports import unquantized
 __all__ = ["XLA_CPU", "StepConfig", "values_like_keys"]
 
 _WIDEST = 256
-_LEAST_HEAD_DIM = 128
+_MIN_HEAD_DIM = 128
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def _heads_fit(call: OpCall) -> bool | str:
     _, heads, head_dim = call.arrays["query"].shape
     kv_heads = pages[layout.index("h")]
     if heads == kv_heads:
-        narrow = head_dim < _LEAST_HEAD_DIM and call.arrays["query"].dtype.itemsize > 2
+        narrow = head_dim < _MIN_HEAD_DIM and call.arrays["query"].dtype.itemsize > 2
         return f"heads of {head_dim} that are not shared are faster all at once" if narrow else True
     if layout != "pshd":
         return f"it reads all heads of a slot at once, which lie apart in the layout {layout!r}"

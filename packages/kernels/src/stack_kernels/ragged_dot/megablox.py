@@ -23,7 +23,7 @@ __all__ = ["MEGABLOX", "GroupedTiles", "megablox"]
 _DTYPES = ("bfloat16", "float32")
 _SUBLANES = 16  # bf16 is laid out in tiles of 16 rows
 _SIZES = (1024, 512, 256, 128)
-_MOST_ROWS = 512
+_MAX_ROWS = 512
 _VMEM_BYTES = 12 * 2**20  # of the default 16 MiB per kernel on the smallest chip
 
 
@@ -54,8 +54,8 @@ def megablox(*, interpret: Any = False) -> OpImplementation:
 def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
     if (plain := unquantized(call, chip)) is not True:
         return plain
-    if (refused := takes_no(call, "bias")) is not True:
-        return refused
+    if (refusal := takes_no(call, "bias")) is not True:
+        return refusal
     lhs, rhs = call.arrays["lhs"], call.arrays["rhs"]
     problems = {
         f"it takes {' or '.join(_DTYPES)}, not {lhs.dtype.name}": lhs.dtype.name not in _DTYPES,
@@ -77,7 +77,7 @@ def _space(call: OpCall, chip: Chip) -> Iterator[GroupedTiles]:
         for rows in of_rows
         for d_in in of_in
         for d_out in of_out
-        if rows <= _MOST_ROWS and _vmem_bytes(rows, d_in, d_out, lhs.dtype.itemsize) <= _VMEM_BYTES
+        if rows <= _MAX_ROWS and _vmem_bytes(rows, d_in, d_out, lhs.dtype.itemsize) <= _VMEM_BYTES
     ]
     yield from sorted(tiles, key=lambda tile: (-tile.rows * tile.d_in * tile.d_out, abs(tile.d_in - tile.d_out)))
 

@@ -108,8 +108,8 @@ class Kernel:
     def _supports(self, call: OpCall, chip: Chip, config: Any = None) -> bool | str:
         if (plain := unquantized(call, chip)) is not True:
             return plain
-        if (refused := takes_no(call, "bias")) is not True:
-            return refused
+        if (refusal := takes_no(call, "bias")) is not True:
+            return refusal
         lhs, rhs = call.arrays["lhs"], call.arrays["rhs"]
         generation = from_tokamax.GENERATIONS.get(chip.kind.partition("-")[0].lower(), "another")
         known, sizes = self.generations.get(call.direction, ()), (*lhs.shape, rhs.shape[2])
@@ -197,8 +197,8 @@ class Kernel:
 
 def _chips(generations: tuple[str, ...]) -> str:
     kinds = {"sm80": ("a100",), "sm90": ("h100", "h200"), "sm100": ("b200",)}
-    *most, last = (kind for generation in generations for kind in kinds[generation]) if generations else ("no GPU",)
-    return f"{', '.join(most)} and {last}" if most else last
+    *leading, last = (kind for generation in generations for kind in kinds[generation]) if generations else ("no GPU",)
+    return f"{', '.join(leading)} and {last}" if leading else last
 
 
 def _of_hopper(call: OpCall) -> Iterator[GroupTiles]:

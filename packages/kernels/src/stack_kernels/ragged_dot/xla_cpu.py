@@ -101,8 +101,10 @@ def _outer_product_sums(lhs: Any, cotangent: Any, begin: Any, end: Any) -> Any:
         def add_tile(size: int, start: Any, total: Any) -> Any:
             in_group = (start + jnp.arange(size, dtype=jnp.int32) < end)[:, None]
             # Both are masked, because a row outside all groups may hold anything, including infinities.
-            mine, theirs = (jnp.where(in_group, lax.dynamic_slice_in_dim(x, start, size), 0) for x in padded)
-            return total + contract("kr,rn->kn", transposed(mine), theirs, accurate)
+            lhs_rows, cotangent_rows = (
+                jnp.where(in_group, lax.dynamic_slice_in_dim(x, start, size), 0) for x in padded
+            )
+            return total + contract("kr,rn->kn", transposed(lhs_rows), cotangent_rows, accurate)
 
         total = jnp.zeros_like(lhs, shape=(lhs.shape[1], cotangent.shape[1]), dtype=accurate)
         return _over_tiles(add_tile, begin, end, lhs.shape[0], total).astype(lhs.dtype)

@@ -72,8 +72,8 @@ def _configs(implementation: OpImplementation, call: OpCall) -> list[Any]:
         return [None]
     chip = target_chip()
     default = implementation.default(call, chip)
-    others = [config for config in implementation.space(call, chip) if config != default]
-    return [default, *(config for config in others if implementation.supports(call, chip, config) is True)]
+    other_configs = [config for config in implementation.space(call, chip) if config != default]
+    return [default, *(config for config in other_configs if implementation.supports(call, chip, config) is True)]
 
 
 class Trial:
@@ -126,8 +126,8 @@ class Trial:
             forward = jax.jit(lambda arrays: (_forward(candidate, options, frozenset(), arrays)[0], {}))
             return functools.partial(forward, self._arrays)
         if candidate.is_joint:
-            whole = jax.jit(functools.partial(_value_and_gradients, candidate, options, self._names))
-            return functools.partial(whole, self._arrays, self._cotangent)
+            value_and_gradients = jax.jit(functools.partial(_value_and_gradients, candidate, options, self._names))
+            return functools.partial(value_and_gradients, self._arrays, self._cotangent)
         alone = jax.jit(functools.partial(_gradients, candidate, options, self._names))
         return functools.partial(alone, self._arrays, self._output, self._residuals, self._cotangent)
 
@@ -170,8 +170,8 @@ def _floating(tree: Any) -> list[Any]:
 def _normal_like(output: Any) -> Any:
     leaves, structure = jax.tree.flatten(output)
     keys = jax.random.split(jax.random.key(0), len(leaves))
-    drawn = [jax.random.normal(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves, strict=True)]
-    return jax.tree.unflatten(structure, drawn)
+    values = [jax.random.normal(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(structure, values)
 
 
 def _tolerance(call: OpCall) -> float:

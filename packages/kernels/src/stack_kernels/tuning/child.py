@@ -51,13 +51,13 @@ def tune_in_child(
         note = Path(name, "trying.json")
         while True:
             left_s = max(end_s - time.monotonic(), 0.0)
-            own = [f"--budget-s={left_s}", *(["--again"] if again else [])]
-            command = [sys.executable, "-m", "stack_core", "tune", *arguments, *own]
+            options = [f"--budget-s={left_s}", *(["--again"] if again else [])]
+            command = [sys.executable, "-m", "stack_core", "tune", *arguments, *options]
             status = _status(command, {**os.environ, TRYING_VARIABLE: str(note)}, left_s + grace_s)
             if status is not None and status >= 0:
                 return status
-            how = signal.Signals(-status).name if status else "the time limit"
-            say(f"{_record_failure(note, how, folder)}: {how} ended the process; going on without it")
+            cause = signal.Signals(-status).name if status else "the time limit"
+            say(f"{_record_failure(note, cause, folder)}: {cause} ended the process; going on without it")
             again = False
 
 

@@ -76,11 +76,13 @@ def ratios(timed: Sequence[Timed]) -> Iterator[ChoiceRatios]:
         chip: Chip = registries.chips[kind]
         models = {shape: _model(shape) for shape in cases}
         for model in sorted({models[shape] for shape, times in cases.items() if len(times) > 1}):
-            others = {shape: times for shape, times in cases.items() if models[shape] != model}
+            other_models = {shape: times for shape, times in cases.items() if models[shape] != model}
             for shape, times in cases.items():
                 if models[shape] == model and len(times) > 1:
                     found = {
-                        name: each.seconds for name, each in estimates(shape, others, chip).items() if name in times
+                        name: each.seconds
+                        for name, each in estimates(shape, other_models, chip).items()
+                        if name in times
                     }
                     yield _ratio((kind, op, direction), {name: s for name, (s, _) in times.items()}, found)
 

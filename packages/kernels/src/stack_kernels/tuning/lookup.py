@@ -273,18 +273,18 @@ def _advice(seconds: Mapping[_Estimate, float], shape: CallShape, *, with_speedu
         return None
     best = min(seconds, key=lambda estimate: seconds[estimate])
     measurement = best.measurement
-    others = [estimate for estimate in seconds if estimate.measurement.implementation != measurement.implementation]
-    second = min(others, key=lambda estimate: seconds[estimate], default=None) if with_speedup else None
+    rivals = [estimate for estimate in seconds if estimate.measurement.implementation != measurement.implementation]
+    second = min(rivals, key=lambda estimate: seconds[estimate], default=None) if with_speedup else None
     times = (
         ""
         if second is None
         else f"; {seconds[second] / seconds[best]:.2f} x as fast as {second.measurement.implementation}"
     )
-    what = {True: "value and gradient", False: measurement.case.direction}[measurement.whole]
-    where = f"{what} {duration(measurement.median_s)} at {measurement.case.shape}"
+    scope = {True: "value and gradient", False: measurement.case.direction}[measurement.whole]
+    where = f"{scope} {duration(measurement.median_s)} at {measurement.case.shape}"
     here = "" if measurement.case.shape.bucket == shape.bucket else f"; about {duration(best.seconds)} here"
-    how = f"{measurement.rounds} rounds, jax {measurement.versions.get('jax', 'unknown')}"
-    return TunedChoice(measurement.implementation, best.config, f"{where} ({how}){here}{times}")
+    conditions = f"{measurement.rounds} rounds, jax {measurement.versions.get('jax', 'unknown')}"
+    return TunedChoice(measurement.implementation, best.config, f"{where} ({conditions}){here}{times}")
 
 
 def duration(seconds: float) -> str:

@@ -16,16 +16,16 @@ from typing import Any, Generic, TypeVar
 
 import jax
 
-__all__ = ["FEWEST_ROUNDS", "Measured", "Ratio", "Timing", "measure"]
+__all__ = ["MIN_ROUNDS", "Measured", "Ratio", "Timing", "measure"]
 
 K = TypeVar("K", bound=Hashable)
 
 _SHORTEST_TURN_S = 1e-3
-_MOST_CALLS_A_TURN = 1000
-_FEWEST_CALLS_IN_ORDER = 10
-FEWEST_ROUNDS = 5
+_MAX_CALLS_A_TURN = 1000
+_MIN_CALLS_IN_ORDER = 10
+MIN_ROUNDS = 5
 """Minimum number of rounds for a decision; with fewer, a single disturbed round could reverse it."""
-# Before FEWEST_ROUNDS, a candidate is dropped only if its best round takes this many times the leader's worst.
+# Before MIN_ROUNDS, a candidate is dropped only if its best round takes this many times the leader's worst.
 _HOPELESS = 3.0
 
 
@@ -138,8 +138,8 @@ class _Candidate:
         started_s = time.perf_counter()
         jax.block_until_ready(self.call())
         duration_s = max(time.perf_counter() - started_s, 1e-9)
-        fewest = _FEWEST_CALLS_IN_ORDER if self.in_order else 1
-        self.calls_a_turn = min(max(math.ceil(_SHORTEST_TURN_S / duration_s), fewest), _MOST_CALLS_A_TURN)
+        fewest = _MIN_CALLS_IN_ORDER if self.in_order else 1
+        self.calls_a_turn = min(max(math.ceil(_SHORTEST_TURN_S / duration_s), fewest), _MAX_CALLS_A_TURN)
 
     def take_turn(self) -> None:
         started_s, started_cpu_s = time.perf_counter(), time.process_time()
@@ -226,7 +226,7 @@ def _take_turns(
         if stop_early:
             best = min(running, key=lambda candidate: statistics.median(candidate.wall_s))
             running = [candidate for candidate in running if candidate is best or not _is_beaten(candidate, best)]
-            if len(running) == 1 and number + 1 >= FEWEST_ROUNDS:
+            if len(running) == 1 and number + 1 >= MIN_ROUNDS:
                 break
     return True
 
@@ -238,7 +238,7 @@ def _is_beaten(candidate: _Candidate, best: _Candidate) -> bool:
     the ratio's interval lies above 1.
     """
     count = len(candidate.wall_s)
-    margin = 1.0 if count >= FEWEST_ROUNDS else _HOPELESS
+    margin = 1.0 if count >= MIN_ROUNDS else _HOPELESS
     if count >= 2 and min(candidate.wall_s) > margin * max(best.wall_s):
         return True
     return candidate.timing().ratio_to(best.timing()).low > 1.0

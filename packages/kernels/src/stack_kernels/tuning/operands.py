@@ -51,8 +51,8 @@ def _leaf(struct: Any, rng: np.random.Generator) -> jax.Array:
 def _code_or_scale(struct: Any, rng: np.random.Generator) -> jax.Array:
     """Samples a leaf of a quantized array: integers over the full range, or positive scales and codebooks."""
     if jnp.issubdtype(struct.dtype, jnp.floating):
-        drawn = rng.uniform(0.5, 1.5, struct.shape) * (_LOGICAL_SCALE if struct.dtype.itemsize > 1 else 1.0)
-        return jnp.asarray(drawn.astype(np.float32), struct.dtype)
+        values = rng.uniform(0.5, 1.5, struct.shape) * (_LOGICAL_SCALE if struct.dtype.itemsize > 1 else 1.0)
+        return jnp.asarray(values.astype(np.float32), struct.dtype)
     return _integers(struct, rng)
 
 
@@ -129,8 +129,8 @@ def _query_starts(struct: Any, call: OpCall, rng: np.random.Generator) -> jax.Ar
 
 
 def _unit(struct: Any, call: OpCall, rng: np.random.Generator) -> jax.Array:
-    drawn = rng.standard_normal(struct.shape, np.float32)
-    return jnp.asarray(drawn / np.maximum(np.linalg.norm(drawn, axis=-1, keepdims=True), 1e-6), struct.dtype)
+    values = rng.standard_normal(struct.shape, np.float32)
+    return jnp.asarray(values / np.maximum(np.linalg.norm(values, axis=-1, keepdims=True), 1e-6), struct.dtype)
 
 
 def _decay(struct: Any, call: OpCall, rng: np.random.Generator) -> jax.Array:

@@ -29,9 +29,9 @@ __all__ = ["PUBLISHED", "Estimate", "Published", "Timed", "estimates", "read"]
 
 PATH = Path(__file__).parents[1] / "published" / "tokamax.json.gz"
 _NEAREST = 8
-_FEWEST = 3
+_MIN_TIMINGS = 3
 _SPREAD = 0.3  # a timing at this distance has a quarter of the weight of one at distance 0
-_LEAST_S = 1e-6
+_MIN_S = 1e-6
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def estimates(
     found: dict[str, Estimate] = {}
     for name in {name for _, other in near for name in timed[other]}:
         of_one = [(far, other, *timed[other][name]) for far, other in near if name in timed[other]]
-        if len(of_one) < _FEWEST:
+        if len(of_one) < _MIN_TIMINGS:
             continue
         short = [
             (1 / (far + _SPREAD) ** 2, math.log(s / _bound_s(other, chip))) for far, other, s, _ in of_one[:_NEAREST]
@@ -98,7 +98,7 @@ def _bound_s(shape: CallShape, chip: Chip) -> float:
     """Returns the time at the chip's peaks for bfloat16 products, at least one microsecond."""
     peak, bandwidth = chip.peak_flops["bfloat16"], chip.hbm_bandwidth_bytes_s
     assert bandwidth is not None, f"the bandwidth of {chip.kind} is known"
-    return max(shape.flops / peak, shape.traffic_bytes / bandwidth, _LEAST_S)
+    return max(shape.flops / peak, shape.traffic_bytes / bandwidth, _MIN_S)
 
 
 class Published:
@@ -148,15 +148,15 @@ class Published:
         timed = self._by_chip[chip].get((call.op, call.direction), {})
         found = estimates(_plain(shape_of(call)), timed, registries.chips[chip.kind])
         names = {
-            theirs: implementation
-            for (op, theirs), (implementation, _) in self._implementations.items()
+            their_name: implementation
+            for (op, their_name), (implementation, _) in self._implementations.items()
             if op == call.op
         }
-        translated = {theirs: self._implementations[call.op, theirs][1] for theirs in names}
+        translated = {their_name: self._implementations[call.op, their_name][1] for their_name in names}
         return {
-            names[theirs]: Estimate(each.seconds, each.timed_s, translated[theirs](each.config), each.shape)
-            for theirs, each in found.items()
-            if theirs in names
+            names[their_name]: Estimate(each.seconds, each.timed_s, translated[their_name](each.config), each.shape)
+            for their_name, each in found.items()
+            if their_name in names
         }
 
     def _config(self, found: Estimate, default: Any) -> Any:

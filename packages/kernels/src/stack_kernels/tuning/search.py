@@ -21,7 +21,7 @@ from stack_core.ops import Explanation
 from stack_kernels.tuning.candidates import Candidate, Trial, WrongNumbers, candidates_of
 from stack_kernels.tuning.costs import estimate_s, roofline_s
 from stack_kernels.tuning.lookup import OneTable
-from stack_kernels.tuning.measure import FEWEST_ROUNDS, Timing, measure
+from stack_kernels.tuning.measure import MIN_ROUNDS, Timing, measure
 from stack_kernels.tuning.neighbours import Neighbours
 from stack_kernels.tuning.shapes import shape_of
 from stack_kernels.tuning.sources import MEASURED
@@ -32,7 +32,7 @@ __all__ = ["Job", "Progress", "TuneReport", "tune"]
 Progress = Callable[[int, int, str], None]
 """Called with (jobs done, total jobs, current job)."""
 
-_FEWEST_S = 3.0
+_MIN_S = 3.0
 _TRYING_SHARE = 0.6
 _MESH_OPS = (
     "collective_matmul",
@@ -247,8 +247,8 @@ class _Search:
         if _is_without_choice(job.call):
             return replace(job, skipped="nothing else supports it")
         left_s = self._end_s - time.perf_counter()
-        wanted = self._candidates_to_measure(job)
-        if not wanted:
+        selected = self._candidates_to_measure(job)
+        if not selected:
             return replace(job, cached=True)
         self.out_of_time = self.out_of_time or left_s <= 0
         if self.interrupted or self.out_of_time:
@@ -256,10 +256,10 @@ class _Search:
         # The square root, because much of the time is compilation, which costs about the same for each job.
         alike = [each for each in (job, *later) if each.decides == job.decides]
         weights = [math.sqrt(_weight_s(each, self.table, self._chip)) for each in alike]
-        share_s = max(left_s * weights[0] / sum(weights), min(_FEWEST_S, left_s))
+        share_s = max(left_s * weights[0] / sum(weights), min(_MIN_S, left_s))
         found: list[Measurement] = []
         try:
-            skipped = self._measure(job, wanted, share_s, found)
+            skipped = self._measure(job, selected, share_s, found)
         except KeyboardInterrupt:
             self.interrupted, skipped = True, "interrupted"
         if self._path.exists():  # another process may have written to it
@@ -282,10 +282,10 @@ class _Search:
         times_s = {each: record.median_s for each, record in records.items() if record and record.median_s}
         best = sorted(times_s, key=lambda candidate: times_s[candidate])[:1]
         promising = sorted(missing, key=lambda candidate: self._expected_s(job, candidate))
-        wanted = dict.fromkeys([job.before, candidates[0], *best, *promising])
+        selected = dict.fromkeys([job.before, candidates[0], *best, *promising])
         if self._again:
-            return list(wanted)
-        records = {each: known.get(self._record(job, each, outcome="").key) for each in wanted}
+            return list(selected)
+        records = {each: known.get(self._record(job, each, outcome="").key) for each in selected}
         return [each for each, record in records.items() if record is None or record.outcome == "measured"]
 
     def _expected_s(self, job: Job, candidate: Candidate) -> float:
@@ -326,17 +326,14 @@ class _Search:
         self.interrupted = timed.interrupted
         if rounds := _undecided(job.before, timed.timings):
             ended = "interrupted" if timed.interrupted else "out of time"
-            return f"{ended} after {rounds} rounds, and a change needs {FEWEST_ROUNDS}: give it a larger budget"
+            return f"{ended} after {rounds} rounds, and a change needs {MIN_ROUNDS}: give it a larger budget"
         for candidate, timing in timed.timings.items():
             numbers = {"median_s": timing.median_s, "spread": timing.spread, "cpu_s": timing.median_cpu_s}
             found.append(self._record(job, candidate, outcome="measured", rounds=timing.rounds, **numbers))
         if timed.interrupted:
             return "interrupted"
-        return (
-            ""
-            if len(found) == len(candidates)
-            else f"out of time for {len(candidates) - len(found)} of {len(candidates)}"
-        )
+        missing = len(candidates) - len(found)
+        return f"out of time for {missing} of {len(candidates)}" if missing else ""
 
     @contextlib.contextmanager
     def _noted(self, job: Job, candidate: Candidate) -> Iterator[None]:
@@ -369,7 +366,7 @@ def _undecided(before: Candidate, timings: Mapping[Candidate, Timing]) -> int:
         return 0
     best = min(timings, key=lambda candidate: timings[candidate].median_s)
     rounds = timings[best].rounds
-    return rounds if best != before and rounds < FEWEST_ROUNDS else 0
+    return rounds if best != before and rounds < MIN_ROUNDS else 0
 
 
 def _versions() -> dict[str, str]:

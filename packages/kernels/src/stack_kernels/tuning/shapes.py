@@ -82,10 +82,10 @@ class CallShape:
 
         Infinite if the calls differ in anything but their sizes.
         """
-        mine, others = dict(self.sizes), dict(other.sizes)
-        if (self.op, self.traits, mine.keys()) != (other.op, other.traits, others.keys()):
+        sizes, other_sizes = dict(self.sizes), dict(other.sizes)
+        if (self.op, self.traits, sizes.keys()) != (other.op, other.traits, other_sizes.keys()):
             return math.inf
-        return sum(_octaves(size, others[name]) for name, size in mine.items())
+        return sum(_octaves(size, other_sizes[name]) for name, size in sizes.items())
 
     def __str__(self) -> str:
         return " ".join(f"{name}={size}" for name, size in self.sizes)

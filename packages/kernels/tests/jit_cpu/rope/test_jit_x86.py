@@ -11,8 +11,8 @@ from stack_core.testing import OpCheck, op_checks
 from stack_kernels.jit_cpu.host import Processor
 from stack_kernels.jit_cpu.rope.jit_x86 import JIT_X86
 
-_SIZE = "stack_kernels.jit_cpu.many_numbers.LEAST_SIZE"
-_ROWS = "stack_kernels.jit_cpu.many_numbers.FEWEST_ROWS"
+_SIZE = "stack_kernels.jit_cpu.many_numbers.MIN_SIZE"
+_ROWS = "stack_kernels.jit_cpu.many_numbers.MIN_ROWS"
 
 
 @pytest.mark.covering

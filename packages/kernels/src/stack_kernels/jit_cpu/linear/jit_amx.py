@@ -18,7 +18,7 @@ from stack_kernels.linear.xla_cpu import linear, linear_gradients
 
 __all__ = ["JIT_AMX", "TILED", "run", "supports_tiles"]
 
-_LEAST_ROWS = 7
+_MIN_ROWS = 7
 """Fewer rows are faster in `jit_x86`."""
 
 
@@ -38,7 +38,7 @@ def supports_tiles(call: OpCall, chip: Chip, config: Any = None, *, weights: tup
         if any(size % GRAIN for size in arrays[name].shape):
             return f"it is for sizes that {GRAIN} divides, and {name} is {arrays[name].shape}"
     count = math.prod(arrays[rows].shape[:-1])
-    return count >= _LEAST_ROWS or f"it is for {_LEAST_ROWS} rows or more, and {rows} has {count}"
+    return count >= _MIN_ROWS or f"it is for {_MIN_ROWS} rows or more, and {rows} has {count}"
 
 
 def run(product: TiledProduct, rows: jax.Array, *weights: jax.Array) -> list[jax.Array]:

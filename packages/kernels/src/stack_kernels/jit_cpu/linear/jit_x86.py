@@ -22,16 +22,16 @@ from stack_kernels.supports import abstract_view
 
 __all__ = ["JIT_X86", "few_rows_product", "supports_few_rows"]
 
-_MOST_ROWS = 64
-_MOST_ROWS_BESIDE_TILES = 8
-_MOST_STREAMED_ROWS = {"float32": 8, "bfloat16": 4, "int8": 8}
+_MAX_ROWS = 64
+_MAX_ROWS_WITH_TILES = 8
+_MAX_STREAMED_ROWS = {"float32": 8, "bfloat16": 4, "int8": 8}
 _PART_ROWS = 64
 _LEVELS = 16
 _STREAMED_BYTES = 2**22
 """Weights of at least this size do not fit the caches; then integer streams are faster for several rows too."""
-_FEWEST_ROWS_OF_TILES = 3
+_MIN_ROWS_OF_TILES = 3
 """Fewer rows are memory-bound, and an integer product in tiles reads four rows of the weight at a time."""
-_MOST_INTEGER_DEPTH = 2**16
+_MAX_INTEGER_DEPTH = 2**16
 """The sum of this many products of int8 numbers always fits an int32; intermediate sums may wrap."""
 
 
@@ -43,9 +43,9 @@ def supports_few_rows(call: OpCall, chip: Chip, config: Any = None) -> bool | st
     answer = host.on_this_cpu(call, chip)
     if answer is not True:
         return answer
-    rows, most = math.prod(_shape(call.arrays["x"])[:-1]), _max_rows(call)
-    if rows > most:
-        return f"it is for {most} rows or fewer, and x has {rows}"
+    rows, max_rows = math.prod(_shape(call.arrays["x"])[:-1]), _max_rows(call)
+    if rows > max_rows:
+        return f"it is for {max_rows} rows or fewer, and x has {rows}"
     if any(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(dict(call.arrays))):
         return "it computes in float32, and an array is float64"
     for name in _products(call) - {"x"}:
@@ -64,7 +64,7 @@ def _max_rows(call: OpCall) -> int:
     processor = host.this_processor()
     has_tiles = processor is not None and processor.has_tiles
     operands = [call.arrays[name] for name in _products(call)]
-    return _MOST_ROWS_BESIDE_TILES if has_tiles and all(map(_fits_tiles, operands)) else _MOST_ROWS
+    return _MAX_ROWS_WITH_TILES if has_tiles and all(map(_fits_tiles, operands)) else _MAX_ROWS
 
 
 def _fits_tiles(operand: Any) -> bool:
@@ -110,7 +110,7 @@ def few_rows_product(x: Any, weight: Any) -> jax.Array:
 def _plain_product(rows: jax.Array, weight: jax.Array) -> jax.Array:
     kind = "bfloat16" if _has_bf16_dot(rows, weight) else "float32"
     part = _part_rows(weight, _PART_ROWS)
-    if len(rows) <= _MOST_STREAMED_ROWS[kind] and part % STREAMS == 0:
+    if len(rows) <= _MAX_STREAMED_ROWS[kind] and part % STREAMS == 0:
         return _streamed(rows.astype(kind), weight, part)
     return _call(Product(len(rows), weight.dtype.name, kind), rows.astype(kind), weight)
 
@@ -156,17 +156,17 @@ def _has_integer_dot(x: QView, weight: QView) -> bool:
     both_int8 = x.qvalue.dtype == weight.qvalue.dtype == jnp.int8 and x.codebook is None and x.zero_point is None
     depth = weight.qvalue.shape[0] // _tiles(x, weight)
     rows = math.prod(x.qvalue.shape[:-1])
-    is_faster = _tiles(x, weight) == 1 or rows >= _FEWEST_ROWS_OF_TILES
-    fits = depth % 4 == 0 and depth <= _MOST_INTEGER_DEPTH
+    is_faster = _tiles(x, weight) == 1 or rows >= _MIN_ROWS_OF_TILES
+    fits = depth % 4 == 0 and depth <= _MAX_INTEGER_DEPTH
     return both_int8 and fits and is_faster and processor is not None and processor.has_int8_dot
 
 
 def _integer_product(x: QView, weight: QView) -> jax.Array:
     tiles = _tiles(x, weight)
     codes, scale, _ = rows_of(x)
-    most = 1 if weight.qvalue.size < _STREAMED_BYTES else _MOST_STREAMED_ROWS["int8"]
+    max_rows = 1 if weight.qvalue.size < _STREAMED_BYTES else _MAX_STREAMED_ROWS["int8"]
     part = _part_rows(weight.qvalue, 2 * _PART_ROWS)
-    if tiles == 1 and len(codes) <= most and part % STREAMS == 0:
+    if tiles == 1 and len(codes) <= max_rows and part % STREAMS == 0:
         return _streamed(codes, weight.qvalue, part) * (scale * _column_scales(weight, 1))
     scale = jnp.repeat(scale, tiles // scale.shape[1], axis=1)
     product = Product(len(codes), "int8", "int8", scaled=True)

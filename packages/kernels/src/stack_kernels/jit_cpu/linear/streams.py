@@ -91,8 +91,8 @@ def _write_finish(module: ir.Module, lanes: int, of_sums: ir.Type) -> None:
         with builder.loop(0, parts) as part:
             place = builder.at(sums, builder.times(builder.plus(builder.times(part, count), column), 4))
             total.set(add(total.get(), builder.masked_load(kind, place, mask)))
-        whole = builder.build.sitofp(total.get(), vector(FLOAT, lanes)) if of_sums == INT32 else total.get()
-        builder.masked_store(whole, builder.at(y, builder.times(column, 4)), mask)
+        value = builder.build.sitofp(total.get(), vector(FLOAT, lanes)) if of_sums == INT32 else total.get()
+        builder.masked_store(value, builder.at(y, builder.times(column, 4)), mask)
     builder.close()
 
 

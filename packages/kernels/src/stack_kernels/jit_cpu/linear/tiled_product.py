@@ -28,7 +28,7 @@ GRAIN = 32
 _UNIT_ROWS = 512
 _PANEL_TILES = 512
 _PAIRS = (4, 8, 16, 32, 64)
-_MOST_WAITING = 16 * _UNIT_ROWS
+_MAX_WAITING = 16 * _UNIT_ROWS
 """Maximum of the rows of x times the pairs of tiles of w whose sums are stored."""
 _AHEAD = 32
 _OF_X, _OF_W = (4, 5), (6, 7)
@@ -96,7 +96,7 @@ class _Size:
         for wider in sorted(_PAIRS)[1:]:
             units = builder.times(down, builder.ceil_div(columns, wider * 2 * TILE_ROWS // product.weights))
             is_enough = builder.build.icmp_signed(">=", units, INDEX(2 * processor.count))
-            fits = builder.build.icmp_signed("<=", builder.times(of_unit, wider), INDEX(_MOST_WAITING))
+            fits = builder.build.icmp_signed("<=", builder.times(of_unit, wider), INDEX(_MAX_WAITING))
             pairs = builder.build.select(builder.build.and_(is_enough, fits), INDEX(wider), pairs)
         self.columns = builder.times(pairs, 2 * TILE_ROWS // product.weights)
         self.steps = builder.over(INDEX(_PANEL_TILES // 2), pairs)
@@ -122,7 +122,7 @@ class _Unit:
         self.tile_rows = builder.min(self.rows, INDEX(TILE_ROWS))
         self.panel = builder.scratch(BYTE, _PANEL_TILES * TILE_BYTES)
         self.block = builder.scratch(BYTE, _PANEL_TILES // min(_PAIRS) * TILE_BYTES)
-        self.sums = builder.scratch(BYTE, _MOST_WAITING // GRAIN * 4 * TILE_BYTES)
+        self.sums = builder.scratch(BYTE, _MAX_WAITING // GRAIN * 4 * TILE_BYTES)
 
     def write(self) -> None:
         builder = self.builder

@@ -133,7 +133,7 @@ class _Tile:
     def _places(self, row: int, column: Any, where: dict[str, Any]) -> list[Any]:
         builder, product, found = self.builder, self.product, self.found
         in_y = builder.plus(builder.times(found["columns"], row), column)
-        moved = {
+        pointers = {
             "x": builder.at(found["x"], builder.times(found["depth"], row * 4 // product.step)),
             "w": builder.at(found["w"], builder.over(builder.times(column, BITS[product.weight]), 8)),
             "y": builder.at(found["y"], builder.times(in_y, 4)),
@@ -141,4 +141,4 @@ class _Tile:
             "x_scale": builder.at(found["x_scale"], builder.times(found["tiles"], 4 * row)),
             "left": builder.minus(found["columns"], column),
         }
-        return list((found | moved | where).values())
+        return list((found | pointers | where).values())

@@ -17,7 +17,7 @@ from stack_kernels.jit_cpu.norm.rows import RowNorm, RowTile
 
 __all__ = ["column_gradients", "gradient_module", "gradient_name", "parts"]
 
-_PART_SIZE, _MOST_PARTS = 2**15, 32
+_PART_SIZE, _MAX_PARTS = 2**15, 32
 """Each part sums over its rows; there are few parts, because one thread adds them."""
 
 
@@ -33,7 +33,7 @@ def column_gradients(norm: RowNorm) -> list[str]:
 
 def parts(rows: int, size: int) -> int:
     """Returns the number of parts of the rows, each of which sums over its rows."""
-    each = -(-rows // max(1, min(rows * size // _PART_SIZE, _MOST_PARTS)))
+    each = -(-rows // max(1, min(rows * size // _PART_SIZE, _MAX_PARTS)))
     return -(-rows // each)
 
 
@@ -54,8 +54,8 @@ def gradient_module(norm: RowNorm, processor: Processor) -> ir.Module:
 
 
 def _part_rows(builder: Builder, rows: Any, size: Any) -> Any:
-    wanted = builder.min(builder.over(builder.times(rows, size), _PART_SIZE), INDEX(_MOST_PARTS))
-    return builder.ceil_div(rows, builder.max(wanted, INDEX(1)))
+    count = builder.min(builder.over(builder.times(rows, size), _PART_SIZE), INDEX(_MAX_PARTS))
+    return builder.ceil_div(rows, builder.max(count, INDEX(1)))
 
 
 def _write_finish(module: ir.Module, norm: RowNorm, lanes: int) -> None:
@@ -75,8 +75,8 @@ def _write_finish(module: ir.Module, norm: RowNorm, lanes: int) -> None:
 
 class _Gradient(RowTile):
     def __init__(self, module: ir.Module, norm: RowNorm, lanes: int) -> None:
-        wanted = {"h": True, "cotangent": True, "of_sum": norm.has_residual, "scale": norm.has_scale, "epsilon": True}
-        super().__init__(module, norm, lanes, [name for name, is_wanted in wanted.items() if is_wanted])
+        is_used = {"h": True, "cotangent": True, "of_sum": norm.has_residual, "scale": norm.has_scale, "epsilon": True}
+        super().__init__(module, norm, lanes, [name for name, used in is_used.items() if used])
         builder, self.h = self.builder, self.buffers["h"]
         row_bytes = builder.times(self.size, 4)
         self.of_part: dict[str, Any] = {}

@@ -62,8 +62,8 @@ def _normed(
     offsets = [] if offset is None else [offset.astype(jnp.float32)]
     results = [jax.ShapeDtypeStruct(rows[0].shape, x.dtype) for _ in rows]
     build = functools.partial(norm_module, norm)
-    given = (*rows, *scales, *offsets, jnp.full(1, epsilon, jnp.float32))
-    found = [result.reshape(x.shape) for result in host.kernel_call(norm.name, build, results, *given)]
+    operands = (*rows, *scales, *offsets, jnp.full(1, epsilon, jnp.float32))
+    found = [result.reshape(x.shape) for result in host.kernel_call(norm.name, build, results, *operands)]
     return found[0] if residual is None else tuple(found)
 
 
@@ -82,14 +82,14 @@ def _backward(
     rows = [array.reshape(-1, x.shape[-1]) for array in of_rows]
     scales = [] if scale is None else [scale.astype(jnp.float32) + options["scale_offset"]]
     count, size = rows[0].shape
-    summed = column_gradients(norm)
+    names = column_gradients(norm)
     results = [jax.ShapeDtypeStruct((count, size), x.dtype)]
-    for _ in summed:
+    for _ in names:
         results += [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((size,), (parts(count, size), size))]
     build = functools.partial(gradient_module, norm)
-    given = (*rows, *scales, jnp.full(1, options["epsilon"], jnp.float32))
-    of_x, *found = host.kernel_call(gradient_name(norm), build, results, *given)
-    gradients = {name: found[2 * number].astype(arrays[name].dtype) for number, name in enumerate(summed)}
+    operands = (*rows, *scales, jnp.full(1, options["epsilon"], jnp.float32))
+    of_x, *found = host.kernel_call(gradient_name(norm), build, results, *operands)
+    gradients = {name: found[2 * number].astype(arrays[name].dtype) for number, name in enumerate(names)}
     return {"x": of_x.reshape(x.shape), "residual": of_x.reshape(x.shape)} | gradients
 
 

@@ -39,8 +39,8 @@ class RowNorm:
 
     @property
     def buffers(self) -> list[str]:
-        wanted = {"x": True, "residual": self.has_residual, "scale": self.has_scale, "offset": self.has_offset}
-        return [*(name for name, is_wanted in wanted.items() if is_wanted), "epsilon"]
+        is_used = {"x": True, "residual": self.has_residual, "scale": self.has_scale, "offset": self.has_offset}
+        return [*(name for name, used in is_used.items() if used), "epsilon"]
 
     @property
     def name(self) -> str:
@@ -109,8 +109,10 @@ class RowTile:
         if not self.norm.is_centred:
             return None
         build = self.builder.build
-        (summed,) = self.sums(1, lambda column, mask, sums: [build.fadd(self.centred(start, column, mask, None), sums)])
-        return self.builder.splat(self.per_column(summed), self.lanes)
+        (row_sum,) = self.sums(
+            1, lambda column, mask, sums: [build.fadd(self.centred(start, column, mask, None), sums)]
+        )
+        return self.builder.splat(self.per_column(row_sum), self.lanes)
 
     def factor(self, squares: Any) -> Any:
         """Computes 1 / sqrt(v + epsilon) from the sum of the squares."""

@@ -21,7 +21,7 @@ _KEYS = 32  # entries per tile row
 _SCORES, _OF_KEYS = 0, 1  # tile registers
 _OUTPUT, _OF_WEIGHTS, _OF_VALUES = 0, 1, 2
 _QUERIES = 4
-_MOST_HEAD_DIM = _KEYS * 4
+_MAX_HEAD_DIM = _KEYS * 4
 
 
 class TiledPrompts(PromptTile):
@@ -31,7 +31,7 @@ class TiledPrompts(PromptTile):
 
     @classmethod
     def supports(cls, attention: PagedAttention, processor: Processor) -> bool:
-        fits = attention.head_dim % _KEYS == 0 and attention.head_dim <= _MOST_HEAD_DIM
+        fits = attention.head_dim % _KEYS == 0 and attention.head_dim <= _MAX_HEAD_DIM
         return processor.has_tiles and fits and super().supports(attention, processor)
 
     def open(self) -> None:

@@ -26,9 +26,9 @@ from stack_kernels.supports import abstract_view
 
 __all__ = ["JIT_X86"]
 
-_FEWEST_LANES = 4
+_MIN_LANES = 4
 _WIDEST = 256
-_MOST_GROUP = 512
+_MAX_GROUP = 512
 """With this many query heads of the maximum width, the sums take half a MiB of a thread's scratchpad."""
 
 
@@ -42,8 +42,8 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
     if jax.tree.map(jnp.dtype, arrays["key_pages"]) != jax.tree.map(jnp.dtype, arrays["value_pages"]):
         return "keys and values are of different dtypes"
     group = arrays["query"].shape[1] // _kv_heads(arrays["key_pages"], call.options["layout"])
-    if group > _MOST_GROUP:
-        return f"it is for up to {_MOST_GROUP} query heads of a key head, not {group}"
+    if group > _MAX_GROUP:
+        return f"it is for up to {_MAX_GROUP} query heads of a key head, not {group}"
     answer = _answers(arrays["query"])
     return host.on_this_cpu(call, chip) if answer is True else answer
 
@@ -57,8 +57,8 @@ def _answers(query: Any) -> bool | str:
     if query.dtype.name not in WRITTEN:
         return f"it is for queries of {', '.join(WRITTEN)}, not {query.dtype.name}"
     head_dim = query.shape[-1]
-    fits = head_dim % _FEWEST_LANES == 0 and head_dim <= _WIDEST
-    return fits or f"it is for a head_dim that is a multiple of {_FEWEST_LANES} up to {_WIDEST}, not {head_dim}"
+    fits = head_dim % _MIN_LANES == 0 and head_dim <= _WIDEST
+    return fits or f"it is for a head_dim that is a multiple of {_MIN_LANES} up to {_WIDEST}, not {head_dim}"
 
 
 def _reads(pages: Any) -> bool | str:

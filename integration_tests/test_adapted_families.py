@@ -14,7 +14,7 @@ import pytest
 
 from stack_core.abi.models import LanguageModel, RunsOnBatches
 from stack_core.abi.plugins import registries
-from stack_quant.lora.planning import adapted_treatment, factors_of
+from stack_quant.lora.planning import add_adapters, factors_of
 from stack_quant.lora.rules import AdapterRule
 from stack_quant.nnx_model import ModuleProgram, call_on_batches, plain_module
 from stack_quant.recipes import load_recipe
@@ -82,14 +82,14 @@ def row(name: str) -> str:
     quantized: Any = Quantization(QuantConfig(rules=load_recipe("nf4")), batch).apply(model)
     program = ModuleProgram.of(plain_module(quantized), (), batch, call_on_batches(model))
     arrays, traced = program.parameters.arrays, program.trace()
-    treatment = adapted_treatment([rule], traced, arrays, quantized.quantization.treatment, bool)
-    factors = factors_of(treatment.adapters, arrays, jax.random.key(0), "float32")
-    rows = traced.survey(arrays, treatment, factors).rows
+    resolved = add_adapters([rule], traced, arrays, quantized.quantization.resolved, bool)
+    factors = factors_of(resolved.adapters, arrays, jax.random.key(0), "float32")
+    rows = traced.survey(arrays, resolved, factors).rows
     merged = {path for each in rows if "are merged" in each.reason for path in each.paths}
     assert all(arrays[path].ndim == 4 for path in merged), merged
-    nf4 = {path for path, spec in treatment.specs.items() if spec.type == "nf4"}
+    nf4 = {path for path, spec in resolved.specs.items() if spec.type == "nf4"}
     names: dict[str, bool] = {}
-    for path in treatment.adapters:
+    for path in resolved.adapters:
         names[_place(path) + "*" * (path in merged)] = path in nf4
     left = ", ".join(place for place, is_nf4 in names.items() if not is_nf4) or "none"
     return f"| {name} | {', '.join(names)} | {left} |"

@@ -138,7 +138,7 @@ def one_after_the_other(device, *, loops):
         end = min([ended, *open_ends])
         if end <= start:
             continue
-        if not device.operations[which].runs_others:
+        if not device.operations[which].is_container:
             rows.append((row, start, end))
             reached = end
         elif loops:
@@ -218,7 +218,7 @@ def test_the_operations_of_a_tpu_are_those_of_xprof(cpu, xprof, tmp_path):
     writer = Writer(cpu)
     path = written(tmp_path, writer.tpu(one_after_the_other(cpu, loops=True)), writer.programs())
     device = compare(load_trace(path), table_of(xprof(path, hlo_stats={})["hlo_stats"]))
-    assert any(operation.runs_others for operation in device.operations)
+    assert any(operation.is_container for operation in device.operations)
 
 
 def rows_of(tables):

@@ -22,11 +22,11 @@ ROOT = Path(__file__).parents[1]
 BUDGETS = {
     "packages/core": (8.0, 2),
     "packages/kernels": (5.5, 2),
-    "packages/quant": (2.5, 64),
+    "packages/quant": (2.5, 2),
     "packages/train": (7.5, 4),
     "packages/rl": (6.5, 21),
     "packages/serve": (9.0, 3),
-    "packages/profile": (5.0, 53),
+    "packages/profile": (5.0, 3),
     "docs README.md GLOSSARY.md CONTRIBUTING.md examples": (6.0, 5),
 }
 

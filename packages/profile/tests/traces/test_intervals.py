@@ -12,7 +12,7 @@ INTERVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12), st.boolea
 def columns(intervals):
     starts = np.array([start for start, _, _ in intervals], np.int64)
     ends = starts + np.array([length for _, length, _ in intervals], np.int64)
-    outer = np.array([runs_others for _, _, runs_others in intervals], bool)
+    outer = np.array([is_container for _, _, is_container in intervals], bool)
     depth = np.full(len(intervals), -1)
     depth[outer] = nesting(starts[outer], ends[outer])
     return starts, ends, depth

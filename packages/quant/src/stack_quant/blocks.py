@@ -58,17 +58,17 @@ def blocks(tiles: Tiling, axes: Sequence[int]) -> Blocks:
     return Blocks(axis, found[axis], whole_tiles=tiles.scale_shape[axis] > 1)
 
 
-def _count(size: int, wanted: int) -> int:
-    """Returns the smallest divisor of `size` from `wanted` to 16 times `wanted`, else the largest one below."""
-    more = range(wanted, min(size, _MOST_MORE * wanted) + 1)
-    fewer = range(min(size, wanted), 0, -1)
+def _count(size: int, minimum: int) -> int:
+    """Returns the smallest divisor of `size` from `minimum` to 16 times `minimum`, else the largest one below."""
+    more = range(minimum, min(size, _MOST_MORE * minimum) + 1)
+    fewer = range(min(size, minimum), 0, -1)
     return next((count for count in (*more, *fewer) if size % count == 0), 1)
 
 
 def over_blocks(
     step: Callable[..., jax.Array],
     array: jax.Array,
-    others: Sequence[jax.Array | None],
+    operands: Sequence[jax.Array | None],
     cut: Blocks,
     combine: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
@@ -77,21 +77,21 @@ def over_blocks(
     Args:
       step: hashable function, compiled once for all equal ones. Its result has the shape of a block, or one entry for
         each of the block's tiles.
-      others: further operands. Arrays of the rank of `array` are divided like it, unless the axis has size 1.
+      operands: further operands. Arrays of the rank of `array` are divided like it, unless the axis has size 1.
       combine: combines the results of two blocks if each block has a part of every tile; zeros are its neutral element.
     """
     if cut.count == 1:
-        return step(jnp.int32(0), array, *others)
+        return step(jnp.int32(0), array, *operands)
     if cut.whole_tiles:
         combine = None
-    struct = jax.eval_shape(functools.partial(_of_block, step, cut), array, tuple(others), np.int32(0))
+    struct = jax.eval_shape(functools.partial(_of_block, step, cut), array, tuple(operands), np.int32(0))
     shape = list(struct.shape)
     shape[cut.axis] *= cut.count if combine is None else 1
     total = jnp.zeros(shape, struct.dtype)
     for index in range(cut.count):
         # One block at a time: several in flight would hold their temporaries together, and programs with collectives
         # can deadlock on the devices of a CPU (seen with jax 0.10.2).
-        total = jax.block_until_ready(_add_block(step, cut, combine, array, tuple(others), np.int32(index), total))
+        total = jax.block_until_ready(_add_block(step, cut, combine, array, tuple(operands), np.int32(index), total))
     return total
 
 
@@ -99,7 +99,7 @@ def _of_block(
     step: Callable[..., jax.Array],
     cut: Blocks,
     array: jax.Array,
-    others: tuple[jax.Array | None, ...],
+    operands: tuple[jax.Array | None, ...],
     index: jax.Array,
 ) -> jax.Array:
     def part(operand: jax.Array | None) -> jax.Array | None:
@@ -108,7 +108,7 @@ def _of_block(
         size = operand.shape[cut.axis] // cut.count
         return lax.dynamic_slice_in_dim(operand, index * size, size, cut.axis)
 
-    return step(index, part(array), *map(part, others))
+    return step(index, part(array), *map(part, operands))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(6,))
@@ -117,11 +117,11 @@ def _add_block(
     cut: Blocks,
     combine: Callable[[jax.Array, jax.Array], jax.Array] | None,
     array: jax.Array,
-    others: tuple[jax.Array | None, ...],
+    operands: tuple[jax.Array | None, ...],
     index: jax.Array,
     total: jax.Array,
 ) -> jax.Array:
-    result = _of_block(step, cut, array, others, index)
+    result = _of_block(step, cut, array, operands, index)
     if combine is not None:
         return combine(total, result)
     return lax.dynamic_update_slice_in_dim(total, result, index * result.shape[cut.axis], cut.axis)

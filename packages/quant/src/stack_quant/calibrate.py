@@ -41,7 +41,7 @@ def calibrate(array: jax.Array, spec: ArraySpec, *, name: str = "", cut: Blocks 
         case "percentile":
             return _percentile(array, spec, tiles, cut)
         case "mse":
-            return _least_error(array, spec, tiles, cut)
+            return _minimal_error(array, spec, tiles, cut)
         case "moving":
             return _extremes(array, spec, tiles, cut)
     factor = np.float32(method.arguments[0])
@@ -67,12 +67,12 @@ def shows_all(spec: ArraySpec) -> bool:
 
 
 def _extremes(array: jax.Array, spec: ArraySpec, tiles: Tiling, cut: Blocks) -> Range:
-    def most(side: str, combine: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+    def extreme(side: str, combine: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
         return over_blocks(_Extreme(side, tiles), array, (), cut, combine).astype(jnp.float32)
 
     if spec.symmetric:
-        return Range(None, most("both", jnp.maximum))
-    return Range(most("below", jnp.minimum), most("above", jnp.maximum))
+        return Range(None, extreme("both", jnp.maximum))
+    return Range(extreme("below", jnp.minimum), extreme("above", jnp.maximum))
 
 
 def _root_mean_square(array: jax.Array, spec: ArraySpec, tiles: Tiling, cut: Blocks) -> Range:
@@ -113,7 +113,7 @@ def _ranked(array: jax.Array, side: str, spec: ArraySpec, tiles: Tiling, cut: Bl
     return lax.bitcast_convert_type(found, array.dtype).astype(jnp.float32)
 
 
-def _least_error(array: jax.Array, spec: ArraySpec, tiles: Tiling, cut: Blocks) -> Range:
+def _minimal_error(array: jax.Array, spec: ArraySpec, tiles: Tiling, cut: Blocks) -> Range:
     """Finds the shrunken range with the smallest squared rounding error in each tile ("mse")."""
     widest, kind = _extremes(array, spec, tiles, cut), spec.qtype
 

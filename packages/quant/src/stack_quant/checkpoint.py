@@ -30,7 +30,7 @@ Batch = Mapping[str, Any]
 Progress = Callable[[str, int, int], None]
 
 
-def _untold(stage: str, done: int, total: int) -> None:
+def _ignore_progress(stage: str, finished: int, total: int) -> None:
     """Ignores progress (the default `Progress`)."""
 
 
@@ -60,7 +60,7 @@ def quantize_checkpoint(
     data: str | None = None,
     calibration_batches: int = STREAM_BATCHES,
     evaluation_batches: int = 32,
-    progress: Progress = _untold,
+    progress: Progress = _ignore_progress,
 ) -> QuantizedCheckpoint:
     """Quantizes the model in a directory and writes a run directory.
 
@@ -109,17 +109,17 @@ def _followed(batches: Iterable[Batch], count: int, progress: Progress) -> Itera
         yield dict(batch)
 
 
-def _rules(source: str, trained_by: QuantConfig | None, given: tuple[Rule, ...] | None) -> tuple[Rule, ...]:
+def _rules(source: str, trained_by: QuantConfig | None, requested: tuple[Rule, ...] | None) -> tuple[Rule, ...]:
     """Returns the requested rules or, for a model trained by rules, these; the two must not differ."""
-    if trained_by is None and given is not None:
-        return given
+    if trained_by is None and requested is not None:
+        return requested
     if trained_by is None:
         raise QuantError(
             f"{source} was not trained by a recipe, so a recipe is required: --recipe FILE.yaml, or one of "
             f"{', '.join(recipe_names())}."
         )
     own = tuple(replace(rule, gradients=None) for rule in trained_by.rules)
-    if given is not None and (lines := differences({"rules": to_mapping(given)}, {"rules": to_mapping(own)})):
+    if requested is not None and (lines := differences({"rules": to_mapping(requested)}, {"rules": to_mapping(own)})):
         listing = "\n  ".join(lines)
         raise QuantError(
             f"The model of {source} was trained by another recipe. Differences, as requested and as trained:\n  "

@@ -57,7 +57,7 @@ def quantize(
         result = functools.partial(_quantized, spec=spec)
         return with_automatic_axes(lambda *args: result(*args)[0], array, range, key, like=array)
     local, mesh, context = _on_auto_mesh(array)
-    cut = blocks(tiles, _whole_axes(local))
+    cut = blocks(tiles, _unsharded_axes(local))
     with context:
         result, finite = (_compiled if cut.count == 1 else _quantized)(local, range, key, spec=spec, cut=cut)
     if not finite:
@@ -85,7 +85,7 @@ def _on_auto_mesh(array: jax.Array) -> tuple[jax.Array, Any, contextlib.Abstract
     return jax.device_put(array, NamedSharding(auto, sharding.spec)), mesh, use_abstract_mesh(auto.abstract_mesh)
 
 
-def _whole_axes(array: jax.Array) -> tuple[int, ...]:
+def _unsharded_axes(array: jax.Array) -> tuple[int, ...]:
     """Returns the axes that are not sharded."""
     partition = getattr(getattr(array, "sharding", None), "spec", ())
     return tuple(axis for axis, _ in enumerate(array.shape) if axis >= len(partition) or partition[axis] is None)
@@ -98,18 +98,18 @@ def _quantized(
     *,
     spec: ArraySpec,
     cut: Blocks = ONE_BLOCK,
-    own_range: bool = False,
+    is_calibrated: bool = False,
 ) -> tuple[QArray, jax.Array]:
     """Returns the quantized array, and whether the array and its range are finite.
 
     Args:
-      own_range: True if `span` was calibrated on this array, which allows its ends to be fitted.
+      is_calibrated: True if `span` was calibrated on this array, which allows its ends to be fitted.
     """
     finite = [] if span is None and shows_all(spec) else [_all_finite(array)]
     if span is None:
-        span, own_range = calibrate(array, spec, cut=cut), True
+        span, is_calibrated = calibrate(array, spec, cut=cut), True
     half_step: bool | jax.Array = spec.range_ends == "half_step" and key is None
-    if own_range and key is None:
+    if is_calibrated and key is None:
         half_step = half_step_tiles(array, span, spec, cut)
     finite += [jnp.all(jnp.isfinite(end)) for end in jax.tree.leaves(span)]
     kind = spec.qtype
@@ -196,20 +196,22 @@ def fake_quantize(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
 def _straight_through(
-    array: jax.Array, span: Range, key: jax.Array | None, spec: ArraySpec, own_range: bool
+    array: jax.Array, span: Range, key: jax.Array | None, spec: ArraySpec, is_calibrated: bool
 ) -> jax.Array:
-    return dequantize(_quantized(array, span, key, spec=spec, own_range=own_range)[0])
+    return dequantize(_quantized(array, span, key, spec=spec, is_calibrated=is_calibrated)[0])
 
 
 @_straight_through.defjvp
-def _straight_through_jvp(spec: ArraySpec, own_range: bool, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _straight_through_jvp(
+    spec: ArraySpec, is_calibrated: bool, primals: Any, tangents: Any
+) -> tuple[jax.Array, jax.Array]:
     array, span, key = primals
     tiles = Tiling(array.shape, span.high.shape)
     split = tiles.split(array).astype(jnp.float32)
     high = tiles.split(span.high)
     low = -high if span.low is None else tiles.split(span.low)
     inside = tiles.join((split >= low) & (split <= high))
-    return _straight_through(array, span, key, spec, own_range), jnp.where(
+    return _straight_through(array, span, key, spec, is_calibrated), jnp.where(
         inside, tangents[0], jnp.zeros_like(tangents[0])
     )
 

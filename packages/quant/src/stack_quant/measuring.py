@@ -12,7 +12,7 @@ from stack_quant.errors import QuantError, RuleError
 from stack_quant.scales import Range
 from stack_quant.spec import ArraySpec
 from stack_quant.streams import RangeStatistics, observed_range
-from stack_quant.transform.interpreter import Treatment
+from stack_quant.transform.interpreter import ResolvedRules
 from stack_quant.transform.program import Parameters, Program, is_array, trace
 from stack_quant.transform.sites import Site
 
@@ -27,7 +27,7 @@ _Step = Callable[..., Mapping[str, RangeStatistics]]
 def static_ranges(
     fn: Callable[..., Any],
     parameters: Parameters,
-    treatment: Treatment,
+    resolved: ResolvedRules,
     sites: Mapping[str, Site],
     stream: Iterable[Call] | None,
 ) -> dict[str, Range]:
@@ -49,7 +49,7 @@ def static_ranges(
         return {name: site.abstract_range() for name, site in sites.items()}
     if not sites:
         return {}
-    in_float = dataclasses.replace(treatment, method=dataclasses.replace(treatment.method, activation=_as_it_is))
+    in_float = dataclasses.replace(resolved, method=dataclasses.replace(resolved.method, activation=_as_it_is))
     statistics: Mapping[str, RangeStatistics] = {name: site.empty() for name, site in sites.items()}
     steps: list[tuple[Any, _Step]] = []
     for args, kwargs in stream or ():
@@ -69,8 +69,8 @@ def static_ranges(
     return _finite({name: observed_range(found) for name, found in statistics.items()})
 
 
-def _step(program: Program, treatment: Treatment, sites: Mapping[str, Site]) -> _Step:
-    return jax.jit(functools.partial(program.measure, treatment=treatment, sites=sites))
+def _step(program: Program, resolved: ResolvedRules, sites: Mapping[str, Site]) -> _Step:
+    return jax.jit(functools.partial(program.measure, resolved=resolved, sites=sites))
 
 
 def _arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:

@@ -50,8 +50,8 @@ def quantize_module(
     stream: Iterable[Call] | None,
 ) -> Any:
     """Quantizes an `nnx.Module`; see `quantize_model`."""
-    treatment = model.quantization.treatment if isinstance(getattr(model, "quantization", None), Quantization) else None
-    if treatment is not None and treatment.adapters:
+    resolved = model.quantization.resolved if isinstance(getattr(model, "quantization", None), Quantization) else None
+    if resolved is not None and resolved.adapters:
         raise QuantError("The model has adapters already, but quantization must precede them: put quant before lora.")
     model = plain_module(model)
     program = ModuleProgram.of(model, args, kwargs, call)

@@ -22,7 +22,7 @@ from stack_quant.transform import coverage
 from stack_quant.transform.adapted import Factors
 from stack_quant.transform.compiled import Compiled
 from stack_quant.transform.coverage import OpRow, ParameterRow, Report
-from stack_quant.transform.interpreter import Treatment
+from stack_quant.transform.interpreter import ResolvedRules
 from stack_quant.transform.planning import Plan, plan
 from stack_quant.transform.program import Parameters, is_array, trace
 from stack_quant.transform.sites import site_names
@@ -35,11 +35,11 @@ class Quantization:
     """The plan of a quantized model, by which its programs run.
 
     Attributes:
-      treatment: rules, method and the plan of each parameter.
+      resolved: rules, method and the plan of each parameter.
       report: the coverage report.
     """
 
-    treatment: Treatment
+    resolved: ResolvedRules
     report: Report
     _compiled: Compiled = field(default_factory=Compiled, init=False, repr=False)
 
@@ -60,35 +60,35 @@ class Quantization:
 
     def _run(
         self,
-        how: str,
+        method: str,
         fn: Callable[..., Any],
         params: Any,
         state: "State",
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Traces a call and runs the trace by the method `how` of `Program`."""
+        """Traces a call and runs the trace by the method `method` of `Program`."""
         parameters, state = Parameters.of(params), state._replace(factors=dict(state.factors))
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_quantized)
         fixed = tuple(_ARRAY if is_array(leaf) else leaf for leaf in leaves)
         model = tuple(_ARRAY if is_array(leaf) else leaf for leaf in parameters.leaves)
 
-        def run(arrays: Sequence[Any], given: Sequence[Any], state: State) -> Any:
-            filled, own = iter(given), iter(arrays)
+        def run(arrays: Sequence[Any], inputs: Sequence[Any], state: State) -> Any:
+            filled, own = iter(inputs), iter(arrays)
             args, kwargs = jax.tree.unflatten(structure, [next(filled) if leaf is _ARRAY else leaf for leaf in fixed])
             now = Parameters(
                 tuple(next(own) if leaf is _ARRAY else leaf for leaf in model), parameters.paths, parameters.structure
             )
             program = trace(fn, now, *args, **kwargs)
             held = {"ranges": state.ranges, "key": state.key, "factors": state.factors}
-            return getattr(program, how)(now.arrays, self.treatment, **held)
+            return getattr(program, method)(now.arrays, self.resolved, **held)
 
         arrays = list(parameters.arrays.values())  # a list, as JAX would sort a dict by its keys
-        given = [leaf for leaf in leaves if is_array(leaf)]
-        identity = (how, fn, parameters.structure, parameters.paths, model, structure, fixed)
-        if _is_traced((arrays, given, state)) or not _is_fixed(fixed, identity):
-            return run(arrays, given, state)
-        return self._compiled(identity, run, arrays, given, state)
+        inputs = [leaf for leaf in leaves if is_array(leaf)]
+        identity = (method, fn, parameters.structure, parameters.paths, model, structure, fixed)
+        if _is_traced((arrays, inputs, state)) or not _is_fixed(fixed, identity):
+            return run(arrays, inputs, state)
+        return self._compiled(identity, run, arrays, inputs, state)
 
     def quantize(self, path: str, tree: Any) -> Any:
         """Quantizes one parameter, or all parameters under a path, as planned for the model.
@@ -117,8 +117,8 @@ class Quantization:
                     f"{full}: an array of shape {list(array.shape)}, but the model was planned with "
                     f"{list(planned[full].shape)}. Pass an array of that shape, or plan with the shapes of the arrays."
                 )
-            spec = self.treatment.specs.get(full)
-            arrays[below] = array if spec is None else _parameter(self.treatment.method, array, spec, full)
+            spec = self.resolved.specs.get(full)
+            arrays[below] = array if spec is None else _parameter(self.resolved.method, array, spec, full)
         return part.with_arrays(arrays)
 
 
@@ -181,7 +181,7 @@ def quantized(
     parameters = Parameters.of(parameters.with_arrays({path: _floats(array) for path, array in given.items()}))
     program = trace(fn, parameters, *args, **kwargs)
     before = parameters.arrays
-    seen = program.survey(before, Treatment(tuple(rules), chosen))
+    seen = program.survey(before, ResolvedRules(tuple(rules), chosen))
     shapes = {
         path: array.shape
         for path, array in before.items()
@@ -192,35 +192,35 @@ def quantized(
     )
     after = {path: _parameter(chosen, before[path], spec, path) for path, spec in planned.specs.items()}
     after = {path: after.get(path, array) for path, array in before.items()}
-    treatment = Treatment(tuple(rules), chosen, planned.of_path, planned.specs, planned.tiles)
+    resolved = ResolvedRules(tuple(rules), chosen, planned.of_path, planned.specs, planned.tiles)
     listed = [_row(path, given[path], after[path], planned) for path in shapes]
-    seen = program.survey(after, treatment)
-    _check_trained(treatment, seen.rows)
+    seen = program.survey(after, resolved)
+    _check_trained(resolved, seen.rows)
     names = site_names(seen.sites)
     sites = {names[key]: site for key, site in seen.sites.items()}
-    ranges = static_ranges(fn, parameters, treatment, sites, stream)
-    return after, ranges, Quantization(treatment, coverage.report(name, rules, listed, seen.rows))
+    ranges = static_ranges(fn, parameters, resolved, sites, stream)
+    return after, ranges, Quantization(resolved, coverage.report(name, rules, listed, seen.rows))
 
 
-def _check_trained(treatment: Treatment, rows: Sequence[OpRow]) -> None:
+def _check_trained(resolved: ResolvedRules, rows: Sequence[OpRow]) -> None:
     """Raises an error if a rule applies only to products that the method cannot train."""
-    if treatment.method.products is None:
+    if resolved.method.products is None:
         return
-    for number, rule in enumerate(treatment.rules):
+    for number, rule in enumerate(resolved.rules):
         mine = [row for row in rows if row.rule == number]
         if rule.optional or not mine or (rule.weights, rule.activations) == (None, None):
             continue
         if all(row.computed == "float" for row in mine):
             reasons = "; ".join(dict.fromkeys(f"{row.op}: {row.reason}" for row in mine))
             raise RuleError(
-                f"Rule {number}, {rule}: method {treatment.method.name!r} quantizes none of the operations that the "
+                f"Rule {number}, {rule}: method {resolved.method.name!r} quantizes none of the operations that the "
                 f"rule matches. {reasons}. Use method 'qat', change the rule, or mark it optional=True."
             )
 
 
 def unquantized() -> Quantization:
     """Returns the plan of a model without rules, which runs in float."""
-    return Quantization(Treatment((), method("ptq")), coverage.report("ptq", (), (), ()))
+    return Quantization(ResolvedRules((), method("ptq")), coverage.report("ptq", (), (), ()))
 
 
 def _floats(array: Any) -> Any:

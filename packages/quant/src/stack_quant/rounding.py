@@ -53,16 +53,16 @@ def snap(values: jax.Array, kind: QType, *, key: jax.Array | None = None, smalle
         return functools.reduce(jnp.add, steps, jnp.full_like(values, kind.smallest))
     values = _clipped(values, kind, smallest)
     if kind.is_integer:
-        return _whole(values, key)
+        return _round(values, key)
     step = _float_step(values, kind)
-    return _whole(values / step, key) * step
+    return _round(values / step, key) * step
 
 
 def _clipped(values: jax.Array, kind: QType, smallest: float | None = None) -> jax.Array:
     return jnp.clip(values, np.float32(kind.smallest if smallest is None else smallest), np.float32(kind.largest))
 
 
-def _whole(values: jax.Array, key: jax.Array | None) -> jax.Array:
+def _round(values: jax.Array, key: jax.Array | None) -> jax.Array:
     if key is None:
         return jnp.round(values)
     # The fraction of a float32 is exact, so it is compared; floor(value + random) would round the sum first.
@@ -70,12 +70,12 @@ def _whole(values: jax.Array, key: jax.Array | None) -> jax.Array:
     return below + (jax.random.uniform(key, values.shape, jnp.float32) < values - below).astype(jnp.float32)
 
 
-def _small_integers(whole: jax.Array) -> jax.Array:
+def _small_integers(rounded: jax.Array) -> jax.Array:
     """Converts integral float32 numbers to int8: the lowest byte of a sum whose last bit is worth 1.
 
     XLA's conversion also checks for NaN and out-of-range values, which makes quantization on CPUs a tenth slower.
     """
-    return lax.bitcast_convert_type(whole + _UNIT_STEP, jnp.int32).astype(jnp.int8)
+    return lax.bitcast_convert_type(rounded + _UNIT_STEP, jnp.int32).astype(jnp.int8)
 
 
 def _float_codes(values: jax.Array, kind: QType) -> jax.Array:

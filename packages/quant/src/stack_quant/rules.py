@@ -131,9 +131,9 @@ def unmatched(rule: Rule, number: int, *, paths: Sequence[str], ops: Sequence[st
     return " ".join([*lines, "Correct the rule, or mark it optional=True."])
 
 
-def _listed(names: Sequence[str], most: int = 12) -> str:
-    shown = ", ".join(sorted(set(names))[:most]) or "none"
-    return f"{shown}, ..." if len(set(names)) > most else shown
+def _listed(names: Sequence[str], limit: int = 12) -> str:
+    shown = ", ".join(sorted(set(names))[:limit]) or "none"
+    return f"{shown}, ..." if len(set(names)) > limit else shown
 
 
 def _check_pattern(rule: Rule, name: str) -> None:

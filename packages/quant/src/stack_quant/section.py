@@ -62,7 +62,7 @@ class Quantization:
         from stack_quant.nnx_model import run_as_program  # as above
 
         key = kwargs.get("key")
-        if key is not None and model.quantization.treatment.method.products is not None:
+        if key is not None and model.quantization.resolved.method.products is not None:
             model = model.with_key(key)
         return run_as_program(function, model, *args, **kwargs)
 

@@ -89,30 +89,30 @@ def tiling(shape: Sequence[int], channel_axes: Sequence[int], tiles: Mapping[int
     return Tiling(tuple(shape), scale_shape)
 
 
-def tile_sizes(entries: int, wanted: int) -> list[int]:
-    """Returns the divisors of `entries` in order of preference: `wanted`, smaller ones down to an eighth, larger ones.
+def tile_sizes(entries: int, preferred: int) -> list[int]:
+    """Returns the divisors of `entries`: `preferred`, then smaller ones down to an eighth, then larger ones.
 
     Divisors smaller than an eighth come last.
     """
     divisors = [size for size in range(1, entries + 1) if entries % size == 0]
-    smaller = [size for size in reversed(divisors) if size <= wanted]
-    fine = [size for size in smaller if 8 * size >= min(wanted, entries)]
-    larger = [size for size in divisors if size > wanted]
+    smaller = [size for size in reversed(divisors) if size <= preferred]
+    fine = [size for size in smaller if 8 * size >= min(preferred, entries)]
+    larger = [size for size in divisors if size > preferred]
     return [*fine, *larger, *smaller[len(fine) :]]
 
 
-def _axis(axis: int, shape: Sequence[int], what: str) -> int:
+def _axis(axis: int, shape: Sequence[int], prefix: str) -> int:
     if not -len(shape) <= axis < len(shape):
-        raise ArgumentError(f"{what}axis {axis} does not exist in an array of shape {tuple(shape)}.")
+        raise ArgumentError(f"{prefix}axis {axis} does not exist in an array of shape {tuple(shape)}.")
     return axis % len(shape)
 
 
-def _tile(size: int, tile: int, axis: int, what: str) -> int:
+def _tile(size: int, tile: int, axis: int, prefix: str) -> int:
     if tile < 1 or size % tile:
         divisors = (divisor for divisor in range(1, size + 1) if size % divisor == 0)
         near = min(divisors, key=lambda divisor: abs(divisor - tile), default=1)
         raise ShapeError(
-            f"{what}a tile of {tile} does not divide axis {axis}, of size {size}. "
+            f"{prefix}a tile of {tile} does not divide axis {axis}, of size {size}. "
             f"Choose one that does, such as {near}, or pad the axis to {-(-size // max(tile, 1)) * max(tile, 1)}."
         )
     return tile

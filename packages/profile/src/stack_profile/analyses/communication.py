@@ -108,7 +108,7 @@ def communication(
     shown = tuple(sorted(rows, key=lambda row: (-row.exposed_s, -row.time_s, row.name)))
     return Answer(
         name=f"communication by {by}",
-        facts=_facts(rows, len(devices), busy_s, time_s, links),
+        facts=_totals(rows, len(devices), busy_s, time_s, links),
         row_type=CommunicationRow,
         rows=shown,
         notes=(*_notes(trace, [each for each, _ in chosen], axes, links), *trace.problems),
@@ -188,7 +188,7 @@ def _covered_s(found: Sequence[Collectives]) -> float:
     return int(np.sum(covered[:, 1] - covered[:, 0])) * PICOSECOND
 
 
-def _facts(
+def _totals(
     rows: Sequence[CommunicationRow], devices: int, busy_s: float, time_s: float, links: float | None
 ) -> dict[str, Any]:
     if not devices:

@@ -183,7 +183,7 @@ def _chosen(
         known = sorted({name.rpartition("/")[2] for names in lines.values() for name in names})
         what, given = "operation of line", line
     else:
-        found = [each for each in found if not measured[each[1], each[2]].operation.runs_others] or found
+        found = [each for each in found if not measured[each[1], each[2]].operation.is_container] or found
         return (readable[max(found)[1]], max(found)[2]) if found else None
     if not found:
         raise UnknownName(f"The trace holds no {what} {given!r}.{nearest(given, known)} `ops` lists what ran.")
@@ -280,7 +280,7 @@ class _Nodes:
         for operand in home.operands(home.instructions[name]):
             is_part = any(each.opcode in _STATES for each in home.operands(operand))
             passed = self.reads(operand.name) if operand.opcode in _PASSED and not is_part else [operand.name]
-            found.update(dict.fromkeys(each for each in passed if _is_shown(home.instructions[each])))
+            found.update(dict.fromkeys(each for each in passed if _is_visible(home.instructions[each])))
         return list(found)
 
     def readers(self, name: str) -> list[str]:
@@ -345,7 +345,7 @@ class _Nodes:
         return self.reads(operand.name) if operand.opcode in _PASSED else [operand.name]
 
 
-def _is_shown(instruction: "Instruction") -> bool:
+def _is_visible(instruction: "Instruction") -> bool:
     """Whether to show an instruction: not a constant, and not a loop's state tuple, whose parts are shown instead."""
     is_state = instruction.opcode == "parameter" and len(instruction.shapes) != 1
     return instruction.opcode not in _LEFT_OUT and not is_state

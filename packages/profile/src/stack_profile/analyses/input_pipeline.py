@@ -71,7 +71,7 @@ def input_pipeline(trace: Trace, *, annotation: str = ANNOTATION, device: str | 
     wait = _wait(parts)
     return Answer(
         name="input pipeline",
-        facts=_facts(parts, rows, wait),
+        facts=_totals(parts, rows, wait),
         row_type=InputRow,
         rows=tuple(rows),
         notes=(*_notes(parts, rows, wait), *trace.problems),
@@ -208,7 +208,7 @@ def _are(part: _Process, stage: Stage) -> np.ndarray:
     return part.events.which == (known.index(stage) if stage in known else -1)
 
 
-def _facts(parts: Sequence[_Process], rows: Sequence[InputRow], wait: InputWait | None) -> dict[str, Any]:
+def _totals(parts: Sequence[_Process], rows: Sequence[InputRow], wait: InputWait | None) -> dict[str, Any]:
     return {
         "steps": sum(part.steps for part in parts) or None,
         "all_steps_s": sum((part.steps_s for part in parts), 0.0) if parts else None,

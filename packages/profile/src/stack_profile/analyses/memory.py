@@ -96,12 +96,12 @@ def memory_of(program: Program, *, by: MemoryGrouping = "buffer") -> Answer[Memo
     rows = arrays if by == "buffer" else list(_grouped(arrays, by))
     return Answer(
         name=f"memory by {by}",
-        facts=_facts(program, assignment),
+        facts=_totals(program, assignment),
         row_type=MemoryRow,
         rows=tuple(sorted(rows, key=lambda row: -row.size_bytes)),
         notes=tuple(_notes(program, assignment)),
         plots=(
-            *_drawn(assignment),
+            *_charts(assignment),
             *(_bars(f"At the peak, by {each}", _grouped(arrays, each)) for each in ("kind", "layer")),
         ),
     )
@@ -116,11 +116,11 @@ def schedule_of(program: Program) -> Answer[MomentRow]:
             layer, line = _place(program.instructions.get(moment.instruction))
             rows.append(MomentRow(len(rows), moment.instruction, moment.live_bytes, layer, line))
     notes = () if rows else ("No data: XLA kept no schedule of this program's temporaries.",)
-    plots = tuple(_drawn(assignment)) if assignment else ()
+    plots = tuple(_charts(assignment)) if assignment else ()
     return Answer("memory by schedule", {"program": program.name}, MomentRow, tuple(rows), notes, plots)
 
 
-def _drawn(assignment: Assignment) -> Iterator[Chart]:
+def _charts(assignment: Assignment) -> Iterator[Chart]:
     """Plots the live temporaries along the schedule and marks their peak."""
     moments = [moment for each in assignment.schedules for moment in each.moments()]
     if moments:
@@ -208,7 +208,7 @@ def _grouped(rows: Sequence[MemoryRow], by: MemoryGrouping) -> Iterator[MemoryRo
         yield MemoryRow(name, ", ".join(kinds), size, sum(shares) if shares else None, len(members), layer, line)
 
 
-def _facts(program: Program, assignment: Assignment) -> dict[str, Any]:
+def _totals(program: Program, assignment: Assignment) -> dict[str, Any]:
     peaks = [each.peak() for each in assignment.schedules]
     return {
         "program": program.name,

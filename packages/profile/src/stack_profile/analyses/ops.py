@@ -66,7 +66,7 @@ def ops(trace: Trace, *, by: Grouping = "op", within: Path | None = None, device
     rows = {each: _rows(devices, grouping(each, folder)) for each in {by: 0, **dict.fromkeys(_DRAWN)}}
     return Answer(
         name=f"ops by {by}",
-        facts=_facts(devices, folder),
+        facts=_totals(devices, folder),
         row_type=OpsRow,
         rows=rows[by],
         notes=(*_notes(devices, trace.about.get("stack_frames", _STACK_FRAMES)), *trace.problems),
@@ -82,7 +82,7 @@ def _rows(devices: Sequence[Ops], key: Callable[[Operation], str]) -> tuple[OpsR
     return tuple(sorted((found.row(name, busy_s) for name, found in sums.items()), key=lambda row: -row.self_s))
 
 
-def _facts(devices: Sequence[Ops], folder: str) -> dict[str, Any]:
+def _totals(devices: Sequence[Ops], folder: str) -> dict[str, Any]:
     """Computes the totals; attributed time belongs to operations with a Python line (under `folder`, if given)."""
     if not devices:
         return {"devices": 0}

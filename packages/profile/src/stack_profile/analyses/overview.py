@@ -66,15 +66,15 @@ def overview(trace: Trace, *, device: str | None = None) -> Answer[OverviewRow]:
     )
     return Answer(
         name="overview",
-        facts=_facts(devices, rows, waits),
+        facts=_totals(devices, rows, waits),
         row_type=OverviewRow,
         rows=tuple(rows),
         notes=(*_notes(trace, device, rows, waits), *trace.problems),
-        plots=(_drawn(rows),) if rows else (),
+        plots=(_chart(rows),) if rows else (),
     )
 
 
-def _drawn(rows: Sequence[OverviewRow]) -> Chart:
+def _chart(rows: Sequence[OverviewRow]) -> Chart:
     """Plots the step times in order, with their quartiles."""
     series = []
     for device in dict.fromkeys(row.device for row in rows):
@@ -168,7 +168,7 @@ def _overlap(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     return until(first[:, 1]) - until(first[:, 0])
 
 
-def _facts(devices: Sequence[Ops], rows: Sequence[OverviewRow], waits: _Waits) -> dict[str, Any]:
+def _totals(devices: Sequence[Ops], rows: Sequence[OverviewRow], waits: _Waits) -> dict[str, Any]:
     durations = [row.step_s for row in rows]
     total_s = sum(durations, 0.0)
     idle_s = sum((row.idle_s for row in rows), 0.0) if rows else None

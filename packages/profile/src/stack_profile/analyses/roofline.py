@@ -99,7 +99,7 @@ def _registered_chip(name: str) -> "Chip":
     return chip() if callable(chip) else chip
 
 
-def _roofline(trace: Trace, chip: "Chip | None", said: str, device: str | None) -> Answer[RooflineRow]:
+def _roofline(trace: Trace, chip: "Chip | None", note: str, device: str | None) -> Answer[RooflineRow]:
     devices = chosen_devices(trace, device)
     costs = {id(program): _costs(program) for program in trace.ran}
     sharing = _sharing(chip, len(trace.devices))
@@ -112,15 +112,15 @@ def _roofline(trace: Trace, chip: "Chip | None", said: str, device: str | None) 
     unreadable = [program.name for program in trace.ran if costs[id(program)] is None]
     return Answer(
         name="roofline",
-        facts=_facts(rows, chip, busy_s),
+        facts=_totals(rows, chip, busy_s),
         row_type=RooflineRow,
         rows=tuple(sorted(rows, key=lambda row: -row.self_s)),
-        notes=(said, *_notes(rows, unreadable), *trace.problems),
-        plots=tuple(_drawn(rows, chip, sharing)),
+        notes=(note, *_notes(rows, unreadable), *trace.problems),
+        plots=tuple(_charts(rows, chip, sharing)),
     )
 
 
-def _drawn(rows: Sequence[RooflineRow], chip: "Chip | None", sharing: int) -> Iterator[Chart]:
+def _charts(rows: Sequence[RooflineRow], chip: "Chip | None", sharing: int) -> Iterator[Chart]:
     """Plots the operations that have FLOPs below the chip's compute and memory roofs."""
     found = [row for row in rows if row.intensity and row.rate_flops_s]
     if not found:
@@ -237,11 +237,11 @@ def _ideals(cost: "InstructionCost | None", chip: "Chip | None", times: int) -> 
     )
 
 
-def _ratio(part: int | float | None, whole: int | float | None) -> float | None:
-    return part / whole if part is not None and whole else None
+def _ratio(part: int | float | None, total: int | float | None) -> float | None:
+    return part / total if part is not None and total else None
 
 
-def _facts(rows: Sequence[RooflineRow], chip: "Chip | None", busy_s: float) -> dict[str, Any]:
+def _totals(rows: Sequence[RooflineRow], chip: "Chip | None", busy_s: float) -> dict[str, Any]:
     known = [row for row in rows if row.flops is not None and row.traffic_bytes is not None]
     roofed = [row for row in rows if row.ideal_s is not None]
     flops = sum(row.flops or 0 for row in known) if known else None

@@ -88,26 +88,26 @@ def timeline(
     rows = tuple(_rows(ops, items, cut(items, spans), window, trace.host_events))
     return Answer(
         name="timeline",
-        facts=_facts(ops, steps, window, items),
+        facts=_totals(ops, steps, window, items),
         row_type=TimelineRow,
         rows=rows,
         notes=(*_notes(trace, device, window), *trace.problems),
-        plots=(_drawn_spans(rows), _drawn_operations(ops, window)),
+        plots=(_span_lanes(rows), _operation_lanes(ops, window)),
     )
 
 
-def _drawn_spans(rows: Sequence[TimelineRow]) -> Lanes:
+def _span_lanes(rows: Sequence[TimelineRow]) -> Lanes:
     spans = [
-        Span(row.direction or "idle", row.start_s, row.start_s + row.duration_s, _said(row), row.name) for row in rows
+        Span(row.direction or "idle", row.start_s, row.start_s + row.duration_s, _label(row), row.name) for row in rows
     ]
     return Lanes("Passes and layers", spans)
 
 
-def _said(row: TimelineRow) -> str:
+def _label(row: TimelineRow) -> str:
     return " ".join(filter(None, (row.name, row.trips and f"trips {row.trips}", row.heaviest, row.line)))
 
 
-def _drawn_operations(ops: Ops, window: "_Window") -> Lanes:
+def _operation_lanes(ops: Ops, window: "_Window") -> Lanes:
     """Plots the operations that start in the window, on as many lanes as run concurrently."""
     inside = np.flatnonzero((ops.start_ps >= window.start_ps) & (ops.start_ps < window.end_ps))
     columns = ops.which[inside], ops.tracks[inside], ops.start_ps[inside], ops.end_ps[inside]
@@ -222,7 +222,7 @@ def _doing(host: HostEvents, start_ps: int, end_ps: int) -> str | None:
 _AS_MUCH: Final = 0.8
 
 
-def _facts(ops: Ops, steps: Sequence[Step], window: _Window, items: Items) -> dict[str, Any]:
+def _totals(ops: Ops, steps: Sequence[Step], window: _Window, items: Items) -> dict[str, Any]:
     by_key = np.bincount(items.key, weights=items.size_ps, minlength=len(items.keys)) * PICOSECOND
     sums = dict.fromkeys(("forward", "backward", "recomputed", None), 0.0)
     for key, size_s in zip(items.keys[1:], by_key[1:].tolist(), strict=True):

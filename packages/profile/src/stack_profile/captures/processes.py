@@ -14,7 +14,7 @@ from typing import Any, Final
 from stack_profile.errors import TraceError
 from stack_profile.traces.xplane import Space
 
-__all__ = ["SUFFIX", "about_of", "names_of", "problems_of", "programs_beside", "stem"]
+__all__ = ["SUFFIX", "about_of", "captured_programs", "incomplete_reasons", "names_of", "stem"]
 
 SUFFIX: Final = ".xplane.pb"
 
@@ -33,7 +33,7 @@ def about_of(file: Path) -> Mapping[str, Any]:
     return about if isinstance(about, dict) else {}
 
 
-def programs_beside(file: Path) -> tuple[bytes, ...]:
+def captured_programs(file: Path) -> tuple[bytes, ...]:
     """Returns the HloProtos that a capture wrote next to its trace."""
     return tuple(path.read_bytes() for path in sorted(file.parent.glob(f"{glob.escape(stem(file))}.*.hlo.pb")))
 
@@ -47,7 +47,9 @@ def names_of(spaces: Sequence[Space]) -> list[str]:
     return [f"{name}:" for name in (hosts if len(set(hosts)) == len(hosts) else numbers)]
 
 
-def problems_of(files: Sequence[Path], abouts: Sequence[Mapping[str, Any]], spaces: Sequence[Space]) -> Iterator[str]:
+def incomplete_reasons(
+    files: Sequence[Path], abouts: Sequence[Mapping[str, Any]], spaces: Sequence[Space]
+) -> Iterator[str]:
     """Yields reasons why the captures are not one complete run.
 
     Raises:

@@ -34,9 +34,9 @@ def command(name: str, analysis: Callable[..., Answer[Any]]) -> Callable[..., No
     options = _options(name, analysis)
 
     def run(
-        trace: TracePath, /, *, limit: Limit = 20, json: PrintJson = False, csv: PrintCsv = False, **given: Any
+        trace: TracePath, /, *, limit: Limit = 20, json: PrintJson = False, csv: PrintCsv = False, **arguments: Any
     ) -> None:
-        show(analysis(load_trace(trace), **given), limit=limit, json=json, csv=csv)
+        show(analysis(load_trace(trace), **arguments), limit=limit, json=json, csv=csv)
 
     where, *printing, _ = inspect.signature(run).parameters.values()
     run.__name__, run.__doc__ = name, inspect.getdoc(analysis)

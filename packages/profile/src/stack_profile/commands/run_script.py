@@ -125,7 +125,7 @@ def _run(script: str, arguments: Sequence[str], *, module: bool) -> int:
     except SystemExit as end:
         return _status(end.code)
     except BaseException as error:  # Like Python at top level: any error ends the script with a traceback.
-        traceback.print_exception(error.with_traceback(_own_part(error.__traceback__)))
+        traceback.print_exception(error.with_traceback(_script_frames(error.__traceback__)))
         return 1
     finally:
         sys.argv, sys.path[0] = before
@@ -144,7 +144,7 @@ def _run_file(path: Path) -> None:
         sys.modules["__main__"] = before
 
 
-def _own_part(trace: types.TracebackType | None) -> types.TracebackType | None:
+def _script_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
     """Strips this module's frames from the start of a traceback."""
     outside = (__file__, "<frozen runpy>")
     while trace is not None and trace.tb_frame.f_code.co_filename in outside:

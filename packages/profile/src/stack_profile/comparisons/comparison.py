@@ -100,17 +100,17 @@ class Comparison:
             members.setdefault(getattr(Place.of(self, pair), by), []).append(pair)
         return tuple(map(_joined, members.values()))
 
-    def own_changes(self, found: Difference, groups: Sequence[Group]) -> tuple[np.ndarray, np.ndarray]:
+    def net_changes(self, found: Difference, groups: Sequence[Group]) -> tuple[np.ndarray, np.ndarray]:
         """Returns each group's own change, and its p-value corrected for the number of groups.
 
         Groups that appeared or disappeared have p = 0: the programs differ, which is not chance.
         """
-        own, p = self._own_changes(found, groups)
+        own, p = self._net_changes(found, groups)
         whole = np.array([not (group.before and group.after) for group in groups], bool)
         p = np.where(whole, np.nan, p)
         return np.where(whole, found.change, own), np.where(whole, 0.0, adjusted(p))
 
-    def _own_changes(self, found: Difference, groups: Sequence[Group]) -> tuple[np.ndarray, np.ndarray]:
+    def _net_changes(self, found: Difference, groups: Sequence[Group]) -> tuple[np.ndarray, np.ndarray]:
         if found.of_captures:
             return found.change, found.p()
         peers = self.peers

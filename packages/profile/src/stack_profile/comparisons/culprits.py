@@ -56,11 +56,11 @@ def culprits(before: Sequence[Trace], after: Sequence[Trace]) -> Iterator[str]:
     change_s, busy_s = float(comparison.step.change[0]), float(comparison.busy.change[0])
     if change_s <= 0:
         return
-    least_s = _STANDS_OUT * change_s
-    grown = _at_the_best_level(comparison, comparison.edited, least_s)
-    grown = grown or _at_the_best_level(comparison, comparison.pairs, least_s)
+    min_s = _STANDS_OUT * change_s
+    grown = _at_the_best_level(comparison, comparison.edited, min_s)
+    grown = grown or _at_the_best_level(comparison, comparison.pairs, min_s)
     idle_s = change_s - busy_s
-    if idle_s >= max(least_s, _LEAST_IDLE * float(comparison.step.before[0])):
+    if idle_s >= max(min_s, _LEAST_IDLE * float(comparison.step.before[0])):
         text, is_known = _idle(before, after, comparison, idle_s)
         grown.append(_Grown(idle_s if is_known else 0.0, text))  # unexplained idle time is listed last
     if grown:
@@ -78,9 +78,9 @@ def _nothing(comparison: Comparison) -> str:
     return f"no operation stands out from the others, whose median changed by {sign}{number('_share', abs(median))}"
 
 
-def _at_the_best_level(comparison: Comparison, pairs: tuple[Group, ...], least_s: float) -> list[_Grown]:
-    """Returns the groups of `pairs` that grew by `least_s` or more, the largest first, at the best level."""
-    levels = [_grown(comparison, pairs, by, least_s) for by in _LEVELS]
+def _at_the_best_level(comparison: Comparison, pairs: tuple[Group, ...], min_s: float) -> list[_Grown]:
+    """Returns the groups of `pairs` that grew by `min_s` or more, the largest first, at the best level."""
+    levels = [_grown(comparison, pairs, by, min_s) for by in _LEVELS]
     op, *coarser = (found[0] if found else None for found in levels)
     most_s = max((each.own_s for each in coarser if each), default=0.0)
     line = coarser[0]
@@ -90,7 +90,7 @@ def _at_the_best_level(comparison: Comparison, pairs: tuple[Group, ...], least_s
     return next(best, [])
 
 
-def _grown(comparison: Comparison, pairs: tuple[Group, ...], by: DiffGrouping, least_s: float) -> list[_Grown]:
+def _grown(comparison: Comparison, pairs: tuple[Group, ...], by: DiffGrouping, min_s: float) -> list[_Grown]:
     groups = comparison.groups(by, pairs)
     if not groups:
         return []
@@ -102,8 +102,8 @@ def _grown(comparison: Comparison, pairs: tuple[Group, ...], by: DiffGrouping, l
         place = Place.of(comparison, group)
         name = getattr(place, by)
         is_most = by in ("layer", "module") and times[0] >= _MOST * float(comparison.busy.before[0])
-        if change_s >= least_s and name and not is_most:
-            grown.append(_Grown(change_s, _described(place, by, times), name, place.line))
+        if change_s >= min_s and name and not is_most:
+            grown.append(_Grown(change_s, _describe(place, by, times), name, place.line))
     return sorted(grown, key=lambda each: -each.own_s)
 
 
@@ -118,7 +118,7 @@ def _drift(comparison: Comparison) -> float:
 _LEAST_PEERS: Final = 3
 
 
-def _described(place: Place, by: DiffGrouping, times: Sequence[float]) -> str:
+def _describe(place: Place, by: DiffGrouping, times: Sequence[float]) -> str:
     line = place.line or "no line"
     if place.package_line and place.package_line != place.line:
         line = f"{line} in {place.package_line}"

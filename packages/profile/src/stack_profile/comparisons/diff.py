@@ -94,7 +94,7 @@ def diff(
     rows = _rows(comparison, by, min_change)
     return Answer(
         name=f"diff by {by}",
-        facts=_facts(comparison),
+        facts=_totals(comparison),
         row_type=DiffRow,
         rows=tuple(sorted(rows, key=_rank)),
         notes=(*_notes(comparison, min_change), *notes),
@@ -104,15 +104,15 @@ def diff(
 def _rows(comparison: Comparison, by: DiffGrouping, min_change: float) -> Iterator[DiffRow]:
     groups = comparison.groups(by)
     found = grouped_difference(*comparison.sides, groups, trim=TRIM)
-    own, p = comparison.own_changes(found, groups)
+    own, p = comparison.net_changes(found, groups)
     rest = comparison.rest(found)
     own, p = (np.append(column, np.nan) for column in (own, p))
     if rest.of_captures:  # with one capture on a side, stalls cannot be attributed to the program
         own[-1], p[-1] = rest.change[0], rest.p()[0]
-    found = found.beside(rest)
+    found = found.appended(rest)
     low, high = found.interval(_CONFIDENCE)
     least_s = np.maximum(min_change * found.before, _MATTERS * comparison.busy.before)
-    named = [_described(comparison, group, by) for group in groups]
+    named = [_describe(comparison, group, by) for group in groups]
     named.append((_IRREGULAR, {}))
     for column, (name, about) in enumerate(named):
         before_s, change_s, own_s = float(found.before[column]), float(found.change[column]), _known(own[column])
@@ -126,12 +126,12 @@ def _rows(comparison: Comparison, by: DiffGrouping, min_change: float) -> Iterat
             change_before_share=change_s / before_s if before_s > 0 else None,
             own_change_s=own_s,
             p=_known(p[column]),
-            verdict=_verdict(change_s, own_s, _known(p[column]), least_s=float(least_s[column])),
+            verdict=_judge(change_s, own_s, _known(p[column]), min_s=float(least_s[column])),
             **about,
         )
 
 
-def _described(comparison: Comparison, group: Group, by: DiffGrouping) -> tuple[str, dict[str, str]]:
+def _describe(comparison: Comparison, group: Group, by: DiffGrouping) -> tuple[str, dict[str, str]]:
     """Returns the name of a row and its labels."""
     place = Place.of(comparison, group)
     names = ("category", "layer", "line", "package_line")
@@ -142,12 +142,12 @@ def _described(comparison: Comparison, group: Group, by: DiffGrouping) -> tuple[
 _IRREGULAR: Final = "(irregular)"
 
 
-def _verdict(change_s: float, own_change_s: float | None, p: float | None, *, least_s: float) -> Verdict:
-    if own_change_s is None or p is None:
+def _judge(change_s: float, net_s: float | None, p: float | None, *, min_s: float) -> Verdict:
+    if net_s is None or p is None:
         return "not known"
-    if p > _FALSE_SHARE or min(abs(change_s), abs(own_change_s)) < least_s:
+    if p > _FALSE_SHARE or min(abs(change_s), abs(net_s)) < min_s:
         return "not shown"
-    return "slower" if own_change_s > 0 else "faster"
+    return "slower" if net_s > 0 else "faster"
 
 
 def _rank(row: DiffRow) -> tuple[bool, bool, float]:
@@ -160,7 +160,7 @@ def _known(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
 
 
-def _facts(comparison: Comparison) -> dict[str, Any]:
+def _totals(comparison: Comparison) -> dict[str, Any]:
     step, busy = comparison.step, comparison.busy
     means = grouped_difference(*comparison.sides, comparison.pairs)
     low, high = (_known(end[0]) for end in step.interval(_CONFIDENCE))

@@ -164,7 +164,7 @@ def _row(metric: Metric, base: GateSide, new: GateSide, allowed: float) -> GateR
         return GateRow(metric, _UNITS[metric], before, after, change, None, None, allowed, verdict, tuple(fault))
     found = _step_times(base, new, trim=TRIM) if metric == "step_time" else _compile_times(base, new)
     before, change, low, high = float(found.before[0]), *_shares(found)
-    verdict = _verdict(change, low, high, allowed)
+    verdict = _judge(change, low, high, allowed)
     fault = (
         ()
         if verdict == "within"
@@ -177,7 +177,7 @@ def _row(metric: Metric, base: GateSide, new: GateSide, allowed: float) -> GateR
     )
 
 
-def _verdict(change: float, low: float | None, high: float | None, allowed: float) -> GateVerdict:
+def _judge(change: float, low: float | None, high: float | None, allowed: float) -> GateVerdict:
     if low is None or high is None:
         return "undecided"
     if change > allowed and low > 0:

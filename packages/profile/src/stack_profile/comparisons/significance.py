@@ -48,7 +48,7 @@ class Difference:
         """Returns the differences of some of the quantities."""
         return self._each(lambda name: getattr(self, name)[places])
 
-    def beside(self, other: "Difference") -> "Difference":
+    def appended(self, other: "Difference") -> "Difference":
         """Appends the quantities of another difference."""
         return self._each(lambda name: np.append(getattr(self, name), getattr(other, name)))
 
@@ -144,7 +144,9 @@ def _ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
     return np.where((numerator == 0) & (denominator == 0), 0.0, quotient)
 
 
-def against_peers(found: Difference, peers: Difference, own: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+def against_peers(
+    found: Difference, peers: Difference, members: Sequence[Sequence[int]]
+) -> tuple[np.ndarray, np.ndarray]:
     """Computes each difference beyond the change expected from its peers, and its p-value.
 
     The expected change is relative to the mean before. The null distribution is empirical (Efron): its location is the
@@ -154,14 +156,14 @@ def against_peers(found: Difference, peers: Difference, own: Sequence[Sequence[i
     Args:
       found: differences to test.
       peers: differences of the peers.
-      own: for each difference, the peers that are part of it and therefore excluded.
+      members: for each difference, the peers that are part of it and therefore excluded.
 
     Returns:
       The differences beyond the expected change and their p-values, NaN with fewer than three peers.
     """
     relative = peers.change / peers.before
     median, spread, freedom = np.full((3, *found.before.shape), np.nan)
-    for place, parts in enumerate(own):
+    for place, parts in enumerate(members):
         others = np.delete(relative, list(parts))
         if len(others) >= _LEAST_PEERS:
             median[place] = np.median(others)

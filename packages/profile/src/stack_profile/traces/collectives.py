@@ -34,22 +34,22 @@ class Axes:
     sizes: Mapping[str, int]
 
     @classmethod
-    def of(cls, trace: Trace, given: str | None = None) -> "Axes":
+    def of(cls, trace: Trace, spec: str | None = None) -> "Axes":
         """Returns the mesh given as "fsdp=4,tensor=2", otherwise the capture's mesh.
 
         Raises:
-          ProfileError: `given` is malformed, or its size is not the number of devices.
+          ProfileError: `spec` is malformed, or its size is not the number of devices.
         """
         devices = int(trace.about.get("devices", len(trace.devices)))
-        if given is None:
+        if spec is None:
             meshes = [mesh for mesh in trace.about.get("meshes", ()) if math.prod(mesh.values()) == devices]
             return cls(devices, meshes[0] if meshes else {})
-        if re.fullmatch(r"\w+=\d+(,\w+=\d+)*", given) is None:
-            raise ProfileError(f"The mesh {given!r} is not of the form fsdp=4,tensor=2: name every axis and its size.")
-        sizes = {name: int(size) for name, size in (axis.split("=") for axis in given.split(","))}
+        if re.fullmatch(r"\w+=\d+(,\w+=\d+)*", spec) is None:
+            raise ProfileError(f"The mesh {spec!r} is not of the form fsdp=4,tensor=2: name every axis and its size.")
+        sizes = {name: int(size) for name, size in (axis.split("=") for axis in spec.split(","))}
         if math.prod(sizes.values()) != devices:
             raise ProfileError(
-                f"The mesh {given!r} has {math.prod(sizes.values())} devices, the trace {devices}; name all its axes."
+                f"The mesh {spec!r} has {math.prod(sizes.values())} devices, the trace {devices}; name all its axes."
             )
         return cls(devices, sizes)
 
@@ -204,12 +204,12 @@ def _collectives(ops: Ops, kinds: Mapping[int, Mapping[str, Kind] | None]) -> tu
     )
 
 
-def _span(ops: Ops, start: int, done: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _span(ops: Ops, start: int, end_op: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns start, end and run of each execution; a done operation ends the latest earlier start."""
     rows = np.flatnonzero(ops.which == start)
     starts, ends = ops.start_ps[rows], ops.end_ps[rows]
-    if done is not None:
-        last = np.flatnonzero(ops.which == done)
+    if end_op is not None:
+        last = np.flatnonzero(ops.which == end_op)
         place = np.searchsorted(starts, ops.start_ps[last], "right") - 1
         np.maximum.at(ends, place[place >= 0], ops.end_ps[last[place >= 0]])
     return starts, ends, ops.run[rows]
@@ -221,7 +221,7 @@ def _exposed(
     """Computes the exposed time of each execution; self times give instants to concurrent other operations first."""
     if not spans:
         return []
-    outer = [each.runs_others or each.beside for each in ops.operations]
+    outer = [each.is_container or each.beside for each in ops.operations]
     is_other = [not (each or row in collectives) for row, each in enumerate(outer)]
     others = np.flatnonzero(np.array(is_other)[ops.which])
     starts = np.concatenate([ops.start_ps[others], *(start for start, _, _ in spans)])

@@ -60,15 +60,15 @@ def nesting(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     return depth
 
 
-def _shares(starts: np.ndarray, ends: np.ndarray, taken: np.ndarray) -> np.ndarray:
-    """Returns each interval's share of the time outside of `taken`, divided equally between overlapping intervals."""
-    alone = np.zeros(len(starts), bool) if len(taken) else _alone(starts, ends)
+def _shares(starts: np.ndarray, ends: np.ndarray, excluded: np.ndarray) -> np.ndarray:
+    """Returns each interval's share of the time outside of `excluded`, divided equally where intervals overlap."""
+    alone = np.zeros(len(starts), bool) if len(excluded) else _isolated(starts, ends)
     shares = (ends - starts).astype(float)
-    shares[~alone] = _divided(starts[~alone], ends[~alone], taken)
+    shares[~alone] = _divided(starts[~alone], ends[~alone], excluded)
     return shares
 
 
-def _alone(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+def _isolated(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """Returns the mask of intervals that overlap no other."""
     order = np.argsort(starts, kind="stable")
     reached = np.maximum.accumulate(ends[order])
@@ -78,10 +78,10 @@ def _alone(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     return alone
 
 
-def _divided(starts: np.ndarray, ends: np.ndarray, taken: np.ndarray) -> np.ndarray:
+def _divided(starts: np.ndarray, ends: np.ndarray, excluded: np.ndarray) -> np.ndarray:
     """Computes `_shares` for overlapping intervals."""
-    edges = np.sort(np.concatenate([starts, ends, taken.reshape(-1)]))
-    running, blocked = _open(starts, ends, edges), _open(taken[:, 0], taken[:, 1], edges)
+    edges = np.sort(np.concatenate([starts, ends, excluded.reshape(-1)]))
+    running, blocked = _open(starts, ends, edges), _open(excluded[:, 0], excluded[:, 1], edges)
     weight = np.where((blocked == 0) & (running > 0), np.diff(edges, append=edges[-1:]) / np.maximum(running, 1), 0.0)
     before = np.concatenate([[0.0], np.cumsum(weight)])
     return before[np.searchsorted(edges, ends)] - before[np.searchsorted(edges, starts)]

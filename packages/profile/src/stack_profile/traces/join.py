@@ -274,7 +274,7 @@ def _ops(
     if (run == MISSING).all():
         run = _repetitions(operations, which)
     depth = np.full(len(which), -1)
-    outer = np.flatnonzero(np.array([each.runs_others or each.beside for each in operations], bool)[which])
+    outer = np.flatnonzero(np.array([each.is_container or each.beside for each in operations], bool)[which])
     depth[outer] = nesting(start[outer], end[outer])
     return Ops(device, operations, which, start, end, self_times(start, end, depth), run)
 

@@ -57,7 +57,7 @@ class Operation:
         return self.instruction.opcode if self.instruction else self.name.rstrip("0123456789").rstrip(".")
 
     @property
-    def runs_others(self) -> bool:
+    def is_container(self) -> bool:
         return self.opcode in CONTAINERS
 
 
@@ -94,7 +94,7 @@ class Ops:
     @functools.cached_property
     def tracks(self) -> np.ndarray:
         """A track for each row, without overlaps on a track: even for loops and calls, odd for other operations."""
-        outer = np.array([operation.runs_others for operation in self.operations], bool)[self.which]
+        outer = np.array([operation.is_container for operation in self.operations], bool)[self.which]
         places = np.zeros(len(self), np.int64)
         for first, rows in enumerate((np.flatnonzero(outer), np.flatnonzero(~outer))):
             places[rows] = 2 * tracks(self.start_ps[rows], self.end_ps[rows]) + first

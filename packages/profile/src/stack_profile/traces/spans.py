@@ -72,7 +72,7 @@ def items_of(ops: Ops, start_ps: int, end_ps: int) -> Items:
     """Returns the pieces of a device's time between two instants."""
     rows = np.flatnonzero((ops.end_ps > start_ps) & (ops.start_ps < end_ps))
     which, start, end = ops.which[rows], ops.start_ps[rows].clip(start_ps), ops.end_ps[rows].clip(max=end_ps)
-    is_outer = np.array([each.runs_others or each.beside for each in ops.operations], bool)[which]
+    is_outer = np.array([each.is_container or each.beside for each in ops.operations], bool)[which]
     work, idle = np.flatnonzero(~is_outer), gaps(union(start, end), start_ps, end_ps)
     owner, pieces = _latest_started(start[work], end[work])
     owner = work[owner]
@@ -124,8 +124,8 @@ def _latest_started(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.
     return np.array(owners, np.int64), np.array(pieces, np.int64).reshape(-1, 2)
 
 
-def cut(items: Items, most: int) -> list[int]:
-    """Returns the index of the first item of each span, for at most `most` spans."""
+def cut(items: Items, limit: int) -> list[int]:
+    """Returns the index of the first item of each span, for at most `limit` spans."""
     spans: list[_Span] = []
     window_ps = float(items.size_ps.sum())
     for depth in range(max((len(key.path) for key in items.keys), default=1) or 1, 0, -1):
@@ -134,10 +134,10 @@ def cut(items: Items, most: int) -> list[int]:
         spans = [_Span(first, size, keys[key]) for first, (size, key) in enumerate(columns)]
         for share in _SPECKS:
             spans = _merged(spans, share * window_ps)
-        if len(spans) <= most:
+        if len(spans) <= limit:
             break
     share = _SPECKS[-1]
-    while len(spans) > most:
+    while len(spans) > limit:
         share *= 1.5
         spans = _merged(spans, share * window_ps)
     return [span.first for span in spans]
@@ -155,8 +155,8 @@ class _Span:
     key: Key
 
 
-def _merged(spans: Sequence[_Span], least_ps: float) -> list[_Span]:
-    """Joins neighbours with equal keys, and spans smaller than `least_ps` with the more similar neighbour."""
+def _merged(spans: Sequence[_Span], min_ps: float) -> list[_Span]:
+    """Joins neighbours with equal keys, and spans smaller than `min_ps` with the more similar neighbour."""
     merged: list[_Span] = []
     held = 0.0, -1  # size and first item of a small span that joins the following one
     for place, given in enumerate(spans):
@@ -164,7 +164,7 @@ def _merged(spans: Sequence[_Span], least_ps: float) -> list[_Span]:
         held = 0.0, -1
         last = merged[-1] if merged else None
         following = spans[place + 1].key.likeness(span.key) if place + 1 < len(spans) else -1
-        small = span.size_ps < least_ps
+        small = span.size_ps < min_ps
         if last and (last.key == span.key or (small and last.key.likeness(span.key) >= following)):
             merged[-1] = _Span(last.first, last.size_ps + span.size_ps, last.key)
         elif small and following >= 0:

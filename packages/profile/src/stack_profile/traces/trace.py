@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from stack_profile.captures.processes import about_of, names_of, problems_of, programs_beside
+from stack_profile.captures.processes import about_of, captured_programs, incomplete_reasons, names_of
 from stack_profile.errors import TraceError
 from stack_profile.traces.hlo import Program, outline, program_key
 from stack_profile.traces.join import Kind, device_ops, executions, join
@@ -97,8 +97,8 @@ def load_trace(path: Path | str) -> Trace:
         spaces,
         source=str(files[0] if len(files) == 1 else files[0].parent),
         about=abouts[0],
-        beside=[programs_beside(file) for file in files],
-        problems=tuple(problems_of(files, abouts, spaces)),
+        extra_programs=[captured_programs(file) for file in files],
+        problems=tuple(incomplete_reasons(files, abouts, spaces)),
     )
 
 
@@ -107,7 +107,7 @@ def trace_of(
     *,
     source: str = "memory",
     about: Mapping[str, Any] | None = None,
-    beside: Sequence[Sequence[bytes]] = (),
+    extra_programs: Sequence[Sequence[bytes]] = (),
     problems: Sequence[str] = (),
 ) -> Trace:
     """Joins the operations of the processes with their programs.
@@ -116,15 +116,15 @@ def trace_of(
       spaces: trace data of each process.
       source: path of the trace, or a description.
       about: metadata of the capture.
-      beside: HloProtos of each process that the trace itself lacks.
+      extra_programs: HloProtos of each process that the trace itself lacks.
       problems: known reasons why the trace is incomplete.
     """
     base_ns = _base_ns(spaces)
     found_problems = list(problems)
     programs: list[Program] = []
     devices: list[Ops] = []
-    for space, prefix, protos in zip(spaces, names_of(spaces), beside or [()] * len(spaces), strict=True):
-        found = _beside(protos, found_problems) | _programs(space, found_problems)
+    for space, prefix, protos in zip(spaces, names_of(spaces), extra_programs or [()] * len(spaces), strict=True):
+        found = _extra_programs(protos, found_problems) | _programs(space, found_problems)
         ran = [each for plane in space.planes if (each := executions(plane, base_ns)) is not None]
         kinds = [kind for each in ran for kind in each.kinds if not kind.beside]
         found = _without_damaged(found, kinds, found_problems)
@@ -180,20 +180,20 @@ def _lines(space: Space) -> Iterable[Line]:
     return (line for plane in space.planes for line in plane.lines if len(line.events))
 
 
-def _programs(space: Space, problems: list[str]) -> dict[int, Program]:
-    """Returns the programs of a process by key, and adds damaged ones to `problems`."""
+def _programs(space: Space, damaged: list[str]) -> dict[int, Program]:
+    """Returns the programs of a process by key, and adds damaged ones to `damaged`."""
     found: dict[int, Program] = {}
     for plane in space.planes:
         for event, name in plane.event_names.items() if plane.name == "/host:metadata" else ():
             stats = plane.event_stats(event)
             proto, key = stats.get(_HLO_STAT), stats.get("program_id", event)
-            if isinstance(proto, bytes) and isinstance(key, int) and (program := _read(proto, key, name, problems)):
+            if isinstance(proto, bytes) and isinstance(key, int) and (program := _read(proto, key, name, damaged)):
                 found[key] = program
     return found
 
 
-def _without_damaged(programs: Mapping[int, Program], ran: Sequence[Kind], problems: list[str]) -> dict[int, Program]:
-    """Filters out damaged programs that may have run, and adds them to `problems`."""
+def _without_damaged(programs: Mapping[int, Program], ran: Sequence[Kind], damaged: list[str]) -> dict[int, Program]:
+    """Filters out damaged programs that may have run, and adds them to `damaged`."""
     names, keys = {kind.module for kind in ran}, {kind.key for kind in ran if not kind.module}
     kept = {}
     for key, program in programs.items():
@@ -202,27 +202,27 @@ def _without_damaged(programs: Mapping[int, Program], ran: Sequence[Kind], probl
                 _ = program.instructions
             kept[key] = program
         except TraceError as error:
-            problems.append(f"{program.name}: {error}")
+            damaged.append(f"{program.name}: {error}")
     return kept
 
 
-def _beside(protos: Sequence[bytes], problems: list[str]) -> dict[int, Program]:
-    """Returns programs by key, and adds damaged ones to `problems`."""
+def _extra_programs(protos: Sequence[bytes], damaged: list[str]) -> dict[int, Program]:
+    """Returns programs by key, and adds damaged ones to `damaged`."""
     found = {}
     for proto in protos:
         try:
             key = program_key(proto)
         except WireError as error:
-            problems.append(f"A program beside the trace is damaged: {error}")
+            damaged.append(f"A program beside the trace is damaged: {error}")
         else:
-            if program := _read(proto, key, f"program {key} beside the trace", problems):
+            if program := _read(proto, key, f"program {key} beside the trace", damaged):
                 found[key] = program
     return found
 
 
-def _read(proto: bytes, key: int, name: str, problems: list[str]) -> Program | None:
+def _read(proto: bytes, key: int, name: str, damaged: list[str]) -> Program | None:
     try:
         return outline(proto, key)
     except TraceError as error:
-        problems.append(f"{name}: {error}")
+        damaged.append(f"{name}: {error}")
         return None

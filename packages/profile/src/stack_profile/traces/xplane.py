@@ -117,7 +117,7 @@ class Plane:
         return {name: key for key, name in self.stat_names.items()}
 
     @functools.cached_property
-    def _kept(self) -> Mapping[str, int]:
+    def _columns(self) -> Mapping[str, int]:
         """Statistics of this plane that become columns, with their keys."""
         return {name: self._stat_keys[name] for name in _KEPT if name in self._stat_keys}
 
@@ -219,7 +219,7 @@ class Plane:
             columns = [column[placed] for column in columns]
         metadata, offset_ps, duration_ps, _, *found = columns
         none = np.broadcast_to(np.int64(MISSING), len(metadata))
-        stats = {**dict.fromkeys(_KEPT, none), **dict(zip(self._kept, found, strict=True))}
+        stats = {**dict.fromkeys(_KEPT, none), **dict(zip(self._columns, found, strict=True))}
         return Events(timestamp_ns, metadata, offset_ps, duration_ps, stats)
 
     def _chunk(self, spans: Spans) -> list[np.ndarray]:
@@ -228,7 +228,7 @@ class Plane:
         columns, stats, owners = read_fields(self._array, spans, numbers, _EVENT_STATS)
         values, _, _ = read_fields(self._array, stats, tuple(range(_STAT_METADATA, _STAT_REFERENCE + 1)))
         kept = []
-        for key in self._kept.values():
+        for key in self._columns.values():
             column = np.full(len(spans), MISSING)
             which = np.flatnonzero(values[_STAT_METADATA] == key)
             column[owners[which]] = self._column(values, which)
@@ -242,10 +242,10 @@ class Plane:
         column = column.view(np.int64)
         places = values[_STAT_STRING][which]
         for row in np.flatnonzero(places):
-            column[row] = self._own_text(int(places[row]))
+            column[row] = self._inline_text(int(places[row]))
         return column
 
-    def _own_text(self, place: int) -> int:
+    def _inline_text(self, place: int) -> int:
         """Returns the key of a text stored in the event itself, with its length at `place`."""
         text = self._text(next(fields(self._data, place - 1))[1])
         if text not in self._texts:

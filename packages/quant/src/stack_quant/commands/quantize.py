@@ -55,7 +55,7 @@ def quantize(
             progress=told,
         )
     if json:
-        print(json_format.dumps({**_facts(result), "rows": result.report.rows()}, default=str))
+        print(json_format.dumps({**_summary(result), "rows": result.report.rows()}, default=str))
         return
     print(result.report)
     print(f"loss on held-out data: {_loss(result)}")
@@ -67,15 +67,15 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
     """Reports progress on standard error: as a bar on a terminal, otherwise as one line per stage."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if not console.is_terminal:
-        yield lambda stage, done, total: None if done else console.print(stage, markup=False)
+        yield lambda stage, finished, total: None if finished else console.print(stage, markup=False)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=None)
-        yield lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total)
+        yield lambda stage, finished, total: bar.update(task, description=stage, completed=finished, total=total)
 
 
-def _facts(result: Any) -> dict[str, Any]:
+def _summary(result: Any) -> dict[str, Any]:
     facts = {field.name: getattr(result, field.name) for field in dataclasses.fields(result) if field.name != "report"}
     return {**facts, "bytes_before": result.report.bytes_before, "bytes_after": result.report.bytes_after}
 

@@ -45,9 +45,9 @@ def model_with_adapters(model: Any, adapters: Adapters) -> Any:
     lines = [f"  {path} has no adapter here" for path in adapters if path not in expected]
     lines += [f"  {path} has no adapter in the given ones" for path in expected if path not in adapters]
     lines += [
-        f"  {path}: {_described(adapters[path])} given, {_described(wanted)} here"
+        f"  {path}: {_describe(adapters[path])} given, {_describe(wanted)} here"
         for path, wanted in expected.items()
-        if path in adapters and _described(adapters[path]) != _described(wanted)
+        if path in adapters and _describe(adapters[path]) != _describe(wanted)
     ]
     if lines:
         listing = "\n".join(lines)
@@ -80,12 +80,12 @@ def rules_of(adapters: Adapters) -> Sequence[AdapterRule]:
 
 def _of_model(model: Any) -> dict[str, Adapter]:
     quantization = getattr(model, "quantization", None)
-    if not isinstance(quantization, Quantization) or not quantization.treatment.adapters:
+    if not isinstance(quantization, Quantization) or not quantization.resolved.adapters:
         raise QuantError(f"{type(model).__name__} has no adapters.")
-    return dict(quantization.treatment.adapters)
+    return dict(quantization.resolved.adapters)
 
 
-def _described(factors: LowRankFactors) -> str:
+def _describe(factors: LowRankFactors) -> str:
     kind = "" if factors.magnitude is None else " with magnitudes"
     shapes = f"{list(factors.down.shape)} and {list(factors.up.shape)}"
     return f"rank {factors.rank}{kind}, scale {factors.scale:.6g}, factors {shapes}"

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from stack_quant.lora.planning import adapted_treatment, factors_of
+from stack_quant.lora.planning import add_adapters, factors_of
 from stack_quant.lora.rules import AdapterRules, as_adapter_rules
 from stack_quant.model import QuantizedModel
 from stack_quant.quantization import Quantization, State, unquantized
@@ -40,11 +40,11 @@ def adapt_function(
     quantized = fn if isinstance(fn, QuantizedModel) else QuantizedModel(params, unquantized(), {}, function=fn)
     parameters = Parameters.of(params)
     program = trace(quantized.function, parameters, *sample_args)
-    treatment = adapted_treatment(
-        as_adapter_rules(rules), program, parameters.arrays, quantized.quantization.treatment, lambda path: True
+    resolved = add_adapters(
+        as_adapter_rules(rules), program, parameters.arrays, quantized.quantization.resolved, lambda path: True
     )
-    adapted = replace(quantized, params=None, quantization=replace(quantized.quantization, treatment=treatment))
-    return AdaptedFunction(adapted), factors_of(treatment.adapters, parameters.arrays, key, jnp.float32)
+    adapted = replace(quantized, params=None, quantization=replace(quantized.quantization, resolved=resolved))
+    return AdaptedFunction(adapted), factors_of(resolved.adapters, parameters.arrays, key, jnp.float32)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class AdaptedFunction:
     def merged(self, factors: Mapping[str, Factors], params: Any) -> Any:
         """Merges the adapters into the parameters, for calls of the original function."""
         parameters = Parameters.of(params)
-        arrays, adapters = parameters.arrays, self.function.quantization.treatment.adapters
+        arrays, adapters = parameters.arrays, self.function.quantization.resolved.adapters
         return parameters.with_arrays(
             {
                 path: adapter.adapted(arrays[path], factors[path]).merged(arrays[path].dtype)

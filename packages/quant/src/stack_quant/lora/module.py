@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from stack_quant.errors import QuantError
-from stack_quant.lora.planning import adapted_treatment, factors_of
+from stack_quant.lora.planning import add_adapters, factors_of
 from stack_quant.lora.rules import AdapterRule
 from stack_quant.nnx_model import FACTORS, ModuleProgram, as_program_class, plain_module, variables_by_path
 from stack_quant.quantization import Quantization, unquantized
@@ -47,18 +47,18 @@ def adapt_module(
     quantization = held if isinstance(held, Quantization) else unquantized()
     program = ModuleProgram.of(plain_module(model), (), sample_batch, call)
     arrays = program.parameters.arrays
-    treatment = adapted_treatment(
-        rules, program.trace(), arrays, quantization.treatment, lambda path: issubclass(program.kinds[path], nnx.Param)
+    resolved = add_adapters(
+        rules, program.trace(), arrays, quantization.resolved, lambda path: issubclass(program.kinds[path], nnx.Param)
     )
-    factors = factors_of(treatment.adapters, arrays, jax.random.key(seed), dtype)
+    factors = factors_of(resolved.adapters, arrays, jax.random.key(seed), dtype)
     result = nnx.clone(model)
     variables = variables_by_path(model)
     adapters = {
-        path: _factor_variables(treatment.adapters[path], found, variables[path].get_metadata().get("logical_axes"))
+        path: _factor_variables(resolved.adapters[path], found, variables[path].get_metadata().get("logical_axes"))
         for path, found in factors.items()
     }
     setattr(result, FACTORS, nnx.Dict(adapters))
-    result.quantization = replace(quantization, treatment=treatment)
+    result.quantization = replace(quantization, resolved=resolved)
     as_program_class(result)
     return result
 
@@ -70,18 +70,18 @@ def merge_module(model: Any) -> Any:
       QuantError: the module does not have adapters.
     """
     quantization = getattr(model, "quantization", None)
-    if not isinstance(quantization, Quantization) or not quantization.treatment.adapters:
+    if not isinstance(quantization, Quantization) or not quantization.resolved.adapters:
         raise QuantError(f"{type(model).__name__} has no adapters to merge.")
-    treatment, factors = quantization.treatment, nnx.to_pure_dict(nnx.state(getattr(model, FACTORS)))
-    is_all_float = not treatment.rules
+    resolved, factors = quantization.resolved, nnx.to_pure_dict(nnx.state(getattr(model, FACTORS)))
+    is_all_float = not resolved.rules
     result = plain_module(model) if is_all_float else nnx.clone(model)
     if not is_all_float:
         delattr(result, FACTORS)
-        result.quantization = replace(quantization, treatment=replace(treatment, adapters={}))
+        result.quantization = replace(quantization, resolved=replace(resolved, adapters={}))
     variables = variables_by_path(result)
-    for path, adapter in treatment.adapters.items():
+    for path, adapter in resolved.adapters.items():
         held = variables[path].get_value()
-        base = treatment.entered(path, held)
+        base = resolved.entered(path, held)
         variables[path].set_value(adapter.adapted(base, factors[path]).merged(held.dtype))
     return result
 

@@ -11,19 +11,19 @@ import jax.numpy as jnp
 from stack_quant.errors import QuantError
 from stack_quant.lora.rules import AdapterRule, plan_adapters
 from stack_quant.transform.adapted import Adapter
-from stack_quant.transform.interpreter import Treatment
+from stack_quant.transform.interpreter import ResolvedRules
 from stack_quant.transform.program import Program
 
-__all__ = ["adapted_treatment", "factors_of"]
+__all__ = ["add_adapters", "factors_of"]
 
 
-def adapted_treatment(
+def add_adapters(
     rules: Sequence[AdapterRule],
     program: Program,
     arrays: Mapping[str, Any],
-    treatment: Treatment,
+    resolved: ResolvedRules,
     may_adapt: Callable[[str], bool],
-) -> Treatment:
+) -> ResolvedRules:
     """Returns the treatment with adapters planned by rules.
 
     Args:
@@ -34,14 +34,14 @@ def adapted_treatment(
       QuantError: the treatment has adapters already.
       RuleError: a rule matches nothing.
     """
-    if treatment.adapters:
+    if resolved.adapters:
         raise QuantError("The model has adapters already. Merge them, or start from the model without adapters.")
     shapes = {
         path: tuple(array.shape)
         for path, array in arrays.items()
         if may_adapt(path) and jnp.issubdtype(array.dtype, jnp.floating)
     }
-    return replace(treatment, adapters=plan_adapters(rules, shapes, program.survey(arrays, treatment).uses))
+    return replace(resolved, adapters=plan_adapters(rules, shapes, program.survey(arrays, resolved).uses))
 
 
 def factors_of(
@@ -51,11 +51,11 @@ def factors_of(
     found = {}
     for path, adapter in adapters.items():
         # The key depends on the path alone, so adding a parameter does not change any existing factors.
-        own = jax.random.fold_in(key, zlib.crc32(path.encode()))
+        factor_key = jax.random.fold_in(key, zlib.crc32(path.encode()))
         is_abstract = isinstance(jax.tree.leaves(arrays[path])[0], jax.ShapeDtypeStruct)
 
-        def initial(base: Any, adapter: Adapter = adapter, own: jax.Array = own) -> dict[str, jax.Array]:
-            return adapter.initial(base, own, dtype)
+        def initial(base: Any, adapter: Adapter = adapter, factor_key: jax.Array = factor_key) -> dict[str, jax.Array]:
+            return adapter.initial(base, factor_key, dtype)
 
         found[path] = jax.eval_shape(initial, arrays[path]) if is_abstract else initial(arrays[path])
     return found

@@ -122,12 +122,12 @@ def plan_adapters(
 
 
 def _adapter(path: str, rule: AdapterRule, shape: tuple[int, ...], use: Use) -> Adapter:
-    contracted, free = (_whole_axes(path, parts, shape) for parts in (use.contracted, use.free))
+    contracted, free = (_complete_axes(path, parts, shape) for parts in (use.contracted, use.free))
     lead = tuple(axis for axis in range(len(shape)) if axis not in {*contracted, *free})
     return Adapter(shape, lead, contracted, rule.rank, rule.scale, rule.magnitude)
 
 
-def _whole_axes(path: str, parts: Sequence[Part], shape: tuple[int, ...]) -> tuple[int, ...]:
+def _complete_axes(path: str, parts: Sequence[Part], shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the axes that parts make up; raises RuleError if they cover an axis only partly."""
     axes = tuple(dict.fromkeys(part.axis for part in parts))
     for axis in axes:

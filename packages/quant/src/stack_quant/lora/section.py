@@ -54,7 +54,7 @@ class LowRankAdaptation:
     def call(self, function: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         from stack_quant.nnx_model import run_as_program  # as above
 
-        if model.quantization.treatment.rules:  # the section `quant:` runs the program, including the adapters
+        if model.quantization.resolved.rules:  # the section `quant:` runs the program, including the adapters
             return function(model, *args, **kwargs)
         return run_as_program(function, model, *args, **kwargs)
 

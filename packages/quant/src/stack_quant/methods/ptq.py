@@ -35,8 +35,8 @@ def _parameter(array: jax.Array, spec: ArraySpec, path: str) -> QArray:
     return quantize(array, spec, name=path)
 
 
-def _entered(held: Any, spec: ArraySpec) -> Any:
-    return held
+def _entered(array: Any, spec: ArraySpec) -> Any:
+    return array
 
 
 def _activation(array: jax.Array, spec: ArraySpec, span: Range | None) -> QArray:

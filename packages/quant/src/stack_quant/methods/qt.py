@@ -79,26 +79,26 @@ class _Call:
     types: ProductTypes
     dtypes: tuple[str, str]
 
-    def coded(self, place: int, array: jax.Array, summed: Sequence[int]) -> Any:
-        """Quantizes an operand for a product that sums over the axes `summed`."""
+    def coded(self, place: int, array: jax.Array, axes: Sequence[int]) -> Any:
+        """Quantizes an operand for a product that sums over the axes `axes`."""
         kind, calibration = (self.types.left, self.types.right)[place], self.types.calibrations[place]
-        return _coded(array, kind, summed, calibration, self.types.range_ends)
+        return _coded(array, kind, axes, calibration, self.types.range_ends)
 
-    def cotangent(self, array: jax.Array, summed: Sequence[int], key: jax.Array | None) -> Any:
-        return _coded(array, self.types.gradients, summed, "absmax", self.types.range_ends, key)
+    def cotangent(self, array: jax.Array, axes: Sequence[int], key: jax.Array | None) -> Any:
+        return _coded(array, self.types.gradients, axes, "absmax", self.types.range_ends, key)
 
 
 def _coded(
     array: jax.Array,
     kind: str | None,
-    summed: Sequence[int],
+    axes: Sequence[int],
     calibration: str,
     range_ends: str,
     key: jax.Array | None = None,
 ) -> Any:
     if kind is None:
         return array
-    channels = tuple(axis for axis in range(array.ndim) if axis not in summed)
+    channels = tuple(axis for axis in range(array.ndim) if axis not in axes)
     ends = range_ends_at_run_time(range_ends, kind)
     spec = ArraySpec(type=kind, channel_axes=channels, calibration=calibration, range_ends=ends)
     return as_it_comes(spec)(array, key=key)
@@ -133,8 +133,8 @@ def _linear_forward(call: _Linear, left: Any, right: Any, key: Any) -> tuple[jax
     return _trained_linear(call, x, w, key), (rows, columns, key)
 
 
-def _linear_backward(call: _Linear, kept: Any, cotangent: Any) -> tuple[Any, Any, None]:
-    rows, columns, key = kept
+def _linear_backward(call: _Linear, residuals: Any, cotangent: Any) -> tuple[Any, Any, None]:
+    rows, columns, key = residuals
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         return None, None, None
     of_left, of_right = _two_keys(key)
@@ -194,8 +194,8 @@ _OF_CONVOLUTIONS = (
 def _convolution(
     left: jax.Array, right: jax.Array, params: Mapping[str, Any], types: ProductTypes, key: jax.Array | None
 ) -> jax.Array:
-    kept = tuple((name, params[name]) for name in _OF_CONVOLUTIONS)
-    call = _Convolution(types, (left.dtype.name, right.dtype.name), kept, (left.shape, right.shape))
+    options = tuple((name, params[name]) for name in _OF_CONVOLUTIONS)
+    call = _Convolution(types, (left.dtype.name, right.dtype.name), options, (left.shape, right.shape))
     return _trained_convolution(call, left, right, key)
 
 
@@ -217,8 +217,8 @@ def _convolution_forward(call: _Convolution, left: Any, right: Any, key: Any) ->
     return _trained_convolution(call, left.value, right.value, key), (images, kernel, key)
 
 
-def _convolution_backward(call: _Convolution, kept: Any, cotangent: Any) -> tuple[Any, Any, None]:
-    images, kernel, key = kept
+def _convolution_backward(call: _Convolution, residuals: Any, cotangent: Any) -> tuple[Any, Any, None]:
+    images, kernel, key = residuals
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         return None, None, None
     of_left, of_right = _two_keys(key)
@@ -269,8 +269,8 @@ def _ragged_forward(call: _Ragged, rows: Any, matrices: Any, sizes: Any, key: An
     return result, (columns, turned, sizes.value, key)
 
 
-def _ragged_backward(call: _Ragged, kept: Any, cotangent: Any) -> tuple[Any, Any, None, None]:
-    columns, turned, sizes, key = kept
+def _ragged_backward(call: _Ragged, residuals: Any, cotangent: Any) -> tuple[Any, Any, None, None]:
+    columns, turned, sizes, key = residuals
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         return None, None, None, None
     of_rows, of_matrices = _two_keys(key)

@@ -39,34 +39,34 @@ def _jitted(function: Callable[..., Any]) -> Callable[..., Any]:
     @jax.jit
     def run(*arrays: Any) -> Any:
         leaves, structure = jax.tree.flatten(function(*arrays))
-        others = {place: leaf for place, leaf in enumerate(leaves) if not isinstance(leaf, jax.Array)}
-        return _Outcome([leaf for leaf in leaves if isinstance(leaf, jax.Array)], others, structure)
+        static_leaves = {place: leaf for place, leaf in enumerate(leaves) if not isinstance(leaf, jax.Array)}
+        return _Result([leaf for leaf in leaves if isinstance(leaf, jax.Array)], static_leaves, structure)
 
     return lambda *arrays: run(*arrays).tree()
 
 
-class _Outcome:
+class _Result:
     """A result as a list of its arrays, with its other leaves and its structure as static data."""
 
-    def __init__(self, arrays: list[Any], others: dict[int, Any], structure: Any) -> None:
-        self.arrays, self.others, self.structure = arrays, others, structure
+    def __init__(self, arrays: list[Any], static_leaves: dict[int, Any], structure: Any) -> None:
+        self.arrays, self.static_leaves, self.structure = arrays, static_leaves, structure
 
     def tree(self) -> Any:
         arrays = iter(self.arrays)
-        count = len(self.arrays) + len(self.others)
-        leaves = [self.others[place] if place in self.others else next(arrays) for place in range(count)]
+        count = len(self.arrays) + len(self.static_leaves)
+        leaves = [self.static_leaves[place] if place in self.static_leaves else next(arrays) for place in range(count)]
         return jax.tree.unflatten(self.structure, leaves)
 
 
-class _Aside:
+class _StaticData:
     """Static data of a result. Comparison by identity allows values of any type."""
 
-    def __init__(self, others: dict[int, Any], structure: Any) -> None:
-        self.others, self.structure = others, structure
+    def __init__(self, static_leaves: dict[int, Any], structure: Any) -> None:
+        self.static_leaves, self.structure = static_leaves, structure
 
 
 jax.tree_util.register_pytree_node(
-    _Outcome,
-    lambda outcome: (outcome.arrays, _Aside(outcome.others, outcome.structure)),
-    lambda aside, arrays: _Outcome(list(arrays), aside.others, aside.structure),
+    _Result,
+    lambda result: (result.arrays, _StaticData(result.static_leaves, result.structure)),
+    lambda static, arrays: _Result(list(arrays), static.static_leaves, static.structure),
 )

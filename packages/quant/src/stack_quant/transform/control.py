@@ -61,7 +61,7 @@ def _called(results: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
 def _jit(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
     """Runs a jitted function. Calls that treat their operands in the same way share one function, as in float."""
     paths = _paths(operands)
-    alike = _treatment_of_call(interpreter, equation, operands, paths)
+    alike = _call_key(interpreter, equation, operands, paths)
     found = None if alike is None else interpreter.shared.get(alike)
     if found is None:
         function, results = _traced(interpreter, equation, versions.inner(equation), operands)
@@ -83,7 +83,7 @@ def _paths(operands: Sequence[Value]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(path for operand in operands for path in (*operand.paths, *operand.made_of)))
 
 
-def _treatment_of_call(
+def _call_key(
     interpreter: Interpreter, equation: Any, operands: Sequence[Value], paths: tuple[str, ...]
 ) -> Hashable | None:
     """Returns a key that is equal for calls of a jitted function that differ only in the paths of parameters.
@@ -95,8 +95,8 @@ def _treatment_of_call(
         return None
     if any(operand.is_concatenated for operand in operands):
         return None
-    treatment, numbers = interpreter.treatment, {path: number for number, path in enumerate(paths)}
-    by_name = any(rule.op is not None for rule in treatment.rules)
+    resolved, numbers = interpreter.resolved, {path: number for number, path in enumerate(paths)}
+    by_name = any(rule.op is not None for rule in resolved.rules)
     scopes = (interpreter.scopes, str(equation.source_info.name_stack)) if by_name else None
 
     def of_operand(operand: Value) -> Hashable:
@@ -113,9 +113,7 @@ def _treatment_of_call(
             operand.dtype,
         )
 
-    of_paths = tuple(
-        (treatment.of_path.get(path), treatment.specs.get(path), treatment.tiles.get(path)) for path in paths
-    )
+    of_paths = tuple((resolved.of_path.get(path), resolved.specs.get(path), resolved.tiles.get(path)) for path in paths)
     return id(equation.params["jaxpr"]), scopes, of_paths, tuple(map(of_operand, operands))
 
 
@@ -162,7 +160,7 @@ def _custom(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) 
 
     The derivative stays the custom derivative of the function in float, at the same operands.
     """
-    by_rule = any(rule.path is None for rule in interpreter.treatment.rules) and has_products(equation)
+    by_rule = any(rule.path is None for rule in interpreter.resolved.rules) and has_products(equation)
     if not by_rule and all(operand.source is None for operand in operands):
         return interpreter.as_it_is(equation, operands)
     probe = dataclasses.replace(interpreter, rows=[], uses=[], measured=dict(interpreter.measured))
@@ -174,10 +172,10 @@ def _custom(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) 
     if equation.primitive.name == "custom_vmap_call" or interpreter.ranges is None:
         interpreter.measured.update(probe.measured)  # while ranges are measured, nothing is differentiated
         return results
-    return _with_own_derivative(interpreter, equation, operands)
+    return _with_custom_derivative(interpreter, equation, operands)
 
 
-def _with_own_derivative(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
+def _with_custom_derivative(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
     """Runs an equation with its operations quantized and with the tangents of the equation in float."""
 
     @jax.custom_jvp
@@ -200,9 +198,9 @@ def _with_own_derivative(interpreter: Interpreter, equation: Any, operands: Sequ
             if not value.is_quantized and jnp.issubdtype(value.dtype, jnp.inexact)
         ]
 
-        def in_float(*given: Any) -> list[Any]:
+        def in_float(*values: Any) -> list[Any]:
             filled = list(floats)
-            for place, array in zip(places, given, strict=True):
+            for place, array in zip(places, values, strict=True):
                 filled[place] = array
             return versions.bind(equation, filled)
 

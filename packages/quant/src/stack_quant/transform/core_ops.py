@@ -63,7 +63,7 @@ def _unit(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
     if not factors:
         return _in_float(interpreter, equation, name, operands, None)
     decision = decide(interpreter, name, [operands[place] for place in (weights or factors)])
-    is_trained = interpreter.treatment.method.products is not None
+    is_trained = interpreter.resolved.method.products is not None
     if is_trained and unit.op not in _TRAINED and not decision.reason:
         decision = dataclasses.replace(decision, reason=NOT_TRAINED)
     if decision.reason or not (
@@ -158,7 +158,7 @@ def _gated(unit: OpUnit, arrays: Sequence[Any], floats: Sequence[Any], dtype: An
         call = functools.partial(ops.linear, preferred_dtype=dtype)
         return straight_through(call, *zip(x, weight, strict=True))
 
-    products = [functools.partial(product, dtype=summed) for summed in _summed(unit, arrays, dtype)]
+    products = [functools.partial(product, dtype=summed) for summed in _product_dtypes(unit, arrays, dtype)]
     factors = {place for name, place in unit.arrays(range(len(arrays))).items() if name in ("x", "w_gate", "w_up")}
     pairs = [
         (array, in_float) if place in factors else array
@@ -167,7 +167,7 @@ def _gated(unit: OpUnit, arrays: Sequence[Any], floats: Sequence[Any], dtype: An
     return _mapped_over(unit, functools.partial(_gate, unit, dtype, *products), pairs)
 
 
-def _summed(unit: OpUnit, arrays: Sequence[Any], dtype: Any) -> list[Any]:
+def _product_dtypes(unit: OpUnit, arrays: Sequence[Any], dtype: Any) -> list[Any]:
     """Returns the dtypes of the two products of the gated unit: float32 if a bias is added."""
     given = unit.arrays(arrays)
     return [dtype if given[bias] is None else jnp.float32 for bias in ("bias_gate", "bias_up")]
@@ -193,7 +193,7 @@ def _trained(
         dtype = values["x"].dtype
         calls = [
             linear_call(interpreter, decision, values[name], summed, levels=levels)
-            for name, summed in zip(("w_gate", "w_up"), _summed(unit, arrays, dtype), strict=True)
+            for name, summed in zip(("w_gate", "w_up"), _product_dtypes(unit, arrays, dtype), strict=True)
         ]
         return _mapped_over(unit, functools.partial(_gate, unit, dtype, *calls), arrays)
     if unit.op == "ragged_dot":

@@ -50,10 +50,10 @@ def decide(interpreter: Interpreter, name: str, operands: Sequence[Value]) -> De
     Args:
       operands: operands that may be quantized. With several parameters among them, a quantized one decides.
     """
-    treatment = interpreter.treatment
+    resolved = interpreter.resolved
     parameters = [value for value in operands if value.source is not None]
     if not parameters:
-        number = treatment.of_activations(name)
+        number = resolved.of_activations(name)
         mixed = {path: value.made_by for value in operands if not value.from_data for path in value.made_of}
         interpreter.uses.extend(Use(path, name, (), mixed=made_by) for path, made_by in mixed.items())
         if number is None and mixed:
@@ -61,14 +61,14 @@ def decide(interpreter: Interpreter, name: str, operands: Sequence[Value]) -> De
             return Decision(None, None, f"an operand is the result of {makers} on {' and '.join(mixed)}")
         if number is None:
             return Decision(None, None, "no rule matches this product of activations")
-        return Decision(number, treatment.rules[number])
+        return Decision(number, resolved.rules[number])
     ruled = sorted(parameters, key=lambda value: not value.is_quantized)
     source = ruled[0].source
     assert source is not None, "only those that have one are listed"
-    number = treatment.of_path.get(source.path)
+    number = resolved.of_path.get(source.path)
     if number is None:
         return Decision(None, None, f"no rule matches {source.path}")
-    rule, reason = treatment.rules[number], ""
+    rule, reason = resolved.rules[number], ""
     if source.derived:
         reason = f"the operand is the result of {source.derived} on {source.path}"
     elif not rule.matches_op(name):
@@ -133,7 +133,7 @@ def quantized_activation(
         calibration=rule.activation_calibration,
         range_ends=range_ends_at_run_time(rule.range_ends, rule.activations),
     )
-    method = interpreter.treatment.method
+    method = interpreter.resolved.method
     if rule.is_static and method.keeps_ranges:
         result = static_activation(interpreter, SiteKey(decision.path, site, interpreter.place), array, spec)
     else:
@@ -148,7 +148,7 @@ def _tile(interpreter: Interpreter, decision: Decision, entries: int) -> int | N
     wanted, _ = rule.tiles
     if not rule.smaller_tiles or wanted is None:
         return wanted
-    tile = interpreter.treatment.tiles.get(decision.path or "", wanted)
+    tile = interpreter.resolved.tiles.get(decision.path or "", wanted)
     return tile if entries % tile == 0 else tile_sizes(entries, wanted)[0]
 
 
@@ -182,7 +182,7 @@ def record(
     kinds = tuple(_kind(interpreter, decision, *pair) for pair in zip(operands, arrays, strict=True))
     if not computed:
         codes = sum(map(is_quantized, arrays))
-        in_training = "rounded" if interpreter.treatment.method.products is None else "quantized"
+        in_training = "rounded" if interpreter.resolved.method.products is None else "quantized"
         as_floats = "float" if kinds == tuple(str(array.dtype) for array in arrays) else in_training
         computed = (as_floats, "dequantized", "quantized")[min(codes, 2)]
     paths = tuple(path for value in operands if value.source is not None for path in value.source.paths)

@@ -27,7 +27,7 @@ from stack_quant.transform.coverage import OpRow
 from stack_quant.transform.parts import Concatenated
 from stack_quant.transform.provenance import Part, Source
 
-__all__ = ["ADAPTED_HANDLERS", "HANDLERS", "Interpreter", "Loop", "Treatment", "Use", "Value", "has_products"]
+__all__ = ["ADAPTED_HANDLERS", "HANDLERS", "Interpreter", "Loop", "ResolvedRules", "Use", "Value", "has_products"]
 
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "stack_op"})
 _HANDS_ON = frozenset(
@@ -158,7 +158,7 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Treatment:
+class ResolvedRules:
     """Rules, method and plan for the parameters of a program.
 
     Attributes:
@@ -227,7 +227,7 @@ class Interpreter:
     """One run of a program. Interpreters of inner jaxprs are copies that share the mutable fields.
 
     Attributes:
-      treatment: rules, method and plan.
+      resolved: rules, method and plan.
       uses: uses of parameters, in the order of the program.
       rows: rows of the report for operations on a parameter or on two activations.
       stops: primitives whose results no longer count as the parameter, by path.
@@ -244,7 +244,7 @@ class Interpreter:
         parameters of the first call.
     """
 
-    treatment: Treatment
+    resolved: ResolvedRules
     uses: list[Use] = field(default_factory=list)
     rows: list[OpRow] = field(default_factory=list)
     stops: dict[str, dict[str, None]] = field(default_factory=dict)
@@ -285,7 +285,7 @@ class Interpreter:
     def is_weight(self, value: Value) -> bool:
         """Returns whether a value is a quantized parameter, or the floats of one in training."""
         source = value.source
-        held = source is not None and not source.derived and source.path in self.treatment.specs
+        held = source is not None and not source.derived and source.path in self.resolved.specs
         return value.is_quantized or held
 
     def constant(self, array: Any) -> Value:

@@ -27,17 +27,17 @@ def _gather(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) 
     rest = [axis for axis in range(len(table.shape)) if axis not in single]
     note(interpreter, name, table, rest, is_lookup=True)
     decision = decide(interpreter, name, [table])
-    if not table.is_quantized or decision.reason or not _takes_whole_slices(table, equation.params):
+    if not table.is_quantized or decision.reason or not _gathers_complete_slices(table, equation.params):
         if table.is_quantized and not decision.reason:
             decision = dataclasses.replace(decision, reason="slices are cut along several axes")
         interpreter.left(equation, [table], name, decision.reason, decision.number)
         return interpreter.as_it_is(equation, operands)
     view = views.view_of(table.array)
     record(interpreter, equation, name, [table], decision, [table.array], "quantized")
-    return [interpreter.new(_taken(view, indices.array, equation, table.dtype), indices)]
+    return [interpreter.new(_gathered(view, indices.array, equation, table.dtype), indices)]
 
 
-def _takes_whole_slices(table: Value, params: Any) -> bool:
+def _gathers_complete_slices(table: Value, params: Any) -> bool:
     """Returns True if each index selects one entry along some indexed axes and all entries along the remaining axes."""
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
     indexed = set(numbers.start_index_map)
@@ -46,7 +46,7 @@ def _takes_whole_slices(table: Value, params: Any) -> bool:
     )
 
 
-def _taken(view: views.View, indices: Any, equation: Any, dtype: Any) -> Any:
+def _gathered(view: views.View, indices: Any, equation: Any, dtype: Any) -> Any:
     """Computes `lax.gather` of the dequantized array."""
     params = equation.params
     numbers, mode = params["dimension_numbers"], params["mode"]

@@ -135,7 +135,7 @@ def _spec(path: str, rule: Rule, shape: tuple[int, ...], uses: Sequence[Use]) ->
     assert rule.weights is not None, "asked only for parameters that are quantized"
     reduced = {part.axis for part in first.contracted}
     tiles, tile = _fitting_tiles(path, rule, first.contracted, shape)
-    tiles |= _kept_tiles(path, rule, [part for part in first.free if part.axis not in reduced], shape)
+    tiles |= _free_tiles(path, rule, [part for part in first.free if part.axis not in reduced], shape)
     try:
         spec = ArraySpec(
             type=rule.weights,
@@ -165,13 +165,13 @@ def _fitting_tiles(
     return _tiles(path, contracted, shape, tile), tile
 
 
-def _kept_tiles(path: str, rule: Rule, kept: Sequence[Part], shape: tuple[int, ...]) -> dict[int, int]:
+def _free_tiles(path: str, rule: Rule, free: Sequence[Part], shape: tuple[int, ...]) -> dict[int, int]:
     """Returns the number of entries that share a scale along each kept axis, filling the last axis first.
 
     A table that is used only in lookups does not have kept axes.
     """
     _, wanted = rule.tiles
-    axes = list(dict.fromkeys(part.axis for part in reversed(kept)))
+    axes = list(dict.fromkeys(part.axis for part in reversed(free)))
     if wanted is None or not axes:
         return {}
     entries = math.prod(shape[axis] for axis in axes)
@@ -200,7 +200,7 @@ def _tiles(path: str, contracted: Sequence[Part], shape: tuple[int, ...], tile: 
     for part in reversed(contracted):
         if part.stride > 1 or part.axis in tiles:
             continue  # the slower part of an axis, whose other parts are channels or also contracted
-        if part.size < shape[part.axis] and not part.cut and not _is_whole(part, contracted, shape):
+        if part.size < shape[part.axis] and not part.cut and not _is_fully_contracted(part, contracted, shape):
             tiles[part.axis] = part.size
         if rest is None:
             continue
@@ -222,7 +222,7 @@ def _tiles(path: str, contracted: Sequence[Part], shape: tuple[int, ...], tile: 
     return tiles
 
 
-def _is_whole(part: Part, contracted: Sequence[Part], shape: tuple[int, ...]) -> bool:
+def _is_fully_contracted(part: Part, contracted: Sequence[Part], shape: tuple[int, ...]) -> bool:
     """Returns whether all parts of an axis are contracted."""
     size = 1
     for other in contracted:

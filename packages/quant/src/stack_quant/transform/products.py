@@ -100,7 +100,7 @@ def linear_call(
       dtype: dtype of the result.
       levels: number of enclosing calls of `mapped`, each of whose entries draws its own key.
     """
-    products = interpreter.treatment.method.products
+    products = interpreter.resolved.method.products
     if products is None:
         return functools.partial(ops.linear, preferred_dtype=dtype)
     types, key = product_types(interpreter, decision, right), interpreter.draw()
@@ -117,7 +117,7 @@ def ragged_call(interpreter: Interpreter, decision: Decision, right: Value, *, l
     Args:
       levels: see `linear_call`.
     """
-    products = interpreter.treatment.method.products
+    products = interpreter.resolved.method.products
     assert products is not None, "asked only of methods that train products"
     types, key = product_types(interpreter, decision, right), interpreter.draw()
 
@@ -147,7 +147,7 @@ def _axis_name(level: int) -> str:
 def _decided(interpreter: Interpreter, name: str, operands: Sequence[Value], params: Any) -> Decision:
     """Finds the decision on a product. Training leaves it in float if it requests a precision or an output sharding."""
     decision = decide(interpreter, name, operands)
-    if interpreter.treatment.method.products is None or decision.reason or not _is_exacting(params):
+    if interpreter.resolved.method.products is None or decision.reason or not _is_exacting(params):
         return decision
     return dataclasses.replace(decision, reason="a precision or an output sharding is requested")
 
@@ -245,7 +245,7 @@ def _convolution(interpreter: Interpreter, equation: Any, operands: Sequence[Val
                 interpreter, decision, right, axes, site=f"{name}/right", tiled=False
             )
     dtype = equation.outvars[0].aval.dtype
-    products = interpreter.treatment.method.products
+    products = interpreter.resolved.method.products
     if products is not None:
         record(interpreter, equation, name, operands, decision, [left, right], "rounded")
         types = product_types(interpreter, decision, operands[1])
@@ -314,7 +314,7 @@ def _ragged_dot(interpreter: Interpreter, equation: Any, operands: Sequence[Valu
     left, right, sizes = operands
     plain = _is_exacting(params) or params["group_offset"] is not None or not _is_usual(numbers)
     plain = plain or left.dtype != right.dtype
-    is_trained = interpreter.treatment.method.products is not None
+    is_trained = interpreter.resolved.method.products is not None
     if is_trained and plain and not decision.reason:
         decision = dataclasses.replace(decision, reason=NOT_TRAINED)
     is_usable = interpreter.is_weight(right) and not interpreter.is_weight(left) and _is_floating((left, right))

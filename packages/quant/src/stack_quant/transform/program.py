@@ -16,7 +16,7 @@ from stack_quant.scales import Range
 from stack_quant.streams import RangeStatistics
 from stack_quant.transform import adapters, control, core_ops, lookups, products, rearranging
 from stack_quant.transform.adapted import Factors
-from stack_quant.transform.interpreter import Interpreter, Treatment, Value
+from stack_quant.transform.interpreter import Interpreter, ResolvedRules, Value
 from stack_quant.transform.provenance import Source
 from stack_quant.transform.sites import Site, site_names
 
@@ -92,7 +92,7 @@ class Program:
     def run(
         self,
         parameters: Mapping[str, Any],
-        treatment: Treatment,
+        resolved: ResolvedRules,
         *,
         ranges: Mapping[str, Range] | None = None,
         key: jax.Array | None = None,
@@ -105,13 +105,13 @@ class Program:
           key: PRNG key of the stochastic rounding of gradients.
           factors: factors of the treatment's adapters, by path.
         """
-        interpreter = self._interpreter(parameters, treatment, ranges, key, factors)
+        interpreter = self._interpreter(parameters, resolved, ranges, key, factors)
         return self.result(self._run(parameters, self.arguments, factors or {}, interpreter))
 
     def assign(
         self,
         parameters: Mapping[str, Any],
-        treatment: Treatment,
+        resolved: ResolvedRules,
         *,
         ranges: Mapping[str, Range] | None = None,
         key: jax.Array | None = None,
@@ -122,7 +122,7 @@ class Program:
         Quantized and adapted parameters that are returned unchanged are not new values: `nnx.jit`, for instance,
         returns all variables of a module.
         """
-        interpreter = self._interpreter(parameters, treatment, ranges, key, factors)
+        interpreter = self._interpreter(parameters, resolved, ranges, key, factors)
         result, assigned = self.result(self._values(parameters, self.arguments, factors or {}, interpreter))
         changed = {path: value for path, value in assigned.items() if not _is_handed_on(path, value)}
         return jax.tree.map(
@@ -130,10 +130,10 @@ class Program:
         )
 
     def survey(
-        self, parameters: Mapping[str, Any], treatment: Treatment, factors: Mapping[str, Factors] | None = None
+        self, parameters: Mapping[str, Any], resolved: ResolvedRules, factors: Mapping[str, Factors] | None = None
     ) -> Interpreter:
         """Collects the uses of parameters, the rows of the report and the sites of a run, without any computation."""
-        interpreter = Interpreter(treatment)
+        interpreter = Interpreter(resolved)
         run = functools.partial(self._run, interpreter=interpreter)
         given = {path: parameters[path] for path in self.paths}
         jax.eval_shape(run, given, list(self.arguments), factors=dict(factors or {}))
@@ -144,26 +144,26 @@ class Program:
         statistics: Mapping[str, RangeStatistics],
         parameters: Mapping[str, Any],
         arguments: Sequence[Any],
-        treatment: Treatment,
+        resolved: ResolvedRules,
         sites: Mapping[str, Site],
     ) -> Mapping[str, RangeStatistics]:
         """Returns the statistics of all sites after one more call, with floating parameters and other arguments."""
-        names = site_names(self.survey(parameters, treatment).sites)
-        interpreter = Interpreter(treatment, sites=dict(sites), measured=dict(statistics), site_names=names)
+        names = site_names(self.survey(parameters, resolved).sites)
+        interpreter = Interpreter(resolved, sites=dict(sites), measured=dict(statistics), site_names=names)
         self._run(parameters, arguments, {}, interpreter)
         return interpreter.measured
 
     def _interpreter(
         self,
         parameters: Mapping[str, Any],
-        treatment: Treatment,
+        resolved: ResolvedRules,
         ranges: Mapping[str, Range] | None,
         key: jax.Array | None,
         factors: Mapping[str, Factors] | None,
     ) -> Interpreter:
-        is_static = treatment.method.keeps_ranges and any(rule.is_static for rule in treatment.rules)
-        names = site_names(self.survey(parameters, treatment, factors).sites) if is_static else {}
-        return Interpreter(treatment, key=key, ranges=dict(ranges or {}), site_names=names)
+        is_static = resolved.method.keeps_ranges and any(rule.is_static for rule in resolved.rules)
+        names = site_names(self.survey(parameters, resolved, factors).sites) if is_static else {}
+        return Interpreter(resolved, key=key, ranges=dict(ranges or {}), site_names=names)
 
     def _run(
         self,
@@ -182,14 +182,14 @@ class Program:
         interpreter: Interpreter,
     ) -> list[Value]:
         held = [parameters[path] for path in self.paths]
-        entered = map(interpreter.treatment.entered, self.paths, held)
+        entered = map(interpreter.resolved.entered, self.paths, held)
         values = [
             Value(array, Source.of(path, array.shape), False, jnp.dtype(array.dtype))
             if jnp.issubdtype(array.dtype, jnp.floating)
             else Value(array, None, False, array.dtype)
             for path, array in zip(self.paths, entered, strict=True)
         ]
-        adapters = interpreter.treatment.adapters
+        adapters = interpreter.resolved.adapters
         values = [
             dataclasses.replace(value, array=adapters[path].adapted(value.array, factors[path]))
             if path in factors

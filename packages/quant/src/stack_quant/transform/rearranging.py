@@ -88,7 +88,7 @@ def _split(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -
 
 def _concatenate(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
     """Keeps concatenated parameters as parts if all operands are parameters and a rule may apply to any operand."""
-    known = interpreter.treatment.of_path
+    known = interpreter.resolved.of_path
     ruled = any(
         value.is_adapted or not known or value.source.path in known for value in operands if value.source is not None
     )
@@ -125,7 +125,7 @@ def _stacked(interpreter: Interpreter, operands: Sequence[Value], axis: int) -> 
     """Joins parameters along a new axis, such as a list of layers before a scan; returns None if they differ."""
     sources = [value.source for value in operands if value.source is not None]
     first = operands[0]
-    of_path, specs = interpreter.treatment.of_path, interpreter.treatment.specs
+    of_path, specs = interpreter.resolved.of_path, interpreter.resolved.specs
     alike = len(sources) == len(operands) and all(
         value.shape == first.shape
         and value.dtype == first.dtype

@@ -100,7 +100,7 @@ def static_activation(interpreter: Interpreter, key: SiteKey, array: Any, spec: 
     layers, index = tuple(loop.trips for loop in loops), tuple(loop.trip for loop in loops)
     if interpreter.ranges is None and not interpreter.measured:
         interpreter.sites.setdefault(key, Site(spec, layers, tiles))
-        return interpreter.treatment.method.activation(array, spec, None)
+        return interpreter.resolved.method.activation(array, spec, None)
     name = interpreter.site_names[key]
     held: Any = (interpreter.measured or interpreter.ranges or {}).get(name)
     if held is None or held.high.shape != (*layers, tiles):
@@ -108,7 +108,7 @@ def static_activation(interpreter: Interpreter, key: SiteKey, array: Any, spec: 
     here = jax.tree.map(lambda part: part[index], held)
     low, high = None if here.low is None else here.low.reshape(shape), here.high.reshape(shape)
     if not interpreter.measured:
-        return interpreter.treatment.method.activation(array, spec, Range(low, high))
+        return interpreter.resolved.method.activation(array, spec, Range(low, high))
     after = observe(RangeStatistics(low, high, here.weight), array, spec)
     interpreter.measured[name] = jax.tree.map(
         lambda all_, part: all_.at[index].set(part.reshape(all_.shape[len(index) :])), held, after
@@ -116,10 +116,10 @@ def static_activation(interpreter: Interpreter, key: SiteKey, array: Any, spec: 
     return array
 
 
-def _refuse(interpreter: Interpreter, name: str, held: Any, wanted: tuple[int, ...]) -> None:
+def _refuse(interpreter: Interpreter, name: str, measured_shape: Any, needed_shape: tuple[int, ...]) -> None:
     known = ", ".join(sorted(interpreter.measured or interpreter.ranges or {}))
-    what = "none was measured" if held is None else f"the measured range has shape {list(held)}"
+    what = "none was measured" if measured_shape is None else f"the measured range has shape {list(measured_shape)}"
     raise QuantError(
-        f"The activation at {name} needs a static range of shape {list(wanted)}, [*layers, tiles]; {what}. Measured: "
-        f"{known or 'none'}. Quantize the model with a `call` that uses it in the same way as this call."
+        f"The activation at {name} needs a static range of shape {list(needed_shape)}, [*layers, tiles]; {what}. "
+        f"Measured: {known or 'none'}. Quantize the model with a `call` that uses it in the same way as this call."
     )

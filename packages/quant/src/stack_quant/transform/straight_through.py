@@ -56,8 +56,8 @@ def straight_through(product: Callable[..., Any], operands: Sequence[Any], float
             if not _is_zero(direction) and jnp.issubdtype(jax.typeof(leaves[place]).dtype, jnp.inexact)
         }
 
-        def in_float(*given: Any) -> Any:
-            filled = dict(enumerate(leaves)) | dict(zip(directions, given, strict=True))
+        def in_float(*values: Any) -> Any:
+            filled = dict(enumerate(leaves)) | dict(zip(directions, values, strict=True))
             return product(*jax.tree.unflatten(structure, [filled[place] for place in range(len(leaves))]))
 
         result = function(codes, floats)

@@ -304,7 +304,7 @@ class Decoder(nnx.Module):
             further, said = self._mtp_states(self.further, hidden, tokens, rows)
             facts.append([said])
         cache = None if cache is None else cache.advance(kept, tokens.shape[1])
-        return Outputs(hidden, cache, further, _merge_facts(facts))
+        return Outputs(hidden, cache, further, _merge_statistics(facts))
 
     def head(self) -> Head:
         """Returns the head in `config.dtype`, tied or not."""
@@ -388,7 +388,7 @@ class Decoder(nnx.Module):
             raise ShapeError("segment_ids were given with a cache, whose rows are one segment each; leave one out.")
 
 
-def _merge_facts(groups: Sequence[Sequence[Facts]]) -> Facts:
+def _merge_statistics(groups: Sequence[Sequence[Facts]]) -> Facts:
     """Concatenates the layers' facts, grouped by layer group. Scalar facts, [repeats] per position, are averaged."""
     joined: dict[str, list[jax.Array]] = {}
     for group in groups:

@@ -96,6 +96,7 @@ def _call_key(
     if any(operand.is_concatenated for operand in operands):
         return None
     resolved, numbers = interpreter.resolved, {path: number for number, path in enumerate(paths)}
+    # Rules can match operations by scope, so calls in different scopes may be quantized differently.
     by_name = any(rule.op is not None for rule in resolved.rules)
     scopes = (interpreter.scopes, str(equation.source_info.name_stack)) if by_name else None
 
@@ -114,6 +115,7 @@ def _call_key(
         )
 
     of_paths = tuple((resolved.of_path.get(path), resolved.specs.get(path), resolved.tiles.get(path)) for path in paths)
+    # Calls of one jitted function share the jaxpr object, which the traced program keeps alive.
     return id(equation.params["jaxpr"]), scopes, of_paths, tuple(map(of_operand, operands))
 
 
@@ -133,6 +135,7 @@ def _remat(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -
     function, results = _traced(interpreter, equation, versions.inner(equation), operands)
     options = {name: equation.params[name] for name in ("policy", "prevent_cse")}
     arrays = (operand.array for operand in operands)
+    # Measured ranges are results, since tracers must not leave the rematerialized function.
     measured, arrays = jax.checkpoint(function, **options)(interpreter.measured, *arrays)
     interpreter.measured.update(measured)
     return _called(results, arrays)
@@ -144,6 +147,7 @@ def _inlined(interpreter: Interpreter, equation: Any, operands: Sequence[Value])
 
 def _composite(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
     """Runs a composite function, which a backend may replace. It stays one unless an operation inside is quantized."""
+    # A trial run with records of its own, which are merged only if it is used.
     probe = dataclasses.replace(interpreter, rows=[], stops={}, measured=dict(interpreter.measured))
     results = probe.run(versions.inner(equation), operands)
     if interpreter.ranges is not None and all(row.computed == "float" for row in probe.rows):
@@ -204,6 +208,7 @@ def _with_custom_derivative(interpreter: Interpreter, equation: Any, operands: S
                 filled[place] = array
             return versions.bind(equation, filled)
 
+        # Straight-through: the primal result is quantized, its tangent that of the float function.
         _, tangent = jax.jvp(in_float, [floats[place] for place in places], [moved[place] for place in places])
         return function(*primals), tangent
 
@@ -215,6 +220,7 @@ def _with_custom_derivative(interpreter: Interpreter, equation: Any, operands: S
 def _scan(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
     consts, carried = versions.scan_counts(equation)
     jaxpr, params = equation.params["jaxpr"], equation.params
+    # As in `lax.scan`: constants, initial carry, and inputs with a leading axis.
     fixed, start, rows = operands[:consts], operands[consts : consts + carried], operands[consts + carried :]
     kept, same = _passed_on(jaxpr, consts, carried), _rows_passed_on(jaxpr, consts, carried)
     slices = [_one_of(row) for row in rows]
@@ -236,17 +242,20 @@ def _scan(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
         row = [dataclasses.replace(value, array=array) for value, array in zip(slices, arrays, strict=True)]
         inside = _within(interpreter, equation, measured)
         if key is not None:
+            # Another key per iteration; the same rounding noise in each would add up.
             inside = dataclasses.replace(inside, key=jax.random.fold_in(key, trip))
         if has_own_ranges:
             loop = Loop(params["length"], trip, over_parameters)
             inside = dataclasses.replace(inside, loops=(*inside.loops, loop))
         after[:] = inside.run(jaxpr, [*fixed, *carried_in, *row])
+        # `after` holds tracers of the body; only plain arrays may leave it.
         ends = [None if place in kept else inside.plain(value) for place, value in enumerate(after[:carried])]
         made = [
             None if place in same else _settled(inside, equation, value) for place, value in enumerate(after[carried:])
         ]
         return (inside.measured, ends), made
 
+    # Iteration indices are an input only if something depends on them, so other loops stay as they were.
     trips = jnp.arange(params["length"]) if key is not None or has_own_ranges else None
     (measured, last), stacked = lax.scan(
         body,
@@ -295,6 +304,7 @@ def _one_of(value: Value) -> Value:
         array = array.full_along([0])
     if value.is_quantized and array.scale.shape[0] != array.shape[0]:
         array = views.full_along(views.view_of(array), [0])
+    # The slice of a stacked parameter has no layer axis.
     source = None if value.source is None else value.source.without(0)
     return dataclasses.replace(value, array=array, source=source)
 

@@ -69,6 +69,8 @@ def _dot_general(interpreter: Interpreter, equation: Any, operands: Sequence[Val
     result = result.reshape(*(operands[0].shape[axis] for axis in batch[0]), *sizes[0], *sizes[1])
     if is_left:
         lead, mine, theirs = len(batch[0]), len(sizes[0]), len(sizes[1])
+        # `linear` returns [*batch, *activation axes, *weight axes]; with the weight on the left, the equation wants
+        # them swapped.
         swapped = [*range(lead), *range(lead + mine, lead + mine + theirs), *range(lead, lead + mine)]
         result = result.transpose(swapped)
     return [interpreter.new(result, *operands)]
@@ -86,6 +88,7 @@ def _product_of_parts(interpreter: Interpreter, equation: Any, operands: Sequenc
     if value.array.axis not in frees[place] or equation.params.get("out_sharding") is not None:
         return product(interpreter.joined(value))
     arrays = [interpreter.plain(product(part)) for part in value.parts]
+    # Result axes of `dot_general`: batch, free axes of the left operand, free axes of the right.
     before = len(batch[0]) + (len(frees[0]) if place else 0)
     return interpreter.new(lax.concatenate(arrays, before + frees[place].index(value.array.axis)), *operands)
 
@@ -130,6 +133,7 @@ def ragged_call(interpreter: Interpreter, decision: Decision, right: Value, *, l
 
 def _of_entry(key: jax.Array, levels: int) -> jax.Array:
     """Returns the key of the current entry of the mapped axes."""
+    # Each mapped entry draws its own rounding noise.
     for level in range(levels):
         key = jax.random.fold_in(key, lax.axis_index(_axis_name(level)))
     return key
@@ -194,6 +198,7 @@ def _exact_product(left: Any, right: Any, *, batch_axes: int, dtype: Any, params
     """Multiplies the dequantized operands over leading batch axes, with the requested precision."""
     left, right = (ops.dequantize(array, of) for array, of in zip((left, right), dtypes, strict=True))
     lead = tuple(range(batch_axes))
+    # [*batch, ..., d_in] times [*batch, d_in, d_out].
     numbers = (((left.ndim - 1,), (batch_axes,)), (lead, lead))
     options = {"precision": params["precision"], "preferred_element_type": params["preferred_element_type"]}
     return lax.dot_general(left, right, numbers, **options).astype(dtype)
@@ -217,6 +222,7 @@ def _is_exacting(params: Any) -> bool:
 def _mappable(array: Any, axes: int) -> Any:
     if not axes or not is_quantized(array):
         return array
+    # `vmap` slices scales like codes, so scales need an entry along each mapped axis.
     return views.full_along(views.view_of(array), range(axes))
 
 
@@ -288,6 +294,7 @@ def _has_integer_convolution(left: Any, right: Any, params: Any) -> bool:
 def _integer_convolution(left: views.View, right: views.View, params: Any) -> Any:
     of_out = params["dimension_numbers"][2]
     names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers", "feature_group_count")
+    # Exact: int8 products summed in int32. The scales are constant over each sum, so they apply afterwards.
     sums = lax.conv_general_dilated(
         left.codes.astype(jnp.int8),
         right.codes.astype(jnp.int8),

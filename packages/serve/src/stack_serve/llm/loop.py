@@ -130,6 +130,7 @@ class EngineLoop:
                 cacheable=sampling.prompt_logprobs is None or index > 0,
                 leader=leader,
             )
+            # The first continuation computes the prompt; the others wait for its pages (see the scheduler).
             leader = leader or sequence
             settings = SamplingSettings.row(
                 sampling, seed=(seed, index), end_tokens=self._end_tokens, prompt_tokens=len(request.prompt)
@@ -143,7 +144,10 @@ class EngineLoop:
     def begin(self, work: Work) -> None:
         """Queues the continuations of a request for the next turn."""
         for continuation in work.continuations:
+            # Ids are the arrival numbers: unique, and equal in every run with the same order of requests.
             continuation.sequence.id = continuation.sequence.arrival = self._arrived
+            # Numbered here, in the engine thread, so the order of turns does not depend on which client thread was
+            # faster.
             self._arrived += 1
             self._arrivals.append(continuation.sequence)
             self._continuations[continuation.sequence.id] = continuation
@@ -171,6 +175,7 @@ class EngineLoop:
         """
         if kv == "abort":
             for work in {continuation.work for continuation in self._continuations.values()}:
+                # A waiting request has computed nothing with the old weights.
                 if not work.waits:
                     self.end(work, "abort")
         self._programs.use(params)
@@ -184,10 +189,12 @@ class EngineLoop:
         arrivals, self._arrivals = self._arrivals, list[Sequence]()
         with jax.profiler.TraceAnnotation("plan"):
             plan = schedule(self._state, arrivals, repeats=self._repeats)
+        # The next step is launched before the previous one is read: the devices compute while the host reads and plans.
         started, self._started = self._started, self._start(plan) if plan.rows else None
         self.flush()
         if started is not None:
             self._read(started)
+        # No launch follows, so nothing would send the results just read until the next request.
         if self._started is None:
             self.flush()
         self.stats = self._state.stats(compilations=count_thread_compilations() - self._compilations_before)
@@ -203,6 +210,7 @@ class EngineLoop:
         for sequence in plan.admitted:
             continuation = self._continuations[sequence.id]
             self._waits_no_more(continuation.work)
+            # A preempted sequence is admitted again, but its request started only once.
             continuation.work.started_s = continuation.work.started_s or now_s
             assert sequence.slot is not None
             self._programs.admit(sequence.slot, sequence.tokens, continuation.settings)
@@ -225,11 +233,13 @@ class EngineLoop:
         targets: list[int] = []
         for row in rows:
             following = row.sequence.tokens[row.start + 1 : row.start + row.tokens + 1]
+            # The last token of a prompt has no known successor; its score is not read.
             targets += following + [0] * (row.tokens - len(following))
         return self._programs.prompt_logprobs(result, targets)
 
     def _needs_prompt_logprobs(self, row: Row) -> bool:
         continuation = self._continuations[row.sequence.id]
+        # Continuations share the prompt, so only the first one scores it.
         is_requested = continuation.work.request.sampling.prompt_logprobs is not None and row.sequence.index == 0
         return is_requested and row.start + 1 < row.sequence.prompt_tokens
 
@@ -250,6 +260,7 @@ class EngineLoop:
             new, end, is_lost = list[int](), GOES_ON, False
             for turn in range(row.samples):
                 token = tokens[turn][place]
+                # Also for ended sequences, whose tokens in flight the scheduler counts.
                 record(self._state, row.sequence, token)
                 if continuation is None or row.sequence.ended:
                     continue
@@ -272,6 +283,7 @@ class EngineLoop:
     def _set_repeats(self, step: _StartedStep) -> None:
         """Sets the steps per program to fill `_MOST_REPEATED_S`, estimated from the last step."""
         now_s = time.monotonic()
+        # A step begins when it is launched or when the previous one ends, whichever is later.
         took_s = now_s - max(step.started_s, self._read_s)
         self._read_s = now_s
         fitting = _MOST_REPEATED_S * step.plan.repeats / max(took_s, _MOST_REPEATED_S / self._max_repeats)

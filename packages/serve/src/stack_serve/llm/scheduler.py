@@ -146,6 +146,7 @@ class SchedulerState:
             prefix_caching=prefix_caching and config.prefix_caching is not False,
             priorities=config.priorities,
             pool=PagePool(pages),
+            # `pop` takes from the end, so slot 0 is the first in use.
             free_slots=list(reversed(range(config.max_sequences))),
             block_tables=np.zeros((config.max_sequences, -(-max_tokens // config.page_tokens)), np.int32),
             adapters=AdapterSlots(config.max_adapters),
@@ -184,6 +185,7 @@ def schedule(state: SchedulerState, arrivals: Iterable[Sequence], *, repeats: in
     ready = [sequence for sequence in state.running if sequence.total_tokens < sequence.max_total_tokens]
     repeats = _repeats(state, ready, repeats)
     decodes, chunks, preempted, admitted = list[Row](), list[Row](), list[Sequence](), list[Sequence]()
+    # Decoding sequences come first; prompts get the rest of the step.
     prompt_tokens = state.step_tokens - sum(_is_decode(sequence) for sequence in ready)
     for sequence in ready:
         if sequence.slot is None:
@@ -191,6 +193,7 @@ def schedule(state: SchedulerState, arrivals: Iterable[Sequence], *, repeats: in
         missing = sequence.total_tokens - sequence.computed_tokens
         # At most one running sequence has an incomplete prompt: the next is admitted once its last chunk is planned.
         tokens = min(repeats, _left(sequence)) if missing == 1 else min(missing, prompt_tokens)
+        # It was preempted itself.
         if not _make_room(state, sequence, tokens, preempted):
             continue
         if missing == 1:
@@ -198,6 +201,7 @@ def schedule(state: SchedulerState, arrivals: Iterable[Sequence], *, repeats: in
         else:
             chunks.append(_advance_prompt(sequence, tokens))
             prompt_tokens -= tokens
+    # After a preemption the cache is full, and an admitted sequence would be preempted at once.
     while not preempted and prompt_tokens and (sequence := _admit(state)) is not None:
         admitted.append(sequence)
         tokens = min(sequence.total_tokens - sequence.computed_tokens, prompt_tokens)
@@ -268,8 +272,10 @@ def _repeats(state: SchedulerState, ready: list[Sequence], repeats: int) -> int:
     """Limits the repeats of a step: more than one only if no sequence can start and pages suffice for all."""
     if repeats == 1 or not all(map(_is_decode, ready)) or _next_to_begin(state) is not None:
         return 1
+    # No sequence needs more; rows that end earlier sample fewer tokens.
     repeats = min(repeats, max(map(_left, ready), default=1))
     tokens = ((sequence, sequence.computed_tokens + min(repeats, _left(sequence))) for sequence in ready)
+    # A launch cannot allocate pages midway, so those of all its steps are needed now.
     pages = sum(-(-count // state.page_tokens) - len(sequence.pages) for sequence, count in tokens)
     return repeats if pages <= state.pool.available else 1
 
@@ -290,6 +296,7 @@ def _make_room(state: SchedulerState, sequence: Sequence, tokens: int, preempted
     """Allocates pages for the next tokens, preempting later sequences; returns False if it preempts this one."""
     pages = -(-(sequence.computed_tokens + tokens) // state.page_tokens)
     while pages - len(sequence.pages) > state.pool.available:
+        # `running` is in the order of turns, so this sequence has the latest.
         last = state.running[-1]
         _preempt(state, last)
         state.preemptions += 1
@@ -298,6 +305,7 @@ def _make_room(state: SchedulerState, sequence: Sequence, tokens: int, preempted
             return False
     while len(sequence.pages) < pages:
         page = state.pool.take()
+        # Entries beyond the last page are stale; lengths keep kernels from reading them.
         state.block_tables[sequence.slot, len(sequence.pages)] = page
         sequence.pages.append(page)
     return True
@@ -330,6 +338,7 @@ def _admit(state: SchedulerState) -> Sequence | None:
     sequence, pages = found
     state.waiting.remove(sequence)
     insort(state.running, sequence, key=_order)
+    # Before any allocation, which could otherwise evict these unreferenced cached pages.
     state.pool.share(pages)
     sequence.slot = state.free_slots.pop()
     if sequence.adapter is not None:
@@ -359,6 +368,7 @@ def _next_to_begin(state: SchedulerState) -> tuple[Sequence, list[int]] | None:
     if sequence is None or sequence.in_flight or not state.adapters.can_hold(sequence.adapter):
         return None
     pages = _find_prefix(state, sequence)
+    # Cached pages without a reference count as available, but using them makes them unavailable.
     needed = sequence.total_tokens // state.page_tokens + 1 - len(pages) + state.pool.count_unreferenced(pages)
     return (sequence, pages) if needed + len(state.running) <= state.pool.available else None
 
@@ -367,6 +377,7 @@ def _waits_for_leader(state: SchedulerState, sequence: Sequence) -> bool:
     leader = sequence.leader
     if leader is None or leader.prompt_planned or leader.ended:
         return False
+    # A prompt of one page or less has no full page to share.
     return state.prefix_caching and sequence.cacheable and sequence.prompt_tokens > state.page_tokens
 
 
@@ -395,9 +406,11 @@ def _count_prompt(state: SchedulerState, sequence: Sequence) -> None:
 def _register(state: SchedulerState, sequence: Sequence) -> None:
     """Registers full pages in the prefix cache if the host knows their tokens and planned steps compute them."""
     sequence.prompt_planned |= sequence.computed_tokens >= sequence.prompt_tokens
+    # A digest needs the tokens on the host, and a page is usable once a planned step computes it.
     pages = min(len(sequence.tokens), sequence.computed_tokens) // state.page_tokens
     if pages <= sequence.registered_pages or not state.prefix_caching:
         return
+    # Pages with keys of old weights must not be found by later sequences.
     if sequence.weights_version != state.weights_version:
         return
     _extend_digests(state, sequence, pages)

@@ -27,6 +27,7 @@ from stack_train.nn.linear import FloatName, Linear
 __all__ = ["COMPONENT", "FAMILY", "AutoencoderKl", "AutoencoderKlConfig"]
 
 _ATTENTION = dict.fromkeys(("query", "key", "value"), ("batch", None, None, None))
+# As diffusers clips log-variances, which keeps exp(log_variance) finite in float32.
 _LEAST_LOG_VARIANCE, _MOST_LOG_VARIANCE = -30.0, 20.0
 
 Latents = Float[Array, "batch latent_height latent_width latent_channels"]
@@ -142,7 +143,9 @@ class PixelAttention(nnx.Module):
         self.to_out = build.linear(width)
 
     def __call__(self, x: Features) -> Features:
+        # [batch, height * width, channels]
         pixels = self.group_norm(x).reshape(x.shape[0], -1, x.shape[-1])
+        # One head: [batch, pixels, 1, channels].
         query, key, value = (linear(pixels)[:, :, None] for linear in (self.to_q, self.to_k, self.to_v))
         attended: Any = ops.attention(query, key, value, axes=_ATTENTION)
         return x + self.to_out(attended[:, :, 0]).reshape(x.shape)
@@ -177,6 +180,7 @@ class Level(nnx.Module):
         for halve in self.downsamplers:
             x = halve(x)
         for smooth in self.upsamplers:
+            # Nearest-neighbour upsampling, then a convolution: this avoids the checkerboard of transposed convolutions.
             x = smooth(x.repeat(2, axis=1).repeat(2, axis=2))
         return x
 
@@ -196,6 +200,7 @@ class Encoder(nnx.Module):
         )
         self.mid_block = MiddleBlock(build, widths[-1])
         self.conv_norm_out = build.norm(widths[-1])
+        # Means and log-variances.
         self.conv_out = build.convolution((widths[-1], 2 * config.latent_channels))
 
     def __call__(self, x: Features) -> Features:
@@ -209,6 +214,7 @@ class Decoder(nnx.Module):
     """Latents to images."""
 
     def __init__(self, build: _Build) -> None:
+        # The decoder mirrors the encoder, coarsest level first.
         config, widths = build.config, build.config.widths[::-1]
         self.conv_in = build.convolution((config.latent_channels, widths[0]))
         self.mid_block = MiddleBlock(build, widths[0])
@@ -259,6 +265,7 @@ class AutoencoderKl(nnx.Module):
 
     def on_batch(self, batch: Mapping[str, jax.Array]) -> Images:
         """See `RunsOnBatches`."""
+        # The mean: sampled latents would make the result random.
         return self.decode(self.encode(batch["images"])[0])
 
     def scaled_latents(self, images: Images) -> Latents:
@@ -287,6 +294,7 @@ def _read_levels(reader: Reader) -> dict[str, Any]:
     widths = reader.get("block_out_channels", default=[64])
     for name, kind in (("down_block_types", "DownEncoderBlock2D"), ("up_block_types", "UpDecoderBlock2D")):
         reader.expect(name, [kind] * len(widths))
+    # The loss compares the output with the input.
     reader.expect("out_channels", reader.get("in_channels", default=3))
     quantizes = reader.get("use_quant_conv", default=True)
     reader.expect("use_post_quant_conv", quantizes)
@@ -321,7 +329,9 @@ COMPONENT = Component(
         Setting("attends", ("mid_block_add_attention",), True),
         Setting("scaling_factor", ("scaling_factor",), 0.18215),
     ),
+    # Values other than these change the function and are not supported, so an import with them fails.
     fixed={"act_fn": "silu", "latents_mean": None, "latents_std": None},
+    # A hint for float16 inference in diffusers; it does not change the function.
     silent=("force_upcast",),
     read_others=_read_levels,
     write_others=_write_levels,

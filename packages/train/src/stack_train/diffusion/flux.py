@@ -133,6 +133,7 @@ class Stream(nnx.Module):
 
     def __init__(self, config: FluxConfig, build: Build) -> None:
         embed, mlp = config.embed, 4 * config.embed
+        # Shift, scale and gate of the attention, then of the feed-forward layer.
         self.modulation = build.linear((embed, 6 * embed), ("embed", None), bias=True, residual=True)
         self.projections = Projections(config, build)
         self.output = build.linear((embed, embed), ("heads", "embed"), bias=True)
@@ -141,6 +142,7 @@ class Stream(nnx.Module):
 
     def before(self, x: Tokens, condition: Array) -> tuple[tuple[Heads, Heads, Heads], list[Array]]:
         """Returns queries, keys and values, and the remaining parts of the modulation."""
+        # `after` gets the gate of the attention, and shift, scale and gate of the feed-forward layer.
         shift, scale, *others = jnp.split(self.modulation(condition), 6, axis=-1)
         return self.projections(modulated(x, shift, scale)), others
 
@@ -160,6 +162,7 @@ class DoubleBlock(nnx.Module):
 
     def __call__(self, streams: Streams, condition: Array, places: Array) -> Streams:
         text, image = streams
+        # Text tokens first, as in diffusers; the order matters for the split after attention and for positions.
         of_text, text_others = self.text.before(text, condition)
         of_image, image_others = self.image.before(image, condition)
         query, key, value = (jnp.concatenate(parts, axis=1) for parts in zip(of_text, of_image, strict=True))
@@ -174,6 +177,7 @@ class SingleBlock(nnx.Module):
     def __init__(self, config: FluxConfig, build: Build) -> None:
         embed, mlp = config.embed, 4 * config.embed
         self.axes = config.rope_axes
+        # Shift, scale and gate; attention and feed-forward layer read the same normalized input and run in parallel.
         self.modulation = build.linear((embed, 3 * embed), ("embed", None), bias=True, residual=True)
         self.projections = Projections(config, build)
         self.up = build.linear((embed, mlp), ("embed", "mlp"), bias=True)
@@ -185,6 +189,7 @@ class SingleBlock(nnx.Module):
         query, key, value = self.projections(normed)
         attended = self_attention(rotated(query, places, self.axes), rotated(key, places, self.axes), value)
         wide = constrain(self.up(normed), "batch", "seq", "act_mlp", name="a block's feed-forward layer")
+        # One product with the stacked weights of both outputs, [embed + mlp, embed].
         both = jnp.concatenate([attended, jax.nn.gelu(wide, approximate=True)], axis=-1)
         return x + gate[:, None] * self.output(both)
 
@@ -222,6 +227,7 @@ class Flux(nnx.Module):
         self.pooled = Embedder(config, config.pooled_dim, keys[6])
         self.double_blocks = DoubleBlock(config, double)
         self.single_blocks = SingleBlock(config, single)
+        # Both start at 0, so sharing a key does not correlate any values.
         self.last_modulation = _linear(config, (embed, 2 * embed), ("embed", None), keys[7], std=0.0)
         self.last = _linear(config, (embed, features), ("embed", None), keys[7], std=0.0)
 
@@ -238,8 +244,10 @@ class Flux(nnx.Module):
 
         per_row = (embedded, places)
         (text, image), _ = scan_layers(run, [self.double_blocks], (text, image), [None], per_row=per_row, **options)
+        # [batch, text + image, embed]
         joined = jnp.concatenate([text, image], axis=1)
         joined, _ = scan_layers(run, [self.single_blocks], joined, [None], per_row=per_row, **options)
+        # Scale before shift: the opposite order of the blocks, as in the published weights.
         scale, shift = jnp.split(self.last_modulation(embedded), 2, axis=-1)
         x = self.last(modulated(joined[:, text.shape[1] :], shift, scale))
         return unpatched(x, config.patch, height, width, channels_last=False).astype(jnp.float32)
@@ -264,6 +272,7 @@ class Flux(nnx.Module):
 
 def rotated(x: Heads, places: Int[Array, "batch seq axes"], axes: tuple[int, ...]) -> Heads:
     """Rotates the features of each axis by the token's place on it."""
+    # Feature index at which each axis but the first starts.
     starts = [sum(axes[:number]) for number in range(1, len(axes))]
     parts = [
         ops.rope(part, places[..., number], theta=10_000.0, interleaved=True, axes=_ROPE)

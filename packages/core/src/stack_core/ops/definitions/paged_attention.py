@@ -260,17 +260,25 @@ def _reference(
     block_tables, kv_lengths, query_starts = bounded_places(
         block_tables, kv_lengths, query_starts, pages=pages, slots=slots, tokens=tokens
     )
+    # Sequences have different numbers of queries, so queries are gathered into blocks of equal size, padded per
+    # sequence.
     rows = _block_rows(tokens // batch, heads // kv_heads)
     query_lengths = jnp.diff(query_starts)
+    # [batch + 1], the first block of each sequence.
     block_starts = jnp.pad(jnp.cumsum(-(-query_lengths // rows)), (1, 0))
 
+    # An upper bound on the number of blocks: each sequence adds at most rows - 1 padding rows.
     blocks = jnp.arange((tokens + batch * (rows - 1)) // rows)
     sequence = _last_start(block_starts, blocks)
+    # [blocks, rows], index of each row within its sequence; rows beyond its queries are padding.
     row = ((blocks - block_starts[sequence]) * rows)[:, None] + jnp.arange(rows)
     real = row < query_lengths[sequence][:, None]
+    # Padding rows read query 0, whose result is dropped when tokens are gathered back.
     gathered = query[jnp.where(real, query_starts[sequence][:, None] + row, 0)]
     operands = {
+        # [blocks, kv_heads, group, rows, head_dim]
         "query": gathered.reshape(-1, rows, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4),
+        # The queries of a sequence are its last tokens; -1 hides every key from a padding row.
         "positions": jnp.where(real, (kv_lengths - query_lengths)[sequence][:, None] + row, -1),
         "tables": block_tables[sequence],
         "key_pages": key_pages,
@@ -278,6 +286,7 @@ def _reference(
     }
     left = None if window is None else window[0]
     attend_in = functools.partial(_attend_in, left=left, out_dim=out_dim, layout=layout, **options)
+    # While JAX differentiates, only the loop with a static length can be traced.
     output, lse = attend_in(_visit_or_skip, **operands) if is_plain() else _attend(attend_in, operands)
     if sinks is not None:
         output, _ = with_sinks(output, lse, sinks)
@@ -285,6 +294,7 @@ def _reference(
 
     token = jnp.arange(tokens)
     sequence = _last_start(query_starts, token)
+    # Back to token order: token t of sequence s is row (t - start of s) of the blocks of s.
     place = block_starts[sequence] * rows + token - query_starts[sequence]
     return padding_as_zero(jnp.take(output, place, axis=0, mode="clip"), query_starts), {}
 
@@ -360,7 +370,9 @@ def _attend_in(
     slots = logical_array(key_pages).shape[layout.index("s")]
     step_pages = min(max(_STEP_SLOTS // slots, 1), tables.shape[1])
     steps, step_keys = -(-tables.shape[1] // step_pages), step_pages * slots
+    # [blocks, steps, step_pages]; the padding of the tables is page 0, whose keys the positions hide.
     tables = jnp.pad(tables, ((0, 0), (0, steps * step_pages - tables.shape[1]))).reshape(-1, steps, step_pages)
+    # [blocks], the last key that a row of the block sees.
     last = jnp.max(positions, axis=1)
 
     def visit(step: Any, state: Any) -> Any:
@@ -368,6 +380,7 @@ def _attend_in(
         exists = (first_key + jnp.arange(step_keys) <= last[:, None])[:, None, :, None]
 
         def read(pages: Any) -> list[Any]:
+            # Unwritten slots may contain NaN, and 0 * NaN is NaN, so hidden values are set to 0 as well.
             return [jnp.where(exists, slots, 0) for slots in _slots(pages, tables[:, step], layout, query.dtype)]
 
         key, *values = read(key_pages) if value_pages is None else [*read(key_pages), *read(value_pages)]
@@ -376,6 +389,7 @@ def _attend_in(
         places = {"query_positions": positions, "first_key": first_key, "window": (left, 0)}
         return add_tile(state, masked_logits(products, **places, **options), value)
 
+    # The first key in the window of any real row; padding rows must not lower it.
     first = 0 if left is None else jnp.min(jnp.where(positions < 0, steps * step_keys, positions)) - left
     state = vary_alike(empty_softmax(query, out_dim), positions, tables, key_pages, value_pages)[0]
     return finish(loop(visit, jnp.maximum(first, 0) // step_keys, jnp.max(last) // step_keys + 1, steps, state))

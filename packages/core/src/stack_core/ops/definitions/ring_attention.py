@@ -101,6 +101,7 @@ def ring_attention(
             f"ring_attention: q_seq is {query.shape[1]} and kv_seq {key.shape[1]} on each device; zigzag order needs "
             f"even ones. Make the whole sequence a multiple of {2 * devices}, or pass order='contiguous'."
         )
+    # Positions, windows and lengths refer to the full sequence, of which each device has 1/n.
     q_seq, kv_seq = devices * query.shape[1], devices * key.shape[1]
     arrays = {
         "query": query,
@@ -120,6 +121,7 @@ def ring_attention(
         "return_lse": return_lse,
     }
     offset = kv_seq - q_seq if query_offset is None else query_offset
+    # A Python int stays static, which lets kernels skip hidden blocks at compile time.
     placed = options if isinstance(offset, int) else arrays
     placed["query_offset"] = bounded_offset("ring_attention", query, offset, q_seq, kv_seq, window)
     return dispatch(OP, arrays, options, implementation, axes)
@@ -177,6 +179,7 @@ class _Ring:
 
     def pass_on(self, tree: Any) -> Any:
         """Sends a pytree to the next device and returns the previous device's."""
+        # Every device sends to its right neighbour, so after d steps it has the keys of device i - d (mod n).
         pairs = [(device, (device + 1) % self.devices) for device in range(self.devices)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, pairs), tree)
 
@@ -184,6 +187,7 @@ class _Ring:
         """Returns the blocks of a device with `seq` tokens."""
         if self.order == "contiguous":
             return [_Block(slice(0, seq), device * seq)]
+        # Of 2n blocks, device i has blocks i and 2n - 1 - i: one early and one late block, so causal work is equal.
         half, last = seq // 2, 2 * self.devices - 1
         return [_Block(slice(0, half), device * half), _Block(slice(half, seq), (last - device) * half)]
 
@@ -195,8 +199,10 @@ class _Ring:
             following = self.pass_on(keys)
             return (following, self.with_keys(softmax, queries, keys, distance)), None
 
+        # `shard_map` types: the carry of a scan must vary over the same axes before and after a step.
         start = vary_alike(_no_keys(queries, keys), queries, keys, lax.axis_index(self.axis_name))[0]
         travelling = vary_alike(keys, lax.axis_index(self.axis_name))[0]
+        # n - 1 transfers for n devices: the keys that arrive last are used and not passed on.
         (keys, softmax), _ = lax.scan(step, (travelling, start), jnp.arange(self.devices - 1))
         return self.with_keys(softmax, queries, keys, self.devices - 1)
 
@@ -213,6 +219,7 @@ class _Ring:
                 (part, keys, place),
                 self.visible(part, key_block, place),
             )
+            # Online softmax: two partial outputs are averaged by the weights exp(lse) of their keys.
             so_far = _Softmax(*(x[:, :, :, query_block.rows] for x in softmax))
             merged = _merged(so_far, found)
             softmax = _Softmax(*(_put(x, y, query_block.rows, axis=3) for x, y in zip(softmax, merged, strict=True)))
@@ -246,6 +253,7 @@ class _Ring:
         """Returns whether any key of a block may be visible, ignoring segments; None means always."""
         left, right = self.window
         rows, length = queries.query.shape[3], key_block.rows.stop - key_block.rows.start
+        # The last query sees keys up to its position + right; the first one from its position - left.
         conditions = [] if right is None else [jnp.max(place) + rows - 1 + right >= 0]
         conditions += [] if left is None else [jnp.min(place) - left <= length - 1]
         if queries.kv_lengths is not None:
@@ -255,6 +263,7 @@ class _Ring:
     def if_visible(self, function: Callable[[], Any], otherwise: Callable[[], Any], operands: Any, seen: Any) -> Any:
         if seen is None:
             return function()
+        # Both branches of `lax.cond` need equal dtypes and varying axes.
         shapes = jax.eval_shape(function)
         alike = lambda made: jax.tree.map(lambda x, like: x.astype(like.dtype), made, shapes)
         both = lambda made: vary_alike(made, operands)[0]
@@ -286,6 +295,7 @@ class _Ring:
         everything = (queries, keys, total, cotangent, lax.axis_index(self.axis_name))
         *of_keys, of_query = vary_alike(zeros, everything)[0]
         start = (vary_alike(keys, everything)[0], tuple(of_keys), of_query)
+        # n steps, not n - 1: the gradients of a device's keys travel with the keys until they are home again.
         (_, (of_key, of_value), of_query), _ = lax.scan(step, start, jnp.arange(self.devices))
         return of_query, of_key, of_value
 
@@ -310,6 +320,7 @@ class _Ring:
                 return self.pair(part._replace(query=query), _Keys(key, value, other.segments), place, key_block)
 
             found, vjp = jax.vjp(attend, part.query, other.key, other.value)
+            # Rows without keys have lse = -inf; -inf - -inf would be NaN.
             finite = jnp.where(row_total.lse == -jnp.inf, 0, row_total.lse)
             weight = jnp.where(found.lse == -jnp.inf, 0, jnp.exp(found.lse - finite))
             inner = jnp.sum(row_cotangent.output * (found.output - row_total.output), axis=-1)

@@ -56,6 +56,7 @@ def for_export() -> contextlib.AbstractContextManager[None]:
 
 
 _NO_BACKWARD = "has no backward pass of its own"
+# By kind of chip, first match: TPU generations are named v6e, v5p, ...; every other kind is a GPU.
 _PLATFORMS = {"cpu": r"cpu", "tpu": r"tpu|v\d", "gpu": r".*"}
 _EMPTY = "the call is empty: core answers it"
 
@@ -139,6 +140,8 @@ def plan(request: Request, operands: Sequence[Any], *, mapped: bool = False) -> 
         return _noted(request, _of_reference(request, candidates), found)
     candidates = candidates | {candidate.name: candidate for candidate in named}
     forward = _choose(found, candidates, named)
+    # Named residuals are part of the op, so any backward pass can read them. `OWN` is private to the implementation
+    # that saved it.
     residuals = tuple(name for name in forward.implementation.residuals if name != OWN)
     try:
         backward: Choice | UnsupportedOp = _choose(found.backward(forward, residuals), candidates, named, forward)
@@ -154,6 +157,7 @@ def plan(request: Request, operands: Sequence[Any], *, mapped: bool = False) -> 
 def _noted(request: Request, chosen: Plan, found: "_Sides") -> Plan:
     if request.noted is None:
         return chosen
+    # Implementations that XLA cannot partition see the shapes of one device.
     return request.noted(chosen, found.local if chosen.forward.split is not None else found.call)
 
 
@@ -168,6 +172,7 @@ def _of_reference(request: Request, candidates: Mapping[str, OpImplementation]) 
 
 
 def _saves_private_residual(forward: Choice, backward: Choice) -> bool:
+    # A split call returns its residuals from `shard_map`, where private ones have no known sharding.
     same = forward.implementation is backward.implementation
     return same and OWN in forward.implementation.residuals and forward.split is None
 
@@ -194,6 +199,7 @@ class _Sides:
 
 def _sides(request: Request, operands: Sequence[Any]) -> tuple[_Sides, dict[str, OpImplementation]]:
     call, candidates = request.call(operands), implementations_of(request.op.name)
+    # On one device, or with all mesh axes already manual, the local call is the global call.
     if free_devices() <= 1:
         return _Sides(call, call, None), candidates
     axes, arrays = request.op.axes(call), request.arrays(operands)
@@ -255,10 +261,12 @@ def implementations_of(op: str) -> dict[str, OpImplementation]:
     entries = [entry for entry in registries.ops.entries() if entry.name.startswith(f"{op}/")]
     owners = {report.name: report.distribution for report in plugins.reports()}
     of_stack = {entry.name for entry in entries if owners.get(entry.provider, "").startswith("stack-")}
+    # stack's own first, so that a plugin wins only by priority or `before`, never by the order of installation.
     for entry in sorted(entries, key=lambda entry: (entry.name not in of_stack, entry.provider, entry.name)):
         own = entry.name.removeprefix(f"{op}/")
         try:
             found[own] = _registered(entry.name)
+        # An op's kernels come from many packages; one that cannot be imported must not disable the others.
         except PluginError as error:
             if isinstance(error.__cause__, ModuleNotFoundError):
                 found[own] = _absent(entry.name, error.__cause__)
@@ -285,6 +293,8 @@ def _preceded_by(name: str, candidates: Mapping[str, OpImplementation]) -> set[s
     reached = [name]
     while reached:
         each = candidates[reached.pop()]
+        # A negative priority keeps an implementation out of the automatic choice, so its `before` does not count
+        # either.
         if each.priority >= 0:
             further = (set(each.before) & set(candidates)) - found
             found |= further
@@ -340,9 +350,11 @@ def _choose(
     answers = {name: _answer(candidate, sides) for name, candidate in candidates.items()}
     able = {name: candidates[name] for name, answer in answers.items() if answer is True}
     requested = next((candidate for candidate in named if candidate.name in able), None)
+    # Backward, a requested implementation that refuses falls back to another; forward, it is an error.
     if not able or (named and requested is None and forward is None):
         raise UnsupportedOp(_refusals(sides.call, answers, named if forward is None else ()))
     ran = None if forward is None else TunedChoice(forward.implementation.name, forward.config, forward.reason)
+    # Tables are measured on one device, so they are asked about the local call.
     tuned = tuned_choices(sides.local, candidates, answers, requested, ran)
     if requested is not None:
         choice = _named_choice(requested, sides, tuned)
@@ -356,6 +368,7 @@ def _choose(
 
 def _shared(choice: Choice, sides: _Sides) -> Choice:
     """Adds the sharding over devices to a choice, and the unsplit axes to its reason."""
+    # XLA partitions all other implementations itself.
     if not choice.implementation.is_opaque or not isinstance(sides.split, Split):
         return choice
     reason = "; ".join([choice.reason, *sides.split.dropped])

@@ -16,6 +16,7 @@ __all__ = ["PANEL_STEPS", "Block", "Places", "Product"]
 PANEL_STEPS = 128
 """Number of steps along k whose values fit in a panel."""
 
+# Number of entries along k between a prefetch and its use.
 _AHEAD = 32
 _X_TYPES = {"float32": FLOAT, "bfloat16": INT32, "int8": INT32}
 
@@ -122,7 +123,9 @@ class Block:
         panel: Literal["written", "read"] | None,
     ) -> None:
         name = f"block_{rows}_{vectors}{'_masked' * is_masked}_{panel}"
+        # In the order of `Places`: 7 pointers, 7 indices.
         self.builder = Builder(module, name, [*[POINTER] * 7, *[INDEX] * 7])
+        # Internal functions are inlined or dropped by LLVM once their callers are compiled.
         self.builder.function.linkage = "internal"
         self.at = Places(*self.builder.parameters)
         self.product, self.lanes = product, processor.lanes
@@ -134,6 +137,7 @@ class Block:
         builder = self.builder
         sums = self._sums()
         self.added = self._added_to_fours()
+        # The first part of k overwrites y, which is not initialized; further parts add to it.
         is_first = builder.build.icmp_signed("==", self.at.start, INDEX(0))
         for (row, column), part in zip(self._cells(), sums, strict=True):
             place = builder.at(self.at.y, builder.times(self.at.columns, 4 * row), 4 * self.lanes * column)
@@ -173,9 +177,11 @@ class Block:
     def _sums(self) -> list[Variable]:
         """Computes the sum of products over this part of k, for each cell."""
         builder, product = self.builder, self.product
+        # Kept in registers during the loop over k, one per cell.
         zero = ir.Constant(vector(INT32 if product.x == "int8" else FLOAT, self.lanes), None)
         sums = [builder.variable(zero.type, zero) for _ in self._cells()]
         with builder.loop(self.at.start, self.at.stop, product.step) as depth:
+            # Loaded once per step and used by all rows.
             weights = self._from_panel(depth) if self.panel == "read" else self._from_memory(depth)
             for row in range(self.rows):
                 x = self._x(row, depth)
@@ -212,13 +218,16 @@ class Block:
         Near the end of this block, the first lines of the next block.
         """
         builder, product = self.builder, self.product
+        # Bytes of the block's columns in one line of w.
         width = self.vectors * self.lanes * BITS[product.weight] // 8
         ahead = builder.plus(depth, distance * product.step)
+        # Past the end of k the next block begins, at line 0 and `width` bytes to the right.
         is_inside = builder.build.icmp_signed("<", ahead, self.at.depth)
         row = builder.build.select(is_inside, ahead, builder.minus(ahead, self.at.depth))
         shift = builder.build.select(is_inside, INDEX(0), INDEX(width))
         for line in range(product.step):
             place = builder.at(self._line(builder.plus(row, line)), shift)
+            # 64 bytes: a cache line.
             for offset in range(0, width, 64):
                 builder.prefetch(builder.at(place, offset))
 
@@ -271,6 +280,7 @@ class Block:
 
     def _pairs(self, lines: list[Any]) -> list[Any]:
         """Interleaves two bf16 rows, making the two values of each column adjacent."""
+        # `interleaved` joins at most two vectors of 16-bit values at a time.
         count = min(self.vectors, 2) * self.lanes
         parts: list[Any] = []
         for first in range(0, self.vectors * self.lanes, count):

@@ -67,6 +67,7 @@ class Builder:
         return INDEX(value)
 
     def variable(self, kind: ir.Type, initial: Any) -> Variable:
+        # In the entry block: only there LLVM promotes it to registers, and a loop would enlarge the stack each time.
         variable = Variable(self, ir.IRBuilder(self._entry).alloca(kind), kind)
         variable.set(initial)
         return variable
@@ -136,6 +137,7 @@ class Builder:
         self.build.cbranch(self.build.icmp_signed("<=", following, stop), body, after)
         self.build.position_at_end(body)
         yield index
+        # Not from `body`: nested loops and conditions of the body end in blocks of their own.
         index.add_incoming(following, self.build.block)
         self.build.branch(head)
         self.build.position_at_end(after)
@@ -167,6 +169,7 @@ class Builder:
 
     def splat(self, value: Any, lanes: int) -> Any:
         kind = vector(value.type, lanes)
+        # LLVM recognizes this pair of instructions as a broadcast.
         first = self.build.insert_element(ir.Constant(kind, ir.Undefined), value, INT32(0))
         return self.build.shuffle_vector(first, first, ir.Constant(vector(INT32, lanes), [0] * lanes))
 
@@ -184,6 +187,7 @@ class Builder:
 
     def prefetch(self, pointer: Any) -> None:
         """Prefetches a cache line into the L2 cache."""
+        # For reading, with locality 2 of 3 (prefetcht1), of data.
         self.intrinsic("llvm.prefetch.p0", _VOID, pointer, INT32(0), INT32(2), INT32(1))
 
     def mask(self, count: Any, lanes: int) -> Any:

@@ -29,6 +29,7 @@ __all__ = ["Processor", "assembly", "compiled", "kernel_call", "on_this_cpu", "t
 
 _REGISTERING = threading.Lock()
 _SWITCH = "STACK_CPU_KERNELS"
+# The system call on x86-64, its request for permission to use a processor state, and the state of the tile registers.
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 
 
@@ -128,6 +129,7 @@ def kernel_call(
     target = f"stack_kernels.{name}.{processor.name}"
     _register(target, build, processor)
     attributes = {"flops": np.int64(flops), "flops_dtype": arguments[0].dtype.name} if flops else {}
+    # Kernels read buffers of fixed rank, so elements mapped by `jax.vmap` are separate calls.
     found = ffi.ffi_call(target, results, vmap_method="sequential")(*arguments, **attributes)
     return vary_alike(found, arguments)[0]  # JAX assumes that results of a foreign function are equal on all devices.
 

@@ -18,9 +18,11 @@ _LANES = 16
 
 def fours(builder: Builder, rows: list[Any]) -> list[Any]:
     """Interleaves four int8 vectors, making the four numbers of each column adjacent, and adds 128 to each number."""
+    # Flipping the highest bit of an int8 adds 128 and makes it a uint8.
     shift = ir.Constant(rows[0].type, [0x80] * rows[0].type.count)
     first, second, third, fourth = (builder.build.xor(row, shift) for row in rows)
     size = min(4 * _LANES, 2 * shift.type.count)
+    # Bytes become pairs, and pairs become fours, in registers of 64 bytes.
     halves = (interleaved(builder, *pair, size) for pair in ((first, second), (third, fourth)))
     parts: list[Any] = []
     for pairs in zip(*halves, strict=True):
@@ -46,6 +48,7 @@ def added_by_fours(builder: Builder, x: Any, count: Any) -> Any:
         numbers = builder.masked_load(
             shift.type, builder.at(x, start), builder.mask(builder.minus(count, start), width)
         )
+        # 0x80 is 128 in the unsigned operand, so the products are 128 x.
         numbers, factor = (builder.build.bitcast(value, kind) for value in (numbers, shift))
         total.set(add_fours(builder, total.get(), factor, numbers))
     return builder.splat(builder.intrinsic(f"llvm.vector.reduce.add.v{_LANES}i32", INT32, total.get()), _LANES)

@@ -70,8 +70,10 @@ def _load(builder: Builder, kind: ir.Type, pointer: Any, lanes: int, mask: Any |
 def _nibbles(builder: Builder, pointer: Any, lanes: int, mask: Any | None) -> Any:
     """Unpacks 4-bit codes to int32, the low half of each byte first."""
     half = lanes // 2
+    # The two codes of a byte both exist or both do not, so every second lane of the mask describes a byte.
     of_bytes = None if mask is None else builder.shuffle(mask, mask, list(range(0, lanes, 2)))
     pairs = builder.build.zext(_load(builder, BYTE, pointer, half, of_bytes), vector(SHORT, half))
+    # 0x00HL becomes 0x0H0L: the bytes L and H, in memory order.
     spread = builder.build.or_(pairs, builder.build.shl(pairs, _constant(SHORT, half, 4)))
     apart = builder.build.and_(spread, _constant(SHORT, half, 0x0F0F))
     return builder.build.zext(builder.build.bitcast(apart, vector(BYTE, lanes)), vector(INT32, lanes))
@@ -119,6 +121,7 @@ def _from_e5m2(builder: Builder, stored: Any, lanes: int) -> Any:
 def _from_e4m3fn(builder: Builder, stored: Any, lanes: int) -> Any:
     """Shifts a code to an fp16 number with equal sign, exponent and mantissa but 2^8 times smaller, then scales it."""
     wide = builder.build.shl(builder.build.sext(stored, vector(SHORT, lanes)), _constant(SHORT, lanes, 7))
+    # The mask clears bit 14, a second copy of the sign: fp16's exponent has a fifth bit there.
     small = _from_float16(builder, builder.build.and_(wide, _constant(SHORT, lanes, 0xBFFF)), lanes)
     value = builder.build.fmul(small, ir.Constant(vector(FLOAT, lanes), [256.0] * lanes))
     magnitude = builder.build.and_(stored, _constant(BYTE, lanes, 0x7F))
@@ -147,6 +150,7 @@ def _to_bfloat16(builder: Builder, values: Any, lanes: int) -> Any:
     rounded = builder.build.add(builder.build.add(bits, is_odd), _constant(INT32, lanes, 0x7FFF))
     rounded = builder.build.lshr(rounded, _constant(INT32, lanes, 16))
     is_nan = builder.build.fcmp_unordered("uno", values, values)
+    # Rounding could carry a NaN to infinity or zero; with this bit set, its upper half is a quiet NaN.
     kept = builder.build.select(is_nan, builder.build.or_(high, _constant(INT32, lanes, 0x40)), rounded)
     return builder.build.trunc(kept, vector(SHORT, lanes))
 

@@ -30,6 +30,7 @@ class TileRegisters:
     def configure(self, rows: Any, few: Collection[int]) -> None:
         """Configures the registers, before any other use: `few` have `rows` rows, the others 16."""
         builder = self.builder
+        # The palette is in byte 0, the bytes per row of each register from byte 16 on, its rows from byte 48 on.
         config = builder.scratch(BYTE, TILE_LINE)
         builder.clear(config, builder.index(TILE_LINE))
         builder.store(BYTE(1), config)

@@ -21,6 +21,7 @@ __all__ = [
     "transposed",
 ]
 
+# ln 2 in two parts (Cody and Waite): the first, 355 / 512, has few bits, so its multiples by a power are exact.
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 
@@ -46,10 +47,12 @@ def exp(builder: Builder, x: Any) -> Any:
     )
     rest = builder.fma(power, constant(-_LN2_HIGH, lanes), x)
     rest = builder.fma(power, constant(-_LN2_LOW, lanes), rest)
+    # exp(rest) = 1 + rest + rest^2 p(rest), with |rest| <= ln 2 / 2.
     series = constant(_EXP[0], lanes)
     for coefficient in _EXP[1:]:
         series = builder.fma(series, rest, constant(coefficient, lanes))
     fraction = builder.build.fadd(builder.fma(series, builder.build.fmul(rest, rest), rest), constant(1, lanes))
+    # Multiplies by 2^power in the exponent field. The limits of x keep the power within -126 .. 127.
     bits = builder.build.shl(builder.build.fptosi(power, vector(INT32, lanes)), _integers(23, lanes))
     found = builder.build.bitcast(
         builder.build.add(builder.build.bitcast(fraction, vector(INT32, lanes)), bits), x.type
@@ -68,6 +71,7 @@ def as_bfloat16(builder: Builder, x: Any, more: Any | None = None) -> Any:
     """Rounds 16 or 32 numbers to the nearest bf16, as int16, on a processor with bf16 dot products."""
     if more is None:
         return builder.intrinsic("llvm.x86.avx512bf16.cvtneps2bf16.512", vector(SHORT, 16), x)
+    # The instruction writes its first operand to the upper half.
     return builder.intrinsic("llvm.x86.avx512bf16.cvtne2ps2bf16.512", vector(SHORT, 32), more, x)
 
 
@@ -91,6 +95,7 @@ def reduce_max(builder: Builder, x: Any) -> Any:
 
 def total(builder: Builder, x: Any) -> Any:
     """Returns the sum of a vector's lanes."""
+    # Both inputs of a round are the same vector, so the other half of the result repeats the sums.
     (summed,) = _halved(builder, [x, x], x.type.count // 2)
     for half in _halves(x.type.count // 2):
         (summed,) = _halved(builder, [summed, summed], half)

@@ -202,6 +202,7 @@ class Block:
         return weights
 
     def _from_panel(self, depth: Any) -> list[Any]:
+        # This pass reads no line of w: it prefetches the part of k that fills the panel next.
         self._ask_ahead(depth, PANEL_STEPS)
         kind = vector(_X_TYPES[self.product.x], self.lanes)
         return [self.builder.load(kind, place) for place in self._places_in_panel(depth)]
@@ -209,6 +210,7 @@ class Block:
     def _places_in_panel(self, depth: Any) -> list[Any]:
         builder, size = self.builder, 4 * self.lanes
         step = builder.over(builder.minus(depth, self.at.start), self.product.step)
+        # The panel is [steps, vectors, lanes], of 4 bytes.
         place = builder.at(self.at.panel, builder.times(step, size * self.vectors))
         return [builder.at(place, size * column) for column in range(self.vectors)]
 
@@ -280,7 +282,7 @@ class Block:
 
     def _pairs(self, lines: list[Any]) -> list[Any]:
         """Interleaves two bf16 rows, making the two values of each column adjacent."""
-        # `interleaved` joins at most two vectors of 16-bit values at a time.
+        # Two vectors of 16-bit numbers fill a register; interleaved with those of the other row they fill two.
         count = min(self.vectors, 2) * self.lanes
         parts: list[Any] = []
         for first in range(0, self.vectors * self.lanes, count):

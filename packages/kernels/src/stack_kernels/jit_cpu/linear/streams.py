@@ -102,6 +102,7 @@ class _Part:
     def __init__(self, module: ir.Module, product: StreamedProduct, processor: Processor) -> None:
         self.builder = builder = Builder(module, "tile", TILE)
         self.product, self.lanes = product, processor.lanes
+        # Vectors per cache line of the weight, at least one.
         self.line_vectors = 512 // BITS[product.weight] // processor.lanes or 1
         arguments, results, tile, _ = builder.parameters
         x, (_, self.depth) = builder.buffer(arguments, 0, 2)
@@ -119,6 +120,7 @@ class _Part:
 
     def write(self) -> None:
         builder = self.builder
+        # Stream s reads the rows s * each .. (s + 1) * each - 1 of this part.
         each = builder.over(self.rows, STREAMS)
         start = builder.times(self.segment, SEGMENT_COLUMNS)
         end = builder.min(builder.plus(start, SEGMENT_COLUMNS), self.columns)
@@ -134,6 +136,7 @@ class _Part:
             builder.clear(self._sum(row, start), builder.times(builder.minus(end, start), 4))
             return
         too_much = added_by_fours(builder, builder.at(self.x, builder.times(self.depth, row)), self.rows)
+        # The excess of `fours` is the same for all columns of a row, so the sums start below zero by that much.
         first = builder.build.neg(too_much)
         with builder.loop(start, builder.plus(end, lanes - 1), lanes) as column:
             builder.masked_store(first, self._sum(row, column), builder.mask(builder.minus(end, column), lanes))
@@ -164,6 +167,7 @@ class _Part:
         starts = [builder.times(builder.plus(builder.times(self.depth, row), depth), self.x_bytes) for depth in depths]
         numbers = [builder.load(kind, builder.at(self.x, start)) for start in starts]
         if self.terms > 1:
+            # The numbers of neighboring streams share 4 bytes, the first in the lowest, as in the operands of `_terms`.
             wide = [
                 builder.build.shl(builder.build.zext(number, INT32), INT32(8 * self.x_bytes * (at % self.terms)))
                 for at, number in enumerate(numbers)
@@ -209,6 +213,7 @@ class _Part:
         else:
             pairs = [interleaved(builder, *pair, 2 * lanes) for pair in zip(rows[::2], rows[1::2], strict=True)]
             joined = [[builder.build.bitcast(term, vector(INT32, lanes)) for term in terms] for terms in pairs]
+        # From [term][vector] to [vector][term].
         return [list(terms) for terms in zip(*joined, strict=True)]
 
     def _bytes(self, columns: Any) -> Any:

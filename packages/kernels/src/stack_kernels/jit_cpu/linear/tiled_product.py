@@ -31,6 +31,7 @@ _PAIRS = (4, 8, 16, 32, 64)
 _MAX_WAITING = 16 * _UNIT_ROWS
 """Maximum of the rows of x times the pairs of tiles of w whose sums are stored."""
 _AHEAD = 32
+# Tile registers. The sums of x tile i and w tile j are in register 2 i + j.
 _OF_X, _OF_W = (4, 5), (6, 7)
 _SUMS = ((0, 1), (2, 3))
 
@@ -143,6 +144,7 @@ class _Unit:
                 starts = self._starts(block)
                 self._pack_x(starts, first, count)
                 with builder.loop(0, pairs) as pair:
+                    # The sums of a single panel are final and written at once, so all pairs share one place.
                     waiting = builder.build.select(is_only, INDEX(0), builder.plus(builder.times(block, pairs), pair))
                     place = builder.at(self.sums, builder.times(waiting, 4 * TILE_BYTES))
                     self._begin(is_first, place)
@@ -266,6 +268,7 @@ class _Unit:
             for number, values in enumerate(stored):
                 builder.store(values, builder.at(self.results[0], builder.times(at, size), number * TILE_LINE))
             return
+        # f takes the products as rounded to bf16: the same numbers that are returned for the gradient.
         products = [as_bfloat16(builder, half) for half in halves]
         gate, up = (from_bfloat16(builder, half) for half in products)
         activated, _ = ACTIVATIONS[product.activation](builder, gate)

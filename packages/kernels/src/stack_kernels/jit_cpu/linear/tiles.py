@@ -1,7 +1,7 @@
 """The product of a few rows with a weight, in LLVM IR.
 
 The dominant cost is reading the weight, which happens once. A tile is 128 columns of the weight. They are read in
-blocks, along d_in, while the sums of up to 12 rows of x stay in registers and lines 64 rows ahead in the weight are
+blocks, along d_in, while the sums of up to 12 rows of x stay in registers and lines 32 rows ahead in the weight are
 prefetched. For more rows, processed 6 at a time, the block is wider and is split into parts, which are stored in a
 panel in the L1 cache.
 """
@@ -55,6 +55,7 @@ def _blocks(
 def _row_blocks(product: Product, processor: Processor) -> dict[int, int]:
     """Returns the number of rows of each pass over a block of columns, by first row; their sums fit the registers."""
     is_narrow = product.x == "int8" or (product.x == "float32" and product.rows > _ROWS_OF_ONE_PASS)
+    # AVX2 has 16 vector registers, AVX-512 has 32.
     most = 4 if processor.lanes == 8 else 6 if is_narrow else _ROWS_OF_ONE_PASS
     passes = -(-product.rows // most)
     each = -(-product.rows // passes)
@@ -67,6 +68,7 @@ def _vectors(product: Product, processor: Processor, rows: int) -> int:
         return 4
     sums = 8 if processor.lanes == 8 else 32 if product.x == "bfloat16" and product.rows <= 8 else 24
     most = min(2048 // BITS[product.weight] // processor.lanes, 8, sums // rows)
+    # A power of two, so that full blocks divide the columns of a tile.
     return max(1 << most.bit_length() - 1, 1 + (product.x == "bfloat16"))
 
 
@@ -91,7 +93,9 @@ class _Tile:
         self.builder = builder = Builder(module, "tile", TILE)
         self.product, self.lanes, self.width = product, processor.lanes, vectors * processor.lanes
         arguments, results, self.tile, _ = builder.parameters
+        # Pointers to buffers that this product does not have stay null; blocks do not use them.
         found: dict[str, Any] = dict.fromkeys(Places.__dataclass_fields__, ir.Constant(POINTER, None))
+        # Without scales, all of k is one tile.
         found["tiles"] = INDEX(1)
         for number, (name, rank) in enumerate(product.buffers.items()):
             found[name], sizes = builder.buffer(arguments, number, rank)
@@ -112,6 +116,7 @@ class _Tile:
         after = builder.plus(first, builder.times(builder.over(builder.minus(end, first), width), width))
         with builder.loop(first, after, width) as column:
             self._multiply(column, blocks)
+        # A loop runs only full steps; the end is moved so that a partial vector is one.
         with builder.loop(after, builder.plus(end, lanes - 1), lanes) as column:
             self._multiply(column, vectors)
         builder.close()
@@ -120,6 +125,7 @@ class _Tile:
         """Multiplies a block of columns with all rows, by consecutive parts of k."""
         builder, tiles = self.builder, self.found["tiles"]
         depth = builder.over(self.found["depth"], tiles)
+        # Without a panel, sums stay in registers over the whole scale tile.
         part = INDEX(PANEL_STEPS * self.product.step) if len(blocks) > 1 else depth
         with builder.loop(0, tiles) as tile:
             first = builder.times(tile, depth)
@@ -127,6 +133,7 @@ class _Tile:
             with builder.loop(0, builder.ceil_div(depth, part)) as number:
                 start = builder.plus(first, builder.times(number, part))
                 where = {"tile": tile, "start": start, "stop": builder.min(builder.plus(start, part), end)}
+                # The first block fills the panel with the decoded part of w; the blocks of further rows read it.
                 for row, block in blocks.items():
                     builder.build.call(block, self._places(row, column, where))
 

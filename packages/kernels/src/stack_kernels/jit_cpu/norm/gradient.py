@@ -82,6 +82,7 @@ class _Gradient(RowTile):
         self.of_part: dict[str, Any] = {}
         for number, name in enumerate(column_gradients(norm)):
             sums, _ = builder.buffer(self.results, 2 + 2 * number, 0)
+            # Each tile has its own row of sums, so threads do not write to the same place.
             self.of_part[name] = builder.at(sums, builder.times(self.number, row_bytes))
             builder.clear(self.of_part[name], row_bytes)
         self.write_rows(_part_rows(builder, self.rows, self.size), self._differentiate)
@@ -97,6 +98,7 @@ class _Gradient(RowTile):
 
         squares, products, plain = self.sums(3, add)
         factor = self.factor(squares)
+        # n mean(c s n) = (h - m) * slope, with slope = r^2 mean(c s (h - m)).
         slope = build.fmul(build.fmul(self.per_column(products), factor), factor)
         average = self.per_column(plain) if self.norm.is_centred else None
         of_row = [None if x is None else builder.splat(x, self.lanes) for x in (factor, slope, average)]

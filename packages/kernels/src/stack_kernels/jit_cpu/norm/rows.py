@@ -130,6 +130,7 @@ class RowTile:
         if mean is None:
             return h
         h = builder.build.fsub(h, mean)
+        # Missing columns are read as 0, from which the mean is subtracted too.
         return h if mask is None else builder.build.select(mask, h, ir.Constant(h.type, None))
 
     def read(self, rows: Any, start: Any, column: Any, mask: Any) -> Any:
@@ -150,6 +151,7 @@ class RowTile:
 class _Forward(RowTile):
     def __init__(self, module: ir.Module, norm: RowNorm, lanes: int) -> None:
         super().__init__(module, norm, lanes, norm.buffers)
+        # With a residual, h is written first and read back: y is the norm of h as returned, rounded to its dtype.
         self.h = self.builder.buffer(self.results, 1, 0)[0] if norm.has_residual else self.buffers["x"]
         self.write_rows(_tile_rows(self.builder, self.size), self._normalize)
 

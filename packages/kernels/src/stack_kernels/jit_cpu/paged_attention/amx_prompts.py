@@ -18,6 +18,7 @@ from stack_kernels.jit_cpu.tile_registers import TILE_BYTES, TILE_LINE, TILE_ROW
 __all__ = ["TiledPrompts"]
 
 _KEYS = 32  # entries per tile row
+# The queries stay in registers 4 to 7 for all keys of a tile; the products of both steps share the others.
 _SCORES, _OF_KEYS = 0, 1  # tile registers
 _OUTPUT, _OF_WEIGHTS, _OF_VALUES = 0, 1, 2
 _QUERIES = 4
@@ -80,6 +81,7 @@ class TiledPrompts(PromptTile):
         builder, wide = self.builder, vector(SHORT, _KEYS)
         for half in range(_KEYS // TILE_ROWS):
             first = builder.plus(key, half * TILE_ROWS)
+            # If the second half is missing, the last 16 known keys are read instead, because its page may not exist.
             known = builder.min(first, builder.times(builder.over(self.final, TILE_ROWS), TILE_ROWS))
             base = self.slot(self.pools[1], known)
             with builder.loop(0, TILE_ROWS, 2) as row:
@@ -91,6 +93,7 @@ class TiledPrompts(PromptTile):
                 for number in range(self.attention.head_dim // _KEYS):
                     place = builder.at(base, builder.times(row, self.slot_bytes), number * TILE_LINE)
                     entries = [builder.load(wide, place), builder.load(wide, builder.at(place, self.slot_bytes))]
+                    # Zero, because slots beyond the last key may hold NaN, and the weight 0 would not remove it.
                     upper, lower = (
                         builder.build.select(is_key, entry, ir.Constant(wide, None))
                         for is_key, entry in zip(exists, entries, strict=True)
@@ -113,6 +116,7 @@ class TiledPrompts(PromptTile):
                 place = builder.at(self.scores, builder.times(pair, _KEYS * TILE_LINE), (row + step) * TILE_LINE)
                 weights.append(self.weight(build.select(exists, builder.load(nothing.type, place), nothing), level))
             rounded = vectors.as_bfloat16(builder, *weights)
+            # Each lane, a query, gets its weights of both keys; transposed, a query becomes a row of the tile.
             together = builder.shuffle(rounded, rounded, [lane + half for lane in range(TILE_ROWS) for half in (0, 16)])
             columns.append(build.bitcast(together, vector(INT32, TILE_ROWS)))
         place = builder.at(self.weights, builder.times(pair, TILE_BYTES))
@@ -131,6 +135,7 @@ class TiledPrompts(PromptTile):
             self.registers.load(_OF_WEIGHTS, weights, INDEX(TILE_LINE))
             self.registers.load(_OF_VALUES, values, INDEX(TILE_LINE))
             self.registers.multiply(_OUTPUT, _OF_WEIGHTS, _OF_VALUES)
+        # Tiles cannot be scaled: the product starts from zero, and vectors add it to the decayed output.
         self.registers.store(_OUTPUT, self.added, INDEX(TILE_LINE))
         kind = vector(FLOAT, TILE_ROWS)
         output = builder.at(self.output, builder.times(part, TILE_BYTES))

@@ -94,7 +94,9 @@ class PromptTile(ABC):
         oldest = INDEX(0)
         if attention.left is not None:
             oldest = builder.max(builder.minus(builder.plus(self.first, self.shift), attention.left), oldest)
+        # A multiple of 16, as are the slots of a page: 16 keys that are read together are in one page.
         start = builder.times(builder.over(oldest, TILE_QUERIES), TILE_QUERIES)
+        # ceil((final + 1 - start) / BLOCK_KEYS)
         blocks = builder.over(builder.plus(builder.minus(self.final, start), BLOCK_KEYS), BLOCK_KEYS)
         with builder.loop(0, blocks) as block:
             self._visit(builder.plus(start, builder.times(block, BLOCK_KEYS)))

@@ -81,6 +81,7 @@ class _Tile:
         self.shift = builder.minus(self.sequences.length(self.sequence), end)
         rows = attention.tokens * attention.group
         self.sums = builder.scratch(FLOAT, rows * attention.head_dim)
+        # Totals have a sum per lane, which `_finish` adds up.
         self.maxima, self.totals = builder.scratch(FLOAT, rows), builder.scratch(FLOAT, rows * self.lanes)
         self.weights = builder.scratch(FLOAT, self.lanes)
 
@@ -102,6 +103,7 @@ class _Tile:
     def _attend_one_by_one(self) -> None:
         builder, attention = self.builder, self.attention
         self._start()
+        # Negative if a sequence has more tokens than keys; -1 makes the loop over pages empty.
         final = builder.max(builder.plus(self.last, self.shift), INDEX(-1))
         oldest = INDEX(0)
         if attention.left is not None:
@@ -311,6 +313,7 @@ class _Tile:
 
         def finish_row(row: Any, token: Any, head: Any) -> None:
             total = vectors.total(builder, self._total(row).get())
+            # Unordered is also true for NaN, which then reaches the output.
             has_any = builder.build.fcmp_unordered(">", total, ir.Constant(FLOAT, 0.0))
             zero, one = ir.Constant(FLOAT, 0.0), ir.Constant(FLOAT, 1.0)
             factor = builder.splat(builder.build.select(has_any, builder.build.fdiv(one, total), zero), self.lanes)

@@ -69,6 +69,7 @@ class VectorPrompts(PromptTile):
                 held = builder.min(builder.plus(builder.minus(self.final, key), 1), INDEX(TILE_QUERIES))
                 values = builder.at(self.slot(self.pools[1], key), builder.times(part, TILE_QUERIES * _ENTRY))
                 weights = builder.at(self.scores, builder.times(sixteen, SQUARE))
+                # Values of missing keys are not read: they may be NaN, which the weight 0 would not remove.
                 with builder.loop(0, held) as row:
                     weight = builder.load(_KIND, builder.at(weights, builder.times(row, LINE)))
                     place = builder.at(values, builder.times(row, self.slot_bytes))

@@ -215,6 +215,7 @@ def _gated_flops(arrays: Any, options: Any, values: Any, backward: bool) -> int:
 def _loss_flops(arrays: Any, options: Any, values: Any, backward: bool) -> int:
     del options, values
     weight = _logical(arrays["weight"])
+    # Backward: the logits again, the gradient of the hidden states, and that of a weight with a gradient.
     operands = 2 + _is_floating(weight) if backward else 1
     return 2 * operands * _rows(arrays["hidden"]) * math.prod(weight.shape)
 
@@ -230,6 +231,7 @@ def _low_rank_flops(arrays: Any, options: Any, values: Any, backward: bool) -> i
 
 def _linear_attention_flops(arrays: Any, options: Any, values: Any, backward: bool) -> int:
     del options, values
+    # Three products per token and head: the state by the key, its update by key and value, the state by the query.
     return (12 if backward else 6) * math.prod(arrays["key"].shape) * arrays["value"].shape[-1]
 
 

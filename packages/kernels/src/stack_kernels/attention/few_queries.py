@@ -40,6 +40,7 @@ def attend_few(tiles: Tiles, operands: Operands, key: Any, value: Any) -> tuple[
     batch, kv_heads, value_dim = *query.shape[:2], value.shape[3]
     dtype = accurate_dtype(query.dtype)
     is_own_head = jnp.eye(kv_heads, dtype=bool)[None, :, None, None, :, None]
+    # [batch, kv_heads, group, rows, kv_heads, head_dim], flattened to [batch, queries, kv_heads * head_dim].
     wide = jnp.where(is_own_head, query[:, :, :, :, None, :], 0).reshape(batch, -1, kv_heads * key.shape[3])
     mixed = contract("bqe,bke->bqk", wide, key.reshape(*key.shape[:2], -1), dtype).reshape(*query.shape[:4], -1)
     products = unmixed(mixed, lambda: by_group("bhqd,bhkd->bhqk", query, key.swapaxes(1, 2)))
@@ -49,6 +50,7 @@ def attend_few(tiles: Tiles, operands: Operands, key: Any, value: Any) -> tuple[
         narrow = weights.astype(value.dtype).reshape(batch, -1, weights.shape[-1])
         sums = contract("bqk,bke->bqe", narrow, value.reshape(*value.shape[:2], -1), dtype)
         of_heads = sums.reshape(*query.shape[:4], kv_heads, value_dim)
+        # The product weighs the values of all key heads; each query keeps those of its own.
         return jnp.sum(jnp.where(is_own_head, of_heads, 0), axis=4)
 
     return softmax_average(scores, weigh, value_dim)

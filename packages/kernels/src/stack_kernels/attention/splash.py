@@ -171,6 +171,7 @@ class _Problem:
 
     def operands(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Returns query, key and value as [batch, heads, seq, features], and the pair of segment ids or None."""
+        # The kernel has no scale: the queries carry it, and `_backward` scales their gradient.
         query = (arrays["query"].astype(jnp.float32) * self.scale).astype(arrays["query"].dtype)
         return {
             "query": _tiled(query, self.tiles.queries),
@@ -245,6 +246,7 @@ def _backward(
         gradients = _splash_attention_bwd(
             save_residuals=False, interpret=problem.interpret, res=residuals, do=cotangent, **settings
         )
+        # The first three belong to the mask infos.
         return gradients[3:6]
 
     output, cotangent = (_tiled(x, config.queries) for x in (outputs, cotangents))

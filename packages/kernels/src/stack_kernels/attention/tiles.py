@@ -89,6 +89,7 @@ class Tiles:
             positions = _part(operands["query_positions"], 1, start, self.rows)
             first_position, last_position = jnp.min(positions), jnp.max(positions)
         low, high = (max, min) if isinstance(first_position, int) else (jnp.maximum, jnp.minimum)
+        # Clamped before they are added, because positions and windows may be close to the limits of int32.
         first = 0 if left is None else high(low(first_position, left) - left, kv_seq)
         stop = kv_seq if right is None else high(last_position, kv_seq - 1 - right) + right + 1
         return first, stop
@@ -204,6 +205,7 @@ def gradients(
     accurate, q_seq = accurate_dtype(query.dtype), query.shape[3]
     by_query = {
         "output": of_output,
+        # Without visible keys lse is -inf, and exp(-inf - -inf) would be NaN; from a finite lse the weights are 0.
         "lse": jnp.maximum(lse, jnp.finfo(accurate).min)[..., None],
         "of_lse": jnp.where(lse > -jnp.inf, of_lse, 0)[..., None],
         "weights": weights,
@@ -256,6 +258,7 @@ def _block_gradients(
 
     def add(shared: dict[str, Any], of_query: Any, first_key: Any, keys: int) -> tuple[dict[str, Any], Any]:
         added = _tile_gradients(tiles, _keys_of(block, first_key, keys), block_values, first_key)
+        # The axis of keys: the shared sums are [.., keys, features], or [.., features, keys] from transposed queries.
         axis = 2 if _transposes_weights(operands["key"]) else 3
         places = {"key": {axis: first_key}, "value": {axis: first_key}, "bias": {3: start, 4: first_key}}
         of_query = added["query"] if of_query is None else of_query + added["query"]

@@ -168,6 +168,7 @@ def _forward(
 
     operands = (call["query"], call["key"], call["value"], call["bias"], _limits(call))
     output, (highest, total) = from_tokamax.on_arrays(attend, *operands)
+    # The sum is 0 without visible keys, where lse becomes -inf below.
     lse = (highest + jnp.log(jnp.where(total == 0, 1, total))).swapaxes(1, 2)
     lse, output = jnp.where(seen, lse, -math.inf), jnp.where(seen[..., None], output, 0)
     if call["sinks"] is not None:

@@ -84,6 +84,7 @@ def _sizes(query: Any, key: Any, config: TileConfig) -> tuple[int, int, int]:
     batch, q_seq, heads, _ = query.shape
     kv_seq = key.shape[1]
     rows = _evenly(q_seq, config.rows)
+    # Pairs of a head and a key whose fp32 scores with all rows of a tile fit its bytes.
     pairs = config.tile_bytes // (4 * rows)
     min_batch_rows = batch if parts_of("batch") > 1 else 1
     fitting = pairs // (heads * min(kv_seq, 4 * _MIN_KEYS))
@@ -94,6 +95,7 @@ def _sizes(query: Any, key: Any, config: TileConfig) -> tuple[int, int, int]:
         for count in range(min_batch_rows, batch + 1)
         if batch % count == 0 and count <= max(fitting, min_batch_rows)
     )
+    # Over the batch rows of an iteration, on one device.
     heads_at_a_time = math.ceil(batch_rows * heads / (parts_of("batch") * parts_of("act_heads")))
     return rows, _evenly(kv_seq, max(pairs // heads_at_a_time, _MIN_KEYS)), batch_rows
 
@@ -153,8 +155,10 @@ def _backward(tiles: Tiles, at_once: bool, batch_rows: int, residuals: Any, cota
         }
         if bias is None:
             return stacked, {}
+        # From [batch, kv_heads, group, rows, keys] to [batch, heads, q_seq, kv_seq], without padding.
         of_bias = found["bias"].reshape(found["bias"].shape[0], -1, *found["bias"].shape[3:])
         of_bias = of_bias[:, :, : bias.shape[2], : bias.shape[3]]
+        # The gradient of a bias that all batch rows share is summed over them.
         return ({**stacked, "bias": of_bias}, {}) if bias.shape[0] == query.shape[0] else (stacked, {"bias": of_bias})
 
     query, key, bias = operands["query"], operands["key"], operands["bias"]

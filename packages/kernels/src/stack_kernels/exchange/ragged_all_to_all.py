@@ -60,6 +60,7 @@ def _exchanged(x: Any, group_sizes: Any, axis_name: Any, out_rows: int, kind: st
     of_rows = _Slices(*(lax.dynamic_index_in_dim(table, me, keepdims=False) for table in slices))
     of_buffer = _Slices(*(lax.dynamic_slice_in_dim(table, me * own, own, axis=1).reshape(-1) for table in slices))
     empty = vary_alike(jnp.zeros_like(x, shape=(out_rows, x.shape[1])), x)[0]
+    # (offsets in x, sizes to send, offsets on the receiver, sizes to receive)
     if kind == "send":
         places = of_rows.rows, of_rows.sizes, of_rows.buffer, of_buffer.sizes
     else:

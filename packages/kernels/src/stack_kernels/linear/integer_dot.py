@@ -89,6 +89,7 @@ def _as_int8(part: _Part) -> _Part:
         zero_point = zero_point.astype(jnp.int32 if is_integer else jnp.float32)
     if part.codes.dtype != jnp.uint8:
         return part._replace(zero_point=zero_point)
+    # Flipping the highest bit of c gives the int8 c - 128, so the zero point moves by 128 too.
     codes = lax.bitcast_convert_type(part.codes ^ np.uint8(128), jnp.int8)
     if zero_point is None:
         zero_point = jnp.zeros_like(part.scale, dtype=jnp.int32)
@@ -124,6 +125,7 @@ def _of_one_tile(left: _Part, right: _Part) -> jax.Array:
     sums = lax.dot_general(codes, right.codes, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32)
     product = sums[:rows]
     zeros = [part.zero_point for part in (left, right) if part.zero_point is not None]
+    # Sums stay exact in int32, as `_MAX_TILE_ROWS` guarantees, unless a zero point is a float.
     exact = jnp.int32 if all(zero.dtype == jnp.int32 for zero in zeros) else jnp.float32
     product = product.astype(exact)
     if left.zero_point is not None:

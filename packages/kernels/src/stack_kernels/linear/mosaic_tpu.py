@@ -183,6 +183,7 @@ def _multiply(
         """Which tile of the weight a step of the grid reads, along d_in and d_out."""
         return (result, term) if transposed else (term, result)
 
+    # Scale tiles per weight tile along d_in; `_space` offers only tiles with a whole number of them.
     scales = max(1, tiles // steps[0])
     in_specs = [
         pl.BlockSpec((config.rows, depth), lambda row, result, term: (row, term)),
@@ -194,6 +195,7 @@ def _multiply(
     ]
     operands = [rows, weight.codes, weight.scale.reshape(-1, scales, d_out)]
     if weight.levels is not None:
+        # Scalar memory: `_decoded` compares all codes with one level at a time.
         in_specs.append(pl.BlockSpec(memory_space=pltpu.SMEM))
         operands.append(weight.levels)
     call = pl.pallas_call(
@@ -203,6 +205,7 @@ def _multiply(
         out_specs=pl.BlockSpec((config.rows, width), lambda row, result, term: (row, result)),
         out_shape=jax.ShapeDtypeStruct((len(rows), weight.codes.shape[of_result]), dtype),
         scratch_shapes=[pltpu.VMEM((config.rows, width), jnp.float32)],
+        # The terms of a sum share the accumulator and run in order.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         interpret=interpret,
         name="stack_quantized_linear",

@@ -163,6 +163,7 @@ def _blocks(part: Columns, rows: jax.Array, config: QuantizedConfig) -> int:
     wanted = d_in * width * rows.dtype.itemsize // config.block_bytes
     if rows.shape[0] > _FEW_ROWS or wanted < 2:
         return 1
+    # A power of two that divides d_in into equal blocks.
     blocks = math.gcd(d_in, 2 ** (wanted.bit_length() - 1))
     return blocks if blocks % tiles == 0 or tiles % blocks == 0 else 1
 

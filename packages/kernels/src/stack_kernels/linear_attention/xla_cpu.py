@@ -98,7 +98,9 @@ def _chunks(state: Any, query: Any, key: Any, value: Any, decay: Any, beta: Any)
     by_key = jnp.einsum("nbhtk,nbhik->nbhti", key, key)
     system = jnp.where(strictly, beta[..., None] * within * by_key, 0)
     known = beta[..., None] * jnp.concatenate([value, since_start * key], axis=-1)
+    # U = written - of_state S, for the state S at the start of the chunk.
     written, of_state = jnp.split(_inverse(system) @ known, [value.shape[-1]], axis=-1)
+    # D_C * K: what each token's update still contributes at the end of the chunk.
     until_end = within[..., -1, :, None] * key
 
     def next_chunk(state: Any, chunk: Any) -> Any:
@@ -140,6 +142,7 @@ def _inverse_forward(lower: Any) -> Any:
 
 def _inverse_backward(inverse: Any, cotangent: Any) -> Any:
     transposed = jnp.swapaxes(inverse, -1, -2)
+    # L is strictly lower triangular, and so is its gradient.
     return (jnp.tril(-transposed @ cotangent @ transposed, -1),)
 
 
@@ -150,6 +153,7 @@ def _decays(decay: Any) -> Any:
     """Returns D [..., t, i], 0 for i > t."""
     size = decay.shape[-1]
     later = jnp.tril(jnp.ones((size, size), bool), -1)
+    # sums[t, i] = g_(i+1) + ... + g_t
     sums = jnp.cumsum(jnp.where(later, decay[..., None], 0), axis=-2)
     return jnp.where(later | jnp.eye(size, dtype=bool), jnp.exp(sums), 0)
 

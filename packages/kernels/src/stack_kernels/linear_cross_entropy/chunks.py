@@ -99,9 +99,11 @@ def read_tile(loss: Loss, rows: Rows, bits: Any, tile: Any) -> tuple[Seen, Any]:
     begin, block, columns = columns_of(loss, bits, tile)
     logits = logits_of(loss, rows, block, columns)
     logit_total = jnp.sum(jnp.where(columns < 0, 0, logits), axis=-1) if loss.label_smoothing else None
+    # Finite, because -inf - -inf would be NaN if all logits of a row are -inf.
     largest = jnp.maximum(jnp.max(logits, axis=-1), jnp.finfo(logits.dtype).min)
     exponentials = jnp.exp(logits - largest[:, None])
     place = jnp.clip(rows.labels - begin, 0, loss.width - 1)
+    # Not from `begin`: the first columns of a last tile that overlaps belong to the previous tile.
     is_here = (rows.labels >= tile * loss.width) & (rows.labels < begin + loss.width)
     label_logit = jnp.where(is_here, picked(logits, place), 0)
     kept = as_bits(exponentials.astype(block.dtype))

@@ -41,6 +41,7 @@ def losses_and_gradients(loss: Loss, rows: Rows, weight: Any) -> tuple[Any, Any,
     """Computes the loss of each row, and the gradients of the total."""
     chunks = in_chunks(loss, rows)
     alone = chunks.labels.shape[0] == 1
+    # With one chunk, each column is added to once; only sums over several chunks need the accuracy.
     start = jnp.zeros_like(weight, dtype=weight.dtype if alone else accurate_dtype(weight.dtype))
     bits = as_bits(weight)
 

@@ -58,6 +58,7 @@ def losses_and_gradients(loss: Loss, rows: Rows, weight: Any) -> tuple[Any, Any,
         (of_block, of_hidden), _ = lax.scan(add_chunk, (of_block, of_hidden), (numbers, chunks, joined, scaled))
         of_block = as_bits(of_block.astype(weight.dtype))
         if loss.vocab % loss.width:
+            # Columns that belong to the previous tile keep the gradient from there.
             earlier = lax.dynamic_slice_in_dim(of_weight, begin, loss.width, axis=1)
             of_block = jnp.where(columns < 0, earlier, of_block)
         return (of_hidden, lax.dynamic_update_slice_in_dim(of_weight, of_block, begin, axis=1)), None

@@ -78,6 +78,7 @@ _total.defvjp(_total_forward, _total_backward)
 
 
 def _weighted_sum(losses: Any, rows: Rows) -> Any:
+    # The loss of an ignored row is NaN if its label is outside the vocabulary, and 0 * NaN is NaN.
     return jnp.sum(jnp.where(rows.shares == 0, 0, losses * rows.shares))
 
 

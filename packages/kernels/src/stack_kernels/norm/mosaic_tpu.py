@@ -145,6 +145,7 @@ def _backward(
         of_scale[...] = jnp.sum(of_normed * normed, axis=0, keepdims=True)
 
     operands = [array.reshape(rows, -1) for array in (total, of_y, residuals["inverse_rms"], *of_sum)]
+    # The gradient of the scale has a row per tile, added later, because tiles may run in parallel.
     out_shapes = [((rows, size), x.dtype), ((pl.cdiv(rows, config.rows), 1, size), jnp.float32)]
     factor = _factor(arrays["scale"], options["scale_offset"], size)
     gradient, of_scale = _on_tiles(kernel, config, factor, operands, out_shapes, interpret)

@@ -27,6 +27,7 @@ _SUBLANES = 16  # bf16 is laid out in tiles of 16 rows
 _LANES = 128
 _VMEM_BYTES = 2**23  # of VMEM; XLA allows 32 MiB per kernel on a v6e
 _TABLE_BYTES = 2**18  # of scalar memory
+# Not -inf: the difference of two maxima must not be NaN while a query has seen no key.
 _LOWEST = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
@@ -91,6 +92,7 @@ def _attention(query: Any, key_pages: Any, value_pages: Any, *, interpret: Any, 
     token = jnp.arange(tokens, dtype=jnp.int32)
     after = jnp.searchsorted(query_starts[1:], token, side="right", method="compare_all").astype(jnp.int32)
     sequence = jnp.minimum(after, tables.shape[0] - 1)
+    # The last token of a sequence is at its last key; each earlier token sees one key less.
     ends = kv_lengths[sequence] - (query_starts[sequence + 1] - token) + 1
     is_padding = (token < query_starts[0]) | (token >= query_starts[-1])
     ends = jnp.where(is_padding, 0, jnp.maximum(ends, 0))
@@ -150,6 +152,7 @@ def _over_pages(
     slots = key_pages.shape[2]
 
     def page(token: Any, place: Any, table: Any, begins: Any, ends: Any) -> tuple[Any, ...]:
+        # Steps before and after the visible pages repeat the nearest of them: an unchanged index fetches nothing.
         first, last = begins[token] // slots, jnp.maximum(ends[token] - 1, 0) // slots
         return table[token * step.places + jnp.clip(place, first, last)], 0, 0, 0
 
@@ -164,6 +167,7 @@ def _over_pages(
     if sinks is not None:
         operands.append(sinks)
         in_specs.append(pl.BlockSpec(sinks.shape, lambda token, place, *_: (0, 0, 0)))
+    # One number per row, in every lane: VMEM is laid out in rows of 128 lanes.
     statistics = pltpu.VMEM((kv_heads, rows, _LANES), jnp.float32)
     call = pl.pallas_call(
         functools.partial(_kernel, of=step),
@@ -175,6 +179,7 @@ def _over_pages(
             out_specs=pl.BlockSpec((None, kv_heads, rows, out_dim), of_token),
             scratch_shapes=[statistics, statistics, pltpu.VMEM((kv_heads, rows, out_dim), jnp.float32)],
         ),
+        # The steps of a token share the scratch memory and run in order; tokens are independent.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=interpret,
         name="stack_paged_attention",
@@ -241,6 +246,7 @@ def _kernel(table: Any, begins: Any, ends: Any, query: Any, keys: Any, *refs: An
     def _() -> None:
         denominator, factor = total[...], jnp.ones_like(total[...])
         if of.has_sinks:
+            # A sink may exceed all scores, so the sums are rescaled to the common maximum.
             joined = jnp.maximum(highest[...], given[0][...])
             factor = jnp.exp(highest[...] - joined)
             denominator = denominator * factor + jnp.exp(given[0][...] - joined)

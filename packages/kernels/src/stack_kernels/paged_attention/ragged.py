@@ -103,6 +103,7 @@ def _attention(query: Any, key_pages: Any, *, config: RaggedTiles, **call: Any) 
     attend = functools.partial(
         ragged_paged_attention,
         sm_scale=call["scale"],
+        # The kernel counts the query's own key.
         sliding_window=None if left is None else left + 1,
         soft_cap=call["softcap"],
         num_kv_pages_per_block=config.pages,

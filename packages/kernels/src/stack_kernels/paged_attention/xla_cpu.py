@@ -99,6 +99,7 @@ def _cpu(
     places = (call[name] for name in ("block_tables", "kv_lengths", "query_starts"))
     tables, kv_lengths, query_starts = bounded_places(*places, pages=pages, slots=slots, tokens=tokens)
     step_pages = min(max(config.slots // slots, 1), config.pages, tables.shape[1])
+    # To full steps; the added entries lie beyond every sequence, so their slots are masked.
     tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % step_pages)))
     together = 1 if heads == kv_heads else kv_heads
     options = {name: call[name] for name in ("scale", "softcap", "layout")}
@@ -168,10 +169,12 @@ def _attend(
         exists = first_key + jnp.arange(step_keys) <= position
         products = _products(query, key, query.shape[-1] // key_pages.shape[-1])
         scores = masked_logits(products, query_positions=position[None, None], first_key=first_key, **options)
+        # Unused slots may hold NaN, which the weight 0 would not remove.
         return add_tile(state, scores, jnp.where(exists[:, None], value, 0), by_group)
 
     first = 0 if left is None else jnp.maximum(position - left, 0) // step_keys
     state = vary_alike(empty_softmax(query, query.shape[-1]), query, table, position, key_pages, value_pages)[0]
+    # Padding has position -1, which makes the loop empty.
     return finish(lax.fori_loop(first, position // step_keys + 1, visit, state))
 
 

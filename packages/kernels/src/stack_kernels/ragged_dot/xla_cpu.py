@@ -114,12 +114,15 @@ def _outer_product_sums(lhs: Any, cotangent: Any, begin: Any, end: Any) -> Any:
 
 def _over_tiles(add: Callable[[int, Any, Any], Any], begin: Any, end: Any, rows: int, carry: Any) -> Any:
     """Folds `add(size, start, carry)` over tiles that together cover the rows from `begin` to `end`."""
+    # Every size is a branch to compile; none larger than the first that holds all rows is needed.
     fitting_all = bisect.bisect_left(_REST_ROWS, min(rows, _FULL_ROWS))
     sizes = _REST_ROWS[: fitting_all + 1]
+    # One row less, so that the last tile of every group with rows is left to the switch below.
     full = jnp.maximum(end - begin - 1, 0) // _FULL_ROWS
     carry = lax.fori_loop(0, full, lambda i, carry: add(_FULL_ROWS, begin + i * _FULL_ROWS, carry), carry)
     start = begin + full * _FULL_ROWS
     fitting = jnp.searchsorted(jnp.array([0, *sizes]), end - start, method="compare_all")
+    # Branch 0 is a group without rows.
     branches = [lambda start, carry: carry]
     branches += [lambda start, carry, size=size: add(size, start, carry) for size in sizes]
     return lax.switch(fitting, branches, start, carry)

@@ -204,11 +204,13 @@ class Table:
         content = {"format": FORMAT, "chip": dataclasses.asdict(self.chip), "cases": _cases(self.measurements)}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            # Written in the same folder and renamed: a reader sees the old table or the new one.
             descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")
             try:
                 with os.fdopen(descriptor, "w") as file:
                     json.dump(content, file, indent=1)
                     file.write("\n")
+                # `mkstemp` lets only the owner read; tables are shared.
                 Path(temporary).chmod(0o644)
                 Path(temporary).replace(path)
             finally:

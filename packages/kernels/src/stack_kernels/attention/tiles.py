@@ -152,6 +152,7 @@ def _attend_block(tiles: Tiles, operands: Operands, start: Any) -> tuple[Any, An
 
 
 def _over_tiles(tiles: Tiles, first: Any, stop: Any, visit: Callable[..., Any], state: Any) -> Any:
+    # Whole tiles: their keys before `first` and from `stop` on are masked.
     return lax.fori_loop(first // tiles.keys, -(-stop // tiles.keys), visit, state)
 
 
@@ -180,6 +181,7 @@ def _are_few(keys: int, width: int) -> bool:
 
 def _exponentials(scores: Any) -> RunningSoftmax:
     """Returns a running softmax whose weighted sums are the exponentials themselves, before division."""
+    # Finite without visible keys, where -inf - -inf would be NaN.
     largest = jnp.max(scores, axis=-1, initial=jnp.finfo(scores.dtype).min)
     weights = jnp.exp(scores - largest[..., None])
     return RunningSoftmax(largest, jnp.sum(weights, axis=-1), weights)

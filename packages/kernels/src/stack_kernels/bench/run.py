@@ -97,6 +97,7 @@ def measured(task: Task, *, rounds: int, budget_s: float) -> Row | str:
         },
         rounds=rounds,
         budget_s=budget_s,
+        # Rows hold the times of both round by round, so both have all rounds.
         stop_early=False,
     )
     if timed.interrupted:

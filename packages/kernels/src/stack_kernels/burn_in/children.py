@@ -64,6 +64,7 @@ def run_child(
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
+            # `_kill` then reaches the processes that the child starts, too.
             start_new_session=True,
             env={**os.environ, **(environment or {})},
         )

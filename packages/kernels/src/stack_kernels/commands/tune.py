@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["tune"]
 
+# 128 + SIGINT, as shells report it.
 _INTERRUPTED = 130
 _BUSY_CPUS = 0.25
 

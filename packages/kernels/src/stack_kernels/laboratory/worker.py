@@ -46,6 +46,7 @@ def target_of(chip: str, devices: int = 1) -> Target:
 
 def main(chip: str, *names: str) -> None:
     """Compiles the laboratory's calls with each implementation; prints a line before and after each of them."""
+    # A copy of standard output: `_printed` redirects the original to a file during compilation.
     lines = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     for name in names:
         implementation = name.partition("/")[2]
@@ -147,6 +148,7 @@ def _printed() -> Iterator[IO[str]]:
     sys.stdout.flush()
     sys.stderr.flush()
     with tempfile.TemporaryFile("w+", errors="replace") as file:
+        # Descriptors and not `sys.stdout`, because compilers in C++ write to these directly.
         kept = [os.dup(descriptor) for descriptor in (1, 2)]
         try:
             for descriptor in (1, 2):

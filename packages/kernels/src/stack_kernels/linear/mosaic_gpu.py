@@ -155,6 +155,7 @@ def _multiply(rows: Any, codes: Any, scale: Any, used_rows: int, config: SplitTi
 
     def tiled(width: int, dtype: Any) -> tuple[Any, ...]:
         bits = _CODE_BITS.get(jnp.dtype(dtype).name, jnp.dtype(dtype).itemsize * 8)
+        # The tensor cores read shared memory in swizzled rows of at most 128 bytes.
         swizzle = min(width * bits // 8, 128)
         return plgpu.TilingTransform((8, swizzle * 8 // bits)), plgpu.SwizzleTransform(swizzle)
 
@@ -164,8 +165,10 @@ def _multiply(rows: Any, codes: Any, scale: Any, used_rows: int, config: SplitTi
 
         def add(total: Any, _: Any, rows: Any, codes: Any, *scale: Any) -> None:
             decoded[...] = _decoded(codes[...], scale[0][0] if scale else None, decoded.dtype)
+            # Makes the decoded tile visible to the tensor cores, which bypass the order of ordinary stores.
             plgpu.commit_smem()
             plgpu.wgmma(total, rows, decoded)
+            # The next step overwrites the decoded tile.
             plgpu.wgmma_wait(0)
 
         def product(total: Any) -> Any:

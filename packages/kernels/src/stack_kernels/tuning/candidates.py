@@ -96,6 +96,7 @@ class Trial:
 
     def prepare(self, reference: Candidate) -> None:
         """Runs the reference, whose results are the expected ones."""
+        # Only its own backward pass can read private residuals.
         kept = frozenset(reference.implementation.residuals) - {OWN}
         run = functools.partial(_forward, reference, self._call.options, kept)
         self._output, self._residuals = jax.jit(run)(self._arrays)
@@ -111,6 +112,7 @@ class Trial:
         """
         run = self._run(candidate)
         actual, expected = run(), (self._output, self._expected[1])
+        # A backward pass alone returns no output to compare.
         if self._names and not candidate.is_joint:
             actual = self._output, actual[1]
         try:

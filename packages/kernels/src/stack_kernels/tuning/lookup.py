@@ -193,6 +193,7 @@ def _chosen(
     if forward is not None:
         return _advice(_seconds_after(forward, nearby["forward"], estimates), shape, with_speedup=False)
     gradients = _estimates(nearby["backward"], candidates, joint=True, tried_before=bool(estimates))
+    # Value and gradient take the joint time, or F(f) and the fastest gradient that works after any f.
     foreign_s = _fastest_foreign_s(nearby["backward"], candidates)
     pairs = {estimate: estimate.seconds for estimate in gradients}
     if foreign_s < math.inf:

@@ -179,6 +179,7 @@ def _is_accelerator(chip: Chip) -> bool:
 
 def _plain(shape: CallShape) -> CallShape:
     """Treats float16 as bfloat16, whose products take as long."""
+    # In two steps, because "bfloat16" contains "float16".
     traits = tuple(
         (name, value.replace("bfloat16", "float16").replace("float16", "bfloat16")) for name, value in shape.traits
     )

@@ -151,6 +151,7 @@ def tune(
     with use_chip(chip):
         with tracing(fn, args):
             explanation = ops.explain(fn, *args)
+        # The budget may end early: calls that decide a choice come first, by decreasing cost.
         jobs = sorted(_jobs(explanation), key=lambda job: (not job.decides, -_weight_s(job, table, chip)))
         if not jobs:
             raise TuningError("The function calls no op of stack_core.ops, so there is nothing to tune.")
@@ -160,6 +161,7 @@ def tune(
             jobs[number] = search.run(job, jobs[number + 1 :])
         if not path.exists():
             search.table.write(path)
+        # Its tables may have been loaded before this one was written.
         MEASURED.forget()
         with ops.use_tuned_table(OneTable(search.table)):
             chosen = {job.case.key: job for job in _jobs(ops.explain(fn, *args))}
@@ -309,6 +311,7 @@ class _Search:
             return f"the reference failed: {_first_line(error)}"
         accepted: dict[Candidate, Callable[[], Any]] = {}
         for candidate in candidates:
+            # Until two candidates are accepted there is nothing to compare, so the time counts only after that.
             if len(accepted) >= 2 and time.perf_counter() > end_s - (1 - _TRYING_SHARE) * share_s:
                 break
             try:

@@ -103,6 +103,7 @@ def few_rows_product(x: Any, weight: Any) -> jax.Array:
         if part % STREAMS == 0:
             return _streamed(rows.astype(jnp.float32), view.qvalue, part) * _column_scales(view, 1)
     product = Product(len(rows), view.qvalue.dtype.name, scaled=True, has_codebook=view.codebook is not None)
+    # A code beyond the last level counts as the last, as in `linear.codes`.
     levels = [] if view.codebook is None else [jnp.pad(view.codebook, (0, _LEVELS - len(view.codebook)), mode="edge")]
     return _call(product, rows.astype(jnp.float32), view.qvalue, _column_scales(view, len(view.scale)), *levels)
 

@@ -54,6 +54,7 @@ def gradient_module(norm: RowNorm, processor: Processor) -> ir.Module:
 
 
 def _part_rows(builder: Builder, rows: Any, size: Any) -> Any:
+    # As in `parts`, from which the shape of the sums comes.
     count = builder.min(builder.over(builder.times(rows, size), _PART_SIZE), INDEX(_MAX_PARTS))
     return builder.ceil_div(rows, builder.max(count, INDEX(1)))
 

@@ -84,6 +84,7 @@ def _llvm(query: Any, key_pages: Any, value_pages: Any, *, sinks: Any, window: A
         lanes=lanes,
         query="bfloat16" if _has_bf16_dot(query, pools[0], lanes) else "float32",
         pages=pools[0].dtype.name,
+        # Sinks rescale the output, which is rounded only after that.
         output=query.dtype.name if sinks is None else "float32",
         scaled=bool(views),
         layout=call["layout"],

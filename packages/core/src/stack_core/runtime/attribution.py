@@ -88,17 +88,13 @@ def _severity(member: Member, lost_hosts: Collection[int]) -> int:
     if member.stopped and member.status in ("starting", "running"):
         return _STOPPED
     if member.error is not None:  # its process may still be exiting
-        return _CASUALTY if _is_casualty(member.error) else _ERROR
+        return _CASUALTY if any(sign in str(member.error.get("message", "")) for sign in _CASUALTIES) else _ERROR
     if member.status != "dead":
         return _INNOCENT
     status = member.exit_status or 0
     if status < 0:
         return _ABORT if -status == signal.SIGABRT else _SIGNAL  # JAX aborts if its coordinator is gone
     return _EXIT
-
-
-def _is_casualty(error: dict[str, Any]) -> bool:
-    return any(sign in str(error.get("message", "")) for sign in _CASUALTIES)
 
 
 def _failure(formation: Formation, culprit: Member, severity: int) -> Failure:

@@ -160,10 +160,6 @@ def _is_floating(operands: Sequence[Value]) -> bool:
     return all(jnp.issubdtype(value.dtype, jnp.floating) for value in operands)
 
 
-def _any_quantized(operands: Sequence[Value]) -> bool:
-    return any(value.is_quantized for value in operands)
-
-
 def _is_parameter(value: Value) -> bool:
     return value.source is not None
 
@@ -172,7 +168,7 @@ def _in_float(
     interpreter: Interpreter, equation: Any, name: str, operands: Sequence[Value], decision: Any
 ) -> list[Value]:
     arrays = [interpreter.plain(value) for value in operands]
-    computed = "dequantized" if _any_quantized(operands) else "float"
+    computed = "dequantized" if any(value.is_quantized for value in operands) else "float"
     record(interpreter, equation, name, operands, decision, arrays, computed)
     return interpreter.as_it_is(equation, operands)
 

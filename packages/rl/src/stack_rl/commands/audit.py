@@ -56,7 +56,7 @@ def audit(file: Path, /, *, json: Annotated[bool, Parameter(negative=())] = Fals
 
 def choices(objective: Any, data: Any) -> Iterator[Choice]:
     """Yields the objective's fields with their defaults, and the data's fields that the algorithm prescribes."""
-    expected = _defaults(objective)
+    expected = to_mapping(parse(type(objective), {"name": objective.name}))
     for field, value in to_mapping(objective).items():
         yield Choice(f"objective.{field}", value, expected[field])
     if isinstance(objective, PolicyConfig):
@@ -79,10 +79,6 @@ def warnings(objective: Any, data: Any) -> Iterator[str]:
             "dapo: groups with equal rewards have no gradient. The paper replaces them by newly sampled groups; set "
             "data.refill_rounds to do so."
         )
-
-
-def _defaults(objective: Any) -> Mapping[str, Any]:
-    return to_mapping(parse(type(objective), {"name": objective.name}))
 
 
 def _selected(recipe: Mapping[str, Any], section: str, selection: Selected) -> Any:

@@ -53,7 +53,7 @@ class Split:
         return jax.ShapeDtypeStruct(sizes, struct.dtype)
 
     def _entries(self, axes: str, shape: Sequence[int] | None) -> list[tuple[str, ...]]:
-        names = self._symbols(axes)
+        names = symbols(axes, len(axes.split()) - 1 + self.leading if "..." in axes else 0)
         sizes = [0] * len(names) if shape is None else shape
         return [() if size == 1 else self.places.get(name, ()) for name, size in zip(names, sizes, strict=True)]
 
@@ -87,9 +87,6 @@ class Split:
         checked = any(map(varying, arrays))
         mapped = jax.shard_map(local, axis_names=set(self.free), in_specs=specs, out_specs=outs, check_vma=checked)
         return mapped(*arrays)
-
-    def _symbols(self, axes: str) -> tuple[str, ...]:
-        return symbols(axes, len(axes.split()) - 1 + self.leading if "..." in axes else 0)
 
 
 def like(array: Any, other: Any) -> Any:

@@ -61,6 +61,10 @@ def test_other_variables_of_jax_are_left_alone():
     assert told(JAX_PLATFORM_NAME="cpu", JAX_COORDINATOR_ADDRESS="x", JAX_NUM_PROCESSES="2") == [("environment", "ok")]
 
 
+def test_variables_that_a_package_declares_are_left_to_its_check():
+    assert [one.check for one in check_environment({"STACK_ACME": "1"}, ["STACK_ACME"])] == ["environment"]
+
+
 def test_a_variable_of_stack_that_nobody_reads_is_a_note():
     (finding,) = check_environment({"STACK_DISABLED_PLUGINS": "rl"})
     assert finding.status == "note"

@@ -10,14 +10,13 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
+from stack_kernels.checks import TOKAMAX_VERSION
 from stack_kernels.mesh_types import untyped
 
-__all__ = ["GENERATIONS", "WRITTEN_FOR", "is_installed", "missing", "on_arrays", "run"]
+__all__ = ["GENERATIONS", "is_installed", "missing", "on_arrays", "run"]
 
 GENERATIONS = {"a100": "sm80", "h100": "sm90", "h200": "sm90", "gh200": "sm90", "b200": "sm100", "gb200": "sm100"}
 """Instruction set by the first word of a GPU's kind; Tokamax has separate kernels per generation."""
-
-WRITTEN_FOR = "0.0.17"
 
 
 @functools.cache
@@ -36,8 +35,8 @@ def missing(*modules: str) -> str | None:
     if not is_installed("tokamax"):
         return "Tokamax is not installed: pip install 'stack-kernels[tokamax]', with Python 3.12 or newer"
     version = importlib.metadata.version("tokamax")
-    if version != WRITTEN_FOR:
-        return f"it is written for tokamax {WRITTEN_FOR}, and {version} is installed"
+    if version != TOKAMAX_VERSION:
+        return f"it is written for tokamax {TOKAMAX_VERSION}, and {version} is installed"
     absent = [name for name in modules if not is_installed(name)]
     if not absent:
         return None

@@ -58,6 +58,11 @@ def stack_register_tuned_tables(registry: Registrar) -> None:
 
 
 @hookimpl
+def stack_register_checks(registry: Registrar) -> None:
+    registry.add("kernels", "stack_kernels.checks:check_kernels", variables=("STACK_CPU_KERNELS", "STACK_TUNED_TABLES"))
+
+
+@hookimpl
 def stack_register_commands(registry: Registrar) -> None:
     registry.add(
         "tune",

@@ -27,6 +27,11 @@ def stack_register_objectives(registry: Registrar) -> None:
 
 
 @hookimpl
+def stack_register_checks(registry: Registrar) -> None:
+    registry.add("sandbox", "stack_rl.checks:check_sandbox")
+
+
+@hookimpl
 def stack_register_commands(registry: Registrar) -> None:
     registry.add(
         "rl list",

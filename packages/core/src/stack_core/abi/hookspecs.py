@@ -105,6 +105,11 @@ def stack_register_commands(registry: Registrar) -> None:
 
 
 @hookspec
+def stack_register_checks(registry: Registrar) -> None:
+    """Registers checks of `stack doctor`, each a `Check`; `variables` names the STACK_ variables of a package."""
+
+
+@hookspec
 def stack_register_transforms(registry: Registrar) -> None:
     """Registers model transforms by config section: functions from `(config, sample_batch)` to a `ModelTransform`."""
 
@@ -141,6 +146,7 @@ DETAILS: Mapping[str, Mapping[str, type]] = {
     "chips": {"device_kinds": tuple},
     "op_definitions": {"function": str, "suite": str},
     "commands": {"help": str, "huge_pages": bool},
+    "checks": {"variables": tuple},
     "analyses": {"help": str},
     "panels": {"order": int},
 }

@@ -1,15 +1,16 @@
 """Checks of this installation and machine: correctness, settings that change results or speed, and suggested fixes.
 
-No module here imports JAX, which may itself be broken: `backend` starts it in a separate process.
+Packages add checks by the hook `stack_register_checks`. No module here imports JAX, which may itself be broken:
+`backend` starts it in a separate process.
 """
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import Distribution
 
+from stack_core.abi.findings import STATUSES, Finding, Status, worst
 from stack_core.abi.plugins import plugins, registries
 from stack_core.doctor import accelerators, backend, environment, network, packages, resources
-from stack_core.doctor.findings import STATUSES, Finding, Status, worst
 
 __all__ = ["STATUSES", "Finding", "Status", "diagnose", "worst"]
 
@@ -27,17 +28,23 @@ def diagnose(*, timeout_s: float = 90.0) -> Iterator[Finding]:
         "packages": lambda: packages.check_dependencies(distributions, roots),
         "jax's packages": lambda: packages.check_accelerator_packages(distributions),
         "plugins": lambda: packages.check_plugins(plugins, registries),
-        "environment": lambda: environment.check_environment(os.environ),
+        "environment": lambda: environment.check_environment(os.environ, _variables()),
         "cores": resources.check_cores,
         "memory": resources.check_memory,
         "memory pages": lambda: resources.check_pages(os.environ),
         "caches": lambda: resources.check_cache(os.environ),
         "clock": resources.check_clock,
         "network": network.check_network,
-        "jax": lambda: _check_jax(timeout_s, distributions),
+        **{name: lambda name=name: registries.checks[name](os.environ) for name in registries.checks},
+        "jax": lambda: _check_jax(timeout_s, distributions),  # last, because it takes longest
     }
     for check, look in checks.items():
         yield from _guarded(check, look)
+
+
+def _variables() -> list[str]:
+    """Lists the environment variables that the checks of packages declare."""
+    return [name for entry in registries.checks.entries() for name in entry.details.get("variables", ())]
 
 
 def _check_jax(timeout_s: float, distributions: Mapping[str, Distribution]) -> Iterator[Finding]:

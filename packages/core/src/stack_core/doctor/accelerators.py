@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from stack_core.abi.findings import Finding
 from stack_core.abi.installing import install_command
 from stack_core.doctor.backend import Answer
-from stack_core.doctor.findings import Finding
 
 __all__ = ["Gpu", "Hardware", "check_hardware", "find_hardware"]
 

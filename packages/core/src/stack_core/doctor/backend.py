@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from stack_core.abi.findings import Finding
 from stack_core.abi.installing import install_command
-from stack_core.doctor.findings import Finding
 
 __all__ = ["Answer", "ask_jax", "check_jax"]
 

@@ -1,10 +1,10 @@
 """Environment variables that change results or speed, with their effects."""
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from stack_core.abi.errors import nearest
-from stack_core.doctor.findings import Finding, Status
+from stack_core.abi.findings import Finding, Status
 
 __all__ = ["check_environment"]
 
@@ -55,10 +55,8 @@ _SETTINGS: Mapping[str, tuple[Status, str]] = {
     "OPENBLAS_NUM_THREADS": ("note", "sets the threads of NumPy; XLA uses all usable cores regardless"),
     "MKL_NUM_THREADS": ("note", "sets the threads of NumPy and PyTorch; XLA uses all usable cores regardless"),
     "PYTHONPATH": ("note", "modules there take precedence over installed ones"),
-    "STACK_CPU_KERNELS": ("note", "stack-kernels does not use its machine code on CPUs"),
     "STACK_DISABLE_PLUGINS": ("note", "these plugins are not loaded"),
     "STACK_LOAD_PLUGINS": ("note", "only core and these plugins are loaded"),
-    "STACK_TUNED_TABLES": ("note", "stack-kernels uses only these tuned tables"),
 }
 # XLA flags that reduce speed or change the apparent hardware.
 _XLA_FLAGS: Mapping[str, tuple[Status, str]] = {
@@ -75,9 +73,14 @@ _THEIRS = ("JAX_", "XLA_", "LIBTPU_")
 _TYPO = 0.9  # minimum similarity of a typo, such as JAX_PLATFORM (without effect) for JAX_PLATFORMS
 
 
-def check_environment(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yields one finding per set variable, and one per variable that looks misspelled."""
-    findings = [*_known(environ), *_misspelled(environ)]
+def check_environment(environ: Mapping[str, str], of_packages: Collection[str] = ()) -> Iterator[Finding]:
+    """Yields one finding per set variable, and one per variable that looks misspelled.
+
+    Args:
+      environ: environment variables.
+      of_packages: names of variables that other packages read and check.
+    """
+    findings = [*_known(environ), *_misspelled(environ, of_packages)]
     if not findings:
         yield Finding("environment", "ok", "no variable that changes results or speed is set")
     yield from findings
@@ -97,11 +100,11 @@ def _known(environ: Mapping[str, str]) -> Iterator[Finding]:
             yield Finding("XLA_FLAGS", status, f"{flag}: {effect}", advice)
 
 
-def _misspelled(environ: Mapping[str, str]) -> Iterator[Finding]:
-    known = [*_SWITCHES, *_SETTINGS]
+def _misspelled(environ: Mapping[str, str], of_packages: Collection[str]) -> Iterator[Finding]:
+    known = [*_SWITCHES, *_SETTINGS, *of_packages]
     for name in sorted(environ.keys() - set(known)):
         if name.startswith(_OURS):
-            found = f"is set, but stack-core does not read it.{nearest(name, known)}"
-            yield Finding(name, "note", found, "Correct its name, unless a plugin reads it.")
+            found = f"is set, but no installed package declares it.{nearest(name, known)}"
+            yield Finding(name, "note", found, "Correct its name, or unset it.")
         elif name.upper().startswith(_THEIRS) and (close := difflib.get_close_matches(name.upper(), known, 1, _TYPO)):
             yield Finding(name, "warning", "is set, but JAX may not read it", f"Did you mean {close[0]}?")

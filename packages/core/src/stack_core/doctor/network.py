@@ -4,7 +4,7 @@ import ipaddress
 import socket
 from collections.abc import Callable, Iterator
 
-from stack_core.doctor.findings import Finding
+from stack_core.abi.findings import Finding
 
 __all__ = ["check_network"]
 

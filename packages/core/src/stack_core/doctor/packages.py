@@ -10,10 +10,10 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from stack_core.abi.findings import Finding
 from stack_core.abi.hookspecs import REGISTRY_KINDS
 from stack_core.abi.installing import install_command
 from stack_core.abi.plugins import Plugins, Registries
-from stack_core.doctor.findings import Finding
 
 __all__ = ["check_accelerator_packages", "check_dependencies", "check_plugins", "check_python"]
 

@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from stack_core.abi.findings import Finding
 from stack_core.abi.user_cache import user_cache_dir
 from stack_core.chips import machine
-from stack_core.doctor.findings import Finding
 from stack_core.runtime import huge_pages
 
 __all__ = ["check_cache", "check_clock", "check_cores", "check_memory", "check_pages"]

@@ -95,7 +95,7 @@ def _update(path: Path, names: Sequence[str], chips: Sequence[str], rows: Sequen
     """Replaces the cells of these implementations and chips and of the CPU; drops implementations that are gone."""
     import jax
 
-    from stack_kernels import from_tokamax
+    from stack_kernels.checks import TOKAMAX_VERSION
     from stack_kernels.laboratory.table import COLUMNS, Table, cell_of, implementations, is_of_tokamax, this_processor
 
     before = Table.read(path) if path.exists() else Table({}, {}, {})
@@ -106,7 +106,7 @@ def _update(path: Path, names: Sequence[str], chips: Sequence[str], rows: Sequen
     of_tokamax = [name for name in names if is_of_tokamax(name)]
     versions = dict(before.versions)
     if of_tokamax:
-        versions["tokamax"] = f"{from_tokamax.WRITTEN_FOR}, jax {jax.__version__}"
+        versions["tokamax"] = f"{TOKAMAX_VERSION}, jax {jax.__version__}"
     if len(of_tokamax) < len(names):
         versions["jax"] = jax.__version__
     Table(versions, this_processor(), cells).write(path)

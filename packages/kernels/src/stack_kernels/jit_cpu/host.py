@@ -21,6 +21,7 @@ from stack_core.abi.ops import OpCall
 from stack_core.chips import Chip
 from stack_core.chips.machine import cpu_model
 from stack_core.ops.building import vary_alike
+from stack_kernels.checks import CPU_KERNELS_VARIABLE
 from stack_kernels.jit_cpu import crash_note
 from stack_kernels.jit_cpu.builder import BYTE, INDEX, POINTER, Builder
 from stack_kernels.jit_cpu.xla_ffi import check_handler, interface_refusal
@@ -28,7 +29,6 @@ from stack_kernels.jit_cpu.xla_ffi import check_handler, interface_refusal
 __all__ = ["Processor", "assembly", "compiled", "kernel_call", "on_this_cpu", "this_processor"]
 
 _REGISTERING = threading.Lock()
-_SWITCH = "STACK_CPU_KERNELS"
 # The system call on x86-64, its request for permission to use a processor state, and the state of the tile registers.
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 
@@ -99,11 +99,11 @@ def on_this_cpu(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
 
 def _refusal() -> str:
     """Returns why no machine code runs in this process; "" if it does."""
-    chosen = os.environ.get(_SWITCH)
+    chosen = os.environ.get(CPU_KERNELS_VARIABLE)
     if chosen == "xla":
-        return f"{_SWITCH} is 'xla'"
+        return f"{CPU_KERNELS_VARIABLE} is 'xla'"
     if chosen:
-        return f"{_SWITCH} is {chosen!r}, which is not known; expected 'xla' or nothing"
+        return f"{CPU_KERNELS_VARIABLE} is {chosen!r}, which is not known; expected 'xla' or nothing"
     if this_processor() is None:
         return "it is for Linux on x86-64 processors with AVX2"
     return interface_refusal()

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from stack_core import ops
 from stack_core.abi.errors import TuningError
+from stack_kernels.checks import TABLES_VARIABLE
 from stack_kernels.tuning.lookup import OneTable, TunedTables
-from stack_kernels.tuning.tables import HERE, TABLES_VARIABLE, ChipName, Table
+from stack_kernels.tuning.tables import HERE, ChipName, Table
 
 __all__ = ["MEASURED", "DamagedTableWarning", "known_tables", "table_files", "tuned"]
 

@@ -16,12 +16,12 @@ from typing import Any
 
 from stack_core.abi.errors import TuningError
 from stack_core.chips import Chip
+from stack_kernels.checks import TABLES_VARIABLE
 from stack_kernels.tuning.shapes import CallShape
 
 __all__ = [
     "FORMAT",
     "HERE",
-    "TABLES_VARIABLE",
     "Case",
     "ChipName",
     "Measurement",
@@ -35,7 +35,6 @@ __all__ = [
 FORMAT = "stack tuned table 1"
 HERE = Path(".stack", "tuned")
 """Folder in the working directory for its measurements, read by processes that start there."""
-TABLES_VARIABLE = "STACK_TUNED_TABLES"
 _FIELDS = {"format", "chip", "cases"}
 
 

@@ -1,9 +1,10 @@
-"""The findings of `stack doctor`, one per check."""
+"""Findings of `stack doctor`, which packages add by the hook `stack_register_checks`."""
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-__all__ = ["STATUSES", "Finding", "Status", "worst"]
+__all__ = ["STATUSES", "Check", "Finding", "Status", "worst"]
 
 Status = Literal["ok", "note", "warning", "problem"]
 
@@ -26,6 +27,10 @@ class Finding:
     status: Status
     found: str
     advice: str = ""
+
+
+Check = Callable[[Mapping[str, str]], Iterable[Finding]]
+"""A check of one package: a function from the environment variables to findings. It must not import JAX."""
 
 
 def worst(findings: list[Finding]) -> Status:

@@ -215,7 +215,7 @@ def _gated_flops(arrays: Any, options: Any, values: Any, backward: bool) -> int:
 def _loss_flops(arrays: Any, options: Any, values: Any, backward: bool) -> int:
     del options, values
     weight = _logical(arrays["weight"])
-    # Backward: the logits again, the gradient of the hidden states, and that of a weight with a gradient.
+    # Backward: the logits again, the gradient of the hidden states, and the weight's gradient if it has one.
     operands = 2 + _is_floating(weight) if backward else 1
     return 2 * operands * _rows(arrays["hidden"]) * math.prod(weight.shape)
 

@@ -50,7 +50,7 @@ def attend_few(tiles: Tiles, operands: Operands, key: Any, value: Any) -> tuple[
         narrow = weights.astype(value.dtype).reshape(batch, -1, weights.shape[-1])
         sums = contract("bqk,bke->bqe", narrow, value.reshape(*value.shape[:2], -1), dtype)
         of_heads = sums.reshape(*query.shape[:4], kv_heads, value_dim)
-        # The product weighs the values of all key heads; each query keeps those of its own.
+        # The product sums the values of all key heads; each query keeps only its own head's sum.
         return jnp.sum(jnp.where(is_own_head, of_heads, 0), axis=4)
 
     return softmax_average(scores, weigh, value_dim)

@@ -158,7 +158,7 @@ def _backward(tiles: Tiles, at_once: bool, batch_rows: int, residuals: Any, cota
         # From [batch, kv_heads, group, rows, keys] to [batch, heads, q_seq, kv_seq], without padding.
         of_bias = found["bias"].reshape(found["bias"].shape[0], -1, *found["bias"].shape[3:])
         of_bias = of_bias[:, :, : bias.shape[2], : bias.shape[3]]
-        # The gradient of a bias that all batch rows share is summed over them.
+        # A bias that all batch rows share has the sum of their gradients.
         return ({**stacked, "bias": of_bias}, {}) if bias.shape[0] == query.shape[0] else (stacked, {"bias": of_bias})
 
     query, key, bias = operands["query"], operands["key"], operands["bias"]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["tune"]
 
-# 128 + SIGINT, as shells report it.
+# 128 + SIGINT, the exit status that shells report.
 _INTERRUPTED = 130
 _BUSY_CPUS = 0.25
 

@@ -137,7 +137,7 @@ class Builder:
         self.build.cbranch(self.build.icmp_signed("<=", following, stop), body, after)
         self.build.position_at_end(body)
         yield index
-        # Not from `body`: nested loops and conditions of the body end in blocks of their own.
+        # Not from `body`: its nested loops and conditions end in other blocks.
         index.add_incoming(following, self.build.block)
         self.build.branch(head)
         self.build.position_at_end(after)

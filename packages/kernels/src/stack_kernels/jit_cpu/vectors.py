@@ -95,7 +95,7 @@ def reduce_max(builder: Builder, x: Any) -> Any:
 
 def total(builder: Builder, x: Any) -> Any:
     """Returns the sum of a vector's lanes."""
-    # Both inputs of a round are the same vector, so the other half of the result repeats the sums.
+    # Both inputs of a round are equal, so the second half of the result repeats the first.
     (summed,) = _halved(builder, [x, x], x.type.count // 2)
     for half in _halves(x.type.count // 2):
         (summed,) = _halved(builder, [summed, summed], half)

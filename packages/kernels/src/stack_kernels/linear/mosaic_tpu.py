@@ -183,7 +183,7 @@ def _multiply(
         """Which tile of the weight a step of the grid reads, along d_in and d_out."""
         return (result, term) if transposed else (term, result)
 
-    # Scale tiles per weight tile along d_in; `_space` offers only tiles with a whole number of them.
+    # Scale tiles per weight tile; `_space` offers only weight tiles for which this is an integer.
     scales = max(1, tiles // steps[0])
     in_specs = [
         pl.BlockSpec((config.rows, depth), lambda row, result, term: (row, term)),

@@ -100,7 +100,7 @@ def _chunks(state: Any, query: Any, key: Any, value: Any, decay: Any, beta: Any)
     known = beta[..., None] * jnp.concatenate([value, since_start * key], axis=-1)
     # U = written - of_state S, for the state S at the start of the chunk.
     written, of_state = jnp.split(_inverse(system) @ known, [value.shape[-1]], axis=-1)
-    # D_C * K: what each token's update still contributes at the end of the chunk.
+    # D_C * K: the decayed contribution of each token's update at the end of the chunk.
     until_end = within[..., -1, :, None] * key
 
     def next_chunk(state: Any, chunk: Any) -> Any:

@@ -152,7 +152,7 @@ def _over_pages(
     slots = key_pages.shape[2]
 
     def page(token: Any, place: Any, table: Any, begins: Any, ends: Any) -> tuple[Any, ...]:
-        # Steps before and after the visible pages repeat the nearest of them: an unchanged index fetches nothing.
+        # Steps outside the visible pages name the nearest visible page: an unchanged index fetches nothing.
         first, last = begins[token] // slots, jnp.maximum(ends[token] - 1, 0) // slots
         return table[token * step.places + jnp.clip(place, first, last)], 0, 0, 0
 

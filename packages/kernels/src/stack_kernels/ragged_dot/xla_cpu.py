@@ -117,7 +117,7 @@ def _over_tiles(add: Callable[[int, Any, Any], Any], begin: Any, end: Any, rows:
     # Every size is a branch to compile; none larger than the first that holds all rows is needed.
     fitting_all = bisect.bisect_left(_REST_ROWS, min(rows, _FULL_ROWS))
     sizes = _REST_ROWS[: fitting_all + 1]
-    # One row less, so that the last tile of every group with rows is left to the switch below.
+    # One row less: the switch below then handles the last tile of every group with rows.
     full = jnp.maximum(end - begin - 1, 0) // _FULL_ROWS
     carry = lax.fori_loop(0, full, lambda i, carry: add(_FULL_ROWS, begin + i * _FULL_ROWS, carry), carry)
     start = begin + full * _FULL_ROWS

@@ -112,7 +112,7 @@ class Trial:
         """
         run = self._run(candidate)
         actual, expected = run(), (self._output, self._expected[1])
-        # A backward pass alone returns no output to compare.
+        # A separate backward pass returns no output to compare.
         if self._names and not candidate.is_joint:
             actual = self._output, actual[1]
         try:

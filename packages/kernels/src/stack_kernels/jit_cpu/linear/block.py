@@ -282,7 +282,7 @@ class Block:
 
     def _pairs(self, lines: list[Any]) -> list[Any]:
         """Interleaves two bf16 rows, making the two values of each column adjacent."""
-        # Two vectors of 16-bit numbers fill a register; interleaved with those of the other row they fill two.
+        # Two vectors of 16-bit numbers fill a register; interleaved with the other row, they fill two.
         count = min(self.vectors, 2) * self.lanes
         parts: list[Any] = []
         for first in range(0, self.vectors * self.lanes, count):

@@ -68,7 +68,7 @@ def _vectors(product: Product, processor: Processor, rows: int) -> int:
         return 4
     sums = 8 if processor.lanes == 8 else 32 if product.x == "bfloat16" and product.rows <= 8 else 24
     most = min(2048 // BITS[product.weight] // processor.lanes, 8, sums // rows)
-    # A power of two, so that full blocks divide the columns of a tile.
+    # A power of two: full blocks then divide the columns of a tile.
     return max(1 << most.bit_length() - 1, 1 + (product.x == "bfloat16"))
 
 
@@ -93,7 +93,7 @@ class _Tile:
         self.builder = builder = Builder(module, "tile", TILE)
         self.product, self.lanes, self.width = product, processor.lanes, vectors * processor.lanes
         arguments, results, self.tile, _ = builder.parameters
-        # Pointers to buffers that this product does not have stay null; blocks do not use them.
+        # Buffers that this product lacks stay null pointers, which blocks do not read.
         found: dict[str, Any] = dict.fromkeys(Places.__dataclass_fields__, ir.Constant(POINTER, None))
         # Without scales, all of k is one tile.
         found["tiles"] = INDEX(1)
@@ -116,7 +116,7 @@ class _Tile:
         after = builder.plus(first, builder.times(builder.over(builder.minus(end, first), width), width))
         with builder.loop(first, after, width) as column:
             self._multiply(column, blocks)
-        # A loop runs only full steps; the end is moved so that a partial vector is one.
+        # A loop runs only full steps, so its end is raised to include a partial vector.
         with builder.loop(after, builder.plus(end, lanes - 1), lanes) as column:
             self._multiply(column, vectors)
         builder.close()
@@ -125,7 +125,7 @@ class _Tile:
         """Multiplies a block of columns with all rows, by consecutive parts of k."""
         builder, tiles = self.builder, self.found["tiles"]
         depth = builder.over(self.found["depth"], tiles)
-        # Without a panel, sums stay in registers over the whole scale tile.
+        # Without a panel, the sums of a scale tile stay in registers.
         part = INDEX(PANEL_STEPS * self.product.step) if len(blocks) > 1 else depth
         with builder.loop(0, tiles) as tile:
             first = builder.times(tile, depth)
@@ -133,7 +133,7 @@ class _Tile:
             with builder.loop(0, builder.ceil_div(depth, part)) as number:
                 start = builder.plus(first, builder.times(number, part))
                 where = {"tile": tile, "start": start, "stop": builder.min(builder.plus(start, part), end)}
-                # The first block fills the panel with the decoded part of w; the blocks of further rows read it.
+                # The first block fills the panel with decoded values of w; the blocks of further rows read the panel.
                 for row, block in blocks.items():
                     builder.build.call(block, self._places(row, column, where))
 

@@ -18,7 +18,7 @@ from stack_kernels.jit_cpu.tile_registers import TILE_BYTES, TILE_LINE, TILE_ROW
 __all__ = ["TiledPrompts"]
 
 _KEYS = 32  # entries per tile row
-# The queries stay in registers 4 to 7 for all keys of a tile; the products of both steps share the others.
+# The queries stay in registers 4 to 7 for all keys of a tile; both products use the other registers.
 _SCORES, _OF_KEYS = 0, 1  # tile registers
 _OUTPUT, _OF_WEIGHTS, _OF_VALUES = 0, 1, 2
 _QUERIES = 4
@@ -93,7 +93,7 @@ class TiledPrompts(PromptTile):
                 for number in range(self.attention.head_dim // _KEYS):
                     place = builder.at(base, builder.times(row, self.slot_bytes), number * TILE_LINE)
                     entries = [builder.load(wide, place), builder.load(wide, builder.at(place, self.slot_bytes))]
-                    # Zero, because slots beyond the last key may hold NaN, and the weight 0 would not remove it.
+                    # Zero: slots beyond the last key may hold NaN, and 0 * NaN is NaN.
                     upper, lower = (
                         builder.build.select(is_key, entry, ir.Constant(wide, None))
                         for is_key, entry in zip(exists, entries, strict=True)

@@ -98,6 +98,7 @@ def few_rows_product(x: Any, weight: Any) -> jax.Array:
     rows = x.reshape(-1, x.shape[-1])
     if view is None:
         return _plain_product(rows, weight)
+    # With one scale per column, the finished sums are scaled.
     if len(rows) == len(view.scale) == 1 and view.qvalue.dtype == jnp.int8:
         part = _part_rows(view.qvalue, 2 * _PART_ROWS)
         if part % STREAMS == 0:
@@ -111,6 +112,7 @@ def few_rows_product(x: Any, weight: Any) -> jax.Array:
 def _plain_product(rows: jax.Array, weight: jax.Array) -> jax.Array:
     kind = "bfloat16" if _has_bf16_dot(rows, weight) else "float32"
     part = _part_rows(weight, _PART_ROWS)
+    # Every stream reads an equal number of a part's rows.
     if len(rows) <= _MAX_STREAMED_ROWS[kind] and part % STREAMS == 0:
         return _streamed(rows.astype(kind), weight, part)
     return _call(Product(len(rows), weight.dtype.name, kind), rows.astype(kind), weight)

@@ -115,6 +115,7 @@ class _Part:
         self.terms = _TERMS[product.x]
         self.x_bytes = 4 // self.terms
         self.x = builder.at(x, builder.times(self.first, self.x_bytes))
+        # [rows, columns] of this part.
         self.sums = builder.at(sums, builder.times(builder.times(self.part, self.columns), 4 * product.rows))
         self.row_bytes = builder.over(builder.times(self.columns, BITS[product.weight]), 8)
 
@@ -156,6 +157,7 @@ class _Part:
         after = builder.plus(start, builder.times(builder.over(builder.minus(end, start), width), width))
         with builder.loop(start, after, width) as column:
             for line in lines:
+                # The same columns in the next row of the stream.
                 builder.prefetch(builder.at(line, self.row_bytes, self._bytes(column)))
             self._add(x, lines, column, self.line_vectors, None)
         with builder.loop(after, builder.plus(end, lanes - 1), lanes) as column:

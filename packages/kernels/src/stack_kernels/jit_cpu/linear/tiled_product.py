@@ -26,6 +26,7 @@ GRAIN = 32
 """k and the columns are multiples of this."""
 
 _UNIT_ROWS = 512
+# Tiles of w in a panel: half a MiB, for the L2 cache.
 _PANEL_TILES = 512
 _PAIRS = (4, 8, 16, 32, 64)
 _MAX_WAITING = 16 * _UNIT_ROWS
@@ -122,11 +123,14 @@ class _Unit:
         self.registers = TileRegisters(builder)
         self.tile_rows = builder.min(self.rows, INDEX(TILE_ROWS))
         self.panel = builder.scratch(BYTE, _PANEL_TILES * TILE_BYTES)
+        # The narrowest panel has the most steps, each with two tiles of x.
         self.block = builder.scratch(BYTE, _PANEL_TILES // min(_PAIRS) * TILE_BYTES)
+        # Four tiles of sums per pair and block of 32 rows.
         self.sums = builder.scratch(BYTE, _MAX_WAITING // GRAIN * 4 * TILE_BYTES)
 
     def write(self) -> None:
         builder = self.builder
+        # If x has fewer than 16 rows, so have its tiles and the sums.
         self.registers.configure(self.tile_rows, {*_OF_X, *itertools.chain(*_SUMS)})
         width = builder.min(builder.minus(self.columns, self.column), self.unit.columns)
         blocks = builder.ceil_div(builder.min(builder.minus(self.rows, self.row), INDEX(_UNIT_ROWS)), GRAIN)

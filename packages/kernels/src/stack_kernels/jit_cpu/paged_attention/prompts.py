@@ -173,6 +173,7 @@ class PromptTile(ABC):
             score = self._scaled(builder.load(kind, place))
             score = build.select(self._seen(builder.plus(start, number)), score, nothing)
             builder.store(score, place)
+            # The maximum ignores NaN, but the weight of such a score is NaN.
             highest.set(build.select(build.fcmp_ordered(">", score, highest.get()), score, highest.get()))
         after = highest.get()
         self.maximum.set(after)

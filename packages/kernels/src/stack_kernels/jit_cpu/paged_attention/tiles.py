@@ -44,6 +44,7 @@ def _write_tiles(module: ir.Module, attention: PagedAttention) -> None:
     with sequences.each() as (_, start, end):
         parts.set(builder.plus(parts.get(), sequences.parts(start, end)))
         filled.set(end)
+    # Tokens before the first and after the last sequence belong to no tile. Sizes are bytes per head of each result.
     for number, size in enumerate((attention.head_dim * BITS[attention.output] // 8, 4, 4)):
         data, _ = builder.buffer(results, number, 0)
         for start, end in ((INDEX(0), first), (filled.get(), sequences.tokens)):
@@ -238,6 +239,7 @@ class _Tile:
         for lane in range(self.lanes):
             # For a missing key another one is read, because its memory may not exist.
             place = self._slot(self.pools[0], keys, builder.min(INDEX(lane), builder.minus(keys.count, 1)))
+            # A partial sum per lane; `sums` below turns the vectors of all keys into one vector of scores.
             products.append(self._dot(queries, place))
         scores = builder.build.fmul(vectors.sums(builder, products), vectors.constant(attention.scale, self.lanes))
         if attention.scaled:

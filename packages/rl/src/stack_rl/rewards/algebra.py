@@ -25,6 +25,7 @@ Sum: TypeAlias = Mapping[Monomial, Fraction]
 _MAX_TERMS: Final = 256
 _MAX_BITS: Final = 4096
 _MAX_EXPONENT: Final = 64
+# Trial division takes at most 10^5 steps.
 _MAX_FACTORED: Final = 10**10
 
 _ONE: Final[Monomial] = ()
@@ -78,6 +79,7 @@ class Expression:
             return self.root(found.denominator).power(number(found.numerator))
         base, times = self if found > 0 else self.inverse(), abs(found.numerator)
         if (value := base.rational) is not None:
+            # Checked before the power is computed, which could be huge.
             if times * max(value.numerator.bit_length(), value.denominator.bit_length()) > _MAX_BITS:
                 raise Unreadable(f"an exponent of {found}")
             return number(value**times)
@@ -96,8 +98,10 @@ class Expression:
         ((monomial, value), *_) = self.top.items() if is_monomial else [(_ONE, Fraction(0))]
         if not self.top:
             return self
+        # Even roots of negative numbers are exact only for square roots of numbers, as multiples of i.
         if not is_monomial or (value < 0 and degree % 2 == 0 and (degree > 2 or monomial)):
             return opaque(f"root {degree}", self)
+        # A root is distributed over positive atoms only, because sqrt(x^2) is |x| rather than x.
         positive = {atom: exponent for atom, exponent in monomial if atom in _POSITIVE or atom.isdigit()}
         others = tuple((atom, exponent) for atom, exponent in monomial if atom not in positive)
         roots = {atom: exponent / degree for atom, exponent in positive.items()}
@@ -127,6 +131,7 @@ class Expression:
 
     @property
     def is_opaque(self) -> bool:
+        # Only the names of opaque atoms contain arguments, and thereby a bracket.
         return any("(" in atom for part in (self.top, self.bottom) for monomial in part for atom, _ in monomial)
 
     def equals(self, other: "Expression") -> bool | None:
@@ -147,6 +152,7 @@ class Expression:
                 for part in (self.top, self.bottom)
             )
             return top / bottom
+        # KeyError: variables, i and opaque atoms have no value.
         except (KeyError, OverflowError, ZeroDivisionError):
             return None
 
@@ -175,6 +181,7 @@ def _value(atom: str, exponent: Fraction) -> float:
 
 
 def _written(part: Sum) -> str:
+    # Sorted, because the text names an opaque atom: equal arguments must have equal texts.
     return "[" + " + ".join(f"{value} {dict(each)}" for each, value in sorted(part.items())) + "]"
 
 
@@ -186,6 +193,7 @@ def _added(left: Sum, right: Sum) -> Sum:
 
 
 def _multiplied(left: Sum, right: Sum) -> Sum:
+    # Checked before multiplying, when equal monomials are not merged yet.
     if len(left) * len(right) > 16 * _MAX_TERMS:
         raise Unreadable("too many terms")
     found = dict[Monomial, Fraction]()
@@ -207,9 +215,11 @@ def _monomial(exponents: Mapping[str, Fraction], value: Fraction) -> Sum:
         if abs(exponent) > _MAX_EXPONENT:
             raise Unreadable(f"an exponent of {exponent}")
         if atom == "i":
+            # i^2 = -1 and i^4 = 1, so an exponent below 2 and a sign remain.
             left = exponent % 2
             value = -value if (exponent - left) % 4 else value
         elif atom.isdigit():
+            # 2^(5/2) = 4 * 2^(1/2), and 2^(-1/2) = 1/2 * 2^(1/2).
             left = exponent % 1
             value *= Fraction(int(atom)) ** int(exponent - left)
         if left:

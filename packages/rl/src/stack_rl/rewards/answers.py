@@ -13,6 +13,7 @@ from stack_rl.rewards.units import DEGREE
 
 __all__ = ["extract", "is_same"]
 
+# "answer is", "answer is:" or "answer:", then spaces and the bold marks of Markdown.
 _STATING: Final = re.compile(r"(?i)\banswer\s*(?:is\b\s*[:=]?|[:=]+)[\s*]*")
 
 
@@ -24,9 +25,11 @@ def extract(text: str) -> str | None:
     """
     if "\\boxed{" in text or "\\fbox{" in text:
         return _last_boxed(text)
+    # Solutions of GSM8K end with `#### answer`.
     if "####" in text:
         return text.rpartition("####")[2].strip().partition("\n")[0] or None
     if stating := list(_STATING.finditer(text)):
+        # Answers in Minerva's few-shot prompt end with this sentence (arXiv:2206.14858).
         line = text[stating[-1].end() :].partition("\n")[0].removesuffix(" I hope it is correct.")
         return line.strip().rstrip(".*").strip() or None
     line = text.strip()
@@ -55,6 +58,7 @@ def is_same(left: str, right: str, *, tolerance: float = 0.0) -> bool | None:
       right: the reference answer.
       tolerance: maximum difference of two numbers, relative to the reference.
     """
+    # Equal texts are equal even if they cannot be parsed, but empty ones state no answer.
     if plain(left) == plain(right):
         return bool(plain(left)) or None
     pair = read(left), read(right)
@@ -119,6 +123,7 @@ def _same_quantities(left: Quantity, right: Quantity, tolerance: Fraction) -> bo
     for one, other in ((left, right), (right, left)):
         if one.unit and not one.is_certain:  # only one answer has a unit, so its letters may be variables
             return (one.product is not None and _same_values(one.product, other.value, tolerance)) or None
+        # Without a unit, an angle may be in degrees or in radians: 90° equals both 90 and pi/2.
         if one.unit == DEGREE:
             radians = one.value * symbol("pi") / number(180)
             return _any([_same_values(each, other.value, tolerance) for each in (one.value, radians)])
@@ -171,6 +176,7 @@ def _same_sets(left: Sequence[Answer], right: Sequence[Answer], tolerance: Fract
     return _all([_any([_same(each, other, tolerance) for other in others]) for each, others in both])
 
 
+# Kleene's three-valued logic, in which None is undecided.
 def _all(found: Iterable[bool | None]) -> bool | None:
     values = set(found)
     return False if False in values else None if None in values else True

@@ -25,8 +25,11 @@ class Token(NamedTuple):
     is_spaced: bool
 
 
+# 100! has 525 bits, well within the bounds of the algebra.
 _MAX_FACTORIAL: Final = 100
 
+# Applied in this order: `\,` between groups of digits becomes a comma before other spaces are removed. `(?![a-zA-Z])`
+# ends the name of a command, so `\in` does not match the beginning of `\infty`.
 _LAYOUT: Final = [
     (re.compile(pattern), new)
     for pattern, new in (
@@ -41,6 +44,7 @@ _LAYOUT: Final = [
         (r"\\pi(?![a-zA-Z])|π", r"\\pi "),
         (r"\\infty(?![a-zA-Z])|∞|\binf(?:inity)?\b|\boo\b", r"\\infty "),
         (r"\\(?:in)(?![a-zA-Z])|∈", "∈"),
+        # `U` is a union only between brackets; elsewhere it is a variable.
         (r"\\cup(?![a-zA-Z])|(?<=[)\]}])\s*U\s*(?=[(\[{])", "\N{UNION}"),
         (r"\\(?:leq?|leqslant)(?![a-zA-Z])|<=", "≤"),
         (r"\\(?:geq?|geqslant)(?![a-zA-Z])|>=", "≥"),
@@ -59,6 +63,7 @@ _LAYOUT: Final = [
         (r"\s+", " "),
     )
 ]
+# \text{} is the first alternative, because `\text` is a command for the later one.
 _TOKEN: Final = re.compile(
     r"\\(?:text|textrm|textbf|mathrm|mbox)\s*\{(?P<upright>[^{}]*)\}|(?P<number>(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?)"
     r"|(?P<word>[A-Za-z]+)|\\(?P<command>[A-Za-z]+)|(?P<symbol>\S)"
@@ -71,6 +76,7 @@ GREEK: Final = frozenset((
 _APPLIED: Final = frozenset((
     "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "log", "ln", "exp",
 ))  # fmt: skip
+# `_Reader._function` rejects names outside `_APPLIED`; without them, `lg` would be the product of l and g.
 FUNCTIONS: Final = _APPLIED | {"sqrt", "lg", "arg", "gcd", "lcm", "max", "min", "mod"}
 
 
@@ -83,6 +89,7 @@ def plain(text: str) -> str:
             break
     for pattern, new in _LAYOUT:
         found = pattern.sub(new, found)
+    # The final period may be outside the delimiters, as in `$4$.`, or inside them, as in `$4.$`.
     return found.strip().removesuffix(".").strip()
 
 
@@ -161,6 +168,7 @@ class _Reader:
         return -found if is_negative else found
 
     def term(self) -> Expression:
+        # A mixed number counts as a quotient, because `1 1/2 x` is as ambiguous as `1/2 x`.
         mixed = self._mixed_number()
         found, has_divided = (self.factor(), False) if mixed is None else (mixed, True)
         while True:
@@ -238,6 +246,7 @@ class _Reader:
             if not text.isdigit():
                 raise Unreadable("an index of a number that is not an integer")
             return self._variable(text, longest=2)  # a numeral in a base differs from its value as an answer
+        # `1\frac{1}{2}` is a mixed number, but `2\frac{x}{y}` a product.
         if self.peek != Token("command", "frac", self.peek.is_spaced) or not text.isdigit():
             return number(value)
         self._at += 1
@@ -254,6 +263,7 @@ class _Reader:
             return self._closed(")").root(2)
         if name in FUNCTIONS:
             return self._function(name)
+        # Up to three letters are a product of variables; in \text{}, only a single letter is a variable.
         if len(name) > (3 if token.kind == "word" else 1):
             raise Unreadable(f"the word {name!r}")
         found = number(1)
@@ -322,6 +332,7 @@ class _Reader:
         token = self.peek
         if token.kind == "symbol" and token.text == "(":
             return self.primary()
+        # `\frac12` has the arguments 1 and 2, so the rest of the token is put back.
         if token.kind in ("number", "word") and len(token.text) > 1:
             self._tokens[self._at] = token._replace(text=token.text[0])
             self._tokens.insert(self._at + 1, Token(token.kind, token.text[1:], False))
@@ -336,6 +347,7 @@ class _Reader:
         power, base = number(1), list[Expression]()
         if self.take("^"):
             power = self._exponent()
+            # `\sin^{-1} x` is the arcsine, not a power of the sine.
             if (value := power.rational) is None or value <= 0:
                 raise Unreadable("an inverse function")
         if self.take("_"):
@@ -383,6 +395,7 @@ def _ratio(above: Fraction, below: Fraction) -> Fraction:
 
 def _decimal(text: str) -> Fraction:
     digits, _, exponent = text.lower().partition("e")
+    # Bounded before `Fraction` computes the value: 1e999999999 would have a billion digits.
     if len(digits) > 64 or len(exponent) > 3 or abs(int(exponent or 0)) > 64:
         raise Unreadable("a number that is too long")
     if re.match(r"0\d", digits):

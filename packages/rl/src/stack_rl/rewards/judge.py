@@ -38,6 +38,7 @@ _PATTERN: Final = (
 )
 _SCALE: Final = re.compile(r"\s*(?:/|out of)\s*(\d+(?:\.\d+)?)")
 _FILLED: Final = ("prompt", "response", "highest")
+# Timeouts, conflicts, rate limits and server errors, after which a later attempt may succeed.
 _AGAIN: Final = (408, 409, 429, 500, 502, 503, 504)
 
 

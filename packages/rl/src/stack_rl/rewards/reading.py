@@ -85,11 +85,13 @@ class Words:
 Answer = Quantity | Interval | Members | Union | Named | Relation | Words
 
 
+# Bounds for the recursion of the parser, which thousands of brackets would exhaust.
 _MAX_LETTERS: Final = 1000
 _MAX_BRACKETS: Final = 32
 _OPENING, _CLOSING = "([{", ")]}"
 _JOINING: Final = ("or", "and")
 _RELATIONS: Final = "=≠<>≤≥∈"
+# Words that are short enough for a product of variables, but are answers.
 _SHORT_WORDS: Final = frozenset(("yes", "no", "true", "none", "dne"))
 _EMPTY: Final = frozenset(("no solution", "no solutions", "empty set", "the empty set"))
 
@@ -129,6 +131,7 @@ def _parts(tokens: list[Token], *, is_inner: bool) -> list[list[Token]]:
     """
     commas = [at for at, depth in _depths(tokens) if depth == 0 and tokens[at].text == ","]
     groups = not is_inner or any(tokens[at + 1].is_spaced for at in commas if at + 1 < len(tokens))
+    # `joined` has the indices of digit groups that were appended to the number before them.
     parts, joined = [list[Token]()], set[int]()
     for at, depth in _depths(tokens):
         token = tokens[at]
@@ -177,10 +180,12 @@ def _depths(tokens: Sequence[Token]) -> Iterator[tuple[int, int]]:
 def _item(tokens: list[Token]) -> Answer:
     if not tokens:
         raise Unreadable("nothing between two separators")
+    # The upper signs belong together, and so do the lower ones: `a ± b ∓ c` has two values, not four.
     if any(token.text in "±∓" for token in tokens):
         signs = ({"±": "+", "∓": "-"}, {"±": "-", "∓": "+"})
         variants = [[each._replace(text=swap.get(each.text, each.text)) for each in tokens] for swap in signs]
         return Members(_without_name(list(map(_item, variants))), is_set=True)
+    # Relations come first, because `x \in A \cup B` is a relation whose right side is a union.
     for separators, make in ((_RELATIONS, _relation), ("\N{UNION}", _union)):
         places = [at for at, depth in _depths(tokens) if depth == 0 and tokens[at].text in separators]
         if places:
@@ -198,6 +203,7 @@ def _relation(tokens: list[Token], places: list[int]) -> Answer:
         return Named(name, _item(right))
     if sign == "∈":
         raise Unreadable("an element that is not a variable")
+    # Only < and ≤ remain, which makes `a > b` and `b < a` the same relation.
     if sign in ">≥":
         left, right, sign = right, left, {">": "<", "≥": "≤"}[sign]
     return Relation(sign, read_expression(left) - read_expression(right))
@@ -282,6 +288,7 @@ def _quantity(tokens: list[Token]) -> Quantity:
         if unit is None or not (before.kind == "number" or before.text in ")}"):
             continue
         is_word = first.kind == "word" and first.text.isalpha()
+        # `5 \text{m}`, `5 meters` and `5 cm` are certain; `5 m` and `5cm` may also be products of variables.
         if not is_word or len(first.text) > 3 or (first.is_spaced and len(first.text) > 1):
             return Quantity(read_expression(tokens[:cut]), unit)
         try:

@@ -211,6 +211,7 @@ def _gaps(settings: SandboxConfig, level: Level) -> Mapping[Gap, str]:
     """
     with socket.create_server(("127.0.0.1", 0)) as server, tempfile.NamedTemporaryFile() as file:
         Path(file.name).chmod(0o644)  # Readable by all users, so only the sandbox can hide the file.
+        # The probe writes three files of half the size limit, which only exceed the limit together.
         probe = _PROBE % (server.getsockname()[1], file.name, settings.file_bytes // 2)
         result = _run(settings, level, probe, b"", libraries=False)
     try:
@@ -321,6 +322,7 @@ def _command(
     Raises:
       SandboxError: bubblewrap is not installed.
     """
+    # -I ignores environment variables and the user's packages, -S skips `site`, -B writes no bytecode.
     launch = [order["python"], "-I", "-S", "-B", str(_LAUNCHER)]
     if level != "bubblewrap":
         return launch, {}
@@ -345,6 +347,7 @@ def _exchange(
     assert child.stdin is not None and child.stdout is not None and child.stderr is not None
     found = {child.stdout.fileno(): bytearray(), child.stderr.fileno(): bytearray()}
     left, status = memoryview(stdin), None
+    # No blocking writes: the child may fill its output pipes before it has read all of its input.
     os.set_blocking(child.stdin.fileno(), False)
     with selectors.DefaultSelector() as selector:
         for each in found:
@@ -394,6 +397,7 @@ def _end(child: "subprocess.Popen[bytes]") -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(timeout=_GRACE_S)
     with contextlib.suppress(ProcessLookupError, PermissionError):
+        # `start_new_session` made the child the leader of its process group, so the group has its number.
         os.killpg(child.pid, signal.SIGKILL)
 
 

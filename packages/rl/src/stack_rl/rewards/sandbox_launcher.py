@@ -27,8 +27,11 @@ import time
 from typing import Any, NoReturn
 
 NOBODY = 65534
+# CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNS, CLONE_NEWNET and CLONE_NEWIPC of <sched.h>.
 _NEW_USER, _NEW_PIDS, _NEW_MOUNTS, _NEW_NETWORK, _NEW_IPC = 0x10000000, 0x20000000, 0x20000, 0x40000000, 0x8000000
+# MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC and MS_PRIVATE of <sys/mount.h>.
 _READ_ONLY, _NO_SETUID, _NO_DEVICES, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+# MNT_DETACH: an ordinary unmount fails, because the old root contains other mounts.
 _DETACH = 2
 SHOWN = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32", "/etc/ld.so.cache", "/etc/localtime")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
@@ -60,6 +63,7 @@ def unshare(is_root: bool) -> None:
     called("unshare", flags)
     if not is_root:
         for name, text in (
+            # First, because the kernel refuses an unprivileged gid_map while setgroups is allowed.
             ("setgroups", "deny"),
             ("uid_map", f"{NOBODY} {user} 1"),
             ("gid_map", f"{NOBODY} {group} 1"),
@@ -70,6 +74,7 @@ def unshare(is_root: bool) -> None:
 
 def enter_root(order: dict[str, Any]) -> None:
     """Creates and enters a read-only file system with Python and its files, and a /tmp of `files_bytes`."""
+    # Private, because shared mounts would propagate to the machine and pivot_root refuses them.
     _mount(None, "/", None, _RECURSIVE | _PRIVATE)
     root = order["folder"]
     _mount("root", root, "tmpfs", _NO_SETUID | _NO_DEVICES, "mode=755,size=1m")
@@ -106,10 +111,12 @@ def _show(path: str, place: str) -> None:
 def _make_read_only(place: str) -> None:
     """Makes a tree of mounts read-only with the system call `mount_setattr` of Linux 5.12 and later."""
     attributes = struct.pack("QQQQ", 1, 0, 0, 0)  # MOUNT_ATTR_RDONLY
+    # -100 is AT_FDCWD, and 0x8000 is AT_RECURSIVE: the tree may contain further mounts.
     called("syscall", 442, -100, place.encode(), 0x8000, attributes, len(attributes))
 
 
 def _pivot_root() -> int:
+    # The C library has no wrapper of this system call.
     return {"x86_64": 155, "aarch64": 41, "riscv64": 41}[os.uname().machine]
 
 
@@ -138,6 +145,8 @@ def begin(order: dict[str, Any], program: int) -> NoReturn:
 
 def run(order: dict[str, Any], program: int) -> int:
     """Runs the program as a child, kills it and its descendants after `wall_s`, and returns the exit status."""
+    # Only children enter the new PID namespace. The first one is its init process: when it ends, the kernel kills all
+    # others.
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -80,6 +80,7 @@ class ConcurrentPlayer:
             try:
                 on_trajectories(list(await asyncio.gather(*playing)))
             except Exception as error:  # raised again on the thread that requests batches
+                # After the first exception, `gather` does not cancel the remaining episodes.
                 for each in playing:
                     each.cancel()
                 on_failure(error)
@@ -120,6 +121,7 @@ class ConcurrentPlayer:
 
         def arrive(update: GenerationUpdate) -> None:
             updates.append(update)
+            # The future is already done if the episode was cancelled.
             if update.finish_reason is not None and not ended.done():
                 ended.set_result(None)
 

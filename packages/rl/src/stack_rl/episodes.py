@@ -131,6 +131,7 @@ class Episode:
         reward = float(result.reward)  # sums of NumPy half-precision numbers would stay in half precision
         if not math.isfinite(reward):
             raise ValueError(f"the reward is {reward}; it must be finite")
+        # Before `show` appends the observation: the reward belongs to the last token of the action.
         self.rewards[-1] += reward
         self.verdict = result.verdict or self.verdict
         self.facts |= as_floats(result.facts)
@@ -283,6 +284,7 @@ def sampling_for(
     if sampling_filter is None:
         return SamplingParams(**tokens, seed=seed, temperature=0.0, logprobs=0)
     drawn = {"top_p": sampling_filter.top_p, "top_k": sampling_filter.top_k, "candidates": sampling_filter.is_narrowed}
+    # With "processed", log-probabilities refer to the filtered distribution, from which the tokens are sampled.
     return SamplingParams(**tokens, **drawn, seed=seed, logprobs=0, logprobs_of="processed")
 
 
@@ -307,6 +309,7 @@ async def within(work: Awaitable[_T], timeout_s: float) -> _T:
         async with limit:
             return await work
     except TimeoutError as error:
+        # A TimeoutError that the environment itself raised is not this limit.
         if not limit.expired():
             raise
         raise EnvironmentFailed(f"no answer within data.step_timeout_s: {timeout_s:g}") from error

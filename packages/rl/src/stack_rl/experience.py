@@ -165,6 +165,7 @@ def _lay_out_candidates(into: np.ndarray, trajectory: Trajectory) -> None:
         )
     ends = np.cumsum(counts)
     for target in np.flatnonzero(trajectory.sampled[1:]) + 1:
+        # Candidates are concatenated over tokens; the last one of `target` is at ends[target] - 1.
         own = candidates[ends[target] - counts[target] : ends[target]]
         own = own if len(own) else tokens[target : target + 1]
         into[target - 1, : len(own)] = own

@@ -48,6 +48,7 @@ class Pacing:
         chosen: list[int] = []
         for time in sorted(set(due.values())):
             outstanding = sum(each <= time for each in due.values())
+            # Groups due by `time` that do not fit into the batches after this one, minus the groups already chosen.
             lacking = outstanding - (time - version) * self.groups - sum(due[each] <= time for each in chosen)
             if lacking <= 0:
                 continue

@@ -56,6 +56,7 @@ class RolloutJournal:
         Raises:
           JournalError: the file cannot be read.
         """
+        # SQLite's write-ahead log and its index belong to the database file, so all three are deleted together.
         for suffix in ("", "-wal", "-shm") if new else ():
             path.with_name(path.name + suffix).unlink(missing_ok=True)
         return cls(Journal(path))
@@ -69,9 +70,11 @@ class RolloutJournal:
           settings: digest of the sampling settings, a prefix of the digests of groups and batches. Groups with other
             settings, such as another environment, are dropped with a warning.
         """
+        # If a later checkpoint is lost or damaged, its groups have to be used again.
         self.journal.retract(_GROUP, after=step)
         self.journal.retract(_BATCH, after=step)
         groups, batches = self.journal.read(_GROUP), self.journal.read(_BATCH)
+        # A run killed between the checkpoint and its `saved` has not acknowledged these entries yet.
         used = [each.key for each in groups if ledger.is_used(_number(each.key))]
         self.journal.acknowledge(_GROUP, filter(None, used), step)
         done = [each.key for each in batches if _number(each.key) < ledger.batches]
@@ -129,6 +132,7 @@ class RolloutJournal:
             self._unsaved[batch] = found.groups
             return [self.recorded.pop(each) for each in found.groups]
         if found is not None:
+            # Put back, because `_give_up` deletes all remaining batches from the file.
             self._batches[batch] = found
             self._give_up(batch)
         return None
@@ -157,11 +161,13 @@ class RolloutJournal:
 
     def saved(self, step: int, checkpoints: Sequence[int]) -> None:
         """Acknowledges the groups used by the checkpoint of `step`, and deletes those that no kept checkpoint needs."""
+        # Checkpoints are written in the background: batches used since `position` belong to the next checkpoint.
         batches = [each for each in self._unsaved if each < self._positions.get(step, 0)]
         groups = [number for each in batches for number in self._unsaved.pop(each)]
         self.journal.acknowledge(_GROUP, map(str, groups), step)
         self.journal.acknowledge(_BATCH, map(str, batches), step)
         self._positions = {each: taken for each, taken in self._positions.items() if each > step}
+        # A run may resume from its oldest checkpoint, and then uses all groups acknowledged since.
         if checkpoints:
             self.journal.forget(_GROUP, through=checkpoints[0])
             self.journal.forget(_BATCH, through=checkpoints[0])

@@ -35,6 +35,7 @@ from stack_rl.supply import AheadSupply, Rounds, Supply, TogetherSupply, Weights
 __all__ = ["RolloutBatches", "RolloutData", "RolloutIterator"]
 
 SAMPLES_FILE, JOURNAL_FILE = "samples.jsonl", "rollouts.journal"
+# Episodes per evaluation that are saved for the report.
 _SHOWN = 16
 _SCORED = ("tokens", "targets", "positions", "segment_ids")
 _HELD_OUT = 1
@@ -237,6 +238,7 @@ class RolloutBatches(PolicyBatches):
             raise DataError("No policy was given yet to draw from: call take_policy first.")
         self._weights = Weights(version, tree_digest(params), self._settings)
         self._scores = partial(score, params)
+        # Before `advance`, which may dispatch groups that count as sampled with these weights.
         self._engine.update_weights(params, version=version, kv=self._config.stale_keys)
         self._supply.advance(self._weights)
 
@@ -335,6 +337,7 @@ class RolloutBatches(PolicyBatches):
             return batch
         how = {"discount": settings.discount, "decay": settings.decay, "whiten": settings.whiten}
         credited = credited_by_values(batch, found, self._values(batch), **how)
+        # During the warm-up, `returns` train the critic, and advantages of 0 keep rewards from the policy.
         if self._version >= settings.critic_warmup_steps:
             return credited
         return {**credited, "advantages": np.zeros_like(credited["advantages"])}
@@ -373,6 +376,7 @@ class RolloutBatches(PolicyBatches):
 
     def _sample(self, tasks: Tasks, each: Trajectory) -> dict[str, Any]:
         """Converts an episode to a record for the report, with observations and actions as alternating turns."""
+        # A turn ends where the next token has another source, the environment or the policy.
         turns = np.flatnonzero(np.diff(each.sampled)) + 1
         pieces = [tuple(map(int, piece)) for piece in np.split(each.tokens, turns)]
         return {

@@ -18,6 +18,7 @@ from stack_rl.rollout_journal import RolloutJournal
 
 __all__ = ["AheadSupply", "Supply", "TogetherSupply", "Weights", "task_of"]
 
+# Second number of the sampling seed; held-out tasks have another, `_HELD_OUT` in `rollouts`.
 _TRAINING = 0
 
 
@@ -136,6 +137,7 @@ class TogetherSupply:
     ) -> list[Group]:
         """Returns the groups with these numbers, from the journal or newly sampled."""
         rounds = self.rounds
+        # All or none: the seed of an episode depends on its place in the round.
         if all(number in recorded for number in numbers):
             return [recorded[number] for number in numbers]
         attempts = [attempt for number in numbers for attempt in rounds.attempts(number)]
@@ -162,6 +164,7 @@ class AheadSupply:
     rounds: Rounds
     player: ConcurrentPlayer
     pacing: Pacing
+    # Filled on the thread of the player's event loop; only the trainer's thread uses the fields below.
     _arrived: "queue.SimpleQueue[Group | Exception]" = field(default_factory=queue.SimpleQueue)
     _done: dict[int, Group] = field(default_factory=dict)
     _aside: list[Group] = field(default_factory=list)  # flat groups that were replaced by newly dispatched ones
@@ -189,6 +192,7 @@ class AheadSupply:
         self.pacing.use(numbers)
         groups = [*(self._done.pop(number) for number in numbers), *self._aside]
         self._aside = []
+        # The caller's ledger lists these groups as used from now on.
         self._begun.difference_update(each.number for each in groups)
         if self.rounds.refill_rounds:
             self.rounds.says_why(groups)
@@ -209,6 +213,7 @@ class AheadSupply:
     def _arrive(self, group: Group) -> None:
         """Registers a finished group. A flat group is set aside and replaced, up to the refill limit of the batch."""
         if group.is_flat and len(self._aside) < self.rounds.refill_rounds * self.rounds.groups:
+            # The group no longer counts as outstanding, so `_dispatch` starts another one in its place.
             self.pacing.use([group.number])
             self._aside.append(group)
             return

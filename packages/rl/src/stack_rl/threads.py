@@ -54,5 +54,6 @@ class Threads:
           TimeoutError: the call exceeds the limit.
         """
         loop = asyncio.get_running_loop()
+        # One semaphore per event loop, because asyncio's primitives cannot be shared between loops.
         async with self._places.setdefault(loop, asyncio.Semaphore(self._at_once)), asyncio.timeout(timeout_s):
             return await loop.run_in_executor(self._executor, call)

@@ -234,6 +234,7 @@ class _Episode:
             with contextlib.suppress(RuntimeError):  # the run is over and its event loop is closed
                 loop.call_soon_threadsafe(events.put_nowait, ended)
 
+        # A daemon, because a thread cannot be cancelled, and a hanging agent must not keep the process alive.
         threading.Thread(target=run, name="agent", daemon=True).start()
 
     async def _run_async(self, access: AgentAccess) -> None:

@@ -92,6 +92,7 @@ class ChatEndpoint:
     def __init__(self) -> None:
         self._sessions: dict[str, ChatSession] = {}
         self._server: asyncio.Server | None = None
+        # Starting the server awaits, so without a lock two episodes could start one each.
         self._changing = asyncio.Lock()
 
     async def open(self, session: ChatSession) -> str:
@@ -180,6 +181,7 @@ def _parse_request(body: bytes) -> ChatRequest:
     if fields.get("model") != MODEL:
         raise _BadRequestError(f"'model' is {fields.get('model')!r}; the only one here is {MODEL!r}.")
     limits = [fields[name] for name in ("max_tokens", "max_completion_tokens") if fields.get(name) is not None]
+    # Not `isinstance`, which accepts booleans.
     if any(type(limit) is not int or limit < 1 for limit in limits):
         raise _BadRequestError(f"'max_tokens' is {limits[0]!r}; a whole number of at least 1 was expected.")
     return ChatRequest([_message(each) for each in fields["messages"]], min(limits, default=None))

@@ -82,6 +82,7 @@ class Renderer:
 
     def encode(self, text: str, *, begins: bool) -> tuple[int, ...]:
         """Encodes a text to tokens; `begins` marks the start of the prompt, which may need special tokens."""
+        # A chat template writes the special tokens at the start itself.
         return tuple(self._tokenizer.encode(text, add_special_tokens=begins and self._template is None))
 
     def written(self, tokens: Sequence[int]) -> str:
@@ -195,7 +196,9 @@ class MessageEnvironment:
         before, after = self._renderer.text(any_other, asks=False), self._renderer.text([*any_other, *replies])
         if not after.startswith(before):
             raise ValueError(_break(before, after))
+        # Text that the template writes after the content of a message, such as its end token.
         ending = before[before.rindex("y") + 1 :]
+        # The policy may have sampled that end token itself.
         written = self._renderer.written(action.tokens).removeprefix(text)
         return ending.removeprefix(written) + after[len(before) :]
 

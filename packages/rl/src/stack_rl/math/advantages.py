@@ -124,6 +124,7 @@ def gae(rewards: Tokens, values: Tokens, mask: Mask, *, discount: float = 1.0, d
     """
     rewards, values = rewards.astype(np.float64), values.astype(np.float64)
     advantages = np.zeros_like(values)
+    # A and V of the next sampled token, [batch].
     following, next_value = np.zeros_like(values[:, 0]), np.zeros_like(values[:, 0])
     for place in reversed(range(values.shape[1])):
         drawn = mask[:, place]

@@ -282,6 +282,7 @@ def target_figures(model: LanguageModel, batch: Mapping[str, jax.Array], *, entr
     hidden, dtype = model(batch["tokens"], batch["positions"], batch["segment_ids"]).hidden, batch["old_logprobs"].dtype
     head, targets = model.head(), batch["targets"]
     if "candidates" in batch:
+        # Ignored targets are -100, not a token id; callers mask their results.
         logprobs, found = among_candidates(head, hidden, jnp.maximum(targets, 0), batch["candidates"])
     else:
         logprobs = -head.cross_entropy(hidden, targets, ignore_index=IGNORED_TARGET, reduction="none")
@@ -293,6 +294,7 @@ def target_figures(model: LanguageModel, batch: Mapping[str, jax.Array], *, entr
 
 def _mean(values: jax.Array, mask: jax.Array, count: jax.Array) -> Metric:
     total = jnp.sum(jnp.where(mask, values.astype(count.dtype), 0))
+    # Means over microbatches are combined in proportion to their numbers of tokens.
     return Metric.mean(total / jnp.maximum(count, 1), count)
 
 

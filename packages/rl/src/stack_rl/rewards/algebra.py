@@ -152,7 +152,7 @@ class Expression:
                 for part in (self.top, self.bottom)
             )
             return top / bottom
-        # KeyError: variables, i and opaque atoms have no value.
+        # KeyError: a variable, i or an opaque atom, which lack a value.
         except (KeyError, OverflowError, ZeroDivisionError):
             return None
 

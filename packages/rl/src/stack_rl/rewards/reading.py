@@ -131,7 +131,7 @@ def _parts(tokens: list[Token], *, is_inner: bool) -> list[list[Token]]:
     """
     commas = [at for at, depth in _depths(tokens) if depth == 0 and tokens[at].text == ","]
     groups = not is_inner or any(tokens[at + 1].is_spaced for at in commas if at + 1 < len(tokens))
-    # `joined` has the indices of digit groups that were appended to the number before them.
+    # `joined` has the indices of digit groups that were appended to the preceding number.
     parts, joined = [list[Token]()], set[int]()
     for at, depth in _depths(tokens):
         token = tokens[at]

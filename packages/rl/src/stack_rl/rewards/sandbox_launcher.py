@@ -74,7 +74,7 @@ def unshare(is_root: bool) -> None:
 
 def enter_root(order: dict[str, Any]) -> None:
     """Creates and enters a read-only file system with Python and its files, and a /tmp of `files_bytes`."""
-    # Private, because shared mounts would propagate to the machine and pivot_root refuses them.
+    # Private, because shared mounts would propagate to the machine, and pivot_root rejects shared mounts.
     _mount(None, "/", None, _RECURSIVE | _PRIVATE)
     root = order["folder"]
     _mount("root", root, "tmpfs", _NO_SETUID | _NO_DEVICES, "mode=755,size=1m")
@@ -116,7 +116,7 @@ def _make_read_only(place: str) -> None:
 
 
 def _pivot_root() -> int:
-    # The C library has no wrapper of this system call.
+    # The C library lacks a wrapper of this system call.
     return {"x86_64": 155, "aarch64": 41, "riscv64": 41}[os.uname().machine]
 
 

@@ -37,6 +37,7 @@ def command(tmp_path, monkeypatch):
 INTERRUPTED = """
 import os, signal, sys, threading
 phase = sys.argv.pop(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell inherits that it is ignored
 
 def interrupt(delay_s):
     threading.Timer(delay_s, os.kill, [os.getpid(), signal.SIGINT]).start()

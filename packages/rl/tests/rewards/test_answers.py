@@ -80,6 +80,14 @@ def test_math_verify_adds_no_false_reward(monkeypatch, capsys):
         assert (capsys.readouterr().out.strip() == "same") is expected, (ours, theirs)
 
 
+@pytest.mark.parametrize(
+    ("answer", "right"), [(r"\infty-\infty", "0"), (r"\frac{\infty}{\infty}", "1"), (r"0\cdot\infty", "0")]
+)
+def test_arithmetic_with_infinity_has_no_value(answer, right):
+    assert is_same(answer, right) is None
+    assert not scored(answer, right)
+
+
 def test_numbers_may_be_apart_by_the_tolerance_and_no_more():
     assert is_same("3.1416", "3.14159", tolerance=1e-5) and not is_same("3.1416", "3.14159", tolerance=1e-6)
     assert is_same("1.41421", r"\sqrt{2}", tolerance=1e-5) and is_same("1.41421", r"\sqrt{2}") is False

@@ -24,14 +24,14 @@ def add_adapters(
     resolved: ResolvedRules,
     may_adapt: Callable[[str], bool],
 ) -> ResolvedRules:
-    """Returns the treatment with adapters planned by rules.
+    """Returns the resolved rules with adapters planned by rules.
 
     Args:
       arrays: parameters by path, some of which may be quantized.
       may_adapt: predicate on paths that is False for arrays that are not parameters.
 
     Raises:
-      QuantError: the treatment has adapters already.
+      QuantError: the rules have adapters already.
       RuleError: a rule matches nothing.
     """
     if resolved.adapters:

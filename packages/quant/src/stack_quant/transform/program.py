@@ -103,7 +103,7 @@ class Program:
         Args:
           ranges: static ranges of activations, by site.
           key: PRNG key of the stochastic rounding of gradients.
-          factors: factors of the treatment's adapters, by path.
+          factors: factors of the adapters, by path.
         """
         interpreter = self._interpreter(parameters, resolved, ranges, key, factors)
         return self.result(self._run(parameters, self.arguments, factors or {}, interpreter))

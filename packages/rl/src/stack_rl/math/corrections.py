@@ -61,7 +61,7 @@ def off_policy_mask(
     *,
     threshold: float,
 ) -> Float[Array, "batch seq"]:
-    """Computes m = 0 in sequences with A < 0 and mean(log q - log p) > most, else 1.
+    """Computes m = 0 in sequences with A < 0 and mean(log q - log p) > threshold, else 1.
 
     A bad sequence that the policy has already made unlikely has nothing more to teach.
 

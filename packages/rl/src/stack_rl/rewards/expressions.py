@@ -115,8 +115,8 @@ def read_expression(tokens: Sequence[Token]) -> Expression:
     found = reader.sum()
     if not reader.is_at_end:
         raise Unreadable(f"the rest from {reader.peek!r}")
-    has_infinity = any("infinity" in dict(each) for part in (found.top, found.bottom) for each in part)
-    if has_infinity and not is_infinite(found):
+    # The tokens are asked, since arithmetic on a symbol has already cancelled it in infinity - infinity.
+    if any(token.text.lstrip("\\") == "infty" for token in tokens) and not is_infinite(found):
         raise Unreadable("arithmetic with infinity")
     return found
 

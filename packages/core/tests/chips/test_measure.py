@@ -191,12 +191,12 @@ def test_what_was_measured_on_a_busy_machine_is_replaced_when_it_is_quiet(measur
 
 def test_a_narrow_dtype_has_at_least_the_peak_of_a_wider_one():
     """On a CPU without bfloat16 instructions, XLA's bfloat16 products are slower than its float32 products."""
-    assert measure._with_wider_products({"float32": 250.0, "bfloat16": 80.0, "int8": 300.0}) == {
+    assert measure._monotonic_peaks({"float32": 250.0, "bfloat16": 80.0, "int8": 300.0}) == {
         "float32": 250.0,
         "bfloat16": 250.0,
         "int8": 300.0,
     }
-    assert measure._with_wider_products({"bfloat16": 80.0}) == {"bfloat16": 80.0}
+    assert measure._monotonic_peaks({"bfloat16": 80.0}) == {"bfloat16": 80.0}
 
 
 def test_a_product_that_xla_does_not_have_has_no_peak(monkeypatch):

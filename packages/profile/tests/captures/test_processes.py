@@ -90,8 +90,6 @@ observer.close()
 """
 
 
-# One of 14 runs on a machine with two busy cores found another number of steps in one of the processes.
-@pytest.mark.slow
 def test_the_observers_of_a_distributed_run_make_one_trace(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -67,7 +67,7 @@ class Quantization:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Traces a call and runs the trace by the method `method` of `Program`."""
+        """Traces a call and runs the trace by this method of `Program`."""
         parameters, state = Parameters.of(params), state._replace(factors=dict(state.factors))
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_quantized)
         fixed = tuple(_ARRAY if is_array(leaf) else leaf for leaf in leaves)

@@ -1,4 +1,4 @@
-"""The engine and the commands registered by stack-serve."""
+"""The engine, the check and the commands registered by stack-serve."""
 
 from stack_core.abi.hookspecs import hookimpl
 from stack_core.abi.registry import Registrar
@@ -9,6 +9,11 @@ STACK_ABI_MINOR = 0
 @hookimpl
 def stack_register_engines(registry: Registrar) -> None:
     registry.add("llm", "stack_serve.llm.engine:LLMEngine")
+
+
+@hookimpl
+def stack_register_checks(registry: Registrar) -> None:
+    registry.add("server", "stack_serve.checks:check_server", variables=("STACK_API_KEY",))
 
 
 @hookimpl

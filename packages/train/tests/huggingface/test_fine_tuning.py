@@ -16,7 +16,7 @@ from stack_train.checkpoint.manifest import read_manifest
 from stack_train.huggingface import FORMAT
 from stack_train.run.config import run_config
 from stack_train.run.program import build_program
-from stack_train.run.resolve import parse_run
+from stack_train.run.resolve import parse_run, resolve
 from stack_train.run.train import train
 from stack_train.variables.trained_model import RUN_FORMAT
 from stack_train.variables.weights import init_state, read_params
@@ -78,7 +78,7 @@ def test_a_published_checkpoint_is_trained_in_float32_and_published_in_its_own_d
 
     further = config_of("further", "tuned")
     assert further.model.param_dtype == "bfloat16"
-    started = flatten_mapping(init_state(build_program(further), further)[0].params)
+    started = flatten_mapping(init_state(build_program(further), further, resolve(further).start)[0].params)
     assert all((started[path] == masters[path]).all() for path in masters)
 
 

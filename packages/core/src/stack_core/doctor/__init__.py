@@ -23,22 +23,23 @@ def diagnose(*, timeout_s: float = 90.0) -> Iterator[Finding]:
     """
     distributions = packages.installed()
     roots = list(dict.fromkeys(["stack-core", *(report.distribution for report in plugins.reports())]))
-    checks = {
-        "python": lambda: packages.check_python(distributions),
-        "packages": lambda: packages.check_dependencies(distributions, roots),
-        "jax's packages": lambda: packages.check_accelerator_packages(distributions),
-        "plugins": lambda: packages.check_plugins(plugins, registries),
-        "environment": lambda: environment.check_environment(os.environ, _variables()),
-        "cores": resources.check_cores,
-        "memory": resources.check_memory,
-        "memory pages": lambda: resources.check_pages(os.environ),
-        "caches": lambda: resources.check_cache(os.environ),
-        "clock": resources.check_clock,
-        "network": network.check_network,
-        **{name: lambda name=name: registries.checks[name](os.environ) for name in registries.checks},
-        "jax": lambda: _check_jax(timeout_s, distributions),  # last, because it takes longest
-    }
-    for check, look in checks.items():
+    # Pairs, not a dict: a check of a plugin must not replace one of the same name.
+    checks = [
+        ("python", lambda: packages.check_python(distributions)),
+        ("packages", lambda: packages.check_dependencies(distributions, roots)),
+        ("jax's packages", lambda: packages.check_accelerator_packages(distributions)),
+        ("plugins", lambda: packages.check_plugins(plugins, registries)),
+        ("environment", lambda: environment.check_environment(os.environ, _variables())),
+        ("cores", resources.check_cores),
+        ("memory", resources.check_memory),
+        ("memory pages", lambda: resources.check_pages(os.environ)),
+        ("caches", lambda: resources.check_cache(os.environ)),
+        ("clock", resources.check_clock),
+        ("network", network.check_network),
+        *((name, lambda name=name: registries.checks[name](os.environ)) for name in registries.checks),
+        ("jax", lambda: _check_jax(timeout_s, distributions)),  # last, because it takes longest
+    ]
+    for check, look in checks:
         yield from _guarded(check, look)
 
 

@@ -105,6 +105,6 @@ def _misspelled(environ: Mapping[str, str], of_packages: Collection[str]) -> Ite
     for name in sorted(environ.keys() - set(known)):
         if name.startswith(_OURS):
             found = f"is set, but no installed package declares it.{nearest(name, known)}"
-            yield Finding(name, "note", found, "Correct its name, or unset it.")
+            yield Finding(name, "note", found, "Correct its name, unless something else reads it.")
         elif name.upper().startswith(_THEIRS) and (close := difflib.get_close_matches(name.upper(), known, 1, _TYPO)):
             yield Finding(name, "warning", "is set, but JAX may not read it", f"Did you mean {close[0]}?")

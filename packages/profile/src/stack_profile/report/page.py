@@ -102,7 +102,7 @@ _ABOUT: Final = {
 def _partial(reasons: Sequence[str]) -> Markup | None:
     if not reasons:
         return None
-    lines = (element("li", problem) for problem in dict.fromkeys(reasons))
+    lines = (element("li", reason) for reason in dict.fromkeys(reasons))
     heading = element("strong", "This trace is partial; the report covers only its readable part.")
     return element("aside", heading, element("ul", *lines), class_="partial", role="alert")
 

@@ -24,7 +24,7 @@ def add_adapters(
     resolved: ResolvedRules,
     may_adapt: Callable[[str], bool],
 ) -> ResolvedRules:
-    """Returns the resolved rules with adapters planned by rules.
+    """Returns `resolved` with the adapters that `rules` describe.
 
     Args:
       arrays: parameters by path, some of which may be quantized.

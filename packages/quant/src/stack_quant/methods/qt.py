@@ -80,7 +80,7 @@ class _Call:
     dtypes: tuple[str, str]
 
     def coded(self, place: int, array: jax.Array, axes: Sequence[int]) -> Any:
-        """Quantizes an operand for a product that sums over the axes `axes`."""
+        """Quantizes an operand for a product that sums over `axes`."""
         kind, calibration = (self.types.left, self.types.right)[place], self.types.calibrations[place]
         return _coded(array, kind, axes, calibration, self.types.range_ends)
 

@@ -15,6 +15,7 @@ from cyclopts import Parameter
 from stack_core.abi.config import parse
 from stack_core.abi.errors import ConfigError
 from stack_core.runtime.compile_cache import keep_compiled
+from stack_serve.checks import API_KEY_VARIABLE
 from stack_serve.commands.serve_repository import check_known, serve_repository
 
 __all__ = ["serve"]
@@ -117,7 +118,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
         raise ConfigError("Name what to serve: either a model, or --repository DIR with bundles.")
     listening = _only(OpenAIConfig if repository is None else ServerConfig, options)
     named = (*api_key, *(_keys_of(api_key_file) if api_key_file is not None else ()))
-    keys = named or tuple(filter(None, [os.environ.get("STACK_API_KEY")]))
+    keys = named or tuple(filter(None, [os.environ.get(API_KEY_VARIABLE)]))
     listening |= {"api_keys": keys, "cors_origins": cors_origin}
     if model_name and repository is None:
         listening["model_names"] = model_name

@@ -193,7 +193,7 @@ def schedule(state: SchedulerState, arrivals: Iterable[Sequence], *, repeats: in
         missing = sequence.total_tokens - sequence.computed_tokens
         # At most one running sequence has an incomplete prompt: the next is admitted once its last chunk is planned.
         tokens = min(repeats, _left(sequence)) if missing == 1 else min(missing, prompt_tokens)
-        # It was preempted itself.
+        # Making room may preempt this sequence itself.
         if not _make_room(state, sequence, tokens, preempted):
             continue
         if missing == 1:
@@ -201,7 +201,7 @@ def schedule(state: SchedulerState, arrivals: Iterable[Sequence], *, repeats: in
         else:
             chunks.append(_advance_prompt(sequence, tokens))
             prompt_tokens -= tokens
-    # After a preemption the cache is full, and an admitted sequence would be preempted at once.
+    # After a preemption the cache is full, and an admitted sequence could be preempted at once.
     while not preempted and prompt_tokens and (sequence := _admit(state)) is not None:
         admitted.append(sequence)
         tokens = min(sequence.total_tokens - sequence.computed_tokens, prompt_tokens)

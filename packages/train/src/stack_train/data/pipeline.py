@@ -13,8 +13,8 @@ from stack_core.abi.user_cache import user_cache_dir
 from stack_train.data.best_fit import BestFitPacking
 from stack_train.data.bpe import BPE_VOCAB_SIZE, trained_bpe
 from stack_train.data.corpus import Corpus, tokenize
-from stack_train.data.own_rows import ProcessRows
 from stack_train.data.packing import Packing, Piece
+from stack_train.data.process_rows import ProcessRows
 from stack_train.data.rows import Batch, TrainIterator, filled, iterate_rows
 from stack_train.data.settings import TextSettings
 from stack_train.data.source import open_source

@@ -91,10 +91,10 @@ class TrainIterator(grain.DatasetIterator[Batch]):
         Raises:
           DataError: the state belongs to other data, or is malformed.
         """
-        self._parent.set_state({"next_index": restored_batches(state, self._fingerprint)})
+        self._parent.set_state({"next_index": saved_position(state, self._fingerprint)})
 
 
-def restored_batches(state: Any, fingerprint: Mapping[str, Any]) -> int:
+def saved_position(state: Any, fingerprint: Mapping[str, Any]) -> int:
     """Returns the number of batches that an iterator had yielded when its state was saved.
 
     Raises:

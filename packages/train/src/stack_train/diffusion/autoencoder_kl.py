@@ -294,7 +294,7 @@ def _read_levels(reader: Reader) -> dict[str, Any]:
     widths = reader.get("block_out_channels", default=[64])
     for name, kind in (("down_block_types", "DownEncoderBlock2D"), ("up_block_types", "UpDecoderBlock2D")):
         reader.expect(name, [kind] * len(widths))
-    # The loss compares the output with the input.
+    # The one setting `channels` stands for both.
     reader.expect("out_channels", reader.get("in_channels", default=3))
     quantizes = reader.get("use_quant_conv", default=True)
     reader.expect("use_post_quant_conv", quantizes)

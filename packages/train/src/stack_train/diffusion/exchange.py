@@ -112,9 +112,9 @@ def export_images(run: Path, directory: Path, saved: RunConfig) -> Conversion:
     graph = nnx.split(nnx.eval_shape(lambda: component.family.build(saved.model, key=jax.random.key(0))))[0]
     model, config = nnx.merge(graph, nnx.State(read_params(run, saved.model)[0])), saved.model
     if isinstance(saved.data, CaptionedData):
-        facts = EncoderIdentity.read(run)
-        encoders = open_encoders(Path(facts.directory), text_tokens=facts.text_tokens)
-        facts.check(encoders)
+        identity = EncoderIdentity.read(run)
+        encoders = open_encoders(Path(identity.directory), text_tokens=identity.text_tokens)
+        identity.check(encoders)
         objective = saved.objective
         if not isinstance(objective, FlowMatchingConfig):
             raise ConversionError(f"{run} trains by {objective.name}; pipelines of Flux go by flow_matching.")

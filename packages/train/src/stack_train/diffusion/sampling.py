@@ -179,9 +179,9 @@ def open_run(directory: Path) -> ImageSampler:
         )
     encoders = None
     if isinstance(config.data, CaptionedData):
-        facts = EncoderIdentity.read(directory)
-        encoders = open_encoders(Path(facts.directory), text_tokens=facts.text_tokens)
-        facts.check(encoders)
+        identity = EncoderIdentity.read(directory)
+        encoders = open_encoders(Path(identity.directory), text_tokens=identity.text_tokens)
+        identity.check(encoders)
         encoders.check(config.model)
     model, step = read_model(directory, config)
     model.eval()

@@ -93,11 +93,12 @@ class PeftFormat:
         settings = replace(saved.run, init_from=str(source))
         config = replace(saved, output=str(run), run=settings, sections={**saved.sections, name: section})
         program = single_device_program(config)
-        state, records = init_state(program, config)
+        start = open_start(str(source))
+        state, records = init_state(program, config, start)
         state = with_adapters(state, program, config, adapters)
         with atomic_directory(run) as partial:
             paths = RunDirectory(partial)
-            open_start(str(source)).copy_tokenizer(partial)
+            start.copy_tokenizer(partial)
             with CheckpointStore(paths.checkpoints) as store:
                 held = {"params": state.params, "moved": state.mutable}
                 store.save(0, held, None, to_yaml(config), frozen=records, kind="weights")

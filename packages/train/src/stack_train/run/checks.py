@@ -128,8 +128,8 @@ def _tokenizer_difference(data: Any, start: Start) -> list[str]:
     tokenizer = getattr(data, "tokenizer", None)
     if tokenizer is None or start.tokenizer is None or tokenizer == str(start.tokenizer):
         return []
-    tokenizers = HuggingFaceTokenizer.load
-    if tokenizer != BPE and tokenizers(tokenizer).digest == tokenizers(start.tokenizer).digest:
+    load = HuggingFaceTokenizer.load
+    if tokenizer != BPE and load(tokenizer).digest == load(start.tokenizer).digest:
         return []
     return [f"data.tokenizer: {tokenizer!r}, not {str(start.tokenizer)!r}"]
 

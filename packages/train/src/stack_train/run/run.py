@@ -69,17 +69,17 @@ def _built(config: RunConfig, resume: bool, allowed: tuple[str, ...], processes:
         if (of_process := data.with_rows(local)) is not None:
             data, rows = of_process, local
     return Run(
-        config,
-        resolved.directory,
-        program,
-        traced,
-        data,
-        resolved.start,
-        resume,
-        changes,
-        processes,
-        rows,
-        ops.choices(),
+        config=config,
+        directory=resolved.directory,
+        program=program,
+        traced=traced,
+        data=data,
+        start=resolved.start,
+        resume=resume,
+        changes=changes,
+        processes=processes,
+        rows=rows,
+        choices=ops.choices(),
     )
 
 

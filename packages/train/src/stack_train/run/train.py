@@ -188,7 +188,7 @@ def _first_state(run: Run, store: CheckpointStore, batches: Any) -> tuple[TrainS
         steps, records = restored.step, restored.frozen
         state = restore_frozen(restored.state, program, run.config, records)
     else:
-        state, records = init_state(program, run.config)
+        state, records = init_state(program, run.config, run.start)
         state = _with_initial_adapters(state, records, run)
     check_shardings(state, program.state_shardings)
     return state, records, steps

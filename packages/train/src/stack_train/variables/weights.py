@@ -148,12 +148,15 @@ def _read_published(published: StartingPoint, source: str, variables: Mapping[_P
     return unflatten_mapping(values)
 
 
-def init_state(program: Program, config: RunConfig) -> tuple[TrainState, dict[str, FrozenRecord]]:
-    """Returns the state before the first step and the sources of frozen variables by model name."""
+def init_state(program: Program, config: RunConfig, start: Start | None) -> tuple[TrainState, dict[str, FrozenRecord]]:
+    """Returns the state before the first step and the sources of frozen variables by model name.
+
+    Args:
+      start: the opened `run.init_from`; None initializes all variables from the run's seed.
+    """
     given: Tree = {}
     source, step = INIT, 0
-    if config.run.init_from is not None:
-        start = open_start(config.run.init_from)
+    if start is not None:
         source = start.source
         given, step = _read_start(program, config, start)
     loaded = {name: _read_auxiliary(program, name) for name in program.saved_auxiliary}

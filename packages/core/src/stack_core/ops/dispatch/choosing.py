@@ -172,8 +172,8 @@ def _of_reference(request: Request, candidates: Mapping[str, OpImplementation]) 
 
 
 def _saves_private_residual(forward: Choice, backward: Choice) -> bool:
-    # A split call returns its residuals from `shard_map`, where private ones have no known sharding.
     same = forward.implementation is backward.implementation
+    # A split call returns its residuals from `shard_map`, where private ones have no known sharding.
     return same and OWN in forward.implementation.residuals and forward.split is None
 
 
@@ -266,8 +266,8 @@ def implementations_of(op: str) -> dict[str, OpImplementation]:
         own = entry.name.removeprefix(f"{op}/")
         try:
             found[own] = _registered(entry.name)
-        # An op's kernels come from many packages; one that cannot be imported must not disable the others.
         except PluginError as error:
+            # The kernels of an op come from several packages: a failed import must leave the other kernels in use.
             if isinstance(error.__cause__, ModuleNotFoundError):
                 found[own] = _absent(entry.name, error.__cause__)
             else:

@@ -18,7 +18,7 @@ from stack_train.data.examples import TooLong, fitting, laid_out, plan_rows, sta
 from stack_train.data.files import expand_glob, read_text
 from stack_train.data.jsonl import jsonl_records
 from stack_train.data.kinds.text import check_positions, check_vocabulary, language_model_shapes
-from stack_train.data.own_rows import ProcessRows
+from stack_train.data.process_rows import ProcessRows
 from stack_train.data.split import split_documents, text_digest
 from stack_train.data.tokenizer import HuggingFaceTokenizer, write_tokenizer
 

@@ -68,6 +68,7 @@ def test_what_is_partial_or_missing_is_named(build, tmp_path):
 
 TRAIN = """
 import sys
+import time
 from pathlib import Path
 import jax
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]), cluster_detection_method="deactivate")
@@ -85,6 +86,7 @@ step = jax.jit(lambda x: jnp.tanh(x @ jnp.ones((64, 64))) + jnp.sum(x) * 1e-3)
 for number in range(1, 11):
     observer.observe(StepStarted(number))
     x = step(x).block_until_ready()
+    time.sleep(0.02)  # A thread records its last operation after the result is ready; the capture would cut it off.
     observer.observe(StepFinished(number, {}, 0.1, 1.0, None))
 observer.close()
 """

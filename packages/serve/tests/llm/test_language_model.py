@@ -1,6 +1,7 @@
 """`from stack_serve import LLM, SamplingParams`."""
 
 import gc
+import itertools
 import subprocess
 import sys
 import threading
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 
 import stack_serve
-from stack_core.abi.errors import ChatTemplateError, ConfigError, EngineStopped, GenerationError
+from stack_core.abi.errors import ChatTemplateError, ConfigError, EngineBusy, EngineStopped, GenerationError
+from stack_core.abi.generation import GenerationRequest
 from stack_serve import LLM, SamplingParams
 
 from .test_engine import Words
@@ -90,6 +92,15 @@ def test_to_leave_a_stream_is_to_end_it(llm: LLM) -> None:
     llm.generate("abc", GREEDY)
     stats = llm._engine.stats()
     assert stats.running == stats.waiting == 0
+
+
+def test_a_call_waits_while_others_fill_the_queue(llm: LLM) -> None:
+    expected = llm.generate("abc", GREEDY)
+    long = SamplingParams(max_tokens=40, ignore_eos=True)
+    with pytest.raises(EngineBusy):
+        for number in itertools.count():
+            llm._engine.submit(GenerationRequest(request_id=str(number), prompt=(0,), sampling=long), lambda _: None)
+    assert llm.generate("abc", GREEDY) == expected
 
 
 def test_threads_may_share_it(llm: LLM) -> None:

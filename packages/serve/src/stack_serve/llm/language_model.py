@@ -2,6 +2,7 @@
 
 import itertools
 import queue
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.engine import LLMEngine
 
 __all__ = ["LLM", "Completion", "Output", "Piece"]
+
+_RETRY_S = 0.01  # between two attempts to submit while the engine's queue is full
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -260,9 +263,10 @@ class LLM:
                     try:
                         self._engine.submit(request, arrived.put)
                     except EngineBusy:
-                        if not unfinished:
-                            raise
-                        break
+                        if unfinished:
+                            break  # an update of these requests makes room
+                        time.sleep(_RETRY_S)  # requests of other callers, or of a closed stream, fill the queue
+                        continue
                     waiting.popleft()
                     unfinished[request.request_id] = number, request.sampling.n
                 update = arrived.get()

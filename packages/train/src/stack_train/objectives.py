@@ -101,6 +101,7 @@ def _later(targets: jax.Array, segment_ids: jax.Array, tokens: int) -> jax.Array
     """Shifts targets by a number of tokens; ignores targets in another segment or past the end of the row."""
     fill = jnp.full_like(targets[:, :tokens], IGNORED_TARGET)
     later = jnp.concatenate([targets[:, tokens:], fill], axis=1)
+    # The fill differs from every segment id, which masks the end of the row.
     segments = jnp.concatenate([segment_ids[:, tokens:], fill], axis=1)
     return jnp.where(segments == segment_ids, later, IGNORED_TARGET)
 
@@ -117,6 +118,7 @@ class _FunctionObjective(Objective):
         takes_key = "key" in inspect.signature(self.function).parameters
         result = self.function(model, batch, key=key) if takes_key else self.function(model, batch)
         loss, metrics = result if isinstance(result, tuple) else (result, {})
+        # A function without metrics is averaged over rows, so rows are the weight of its microbatches.
         rows = jnp.float32(next(iter(batch.values())).shape[0])
         return loss, {
             name: metric if isinstance(metric, Metric) else Metric.mean(metric, rows)

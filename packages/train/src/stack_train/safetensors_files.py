@@ -150,6 +150,7 @@ def write_shards(
                 tensor_name, tensor = next(incoming)
                 if (tensor_name, tensor.dtype, tensor.shape) != (spec.name, spec.dtype, spec.shape):
                     raise ValueError(f"{tensor_name} {tensor.dtype}{tensor.shape} came where {spec} was planned.")
+                # As bytes, because the buffer protocol does not support bfloat16.
                 file.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
             file.flush()
             os.fsync(file.fileno())

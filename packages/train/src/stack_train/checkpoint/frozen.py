@@ -51,6 +51,7 @@ class FrozenRecord:
     def to_plain(self) -> dict[str, Any]:
         """Converts the record to JSON values, with one SHA-256 of all names, shapes, dtypes and digests."""
         leaves = {name: {"spec": asdict(spec), "digest": self.digests[name]} for name, spec in self.specs.items()}
+        # Sorted, because the hash must not depend on the order of the leaves.
         listing = json.dumps(leaves, sort_keys=True).encode()
         plain = {"source": self.source, "step": self.step, "sha256": hashlib.sha256(listing).hexdigest()}
         return {**plain, "leaves": leaves}

@@ -81,6 +81,7 @@ def read_manifest(directory: Path) -> Manifest:
         content, expected = sealed["content"], sealed["sha256"]
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointDamaged(f"{path} is damaged: it cannot be parsed ({type(error).__name__}: {error}).") from error
+    # Before the format, which a damaged file may state wrongly.
     if _sha256(_canonical(content)) != expected:
         raise CheckpointDamaged(f"{path} is damaged: its content does not match its own SHA-256.")
     if content["format"] > _FORMAT:
@@ -120,6 +121,7 @@ def _sha256(content: bytes) -> str:
 
 
 def _canonical(content: Any) -> bytes:
+    # The digest is of this form, and the file is indented for readers.
     return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
 
 

@@ -24,6 +24,7 @@ _BYTE = 8
 def is_packed(dtype: Any) -> bool:
     """Returns True if arrays of `dtype` are stored as packed bytes."""
     dtype = np.dtype(dtype)
+    # ml_dtypes uses a byte for each element of 2 or 4 bits, and this size includes such dtypes.
     return dtype.itemsize == 1 and dtype not in (np.bool_, np.int8, np.uint8)
 
 
@@ -44,6 +45,7 @@ def packed(array: jax.Array) -> jax.Array:
     total = -(-codes.shape[-1] // count)
     padded = jnp.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, total * count - codes.shape[-1])])
     grouped = padded.reshape(*codes.shape[:-1], total, count)
+    # The shifted codes share no bits, so the sum equals a bitwise or.
     return jnp.sum(grouped << np.arange(0, _BYTE, bits, dtype=np.uint8), axis=-1, dtype=jnp.uint8)
 
 

@@ -68,6 +68,7 @@ def read_variables(
         for name in manifest.leaves
         if name.partition("/")[0] in _VARIABLES and name.partition("/")[2] not in frozen
     }
+    # A variable that the checkpoint lacks keeps a name for the error of `_check_structure`.
     here = {stored.get(name, f"params/{name}"): leaf for name, leaf in expected.items() if name not in frozen}
     leaves = _read_cast(checkpoint, {name: manifest.leaves[name] for name in stored.values()}, here, processes)
     values = [None if name in frozen else leaves[stored[name]] for name in expected]
@@ -110,6 +111,7 @@ def _read_leaves(
         if processes.count == 1:
             raise
         problem = str(error)
+    # Digests are collectives: every process must stop here if any could not read.
     if found := [each for each in processes.from_each("leaves", problem) if each]:
         raise CheckpointDamaged(found[0])
     _check_digests(checkpoint, records, leaves)
@@ -123,6 +125,7 @@ def _read_cast(
 
     def in_stored_dtype(name: str, leaf: Any) -> Any:
         stored, requested = records[name].spec.dtype if name in records else "", spec_of(leaf).dtype
+        # Only floats are cast; any other difference of dtypes stays an error.
         if stored == requested or not {stored, requested} <= _FLOATS:
             return leaf
         return jax.ShapeDtypeStruct(leaf.shape, stored, sharding=getattr(leaf, "sharding", None))

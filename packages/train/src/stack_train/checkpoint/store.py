@@ -155,6 +155,7 @@ class CheckpointStore:
           CheckpointError: this save or the previous one failed; the message gives the bytes needed and free.
         """
         started_s = time.perf_counter()
+        # `_in_flight` holds one save, so the previous one is finished and reported first.
         self.wait()
         if step == self._current_step:
             return
@@ -212,6 +213,7 @@ class CheckpointStore:
             self._checkpointer.check_for_errors()
         except Exception as error:  # As in `wait`.
             raise self._failed(flight, error) from error
+        # Orbax renames the directory last, so if it exists, `wait` does not block.
         if flight.path.exists():
             self.wait()
 
@@ -303,6 +305,7 @@ class CheckpointStore:
         try:
             self._processes.on_first("room for a checkpoint", lambda: self._make_room(flight))
             self._processes.call(lambda: self._checkpointer.save(flight.path, args=unit))
+        # Raised by `leaves` or propagated from another process; the storage has not failed.
         except StackError:
             if self._processes.first:
                 self._directory.remove_partial()
@@ -313,11 +316,13 @@ class CheckpointStore:
 
     def _make_room(self, flight: _InFlight) -> None:
         self._directory.prepare(flight.step)
+        # A full disk would otherwise end the save only after most of the state is written.
         if shutil.disk_usage(self._directory.root).free < flight.needed_bytes:
             raise OSError("not enough free disk space")
 
     def _failed(self, flight: _InFlight, error: Exception) -> CheckpointError:
         """Deletes the partial checkpoint of a failed save and returns the error to raise."""
+        # Otherwise `close` would report the same failure again.
         self._in_flight = None
         root = self._directory.root
         try:
@@ -338,6 +343,7 @@ class CheckpointStore:
         if step is not None:
             return self._announced(read(self.path(step)))
         failures = {path: "its saving was interrupted" for _, path in self._directory.partial()}
+        # One process lists them for all, because a shared file system may show processes different entries.
         newest_first = self._processes.on_first("checkpoints", lambda: sorted(self.steps(), reverse=True))
         for candidate in newest_first:
             path = self.path(candidate)

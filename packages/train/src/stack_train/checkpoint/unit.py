@@ -45,6 +45,7 @@ class _UnitHandler(ocp.AsyncCheckpointHandler):
             folder.mkdir(parents=True, exist_ok=True)
             futures = await self._arrays.async_save(folder, args=ocp.args.PyTreeSave(dict(part))) or []
             del part  # Otherwise it stays in memory while the iterator produces the next part.
+        # The documents are the same on all processes.
         if jax.process_index() == 0:
             for name, content in unit.documents().items():
                 (directory / name).write_bytes(content)
@@ -126,6 +127,7 @@ def _array_handler() -> ocp.PyTreeCheckpointHandler:
 
 def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
     """Returns the sharding requested by a leaf, or None for an uncommitted array."""
+    # JAX gives every array a sharding; only a committed one was chosen by the caller.
     return getattr(leaf, "sharding", None) if getattr(leaf, "committed", True) else None
 
 

@@ -33,4 +33,5 @@ def weight_parts(
         records[name] = LeafRecord(spec_of(array), array_digests({name: stored})[name], index)
         part[name] = stored
         size_bytes += stored.nbytes
+    # Also if it is empty, because `_UnitHandler.finalize` expects the folder of a part.
     yield part

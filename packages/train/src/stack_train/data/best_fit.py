@@ -75,11 +75,14 @@ class BestFitPacking:
     ) -> None:
         self._tokens, self._offsets, self._seq_tokens = tokens, offsets, seq_tokens
         if seed is not None:
+            # Raw bits, as in `Packing._make_order`: they are stable across NumPy versions.
             bits = np.random.PCG64(np.random.SeedSequence([seed]))
             documents = documents[np.argsort(bits.random_raw(len(documents)), kind="stable")]
         places = np.diff(offsets)[documents] - 1
+        # A document of one token lacks a target and yields no piece.
         parts = np.maximum(-(-places // seq_tokens), 0)
         owner = np.repeat(np.arange(len(documents)), parts)
+        # The first piece of each document is number 0.
         number = np.arange(len(owner)) - np.repeat(np.cumsum(parts) - parts, parts)
         starts = number * seq_tokens
         lengths = np.minimum(places[owner] - starts, seq_tokens)

@@ -26,8 +26,10 @@ _CONFIG = {
     "bos_token": _BOS,
     "eos_token": _EOS,
     "pad_token": _PAD,
+    # transformers would otherwise remove spaces before punctuation when it decodes.
     "clean_up_tokenization_spaces": False,
 }
+# Part of the cache's key: raise it if equal documents and settings give another tokenizer.
 _FORMAT = 1
 
 
@@ -69,6 +71,7 @@ def trained_bpe(
         check_unchanged(source, fingerprint)
 
     settings = (vocab_size, sample_bytes, validation_fraction)
+    # Appended only if it is set, so keys of earlier tokenizers stay valid.
     key = digest_of("bpe", _FORMAT, fingerprint, *settings, *(["fewer"] if fewer else []))
     return HuggingFaceTokenizer.load(cached(cache_dir / "tokenizers" / key, build))
 
@@ -79,6 +82,7 @@ def _sample(source: DataSource, sample_bytes: int, validation_fraction: float) -
     Documents are selected in order of their digest, which makes the sample random but reproducible. The last selected
     document is cut.
     """
+    # Two passes, because the texts of a large source do not fit into memory.
     facts = [
         (text_digest(document.text), len(document.text.encode("utf-8"))) for document in documents_with_text(source)
     ]
@@ -91,6 +95,7 @@ def _sample(source: DataSource, sample_bytes: int, validation_fraction: float) -
     # Not strict: if the documents have changed since the first pass, `check_unchanged` reports it.
     for document, take in zip(documents_with_text(source), take_bytes, strict=False):
         if take:
+            # The cut may fall inside a character.
             yield document.text.encode("utf-8")[:take].decode("utf-8", "ignore")
 
 
@@ -101,6 +106,7 @@ def _train(sample: Iterator[str], vocab_size: int, fewer: bool) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=list(_SPECIAL_TOKENS),
+        # Otherwise texts with bytes that the sample lacks could not be encoded.
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         min_frequency=2,
         show_progress=False,

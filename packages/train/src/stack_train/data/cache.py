@@ -44,6 +44,7 @@ def cached(entry: Path, build: Callable[[Path], None]) -> Path:
             _write_manifest(folder)
             _publish(folder, entry)
         finally:
+            # After a successful rename there is nothing to remove.
             shutil.rmtree(folder, ignore_errors=True)
     except OSError as error:
         raise DataError(

@@ -90,6 +90,7 @@ class Tokenization:
             options = self._template.options_of(record)
             text, spans = self._spans(name, [*prompt, *answer], options)
             # Assistant turns of the prompt are not supervised.
+            # Rendered separately, because a template decides how many turns it marks.
             first = len(self._spans(name, prompt, options)[1]) if _has_assistant(prompt) else 0
         except ChatTemplateError as error:
             raise ChatTemplateError(f"{name}: {error}", parameter=error.parameter) from error
@@ -122,6 +123,7 @@ class Tokenization:
         """Marks the special token directly after a turn, which some templates write outside of the generation block."""
         found = np.zeros(len(ids), bool)
         places = np.flatnonzero(inside)
+        # Otherwise the block includes the token that ends the turn.
         if len(places) and not self._tokenizer.is_special(int(ids[places[-1]])):
             behind = places[-1] + 1
             if behind < len(ids) and offsets[behind, 0] == end and self._tokenizer.is_special(int(ids[behind])):
@@ -146,6 +148,8 @@ class Tokenization:
                     "follows, so the assistant's text cannot be located. Enclose the assistant's text in "
                     "{% generation %} ... {% endgeneration %}, and set data.chat_template to that template."
                 )
+            # Templates such as ChatML's put a newline after the token that ends a turn, where generation has already
+            # stopped.
             found.append((len(before), len(before) + len(after[len(before) :].rstrip("\n"))))
         return text, found
 

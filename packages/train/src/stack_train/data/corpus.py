@@ -19,6 +19,7 @@ from stack_train.data.tokenizer import HuggingFaceTokenizer
 
 __all__ = ["Corpus", "tokenize"]
 
+# Part of the cache's key: raise it if equal documents give another corpus.
 _FORMAT = 1
 _GROUP_CHARACTERS = 2_000_000
 
@@ -79,6 +80,7 @@ def tokenize(source: DataSource, tokenizer: HuggingFaceTokenizer, cache_dir: Pat
 def _write(folder: Path, documents: Iterable[Document], tokenizer: HuggingFaceTokenizer, eos_id: int) -> None:
     # Little-endian on all machines, because the content digest must be portable.
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32).newbyteorder("<")
+    # Arrays of machine integers, since lists of Python's would take several times the memory per document.
     offsets, name_offsets, digests = array.array("q", [0]), array.array("q", [0]), array.array("Q")
     content = hashlib.sha256()
     with (folder / "tokens.bin").open("wb") as tokens_file, (folder / "names.bin").open("wb") as names_file:
@@ -89,6 +91,7 @@ def _write(folder: Path, documents: Iterable[Document], tokenizer: HuggingFaceTo
                 tokens_file.write(encoded)
                 offsets.append(offsets[-1] + len(encoded) // dtype.itemsize)
                 digests.append(text_digest(document.text))
+                # Paths may hold bytes that are not UTF-8, which Python represents by surrogates.
                 name = document.name.encode("utf-8", "backslashreplace")
                 names_file.write(name)
                 name_offsets.append(name_offsets[-1] + len(name))
@@ -102,6 +105,7 @@ def _write(folder: Path, documents: Iterable[Document], tokenizer: HuggingFaceTo
 
 
 def _with_eos(ids: Int64[np.ndarray, " tokens"], eos_id: int) -> Int64[np.ndarray, " ended_tokens"]:
+    # Some tokenizers append the token themselves.
     return ids if ids.size and ids[-1] == eos_id else np.append(ids, eos_id)
 
 

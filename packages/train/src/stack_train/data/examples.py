@@ -37,6 +37,7 @@ def fitting(examples: Sequence[Conversation], seq_tokens: int, too_long: TooLong
         kept += [
             Conversation(example.name, example.tokens[: seq_tokens + 1], example.supervised[: seq_tokens + 1])
             for example in longer
+            # The first token of an example is only an input.
             if example.supervised[1 : seq_tokens + 1].any()
         ]
     if not kept:
@@ -58,6 +59,7 @@ def plan_rows(
     by_room: list[list[int]] = [[] for _ in range(row_tokens + 1)]  # rows by number of free tokens
     for index in order:
         length = int(lengths[index])
+        # The least room that is enough, since that row is the fullest.
         room = next((room for room in range(length, row_tokens + 1) if by_room[room]), None)
         if room is None:
             rows.append([])

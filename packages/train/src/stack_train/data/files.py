@@ -68,6 +68,7 @@ def stat_digest(files: Iterable[tuple[str, Path]], settings: Sequence[str] = ())
             raise unreadable(path, error) from error
         if not stat.S_ISREG(status.st_mode):
             raise DataError(f"{str(path)!r} is not a regular file. Leave it out of the source's glob.")
+        # Paths may hold bytes that are not UTF-8.
         digest.update(repr((name, status.st_size, status.st_mtime_ns)).encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
 

@@ -121,6 +121,7 @@ class LabelledImages:
         return {"the images (digest)": digest_of(self.digests().tolist(), labels)}
 
     def digests(self) -> UInt64[np.ndarray, " images"]:
+        # As text, because `digest_of` takes JSON values.
         return np.array([int(digest_of(image.tobytes().hex())[:16], 16) for image in self.pixels], np.uint64)
 
     def arrays(self, places: Int64[np.ndarray, " rows"]) -> dict[str, np.ndarray]:

@@ -77,6 +77,7 @@ def _read(files: Sequence[Path], size: int, mode: str) -> FileImages:
         unreadable: list[str] = []
         channels = {name: number for number, name in _MODES.items()}[mode]
         shape = (len(files), size, size, channels)
+        # Room for all files; rows of unreadable ones remain unused at the end and are cut off when the array is opened.
         pixels = np.lib.format.open_memmap(folder / _PIXELS, mode="w+", dtype=np.uint8, shape=shape)
         for path, image in _decoded(files, size, mode):
             if isinstance(image, str):
@@ -103,6 +104,7 @@ def _decoded(files: Sequence[Path], size: int, mode: str) -> Iterator[tuple[Path
             with image.open(path) as opened:
                 side = min(opened.size)
                 left, top = ((length - side) // 2 for length in opened.size)
+                # Converted first, because colors of a palette cannot be averaged by index.
                 square = opened.convert(mode).crop((left, top, left + side, top + side))
                 small = square.resize((size, size), image.Resampling.LANCZOS)
                 yield path, np.asarray(small)

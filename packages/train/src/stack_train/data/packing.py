@@ -66,6 +66,7 @@ class Packing:
         self._seed = seed
         self.targets = int(self._places.sum())
         self.rows = -(-self.targets // seq_tokens)
+        # Two epochs, since a batch may cross their border. Not a decorator, which would keep instances alive.
         self._order = functools.lru_cache(maxsize=2)(self._make_order)
 
     def batch(self, row_ids: Int64[np.ndarray, " batch"]) -> dict[str, Shaped[np.ndarray, "batch ..."]]:
@@ -90,6 +91,7 @@ class Packing:
         epoch, row = divmod(row_id, self.rows)
         order = self._order(epoch)
         start, end = row * self._seq_tokens, min((row + 1) * self._seq_tokens, self.targets)
+        # `side="right"`: a position equal to a document's end belongs to the next document.
         first, last = np.searchsorted(order.ends, [start, end - 1], side="right")
         begins = np.append(0, order.ends)
         return [
@@ -102,6 +104,7 @@ class Packing:
         starts = rows[:, None] * self._seq_tokens
         places = starts + np.arange(self._seq_tokens)
         filled = places < self.targets
+        # Padding gets a valid index here and is masked below.
         places = np.minimum(places, self.targets - 1)
         which = np.searchsorted(order.ends, places, side="right")
         document = order.documents[which]

@@ -87,6 +87,7 @@ class Pipeline(ProcessRows):
         self._corpus = corpus
         self._training = pack(training, seed=seed)
         self._validation = pack(validation, seed=None)
+        # Documents of a single token yield no targets, so a corpus with documents may still be without rows.
         if not self._training.rows:
             raise DataError("The training documents yield no tokens. Check data.source and data.tokenizer.")
         self.train_rows, self.train_targets = self._training.rows, self._training.targets
@@ -139,6 +140,7 @@ class Pipeline(ProcessRows):
 
     def _describe(self, piece: Piece) -> str:
         first_token = int(self._corpus.offsets[piece.document])
+        # Lines are counted in text, which has to be decoded from the document's beginning.
         tokens = self._corpus.tokens[first_token : first_token + piece.end_token].tolist()
         first = 1 + self.tokenizer.decode(tokens[: piece.start_token]).count("\n")
         last = first + self.tokenizer.decode(tokens[piece.start_token :]).count("\n")

@@ -23,6 +23,7 @@ class ProcessRows(Batches):
     rows: Int64[np.ndarray, " own"] | None = None
 
     def with_rows(self: T, rows: Int64[np.ndarray, " own"]) -> T:
+        # Shallow: the copies share the tokens.
         other = copy.copy(self)
         other.rows = rows
         return other

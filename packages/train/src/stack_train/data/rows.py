@@ -115,6 +115,7 @@ def filled(values: Shaped[np.ndarray, "rows ..."], rows: int, name: str) -> Shap
     """Pads an array to `rows` rows: targets with -100, row ids with the last id, other arrays with 0."""
     missing = rows - len(values)
     if name == "row_ids":
+        # `describe_rows` must be able to resolve every id of a batch.
         return np.append(values, np.repeat(values[-1:], missing))
     padding = np.full((missing, *values.shape[1:]), IGNORED_TARGET if name == "targets" else 0, values.dtype)
     return np.concatenate([values, padding])

@@ -22,6 +22,7 @@ def open_source(config: TextSettings) -> DataSource:
       UnknownName: no plugin registers the scheme.
     """
     scheme, _, address = config.source.partition(":")
+    # A path without a scheme is a frequent mistake, so the message contains the address to write.
     if scheme not in registries.data_sources and _is_path(scheme):
         kind = "jsonl" if scheme.endswith(".jsonl") else "text"
         files = f"{config.source.rstrip('/')}/**/*" if Path(config.source).expanduser().is_dir() else config.source

@@ -12,6 +12,7 @@ __all__ = ["split_documents", "text_digest"]
 
 def text_digest(text: str) -> int:
     """Returns the 64-bit BLAKE2b hash of a text."""
+    # A fixed byte order, because digests decide the split on every machine.
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "little")
 
 

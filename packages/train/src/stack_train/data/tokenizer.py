@@ -63,6 +63,7 @@ class HuggingFaceTokenizer:
         self._for_documents = _parse_vocabulary(files[_VOCABULARY], origin)
         self._for_documents.encode_special_tokens = True
         settings = {**_json(files, _SPECIAL_TOKENS, origin), **_json(files, _CONFIG, origin)}
+        # Ids may have gaps, so their number could be smaller than the largest id plus one.
         self.vocab_size: int = max(self._for_prompts.get_vocab(with_added_tokens=True).values()) + 1
         self.special_tokens = _special_tokens(settings)
         self.eos_id = self._special_id("eos_token")
@@ -203,6 +204,7 @@ def _parse_vocabulary(content: bytes, origin: str) -> tokenizers.Tokenizer:
         tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
     except Exception as error:  # The library raises bare `Exception` for whatever it cannot parse.
         raise DataError(f"The {_VOCABULARY} of tokenizer {origin!r} is malformed: {error}. Fetch it again.") from error
+    # `tokenizer.json` stores the truncation and padding of its last use, which would change the documents.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

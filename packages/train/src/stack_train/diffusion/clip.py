@@ -103,6 +103,7 @@ class ClipBlock(nnx.Module):
         attended: Any = ops.attention(*heads, causal=True, axes=ATTENTION)
         x = x + self.output(attended.reshape(x.shape))
         wide = self.up(self.mlp_norm(x))
+        # False: this gelu is exact, without the approximation by tanh.
         wide = wide * jax.nn.sigmoid(1.702 * wide) if self.activation == "quick_gelu" else jax.nn.gelu(wide, False)
         return x + self.down(wide)
 
@@ -129,9 +130,11 @@ class ClipText(nnx.Module):
         def run(block: ClipBlock, x: Tokens, _: None, __: None) -> tuple[Tokens, None]:
             return block(x), None
 
+        # Nothing is rematerialized, because encoders are not trained.
         x, _ = scan_layers(run, [self.blocks], x, [None], per_row=None, remat="none", unroll=False, moves=False)
         hidden = self.norm(x).astype(jnp.float32)
         old = self.config.end == _OLD_END
+        # `argmax` returns the first of equal values, so the first end token counts.
         ends = jnp.argmax(tokens if old else tokens == self.config.end, axis=-1)
         return hidden, jnp.take_along_axis(hidden, ends[:, None, None], axis=1)[:, 0]
 

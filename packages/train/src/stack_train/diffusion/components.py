@@ -76,6 +76,7 @@ class Component:
           ConversionError: it requires unsupported features; names each key and value.
         """
         reader = Reader(mapping)
+        # Marks these keys as read.
         reader.get(*self.silent)
         for name, value in self.fixed.items():
             reader.expect(name, value)
@@ -145,6 +146,7 @@ def load_component(component: Component, directory: Path, **settings: Any) -> tu
     found = {_prefixed(name, component.prefix): each for name, each in read_tensors(directory, component.stem).items()}
     tensors = {name: tensor for name, tensor in found.items() if name not in component.redundant}
     dtypes = {str(tensor.numpy_dtype) for tensor in tensors.values()}
+    # float32 represents F16 and BF16 exactly.
     dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
     config = component.read_config(mapping, dtype=dtype, param_dtype=dtype, **settings)
     abstract = nnx.eval_shape(lambda: component.family.build(config, key=jax.random.key(0)))

@@ -32,6 +32,7 @@ class Convolution(nnx.Module):
 
     def __call__(self, x: Features) -> Features:
         """Keeps the size of images; with a stride of 2, halves it, and pads below and to the right only."""
+        # As in diffusers, whose downsampling pads one pixel below and to the right.
         before = 0 if self.stride == 2 else self.side // 2
         padding = (before, self.side // 2)
         y = jax.lax.conv_general_dilated(

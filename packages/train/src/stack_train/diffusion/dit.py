@@ -104,6 +104,7 @@ class DitBlock(nnx.Module):
         self.time_in = build.linear((_WAVES, embed), (None, "embed"), bias=True)
         self.time_out = build.linear((embed, embed), ("embed", None), bias=True)
         self.labels = build.normal((config.classes + 1, embed), (None, "embed"))
+        # `residual` takes the builder's second standard deviation, 0 here: gates of 0 make the block the identity.
         self.modulation = build.linear((embed, 6 * embed), ("embed", None), bias=True, residual=True)
         self.query = build.linear((embed, embed), ("embed", "heads"), bias=True)
         self.key = build.linear((embed, embed), ("embed", "heads"), bias=True)
@@ -124,6 +125,7 @@ class DitBlock(nnx.Module):
         key = split_heads(self.key(normed), self.heads, "keys")
         value = split_heads(self.value(normed), self.heads, "values")
         x = x + gate[:, None] * self.output(self_attention(query, key, value))
+        # diffusers' first norm has a fixed epsilon of 1e-6, the second its `norm_eps`.
         normed = modulated(x, shift_mlp, scale_mlp, epsilon=1e-5)
         wide = constrain(self.up(normed), "batch", "seq", "act_mlp", name="a feed-forward layer")
         return x + gate_mlp[:, None] * self.down(jax.nn.gelu(wide, approximate=True)), condition
@@ -146,6 +148,7 @@ class Dit(nnx.Module):
 
     def __call__(self, images: Images, timesteps: Float[Array, " batch"], condition: Condition) -> Predicted:
         config, (batch, height, width, _) = self.config, images.shape
+        # Without classes the table has a single row, for images without a label.
         labels = condition["labels"] if config.classes else jnp.zeros(batch, jnp.int32)
         places = grid_positions(height // config.patch, width // config.patch, config.embed)
         x = self.patches(patches_of(images.astype(config.dtype), config.patch)) + jnp.asarray(places, config.dtype)
@@ -163,6 +166,7 @@ class Dit(nnx.Module):
             unroll=config.unroll,
             moves=True,
         )
+        # As in diffusers, the embedding of the first block conditions the last layer.
         shift, scale = jnp.split(self.last_modulation(jax.nn.silu(outputs[0][0])), 2, axis=-1)
         x = self.last(modulated(x, shift, scale))
         return unpatched(x, config.patch, height, width, channels_last=True).astype(jnp.float32)

@@ -131,7 +131,9 @@ def export_images(run: Path, directory: Path, saved: RunConfig) -> Conversion:
 def measured_scaling(model: Any, saved: RunConfig) -> float:
     """Returns the factor that scales the latents of held-out images to a standard deviation of 1."""
     batches = saved.data.build(seed=saved.run.seed, model=saved.model)
+    # A run without held-out images measures on training images.
     batch: Mapping[str, np.ndarray] = next(iter(batches.validation_batches()), None) or next(batches.train_iterator())
+    # Without rows of padding, which would change the standard deviation.
     images = batch["images"][batch["weights"] > 0]
     graph, state = nnx.split(model)
     mean, _ = jax.jit(lambda state, images: nnx.merge(graph, state).encode(images))(state, jnp.asarray(images))

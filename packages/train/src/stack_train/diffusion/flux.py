@@ -258,10 +258,12 @@ class Flux(nnx.Module):
 
     def unconditional(self, condition: Condition) -> Condition:
         """Texts that are 0 throughout."""
+        # Guidance as an input belongs to both predictions.
         return {name: array if name == "guidance" else jnp.zeros_like(array) for name, array in condition.items()}
 
     def _embedded(self, timesteps: Float[Array, " batch"], condition: Condition) -> Float[Array, "batch embed"]:
         dtype = self.config.dtype
+        # diffusers' `downscale_freq_shift` is 0 in Flux and 1 in DiT.
         embedded = self.time(waves(timesteps, _WAVES, last=0).astype(dtype))
         embedded = embedded + self.pooled(condition["pooled"].astype(dtype))
         if self.guidance is None or self.config.guidance is None:
@@ -343,6 +345,7 @@ def _read_channels(reader: Reader) -> dict[str, Any]:
     channels = reader.get("in_channels", default=64)
     if (predicted := reader.get("out_channels")) not in (None, channels):
         reader.problems.append(f"out_channels={predicted!r}, not in_channels, {channels}")
+    # diffusers counts the channels of a patch of 2 x 2, and its pipeline's default guidance is 3.5.
     return {"channels": channels // 4, "guidance": 3.5 if reader.get("guidance_embeds") else None}
 
 

@@ -49,7 +49,9 @@ class NoiseConfig:
 
     def _betas(self) -> Weights:
         if self.betas == "cosine":
+            # The offset 0.008 keeps the first betas from vanishing (Nichol and Dhariwal, section 3.2).
             bar = np.cos((np.arange(self.steps + 1) / self.steps + 0.008) / 1.008 * np.pi / 2) ** 2
+            # At the end of the schedule alpha reaches 0, and a beta of 1 would be singular.
             return np.minimum(1.0 - bar[1:] / bar[:-1], 0.999)
         if self.betas == "linear":
             return np.linspace(self.beta_start, self.beta_end, self.steps)

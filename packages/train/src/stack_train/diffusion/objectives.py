@@ -75,6 +75,7 @@ class DenoisingConfig(Objective):
         # Additional channels may predict variances (Nichol and Dhariwal, 2021); these are not trained.
         predicted = model(noisy, timesteps, shown)[..., : images.shape[-1]]
         errors = jnp.mean(jnp.square(predicted.astype(jnp.float32) - target), axis=(1, 2, 3))
+        # Rows that fill a batch have weight 0.
         total = jnp.sum(real)
 
         def mean(values: Float[Array, " batch"]) -> Metric:
@@ -216,4 +217,5 @@ class VConfig(_DiscreteConfig):
         return alpha * noise - sigma * images
 
     def weight(self, snr: Float[Array, " batch"], limit: float) -> Float[Array, " batch"]:
+        # sigma^2 = 1 / (snr + 1) converts the weight min(snr, g) of errors of x0 to errors of v.
         return jnp.minimum(snr, limit) / (snr + 1.0)

@@ -55,6 +55,7 @@ class PromptTokenizer:
                     f"is cut off: {cut!r}. Shorten the prompt, or put first what matters.",
                     stacklevel=2,
                 )
+                # The last token ends the text, and CLIP pools its vector there.
                 ids = [*ids[: self.tokens - 1], ids[-1]]
             row[: len(ids)] = ids
         return rows
@@ -137,6 +138,7 @@ class TextEncoders:
 
     @cached_property
     def _encode(self) -> Any:
+        # The parameters are an argument, since XLA would otherwise compile them into the program as constants.
         graphs, states = zip(*(nnx.split(model) for model in (self.clip, self.t5)), strict=True)
 
         @jax.jit

@@ -123,6 +123,7 @@ def _discrete_levels(schedule: NoiseConfig, steps: int, spacing: Spacing) -> Lev
             timesteps = np.linspace(0.0, last, steps)[::-1] if steps > 1 else np.array([float(last)])
     alphas, sigmas = schedule.alphas_and_sigmas()
     ratios = np.interp(timesteps, np.arange(schedule.steps), sigmas / alphas)  # timesteps may be fractional
+    # alpha from sigma / alpha, since alpha^2 + sigma^2 = 1.
     kept = np.append(1.0 / np.sqrt(1.0 + ratios**2), 1.0)
     return Levels(timesteps, kept, np.append(ratios, 0.0) * kept, kept)
 
@@ -138,9 +139,11 @@ def _of_step(sampler: SamplerConfig, levels: Levels, step: int, prediction: Pred
         return [levels.timesteps[level], *expected, *coefficients]
 
     euler = row(step, *_euler(levels, step), 0.0, 0.0)
+    # The last step ends without noise: Euler's step is exact, and corrections would divide by zero.
     match sampler.name:
         case "heun" if levels.sigmas[step + 1]:
             return np.array([euler, row(step + 1, 1.0, *_heun_correction(levels, step), 0.0)])
+        # The first step lacks an earlier estimate.
         case "dpmpp_2m" if step and levels.sigmas[step + 1]:
             return np.array([row(step, *_dpmpp_2m(levels, step), 0.0)])
         case "ddim" if sampler.eta and levels.sigmas[step + 1]:
@@ -203,6 +206,7 @@ def sample(
       noise: normal noise in the shape of the images.
       key: PRNG key of the noise that rows add.
     """
+    # Known before tracing, so deterministic samplers generate no random numbers.
     adds_noise = bool(table.rows[:, -1].any())
 
     def step(carry: tuple[Images, Images], row: tuple[Array, Array]) -> tuple[tuple[Images, Images], None]:
@@ -213,7 +217,9 @@ def sample(
             following += n * jax.random.normal(jax.random.fold_in(key, number), x.shape)
         return (following, expected), None
 
+    # float32 only here: the coefficients are differences of close numbers, so NumPy computes them in float64.
     rows = (jnp.asarray(table.rows, jnp.float32), jnp.arange(len(table.rows)))
+    # c is 0 in the first row, so the initial estimate is never used.
     (images, _), _ = jax.lax.scan(step, (noise, jnp.zeros_like(noise)), rows)
     return images
 

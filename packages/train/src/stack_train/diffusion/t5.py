@@ -93,6 +93,7 @@ class T5Block(nnx.Module):
     def __call__(self, x: Tokens, bias: Float[Array, "1 heads seq seq"]) -> Tokens:
         normed = self.norm(x, self.attention_norm, TOKENS)
         heads = (split_heads(linear(normed), self.heads, "heads") for linear in (self.query, self.key, self.value))
+        # T5 does not divide scores by sqrt(head_dim).
         attended: Any = ops.attention(*heads, bias=bias, scale=1.0, axes=_OPERANDS)
         x = x + self.output(attended.reshape(*x.shape[:2], -1))
         normed = self.norm(x, self.mlp_norm, TOKENS)
@@ -142,6 +143,7 @@ def bucket_of(seq: int, buckets: int, max_distance: int) -> Int[np.ndarray, "seq
     distance = np.arange(seq)[None] - np.arange(seq)[:, None]
     half, near = buckets // 2, buckets // 4
     far = np.abs(distance)
+    # float32 as in transformers, because rounding decides the bucket of some distances.
     grown = np.log(np.maximum(far, 1).astype(np.float32) / near) / math.log(max_distance / near) * (half - near)
     shared = np.minimum(near + grown.astype(np.int64), half - 1)
     return half * (distance > 0) + np.where(far < near, far, shared)

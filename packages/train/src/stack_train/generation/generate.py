@@ -89,6 +89,7 @@ class TokenGenerator:
         for _ in range(limit - 1):
             yield int(token[0])
             token, cache = self._decode(self._params, token, cache, settings)
+        # Outside of the loop, because no token follows the last one.
         yield int(token[0])
 
     def _bucket(self, tokens: int) -> int:

@@ -221,6 +221,7 @@ def _check_parts(model: Any, config: Any) -> None:
 def parameters_of(model: Any) -> Iterator[tuple[_Path, Any]]:
     """Yields the path and value of each parameter; releases each before it yields the next."""
     variables = dict(nnx.to_flat_state(nnx.state(model)))
+    # Otherwise this name would hold all parameters until the last one is read.
     del model
     while variables:
         path, variable = variables.popitem()
@@ -232,6 +233,7 @@ def _as_computed(value: Any, axes: LogicalAxes, dtype: str) -> Any:
 
     Quantized matrices, scales and biases keep their dtype.
     """
+    # A stack of vectors, such as scales of all layers, has two axes as well.
     is_matrix = sum(axis != "layers" for axis in axes) >= 2
     return value.astype(dtype, copy=False) if is_matrix and not is_quantized(value) else value
 
@@ -259,6 +261,7 @@ def _end_tokens(tokenizer: HuggingFaceTokenizer | None, *settings: Mapping[str, 
     """Collects the end tokens of the tokenizer and of the checkpoint's generation settings."""
     found = [None if tokenizer is None else tokenizer.eos_id]
     for mapping in settings:
+        # Published configs name one id or a list.
         ids = mapping.get("eos_token_id")
         found += ids if isinstance(ids, list) else [ids]
     return frozenset(index for index in found if index is not None)

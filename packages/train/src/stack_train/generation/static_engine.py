@@ -101,6 +101,7 @@ class StaticEngine(Engine):
         self._rows = self._config.rows
         self._version = 0
         self._generate = jax.jit(self._run_rows, static_argnames=("capacity", "candidates"))
+        # Guards the queue and the works. It is acquired inside of `_device`, never around it, which excludes deadlocks.
         self._changed = threading.Condition()
         self._device = threading.RLock()  # Serializes batches and weight updates.
         self._works: dict[str, _Work] = {}
@@ -126,6 +127,7 @@ class StaticEngine(Engine):
     def start(self) -> None:
         with self._changed:
             self._is_started = True
+            # Programs of `warm_up` do not count as compilations of requests.
             self._counts["compilations"] = 0
             self._changed.notify_all()
 
@@ -138,6 +140,7 @@ class StaticEngine(Engine):
             queued = self._queue
             self._queue = []
             self._changed.notify_all()
+        # Outside of the lock, because receivers may call the engine.
         self._end_all(queued, "abort")
 
     def submit(self, request: GenerationRequest, receive: Callable[[GenerationUpdate], None] | None = None) -> None:
@@ -152,6 +155,7 @@ class StaticEngine(Engine):
             self._works[request.request_id] = work
             self._queue += [_Continuation(work, index, limit) for index in range(count)]
             if receive is not None and self._thread is None:
+                # A daemon, because an engine that was never closed must not keep the process alive.
                 self._thread = threading.Thread(target=self._serve, name="static-engine", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
@@ -162,6 +166,7 @@ class StaticEngine(Engine):
             work = self._works.get(request_id)
         if work is None or work.receive is not None:
             raise GenerationError(f"There is no request {request_id!r} to stream.", parameter="request_id")
+        # Otherwise a batch of another thread has already computed the request.
         if work.left:
             self._run_queued()
         del self._works[request_id]
@@ -189,6 +194,7 @@ class StaticEngine(Engine):
         self._check_params(params)
 
         def owned(new: Any, old: Any) -> jax.Array:
+            # An entry that `_completed` took from the current parameters.
             if new is old:
                 return old
             placed = jax.device_put(new, old.sharding)
@@ -286,6 +292,7 @@ class StaticEngine(Engine):
                 queued = self._queue
                 self._queue = []
                 self._running = len(queued)
+            # Stable: requests of equal priority run in the order of their arrival.
             queued.sort(key=lambda each: each.work.request.priority)
             for first in range(0, len(queued), self._rows):
                 self._run_batch(queued[first : first + self._rows])
@@ -319,6 +326,7 @@ class StaticEngine(Engine):
     def _compute(self, batch: Sequence[_Continuation], bucket: int, capacity: int) -> dict[str, np.ndarray]:
         """Runs one batch; padding rows have a limit of 0 tokens and finish immediately."""
         candidates = any(each.work.request.sampling.candidates for each in batch)
+        # Mirrors the cache of `jax.jit`, which does not report compilations.
         if (program := (bucket, capacity, candidates)) not in self._programs:
             self._programs.add(program)
             self._counts["compilations"] += 1
@@ -332,6 +340,7 @@ class StaticEngine(Engine):
         most = 1 << max([len(each) for each in stops] + [1]).bit_length()
         arrays = {
             "tokens": np.zeros((rows, bucket), np.int32),
+            # Padding rows need a valid last position.
             "lengths": np.ones(rows, np.int32),
             "limits": np.zeros(rows, np.int32),
             "stops": np.full((rows, most), -1, np.int32),
@@ -393,6 +402,7 @@ class StaticEngine(Engine):
 
         def step(carry: Any) -> Any:
             place, cache, (found, ended, counts) = carry
+            # A row that has finished may be at the end of the cache.
             last = jnp.minimum(rows["lengths"] + place, capacity) - 1
             tokens = jnp.take_along_axis(found["history"], last[:, None], axis=1)
             outputs = model(tokens, cache.lengths[:, None], cache=cache)
@@ -400,6 +410,7 @@ class StaticEngine(Engine):
             return place + 1, outputs.cache, (found, ended, counts + drawn)
 
         goes_on = lambda carry: ~jnp.all(carry[2][1])
+        # On the device, since a loop on the host would wait for every token.
         _, _, (found, _, counts) = jax.lax.while_loop(goes_on, step, (1, outputs.cache, state))
         return {"count": counts, **found}
 
@@ -449,6 +460,7 @@ class StaticEngine(Engine):
                 work.updates.append(update)
             elif not work.left:
                 del self._works[work.request.request_id]
+        # Outside of the lock, as in `close`.
         if work.receive is not None:
             work.receive(update)
 
@@ -514,6 +526,8 @@ def _choose(
         name: jax.lax.dynamic_update_slice_in_dim(found[name], each[:, None], place, axis=1)
         for name, each in values.items()
     }
+    # Rows at the end of the cache, which have finished, write outside of it and are dropped.
     history = found["history"].at[jnp.arange(len(lengths)), lengths].set(drawn.tokens, mode="drop")
+    # Logits of a row that has finished do not matter.
     found = {"history": history, "ok": found["ok"] & (drawn.ok | finished), **own}
     return found, finished | stops | (rows["limits"] <= place + 1), (~finished).astype(jnp.int32)

@@ -276,11 +276,13 @@ def patterns_of(pre_tokenizer: Mapping[str, Any] | None) -> tuple[str, ...]:
         raise ConversionError(
             f"The tokenizer cuts text by {kinds}. GGUF has byte-level tokenizers, whose last part alone is ByteLevel."
         )
+    # True is the default of the tokenizers library for both flags.
     if parts[-1].get("add_prefix_space", True):
         raise ConversionError(
             "The tokenizer puts a space before each text (ByteLevel's add_prefix_space), which llama.cpp does not do "
             "for byte-level tokenizers."
         )
+    # With `use_regex`, ByteLevel itself applies GPT-2's pattern.
     last = (_GPT_2,) if parts[-1].get("use_regex", True) else ()
     return (*map(_pattern_of, parts[:-1]), *last)
 

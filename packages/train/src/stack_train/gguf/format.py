@@ -82,10 +82,12 @@ class GgufFormat:
             raise ConversionError(f"The parameters of {run} are quantized. Convert the run that it was made from.")
         config = saved.model
         architecture = architecture_of(config)
+        # Before the weights are read, which takes longer than all checks.
         vocabulary = Vocabulary.of(HuggingFaceTokenizer.load(run / "tokenizer"), config.vocab_size)
         leaves = named_leaves(read_params(run, config)[0])
         tensors = list(_tensors(gguf, config, architecture, leaves, stored))
         directory.parent.mkdir(parents=True, exist_ok=True)
+        # In the same folder, because a rename is atomic only within a file system.
         partial = directory.with_name(f".{directory.name}.partial")
         try:
             writer = gguf.GGUFWriter(partial, architecture.name)
@@ -156,7 +158,7 @@ def _tensors(
     heads = _reordered(config)
     for rule in architecture.rules(config):
         for name, shape in rule.tensor_shapes(leaves[rule.parameter].shape).items():
-
+            # Defaults bind the values of this iteration; the tensor is read after the loop has ended.
             def read(rule: WeightRule = rule, name: str = name) -> np.ndarray:
                 view = rule.tensors(np.asarray(leaves[rule.parameter], np.float32))[name]
                 return architecture.stored(name, view, heads)
@@ -191,6 +193,7 @@ def _type_of(gguf: Any, name: str, shape: Sequence[int], stored: str) -> Any:
 
 
 def _add(gguf: Any, writer: Any, key: str, value: Any) -> None:
+    # First, because a bool is an int in Python.
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
@@ -273,6 +276,7 @@ class _Source:
 def _config_of(settings: Mapping[str, Any], tensors: Mapping[str, Any], path: Path) -> tuple[Any, Architecture]:
     """Converts the settings of a file to a model config."""
     name = settings.get("general.architecture")
+    # Mixtral has the name of Llama's architecture and differs by its experts.
     mixes = bool(settings.get(f"{name}.expert_count"))
     families = (family for family, each in ARCHITECTURES.items() if (each.name, each.has_experts) == (name, mixes))
     if (family := next(families, None)) is None:
@@ -293,6 +297,7 @@ def _config_of(settings: Mapping[str, Any], tensors: Mapping[str, Any], path: Pa
         "head_dim": own.get("attention.key_length", embed // heads),
         "mlp": own["feed_forward_length"],
         "max_positions": own["context_length"],
+        # The shortest decimal of the float32, which is the number in `config.json`: 1e-05 instead of 9.99999974e-06.
         "norm_epsilon": float(np.format_float_positional(np.float32(own["attention.layer_norm_rms_epsilon"]))),
         "rope_theta": float(own.get("rope.freq_base", 10_000.0)),
         "tie_embeddings": "output.weight" not in tensors,
@@ -379,6 +384,7 @@ def _check(
         for rule in rules
         for name, shape in rule.tensor_shapes(parameters[rule.parameter].shape).items()
     }
+    # GGUF lists the axis that varies fastest first.
     found = {name: tuple(int(size) for size in reversed(each.shape)) for name, each in tensors.items()}
     problems = [f"{name} is missing; expected shape {shape}" for name, shape in expected.items() if name not in found]
     problems += [f"{name} is unexpected" for name in found if name not in expected and name != ROPE_FREQUENCIES]
@@ -387,6 +393,7 @@ def _check(
         for name, shape in expected.items()
         if name in found and found[name] != shape
     ]
+    # The package lists the types that it can dequantize only in this private table.
     readable = {gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16, *gguf.quants._type_traits}
     problems += [
         f"{name} is {each.tensor_type.name}, which is not read"

@@ -70,6 +70,7 @@ class Vocabulary:
         ids = {name: tokenizer.token_id(text) for name, text in tokenizer.special_tokens.items() if name in _PARTS}
         special = {name: index for name, index in ids.items() if index is not None}
         first, last = added_tokens_at_ends(tokenizer)
+        # A tokenizer may add a token that its config does not name.
         special |= {} if first is None else {"bos_token": first}
         special |= {} if last is None else {"eos_token": last}
         tokens, types = _tokens(content, vocab_size)
@@ -150,6 +151,7 @@ class Vocabulary:
                 "single_word": False,
                 "lstrip": False,
                 "rstrip": False,
+                # Special tokens are found in the text before it is normalized.
                 "normalized": False,
                 "special": kind == _CONTROL,
             }
@@ -229,6 +231,7 @@ def _tokens(content: Mapping[str, Any], vocab_size: int) -> tuple[list[str], lis
     ids = [*content["model"]["vocab"].values(), *(token["id"] for token in added)]
     if max(ids) >= vocab_size:
         raise ConversionError(f"The tokenizer has tokens up to id {max(ids)}, but the model has {vocab_size} tokens.")
+    # llama.cpp's converter gives the same names to ids without a token.
     tokens = [f"[PAD{index}]" for index in range(vocab_size)]
     types = [_UNUSED] * vocab_size
     for token, index in content["model"]["vocab"].items():

@@ -19,6 +19,7 @@ QUANTIZATION = "quantization_config"
 _CODES, _SCALE = "F8_E4M3", "_scale_inv"
 _FP4_CODES, _FP4_SCALES = "_blocks", "_scales"
 _FP4_VALUES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+# The highest bit of a code is the sign.
 _FP4_VALUES = np.concatenate([_FP4_VALUES, -_FP4_VALUES]).astype(ml_dtypes.bfloat16)
 
 
@@ -107,6 +108,7 @@ def with_blocks(
     size = (int(block[0]), int(block[1]))
     found, problems = dict[str, StoredTensor](), list[str]()
     for name, tensor in tensors.items():
+        # Scales are read together with their codes.
         if name.endswith(_SCALE) and _is_coded(tensors.get(name.removesuffix(_SCALE))):
             continue
         found[name] = tensor

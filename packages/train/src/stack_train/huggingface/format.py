@@ -136,12 +136,14 @@ class HuggingFaceFormat:
             _write_config(run / "huggingface" / _CONFIG, config, family, special_ids, partial / _CONFIG)
             stored = _derived_leaves(run, saved, rules) or _stored_leaves(store, rules, abstract)
             leaves = _reported(stored, total_bytes, progress)
+            # The leaves arrive in the order of `rules`, so each group takes the next ones.
             values = (leaf for _, leaf in leaves)
             tensors = (
                 tensor for group in groups for tensor in joined_tensors(group, list(islice(values, len(group)))).items()
             )
             write_shards(partial, plan_shards(specs, max_shard_bytes), tensors)
             kept = _copy(_TOKENIZER_FILES, run / "tokenizer", partial)
+            # Without an original file, transformers still needs the ids of the end tokens to stop.
             kept += _copy((_GENERATION_CONFIG,), run / "huggingface", partial) or _write_json(
                 special_ids, partial / _GENERATION_CONFIG
             )
@@ -273,6 +275,7 @@ def _stored_leaves(store: CheckpointStore, rules: Iterable[Any], abstract: Any) 
     names = () if step is None else store.leaf_names(step)
     for rule in rules:
         path = rule.parameter
+        # Router biases, which the forward pass updates, are in a separate branch.
         branch = "moved" if f"moved/{path}" in names else "params"
         yield path, store.restore_params(abstract[path], step, under=f"{branch}/{path}").state
 

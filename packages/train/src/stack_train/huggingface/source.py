@@ -94,6 +94,7 @@ def open_source(directory: Path, *, ignore: Collection[str] = ()) -> HuggingFace
         mapping, tensors, rewritten, left_out = part.config, part.tensors, part.config, part.left_out
     if ignore:
         mapping = rewritten = _without(mapping, ignore)
+    # In bfloat16 first: parameters that are float32 even then do not decide the dtype of the checkpoint.
     config = read_config(family, mapping, dtype="bfloat16")
     if isinstance(family, FitsTensors):
         config = family.fitting(config, tensors)
@@ -136,6 +137,7 @@ def _family_of(mapping: Mapping[str, Any], directory: Path) -> Any:
     families = [registries.models[name] for name in registries.models]
     known = {family.config_map.architecture: family for family in families if isinstance(family, ConvertibleFamily)}
     parts = {name: family for family in families if isinstance(family, IsPart) for name in family.published_in}
+    # An architecture of its own takes precedence over the same name as a part of a larger model.
     known = parts | known
     if (architecture := _architecture(mapping)) not in known:
         raise ConversionError(
@@ -209,6 +211,7 @@ def _dtype(
 
 def _problem_of_extra(name: str, tensors: Mapping[str, StoredTensor], redundant: Mapping[str, str | None]) -> list[str]:
     for pattern, original in redundant.items():
+        # The pattern is escaped as text, so its placeholder is escaped, too.
         if re.fullmatch(re.escape(pattern).replace(re.escape("{layer}"), r"\d+"), name):
             # `_check_tensors` reports an original that is missing or has an unsupported dtype.
             known = original in tensors and tensors[original].numpy_dtype is not None

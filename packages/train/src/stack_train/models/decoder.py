@@ -230,6 +230,7 @@ class Decoder(nnx.Module):
         self.config, self.norm_spec = config, spec.norm
         self.embedding_scale, self.logit_softcap = spec.embedding_scale, spec.logit_softcap
         self.groups = groups_of(spec.layers)
+        # Keys 0 and 1 are for embedding and head, so tying the head leaves the values of the layers unchanged.
         self.embedding = self._matrix((config.vocab_size, config.embed), ("vocab", "embed"), jax.random.fold_in(key, 0))
         self.blocks = nnx.List([nnx.List(period) for period in self._blocks(len(spec.layers), key)])
         self.norm = nnx.Param(jnp.full(config.embed, 1 - spec.norm.offset, config.param_dtype), logical_axes=("norm",))
@@ -282,6 +283,7 @@ class Decoder(nnx.Module):
         kept: list[list[Any]] = []
         facts: list[list[Facts]] = []
         x = self._embedded(tokens)
+        # With a cache every layer passes on both terms, and a scan's carry keeps its structure, so the first is 0.
         stream = ResidualStream(x, None if cache is None else jnp.zeros_like(x))
         for number, period in enumerate(self.blocks):
             stream, outputs = scan_layers(

@@ -53,6 +53,7 @@ class DecoderFamily:
     def weight_rules(self, config: DecoderConfig) -> tuple[WeightRule, ...]:
         """Returns one rule per parameter, in the order in which a checkpoint is read and written."""
         groups = groups_of(self.spec(config).layers)
+        # Only the paths are needed, so nothing is allocated.
         model = nnx.eval_shape(lambda: self.build(config, key=jax.random.key(0)))
         paths: list[Any] = [path for path, _ in nnx.to_flat_state(nnx.state(model))]
         return tuple(self._rule(path, groups, self.spec(config)) for path in paths)

@@ -113,8 +113,10 @@ def read_rope(
       partial: the caller handles `partial_rotary_factor`, which must be 1 otherwise.
     """
     nested = reader.get("rope_parameters") or {}
+    # One entry for each kind of layer, or one for all.
     rope = {**(reader.get("rope_scaling") or {}), **nested.get(kind, nested)}
     found = rope.pop("rope_theta", None) or reader.get("rope_theta") or theta
+    # Older files have `type` instead of `rope_type`.
     legacy_type = rope.pop("type", "default")
     rope_type = rope.pop("rope_type", legacy_type)
     share = rope.pop("partial_rotary_factor", None)
@@ -133,10 +135,12 @@ def _scaling(rope_type: str, rope: dict[str, Any], positions: int | None) -> Any
             f"rope_type {rope_type!r} is not supported.{nearest(rope_type, _SCALINGS)} "
             f"Supported: default, {', '.join(_SCALINGS)}."
         )
+    # In transformers, dynamic scaling starts from max_position_embeddings.
     if rope_type == "dynamic":
         rope = {"factor": rope.get("factor"), "max_position_embeddings": positions}
     elif rope_type != "linear":
         original = rope.setdefault("original_max_position_embeddings", positions)
+        # transformers derives a missing factor from the two lengths.
         if rope_type != "llama3" and original:
             rope.setdefault("factor", (positions or original) / original)
     try:
@@ -189,6 +193,7 @@ class ConfigMap:
           ConversionError: the model does not support a setting, or a key is unknown; the message lists them.
         """
         reader = Reader(mapping)
+        # Marks these keys as read.
         reader.get(*self.silent)
         for name, value in self.fixed.items():
             reader.expect(name, value)

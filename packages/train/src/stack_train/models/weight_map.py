@@ -87,6 +87,7 @@ class WeightRule:
 
     def stored_in(self, tensors: Container[str]) -> "WeightRule":
         """Returns the rule for the layout of a checkpoint that has these tensors."""
+        # Each layout has its own names, so the first tensor of the fused layout decides.
         return self.fused if self.fused is not None and self.fused._first in tensors else self
 
     def tensor_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -142,6 +143,7 @@ def joined_tensors(rules: Sequence[WeightRule], parameters: Sequence[Any]) -> di
     if rules[0].part[1] == 1:
         return rules[0].tensors(parameters[0])
     shapes = rules[0].tensor_shapes(parameters[0].shape)
+    # Several parameters fill different parts of these tensors.
     found = {name: np.empty(shape, np.asarray(parameters[0]).dtype) for name, shape in shapes.items()}
     for rule, parameter in zip(rules, parameters, strict=True):
         for name, view in rule.tensors(parameter).items():

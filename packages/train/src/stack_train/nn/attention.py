@@ -76,6 +76,7 @@ class Rope:
             case ops.DynamicScaling(max_position_embeddings=unscaled):
                 return min(unscaled, limit)
             case ops.LongRopeScaling(original_max_position_embeddings=unscaled) as scaling:
+                # With equal factors the rotation is the same at every length, and cached keys stay valid.
                 return limit if scaling.short_factor == scaling.long_factor else min(unscaled, limit)
         return limit
 
@@ -132,6 +133,7 @@ class Attention:
     @property
     def op_spec(self) -> AttentionSpec:
         """The options of `ops.attention`."""
+        # The config counts the query's own token, `ops.attention` only earlier tokens.
         window = None if self.window is None else (self.window - 1, 0)
         return AttentionSpec(window=window, softcap=self.softcap, scale=self.scale)
 
@@ -152,6 +154,8 @@ class GroupedAttention(nnx.Module):
 
     def __call__(self, x: Hidden, rows: Rows, cache: KVCache | None, layer_cache: Any) -> tuple[Hidden, Any]:
         spec, gate = self.spec, None
+        # OLMo 2 normalizes all heads together, so `whole_norms` applies before the split into heads; `head_norms` after
+        # it.
         query = self._heads(self._normed(self.query(x), self.query_norm, "act_heads"), "act_heads", "queries")
         if spec.gated:
             query, gate = jnp.split(query, 2, axis=-1)

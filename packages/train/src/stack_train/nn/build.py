@@ -39,6 +39,7 @@ class Build:
     norm: Norm
     param_dtype: FloatName
     key: jax.Array
+    # `replace` skips it, so a child, whose key is new, counts anew.
     draws: int = field(default=0, init=False)
 
     def child(self) -> "Build":
@@ -79,6 +80,7 @@ class Build:
 
     def scale(self, size: int, axis: str = "norm") -> Parameter:
         """Returns the scale of a norm, initialized to the identity."""
+        # The norm adds `offset` to the stored scale.
         return self.full(size, axis, 1 - self.norm.offset)
 
     def _key(self) -> jax.Array:

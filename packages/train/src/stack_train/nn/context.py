@@ -58,6 +58,7 @@ def attend(
         "segment_ids": (segment_ids, ("batch", "seq")),
         "sinks": (sinks, (axes["query"][2],)),
     }
+    # `map_parts` maps arrays only: absent operands are omitted, and the rest get their names back on each device.
     given = {name: found for name, found in optional.items() if found[0] is not None}
 
     def of_device(query: jax.Array, key: jax.Array, value: jax.Array, *more: jax.Array) -> jax.Array:
@@ -93,6 +94,7 @@ def _with_gathered_keys(
         (slice(half, None), (2 * devices - 1 - device) * half),
     ):
         pair: Any = None if segment_ids is None else (segment_ids[:, rows], of_keys)
+        # The offset depends on the device, so it is an array, and the op takes arrays with one offset per batch row.
         offset = jnp.broadcast_to(start, query.shape[:1])
         found: Any = ops.attention(
             query[:, rows], keys, values, causal=True, query_offset=offset, segment_ids=pair, **options
@@ -161,6 +163,7 @@ def from_zigzag(x: Float[Array, "rows tokens embed"]) -> Float[Array, "batch seq
 
     mesh, rules = in_mesh.value
     rows = (*axes_of("seq"), *axes_of("batch"))
+    # Rows are still [n * batch], split over both groups of devices, so they need a rule that neither axis has.
     with in_mesh((mesh, rules.updated({"shared_batch": rows}))):
         given = [(x, ("shared_batch", None, "act_embed"))]
         found: jax.Array = map_parts(of_device, given, ("batch", "seq", "act_embed"), name="the order of the sequence")

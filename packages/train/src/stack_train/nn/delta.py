@@ -19,6 +19,7 @@ from stack_train.nn.residual import Hidden, Norm, Rows
 
 __all__ = ["DeltaAttention", "GatedDelta"]
 
+# As in Qwen3-Next, which adds it to the sum of squares and not to the norm.
 _UNIT_EPSILON = 1e-6
 _HEADS = ("batch", "seq", "act_heads", None)
 _AXES = {"query": _HEADS, "value": _HEADS, "decay": _HEADS[:3], "initial_state": ("batch", "act_heads", None, None)}
@@ -58,6 +59,7 @@ class DeltaAttention:
 
     def state(self, repeats: int, dtype: str) -> Recurrent:
         tail, stored = (self.kernel - 1, self.mixed), (self.value_heads, self.key_dim, self.value_dim)
+        # The state of the delta rule sums over all tokens of a sequence, so it is float32 in any cache.
         return Recurrent(repeats=repeats, shapes=(tail, stored), dtypes=(dtype, "float32"))
 
 
@@ -66,6 +68,7 @@ class GatedDelta(nnx.Module):
 
     def __init__(self, spec: DeltaAttention, build: Build) -> None:
         embed, values = build.embed, spec.value_heads * spec.value_dim
+        # This norm's scales start at 1 in Qwen3-Next, although its other norms have an offset.
         self.spec, self.norm_spec = spec, Norm(epsilon=build.norm.epsilon)
         self.query_key_value_gate = build.linear((embed, spec.mixed + values), ("embed", "heads"))
         self.beta_decay = build.linear((embed, 2 * spec.value_heads), ("embed", "heads"))
@@ -97,6 +100,7 @@ class GatedDelta(nnx.Module):
         spec, shape = self.spec, x.shape[:2]
         shared = spec.value_heads // spec.key_heads
         wide = shared * spec.value_dim
+        # Checkpoints order the features by key head: query, key, values and gates of one head are adjacent.
         parts = self.query_key_value_gate(x).reshape(*shape, spec.key_heads, -1)
         query, key, value, gate = jnp.split(parts, [spec.key_dim, 2 * spec.key_dim, 2 * spec.key_dim + wide], axis=-1)
         mixed = jnp.concatenate([part.reshape(*shape, -1) for part in (query, key, value)], axis=-1)
@@ -130,10 +134,12 @@ class GatedDelta(nnx.Module):
         spec, (tail, stored) = self.spec, state
         inputs = jnp.concatenate([tail.astype(mixed.dtype), mixed], axis=1)
         if valid is None:
+            # Includes old inputs if there are fewer new tokens than the convolution has taps.
             tail = inputs[:, mixed.shape[1] :]
         else:
             # With a beta of 0 and a decay of 0 (a logarithm), a token leaves the state unchanged.
             beta, decay = (jnp.where(valid[..., None], each, 0) for each in (beta, decay))
+            # Rows end at different tokens, so each row's tail is cut after its own valid tokens.
             ends = jnp.sum(valid, axis=1)
             tail = jax.vmap(lambda row, end: jax.lax.dynamic_slice_in_dim(row, end, spec.kernel - 1))(inputs, ends)
         flat = jax.nn.silu(_convolved(inputs, self.convolution[...][:, 0, :].astype(mixed.dtype), taps))
@@ -173,6 +179,7 @@ def _taps(segment_ids: jax.Array | None, size: int) -> jax.Array | None:
     """Returns a mask of the last `size` tokens up to each token that share its segment, [batch, seq, size]."""
     if segment_ids is None:
         return None
+    # -1 is the segment of no token, so taps before the beginning of a row are masked.
     padded = jnp.pad(segment_ids, ((0, 0), (size - 1, 0)), constant_values=-1)
     seq = segment_ids.shape[1]
     return jnp.stack([padded[:, tap : tap + seq] == segment_ids for tap in range(size)], axis=-1)
@@ -186,5 +193,6 @@ def _starts(segment_ids: jax.Array | None) -> jax.Array | None:
 
 
 def _unit(x: jax.Array) -> jax.Array:
+    # In float32, because a bfloat16 sum of squares loses small features.
     wide = x.astype(jnp.float32)
     return (wide * jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + _UNIT_EPSILON)).astype(x.dtype)

@@ -62,6 +62,7 @@ def route(
         grouped = choice.reshape(len(choice), router.groups, -1)
         best = jnp.sum(lax.top_k(grouped, 2)[0], axis=-1)
         kept = jax.nn.one_hot(lax.top_k(best, router.kept_groups)[1], router.groups, dtype=bool).any(axis=1)
+        # -inf instead of 0, because a selection bias can make the scores of chosen groups negative.
         choice = jnp.where(kept[:, :, None], grouped, -math.inf).reshape(choice.shape)
     chosen = lax.top_k(choice, router.active)[1]
     weights = jnp.take_along_axis(scores, chosen, axis=-1)
@@ -110,10 +111,12 @@ class Mixture(nnx.Module):
         self.expert_gate = build.normal((router.experts, embed, width), ("experts", "embed", "mlp"))
         self.expert_up = build.normal((router.experts, embed, width), ("experts", "embed", "mlp"))
         self.expert_down = build.normal((router.experts, width, embed), ("experts", "mlp", "embed"), residual=True)
+        # `build.full` makes vectors, and these biases have an axis for the experts.
         zeros = partial(build.normal, std=0.0)
         self.expert_gate_bias = zeros((router.experts, width), ("experts", "mlp")) if spec.bias else None
         self.expert_up_bias = zeros((router.experts, width), ("experts", "mlp")) if spec.bias else None
         self.expert_down_bias = zeros((router.experts, embed), ("experts", "embed")) if spec.bias else None
+        # float32, because a step of `bias_rate` is small against the bias and would round to nothing in bfloat16.
         bias = build.full(router.experts, None, 0.0, dtype="float32", trained=False)
         self.selection_bias = None if router.bias_rate is None else bias
         self.shared = Gated(width=spec.shared, activation=spec.activation).build(build.child()) if spec.shared else None
@@ -124,6 +127,7 @@ class Mixture(nnx.Module):
         y, facts = _mixed(self.spec, x, counted, self._parameters(x.dtype))
         if self.selection_bias is not None and (rate := self.spec.router.bias_rate) is not None:
             excess = lax.stop_gradient(facts["expert_load"]) - 1 / self.spec.router.experts
+            # Only the sign is used (Wang et al., 2024), so a step moves every bias by the same amount.
             self.selection_bias[...] = self.selection_bias[...] - rate * jnp.sign(excess)
         if self.shared is not None:
             shared, _ = self.shared(x, rows)
@@ -172,11 +176,13 @@ def _mixed_part(
 ) -> tuple[jax.Array, Facts]:
     parameters = dict(zip(names, arrays, strict=True))
     rows = x.reshape(-1, x.shape[-1])
+    # float32, because rounded logits can change which experts a token gets.
     logits = ops.linear(rows.astype(jnp.float32), parameters["router"].astype(jnp.float32))
     if "router_bias" in parameters:
         logits = logits + parameters["router_bias"].astype(jnp.float32)
     weights, chosen, scores = route(logits, parameters.get("selection_bias"), spec.router)
     facts = _statistics(spec.router, logits, scores, chosen, counted.reshape(-1))
+    # Gathered before the grouped products, which read complete rows of each kernel (fully sharded data parallelism).
     parameters |= {name: _gathered(parameters[name], axis) for name, axis in (("gate", 1), ("up", 1), ("down", 2))}
     outputs, dropped = _outputs_of_experts(spec, rows, chosen, parameters)
     y = jnp.einsum("tkd,tk->td", outputs, weights.astype(x.dtype), preferred_element_type=jnp.float32).astype(x.dtype)
@@ -191,18 +197,21 @@ def _outputs_of_experts(
     axis, active = axes_of("experts"), chosen.shape[-1]
     # Rows are sorted by expert for the grouped products, exchanged if experts are split, and put back in order.
     order = jnp.argsort(chosen.reshape(-1), stable=True)
+    # Entry i of the flattened choices belongs to token i // active.
     sent = rows[order // active]
     sizes = jnp.bincount(chosen.reshape(-1), length=spec.router.experts)
     if not axis:
         outputs, dropped = _gated(spec, sent, parameters, sizes), None
     else:
         devices = lax.axis_size(axis)
+        # No device receives more than the rows of all devices, so a larger buffer would stay empty.
         room = math.ceil(len(sent) * (devices if spec.buffer is None else min(spec.buffer, devices)))
         received = ops.exchange(sent, sizes, axis_name=axis, out_rows=room)
         own_sizes, cut = ops.received_sizes(sizes, axis_name=axis, out_rows=room)
         outputs = _gated(spec, received, parameters, own_sizes)
         outputs = ops.exchange(outputs, sizes, axis_name=axis, out_rows=len(sent), kind="return")
         dropped = _mean_of_devices(cut.astype(jnp.float32)) / len(sent)
+    # A scatter inverts the permutation without a second sort.
     places = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)))
     return outputs[places].reshape(*chosen.shape, -1), dropped
 
@@ -239,6 +248,7 @@ def _statistics(router: Router, logits: jax.Array, scores: jax.Array, chosen: ja
     equation 4). router_z: mean of logsumexp(logits)^2 (Zoph et al., ST-MoE, 2022, arXiv:2202.08906, equation 5).
     """
     weight = counted.astype(jnp.float32)
+    # The sum of a token's sigmoid scores is not 1.
     shares = scores / jnp.sum(scores, axis=-1, keepdims=True)
     sums = {
         "tokens": jnp.sum(weight),
@@ -248,6 +258,7 @@ def _statistics(router: Router, logits: jax.Array, scores: jax.Array, chosen: ja
     }
     axes = (*axes_of("batch"), *axes_of("seq"))
     sums = lax.psum(sums, axes) if axes else sums
+    # A batch of padding counts 0 tokens.
     tokens = jnp.maximum(sums["tokens"], 1)
     load = sums["chosen"] / (tokens * router.active)
     balance = router.experts * jnp.sum(load * sums["shares"]) / tokens

@@ -82,6 +82,7 @@ class MultiHeadLatentAttention(nnx.Module):
         turning = spec.rope(turning, rows.positions, "act_heads")
         latent, key = jnp.split(self.kv_down(x), [spec.kv_rank], axis=-1)
         latent = self.norm(latent, self.kv_norm, _LATENT)
+        # A head axis of size 1, since all heads share this key; its logical name is None, so it is never split.
         key = spec.rope(key[:, :, None, :], rows.positions, None)
         if cache is None:
             output = self._unfolded(jnp.concatenate([still, turning], axis=-1), latent, key, rows)
@@ -100,6 +101,7 @@ class MultiHeadLatentAttention(nnx.Module):
         unfolded = self.kv(latent).reshape(*latent.shape[:2], spec.heads, -1)
         unfolded = constrain(unfolded, "batch", "seq", "act_heads", None)
         key, value = jnp.split(unfolded, [spec.nope_dim], axis=-1)
+        # Without a cache this is ordinary attention, which needs the shared key in every head.
         rotated_key = jnp.broadcast_to(rotated_key, (*key.shape[:3], spec.rope_dim))
         key = jnp.concatenate([key, rotated_key], axis=-1)
         axes: dict[str, Any] = dict.fromkeys(("query", "key", "value"), ("batch", "seq", "act_heads", None))
@@ -127,6 +129,7 @@ class MultiHeadLatentAttention(nnx.Module):
         to_keys, to_values = jnp.split(kernel, [spec.nope_dim], axis=-1)
         query = jnp.concatenate([jnp.einsum("bshn,lhn->bshl", still, to_keys), turning], axis=-1)
         kept = jnp.concatenate([latent, rotated_key[:, :, 0, :]], axis=-1)
+        # The default scale would follow the width of the latent, not the width of the model's heads.
         attention = AttentionSpec(scale=spec.scale)
         output, layer_cache = cache.attend_latent(layer_cache, query, kept, attention, value_dim=spec.kv_rank)
         return jnp.einsum("bshl,lhv->bshv", output, to_values), layer_cache

@@ -46,6 +46,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "... d_in"]) -> Float[Array, "... d_out"]:
         bias = None if self.bias is None else self.bias[...]
+        # Cut to the rank of x, which may have fewer or more leading axes than [batch, seq].
         rows = ("batch", "seq", *[None] * x.ndim)[: x.ndim - 1]
         axes = {"x": (*rows, self.axes[0]), "weight": self.axes}
         return ops.linear(x, self.kernel[...].astype(x.dtype), bias=bias, axes=axes)
@@ -83,5 +84,6 @@ def take_rows(table: Float[Array, "rows embed"], places: Int[Array, "*places"]) 
 @take_rows.defjvp
 def _take_rows_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
     (table, places), (tangent, _) = primals, tangents
+    # 0 outside of the table: the default fill, NaN, would not be a linear function of the tangent.
     taken = jnp.take(tangent.astype(accurate_dtype(table.dtype)), places, axis=0, mode="fill", fill_value=0)
     return take_rows(table, places), taken.astype(table.dtype)

@@ -128,6 +128,7 @@ def run_stages(
                 logical_axes=["layers"],
             )
     # [layers, ...] -> [chunks, stages, layers of a piece, ...]: piece g is chunk g // stages of stage g % stages.
+    # Interleaved chunks: neighbouring pieces lie on neighbouring stages, so results always move one stage on.
     pieces = {name: x.reshape(chunks, stages, -1, *x.shape[1:]) for name, x in layers.items()}
     by_stage = PartitionSpec(None, "stage")
     outs: Any = (PartitionSpec(), (by_stage, PartitionSpec()) if gradients else None)
@@ -291,6 +292,7 @@ class _Stage:
         return dict(_read(self.layers, chunk))
 
     def is_first(self, chunk: Any) -> Any:
+        # -1 is the chunk of an idle tick, whose results are discarded.
         return (self.index == 0) & (chunk <= 0)
 
     def is_last(self, chunk: Any) -> Any:

@@ -19,6 +19,7 @@ __all__ = ["COLUMNS", "Phase", "Schedule", "ScheduleName", "schedule"]
 
 ScheduleName = Literal["1f1b", "gpipe", "interleaved"]
 
+# Later than any tick, so a step that has not run never counts as finished.
 _NEVER = 2**30
 
 COLUMNS = (
@@ -128,6 +129,7 @@ class _Simulation:
         self.rows: list[dict[str, list[int]]] = []
 
     def run(self) -> Schedule:
+        # A copy for each stage, because `_tick` pops its entries.
         forward = [list(self._order(reverse=False)) for _ in range(self.stages)]
         backward = [list(self._order(reverse=True)) for _ in range(self.stages)]
         # Each forward step precedes its backward step, so no backward step left means that all are done.

@@ -13,6 +13,7 @@ __all__ = ["RematPolicy", "scan_layers"]
 
 RematPolicy = Literal["none", "full", "dots", "dots_no_batch"]
 
+# Ops are single equations, so the policies for dots see their products only through `seen_into`.
 _SAVED = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": ops.seen_into(jax.checkpoint_policies.dots_saveable),
@@ -51,6 +52,7 @@ def scan_layers(
     Returns:
       The last carry, and each module's outputs stacked [repeats, ...].
     """
+    # A scan carries arrays, not modules: the graph is static, and the state is split off and merged per layer.
     graphs, states = zip(*(nnx.split(layer) for layer in period), strict=True)
 
     def run(place: int, carry: Any, per_row: Any, per_layer: Any) -> tuple[Any, Any]:
@@ -74,6 +76,7 @@ def scan_layers(
     carry = carry if around is None else around.enter(carry)
     carry, results = jax.lax.scan(step, carry, (list(states), list(inputs)), unroll=unroll)
     carry = carry if around is None else around.leave(carry, results)
+    # The scan returned new values, so variables that layers updated are written back to the caller's modules.
     for layer, (_, moved) in zip(period, results, strict=True):
         if moved:
             nnx.update(layer, moved)

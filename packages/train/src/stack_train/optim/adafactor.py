@@ -42,6 +42,7 @@ class AdafactorConfig(OptimizerConfig):
             optax.scale_by_factored_rms(True, self.decay_exponent, min_dim_size_to_factor=self.smallest_factored),
             optax.clip_by_block_rms(self.clip_update),
             optax.scale_by_param_block_rms() if self.relative_updates else optax.identity(),
+            # After the clipping, which bounds the update of the loss and not the decay.
             optax.add_decayed_weights(self.weight_decay, map_axes(is_matrix, axes)),
             optax.scale_by_learning_rate(rate),
         )

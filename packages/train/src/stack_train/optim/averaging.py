@@ -32,6 +32,7 @@ def average_weights(inner: optax.GradientTransformation, decay: float) -> optax.
     """
 
     def init(params: Any) -> AveragedState:
+        # float32, because in bfloat16 the small share of a new value, 1 - d, would round to nothing.
         return AveragedState(inner.init(params), optax.tree.cast(params, jnp.float32), jnp.zeros((), jnp.int32))
 
     def update(updates: Any, state: Any, params: Any = None, **more: Any) -> tuple[Any, AveragedState]:
@@ -41,6 +42,7 @@ def average_weights(inner: optax.GradientTransformation, decay: float) -> optax.
         average = jax.tree.map(
             lambda old, param: weight * old + (1 - weight) * param.astype(jnp.float32),
             state.average,
+            # The updated parameters, which the caller computes only after this function.
             optax.apply_updates(params, updates),
         )
         return updates, AveragedState(inner_state, average, done)

@@ -44,6 +44,7 @@ def group_of(groups: Iterable[str], path: str) -> str | None:
 
 def group_names(groups: Mapping[str, GroupConfig], axes: AxesTree) -> Any:
     """Returns the group of every parameter in the structure of `axes`: its index in `groups` as a string, or `REST`."""
+    # Indices, because Optax puts these names into the paths of its state, which checkpoints join by slashes.
     names = {None: REST, **{pattern: str(place) for place, pattern in enumerate(groups)}}
     return jax.tree.map_with_path(
         lambda path, _: names[group_of(groups, path_name(path))], axes, is_leaf=lambda node: isinstance(node, tuple)

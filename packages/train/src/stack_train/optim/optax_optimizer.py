@@ -65,6 +65,7 @@ def as_optimizer(optimizer: Any) -> Optimizer:
     """
     if isinstance(optimizer, optax.GradientTransformation):
         return OptaxOptimizer(lambda steps: optimizer)
+    # A class has the methods of the protocol too, but no values of its fields.
     if isinstance(optimizer, Optimizer) and not isinstance(optimizer, type):
         return optimizer
     if callable(build := getattr(optimizer, "build", None)) and not isinstance(optimizer, type):

@@ -75,6 +75,7 @@ class OptimizerConfig(abc.ABC):
     def build(self, steps: int, axes: AxesTree) -> optax.GradientTransformation:
         """Returns the complete optimizer of the trainable parameters for a run of `steps` updates."""
         update = self._grouped(self.learning_rate_schedule(steps), axes)
+        # Outside of the groups: the global norm is the norm of all groups together.
         if self.clip_norm is not None:
             update = optax.chain(optax.clip_by_global_norm(self.clip_norm), update)
         if self.ema_decay is not None:

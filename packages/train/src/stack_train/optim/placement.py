@@ -27,6 +27,7 @@ def like_parameters(state: Any, params: Any, shardings: Any, replicated: NamedSh
 
     def place(path: Any, leaf: Any) -> NamedSharding:
         names = _names(path)
+        # The longest suffix first, because the path of one parameter may end like the path of another.
         found = next((known[names[start:]] for start in range(len(names)) if names[start:] in known), None)
         return replicated if found is None else _along(leaf.shape, *found) or replicated
 
@@ -35,6 +36,7 @@ def like_parameters(state: Any, params: Any, shardings: Any, replicated: NamedSh
 
 def _along(shape: tuple[int, ...], param_shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding | None:
     """Returns the sharding of an array whose axes are an ordered subset of a parameter's axes, otherwise None."""
+    # A spec may be shorter than the rank; missing entries replicate.
     spec = (*sharding.spec, *[None] * (len(param_shape) - len(sharding.spec)))
     split: list[Any] = []
     # Axes are matched by size. Among axes of equal size the first is taken: any of them is a valid sharding.

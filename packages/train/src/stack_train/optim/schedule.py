@@ -41,7 +41,9 @@ class ScheduleConfig:
 
     def build(self, peak: float, steps: int) -> optax.Schedule:
         """Returns the learning rate as a function of the number of updates done."""
+        # A run that is shorter than its warm-up reaches the peak at its last step.
         warmup = min(self.warmup_steps, steps)
+        # Optax requires decays of one step or more.
         decay_steps = max(round((steps - warmup) * self.decay_fraction), 1)
         # The warm-up starts at peak / (warmup + 1): a rate of 0 would waste the first update.
         phases = [(optax.linear_schedule(peak / (warmup + 1), peak, warmup), warmup)] if warmup else []

@@ -52,6 +52,7 @@ class ScheduleFreeConfig(OptimizerConfig):
             raise ConfigError("optimizer.beta1 is 0; schedule_free requires a value above 0, such as 0.9.")
 
     def transformation(self, rate: optax.Schedule, axes: AxesTree) -> optax.GradientTransformation:
+        # Adam's second moments only: the interpolation by beta1 replaces the first moments (Defazio et al., 2024).
         fast = optax.chain(
             optax.scale_by_rms(self.beta2, self.epsilon, eps_in_sqrt=False, bias_correction=True),
             optax.add_decayed_weights(self.weight_decay, map_axes(is_matrix, axes)),
@@ -65,6 +66,7 @@ class ScheduleFreeConfig(OptimizerConfig):
 
     def evaluation_params(self, params: Any, opt_state: Any) -> Any:
         def average(fast: Any, param: Any) -> Any:
+            # Each group has its own state, in which parameters of other groups are masked.
             if _is_masked(fast):
                 return param
             # Solves y = (1 - beta1) z + beta1 x for x. `fast` is float32, so the result is rounded only once.

@@ -66,9 +66,11 @@ def skip_spikes(inner: optax.GradientTransformation, config: SpikeConfig) -> opt
         norm = optax.tree.norm(updates).astype(jnp.float32)
         finite = jnp.isfinite(norm)
         skip = (~finite | _is_spike(norm, state, config)) & (state.skipped_in_a_row < config.most_in_a_row)
+        # Always computed: both results are selected below, inside one program.
         applied, inner_state = inner.update(updates, state.inner, params)
 
         def choose(skipped: jax.Array, updated: jax.Array) -> jax.Array:
+            # Selects instead of multiplying by 0, which would keep the NaN of a skipped update.
             return jnp.where(skip, skipped, updated)
 
         norms = state.norms.at[state.norms_seen % config.window_steps].set(norm)

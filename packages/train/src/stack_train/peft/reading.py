@@ -150,6 +150,7 @@ def _layer_mistakes(
         for member in members
         if member.name not in tensors and (member.layer is None or settings.has_layer(member.layer))
     ]
+    # Reversed, so each kind keeps the name of its first layer.
     kinds = {(settings.rank_of(name), settings.scale_of(name)): name for name in reversed(here)}
     if len(kinds) > 1:
         listing = ", ".join(f"{name} rank {rank} and scale {scale:g}" for (rank, scale), name in kinds.items())
@@ -162,12 +163,14 @@ def _layer_mistakes(
 def _factors(members: Sequence[AdaptedModule], tensors: Mapping[str, _Parts], settings: PeftSettings) -> LowRankFactors:
     name = next(member.name for member in members if member.name in tensors)
     dtypes = {tensor.numpy_dtype for member in members for tensor in tensors.get(member.name, {}).values()}
+    # float32 represents F16 and BF16 exactly.
     dtype = dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32)
     stacked = members[0].place is not None
 
     def joined(part: str, shape: tuple[int, ...]) -> np.ndarray:
         """Stacks a part of all layers, with zeros for layers without an adapter."""
         arrays = [
+            # PEFT stores A as [rank, d_in], the transpose of `down`.
             tensors[member.name][part].read().T.astype(dtype) if member.name in tensors else np.zeros(shape, dtype)
             for member in members
         ]

@@ -62,6 +62,7 @@ def fixed_differences(config: RunConfig, saved: Mapping[str, Any]) -> list[str]:
     # Configs without the section `precision` come from runs that trained parameters in their published dtype.
     precision = {"params": saved.get("model", {}).get("param_dtype", "float32")}
     lines = differences(to_mapping(config), {"precision": precision, **with_current_keys(RunConfig, saved)})
+    # Sections of transforms change the model, so they are fixed as well.
     fixed = (*_FIXED, *registries.transforms.names())
     return [line for line in lines if is_under(line, fixed) and not is_under(line, _FREE)]
 
@@ -75,6 +76,7 @@ def _check_allowed(run: ResolvedRun, allowed: tuple[str, ...]) -> None:
             f"--allow {allowed[0]} has no effect: this run does not start from another run. Leave it out, or give "
             "--resume or run.init_from."
         )
+    # Also keys of the saved config only: to omit such a key now is a difference.
     keys = dotted_keys(to_mapping(run.config)) | dotted_keys(run.resumed or {})
     for key in allowed:
         if key not in keys:
@@ -129,6 +131,7 @@ def _tokenizer_difference(data: Any, start: Start) -> list[str]:
     if tokenizer is None or start.tokenizer is None or tokenizer == str(start.tokenizer):
         return []
     load = HuggingFaceTokenizer.load
+    # A copy of the tokenizer in another directory is the same tokenizer.
     if tokenizer != BPE and load(tokenizer).digest == load(start.tokenizer).digest:
         return []
     return [f"data.tokenizer: {tokenizer!r}, not {str(start.tokenizer)!r}"]
@@ -138,6 +141,7 @@ def _changes(run: ResolvedRun, saved: Mapping[str, Any], allowed: tuple[str, ...
     """Lists the changed config keys and data files that affect what a resumed run learns."""
     data = run.config.data
     found = fixed_differences(run.config, saved)
+    # Another source is already listed as a difference, and all its files would be new.
     if getattr(data, "source", None) == saved.get("data", {}).get("source"):
         found += changed_files(data, run.directory)
     if changed := [line for line in found if not is_under(line, allowed)]:

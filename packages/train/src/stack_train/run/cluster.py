@@ -65,6 +65,7 @@ def _keep_small_programs() -> None:
     import jax
 
     keep_compiled()
+    # By default JAX skips programs that compile in less than 1 s; -1 lifts the minimum size of a file.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

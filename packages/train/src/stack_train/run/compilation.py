@@ -130,6 +130,7 @@ def compile_step(config: RunConfig, target: Target) -> StepReport:
         lowered = traced_step(config, program).lower()
         traced_s, traced_cpu_s = time.perf_counter(), time.process_time()
         compiled, refusal = _compiled(lowered)
+        # CPU time as well, because the compiler uses all cores and other processes may share these.
         compiled_s, compiler_cpu_s = time.perf_counter(), time.process_time() - traced_cpu_s
         needed = model_flops(config, program)
     chip, mesh_devices = target.chip, program.mesh.devices.flatten().tolist()
@@ -143,6 +144,7 @@ def compile_step(config: RunConfig, target: Target) -> StepReport:
         parameters=program.step.model.parameter_count,
         work=config.data.work(),
         model_flops=needed,
+        # The memory is per chip, and a chip may be several devices.
         memory_bytes=None if chip.hbm_bytes is None else chip.hbm_bytes * units // len(mesh_devices),
         refusal=refusal,
         cost=cost,
@@ -182,6 +184,7 @@ def _compiled(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled | None, 
         return lowered.compile(), None
     except jax.errors.JaxRuntimeError as error:
         message = str(error)
+        # JAX raises the same class for all errors of XLA; only the text has the status.
         if not message.startswith("RESOURCE_EXHAUSTED"):
             raise
         return None, message

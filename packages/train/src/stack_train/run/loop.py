@@ -124,6 +124,7 @@ class TrainingLoop:
         """
         step, steps, self._stop = first_step, self.of.config.run.steps, stop
         self._hand_over(state, step)
+        # The checkpoint of a resumed step exists already; step 0 is not saved yet.
         self._saved_step = first_step or -1
         if self._evaluation_missing(first_step):
             self._report_evaluation(first_step, state)
@@ -226,6 +227,7 @@ class TrainingLoop:
         self.bus.emit(StepFinished(dispatched.step, metrics, duration_s, rate, mfu, dispatched.data_wait_s))
 
     def _describe_non_finite(self, dispatched: _Dispatched, metrics: Mapping[str, float]) -> str:
+        # The save in flight may become the newest checkpoint, which the message names.
         self.store.wait()
         data, row_ids = self.of.data, dispatched.row_ids
         rows = ""
@@ -246,6 +248,7 @@ class TrainingLoop:
 
     def _evaluation_due(self, step: int) -> bool:
         every = self.of.config.run.evaluate_every_steps
+        # `_finished` evaluates the last step.
         return every > 0 and step % every == 0 and step < self.of.config.run.steps
 
     def _evaluation_missing(self, step: int) -> bool:
@@ -264,10 +267,12 @@ class TrainingLoop:
         return every > 0 and step % every == 0
 
     def _pause(self, step: int, state: TrainState, batches: Any) -> None:
+        # Before the evaluation, which a resumed run makes up if this run is killed in between (`_evaluation_missing`).
         if self._save_due(step):
             self._save(step, state, batches)
         if self._evaluation_due(step):
             self._report_evaluation(step, state)
+        # Saving and evaluating do not count as a step's duration.
         self._clock_s = time.perf_counter()
 
     def _report_evaluation(self, step: int, state: TrainState) -> float | None:
@@ -317,6 +322,7 @@ class TrainingLoop:
         return self._summary(step, None, stopped_by=stop.received.name if stop.received else None)
 
     def _summary(self, step: int, validation_loss: float | None, stopped_by: str | None = None) -> RunSummary:
+        # The median ignores the few steps that waited for a save.
         rate = self._work / statistics.median(self._durations_s) if self._durations_s else None
         unit = self.of.config.data.work()[0]
         return RunSummary(

@@ -30,6 +30,7 @@ _GIB = 2**30
 def check_state(program: Program) -> None:
     """Raises a HardwareError if a step's state and gradients exceed the free memory of a device."""
     state = program.abstract_state
+    # A single gradient has its parameter's dtype; only sums over microbatches or stages are wider.
     is_summed = program.step.accumulation_steps > 1 or program.step.schedule is not None
     parts = {
         "parameters": _device_bytes((state.params, state.mutable, state.frozen)),
@@ -70,6 +71,7 @@ def out_of_memory() -> Iterator[None]:
 
 
 def _check(subject: str, needed_bytes: int, parts: Mapping[str, int], program: Program, advice: str) -> None:
+    # Other processes' devices do not report their memory here.
     devices = [device for device in program.mesh.devices.flat if device.process_index == jax.process_index()]
     left_bytes = free_bytes(devices)
     if left_bytes is None or needed_bytes <= left_bytes:

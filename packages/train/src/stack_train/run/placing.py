@@ -19,6 +19,7 @@ def local_rows(program: Program, shapes: Shapes) -> Int64[np.ndarray, " own"]:
     name, first = next(iter(shapes.items()))
     places = program.batch_shardings({name: first})[name].addressable_devices_indices_map(first.shape)
     size = first.shape[0]
+    # Devices that are replicas list the same rows.
     return np.unique([row for index in places.values() for row in range(*_bounds(index, size))]).astype(np.int64)
 
 
@@ -43,6 +44,7 @@ def _part(
 ) -> jax.Array:
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
         first, end = _bounds(index, shape[0])
+        # A device's rows are adjacent in `rows`, since both are ascending.
         place = first if rows is None else int(np.searchsorted(rows, first))
         return array[place : place + end - first]
 

@@ -194,6 +194,7 @@ def naming_sizes(config: RunConfig) -> Iterator[None]:
 def _size_keys(config: RunConfig, logical_axis: str) -> list[str]:
     """Lists the config keys that set the size of a logical axis, as "key=value"."""
     axis = logical_axis.removeprefix("act_").removeprefix("norm_").removeprefix("lookup_")
+    # Families name sizes after the axis, some with a suffix, as in vocab_size.
     keys = _SIZES.get(axis, (f"model.{axis}", f"model.{axis}_size"))
     sections = [(key, *key.split(".")) for key in keys]
     return [

@@ -51,7 +51,7 @@ def parse_run(mapping: Mapping[str, Any]) -> RunConfig:
     source = settings.get("init_from") if isinstance(settings, Mapping) else None
     if isinstance(source, str) and isinstance(model, Mapping):
         saved = to_mapping(open_start(source).model)
-        # Keys of another family have other meanings; `checks.check_start` rejects such a model.
+        # Keys of another family have other meanings; `checks.check` rejects such a model.
         if model.get("name", saved["name"]) == saved["name"]:
             mapping = {**mapping, "model": {**saved, **model}}
     return parse(RunConfig, mapping)
@@ -65,6 +65,7 @@ def resolve(config: RunConfig, *, resume: bool = False) -> ResolvedRun:
     """
     start = None if config.run.init_from is None else open_start(config.run.init_from)
     directory, data = RunDirectory(Path(config.output)), config.data
+    # "" stands for data without this field, None for a tokenizer that is not set.
     if start is not None and start.tokenizer is not None and getattr(data, "tokenizer", "") is None:
         data = replace(data, tokenizer=str(start.tokenizer))
     rules = sharding_rules(registries.models[config.model.name], config.mesh.rules)

@@ -46,6 +46,7 @@ def build(config: RunConfig, *, resume: bool = False, allow: Sequence[str] = ())
 
 
 def _built(config: RunConfig, resume: bool, allowed: tuple[str, ...], processes: Processes) -> "Run":
+    # The id is the only setting that must differ between processes.
     mapping = to_mapping(replace(config, processes=replace(config.processes, id=None)))
     processes.check_alike("config", mapping | {"--resume": resume, "--allow": list(allowed)})
     if processes.first:
@@ -54,6 +55,7 @@ def _built(config: RunConfig, resume: bool, allowed: tuple[str, ...], processes:
     changes = check(resolved, allowed)
     config = resolved.config
     program = build_program(config)
+    # Before tracing: an estimate from shapes is immediate, and its message is clearer than the compiler's.
     with naming_sizes(config):
         check_state(program)
     traced = traced_step(config, program)

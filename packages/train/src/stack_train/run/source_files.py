@@ -20,6 +20,7 @@ def source_files(data: Any) -> dict[str, int]:
     pattern = address if scheme in registries.data_sources else source
     paths = map(Path, sorted(matching(pattern)))
     sizes = ((str(path), path.stat().st_size) for path in paths if path.is_file())
+    # Empty files yield nothing, so adding one changes nothing.
     return {name: size_bytes for name, size_bytes in sizes if size_bytes}
 
 

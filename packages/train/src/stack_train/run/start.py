@@ -62,6 +62,7 @@ def open_start(source: str) -> Start:
     """
     source = local_address(source).removeprefix("run:")
     scheme, separator, path = source.partition(":")
+    # The path of a run may contain a colon.
     if separator and "/" not in scheme and not Path(source).exists():
         published = _format(scheme, source).open_start(Path(path))
         address = f"{scheme}:{Path(path).absolute()}"

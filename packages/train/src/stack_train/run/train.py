@@ -155,6 +155,7 @@ def _train(
             shown_metrics=loop.shown_metrics,
         )
     )
+    # From here on the loop saves before it stops; until now a signal ended the start at once.
     stop.deferred = True
     return loop.run(state, batches, first_step, stop)
 

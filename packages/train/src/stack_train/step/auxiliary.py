@@ -92,6 +92,7 @@ class AuxiliaryModel:
         """
         model = self.variables.merge(join(trained, params) if self.source == INIT else params)
         if self.optimizer is None:
+            # A frozen model gives reference values, which dropout would make random.
             model.eval()
         return model
 
@@ -110,6 +111,7 @@ class AuxiliaryModel:
         return self.optimizer.evaluation_params({self.name: state.params}, state.opt_state)[self.name]
 
     def _stored(self, tree: Tree) -> Tree:
+        # Training never changes frozen variables, so the copy shares them with the run's model (see `merge`).
         if self.source != INIT:
             return tree
         params, mutable, _ = self.variables.split(tree)
@@ -141,6 +143,7 @@ def trained_model(
 
     def build(key: jax.Array) -> Any:
         built = make(precision.training_config(model_config), key=key)
+        # All variables of such a model are trained (`kind_of`), so all have the trained dtype.
         dtypes = {path: precision.trained_dtype(value.dtype) for path, value in values_of(built).items()}
         return cast_variables(built, dtypes)
 
@@ -148,6 +151,7 @@ def trained_model(
         full_name = path_name((name, *path))
         if not isinstance(variable, nnx.Param):
             raise TrainingError(
+                # Updates of other variables would be lost: an auxiliary state holds only parameters.
                 f"Variable {full_name!r} of a model that the objective trains is a {type(variable).__name__}; hold it "
                 "in an nnx.Param, or as a plain attribute of the module."
             )

@@ -36,11 +36,13 @@ def accumulate(
 
     def add(total: Any, part: Any) -> tuple[Any, Metrics]:
         sums, mutable = total
+        # Variables that the forward pass updates pass through the microbatches in order, as through batches.
         grads, metrics, mutable = gradients(mutable, *part)
         return (add_gradients(sums, grads, metrics["loss"].weight), mutable), metrics
 
     (sums, mutable), stacked = jax.lax.scan(add, (zeros, mutable), (parts, keys))
     metrics = {name: combine(metric) for name, metric in stacked.items()}
+    # A batch without targets has weight 0 and zero gradients, so dividing by 1 gives 0 instead of NaN.
     weight = jnp.where(metrics["loss"].weight == 0, 1, metrics["loss"].weight)
     return jax.tree.map(lambda x: x / weight.astype(x.dtype), sums), metrics, mutable
 

@@ -53,6 +53,7 @@ class Precision:
           ConfigError: the config has no `param_dtype`, and `params` is not float32.
         """
         published = getattr(model_config, "param_dtype", None)
+        # A config in float32, or without the field, already builds trained parameters in float32.
         if self.params == "float32" and (published is None or not is_low_precision(published)):
             return model_config
         if published is None:
@@ -95,6 +96,7 @@ def add_gradients(total: Any, gradients: Any, weight: Any = 1.0) -> Any:
 
 def widen_optimizer(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Runs an optimizer in float32: its states, and the gradients and parameters that it sees."""
+    # Plain transformations do not accept the keyword arguments that `update` passes on.
     inner = optax.with_extra_args_support(inner)
 
     def init(params: Any) -> Any:
@@ -127,6 +129,7 @@ def apply_updates(params: Any, updates: Any, *, key: jax.Array) -> Any:
             )
         return _round_stochastically(total, key=jax.random.fold_in(key, place))
 
+    # Paths name the parameter in the error; a separate key for each prevents equal noise in equal shapes.
     leaves, structure = jax.tree.flatten_with_path(params)
     pairs = zip(leaves, structure.flatten_up_to(updates), strict=True)
     return structure.unflatten([apply(place, *leaf, update) for place, (leaf, update) in enumerate(pairs)])

@@ -52,7 +52,9 @@ class Program:
           auxiliary: variables of the auxiliary models from other runs, by name.
         """
         shardings = self.state_shardings
+        # `Step.init` omits models of other runs, and the shardings need the structure of its output.
         made = {name: each for name, each in shardings.auxiliary.items() if not self._is_saved(name)}
+        # Donated: otherwise a model's initial values and its state would be in memory together.
         init = jax.jit(self.on_mesh(self.step.init), out_shardings=replace(shardings, auxiliary=made), donate_argnums=0)
         state = init(variables or {}, key=key)
         saved = {name: AuxiliaryState(tree) for name, tree in (auxiliary or {}).items()}
@@ -63,6 +65,7 @@ class Program:
         copies = {name: each for name, each in self.state_shardings.auxiliary.items() if self._source(name) == INIT}
 
         def frozen(variables: Tree, key: jax.Array) -> tuple[Tree, Mapping[str, AuxiliaryState]]:
+            # XLA removes the initialization of all parameters that are not returned.
             state = self.step.init(variables, key=key)
             return state.frozen, {name: state.auxiliary[name] for name in copies}
 
@@ -105,6 +108,7 @@ class Program:
         """Compiles `Step.evaluate` for the shapes of `batch`."""
         auxiliary = {name: each.params for name, each in self.state_shardings.auxiliary.items()}
         shardings = (self.variable_shardings, self.batch_shardings(batch), auxiliary)
+        # Nothing is donated, because training continues with these variables.
         jitted = jax.jit(self.on_mesh(self.step.evaluate), in_shardings=shardings)
         shapes = {name: each.params for name, each in self.abstract_state.auxiliary.items()}
         lowered = jitted.lower(self.abstract_variables, batch_shapes(batch), shapes)
@@ -145,6 +149,7 @@ class Program:
     @cached_property
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state; nothing is allocated."""
+        # With shardings, because `CheckpointStore.restore` places each leaf according to its own sharding.
         return jax.tree.map(_with_sharding, self.step.abstract_state, self.state_shardings)
 
     @cached_property
@@ -204,6 +209,7 @@ class Program:
         """Whether the state has arrays of less than a byte an entry, on CPUs."""
         frozen = [each.params for each in self.abstract_state.auxiliary.values()]
         dtypes = (leaf.dtype for leaf in jax.tree.leaves((self.abstract_variables, frozen)))
+        # `jnp.iinfo` accepts only integers.
         integers = (dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.integer))
         return self.mesh.devices.flat[0].platform == "cpu" and any(jnp.iinfo(dtype).bits < 8 for dtype in integers)
 

@@ -12,6 +12,7 @@ from stack_core.ops import Head
 
 __all__ = ["scores"]
 
+# 64 MiB of float32 logits at a time.
 _MOST_LOGITS = 1 << 24
 
 
@@ -40,7 +41,9 @@ def scores(
 def _entropy(head: Head, hidden: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq"]:
     """Computes -sum_v p_v log p_v of every position in float32, with the logits of one chunk of positions at a time."""
     batch_size, seq, _ = hidden.shape
+    # The entropy needs all logits of a position, but positions are independent and can go in chunks.
     most = max(_MOST_LOGITS // (batch_size * head.weight.shape[-1]), 1)
+    # The largest divisor, because `lax.map` needs chunks of equal size.
     tokens = max(size for size in range(1, seq + 1) if seq % size == 0 and size <= most)
 
     def of_part(part: jax.Array) -> jax.Array:

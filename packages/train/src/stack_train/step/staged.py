@@ -58,6 +58,7 @@ def staged(
         tree = unflatten_mapping({paths[name]: leaf for name, leaf in {**piece, **shared}.items()})
         loss, metrics = objective(tree, row[0], jax.random.wrap_key_data(row[1]))
         check_metrics(metrics)
+        # The sum of weighted losses is divided below by the total weight, which no single microbatch has.
         weight = jax.lax.stop_gradient(jnp.asarray(metrics["loss"].weight))
         return loss * weight.astype(loss.dtype), metrics
 
@@ -71,6 +72,7 @@ def staged(
     if sums is None:
         return None, metrics
     total = metrics["loss"].weight
+    # As in `accumulate`: a batch without targets gives 0 instead of NaN.
     total = jnp.where(total == 0, 1, total)
     found = {paths[name]: x / total.astype(x.dtype) for part in sums for name, x in part.items()}
     return unflatten_mapping(found), metrics

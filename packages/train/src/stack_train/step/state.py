@@ -17,6 +17,7 @@ class _Branches:
     """Registers a dataclass as a pytree with the checkpoint format's branch names as keys."""
 
     def __init_subclass__(cls) -> None:
+        # By hand instead of `register_dataclass`, whose paths would have the names of the fields.
         jax.tree_util.register_pytree_with_keys_class(cls)
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], None]:

@@ -94,6 +94,7 @@ def make_step(  # noqa: PLR0913  each is an option of the step
             "Rename the auxiliary model."
         )
     trained_auxiliary = (each for each in auxiliary.values() if each.optimizer is not None)
+    # Patterns may match parameters of auxiliary models, so all paths are checked together.
     settings.check([*trainable.trainable_paths, *(path for each in trained_auxiliary for path in each.paths)])
     return Step(trainable, objective, settings, steps, auxiliary, accumulation_steps, schedule)
 
@@ -127,9 +128,11 @@ class Step:
           variables: variables of the untransformed model by path, floats of any dtype. Missing ones are initialized.
           key: PRNG key of the initialization and of the run.
         """
+        # Separate keys: another initialization leaves the random streams of the steps unchanged.
         model_key, run_key = jax.random.split(key)
         values = self.model.init(variables, key=model_key)
         params, mutable, frozen = self.model.variables.split(values)
+        # One key per trained auxiliary model, in order, so adding a model leaves the keys of earlier ones unchanged.
         keys = (jax.random.fold_in(jax.random.fold_in(model_key, _AUXILIARY_STREAM), n) for n in itertools.count())
         auxiliary = {
             name: each.init(values, key=None if each.optimizer is None else next(keys))
@@ -171,12 +174,14 @@ class Step:
           The gradients in the structure of `state.trained`, the objective's metrics combined over the microbatches,
           and the variables updated by the forward pass.
         """
+        # From the step count, not split from a stored key: a resumed run samples as if it had not stopped.
         key = jax.random.fold_in(state.key, state.step)
         if self.schedule is not None:
             gradients, metrics = self._staged(state.params, batch, key, evaluated=False)
             assert gradients is not None, "None only in evaluation"
             return self._sharded(gradients), metrics, state.mutable
         of_microbatch = partial(self._microbatch_gradients, state)
+        # Without a scan, which would keep a second buffer of gradients.
         if self.accumulation_steps == 1:
             return of_microbatch(state.mutable, batch, key)
         zeros = self._sharded(zero_sums(state.trained))
@@ -190,6 +195,7 @@ class Step:
           optimizer's metrics.
         """
         own = {name: gradients[name] for name in state.params}
+        # Its own stream: rounding must not correlate with dropout or with the objective's samples.
         key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), _ROUNDING_STREAM)
         # optax mixes Python scalars and dtypes; profiles show the scope as a layer.
         with jax.numpy_dtype_promotion("standard"), jax.named_scope("optimizer"):
@@ -215,6 +221,7 @@ class Step:
           auxiliary: variables of the auxiliary models, as returned by `evaluation_auxiliary`.
         """
         if self.schedule is not None:
+            # The same key for every evaluation keeps the results comparable.
             return self._staged(variables, batch, jax.random.key(0), evaluated=True)[1]
         objective, model = self._objective(variables, auxiliary or {}), self.model.evaluation_model(variables)
         return self.model.transform.call(objective, model, batch, key=jax.random.key(0))[1]
@@ -272,6 +279,7 @@ class Step:
             auxiliary = {name: trained[name] for name in self.auxiliary if name not in frozen}
             model = self.model.merge(variables, key=jax.random.fold_in(key, _MODEL_STREAM))
             model.train()
+            # The values before the forward pass, to find variables that it assigned.
             before = values_of(model)
             objective = self._objective(variables, {**frozen, **auxiliary})
             value, metrics = self.model.transform.call(objective, model, batch, key=key)

@@ -112,6 +112,7 @@ class TrainableModel:
         values = cast_values(variables, self._dtypes)
         if self.transform == UNCHANGED:
             return values
+        # A transform changes modules and their values together, so it takes the merged model.
         model = nnx.merge(nnx.split(built)[0], nnx.State(values))
         return unflatten_mapping(values_of(self.transform.apply(model)))
 
@@ -131,6 +132,7 @@ class TrainableModel:
 
     @cached_property
     def _untransformed(self) -> nnx.Module:
+        # Shapes only: the values of a large model would not fit one device.
         return nnx.eval_shape(lambda: cast_variables(self._build(jax.random.key(0)), self._dtypes))
 
     @cached_property
@@ -139,8 +141,10 @@ class TrainableModel:
         model = nnx.eval_shape(lambda: self._build(jax.random.key(0)))
         own = nnx.eval_shape(lambda: self.family.build(self.config, key=jax.random.key(0)))
         made, published = values_of(model), {path: value.dtype for path, value in values_of(own).items()}
+        # Roles need the transformed model; they matter only if the two dtypes of a variable can differ.
         if all(value.dtype == published[path] and not is_low_precision(value.dtype) for path, value in made.items()):
             return published
+        # Roles follow from the transform: adapters freeze the matrices that they wrap.
         variables = nnx.to_flat_state(nnx.state(self.transform.apply(model)))
         trained = {path for path, variable in variables if self._kind_of(path, variable) == "trained"}
         if self.precision.params != "float32" and not trained & made.keys():
@@ -162,5 +166,7 @@ class TrainableModel:
     def _kind_of(self, path: Path, variable: Any) -> Kind:
         if self._could_train(path, variable):
             return "frozen" if self.optimizer.freezes(path_name(path)) else "trained"
+        # `trained=False` marks variables that the forward pass updates, such as selection biases, whatever `mutable`
+        # matches.
         is_marked = not variable.get_metadata().get("trained", True)
         return "mutable" if is_marked or nnx.filterlib.to_predicate(self.mutable)(path, variable) else "frozen"

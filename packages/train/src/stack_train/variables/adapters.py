@@ -36,6 +36,7 @@ def read_adapters(address: str, config: Any, digests: Callable[[], Digests]) -> 
         raise ConversionError(f"{address} {what}. Give a run that was trained with lora, or a directory of PEFT.")
     found = run_adapters(directory)
     check_model(directory, found, config)
+    # Only a run whose checkpoint omits its base recorded the digests to compare.
     if found.base is not None:
         known = {name: (spec, found.base.digests[name]) for name, spec in found.base.specs.items()}
         check_base(address, known, digests())

@@ -146,6 +146,7 @@ class ModelVariables:
           TrainingError: the forward pass assigned another variable, or a value of another shape or dtype.
         """
         after = values_of(model)
+        # An optimizer or a checkpoint source would overwrite such an assignment without a notice.
         for path in self.paths("trained", "frozen"):
             if not _is_same(after[path], before[path]):
                 raise TrainingError(
@@ -164,6 +165,7 @@ class ModelVariables:
             if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
                 streams[path] = jax.random.split(jax.random.fold_in(key, place), shape.shape)
             else:
+                # Counts of samples restart at 0, because the key is different in every step.
                 streams[path] = jnp.zeros(shape.shape, shape.dtype)
         return streams
 
@@ -183,6 +185,7 @@ def cast_values(tree: Tree, dtypes: Mapping[Path, Any]) -> Tree:
     """Casts floats, or their shapes, to the dtypes given by path; other values are unchanged."""
 
     def cast(path: Path, value: Any) -> Any:
+        # A quantized array has its own dtypes for codes and scales.
         if path not in dtypes or is_quantized(value) or value.dtype == dtypes[path]:
             return value
         if not jnp.issubdtype(value.dtype, jnp.floating):
@@ -218,6 +221,7 @@ def variable_shardings(
     Raises:
       ShardingError: names every variable whose axes have no rule, collide or do not divide.
     """
+    # Rules apply to logical shapes, which quantized arrays have too (`QView`).
     whole = {path: jax.ShapeDtypeStruct(value.shape, value.dtype) for path, value in shapes.items()}
     shardings = flatten_mapping(rules.tree_shardings(mesh, unflatten_mapping(whole), unflatten_mapping(dict(axes))))
     return {
@@ -267,6 +271,7 @@ def _check_trainable(path: Path, value: Any) -> None:
 def _is_same(after: Any, before: Any) -> bool:
     """Checks whether two values have identical leaves; nnx rebuilds the containers of quantized arrays."""
     (ours, structure), (theirs, expected) = jax.tree.flatten(after), jax.tree.flatten(before)
+    # Identity instead of equality, because inside a step values are tracers.
     return structure == expected and all(new is old for new, old in zip(ours, theirs, strict=True))
 
 

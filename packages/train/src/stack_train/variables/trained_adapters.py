@@ -76,9 +76,11 @@ def run_adapters(run: Path) -> RunAdapters:
     variables = ModelVariables.of(stored_model(config))
     with CheckpointStore(RunDirectory(run).checkpoints) as store:
         restored = store.restore_variables(variables.abstract)
+    # Averages are computed from the optimizer's state as well, which only `read_model` reads.
     if as_optimizer(config.optimizer).averages and restored.kind != "weights":
         model, step = read_model(run, config)
     else:
+        # Without the base: frozen matrices that the checkpoint omits remain shapes.
         held = dict(_leaves(restored.state, variables))
         model, step = variables.merge(variables.select({**variables.shapes, **held}, "frozen")), restored.step
     return RunAdapters(adapting.adapters(model), config, step, restored.frozen.get("model"))
@@ -148,6 +150,7 @@ def adapter_section(adapters: Adapters) -> tuple[str, Any]:
     """
     for name in registries.transforms:
         factory = registries.transforms[name]
+        # Some factories are functions, for which `issubclass` would raise.
         if isinstance(factory, type) and issubclass(factory, AdaptsModels):
             return name, factory.section_of(adapters)
     raise ConversionError(f"No installed package adds adapters: {install_command('stack-quant')}.")
@@ -188,6 +191,7 @@ def _leaves(tree: Any, variables: ModelVariables) -> Iterator[tuple[Any, Any]]:
     for path in variables.paths("frozen"):
         value: Any = tree
         for name in path:
+            # An omitted variable was restored as None, a tree without leaves.
             value = value[name]
         if jax.tree.leaves(value):
             yield path, jax.tree.map(np.asarray, value)

@@ -78,6 +78,7 @@ class TrainedLanguageModel:
     def save(self, directory: Path, model: Any, sections: Mapping[str, Any]) -> None:
         config = replace(
             self.config,
+            # The final directory, because the config is read after `atomic_directory` renames the temporary one.
             output=str(directory),
             data=with_tokenizer(self.config.data, directory / "tokenizer"),
             sections={**self.config.sections, **sections},
@@ -206,9 +207,11 @@ class RunFormat:
         settings = (config.model, optimizer, config.run.steps, config.precision)
         auxiliary = trained_model(name, trained[name], *settings)
         with CheckpointStore(RunDirectory(directory).checkpoints) as store:
+            # "further" is the branch of auxiliary models in the checkpoint format (see `stack_train.step.state`).
             restored = store.restore_params(abstract, under=f"further/{name}/params")
             if not optimizer.averages:
                 return restored.state
+            # From the same step, because the run may save another one between the two reads.
             opt_state = store.restore_params(
                 auxiliary.abstract.opt_state, restored.step, under=f"further/{name}/opt_state"
             ).state

@@ -142,6 +142,7 @@ def _read_published(published: StartingPoint, source: str, variables: Mapping[_P
         if like is None or like.shape != leaf.shape:
             here = "has none of this name" if like is None else f"expects {like.shape}"
             raise CheckpointError(f"Parameter {name!r} of {source} has shape {leaf.shape}; the run's model {here}.")
+        # Cast on the host, so only the final dtype is copied to the device.
         values[paths[name]] = jax.device_put(leaf.astype(like.dtype), like.sharding)
     if missing := [name for name, path in paths.items() if path not in values]:
         raise CheckpointError(f"{source} lacks parameters of the run's model: {', '.join(missing)}.")
@@ -186,6 +187,7 @@ def restore_frozen(
     """
     frozen, auxiliary = _init_frozen(program, config, records)
     for name in program.saved_auxiliary:
+        # The step of this run's start: the source may have newer checkpoints since.
         auxiliary[name], _ = _read_auxiliary(program, name, records[name].step)
     for name, variables in {"model": frozen, **auxiliary}.items():
         if name in records:
@@ -203,6 +205,7 @@ def _init_frozen(
     if not own:
         return {}, {}
     given: Tree = {}
+    # Model and copies have one source, so the first record stands for all.
     if own[0].source != INIT:
         given, _ = _read_start(program, config, open_start(own[0].source), own[0].step)
     frozen, copies = program.init_frozen(given, key=jax.random.key(config.run.seed))
@@ -240,8 +243,10 @@ def _read(
     with CheckpointStore(RunDirectory(run).checkpoints) as store:
         latest = store.latest() if step is None else step
         if latest is not None:
+            # First, because codes of another recipe can have the same shapes and pass the checks of the leaves.
             _check_recipe(store.path(latest) / "config.yaml", config)
         restored = store.restore_variables(abstract, step)
+        # A checkpoint of weights stores the averages themselves.
         averages = as_optimizer(config.optimizer).averages and restored.kind != "weights"
         if not (averages or "model" in restored.frozen):
             return restored.state, restored.step

@@ -68,6 +68,7 @@ class ArraysData:
 
     @cached_property
     def _first(self) -> Batch:
+        # Only the first batch, since the function may never end.
         for batch in _function(self.source)(**self.options):
             return {name: np.asarray(array) for name, array in batch.items()}
         raise DataError(f"{self.source!r} gives no batch. It must return an iterable of mappings of arrays.")
@@ -99,6 +100,7 @@ class ArraysBatches(Batches):
         wanted = {name: (struct.shape, struct.dtype) for name, struct in self._spec.items()}
         for place, batch in enumerate(batches):
             arrays = {name: np.asarray(array) for name, array in batch.items()}
+            # Row ids are optional and no input of the model.
             found = {name: (array.shape, array.dtype) for name, array in arrays.items() if name != "row_ids"}
             if found != wanted:
                 raise DataError(f"Batch {place} of {self._name} has arrays {found}; the first batch has {wanted}.")

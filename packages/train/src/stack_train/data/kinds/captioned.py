@@ -160,7 +160,9 @@ class EncoderIdentity:
 
     def write(self, directory: Path) -> None:
         path = directory / ENCODERS
+        # A resumed run keeps the identity from its start, since its weights were trained on those latents.
         if not path.exists():
+            # Renamed when it is complete, because a run may be killed at any moment.
             partial = path.with_suffix(".partial")
             partial.write_text(json.dumps(vars(self), indent=2) + "\n", encoding="utf-8")
             partial.replace(path)
@@ -239,6 +241,7 @@ def _encoded(
 
     The scale of the latents is checked before the captions are encoded, which can take much longer.
     """
+    # Sorted, because the key of the cache must not depend on the order of the images.
     different = sorted(set(captions))
     folder = user_cache_dir() / "encoded"
     images = cached(
@@ -261,6 +264,7 @@ def _encoded(
 
 def _write_latents(folder: Path, encoders: Encoders, pixels: np.ndarray, at_once: int) -> None:
     graph, state = nnx.split(encoders.autoencoder)
+    # The parameters are an argument, since XLA would otherwise compile them into the program as constants.
     encode = jax.jit(lambda state, images: nnx.merge(graph, state).scaled_latents(images))
 
     def latents(rows: np.ndarray) -> Mapping[str, np.ndarray]:
@@ -291,6 +295,7 @@ def _write_parts(
         for name, values in made.items():
             if name not in files:
                 shape = (len(inputs), *values.shape[1:])
+                # `.npy` files cannot hold bfloat16.
                 files[name] = np.lib.format.open_memmap(folder / name, mode="w+", dtype=np.float32, shape=shape)
             files[name][first : first + len(rows)] = values[: len(rows)]
     for array in files.values():
@@ -302,6 +307,7 @@ def _stacked(rows: list[Any]) -> Any:
 
 
 def _check_scale(latents: np.ndarray, identity: EncoderIdentity) -> None:
+    # A sample, because the memory-mapped latents may not fit into memory.
     std = float(np.std(latents[:256]))
     if not _LEAST_STD <= std <= _MOST_STD:
         raise DataError(

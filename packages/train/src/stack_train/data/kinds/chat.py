@@ -102,6 +102,7 @@ class ChatBatches(ProcessRows):
         self._config, self._conversations, self._seed = config, conversations, seed
         digests = np.asarray([text_digest(each.tokens.tobytes().hex()) for each in conversations], np.uint64)
         training, validation = split_documents(digests, config.validation_fraction)
+        # The split orders by digest; sorting restores the order of the files.
         self._training, self._validation = self._plan(np.sort(training)), self._plan(np.sort(validation))
         self.fingerprint = {
             "seed": seed,

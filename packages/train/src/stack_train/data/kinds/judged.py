@@ -63,6 +63,7 @@ class JudgedData(AnswersData):
             answer = tokenization.conversation(name, record)
             mismatched = {**record, "completion": records[other][1]["completion"]}
             cut = _cut(tokenization.conversation(name, mismatched), self.seq_tokens)
+            # A long prompt may leave no room for the mismatched answer, and a divergence needs targets.
             pairs.append(Pair(answer, cut if cut.supervised.any() else answer))
             labels[name] = bool(record["label"])
         kept = fitting_pairs(pairs, self.seq_tokens, self.too_long)

@@ -233,6 +233,7 @@ class PreferenceBatches(ProcessRows, PolicyBatches):
             # Repeats the last pair: batches of a single shape compile once.
             padded = np.append(chosen, np.repeat(chosen[-1:], size - len(chosen)))
             answers = {name: array.reshape(2 * size, -1) for name, array in self._answers(padded).items()}
+            # The log-probability of an ignored target is 0, so the sum covers the answer only.
             logprobs = np.asarray(score(params, answers)["logprobs"], np.float32).sum(axis=-1)
             found.append(logprobs.reshape(size, 2)[: len(chosen)])
         return np.concatenate(found)

@@ -40,6 +40,7 @@ def chrome(trace: Trace) -> Iterator[str]:
             if any(len(line.events) for line in plane.lines)
         ),
     )
+    # In batches, because a trace has millions of events and each write has a cost.
     separator = ""
     while batch := list(itertools.islice(lines, _BATCH)):
         yield separator + ",\n".join(batch)
@@ -50,7 +51,9 @@ def chrome(trace: Trace) -> Iterator[str]:
 def folded(trace: Trace) -> Iterator[str]:
     """Yields one line per stack, "outermost;...;innermost;operation NANOSECONDS" of self time, for flamegraph.pl."""
     for stack, self_s in _stacks(trace.devices).items():
+        # flamegraph.pl takes integers, so shorter stacks vanish.
         if nanoseconds := round(self_s / _NANOSECOND_S):
+            # A semicolon separates frames.
             yield f"{';'.join(part.replace(';', ',') for part in stack)} {nanoseconds}\n"
 
 
@@ -127,6 +130,7 @@ def _device_events(process: int, each: Ops) -> Iterator[str]:
         _microseconds(each.end_ps - each.start_ps),
     )
     for which, lane, start, duration in zip(*columns, strict=True):
+        # Only names need escaping, which `_head` has done once per operation.
         yield f'{heads[which]},"tid":{lane},"ts":{start},"dur":{duration}}}'
 
 
@@ -162,6 +166,7 @@ def _named(kind: str, process: int, thread: int, name: str) -> str:
 
 
 def _microseconds(picoseconds: np.ndarray) -> list[float]:
+    # Six decimals of a microsecond are picoseconds.
     return np.round(picoseconds / _MICROSECOND_PS, 6).tolist()
 
 

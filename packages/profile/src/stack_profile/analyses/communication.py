@@ -93,6 +93,7 @@ def communication(
     """
     devices = chosen_devices(trace, device)
     axes = Axes.of(trace, mesh)
+    # Of all devices, because waiting shows only in comparison.
     found = collectives_of(trace.devices, axes)
     waits = waits_of(found)
     chosen = [(each, waits[ops.device].get(each.identity)) for ops in devices for each in found[ops.device]]
@@ -133,6 +134,7 @@ def _link_bytes_s(trace: Trace, name: str | None) -> float | None:
     if name is None and (kind := trace.about.get("device_kind")) is not None:
         name = row_name(str(kind))
     chip: Chip | Callable[[], Chip] | None = None if name is None else registries.chips[name]
+    # A callable measures this machine's CPU, which lacks links.
     return None if chip is None or callable(chip) else chip.link_bandwidth_bytes_s
 
 
@@ -162,6 +164,7 @@ def _row(
         time_s=time_s,
         wait_s=sum((wait.wait_s for wait in waits), 0.0) if waits else None,
         exposed_s=exposed_s,
+        # Shares are floats, and their rounding could make the difference negative.
         hidden_s=max(time_s - exposed_s, 0.0),
         exposed_busy_share=exposed_s / busy_s if busy_s else None,
         rate_bytes_s=rate,
@@ -175,6 +178,7 @@ def _rate(members: Sequence[tuple[Collectives, Wait | None]]) -> float | None:
     for each, wait in members:
         if each.kind.sent_bytes is None:
             return None
+        # Only executions that all devices have in common have a known wait.
         sent += each.kind.sent_bytes * (wait.count if wait else len(each.run))
         talking_s += wait.time_s - wait.wait_s if wait else int(each.duration_ps.sum()) * PICOSECOND
     return sent / talking_s if talking_s > 0 else None

@@ -174,6 +174,7 @@ def _chosen(
     if op is not None:
         wanted = op.rpartition(": ")[2].removeprefix("%")
         found = [each for each in found if each[2] == wanted]
+        # -1 s ranks instructions without events last.
         found += [(-1.0, key, wanted) for key, program in readable.items() if wanted in _names(program)]
         known = sorted({name for program in readable.values() for name in _names(program)})
         what, given = "instruction", op
@@ -183,6 +184,7 @@ def _chosen(
         known = sorted({name.rpartition("/")[2] for names in lines.values() for name in names})
         what, given = "operation of line", line
     else:
+        # A loop's self time is its overhead, so the heaviest operation is usually more useful.
         found = [each for each in found if not measured[each[1], each[2]].operation.is_container] or found
         return (readable[max(found)[1]], max(found)[2]) if found else None
     if not found:

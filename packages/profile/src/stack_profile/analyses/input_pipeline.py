@@ -130,6 +130,7 @@ class _Process:
 
     @property
     def calls_jax(self) -> np.ndarray:
+        # -1 equals the number of no thread.
         return self.events.thread == (-1 if self.events.calling is None else self.events.calling)
 
     @property
@@ -149,6 +150,7 @@ def _processes(trace: Trace, devices: Sequence[Ops], annotation: str) -> Iterato
 
 def _process(events: StageEvents, devices: Sequence[Ops], steps: Sequence[Sequence[Step]]) -> _Process:
     first, last = min(each[0].start_ps for each in steps), max(each[-1].end_ps for each in steps)
+    # A device that is idle for input loses time, even if another one is busy.
     free = np.concatenate([gaps(each.covered, first, last) for each in devices])
     idle = union(free[:, 0], free[:, 1])
     working = gaps(idle, first, last)

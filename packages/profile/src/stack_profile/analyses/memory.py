@@ -181,6 +181,7 @@ def _maker(program: Program, assignment: Assignment, allocation: Allocation) -> 
     """Returns the argument in an allocation, otherwise the first instruction that writes there."""
     names = [assignment.buffers[key].instruction for key in allocation.buffers if key in assignment.buffers]
     found = [program.instructions[name] for name in names if name in program.instructions]
+    # A donated argument shares its allocation with an output; the argument has the more useful name.
     return next((each for each in found if each.opcode == "parameter"), found[0] if found else None)
 
 

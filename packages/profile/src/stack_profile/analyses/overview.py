@@ -162,6 +162,7 @@ def _overlap(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
     def until(time: np.ndarray) -> np.ndarray:
         place = np.searchsorted(second[:, 0], time, "right")
+        # Keeps the index valid; `where` discards these rows.
         last = np.maximum(place - 1, 0)
         return np.where(place > 0, before[last] + np.minimum(time, second[last, 1]) - second[last, 0], 0)
 

@@ -162,6 +162,7 @@ def _chip_of(trace: Trace) -> "tuple[Chip | None, str]":
     from stack_core.abi.plugins import registries
     from stack_core.chips.devices import row_name
 
+    # Traces of other tools lack `about`, but their planes name CPU devices.
     is_cpu = bool(trace.devices) and all("CPU:" in each.device for each in trace.devices)
     kind = trace.about.get("device_kind", "cpu" if is_cpu else _noted_kind(trace))
     name = None if kind is None else row_name(str(kind))

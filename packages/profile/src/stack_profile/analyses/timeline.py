@@ -116,6 +116,7 @@ def _operation_lanes(ops: Ops, window: "_Window") -> Lanes:
         zip(*(column.tolist() for column in columns), strict=True), key=lambda row: row[1]
     ):
         operation = ops.operations[which]
+        # Even tracks are loops and calls, odd ones other operations (`Ops.tracks`).
         lane = f"{'operations' if track % 2 else 'loops and calls'} {track // 2 + 1}"
         spans.append(Span(lane, start * PICOSECOND, end * PICOSECOND, operation.name, category(operation.instruction)))
     return Lanes("Operations, by category", spans)

@@ -70,10 +70,12 @@ def forget(path: Path) -> None:
 
 def _directory() -> Path:
     """Returns the private directory of addresses: `$XDG_RUNTIME_DIR/stack-profile`, or one for temporary files."""
+    # As the XDG specification demands, a relative path is ignored; so is an unset one.
     base = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
     path = base / "stack-profile" if base.is_absolute() else Path(tempfile.gettempdir(), f"stack-profile-{os.getuid()}")
     try:
         path.mkdir(mode=0o700, exist_ok=True)
+        # Without following links: another user could plant one in the shared temporary directory.
         about = path.lstat()
     except OSError as error:
         raise CaptureError(f"The directory of addresses cannot be made: {error}. Set XDG_RUNTIME_DIR.") from error

@@ -99,6 +99,7 @@ def attach(
         "duration_s": duration_s,
         "host_tracer_level": host_tracer_level,
     }
+    # Validated here, before any process starts to record.
     parse(CaptureRequest, request)
     with ThreadPoolExecutor(max_workers=max(len(targets), 1)) as together:
         return list(together.map(lambda address: _attached(address, request), targets))

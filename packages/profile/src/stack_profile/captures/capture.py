@@ -152,6 +152,7 @@ class Capture(contextlib.ContextDecorator):
 
         assert self.path is not None, "a capture that ended has started"
         client = jax.devices()[0].client
+        # Not every client of PJRT lists its programs.
         programs = client.live_executables() if hasattr(client, "live_executables") else []
         for file, content in _missing_programs(data, programs):
             _replace(self.path.with_name(f"{stem(self.path)}.{file}.hlo.pb"), content)
@@ -170,6 +171,7 @@ def _file(out: Path, name: str | None, process: int | None) -> Path:
     try:
         runs.mkdir(parents=True, exist_ok=True)
         folder = runs / (name or datetime.now().astimezone().strftime("%Y_%m_%d_%H_%M_%S_%f"))
+        # An unnamed capture must get a new folder; processes of one run share a named one.
         folder.mkdir(exist_ok=name is not None)
     except OSError as error:
         raise CaptureError(f"The directory of the capture cannot be made: {error}. Name another.") from error
@@ -188,6 +190,7 @@ def _settle() -> None:
 def _missing_programs(data: bytes, programs: list[Any]) -> Iterator[tuple[str, bytes]]:
     """Yields name, such as `jit_step(7)`, and HLO of each program that ran but is missing from the trace."""
     planes = read_space(data).planes
+    # The profiler stores programs as events of this plane.
     held = {name for plane in planes if plane.name == "/host:metadata" for name in plane.event_names.values()}
     ran = {name.partition("(")[0] for plane in planes if plane.name != "/host:metadata" for name in _texts(plane)}
     for module in (module for executable in programs for module in executable.hlo_modules() if module.name in ran):

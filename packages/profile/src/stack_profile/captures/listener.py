@@ -26,6 +26,7 @@ from stack_profile.errors import CaptureError
 __all__ = ["LOOPBACK", "CaptureRequest", "Listener", "listen"]
 
 LOOPBACK: Final = "127.0.0.1"
+# Requests are small; a larger one is cut off instead of filling the memory.
 _LARGEST_BYTES: Final = 1 << 16
 _CLOSED_S: Final = 1.0  # interval at which the closing thread checks for a closed listener
 
@@ -95,6 +96,7 @@ class Listener:
         """Stops listening; a running capture is cut short and written. Later calls do nothing."""
         if self._closing.is_set():
             return
+        # Ends a running capture: `server_close` waits for its answer.
         self._closing.set()
         forget(self.path)
         self._server.shutdown()
@@ -112,6 +114,7 @@ class Listener:
         Raises:
           CaptureError: a capture is running, JAX has not started a device, or the trace cannot be written.
         """
+        # The capture would otherwise start the devices, which the program may still configure.
         if not backend_started():
             raise CaptureError("The process has used no device of JAX yet. Attach once it has.")
         captured = Capture(

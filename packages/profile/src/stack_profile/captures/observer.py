@@ -51,6 +51,7 @@ class ProfileObserver:
     step after the last. The analyses omit these parts.
     """
 
+    # On the loop's thread, because a capture must start before its first step is dispatched.
     in_loop: Final = True
 
     def __init__(self, section: ProfileConfig, directory: Path) -> None:
@@ -90,4 +91,5 @@ class ProfileObserver:
 
     def _stop(self) -> None:
         if self._capture is not None:
+            # Without waiting for arrays, which would stall the device between two steps.
             self._capture.stop(settle=False)

@@ -31,6 +31,7 @@ class Background:
         return self._thread.is_alive()
 
     def join(self, timeout_s: float | None = None) -> None:
+        # Without an ident the work ran on the calling thread.
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
 
@@ -99,6 +100,7 @@ class Recording:
         if self._stopping is None:
             raise CaptureError("The capture holds nothing: another one took the profiler.")
         self.wait_until_off()
+        # Not before: until recording is off, it slows the program down.
         self._stopping.lower_priority()
         self._stopping.join()
         if self._data is None:
@@ -110,6 +112,7 @@ class Recording:
 
     def wait_until_off(self) -> None:
         """Waits until the profiler no longer records; `end` must have been called."""
+        # Only this private module exposes whether recording is on.
         from jax._src.lib import _profiler as tracer
 
         assert self._stopping is not None, "a recording is ended before that is waited for"
@@ -158,6 +161,7 @@ def record(*, host_tracer_level: int, programs: bool = True, yields: bool = Fals
             _profiler.changed.wait_for(lambda: _profiler.recording is None or not _profiler.recording.ending)
         if _profiler.recording is not None and _profiler.recording.yields:
             _profiler.recording.discard()
+        # Also enabled by jax.profiler.start_trace, of which `_profiler` is unaware.
         if _profiler.recording is not None or tracer.TraceMe.is_enabled():
             raise CaptureError(
                 "Another capture is running in this process, and JAX has one profiler. End it first: leave its `with` "
@@ -170,6 +174,7 @@ def record(*, host_tracer_level: int, programs: bool = True, yields: bool = Fals
 
 def backend_started() -> bool:
     """Returns whether JAX is imported and has started a backend, without starting one."""
+    # Looked up instead of imported, because a program that never uses JAX should not pay for the import.
     bridge = sys.modules.get("jax._src.xla_bridge")
     initialized = getattr(bridge, "backends_are_initialized", None)
     return initialized is not None and initialized()

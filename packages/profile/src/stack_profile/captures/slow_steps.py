@@ -76,6 +76,7 @@ class SlowSteps:
         if self._unknown:
             self._unknown -= 1
             return None
+        # Judged before it joins the history, which it would distort.
         threshold_s = self.threshold_s if self.is_armed else None
         self._cooling = max(self._cooling - 1, 0)
         self._recent_s.append(duration_s)

@@ -117,6 +117,7 @@ class Watch:
             with contextlib.suppress(CaptureError):  # another capture is running; the next step tries again
                 self._recording = record(host_tracer_level=2, programs=False, yields=True)
             self._first_step = next_step
+            # If the device runs ahead, this much of the next step is not recorded.
             self._gap_s = time.perf_counter() - started_s
             self._account()
 

@@ -237,6 +237,7 @@ def _notes(base: GateSide, new: GateSide, rows: Sequence[GateRow]) -> Iterator[s
         if row.metric == "step_time":
             yield from _notes_of_steps(base, new, row)
     for side in (base, new):
+        # The first note is general, the rest are about this program.
         yield from side.costs.notes[1:] if side.costs else ()
         yield from (problem for trace in side.traces for problem in trace.problems)
 

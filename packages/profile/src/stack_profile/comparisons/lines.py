@@ -66,6 +66,7 @@ def _functions(operations: Iterable[Operation]) -> dict[_Function, dict[Frame, s
     programs = {id(each.program): each.program for each in operations if each.program is not None}
     found: dict[_Function, dict[Frame, set[str]]] = {}
     for instruction in (each for program in programs.values() for each in program.instructions.values()):
+        # Other instructions have borrowed their line.
         line = instruction.source() if instruction.origin == "own" and instruction.opcode not in _PASSIVE else None
         if line is not None:
             function = PurePath(line.file).name, line.function
@@ -77,6 +78,7 @@ def _aligned(before: Mapping[Frame, set[str]], after: Mapping[Frame, set[str]]) 
     """Yields pairs of lines of a function that are the same or similar."""
     earlier, later = (sorted(side, key=lambda line: line.line) for side in (before, after))
     does = [[frozenset(side[line]) for line in lines] for side, lines in ((before, earlier), (after, later))]
+    # `autojunk` would ignore frequent operations in functions of 200 lines or more.
     for kind, low, high, first, last in difflib.SequenceMatcher(None, *does, autojunk=False).get_opcodes():
         if kind == "equal":
             yield from zip(earlier[low:high], later[first:last], strict=True)
@@ -96,4 +98,5 @@ def _likest(
         place = shared.index(max(shared))
         if shared[place] > 0:
             yield line, free[place]
+            # Edits keep the order of most lines, so the next line cannot match an earlier place.
             free = free[place + 1 :]

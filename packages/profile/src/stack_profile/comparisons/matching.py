@@ -120,6 +120,7 @@ def _function(site: Site) -> Hashable:
 
 
 _Tier = tuple[How, Callable[[Site], Hashable], bool]
+# From strict to loose. A tier that is one to one skips kinds with different numbers on both sides.
 _TIERS: Final[tuple[_Tier, ...]] = (
     ("alike", _function, True),
     ("alike", lambda site: (_function(site), site.line), False),

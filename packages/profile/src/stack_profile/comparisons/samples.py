@@ -111,6 +111,7 @@ def samples_of(trace: Trace) -> Samples | None:
         for operation in ops.operations:
             if columns.setdefault(_key(operation), len(columns)) == len(operations):
                 operations.append(operation)
+    # A capture may end between the steps of two devices.
     count = min(len(steps) for _, steps in devices)
     self_s = np.mean([_self_s(ops, steps[:count], columns) for ops, steps in devices], axis=0)
     step_s = np.mean([[step.duration_ps * PICOSECOND for step in steps[:count]] for _, steps in devices], axis=0)

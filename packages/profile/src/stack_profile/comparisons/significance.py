@@ -108,6 +108,7 @@ class _Mean:
         centred = winsorized - winsorized.mean(axis=0)
         squares = (centred**2).sum(axis=0)
         freedom = np.maximum(kept / _alike(centred) - 1, _LEAST_FREEDOM)
+        # Yuen's squared error, squares / (h (h - 1)), with the number of independent samples for h - 1.
         return cls(mean, squares / kept / freedom, freedom)
 
 
@@ -118,6 +119,7 @@ def _alike(centred: np.ndarray) -> np.ndarray:
     """
     count = len(centred)
     squares = (centred**2).sum(axis=0)
+    # Lag 0 counts once: 1 + 2 (rho_1 + ...) = 2 (rho_0 + rho_1 + ...) - 1.
     total, positive = np.full(squares.shape, -1.0), np.ones(squares.shape, bool)
     for lag in range(0, max(count // 2, 1), 2):
         products = sum((centred[each:] * centred[: count - each]).sum(axis=0) for each in (lag, lag + 1))
@@ -168,6 +170,7 @@ def against_peers(
         if len(others) >= _LEAST_PEERS:
             median[place] = np.median(others)
             quartile = np.quantile(np.abs(others - median[place]), 0.75)
+            # The median of n values adds pi / (2 n) of the variance of one.
             spread[place] = quartile / _NORMAL * math.sqrt(1 + math.pi / 2 / len(others))
             freedom[place] = _EFFICIENCY * (len(others) - 1)
     variances = np.stack([found.error, spread * found.before]) ** 2
@@ -210,6 +213,7 @@ def student_quantile(tail: float, freedom: np.ndarray) -> np.ndarray:
 
 
 _FAR: Final = 1e6
+# They shrink the interval from 1e6 to less than 1e-6.
 _HALVINGS: Final = 40
 _TERMS: Final = 80  # terms of the continued fraction, which converges in about the square root of the larger parameter
 

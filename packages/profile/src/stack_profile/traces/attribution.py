@@ -34,6 +34,7 @@ class _Attribution:
         self._callers: dict[int, RawInstruction] = {}
         for raw in self._raw.values():
             for called in raw.called:
+                # A computation with several callers gets the lines of the first.
                 self._callers.setdefault(called, raw)
 
     def instructions(self) -> dict[str, Instruction]:
@@ -91,6 +92,7 @@ class _Attribution:
         """Yields the instructions of a fusion, the root first."""
         for called in raw.called if raw.opcode == "fusion" else ():
             if called in self._computations:
+                # XLA writes operands before their users, so the root comes last.
                 yield from reversed(self._computations[called].instructions)
 
     def _around(self) -> _Donors:
@@ -107,6 +109,7 @@ class _Attribution:
                 caller = self._callers.get(place.id)
                 donor = self._located.get(caller.id) if caller else None
                 place = self._home[caller.id] if caller and donor is None else None
+            # The path ended at a computation that was visited before.
             donor = found.get(place.id) if place is not None else donor
             found |= dict.fromkeys(path, donor) if donor is not None else {}
         return found

@@ -102,6 +102,7 @@ class Schedule:
     def allocation(self, allocations: Sequence[Allocation]) -> Allocation | None:
         """Returns the schedule's allocation, or None for one outside of `allocations`."""
         own = {buffer for _, buffer, _, _ in self.events}
+        # A heap trace does not name its allocation, so the largest overlap of buffers decides.
         found = max(allocations, key=lambda each: len(own & set(each.buffers)), default=None)
         return None if found is None or own.isdisjoint(found.buffers) else found
 
@@ -115,6 +116,7 @@ class Schedule:
                 owner[buffer] = owner.get(canonical, canonical)
             holder = owner.get(buffer, buffer)
             before = users.get(holder, 0)
+            # A damaged trace may free a buffer that was never allocated.
             after = max(0, before - 1) if kind == _FREE else before + 1
             users[holder] = after
             if (before == 0) != (after == 0):
@@ -156,6 +158,7 @@ def _assignment(data: bytes, names: Mapping[int, str]) -> Assignment:
     spaces: dict[bool, list[Allocation]] = {True: [], False: []}
     for value in parts[_ALLOCATIONS]:
         if (found := _allocation(data, value)) is not None:
+            # Memory space 0 is the main memory of the device.
             spaces[_integer(_message(data, value).get(_SPACE)) == 0].append(found)
     sizes = {key: buffer.size_bytes for key, buffer in buffers.items()}
     schedules = [Schedule(_events(data, value), sizes) for value in parts[_TRACES]]

@@ -165,6 +165,7 @@ def _kinds(program: Program, axes: Axes) -> Mapping[str, Kind] | None:
     for computation in program.module.computations.values():
         for start in kinds.keys() & computation.instructions.keys():
             users = list(computation.users[start])
+            # Some backends put updates between start and done, and the done operation reads the last update.
             users += [end for user in users if user.opcode.endswith("-update") for end in computation.users[user.name]]
             for user in users:
                 if user.opcode.endswith("-done"):
@@ -184,6 +185,7 @@ def _kind_of(operation: Operation, kinds: Mapping[int, Mapping[str, Kind] | None
     match = _NAME.fullmatch(name)
     if match is None:
         return None
+    # Without the program, names are all there is: XLA gives start and done the same suffix.
     return Kind(match[1], start=f"{match[1]}-start{match[3] or ''}" if match[2] == "-done" else "")
 
 
@@ -221,6 +223,7 @@ def _exposed(
     """Computes the exposed time of each execution; self times give instants to concurrent other operations first."""
     if not spans:
         return []
+    # Loops contain other operations, so their events are not work by themselves.
     outer = [each.is_container or each.beside for each in ops.operations]
     is_other = [not (each or row in collectives) for row, each in enumerate(outer)]
     others = np.flatnonzero(np.array(is_other)[ops.which])

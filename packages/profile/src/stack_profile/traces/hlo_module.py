@@ -100,6 +100,7 @@ def read_module(data: bytes, place: tuple[int, int]) -> RawModule:
 def _computation(data: bytes, place: tuple[int, int]) -> Computation:
     name, key = "", 0
     instructions: list[RawInstruction] = []
+    # HloComputationProto: 1 name, 2 instructions, 5 id.
     for number, value in fields(data, *place):
         if number == 1:
             name = _text(data, value)
@@ -116,12 +117,14 @@ def _instruction(data: bytes, place: tuple[int, int]) -> RawInstruction:
     source: Frame | None = None
     operands: list[int] = []
     called: list[int] = []
+    # HloInstructionProto: 1 name, 2 opcode, 7 metadata, 28 target of a custom call, 35 id, 36 operands, 38 called.
     for number, value in fields(data, *place):
         if number == 1:
             name = _text(data, value)
         elif number == 2:
             opcode = _text(data, value)
         elif number == 7 and isinstance(value, tuple):
+            # OpMetadata: 2 op_name, 3 source_file, 4 source_line, 15 stack_frame_id.
             metadata = dict(fields(data, *value))
             op_name, frame = _text(data, metadata.get(2, 0)), _integer(metadata.get(15))
             if file := _text(data, metadata.get(3, 0)):
@@ -139,12 +142,14 @@ def _instruction(data: bytes, place: tuple[int, int]) -> RawInstruction:
 
 def _stacks(data: bytes, place: tuple[int, int]) -> tuple[tuple[Frame, ...], ...]:
     """Returns the Python stack of each frame number, innermost first; number 0 is empty."""
+    # StackFrameIndexProto: 1 file names, 2 function names, 3 file locations, 4 stack frames.
     tables: dict[int, list[Value]] = {1: [], 2: [], 3: [], 4: []}
     for number, value in fields(data, *place):
         tables.setdefault(number, []).append(value)
     files, functions = ([_text(data, value) for value in tables[table]] for table in (1, 2))
     locations = [_numbers(data, value) for value in tables[3]]
     lines = [
+        # The first id in these tables is 1.
         Frame(files[place.get(1, 0) - 1], signed(place.get(3, 0)), functions[place.get(2, 0) - 1])
         for place in locations
     ]
@@ -152,6 +157,7 @@ def _stacks(data: bytes, place: tuple[int, int]) -> tuple[tuple[Frame, ...], ...
     for value in tables[4]:
         frame = _numbers(data, value)
         parent = frame.get(2, 0)
+        # A parent comes before its frames, so its stack is already known.
         stacks.append((lines[frame.get(1, 0) - 1], *(stacks[parent] if parent < len(stacks) else ())))
     return tuple(stacks)
 

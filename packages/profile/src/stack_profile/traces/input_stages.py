@@ -71,6 +71,7 @@ def stage_events(space: Space, base_ns: int, annotation: str = ANNOTATION) -> St
         end = start + line.events.duration_ps[rows]
         columns.append(np.stack([which, np.full(len(rows), thread), start, end, nesting(start, end)]))
     which, thread, start, end, depth = np.concatenate(columns, axis=1)
+    # The thread with the most calls runs the program's loop.
     calling = max(calls, key=lambda each: calls[each], default=None)
     return StageEvents(
         tuple(stages), which, thread, start, end, depth, calling if calling is not None and calls[calling] else None
@@ -95,6 +96,7 @@ def _stages(plane: Plane, line: Line, annotation: str) -> list[Stage | None]:
     keys = np.stack(
         [events.metadata, *(events.stats[f"_ipl_{name}"] for name in ("stage_name", "stage_cat", "dataset_name"))]
     )
+    # A trace has millions of events but few kinds, so texts are parsed once per kind.
     distinct, inverse = np.unique(keys, axis=1, return_inverse=True)
     found = [_stage(plane, annotation, *key) for key in distinct.T.tolist()]
     return [found[row] for row in inverse.reshape(-1).tolist()]

@@ -52,6 +52,7 @@ def nesting(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """Returns how many intervals contain each one; of two equal intervals, the earlier row contains the later."""
     depth = np.zeros(len(starts), np.int64)
     open_: list[int] = []
+    # Of equal starts the longer interval comes first, because it contains the shorter.
     for row in np.lexsort((-ends, starts)).tolist():
         while open_ and ends[open_[-1]] <= starts[row]:
             open_.pop()
@@ -62,6 +63,7 @@ def nesting(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
 
 def _shares(starts: np.ndarray, ends: np.ndarray, excluded: np.ndarray) -> np.ndarray:
     """Returns each interval's share of the time outside of `excluded`, divided equally where intervals overlap."""
+    # Most operations run without overlap and need no sweep.
     alone = np.zeros(len(starts), bool) if len(excluded) else _isolated(starts, ends)
     shares = (ends - starts).astype(float)
     shares[~alone] = _divided(starts[~alone], ends[~alone], excluded)
@@ -83,6 +85,7 @@ def _divided(starts: np.ndarray, ends: np.ndarray, excluded: np.ndarray) -> np.n
     edges = np.sort(np.concatenate([starts, ends, excluded.reshape(-1)]))
     running, blocked = _open(starts, ends, edges), _open(excluded[:, 0], excluded[:, 1], edges)
     weight = np.where((blocked == 0) & (running > 0), np.diff(edges, append=edges[-1:]) / np.maximum(running, 1), 0.0)
+    # Prefix sums make the share of an interval a difference of two numbers.
     before = np.concatenate([[0.0], np.cumsum(weight)])
     return before[np.searchsorted(edges, ends)] - before[np.searchsorted(edges, starts)]
 

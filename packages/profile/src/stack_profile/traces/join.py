@@ -120,11 +120,13 @@ class Executions:
 
 def executions(plane: Plane, base_ns: int) -> Executions | None:
     """Returns the executions on a plane's devices, either one device or the host's CPU devices; None without any."""
+    # A line of operations has all of these; on CPUs they are spread over the threads of a pool.
     own_lines = [line for line in plane.lines if line.name in _OP_LINES]
     parts = [part for line in own_lines or plane.lines if (part := _op_events(plane, line, base_ns)) is not None]
     if not parts:
         return None
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    # Events of TPUs lack the number of the run.
     if (columns["run"] == MISSING).all():
         columns["run"] = _runs(plane, columns["host_start"], base_ns)
     ends = _end_events(plane, base_ns)
@@ -170,6 +172,7 @@ def _op_events(plane: Plane, line: Line, base_ns: int) -> dict[str, np.ndarray] 
         "kind": np.where(name == MISSING, named or _TEXT, _TEXT)[rows],
         "name": np.where(name == MISSING, events.metadata, name)[rows],
         "module": events.stats["hlo_module"][rows],
+        # Some devices store the number once per kind of event instead of in each.
         "program": np.where(program == MISSING, _shared(plane, events.metadata[rows], "program_id"), program),
         "device": np.where(plane.name.startswith("/device:"), 0, events.stats["device_ordinal"][rows]),
         "run": events.stats["run_id"][rows],
@@ -251,6 +254,7 @@ def _work_ends(columns: Mapping[str, np.ndarray], consumer: np.ndarray, time: np
         (np.concatenate([np.zeros(len(start)), np.ones(len(time))]), np.concatenate([start, time]), keys)
     )
     is_mark = merged >= len(start)
+    # Index of the next mark at or after each entry, found from the end.
     following = np.minimum.accumulate(np.where(is_mark, np.arange(len(merged)), len(merged))[::-1])[::-1]
     ends = columns["end"].copy()
     rows = np.flatnonzero(~is_mark)

@@ -77,6 +77,7 @@ def _unwrap(part: str, names: list[str], transforms: set[str]) -> None:
             for piece in filter(None, _split(inner)):
                 _unwrap(piece, names, transforms)
         return  # jit(name) is a function's name, not a scope
+    # `jnp.einsum` names a scope after its equation.
     is_einsum = "->" in part
     if part and not is_einsum and not _CONTROL_FLOW.fullmatch(part):
         names.append(part)

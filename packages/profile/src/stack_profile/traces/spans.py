@@ -137,6 +137,7 @@ def cut(items: Items, limit: int) -> list[int]:
         if len(spans) <= limit:
             break
     share = _SPECKS[-1]
+    # Ends at the latest when a single span remains.
     while len(spans) > limit:
         share *= 1.5
         spans = _merged(spans, share * window_ps)
@@ -239,6 +240,7 @@ def _trips(ops: Ops, executed: np.ndarray) -> np.ndarray:
         operation = ops.operations[row]
         times, outermost = loops.get(id(operation.program), {}).get(operation.name.removeprefix("%"), (0, 0))
         mine = np.flatnonzero(executed == row)
+        # Otherwise the capture cut off some executions, so the numbers of trips are unknown.
         if len(mine) == times:
             trips[mine] = 1 + np.arange(times) * outermost // times
     return trips

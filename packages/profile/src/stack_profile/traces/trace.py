@@ -124,6 +124,7 @@ def trace_of(
     programs: list[Program] = []
     devices: list[Ops] = []
     for space, prefix, protos in zip(spaces, names_of(spaces), extra_programs or [()] * len(spaces), strict=True):
+        # Programs in the trace itself take precedence.
         found = _extra_programs(protos, found_problems) | _programs(space, found_problems)
         ran = [each for plane in space.planes if (each := executions(plane, base_ns)) is not None]
         kinds = [kind for each in ran for kind in each.kinds if not kind.beside]
@@ -146,6 +147,7 @@ _JAX_CALL: Final = re.compile(
 
 
 def _base_ns(spaces: Sequence[Space]) -> int:
+    # Times count from here, since picoseconds since the epoch exceed 64 bits.
     return min((line.events.timestamp_ns for space in spaces for line in _lines(space)), default=0)
 
 

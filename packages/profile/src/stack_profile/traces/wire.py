@@ -136,6 +136,7 @@ def partition(
                 others.append(found)
                 position = _after(data, position, found[1], end)
                 continue
+            # Sizes up to 127 take one byte, and only larger ones need the slower reader.
             size, begin = data[position + 1], position + 2
             if size > 127:
                 size, begin = _varint(data, position + 1, end)
@@ -203,6 +204,7 @@ def _read_batch(
             return found
         tag, begin = _varints_at(array, cursor)
         value, cursor = _varints_at(array, begin)
+        # Messages of one kind mostly agree in their n-th field, so there are few tags.
         for each in _distinct(tag):
             number, kind = each >> 3, each & 7
             which = np.flatnonzero(tag == each)
@@ -234,6 +236,7 @@ def _contents(
         return begin.astype(np.uint64), after + value.astype(np.int64)
     if kind == _FIXED64:
         return _words_at(array, begin), begin + 8
+    # Its value is never used (see `read_fields`).
     if kind == _FIXED32:
         return value, begin + 4
     raise _damaged(after)

@@ -145,6 +145,7 @@ class Plane:
 
     def text(self, key: int) -> str:
         """Returns the text of a key in a column of texts."""
+        # Negative keys stand for texts that events contain themselves (`_inline_text`).
         if -len(self._texts) <= key < 0:
             return self._texts[-1 - key]
         return self.stat_names.get(key, "")
@@ -208,16 +209,19 @@ class Plane:
 
     def _events(self, spans: Spans, timestamp_ns: int) -> Events:
         try:
+            # One chunk even without events, which gives the columns their dtypes.
             chunks = [self._chunk(spans[first : first + _CHUNK]) for first in range(0, len(spans) or 1, _CHUNK)]
         except WireError as error:
             self._problem(str(error))
             chunks = [self._chunk(spans[:0])]
         columns = [np.concatenate(column) for column in zip(*chunks, strict=True)]
+        # The chunks are as large as the columns.
         del chunks
         placed = columns[3] == 0  # aggregates of many occurrences have no time
         if not placed.all():
             columns = [column[placed] for column in columns]
         metadata, offset_ps, duration_ps, _, *found = columns
+        # A broadcast number, because most statistics are absent and a column takes 8 bytes per event.
         none = np.broadcast_to(np.int64(MISSING), len(metadata))
         stats = {**dict.fromkeys(_KEPT, none), **dict(zip(self._columns, found, strict=True))}
         return Events(timestamp_ns, metadata, offset_ps, duration_ps, stats)
@@ -247,6 +251,7 @@ class Plane:
 
     def _inline_text(self, place: int) -> int:
         """Returns the key of a text stored in the event itself, with its length at `place`."""
+        # The tag before the length takes one byte.
         text = self._text(next(fields(self._data, place - 1))[1])
         if text not in self._texts:
             self._texts.append(text)
@@ -326,6 +331,7 @@ def _load(source: Path | bytes, name: str) -> tuple[bytearray, int]:
         return bytearray(source) + bytes(PADDING), len(source)
     try:
         size = source.stat().st_size
+        # The padding is part of the buffer, so the file is read without another copy.
         data = bytearray(size + PADDING)
         with source.open("rb") as file:
             return data, file.readinto(memoryview(data)[:size])

@@ -37,6 +37,7 @@ def chrome(trace: Trace) -> Iterator[str]:
             _plane_events(next(processes), plane, trace.base_ns)
             for space in trace.spaces
             for plane in space.planes
+            # Planes of metadata have tables but not events.
             if any(len(line.events) for line in plane.lines)
         ),
     )

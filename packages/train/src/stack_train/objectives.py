@@ -55,6 +55,7 @@ class CausalLMConfig(Objective):
         outputs = model(batch["tokens"], batch["positions"], batch["segment_ids"])
         targets, head = batch["targets"], model.head()
         loss = head.cross_entropy(outputs.hidden, targets, ignore_index=IGNORED_TARGET, z_loss=self.z_loss)
+        # Microbatches and stages are averaged by their targets, since rows may have very different numbers.
         weight = jnp.sum(targets != IGNORED_TARGET).astype(jnp.float32)
         metrics = {"loss": Metric.mean(loss, weight)}
         parts = {"balance_loss": self.balance_loss, "router_z": self.router_z_loss}

@@ -95,6 +95,7 @@ def read_tensors(directory: Path, stem: str = _STEM) -> dict[str, StoredTensor]:
         raise ConversionError(f"{directory / index} cannot be read: {type(error).__name__}: {error}.") from error
     by_file = {file: _tensors_of(directory / file) for file in files}
     absent = [f"{name} ({file})" for name, file in located.items() if name not in by_file[file]]
+    # Also finds a tensor that two files contain.
     unlisted = [f"{name} ({file})" for file in files for name in by_file[file] if located.get(name) != file]
     if absent or unlisted:
         raise ConversionError(
@@ -153,6 +154,7 @@ def write_shards(
                 # As bytes, because the buffer protocol does not support bfloat16.
                 file.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
             file.flush()
+            # A full disk may show only here.
             os.fsync(file.fileno())
     if count > 1:
         located = {spec.name: name for name, specs in zip(names, shards, strict=True) for spec in specs}
@@ -163,6 +165,7 @@ def write_shards(
 
 
 def _header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    # transformers refuses files without the entry "format".
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     start = 0
     for spec in specs:

@@ -105,7 +105,9 @@ def communication(
     busy_s = sum((each.busy_s for each in devices), 0.0)
     links = _link_bytes_s(trace, chip)
     rows = [_row(name, members, line, len(devices), busy_s, links) for name, members in groups.items()]
+    # In the total, collectives that overlap count once.
     time_s = sum((_covered_s(found[each.device]) for each in devices), 0.0)
+    # By exposed time first: hidden time does not lengthen a step.
     shown = tuple(sorted(rows, key=lambda row: (-row.exposed_s, -row.time_s, row.name)))
     return Answer(
         name=f"communication by {by}",
@@ -159,9 +161,11 @@ def _row(
         axis=" and ".join(dict.fromkeys(each.kind.axis for each, _ in members if each.kind.axis)),
         line=lines.pop() if len(lines) == 1 else "",
         occurrences=sum(len(each.start_ps) for each, _ in members),
+        # Bytes per device, to compare with bandwidths, although times are sums over devices.
         array_bytes=sum((each.kind.array_bytes or 0) * len(each.run) for each in known) / devices if whole else None,
         sent_bytes=sum((each.kind.sent_bytes or 0) * len(each.run) for each in known) / devices if whole else None,
         time_s=time_s,
+        # None instead of 0: a single device does not show how long it waited.
         wait_s=sum((wait.wait_s for wait in waits), 0.0) if waits else None,
         exposed_s=exposed_s,
         # Shares are floats, and their rounding could make the difference negative.

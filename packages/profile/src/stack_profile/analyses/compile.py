@@ -51,6 +51,7 @@ def compilations(trace: Trace) -> Answer[CompileRow]:
     for program in trace.programs:
         groups.setdefault(program.name, []).append(program)
     took = _events(trace.host_events)
+    # Without events of the host, 0 compilations would be a guess.
     known = len(trace.host_events.which) > 0
     names = {*groups, *took}
     rows = [
@@ -110,6 +111,7 @@ def _events(host: HostEvents) -> Mapping[str, list[float]]:
 
 def _module_name(function: str) -> str:
     """Returns JAX's module name for a jitted function."""
+    # As in JAX, which replaces other characters of the name by underscores.
     return re.sub(r"[^\w.-]", "_", f"jit({function})").rstrip("_")
 
 

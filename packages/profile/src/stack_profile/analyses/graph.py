@@ -167,11 +167,13 @@ def _chosen(
     trace: Trace, measured: Mapping[tuple[int, str], _Took], op: str | None, line: str | None
 ) -> tuple[Program, str] | None:
     """Returns the program and the name of the requested instruction, or None without a readable program."""
+    # By identity, because programs of different processes may share name and number.
     readable = {id(program): program for program in trace.ran if program.module is not None}
     if not readable:
         return None
     found = [(took.self_s, *key) for key, took in measured.items() if key[0] in readable]
     if op is not None:
+        # Accepts a name as the analysis `ops` prints it, such as "jit_step: fusion.3".
         wanted = op.rpartition(": ")[2].removeprefix("%")
         found = [each for each in found if each[2] == wanted]
         # -1 s ranks instructions without events last.
@@ -180,6 +182,7 @@ def _chosen(
         what, given = "instruction", op
     elif line is not None:
         lines = {key: _lines(took.operation) for key, took in measured.items()}
+        # A suffix of the path is enough, but it must start at a folder.
         found = [each for each in found if any(name.endswith(f"/{line.lstrip('/')}") for name in lines[each[1:]])]
         known = sorted({name.rpartition("/")[2] for names in lines.values() for name in names})
         what, given = "operation of line", line
@@ -205,6 +208,7 @@ def _names(program: Program) -> set[str]:
 _PASSED: Final = frozenset({"get-tuple-element", "tuple", "bitcast", "opt-barrier"})
 _LEFT_OUT: Final = frozenset({"constant", "iota", "partition-id", "replica-id", "after-all"})
 _STATES: Final = ("parameter", "while")  # their results are tuples of unrelated values
+# Integers of this size at most are index arithmetic.
 _INDEX_BYTES: Final = 8
 _INDICES: Final = ("s32", "u32", "s64", "u64", "pred")
 
@@ -328,6 +332,7 @@ class _Nodes:
         for part, computation in self.module.inside(fusion):
             row = self._row(part.name, distance, "")
             is_index = row.result_bytes <= _INDEX_BYTES and part.shapes[0].dtype in _INDICES
+            # A broadcast constant, which has lost its operand with the constants.
             is_filled = part.opcode == "broadcast" and not row.operands
             if not (part.opcode in _PASSED | _LEFT_OUT | {"parameter"} or is_index or is_filled):
                 operands = [operand for each in row.operands for operand in self._outside(each, outside)]

@@ -99,6 +99,7 @@ class InputWait:
         return self.idle_s >= BOUND_SHARE * self.steps_s
 
 
+# The same share as `_IDLE` of the overview, so both analyses agree.
 BOUND_SHARE: Final = 0.1
 
 
@@ -142,6 +143,7 @@ class _Process:
 
 def _processes(trace: Trace, devices: Sequence[Ops], annotation: str) -> Iterator[_Process]:
     for space, prefix in zip(trace.spaces, names_of(trace.spaces), strict=True):
+        # A pipeline feeds only the devices of its process.
         own = [each for each in devices if each.device.startswith(prefix) and trace.steps[each.device]]
         if own:
             steps = [trace.steps[each.device] for each in own]
@@ -193,6 +195,7 @@ def _rows(parts: Sequence[_Process], steps_s: float) -> Iterator[InputRow]:
         for part in parts:
             rows = part.inside[_are(part, stage)[part.inside]]
             mine = rows[part.calls_jax[rows]]
+            # Summed over processes, in which the numbers of threads repeat.
             threads += len(np.unique(part.events.thread[rows]))
             calls += len(rows)
             self_s += float(part.self_ps[rows].sum()) * PICOSECOND

@@ -134,6 +134,7 @@ def _bars(title: str, rows: Iterable[MemoryRow]) -> Bars:
     return bars(title, sorted(rows, key=lambda row: -row.size_bytes), "size_bytes")
 
 
+# Opcodes that a backend may implement by a library, which allocates scratch memory without XLA.
 _LIBRARIES: Final = ("custom-call", "dot", "convolution", "sort", "fft", "cholesky", "triangular-solve")
 
 
@@ -166,6 +167,7 @@ def _at_peak(program: Program, assignment: Assignment) -> Iterator[MemoryRow]:
             buffer = assignment.buffers[key]
             instruction = program.instructions.get(buffer.instruction)
             yield _row(buffer.instruction, "temporary", buffer.size_bytes, total, instruction)
+        # Alignment and fragmentation leave gaps; with these the rows sum to the total.
         if unused := arena.size_bytes - peak.live_bytes:
             yield _row("between temporaries", "unused", unused, total, None)
     for allocation in assignment.allocations:
@@ -230,6 +232,7 @@ def _notes(program: Program, assignment: Assignment) -> Iterator[str]:
         yield f"{number('_bytes', assignment.elsewhere_bytes)} are in other memory, a TPU's VMEM or the host's."
     if not assignment.schedules:
         yield "XLA kept no schedule of the temporaries: which are alive at one time is not known."
+    # A fused instruction runs inside of its fusion, which is in the list.
     calls = [each for each in program.instructions.values() if not each.fused and each.opcodes & set(_LIBRARIES)]
     if calls:
         kinds = sorted({kind for each in calls for kind in each.opcodes & set(_LIBRARIES)})

@@ -63,6 +63,7 @@ def ops(trace: Trace, *, by: Grouping = "op", within: Path | None = None, device
     """
     devices = chosen_devices(trace, device)
     folder = str(within.resolve()) if within else ""
+    # Plots always need these groupings, which may include `by`.
     rows = {each: _rows(devices, grouping(each, folder)) for each in {by: 0, **dict.fromkeys(_DRAWN)}}
     return Answer(
         name=f"ops by {by}",
@@ -200,4 +201,5 @@ def _notes(devices: tuple[Ops, ...], stack_frames: int) -> Iterable[str]:
 
 def _is_cut(operation: Operation, stack_frames: int) -> bool:
     instruction = operation.instruction
+    # A stack of the maximum length may have lost its outer frames, and the layer with these.
     return instruction is not None and not instruction.layer and 0 <= stack_frames <= len(instruction.frames)

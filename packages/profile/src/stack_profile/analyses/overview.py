@@ -110,6 +110,7 @@ class _Waits:
     @classmethod
     def of(cls, host: HostEvents, idle: np.ndarray, wait: InputWait | None) -> "_Waits":
         """Computes the waits from `idle`, rows (start, end) of picoseconds in which at least one device was idle."""
+        # Idle times of several devices overlap, and the host's time counts once.
         idle = union(idle[:, 0], idle[:, 1])
         calls = host.jax_calls
         inside_ps = int(_overlap(union(host.start_ps[calls], host.end_ps[calls]), idle).sum())
@@ -160,6 +161,7 @@ def _overlap(first: np.ndarray, second: np.ndarray) -> np.ndarray:
         return np.zeros(len(first), np.int64)
     before = np.concatenate([[0], np.cumsum(second[:, 1] - second[:, 0])])
 
+    # Covered time before an instant: complete intervals, and a part of the latest.
     def until(time: np.ndarray) -> np.ndarray:
         place = np.searchsorted(second[:, 0], time, "right")
         # Keeps the index valid; `where` discards these rows.

@@ -101,6 +101,7 @@ def _registered_chip(name: str) -> "Chip":
 
 def _roofline(trace: Trace, chip: "Chip | None", note: str, device: str | None) -> Answer[RooflineRow]:
     devices = chosen_devices(trace, device)
+    # Once per program, because its module is parsed from text.
     costs = {id(program): _costs(program) for program in trace.ran}
     sharing = _sharing(chip, len(trace.devices))
     rows = [
@@ -138,6 +139,7 @@ def _roofs(chip: "Chip", intensities: Sequence[float], sharing: int) -> list[Ser
     if not bandwidth:
         return []
     ridges = {dtype: flops_s / bandwidth for dtype, flops_s in sorted(chip.peak_flops.items())}
+    # Each roof should be visible on both sides of its ridge.
     low, high = min((*ridges.values(), *intensities)) / 2, max((*ridges.values(), *intensities)) * 2
     return [
         Series(f"roof in {dtype}", "line", [(x, bandwidth * min(x, ridge) / sharing) for x in (low, ridge, high)])
@@ -259,6 +261,7 @@ def _totals(rows: Sequence[RooflineRow], chip: "Chip | None", busy_s: float) -> 
         "counted_busy_share": _ratio(counted_s, busy_s),
         "flops": flops,
         "traffic_bytes": traffic,
+        # Over all busy time: operations without costs lower these rates.
         "rate_flops_s": _ratio(flops, busy_s),
         "rate_bytes_s": _ratio(traffic, busy_s),
         "ideal_s": ideal_s,

@@ -112,6 +112,7 @@ def _operation_lanes(ops: Ops, window: "_Window") -> Lanes:
     inside = np.flatnonzero((ops.start_ps >= window.start_ps) & (ops.start_ps < window.end_ps))
     columns = ops.which[inside], ops.tracks[inside], ops.start_ps[inside], ops.end_ps[inside]
     spans = []
+    # The order of the spans is the order of the lanes on the page.
     for which, track, start, end in sorted(
         zip(*(column.tolist() for column in columns), strict=True), key=lambda row: row[1]
     ):
@@ -175,6 +176,7 @@ def _rows(ops: Ops, items: Items, firsts: Sequence[int], window: _Window, host: 
         key, size = items.key[part], items.size_ps[part]
         most = _heaviest(key, size)
         named = items.keys[most]
+        # 0 stands for pieces outside of loops.
         trips = sorted({items.keys[each].trip for each in np.unique(key).tolist()} - {0})
         idle_ps = float(size[key == 0].sum())
         heaviest, line = _example(ops, items, np.flatnonzero(key == most) + first, host)

@@ -58,6 +58,7 @@ def culprits(before: Sequence[Trace], after: Sequence[Trace]) -> Iterator[str]:
         return
     min_s = _STANDS_OUT * change_s
     grown = _at_the_best_level(comparison, comparison.edited, min_s)
+    # Shared operations only if edits do not explain the change.
     grown = grown or _at_the_best_level(comparison, comparison.pairs, min_s)
     idle_s = change_s - busy_s
     if idle_s >= max(min_s, _LEAST_IDLE * float(comparison.step.before[0])):
@@ -123,6 +124,7 @@ def _describe(place: Place, by: DiffGrouping, times: Sequence[float]) -> str:
     if place.package_line and place.package_line != place.line:
         line = f"{line} in {place.package_line}"
     about = ", ".join(filter(None, (place.layer if by != "layer" else "", place.op)))
+    # A layer has many lines, so the heaviest one is named as an example.
     if by in ("layer", "module"):
         line = f"{by} {getattr(place, by)}, mostly {line}"
     return f"{line} ({about}): {number('_s', times[0])} -> {number('_s', times[1])}"

@@ -111,6 +111,7 @@ def _rows(comparison: Comparison, by: DiffGrouping, min_change: float) -> Iterat
         own[-1], p[-1] = rest.change[0], rest.p()[0]
     found = found.appended(rest)
     low, high = found.interval(_CONFIDENCE)
+    # Relative to the row and to the step, because a large share of a tiny row does not matter.
     least_s = np.maximum(min_change * found.before, _MATTERS * comparison.busy.before)
     named = [_describe(comparison, group, by) for group in groups]
     named.append((_IRREGULAR, {}))

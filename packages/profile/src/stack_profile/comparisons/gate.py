@@ -145,6 +145,7 @@ def _chosen(base: GateSide, new: GateSide, metrics: Sequence[Metric]) -> Sequenc
             "steps on both sides; memory and FLOPs the program, of captures or of `stack profile costs`; compile times "
             "a compilation during the capture, or `stack profile costs`."
         )
+    # The variation of a single compilation is unknown.
     several = min(sum(map(len, side.compile_s)) for side in (base, new)) > 1
     found = metrics or [
         metric for metric in get_args(Metric) if metric in known and (metric != "compile_time" or several)
@@ -219,6 +220,7 @@ def _costlier(metric: Metric, base: GateSide, new: GateSide) -> Iterator[str]:
 
 
 def _site(row: CostRow) -> Site:
+    # Costs lack operations, so their lines are matched by place and layer only.
     path, _, line = row.line.rpartition(":")
     file = path.replace("\\", "/").rpartition("/")[2]
     return Site("", row.layer, "", "", frozenset(), "", (), file=file, function=row.function, line=int(line or 0))

@@ -123,6 +123,7 @@ _Tier = tuple[How, Callable[[Site], Hashable], bool]
 # From strict to loose. A tier that is one to one skips kinds with different numbers on both sides.
 _TIERS: Final[tuple[_Tier, ...]] = (
     ("alike", _function, True),
+    # If the numbers differ, operations on the same line are still alike.
     ("alike", lambda site: (_function(site), site.line), False),
     ("moved", _function, False),
     ("other shapes", lambda site: (*_does(site), site.file, site.function), False),

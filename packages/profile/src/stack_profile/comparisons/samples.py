@@ -68,6 +68,7 @@ class Side:
         places: list[list[int]] = []
         for samples in captures:
             found = sites(samples.operations)
+            # The first capture's operation describes a site that several captures share.
             operations = {**dict(zip(found, samples.operations, strict=True)), **operations}
             places.append([columns.setdefault(site, len(columns)) for site in found])
         self_s = []
@@ -85,6 +86,7 @@ class Side:
             typical = np.median(samples, axis=0)
             peers = [column for column in columns if typical[column] > 0]
             pace = np.median(samples[:, peers] / typical[peers], axis=1) if peers else np.ones(len(samples))
+            # A step in which the median column did not run keeps its times.
             even.append(samples / np.where(pace > 0, pace, 1.0)[:, None])
         return dataclasses.replace(self, self_s=tuple(even))
 
@@ -109,6 +111,7 @@ def samples_of(trace: Trace) -> Samples | None:
     operations: list[Operation] = []
     for ops, _ in devices:
         for operation in ops.operations:
+            # Equal for a new key only.
             if columns.setdefault(_key(operation), len(columns)) == len(operations):
                 operations.append(operation)
     # A capture may end between the steps of two devices.
@@ -116,6 +119,7 @@ def samples_of(trace: Trace) -> Samples | None:
     self_s = np.mean([_self_s(ops, steps[:count], columns) for ops, steps in devices], axis=0)
     step_s = np.mean([[step.duration_ps * PICOSECOND for step in steps[:count]] for _, steps in devices], axis=0)
     busy_s = sum(ops.busy_s for ops, _ in devices) / len(devices)
+    # Operations that ran only between the steps are omitted.
     order = [column for column in _program_order(operations) if self_s[:, column].any()]
     kept = tuple(operations[column] for column in order)
     return Samples(kept, self_s[:, order], step_s, busy_s - float(self_s.sum()))

@@ -39,6 +39,7 @@ def category(instruction: Instruction | None) -> str:
         return "loops and calls"
     if instruction.target.startswith(_PRODUCTS_OF_LIBRARIES):
         return "convolution" if "conv" in instruction.target else "matrix product"
+    # An asynchronous operation has the category of its work.
     opcodes = {each.removesuffix("-start").removesuffix("-done") for each in instruction.opcodes}
     for name, kinds in _KINDS:
         if opcodes & kinds:

@@ -213,6 +213,7 @@ def _span(ops: Ops, start: int, end_op: int | None) -> tuple[np.ndarray, np.ndar
     if end_op is not None:
         last = np.flatnonzero(ops.which == end_op)
         place = np.searchsorted(starts, ops.start_ps[last], "right") - 1
+        # `at` also handles several done events of one start.
         np.maximum.at(ends, place[place >= 0], ops.end_ps[last[place >= 0]])
     return starts, ends, ops.run[rows]
 

@@ -54,6 +54,7 @@ class Operation:
 
     @property
     def opcode(self) -> str:
+        # XLA names an instruction after its opcode and a number.
         return self.instruction.opcode if self.instruction else self.name.rstrip("0123456789").rstrip(".")
 
     @property
@@ -167,6 +168,7 @@ class StepMarks:
         """
         places = np.arange(len(start_ps))
         inside = np.count_nonzero((self.start_ps >= start_ps[0]) & (self.start_ps < end_ps)) if len(places) else 0
+        # A capture may cut off one annotation or one step at its ends.
         if not len(self.numbers) or (np.diff(self.numbers) != 1).any() or abs(inside - len(places)) > 1:
             return 1 + places
         latest = np.searchsorted(self.start_ps, start_ps, "right") - 1
@@ -198,6 +200,7 @@ def steps_of(ops: Ops, marks: StepMarks) -> tuple[Step, ...]:
         return ()
     owners: dict[tuple[str, int], int] = {}
     owner = np.array([owners.setdefault(each.owner, len(owners)) for each in ops.operations])[ops.which[rows]]
+    # By time, because small programs may run more often than the step.
     rows = rows[owner == np.argmax(np.bincount(owner, weights=ops.self_ps[rows]))]
     runs, first, inverse, counts = np.unique(ops.run[rows], return_index=True, return_inverse=True, return_counts=True)
     starts = ops.start_ps[rows][first]

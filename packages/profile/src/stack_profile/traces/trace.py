@@ -81,6 +81,7 @@ def trace_files(path: Path) -> tuple[Path, ...]:
             f"{str(path)!r} holds no *.xplane.pb. Capture one: `stack profile run --out {path} script.py`, or "
             "`with stack_profile.capture(...)`."
         )
+    # By the folder, because processes write their files at different times.
     newest = max((file.parent for file in found), key=lambda folder: folder.stat().st_mtime_ns)
     return tuple(file for file in found if file.parent == newest)
 
@@ -200,6 +201,7 @@ def _without_damaged(programs: Mapping[int, Program], ran: Sequence[Kind], damag
     kept = {}
     for key, program in programs.items():
         try:
+            # Hundreds of programs may be loaded, so only programs that may have run are read completely.
             if program.name in names or key in keys:
                 _ = program.instructions
             kept[key] = program

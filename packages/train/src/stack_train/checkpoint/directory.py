@@ -50,11 +50,13 @@ class CheckpointDirectory:
 
     def remove_partial(self) -> None:
         for path in self._entries():
+            # Also deletions that a kill interrupted.
             if path.name.endswith((_PARTIAL, _DELETED)):
                 shutil.rmtree(path)
 
     def delete(self, steps: Sequence[int]) -> None:
         """Deletes complete checkpoints, after earlier renames in the directory are durable."""
+        # A crash must not lose the new checkpoint's rename after the old files are gone.
         _sync(self.root)
         for step in steps:
             doomed = self.path(step).with_suffix(_DELETED)

@@ -126,6 +126,7 @@ class LabelledImages:
 
     def arrays(self, places: Int64[np.ndarray, " rows"]) -> dict[str, np.ndarray]:
         labels = {} if self.labels is None else {"labels": self.labels[places]}
+        # Converted for each batch: as floats, all images would take four times the memory.
         return {"images": self.pixels[places].astype(np.float32) / 127.5 - 1.0, **labels}
 
 
@@ -150,6 +151,7 @@ class ImageBatches(Batches):
         """Returns an iterator over training batches, shuffled in each epoch; batch i depends only on (seed, i)."""
         return iterate_rows(
             len(self.training),
+            # Ids count rows over all epochs.
             lambda ids: self._batch(self.training[ids % len(self.training)], ids),
             seed=self._seed,
             batch_size=self._settings.batch_size,

@@ -152,6 +152,7 @@ def _make_tokenizer(config: TextSettings, source: DataSource, cache_dir: Path, m
         return trained_bpe(
             source,
             vocab_size=config.vocab_size or max_tokens,
+            # A size that was set must be reached, while the model's size is a maximum.
             fewer=config.vocab_size is None,
             sample_bytes=config.tokenizer_bytes,
             validation_fraction=config.validation_fraction,

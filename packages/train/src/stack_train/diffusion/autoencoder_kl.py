@@ -301,6 +301,7 @@ def _read_levels(reader: Reader) -> dict[str, Any]:
     return {
         "widths": widths,
         "quantizes": quantizes,
+        # The key may be null.
         "shift_factor": reader.get("shift_factor", default=0.0) or 0.0,
     }
 
@@ -341,6 +342,7 @@ COMPONENT = Component(
             for half in ("encoder", "decoder")
         },
         **{
+            # 16 levels are more than any autoencoder has; further names are never used.
             f"encoder/down_blocks/{level}/downsamplers/0": f"encoder.down_blocks.{level}.downsamplers.0.conv"
             for level in range(16)
         },

@@ -188,6 +188,7 @@ COMPONENT = Component(
     ),
     silent=("tie_word_embeddings",),
     prefix=_TEXT,
+    # Older checkpoints store the positions 0, 1, 2, ... as a tensor.
     redundant=(_TEXT + "embeddings.position_ids",),
     names={
         "embedding": _TEXT + "embeddings.token_embedding.weight",

@@ -152,6 +152,7 @@ def load_component(component: Component, directory: Path, **settings: Any) -> tu
     abstract = nnx.eval_shape(lambda: component.family.build(config, key=jax.random.key(0)))
     variables = ModelVariables.of(abstract)
     values = {path: np.empty(shape.shape, shape.dtype) for path, shape in variables.shapes.items()}
+    # Views, so reading the tensors fills the parameters without another copy.
     expected = {
         name: view
         for path, value in values.items()

@@ -143,6 +143,7 @@ class Dit(nnx.Module):
         keys = jax.random.split(key, 3)
         self.patches = self._linear((area * config.channels, embed), (None, "embed"), std=std, key=keys[0])
         self.blocks = DitBlock(config, Build(embed, config.layers, std, 0.0, Norm(), config.param_dtype, keys[1]))
+        # One key for both layers, whose values start at zero.
         self.last_modulation = self._linear((embed, 2 * embed), ("embed", None), std=0.0, key=keys[2])
         self.last = self._linear((embed, area * config.predicted_channels), ("embed", None), std=0.0, key=keys[2])
 

@@ -88,6 +88,7 @@ def _opened(directory: Path, run: Path) -> tuple[RunConfig, Any]:
         config = RunConfig(output=output, model=pipeline.config, data=data, objective=pipeline.objective)
         return config, pipeline.model
     name = json.loads((directory / "config.json").read_bytes())["_class_name"]
+    # A Flux needs its encoders, so it is read with its directory only.
     alone = (dit.COMPONENT, autoencoder_kl.COMPONENT)
     known = {name: each for each in alone for name in (each.class_name, *each.former_names)}
     if name not in known:

@@ -44,6 +44,7 @@ class NoiseConfig:
 
     def alphas_and_sigmas(self) -> tuple[Weights, Weights]:
         """alpha_t and sigma_t for t = 0 .. steps - 1, float64."""
+        # In float64, because a product of a thousand factors near 1 loses digits in float32.
         bar = np.cumprod(1.0 - self._betas())
         return np.sqrt(bar), np.sqrt(1.0 - bar)
 

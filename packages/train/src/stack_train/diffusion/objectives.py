@@ -163,6 +163,7 @@ class _DiscreteConfig(DenoisingConfig):
         self, images: Images, noise: Images, *, tokens: int, key: jax.Array
     ) -> tuple[Images, Float[Array, " batch"], Images, Float[Array, " batch"]]:
         timesteps = jax.random.randint(key, images.shape[:1], 0, self.noise.steps)
+        # The schedule is computed in NumPy while tracing, and is a constant of the program.
         alphas, sigmas = (jnp.asarray(array, jnp.float32)[timesteps] for array in self.noise.alphas_and_sigmas())
         alpha, sigma = alphas[:, None, None, None], sigmas[:, None, None, None]
         weight = jnp.ones_like(alphas) if self.min_snr is None else self.weight((alphas / sigmas) ** 2, self.min_snr)

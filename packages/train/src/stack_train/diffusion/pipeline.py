@@ -157,6 +157,7 @@ def open_pipeline(directory: Path, *, text_tokens: int | None = None) -> Pipelin
     encoders = open_encoders(directory, text_tokens=tokens)
     encoders.check(config)
     config = replace(config, image_size=encoders.image_size, text_tokens=tokens)
+    # The model reads sizes from its config, and the file of the transformer lacks these.
     model.config = config
     model.eval()
     return Pipeline(config, model, encoders, read_scheduler(directory / "scheduler"))
@@ -165,6 +166,7 @@ def open_pipeline(directory: Path, *, text_tokens: int | None = None) -> Pipelin
 def _max_tokens(directory: Path) -> int:
     """The tokens that a tokenizer's settings allow; as many as there are where they do not say."""
     path = directory / _TOKENIZER_CONFIG
+    # transformers writes a huge number for tokenizers without a limit.
     return int(_mapping(path).get(_MOST_TOKENS) or sys.maxsize)
 
 

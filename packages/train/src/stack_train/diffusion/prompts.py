@@ -25,6 +25,7 @@ __all__ = ["PromptTokenizer", "TextEncoders", "load_prompt_tokenizer"]
 
 _VOCABULARY, _MERGES, _CONFIG = "vocab.json", "merges.txt", "tokenizer_config.json"
 _START, _END = "<|startoftext|>", "<|endoftext|>"
+# CLIP's pattern: words without their spaces, and single digits.
 _PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 
 
@@ -80,6 +81,7 @@ def load_prompt_tokenizer(directory: Path, name: str, tokens: int) -> PromptToke
         HuggingFaceTokenizer.load(directory) if (directory / "tokenizer.json").is_file() else _clip_tokenizer(directory)
     )
     pad = tokenizer.pad_id
+    # CLIP pads with its end token.
     return PromptTokenizer(tokenizer, name, tokens, tokenizer.eos_id or 0 if pad is None else pad)
 
 
@@ -117,6 +119,7 @@ def _clip_tokenizer(directory: Path) -> HuggingFaceTokenizer:
     names = {"bos_token": _START, "eos_token": _END, "pad_token": _END}
     path = directory / _CONFIG
     settings = json.loads(path.read_bytes()) if path.is_file() else {}
+    # Names in the file take precedence.
     files = {"tokenizer.json": built.to_str().encode(), _CONFIG: json.dumps({**names, **settings}).encode()}
     return HuggingFaceTokenizer(files, str(directory))
 

@@ -97,6 +97,7 @@ class ImageSampler:
     def _sampled(self, condition: Condition, count: int, sampler: SamplerConfig, seed: int) -> jax.Array:
         """Samples images or latents with the denoiser."""
         table = self._table(sampler)
+        # The parameters are an argument of the program instead of constants.
         graph, state = nnx.split(self.model)
 
         @jax.jit
@@ -112,6 +113,7 @@ class ImageSampler:
             shape = (config.image_size, config.image_size, config.channels)
             keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(count))
             noise = jax.vmap(lambda each: jax.random.normal(each, shape))(keys)
+            # Channels that predict variances are not sampled.
             return sample(lambda x, t: denoise(x, t)[..., : config.channels], table, noise, key=key)
 
         return run(state, condition, jax.random.key(seed))
@@ -154,6 +156,7 @@ def open_images(address: str, *, size: int | None = None) -> ImageSampler:
 def _sized(opened: ImageSampler, size: int) -> ImageSampler:
     if opened.encoders is None:
         raise ConfigError(f"The model makes images of {opened.config.image_size} pixels; leave --size out.")
+    # The latents must divide into the denoiser's patches.
     factor = opened.encoders.autoencoder.config.downsampling * getattr(opened.config, "patch", 1)
     if size < factor or size % factor:
         raise ConfigError(f"--size is {size}; images of this model have sides of a multiple of {factor} pixels.")
@@ -181,6 +184,7 @@ def open_run(directory: Path) -> ImageSampler:
     if isinstance(config.data, CaptionedData):
         identity = EncoderIdentity.read(directory)
         encoders = open_encoders(Path(identity.directory), text_tokens=identity.text_tokens)
+        # The directory may have changed since the training.
         identity.check(encoders)
         encoders.check(config.model)
     model, step = read_model(directory, config)

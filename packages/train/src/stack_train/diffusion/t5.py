@@ -107,9 +107,11 @@ class T5Encoder(nnx.Module):
         self.config, self.final = config, Norm(epsilon=config.norm_epsilon)
         outer, biases, inner = jax.random.split(key, 3)
         std, dtype = config.initializer_std, config.param_dtype
+        # T5's embeddings have a standard deviation of 1 and are not scaled when they are read.
         self.embedding = nnx.Param(
             jax.random.normal(outer, (config.vocab_size, config.embed), dtype), logical_axes=("vocab", "embed")
         )
+        # All layers share this table, which checkpoints store with the first layer.
         self.biases = nnx.Param(
             std * jax.random.normal(biases, (config.buckets, config.heads), dtype), logical_axes=(None, None)
         )
@@ -146,6 +148,7 @@ def bucket_of(seq: int, buckets: int, max_distance: int) -> Int[np.ndarray, "seq
     # float32 as in transformers, because rounding decides the bucket of some distances.
     grown = np.log(np.maximum(far, 1).astype(np.float32) / near) / math.log(max_distance / near) * (half - near)
     shared = np.minimum(near + grown.astype(np.int64), half - 1)
+    # Keys after the query use the second half of the buckets.
     return half * (distance > 0) + np.where(far < near, far, shared)
 
 

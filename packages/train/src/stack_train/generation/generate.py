@@ -51,6 +51,7 @@ class TokenGenerator:
         self._checkpoint, self._kv_cache = checkpoint, kv_cache
         self._params = checkpoint.load_params()
         self._rows = _fastest_rows(checkpoint.states)
+        # Donated, because a cache that is copied for every token would be in memory twice.
         self._prefill = jax.jit(self._prefill_step, donate_argnames="cache")
         self._decode = jax.jit(self._decode_step, donate_argnames="cache")
 

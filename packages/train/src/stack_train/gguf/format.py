@@ -37,6 +37,7 @@ from stack_train.variables.weights import read_params
 __all__ = ["FORMAT", "GgufFormat"]
 
 _MAGIC = b"GGUF"
+# Numbers of llama.cpp's file types (LLAMA_FTYPE).
 _FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7}
 
 
@@ -289,6 +290,7 @@ def _config_of(settings: Mapping[str, Any], tensors: Mapping[str, Any], path: Pa
     heads, embed = own["attention.head_count"], own["embedding_length"]
     mapping = {
         "name": family,
+        # A file without a tokenizer has the setting only.
         "vocab_size": len(settings.get("tokenizer.ggml.tokens", ())) or own.get("vocab_size"),
         "embed": embed,
         "layers": own["block_count"],

@@ -125,6 +125,7 @@ def check_ids(tokenizer: HuggingFaceTokenizer, again: HuggingFaceTokenizer) -> N
       ConversionError: the ids of a text differ; quotes the text.
     """
     names = [*tokenizer.special_tokens.values()][:4]
+    # Special tokens between and inside words, where two implementations may cut differently.
     texts = [*TEXTS, *(text for name in names for text in (f"a {name} b", f"{name}{name}c", f"d{name}\n {name}"))]
     documents = zip(tokenizer.encode_batch(texts), again.encode_batch(texts), strict=True)
     for text, (document, other) in zip(texts, documents, strict=True):

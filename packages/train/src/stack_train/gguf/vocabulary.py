@@ -20,6 +20,7 @@ from stack_train.gguf.representable import (
 
 __all__ = ["Vocabulary"]
 
+# Numbers of llama.cpp's token types (LLAMA_TOKEN_TYPE).
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 _PARTS = {
     "bos_token": "bos",
@@ -74,6 +75,7 @@ class Vocabulary:
         special |= {} if first is None else {"bos_token": first}
         special |= {} if last is None else {"eos_token": last}
         tokens, types = _tokens(content, vocab_size)
+        # Older versions of tokenizers write a merge as one text, newer ones as a pair.
         merges = [each if isinstance(each, str) else " ".join(each) for each in content["model"]["merges"]]
         found = cls(tokens, types, merges, cut, special, first is not None, last is not None, tokenizer.chat_template)
         check_ids(tokenizer, HuggingFaceTokenizer(cls.read(dict(found.settings())).files(), "the GGUF file"))
@@ -90,6 +92,7 @@ class Vocabulary:
         ids = [(f"tokenizer.ggml.{_PARTS[name]}_token_id", index) for name, index in self.special.items()]
         template = [] if self.chat_template is None else [("tokenizer.chat_template", self.chat_template)]
         return [
+            # llama.cpp's name of byte-level BPE.
             ("tokenizer.ggml.model", "gpt2"),
             ("tokenizer.ggml.pre", self.cut),
             ("tokenizer.ggml.tokens", list(self.tokens)),
@@ -238,6 +241,7 @@ def _tokens(content: Mapping[str, Any], vocab_size: int) -> tuple[list[str], lis
         tokens[index], types[index] = token, _NORMAL
     for token in added:
         index = token["id"]
+        # Added tokens are often in the vocabulary as well, but not as special ones.
         tokens[index], types[index] = token["content"], _CONTROL if token["special"] else _USER_DEFINED
     by_text: dict[str, int] = {}
     for index, token in enumerate(tokens):

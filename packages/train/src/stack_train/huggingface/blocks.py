@@ -40,6 +40,7 @@ class BlockTensor(StoredTensor):
     block: tuple[int, int]
 
     def read(self) -> np.ndarray:
+        # In float32, since products with the scales exceed the range of FP8.
         codes = _bytes_of(self).view(ml_dtypes.float8_e4m3fn).reshape(self.shape).astype(np.float32)
         scales = self.scales.read()
         # The last block of an axis may be partial, hence the `take`.
@@ -72,6 +73,7 @@ class MicroscaledTensor(StoredTensor):
         # One expert at a time, because the float32 intermediates are larger than the result.
         for expert, (codes_of, scales_of) in enumerate(zip(codes, scales, strict=True)):
             numbers = np.stack([codes_of & 0xF, codes_of >> 4], axis=-1)  # [d_out, blocks, 16, 2]
+            # `ldexp` computes powers of 2 exactly.
             factors = np.ldexp(np.float32(1), scales_of.astype(np.int32) - 127)[..., None]
             of_blocks = _FP4_VALUES[numbers].astype(np.float32).reshape(*scales_of.shape, 32) * factors
             values[expert] = of_blocks.reshape(len(scales_of), -1).T

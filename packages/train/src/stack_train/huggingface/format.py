@@ -86,6 +86,7 @@ class HuggingFaceFormat:
             return import_images(directory, run, progress=progress)
         source = open_source(directory, ignore=ignore)
         with atomic_directory(run) as partial:
+            # The path after `atomic_directory` renames its folder.
             data = _fitting(TextData(tokenizer=str(run / "tokenizer")), source.config)
             config = RunConfig(output=str(run), model=source.config, data=data)
             paths = RunDirectory(partial)
@@ -123,6 +124,7 @@ class HuggingFaceFormat:
         if not isinstance(family, ConvertibleFamily):
             raise ConversionError(f"Models of family {config.name!r} have no Hugging Face counterpart.")
         abstract = named_leaves(abstract_params(config))
+        # Parameters that share a tensor must be written together.
         groups = shared_tensors(family.weight_rules(config))
         rules = [rule for group in groups for rule in group]
         specs = [
@@ -261,6 +263,7 @@ def _reported(
     done_bytes = 0
     for path, leaf in leaves:
         yield path, leaf
+        # Reported once the consumer has taken the next leaf, and so has written this.
         done_bytes += leaf.nbytes
         if progress is not None:
             progress(path, done_bytes, total_bytes)

@@ -62,6 +62,7 @@ def language_part(
         )
     shared = {name: config[name] for name in _SHARED if name in config}
     tied = {_TIED: config[_TIED]} if _TIED in config else {}
+    # Later entries take precedence.
     part = {**shared, **text, **tied, "architectures": [architecture], "model_type": model_type}
     found, left_out = dict[str, StoredTensor](), Counter[str]()
     for name, tensor in tensors.items():

@@ -88,6 +88,7 @@ def open_source(directory: Path, *, ignore: Collection[str] = ()) -> HuggingFace
     mapping, tensors = with_blocks(_read_config(directory), read_tensors(directory))
     family = _family_of(mapping, directory)
     rewritten, left_out = None, ()
+    # The checkpoint is of a larger model, whose language model belongs to this family.
     if _architecture(mapping) != family.config_map.architecture:
         names = {"architecture": family.config_map.architecture, "model_type": family.config_map.model_type}
         part = language_part(mapping, tensors, **names)

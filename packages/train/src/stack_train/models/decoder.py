@@ -354,6 +354,7 @@ class Decoder(nnx.Module):
 
     def _embedded(self, tokens: jax.Array) -> jax.Array:
         x = lookup(self.embedding[...], tokens, self.config.dtype)
+        # transformers rounds Gemma's scale to the dtype of the activations, too.
         return x if self.embedding_scale == 1.0 else x * jnp.asarray(self.embedding_scale, x.dtype)
 
     def _mtp_states(
@@ -364,6 +365,7 @@ class Decoder(nnx.Module):
         The last states of a row are meaningless because no token follows them.
         """
         depth = layers.project.kernel.shape[0]
+        # The first tokens roll to the end of a row, where the objective ignores the targets.
         embedded = jnp.stack([self._embedded(jnp.roll(tokens, -shift, axis=1)) for shift in range(1, depth + 1)])
 
         def run(layer: MultiTokenLayer, hidden: Any, rows: Rows, embedded: Any) -> tuple[Any, Any]:
@@ -395,6 +397,7 @@ def _merge_statistics(groups: Sequence[Sequence[Facts]]) -> Facts:
     joined: dict[str, list[jax.Array]] = {}
     for group in groups:
         for name in dict.fromkeys(name for said in group for name in said):
+            # A period's layers alternate, so this order of axes is the order of the model's layers.
             places = jnp.stack([said[name] for said in group if name in said], axis=1)  # [repeats, places, ...]
             joined.setdefault(name, []).append(places.reshape(-1, *places.shape[2:]))
     facts = {name: jnp.concatenate(parts) for name, parts in joined.items()}

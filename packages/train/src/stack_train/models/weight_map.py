@@ -108,6 +108,7 @@ class WeightRule:
             return tensor
         size = tensor.shape[self.part_axis] // count
         wanted = slice(index, None, count) if self.interleaved else slice(index * size, (index + 1) * size)
+        # A view, because `joined_tensors` writes into it through this function.
         return tensor[(..., wanted, *[slice(None)] * (-1 - self.part_axis))]
 
     def tensors(self, parameter: Shaped[np.ndarray, "..."] | jax.Array) -> dict[str, np.ndarray]:
@@ -127,6 +128,7 @@ class WeightRule:
         experts = range(shape[1]) if "{expert}" in self.tensor else ()
         sizes = tuple(len(indices) for indices in (layers, experts) if indices)
         names = [self.tensor.format(layer=layer, expert=expert) for layer in layers or [0] for expert in experts or [0]]
+        # As objects, since NumPy would give all texts the width of the longest.
         return np.array(names, object).reshape(sizes)
 
 
@@ -171,6 +173,7 @@ def weight_rule(path: Sequence[str | int], layers: Sequence[int], names: Names, 
     """
     parameter = "/".join(map(str, path))
     if not layers:
+        # Both layouts store embeddings as [vocab, embed]; only torch stores the head like that, too.
         return WeightRule(parameter, _OUTER[parameter], transposed=parameter == "lm_head")
     names = {**_LAYER_NAMES, **names}
     place = _place(path)

@@ -81,6 +81,7 @@ class PeftFormat:
                 f"{directory} is an adapter of {named!r}, which is no run. Name the run that holds its base, "
                 "--base RUN; `stack convert hf:DIR RUN` makes one of a Hugging Face checkpoint."
             )
+        # Absolute, because the new run may be resumed from another folder.
         source = Path(named).absolute()
         saved = run_config(source)
         if transform_names(saved):
@@ -101,6 +102,7 @@ class PeftFormat:
             start.copy_tokenizer(partial)
             with CheckpointStore(paths.checkpoints) as store:
                 held = {"params": state.params, "moved": state.mutable}
+                # Without an optimizer state and a position in the data: runs can start from it, but not resume.
                 store.save(0, held, None, to_yaml(config), frozen=records, kind="weights")
             paths.config.write_text(to_yaml(config), encoding="utf-8")
         return _conversion(run, adapters, progress)
@@ -146,6 +148,7 @@ def _check_copies(directory: Path, copies: Mapping[str, tuple[str, np.ndarray]],
         spec, digest = digests[path]
         if values.shape != spec.shape:
             problems.append(f"{name} is {list(values.shape)} as a parameter, {list(spec.shape)} in the base")
+        # The copy may have another dtype than the base.
         elif array_digests({path: np.ascontiguousarray(values.astype(spec.dtype))})[path] != digest:
             problems.append(f"{name} holds other values than the base")
     if problems:

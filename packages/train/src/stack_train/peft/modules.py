@@ -63,6 +63,7 @@ def modules_of(config: Any) -> dict[str, AdaptedModule]:
     found = {}
     for rule in family.weight_rules(config):
         shape = shapes[rule.parameter].shape
+        # A part of a tensor, such as an expert, is not a module that PEFT could wrap.
         is_linear = rule.transposed and rule.part == (0, 1) and rule.fused is None and rule.tensor.endswith(_END)
         if not is_linear or len(shape) != (3 if rule.layers else 2):
             continue

@@ -21,6 +21,7 @@ STEM = "adapter_model"
 BASE_DIGESTS = "stack_base_digests"
 """The key of the file's metadata with the shapes, dtypes and digests of the base's leaves."""
 
+# Versions of PEFT write DoRA's magnitude with or without ".weight".
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_magnitude_vector)(\.weight)?")
 
 # PEFT saves copies of embeddings and head if they have adapters or if `save_embedding_layers` is set.
@@ -96,6 +97,7 @@ def read_base_digests(directory: Path) -> Mapping[str, Any]:
     """Returns the recorded spec and digest of each leaf of the base, by path; empty if the file records none."""
     path = directory / f"{STEM}.safetensors"
     with safe_open(path, framework="numpy") as file:
+        # The digests are in the metadata, which PEFT ignores.
         return json.loads((file.metadata() or {}).get(BASE_DIGESTS, "{}"))
 
 

@@ -113,6 +113,7 @@ def _parsed(mapping: Mapping[str, Any]) -> PeftSettings:
         rank_stabilized=bool(mapping.get("use_rslora")),
         magnitude=bool(mapping.get("use_dora")),
         targets=tuple(targets),
+        # PEFT accepts a single index.
         layers=(layers,) if isinstance(layers, int) else layers,
         base=mapping.get("base_model_name_or_path"),
     )

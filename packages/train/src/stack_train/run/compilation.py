@@ -123,6 +123,7 @@ def compile_step(config: RunConfig, target: Target) -> StepReport:
       HardwareError: the target's compiler is missing.
       StackError: model, batch and mesh do not fit together.
     """
+    # As a run does: a config that cannot train should not compile either.
     check_sections(config)
     program = build_program(config, target.devices)
     started_s = time.perf_counter()

@@ -235,6 +235,7 @@ def variable_shardings(
 def part_sharding(shape: Sequence[int], sharding: NamedSharding) -> NamedSharding:
     """Computes the sharding of the codes or scales of an array; axes that the mesh does not divide are replicated."""
 
+    # An axis of blocks has fewer scales than entries, perhaps fewer than the mesh has devices.
     def divides(size: int, names: Any) -> bool:
         axes = names if isinstance(names, tuple) else (names,)
         return names is not None and size % math.prod(sharding.mesh.shape[axis] for axis in axes) == 0

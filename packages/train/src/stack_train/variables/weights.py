@@ -248,12 +248,14 @@ def _read(
         restored = store.restore_variables(abstract, step)
         # A checkpoint of weights stores the averages themselves.
         averages = as_optimizer(config.optimizer).averages and restored.kind != "weights"
+        # Then the checkpoint holds every value directly.
         if not (averages or "model" in restored.frozen):
             return restored.state, restored.step
         program = single_device_program(config)
         variables = flatten_mapping(restored.state)
         if "model" in restored.frozen:
             frozen, _ = _init_frozen(program, config, restored.frozen)
+            # The source of these variables may have changed since the run began.
             restored.frozen["model"].check(frozen)
             variables |= flatten_mapping(frozen)
         if averages:

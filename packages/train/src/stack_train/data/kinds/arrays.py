@@ -156,6 +156,7 @@ def _check_tokens(batch: Batch, model: LanguageModelConfig, label: str) -> None:
         ids = batch[name]
         if not np.issubdtype(ids.dtype, np.integer):
             raise DataError(f"{label} has {name} of {ids.dtype}; expected integer token ids.")
+        # -100 is valid in targets only.
         wrong = (ids >= model.vocab_size) | ((ids < 0) & ((ids != IGNORED_TARGET) | (name == "tokens")))
         if wrong.any():
             raise DataError(

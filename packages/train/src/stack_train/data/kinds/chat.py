@@ -148,6 +148,7 @@ class ChatBatches(ProcessRows):
         write_tokenizer(self.tokenizer, directory)
 
     def _plan(self, chosen: Int64[np.ndarray, " chosen"]) -> list[Int64[np.ndarray, " in_row"]]:
+        # A conversation of n tokens has n - 1 inputs.
         lengths = np.asarray([len(self._conversations[index].tokens) - 1 for index in chosen], np.int64)
         return [chosen[row] for row in plan_rows(lengths, self._config.seq_tokens, packed=self._config.packed)]
 

@@ -65,6 +65,7 @@ class JudgedData(AnswersData):
             cut = _cut(tokenization.conversation(name, mismatched), self.seq_tokens)
             # A long prompt may leave no room for the mismatched answer, and a divergence needs targets.
             pairs.append(Pair(answer, cut if cut.supervised.any() else answer))
+            # By name, because `fitting_pairs` may drop records.
             labels[name] = bool(record["label"])
         kept = fitting_pairs(pairs, self.seq_tokens, self.too_long)
         desirable = np.asarray([labels[pair.chosen.name] for pair in kept])
@@ -116,6 +117,7 @@ def _unrelated_prompts(prompts: Sequence[Any], source: str) -> list[int]:
     def differs(first: int) -> Callable[[int], bool]:
         return lambda step: prompts[(first + step) % len(prompts)] != prompts[first]
 
+    # The next record instead of a random one: a resumed run must pair the same answers.
     steps = range(1, len(prompts))
     return [(place + next(filter(differs(place), steps))) % len(prompts) for place in range(len(prompts))]
 

@@ -196,6 +196,7 @@ class PreferenceBatches(ProcessRows, PolicyBatches):
     def _pair_digests(self) -> UInt64[np.ndarray, " pairs"]:
         """Digest of each pair's tokens and supervised positions."""
 
+        # With the supervised positions, because the scores depend on these, too.
         def text(pair: Pair) -> str:
             arrays = (array for each in (pair.chosen, pair.rejected) for array in (each.tokens, each.supervised))
             return " ".join(array.tobytes().hex() for array in arrays)

@@ -41,8 +41,8 @@ def chrome(trace: Trace) -> Iterator[str]:
             if any(len(line.events) for line in plane.lines)
         ),
     )
-    # In batches, because a trace has millions of events and each write has a cost.
     separator = ""
+    # In batches, because a trace has millions of events and each write has a cost.
     while batch := list(itertools.islice(lines, _BATCH)):
         yield separator + ",\n".join(batch)
         separator = ",\n"

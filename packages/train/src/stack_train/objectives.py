@@ -61,6 +61,7 @@ class CausalLMConfig(Objective):
         parts = {"balance_loss": self.balance_loss, "router_z": self.router_z_loss}
         for fact, coefficient in parts.items():
             if fact in outputs.facts:
+                # Also with a coefficient of 0, because these numbers show whether the routers are balanced.
                 metrics[fact] = Metric.mean(outputs.facts[fact], weight)
             if coefficient:
                 loss = loss + coefficient * self._fact(outputs, fact)

@@ -93,7 +93,7 @@ def communication(
     """
     devices = chosen_devices(trace, device)
     axes = Axes.of(trace, mesh)
-    # Of all devices, because waiting shows only in comparison.
+    # All devices are included, because waiting shows only in comparison.
     found = collectives_of(trace.devices, axes)
     waits = waits_of(found)
     chosen = [(each, waits[ops.device].get(each.identity)) for ops in devices for each in found[ops.device]]
@@ -184,6 +184,7 @@ def _rate(members: Sequence[tuple[Collectives, Wait | None]]) -> float | None:
             return None
         # Only executions that all devices have in common have a known wait.
         sent += each.kind.sent_bytes * (wait.count if wait else len(each.run))
+        # Waiting for the last device is not a transfer.
         talking_s += wait.time_s - wait.wait_s if wait else int(each.duration_ps.sum()) * PICOSECOND
     return sent / talking_s if talking_s > 0 else None
 

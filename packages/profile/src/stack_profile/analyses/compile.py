@@ -103,6 +103,7 @@ def _events(host: HostEvents) -> Mapping[str, list[float]]:
     for row in np.flatnonzero(kinds[host.which]) if len(host.names) else ():
         # Compilation events do not name their function, but they lie inside its call.
         around = of_calls[(host.start_ps[of_calls] <= host.start_ps[row]) & (host.end_ps[of_calls] >= host.end_ps[row])]
+        # Calls may nest, and the latest start is the innermost.
         innermost = around[np.argmax(host.start_ps[around])] if len(around) else None
         name = "" if innermost is None else _module_name(calls[int(host.which[innermost])])
         found.setdefault(name, []).append(float(host.end_ps[row] - host.start_ps[row]) * PICOSECOND)

@@ -161,6 +161,7 @@ def _at_peak(program: Program, assignment: Assignment) -> Iterator[MemoryRow]:
         arena = each.allocation(assignment.allocations)
         if arena is None:
             continue
+        # Listed buffer by buffer here, so the loop below skips this allocation.
         replayed.add(arena.index)
         peak = each.peak()
         for key in peak.live:

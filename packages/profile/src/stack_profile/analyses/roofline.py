@@ -204,6 +204,7 @@ def _row(
     cost = costs.get(operation.name.removeprefix("%")) if costs else None
     flops = cost.flops.total * count if cost else None
     traffic = cost.traffic_bytes * count if cost else None
+    # Devices that share a chip reach only their part of its peaks.
     compute_s, memory_s = _ideals(cost, chip, count * sharing)
     # XLA counts no FLOPs inside custom calls: 0 means unknown.
     if flops == 0 and operation.instruction and "custom-call" in operation.instruction.opcodes:

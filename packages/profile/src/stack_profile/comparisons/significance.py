@@ -213,7 +213,7 @@ def student_quantile(tail: float, freedom: np.ndarray) -> np.ndarray:
 
 
 _FAR: Final = 1e6
-# They shrink the interval from 1e6 to less than 1e-6.
+# This many halvings shrink the interval from 1e6 to less than 1e-6.
 _HALVINGS: Final = 40
 _TERMS: Final = 80  # terms of the continued fraction, which converges in about the square root of the larger parameter
 

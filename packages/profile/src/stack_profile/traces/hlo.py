@@ -93,8 +93,8 @@ def program_of(compiled: "jax.stages.Compiled", key: int = 0) -> Program:
     if executable is None:
         raise TraceError("The compiled function has no executable to read, as on backends without one.")
     module = executable.hlo_modules()[0].as_serialized_hlo_module_proto()
-    # Versions of jaxlib without this attribute do not provide the buffers.
     stats = executable.get_compiled_memory_stats()
+    # Versions of jaxlib without this attribute do not provide the buffers.
     return read_program(hlo_proto(module, getattr(stats, "serialized_buffer_assignment_proto", b"")), key)
 
 

@@ -52,7 +52,7 @@ def nesting(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """Returns how many intervals contain each one; of two equal intervals, the earlier row contains the later."""
     depth = np.zeros(len(starts), np.int64)
     open_: list[int] = []
-    # Of equal starts the longer interval comes first, because it contains the shorter.
+    # With equal starts the longer interval comes first, because it contains the shorter.
     for row in np.lexsort((-ends, starts)).tolist():
         while open_ and ends[open_[-1]] <= starts[row]:
             open_.pop()

@@ -148,8 +148,7 @@ class Tokenization:
                     "follows, so the assistant's text cannot be located. Enclose the assistant's text in "
                     "{% generation %} ... {% endgeneration %}, and set data.chat_template to that template."
                 )
-            # Templates such as ChatML's put a newline after the token that ends a turn, where generation has already
-            # stopped.
+            # Templates such as ChatML's put a newline after the token that ends a turn, at which generation stops.
             found.append((len(before), len(before) + len(after[len(before) :].rstrip("\n"))))
         return text, found
 

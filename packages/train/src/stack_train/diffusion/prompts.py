@@ -50,6 +50,7 @@ class PromptTokenizer:
         for row, prompt in zip(rows, prompts, strict=True):
             ids = self.tokenizer.encode_for_encoder(prompt)
             if len(ids) > self.tokens:
+                # Without the last token, which only ends the text.
                 cut = self.tokenizer.decode(ids[self.tokens - 1 : -1]).strip()
                 warnings.warn(
                     f"{self.name} reads {self.tokens} tokens, and the prompt {prompt[:40]!r} has {len(ids)}. Its end "

@@ -57,8 +57,8 @@ class ReconstructionConfig(Objective):
         total = jnp.sum(real)
 
         def weighed(values: jax.Array) -> Metric:
-            # Rows that fill a batch have weight 0, also if all rows do.
             rows = values.mean(axis=(1, 2, 3))
+            # Rows that fill a batch have weight 0, perhaps all rows.
             return Metric.mean(jnp.sum(rows * real) / jnp.maximum(total, 1.0), total)
 
         reconstruction, kl = weighed(errors), weighed(divergence)

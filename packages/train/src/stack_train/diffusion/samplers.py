@@ -233,6 +233,7 @@ def guided(
         return denoiser(x, jnp.broadcast_to(timestep, (images,)), condition)
 
     def strengthened(x: Images, timestep: Float[Array, ""]) -> Predicted:
+        # One call with twice as many rows runs both predictions.
         said_of_both = denoiser(jnp.concatenate([x, x]), jnp.broadcast_to(timestep, (2 * images,)), both)
         with_condition, without = jnp.split(said_of_both, 2)
         said = without + guidance * (with_condition - without)

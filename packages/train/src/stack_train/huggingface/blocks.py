@@ -40,7 +40,7 @@ class BlockTensor(StoredTensor):
     block: tuple[int, int]
 
     def read(self) -> np.ndarray:
-        # In float32, since products with the scales exceed the range of FP8.
+        # In float32, since FP8 cannot represent the products with the scales.
         codes = _bytes_of(self).view(ml_dtypes.float8_e4m3fn).reshape(self.shape).astype(np.float32)
         scales = self.scales.read()
         # The last block of an axis may be partial, hence the `take`.

@@ -302,6 +302,7 @@ class Decoder(nnx.Module):
         hidden = gather_sequence(normed)
         further: tuple[jax.Array, ...] = ()
         if cache is None and self.further is not None:
+            # The roll below would cross the borders of the parts.
             check_unsplit_sequence("A layer that predicts later tokens")
             further, said = self._mtp_states(self.further, hidden, tokens, rows)
             facts.append([said])

@@ -45,8 +45,7 @@ def groups_of(layers: tuple[Layer, ...]) -> tuple[Group[Layer], ...]:
             repeats = _repeats(layers, start, period)
             traced, scanned, rest = best[start + size * repeats]
             options.append((traced + size, scanned + 1, (Group(start, period, repeats), *rest)))
-        # Compares counts only, since layers cannot be ordered. Of equal options the first wins, which has the shortest
-        # period.
+        # Compares counts only, since layers cannot be ordered. The first of equal options has the shortest period.
         best[start] = min(options, key=lambda option: option[:2])
     return best[0][2]
 

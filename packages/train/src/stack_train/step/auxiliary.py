@@ -149,9 +149,9 @@ def trained_model(
 
     def kind_of(path: Path, variable: Any) -> Kind:
         full_name = path_name((name, *path))
+        # Updates of other variables would be lost: an auxiliary state holds only parameters.
         if not isinstance(variable, nnx.Param):
             raise TrainingError(
-                # Updates of other variables would be lost: an auxiliary state holds only parameters.
                 f"Variable {full_name!r} of a model that the objective trains is a {type(variable).__name__}; hold it "
                 "in an nnx.Param, or as a plain attribute of the module."
             )

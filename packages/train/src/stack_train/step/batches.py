@@ -28,7 +28,6 @@ def check_batch(batch: Mapping[str, Any], expected: Mapping[str, jax.ShapeDtypeS
       TrainingError: an array is missing, unknown, or has another shape or dtype; names each.
     """
     lines, shapes = list[str](), batch_shapes(batch)
-    # Keeps the order of the compiled program, then of the batch, and names each array once.
     for name in dict.fromkeys([*expected, *batch]):
         found, compiled = (
             f"{arrays[name].dtype}{list(arrays[name].shape)}" if name in arrays else "absent"

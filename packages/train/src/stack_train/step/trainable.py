@@ -166,7 +166,6 @@ class TrainableModel:
     def _kind_of(self, path: Path, variable: Any) -> Kind:
         if self._could_train(path, variable):
             return "frozen" if self.optimizer.freezes(path_name(path)) else "trained"
-        # `trained=False` marks variables that the forward pass updates, such as selection biases, whatever `mutable`
-        # matches.
+        # The forward pass updates variables with `trained=False`, such as selection biases, even without `mutable`.
         is_marked = not variable.get_metadata().get("trained", True)
         return "mutable" if is_marked or nnx.filterlib.to_predicate(self.mutable)(path, variable) else "frozen"

@@ -191,7 +191,7 @@ def _leaves(tree: Any, variables: ModelVariables) -> Iterator[tuple[Any, Any]]:
     for path in variables.paths("frozen"):
         value: Any = tree
         for name in path:
-            # An omitted variable was restored as None, a tree without leaves.
             value = value[name]
+        # An omitted variable was restored as None, a tree without leaves.
         if jax.tree.leaves(value):
             yield path, jax.tree.map(np.asarray, value)

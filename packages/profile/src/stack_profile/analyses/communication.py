@@ -210,11 +210,13 @@ def _totals(
         "busy_s": busy_s,
         "communication_s": time_s,
         "exposed_s": exposed_s,
+        # Without collectives a waiting time of 0 is a fact.
         "wait_s": sum(waits, 0.0) if waits or not rows else None,
         "communication_busy_share": time_s / busy_s if busy_s else None,
         "exposed_busy_share": exposed_s / busy_s if busy_s else None,
         "exposed_communication_share": exposed_s / time_s if time_s else None,
         "occurrences": sum(row.occurrences for row in rows),
+        # A sum without some of the rows would look complete.
         "sent_bytes": sum(sent, 0.0) if len(sent) == len(rows) else None,
         "link_bytes_s": links,
     }

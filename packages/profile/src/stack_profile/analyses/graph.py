@@ -251,6 +251,7 @@ class _Nodes:
             for distance in range(1, depth + 1):
                 following: list[str] = []
                 for parent in wave:
+                    # The search goes in waves, so the first parent found is the nearest.
                     new = [each for each in neighbours(parent) if each not in seen]
                     seen.update(new)
                     children.setdefault(parent, []).extend((each, sign * distance) for each in new)

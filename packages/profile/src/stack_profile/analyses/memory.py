@@ -151,6 +151,7 @@ def _chosen(trace: Trace, name: str | None) -> Program | None:
     for ops in trace.devices:
         for operation, self_s, _ in ops.totals():
             took[id(operation.program)] += self_s
+    # By time; if nothing ran, by size.
     return max(trace.programs, key=lambda program: (took[id(program)], len(program.proto)), default=None)
 
 
@@ -176,6 +177,7 @@ def _at_peak(program: Program, assignment: Assignment) -> Iterator[MemoryRow]:
             instruction = _maker(program, assignment, allocation)
             name = "" if instruction is None else instruction.name
             if instruction is not None and instruction.opcode == "parameter" and instruction.argument:
+                # JAX's name of an argument is more useful than "parameter.3".
                 name = instruction.argument
             yield _row(name, allocation.kind, allocation.size_bytes, total, instruction)
 

@@ -174,6 +174,7 @@ def _overlap(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 def _totals(devices: Sequence[Ops], rows: Sequence[OverviewRow], waits: _Waits) -> dict[str, Any]:
     durations = [row.step_s for row in rows]
     total_s = sum(durations, 0.0)
+    # None instead of 0, because idle time is unknown without steps.
     idle_s = sum((row.idle_s for row in rows), 0.0) if rows else None
     mean_s = statistics.fmean(durations) if durations else None
     deviation_s = statistics.stdev(durations) if len(durations) > 1 else None

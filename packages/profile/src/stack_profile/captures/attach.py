@@ -101,6 +101,7 @@ def attach(
     }
     # Validated here, before any process starts to record.
     parse(CaptureRequest, request)
+    # All at once, so the captures cover the same time; an executor needs one worker at least.
     with ThreadPoolExecutor(max_workers=max(len(targets), 1)) as together:
         return list(together.map(lambda address: _attached(address, request), targets))
 

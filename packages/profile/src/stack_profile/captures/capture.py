@@ -106,6 +106,7 @@ class Capture(contextlib.ContextDecorator):
         recording.end()
         if settle:
             recording.wait_until_off()
+        # Without `_settle`, whose wait is the program's own work.
         self.stop_s = time.perf_counter() - started_s
         self._about |= {"stop_s": self.stop_s, **about}
         self._writer = Background(lambda: self._write(recording), "capture-writer")
@@ -129,6 +130,7 @@ class Capture(contextlib.ContextDecorator):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        # After an exception, arrays may never become ready.
         self.stop(settle=error is None)
 
     def _recreate_cm(self) -> "Capture":
@@ -140,6 +142,7 @@ class Capture(contextlib.ContextDecorator):
             data = recording.data()
             self._about |= {**_environment(), "bytes": len(data)}
             self._write_files(data)
+        # This thread would lose the exception, so `wait` raises another one, and a warning shows the reason.
         except ProfileError as error:
             self._failure = str(error)
         except OSError as error:
@@ -223,6 +226,7 @@ def _environment() -> dict[str, Any]:
         "pid": os.getpid(),
         "command": sys.argv,
         "meshes": _meshes(),
+        # The analysis `ops` uses this limit to find stacks that were cut off.
         "stack_frames": jax.config.values["jax_traceback_in_locations_limit"],
     }
 
@@ -231,6 +235,7 @@ def _meshes() -> list[dict[str, int]]:
     """Returns the meshes of live arrays as mappings from axis to size, the most frequent mesh first."""
     import jax
 
+    # Traces do not name the axes of a mesh, but arrays do.
     shardings = [array.sharding for array in jax.live_arrays()]
     named = [each.mesh.shape for each in shardings if isinstance(each, jax.sharding.NamedSharding)]
     counts = collections.Counter(tuple(shape.items()) for shape in named)

@@ -117,6 +117,7 @@ class Listener:
         # The capture would otherwise start the devices, which the program may still configure.
         if not backend_started():
             raise CaptureError("The process has used no device of JAX yet. Attach once it has.")
+        # The process ID separates processes of one host, which may be different programs.
         captured = Capture(
             Path(request.out), name=request.name, process=os.getpid(), host_tracer_level=request.host_tracer_level
         )
@@ -125,6 +126,7 @@ class Listener:
         partial = None
         if self._closing.wait(request.duration_s):
             partial = f"the process ended {time.monotonic() - started_s:.3g} s into {request.duration_s:g} s"
+        # Waiting for arrays would only lengthen the capture, since the program keeps computing.
         captured.stop(settle=False, about={"partial": partial} if partial else {})
         return {"path": str(captured.wait()), "partial": partial}
 

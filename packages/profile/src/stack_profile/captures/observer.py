@@ -58,11 +58,13 @@ class ProfileObserver:
         self._first, self._last = section.first_step, section.first_step + section.steps - 1
         self._directory = directory
         self._capture: Capture | None = None
+        # The loop dispatches a step before it reads the results of the previous one.
         self._watch = Watch(directory, section.anomaly, runs_ahead=True) if section.anomaly else None
         self._listener = listen() if section.listen else None
 
     def observe(self, event: Event) -> None:
         match event:
+            # A resumed run may have passed the first step to capture.
             case RunStarted() if self._last >= self._first and not event.first_step < self._first <= event.steps:
                 warnings.warn(
                     f"Nothing will be captured: the run does the steps {event.first_step + 1} to {event.steps}, and "

@@ -43,6 +43,7 @@ def names_of(spaces: Sequence[Space]) -> list[str]:
     if len(spaces) == 1:
         return [""]
     hosts = [space.hosts[0] if space.hosts else str(index) for index, space in enumerate(spaces)]
+    # Processes of one host get numbers, because names of devices must be unique.
     numbers = [f"{host}_{hosts[:index].count(host)}" for index, host in enumerate(hosts)]
     return [f"{name}:" for name in (hosts if len(set(hosts)) == len(hosts) else numbers)]
 

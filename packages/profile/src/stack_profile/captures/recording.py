@@ -130,6 +130,7 @@ class Recording:
         try:
             self._data = self._session.stop()
         except RuntimeError as error:  # includes JaxRuntimeError
+            # Kept for `data`, because this runs on a background thread.
             self._error = error
         finally:
             with _profiler.changed:
@@ -153,6 +154,7 @@ def record(*, host_tracer_level: int, programs: bool = True, yields: bool = Fals
 
     jax.devices()  # start the backend first: one started later would not be recorded
     options = jax.profiler.ProfileOptions()
+    # `capture` states the cost of the Python tracer.
     options.python_tracer_level = 0
     options.host_tracer_level = host_tracer_level
     options.enable_hlo_proto = programs

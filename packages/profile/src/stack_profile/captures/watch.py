@@ -75,6 +75,7 @@ class Watch:
         if threshold_s is not None:
             self._keep(step, {"step": step, "duration_s": duration_s, "threshold_s": threshold_s})
         lost = self._recording is None or self._recording.lost
+        # Also if no step can be judged: then the recording is only discarded.
         if lost or not self._slow.is_armed or step + 1 - self._first_step >= self._window_steps:
             self._renew(step + 1)
 
@@ -130,6 +131,7 @@ class Watch:
         """Lengthens recordings whose overhead is too high, and stops watching if they cannot get longer."""
         self._recordings += 1
         self._held_s += self._gap_s
+        # A mean over several recordings, because the machine may be busy during one.
         if self._recordings < _CHECKED_RECORDINGS:
             return
         share = self._held_s / self._watched_s if self._watched_s else 0.0
@@ -137,6 +139,7 @@ class Watch:
         if share <= _MOST_SHARE:
             return
         if self._window_steps < _LONGEST_STEPS:
+            # Twice as many steps share the cost of one recording.
             self._window_steps *= 2
             return
         warnings.warn(

@@ -109,6 +109,7 @@ class Comparison:
         """
         own, p = self._net_changes(found, groups)
         whole = np.array([not (group.before and group.after) for group in groups], bool)
+        # NaN excludes these groups from the correction of the p-values.
         p = np.where(whole, np.nan, p)
         return np.where(whole, found.change, own), np.where(whole, 0.0, adjusted(p))
 

@@ -85,6 +85,7 @@ def _at_the_best_level(comparison: Comparison, pairs: tuple[Group, ...], min_s: 
     op, *coarser = (found[0] if found else None for found in levels)
     most_s = max((each.own_s for each in coarser if each), default=0.0)
     line = coarser[0]
+    # An operation is preferred if it has most of the growth of its line.
     if op and (most_s == 0 or (line and op.line == line.name and op.own_s >= _AS_GOOD * most_s)):
         return levels[0]
     best = (found for found in levels[1:] if found and found[0].own_s >= _AS_GOOD * most_s)

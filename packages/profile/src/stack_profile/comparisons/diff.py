@@ -86,6 +86,7 @@ def diff(
       ProfileError: a side has no captures.
     """
     first, second = Side.of(before), Side.of(after)
+    # Captures of a side are of one program, so the first stands for all.
     notes = (*definitions(before[0], after[0]), *(each for trace in (*before, *after) for each in trace.problems))
     if first is None or second is None:
         missing = "Steps are not known: a trace has no operations, or does not tell the runs of a program apart."
@@ -106,6 +107,7 @@ def _rows(comparison: Comparison, by: DiffGrouping, min_change: float) -> Iterat
     found = grouped_difference(*comparison.sides, groups, trim=TRIM)
     own, p = comparison.net_changes(found, groups)
     rest = comparison.rest(found)
+    # The last row, the rest of the time, cannot be compared with peers.
     own, p = (np.append(column, np.nan) for column in (own, p))
     if rest.of_captures:  # with one capture on a side, stalls cannot be attributed to the program
         own[-1], p[-1] = rest.change[0], rest.p()[0]

@@ -163,6 +163,7 @@ def _row(metric: Metric, base: GateSide, new: GateSide, allowed: float) -> GateR
         verdict: GateVerdict = "regressed" if grew else "within"
         fault = _costlier(metric, base, new) if grew else ()
         return GateRow(metric, _UNITS[metric], before, after, change, None, None, allowed, verdict, tuple(fault))
+    # Compilations are too few to trim.
     found = _step_times(base, new, trim=TRIM) if metric == "step_time" else _compile_times(base, new)
     before, change, low, high = float(found.before[0]), *_shares(found)
     verdict = _judge(change, low, high, allowed)
@@ -181,6 +182,7 @@ def _row(metric: Metric, base: GateSide, new: GateSide, allowed: float) -> GateR
 def _judge(change: float, low: float | None, high: float | None, allowed: float) -> GateVerdict:
     if low is None or high is None:
         return "undecided"
+    # Both: large enough to matter, and certain enough to fail a build.
     if change > allowed and low > 0:
         return "regressed"
     return "within" if high <= allowed else "undecided"

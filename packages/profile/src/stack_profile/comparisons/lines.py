@@ -94,6 +94,7 @@ def _likest(
     for line in earlier:
         if not free:
             return
+        # Jaccard similarity of the requested operations.
         shared = [len(before[line] & after[each]) / len(before[line] | after[each]) for each in free]
         place = shared.index(max(shared))
         if shared[place] > 0:

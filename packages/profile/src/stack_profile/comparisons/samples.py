@@ -162,5 +162,6 @@ def _steps_of_rows(ops: Ops, steps: Sequence[Step]) -> np.ndarray:
     runs = np.array([step.run for step in steps])
     order = np.argsort(runs)
     found = order[np.searchsorted(runs[order], ops.run).clip(max=len(runs) - 1)]
+    # A run may end after the next step has begun, so its executions belong to the step of the run.
     own = np.array([operation.module == steps[0].program for operation in ops.operations], bool)[ops.which]
     return np.where(own & (runs[found] == ops.run), found, place)

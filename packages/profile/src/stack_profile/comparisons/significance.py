@@ -107,6 +107,7 @@ class _Mean:
         winsorized = np.clip(samples, ordered[left_out], ordered[count - left_out - 1])
         centred = winsorized - winsorized.mean(axis=0)
         squares = (centred**2).sum(axis=0)
+        # Correlated steps count as fewer independent ones.
         freedom = np.maximum(kept / _alike(centred) - 1, _LEAST_FREEDOM)
         # Yuen's squared error, squares / (h (h - 1)), with the number of independent samples for h - 1.
         return cls(mean, squares / kept / freedom, freedom)
@@ -123,6 +124,7 @@ def _alike(centred: np.ndarray) -> np.ndarray:
     total, positive = np.full(squares.shape, -1.0), np.ones(squares.shape, bool)
     for lag in range(0, max(count // 2, 1), 2):
         products = sum((centred[each:] * centred[: count - each]).sum(axis=0) for each in (lag, lag + 1))
+        # A constant quantity counts as uncorrelated.
         pair = np.divide(products, squares, out=np.zeros_like(squares), where=squares > 0) + _BIASED / count
         positive &= pair > 0
         total += np.where(positive, 2 * pair, 0.0)
@@ -190,6 +192,7 @@ def adjusted(p: np.ndarray) -> np.ndarray:
     rows = np.flatnonzero(~np.isnan(p))
     order = rows[np.argsort(p[rows])]
     scaled = p[order] * len(order) / np.arange(1, len(order) + 1)
+    # From the largest p down: a smaller p must not be adjusted to a larger value.
     result[order] = np.minimum.accumulate(scaled[::-1])[::-1].clip(max=1.0)
     return result
 
@@ -197,6 +200,7 @@ def adjusted(p: np.ndarray) -> np.ndarray:
 def student_tail(distance: np.ndarray, freedom: np.ndarray) -> np.ndarray:
     """Returns the two-sided tail probability of Student's t beyond `distance`; NaN stays NaN."""
     distance, freedom = np.broadcast_arrays(np.asarray(distance, float), np.asarray(freedom, float))
+    # The square of a larger number could overflow.
     square = np.minimum(distance, _FAR) ** 2
     return np.where(np.isinf(distance), 0.0, _beta(freedom / (freedom + square), freedom / 2, 0.5))
 

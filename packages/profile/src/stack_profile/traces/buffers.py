@@ -119,6 +119,7 @@ class Schedule:
             # A damaged trace may free a buffer that was never allocated.
             after = max(0, before - 1) if kind == _FREE else before + 1
             users[holder] = after
+            # Only the first and the last user of a piece of memory change its size.
             if (before == 0) != (after == 0):
                 live_bytes += self.sizes.get(holder, 0) * (1 if after else -1)
                 yield Moment(instruction, live_bytes, frozenset(key for key, count in users.items() if count))

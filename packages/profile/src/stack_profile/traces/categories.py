@@ -44,6 +44,7 @@ def category(instruction: Instruction | None) -> str:
     for name, kinds in _KINDS:
         if opcodes & kinds:
             return name
+    # A fusion of moves also contains its parameters and constants.
     if opcodes - _PASSIVE <= _MOVES:
         return "copy and layout"
     return "elementwise"

@@ -241,6 +241,7 @@ def _aligned(found: Sequence[Collectives]) -> np.ndarray:
     for each in found:
         runs, executions = np.unique(each.run, return_counts=True)
         counts.append(dict(zip(runs.tolist(), executions.tolist(), strict=True)))
+    # A run that the capture cut off has fewer executions on some device.
     common = [run for run, count in counts[0].items() if all(each.get(run) == count for each in counts)]
     rows = []
     for each in found:

@@ -57,6 +57,7 @@ class Program:
     def _content(self) -> tuple[str, Mapping[str, Instruction]]:
         try:
             module = read_module(self.proto, _module_place(self.proto, self.key))
+        # Tables that contradict each other raise an IndexError.
         except (WireError, IndexError) as error:
             raise _damaged(self.key, error) from error
         return module.entry, attributed(module)

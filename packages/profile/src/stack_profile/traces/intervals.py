@@ -40,6 +40,7 @@ def self_times(starts: np.ndarray, ends: np.ndarray, depth: np.ndarray) -> np.nd
     """
     shares = np.zeros(len(starts))
     covered = np.zeros((0, 2), np.int64)
+    # Innermost first, so outer operations get only the remaining time.
     for level in (-1, *range(int(depth.max(initial=-1)), -1, -1)):
         rows = np.flatnonzero(depth == level)
         if len(rows):
@@ -99,6 +100,7 @@ def tracks(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """Assigns each interval, in order of their starts, to the lowest-numbered track that is free."""
     places = np.zeros(len(starts), np.int64)
     free: list[int] = []
+    # A heap of busy tracks by their end; `free` is a heap of track numbers.
     open_: list[tuple[int, int]] = []
     for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
         while open_ and open_[0][0] <= start:

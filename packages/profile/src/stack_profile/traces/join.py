@@ -149,6 +149,7 @@ def device_ops(ran: Executions, joined: Join, prefix: str) -> list[Ops]:
     operations = [_operation(kind, joined) for kind in ran.kinds]
     for ordinal in np.unique(ran.columns["device"]).tolist():
         rows = ran.columns["device"] == ordinal
+        # `MISSING` is negative: events without an ordinal are of device 0.
         name = plane.name.removeprefix("/device:") if plane.name.startswith("/device:") else f"CPU:{max(ordinal, 0)}"
         kinds, which = np.unique(ran.which[rows], return_inverse=True)
         own = tuple(operations[kind] for kind in kinds.tolist())

@@ -61,6 +61,7 @@ def _split(op_name: str) -> list[str]:
     parts, depth = [""], 0
     for character in op_name:
         depth += (character == "(") - (character == ")")
+        # A damaged name may close more parentheses than it opens.
         if character == "/" and depth <= 0:
             parts.append("")
         else:

@@ -160,6 +160,7 @@ def _host_events(spaces: Sequence[Space], base_ns: int) -> HostEvents:
             kinds, inverse = np.unique(line.events.metadata, return_inverse=True)
             keys = [names.setdefault(plane.event_names.get(kind, ""), len(names)) for kind in kinds.tolist()]
             start = line.events.start_ps(base_ns)
+            # An annotation of a step covers all idle time in the step, and would explain none.
             end = np.where(line.events.stats["step_num"] == MISSING, start + line.events.duration_ps, start)
             columns.append(np.stack([np.array(keys, np.int64)[inverse], start, end]))
     which, start, end = np.concatenate(columns, axis=1)

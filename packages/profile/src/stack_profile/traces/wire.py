@@ -131,6 +131,7 @@ def partition(
     position, begin, problem, append = start, start, "", places.append
     try:
         while position < end:
+            # A tag in the last byte lacks its length, which `fields` reports.
             if data[position] != tag or position + 1 == end:
                 found = next(fields(data, position, end))
                 others.append(found)
@@ -260,6 +261,7 @@ def _varints_at(array: np.ndarray, cursor: np.ndarray) -> tuple[np.ndarray, np.n
     value = (byte & 0x7F).astype(np.uint64)
     cursor = cursor + 1
     more = np.flatnonzero(byte & 0x80)
+    # Most varints have one byte, so these rounds touch few rows.
     for shift in range(7, 7 * _MAX_VARINT_BYTES, 7):
         if not len(more):
             break

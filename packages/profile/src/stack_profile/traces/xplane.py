@@ -198,6 +198,7 @@ class Plane:
         return self.stat_names.get(key, ""), value
 
     def _line(self, start: int, end: int) -> Line:
+        # Without `cut`, because a truncated event may lack its duration.
         spans, others, problem = partition(self._data, _LINE_EVENTS, start, end)
         if problem:
             self._problem(problem)
@@ -288,6 +289,7 @@ def read_space(source: Path | bytes) -> Space:
     data, size = _load(source, name)
     if size == 0:
         raise TraceError(f"{name} is empty: the capture was stopped before it was written. Capture again.")
+    # The last plane of a truncated trace still has readable events.
     spans, others, problem = partition(data, _SPACE_PLANES, 0, size, cut=True)
     texts = [(number, _decode(data, value)) for number, value in others]
     hosts = tuple(text for number, text in texts if number == _SPACE_HOSTS)

@@ -154,7 +154,7 @@ class GroupedAttention(nnx.Module):
 
     def __call__(self, x: Hidden, rows: Rows, cache: KVCache | None, layer_cache: Any) -> tuple[Hidden, Any]:
         spec, gate = self.spec, None
-        # `whole_norms` (OLMo 2) normalize all heads together, before the split into heads; `head_norms` follow the split.
+        # `whole_norms` (OLMo 2) normalize all heads together, before the split; `head_norms` follow the split.
         query = self._heads(self._normed(self.query(x), self.query_norm, "act_heads"), "act_heads", "queries")
         if spec.gated:
             query, gate = jnp.split(query, 2, axis=-1)

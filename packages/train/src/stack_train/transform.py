@@ -42,6 +42,7 @@ class Transforms:
 
     def merged(self, model: Any) -> Any:
         """Merges the additions of all mergeable transforms into the model; other transforms remain applied."""
+        # The last transform made the outermost modules.
         for transform in reversed(self.members):
             if isinstance(transform, MergesModel):
                 model = transform.merged(model)

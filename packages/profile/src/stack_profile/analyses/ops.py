@@ -135,6 +135,7 @@ class _Sum:
     recomputed_s: float = 0.0
     unknown_s: float = 0.0
     occurrences: int = 0
+    # Below 0, so an operation without self time can be the example, too.
     largest_s: float = -1.0
     example: Operation | None = None
 

@@ -35,6 +35,7 @@ def about_of(file: Path) -> Mapping[str, Any]:
 
 def captured_programs(file: Path) -> tuple[bytes, ...]:
     """Returns the HloProtos that a capture wrote next to its trace."""
+    # The name of a host may contain characters of globs.
     return tuple(path.read_bytes() for path in sorted(file.parent.glob(f"{glob.escape(stem(file))}.*.hlo.pb")))
 
 

@@ -190,6 +190,7 @@ def _programs(space: Space, damaged: list[str]) -> dict[int, Program]:
     for plane in space.planes:
         for event, name in plane.event_names.items() if plane.name == "/host:metadata" else ():
             stats = plane.event_stats(event)
+            # The event's key is the number of the program unless a statistic states it.
             proto, key = stats.get(_HLO_STAT), stats.get("program_id", event)
             if isinstance(proto, bytes) and isinstance(key, int) and (program := _read(proto, key, name, damaged)):
                 found[key] = program

@@ -224,6 +224,7 @@ def parameters_of(model: Any) -> Iterator[tuple[_Path, Any]]:
     # Otherwise this name would hold all parameters until the last one is read.
     del model
     while variables:
+        # Popping releases a parameter as soon as the caller drops this value.
         path, variable = variables.popitem()
         yield path, variable.get_value()
 

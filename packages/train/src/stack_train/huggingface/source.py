@@ -69,6 +69,7 @@ class HuggingFaceSource:
 
     def _leaf(self, rule: WeightRule) -> np.ndarray:
         wanted = self.parameters[rule.parameter]
+        # Filled tensor by tensor, because a stacked parameter has a tensor for each layer.
         leaf = np.empty(wanted.shape, wanted.dtype)
         for name, part in rule.tensors(leaf).items():
             part[...] = rule.part_of(self.tensors[name].read())

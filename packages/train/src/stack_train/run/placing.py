@@ -32,6 +32,7 @@ def shard_batch(
       rows: row indices in the global batch that the arrays hold; None if every process holds all rows.
       shapes: global shapes of the arrays; required with `rows`.
     """
+    # A process may hold only its own rows, and `device_put` takes complete arrays.
     if program.mesh.is_multi_process:
         wholes = batch if rows is None or shapes is None else {name: shapes[name] for name in batch}
         shardings = program.batch_shardings(wholes)

@@ -68,6 +68,7 @@ def build_program(
         open_model=lambda source: stored_model(run_config(local_path(source.removeprefix("run:")))),
     )
     if not with_saved:
+        # Omits models of other runs, which need not exist here.
         kept = {name: each for name, each in step.auxiliary.items() if each.source in ("", INIT)}
         step = dataclasses.replace(step, auxiliary=kept)
     program = Program(step, mesh, config.mesh.rules)

@@ -48,6 +48,7 @@ def blocks(tiles: Tiling, axes: Sequence[int]) -> Blocks:
     wanted = min(_MOST_BLOCKS, math.prod(tiles.shape) // _FEWEST_ENTRIES)
     if wanted < 2 or not axes:
         return ONE_BLOCK
+    # An axis of several tiles is divided between tiles, so each tile lies in one block.
     cuttable = {axis: tiles.scale_shape[axis] if tiles.scale_shape[axis] > 1 else tiles.shape[axis] for axis in axes}
     found = {axis: _count(size, wanted) for axis, size in cuttable.items()}
     axis = next(
@@ -82,6 +83,7 @@ def over_blocks(
     """
     if cut.count == 1:
         return step(jnp.int32(0), array, *operands)
+    # Complete tiles are joined, not combined.
     if cut.whole_tiles:
         combine = None
     struct = jax.eval_shape(functools.partial(_of_block, step, cut), array, tuple(operands), np.int32(0))
@@ -111,6 +113,7 @@ def _of_block(
     return step(index, part(array), *map(part, operands))
 
 
+# The donated total is updated in place, so only one block needs extra memory.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(6,))
 def _add_block(
     step: Callable[..., jax.Array],

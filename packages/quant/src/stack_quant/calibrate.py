@@ -101,6 +101,7 @@ def _ranked(array: jax.Array, side: str, spec: ArraySpec, tiles: Tiling, cut: Bl
     between shards.
     """
     word = jnp.dtype(f"uint{8 * array.dtype.itemsize}")
+    # Without the sign bit, which is 0 in magnitudes.
     bits = 8 * word.itemsize - 1
     rank = np.int32(max(1, math.ceil(tiles.tile_entries * spec.calibrated.arguments[0] / 100)))
 
@@ -121,6 +122,7 @@ def _minimal_error(array: jax.Array, spec: ArraySpec, tiles: Tiling, cut: Blocks
         least, chosen = best
         factor = jnp.asarray(_SHRUNKEN)[place]
         span = jax.tree.map(lambda end: end * factor, widest)
+        # Rounded like the final scales, because that rounding is part of the error.
         mapped = scales(span, kind, unit_axes=spec.unit_axes(array.ndim), double=spec.double_quantized)
         error = over_blocks(_SquaredError(kind, tiles), array, (mapped.full, mapped.zero_point), cut, jnp.add)
         return jnp.minimum(error, least), jnp.where(error < least, factor, chosen)
@@ -151,6 +153,7 @@ class _Extreme:
         tiles = self.tiles.of(block)
         entries, most = tiles.split(block), jnp.min if self.side == "below" else jnp.max
         entries = jnp.abs(entries) if self.side == "both" else entries
+        # Every range contains zero; the initial value also covers tiles without entries.
         return tiles.join(most(entries, axis=tiles.within, keepdims=True, initial=0))
 
 
@@ -218,6 +221,7 @@ def _squared_error(
 ) -> jax.Array:
     values, scale = entries.astype(jnp.float32), tiles.split(scale)
     if zero_point is None:
+        # Symmetric codes omit the least integer, as in `quantize`.
         return jnp.square(snap(values / scale, kind, smallest=-kind.largest) * scale - values)
     zero = tiles.split(zero_point).astype(jnp.float32)
     return jnp.square((snap(values / scale + zero, kind) - zero) * scale - values)

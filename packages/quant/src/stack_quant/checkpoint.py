@@ -80,6 +80,7 @@ def quantize_checkpoint(
         of the model's quantized training.
       StackError: the recipe, the checkpoint or the data cannot be used.
     """
+    # Before the model is read and measured, which may take long.
     if destination.exists():
         raise ConversionError(f"{destination} exists already and is not overwritten. Choose a new directory.")
     given = None if recipe is None else load_recipe(recipe)
@@ -118,6 +119,7 @@ def _rules(source: str, trained_by: QuantConfig | None, requested: tuple[Rule, .
             f"{source} was not trained by a recipe, so a recipe is required: --recipe FILE.yaml, or one of "
             f"{', '.join(recipe_names())}."
         )
+    # Types of gradients concern only training, and "ptq" rejects rules with gradients.
     own = tuple(replace(rule, gradients=None) for rule in trained_by.rules)
     if requested is not None and (lines := differences({"rules": to_mapping(requested)}, {"rules": to_mapping(own)})):
         listing = "\n  ".join(lines)

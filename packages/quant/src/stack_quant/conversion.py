@@ -53,12 +53,14 @@ def quantize(
     """
     _check_floating(array, name)
     tiles = spec.tiling(array.shape, name)
+    # A trace can neither loop over blocks in Python nor raise an error for NaN.
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((array, range, key))):
         result = functools.partial(_quantized, spec=spec)
         return with_automatic_axes(lambda *args: result(*args)[0], array, range, key, like=array)
     local, mesh, context = _on_auto_mesh(array)
     cut = blocks(tiles, _unsharded_axes(local))
     with context:
+        # Blocks run in a Python loop, outside of `jit`.
         result, finite = (_compiled if cut.count == 1 else _quantized)(local, range, key, spec=spec, cut=cut)
     if not finite:
         raise ArgumentError(_not_finite(local, name))
@@ -105,6 +107,7 @@ def _quantized(
     Args:
       is_calibrated: True if `span` was calibrated on this array, which allows its ends to be fitted.
     """
+    # A NaN shows in most calibrated ranges, which are checked below without another pass over the array.
     finite = [] if span is None and shows_all(spec) else [_all_finite(array)]
     if span is None:
         span, is_calibrated = calibrate(array, spec, cut=cut), True
@@ -169,6 +172,7 @@ class _Encode:
         # A symmetric range has equally many codes on both sides. With one more negative code the lower end of a
         # half-step range would be a tie between the last two codes.
         smallest = -self.kind.largest if zero_point is None else None
+        # Equal noise in each block would be correlated.
         key = None if key is None else jax.random.fold_in(key, index)
         return tiles.join(encode(values, self.kind, key=key, smallest=smallest))
 
@@ -210,6 +214,7 @@ def _straight_through_jvp(
     split = tiles.split(array).astype(jnp.float32)
     high = tiles.split(span.high)
     low = -high if span.low is None else tiles.split(span.low)
+    # Clipping has the derivative 1 at its ends, too: the largest magnitude of each tile lies there.
     inside = tiles.join((split >= low) & (split <= high))
     return _straight_through(array, span, key, spec, is_calibrated), jnp.where(
         inside, tangents[0], jnp.zeros_like(tangents[0])

@@ -49,8 +49,10 @@ def static_ranges(
         return {name: site.abstract_range() for name, site in sites.items()}
     if not sites:
         return {}
+    # Rounded activations would distort the ranges of later operations.
     in_float = dataclasses.replace(resolved, method=dataclasses.replace(resolved.method, activation=_as_it_is))
     statistics: Mapping[str, RangeStatistics] = {name: site.empty() for name, site in sites.items()}
+    # A list instead of a dict, because arguments that are not arrays may be unhashable.
     steps: list[tuple[Any, _Step]] = []
     for args, kwargs in stream or ():
         arguments, signature = _arguments(args, kwargs)

@@ -127,6 +127,7 @@ def plain_module(model: Any) -> Any:
     for name in ("quantization", _RANGES, _KEY, FACTORS):
         if hasattr(plain, name):
             delattr(plain, name)
+    # `_program_class` makes the original class the first base. `object`'s setter, since nnx tracks assignments.
     object.__setattr__(plain, "__class__", type(model).__mro__[1])
     return plain
 
@@ -165,6 +166,7 @@ def _logits(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _inputs(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    # A batch of training also has labels and weights.
     return {name: array for name, array in batch.items() if name in _LANGUAGE_MODEL_INPUTS}
 
 
@@ -209,10 +211,12 @@ class _Program:
     """Marker base of the classes whose methods run as programs."""
 
 
+# A new class for each module would give modules of one class different tree structures.
 @functools.cache
 def _program_class(cls: type) -> type:
     """Creates a subclass of a module's class whose methods run as programs. The module's class is its first base."""
     found: dict[str, Any] = {}
+    # Subclasses come last and override; methods of nnx itself stay unchanged.
     for base in reversed(cls.__mro__):
         if base not in nnx.Module.__mro__:
             found.update({name: value for name, value in vars(base).items() if _is_method(name, value)})
@@ -267,6 +271,7 @@ def _as_program(name: str, function: Callable[..., Any], cls: type) -> Callable[
         ranges = {site: Range(found.get("low"), found["high"]) for site, found in ends.items()}
         beside = State(ranges, None if key is None else key[...], factors)
         result, changed = quantization.assign(fn, values, beside, *args, **kwargs)
+        # Before any assignment, so a refused call changes nothing.
         _check_unchanged(name, list(changed), module)
         _set_values(module, changed)
         return result
@@ -305,6 +310,7 @@ class _OnValues:
         result = self.function(twin, *args, **kwargs)
         after = {_path(keys): variable.get_value() for keys, variable in _variables(twin)}
         _check_variables(self.name, before, after)
+        # Identity, because tracers cannot be compared.
         return result, {path: value for path, value in after.items() if value is not before[path]}
 
 
@@ -313,6 +319,7 @@ _BLANK = jax.ShapeDtypeStruct((), jnp.float32)
 
 
 def _check_variables(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    # A traced program returns one value for each variable of its trace.
     if before.keys() != after.keys():
         others = sorted(before.keys() ^ after.keys())
         raise QuantError(

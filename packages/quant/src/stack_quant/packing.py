@@ -37,6 +37,7 @@ def pack(codes: jax.Array, kind: QType) -> tuple[jax.Array, ...]:
     for place, bits in enumerate(_PLANES[kind.bits]):
         below -= bits
         part = rest >> np.int8(below)
+        # The first plane keeps the sign through the arithmetic shift; later planes are unsigned.
         if place:
             part = part & np.int8(2**bits - 1)
         planes.append(_in_bytes(part, bits) if place else part.astype(f"int{bits}"))
@@ -65,6 +66,7 @@ def stored_bytes(array: Any) -> int:
 def _in_bytes(parts: jax.Array, bits: int) -> jax.Array:
     """Packs int8[..., n] of `bits` bits each into uint8[..., ceil(n * bits / 8)], the first in the lowest bits."""
     count = _BYTE // bits
+    # Along the last axis, so leading axes such as layers can still be sliced.
     padded = jnp.pad(parts.astype(jnp.uint8), [(0, 0)] * (parts.ndim - 1) + [(0, -parts.shape[-1] % count)])
     grouped = padded.reshape(*parts.shape[:-1], -1, count)
     return jnp.sum(grouped << np.arange(0, _BYTE, bits, dtype=np.uint8), axis=-1, dtype=jnp.uint8)

@@ -126,6 +126,7 @@ class QArray:
 
 
 def _is_integer(index: Any) -> bool:
+    # In NumPy, True is a mask and not the index 1.
     if isinstance(index, bool):
         return False
     is_array = isinstance(index, jax.Array | np.ndarray | np.generic)

@@ -39,6 +39,7 @@ class QType:
 
 def _integer(bits: int) -> QType:
     largest = 2.0 ** (bits - 1) - 1
+    # JAX has integers of 2, 4 and 8 bits; other widths use the next larger one.
     dtype = {2: "int2", 3: "int4", 4: "int4"}.get(bits, "int8")
     return QType(f"int{bits}", bits, dtype, -largest - 1, largest)
 

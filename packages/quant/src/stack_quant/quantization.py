@@ -70,6 +70,7 @@ class Quantization:
         """Traces a call and runs the trace by this method of `Program`."""
         parameters, state = Parameters.of(params), state._replace(factors=dict(state.factors))
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_quantized)
+        # `jit` distinguishes the shapes of arrays itself, so the key needs only their positions.
         fixed = tuple(_ARRAY if is_array(leaf) else leaf for leaf in leaves)
         model = tuple(_ARRAY if is_array(leaf) else leaf for leaf in parameters.leaves)
 
@@ -178,6 +179,7 @@ def quantized(
     chosen = method(name)
     chosen.check(rules)
     given = parameters.arrays
+    # New rules apply to floats, also of a model that is quantized already.
     parameters = Parameters.of(parameters.with_arrays({path: _floats(array) for path, array in given.items()}))
     program = trace(fn, parameters, *args, **kwargs)
     before = parameters.arrays
@@ -196,6 +198,7 @@ def quantized(
     listed = [_row(path, given[path], after[path], planned) for path in shapes]
     seen = program.survey(after, resolved)
     _check_trained(resolved, seen.rows)
+    # The second survey ran with quantized parameters: it gives the report's rows and the sites of activations.
     names = site_names(seen.sites)
     sites = {names[key]: site for key, site in seen.sites.items()}
     ranges = static_ranges(fn, parameters, resolved, sites, stream)
@@ -204,6 +207,7 @@ def quantized(
 
 def _check_trained(resolved: ResolvedRules, rows: Sequence[OpRow]) -> None:
     """Raises an error if a rule applies only to products that the method cannot train."""
+    # Other methods dequantize an operand where no quantized product exists, which still follows the rule.
     if resolved.method.products is None:
         return
     for number, rule in enumerate(resolved.rules):

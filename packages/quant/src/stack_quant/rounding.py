@@ -88,8 +88,10 @@ def _float_codes(values: jax.Array, kind: QType) -> jax.Array:
     limits = jnp.finfo(kind.code_dtype)
     smallest_step = np.float32(2.0 ** (limits.minexp - limits.nmant)).view(np.uint32)
     step = _float_step(values, kind)
+    # Scaled by the step, the sum below rounds to a multiple of the step, ties to even.
     unit = step * _UNIT_STEP
     steps = _bits(jnp.abs(values) + unit) - _bits(unit)
+    # The difference of exponents, times the 2**nmant codes of a binade.
     doubled = (_bits(step) - smallest_step) >> np.uint32(23 - limits.nmant)
     sign = np.uint32(2 ** (kind.bits - 1))
     code = jnp.minimum(steps + doubled, sign - np.uint32(1))  # NaN has the largest exponent and becomes the NaN code
@@ -101,6 +103,7 @@ def _float_step(values: jax.Array, kind: QType) -> jax.Array:
     """Returns the distance of neighbouring numbers of a floating type around each value, a power of two."""
     limits = jnp.finfo(kind.code_dtype)
     power = lax.bitcast_convert_type(_bits(values) & _FLOAT32_EXPONENT, jnp.float32)
+    # Below the smallest normal number the codes are subnormal and evenly spaced.
     return jnp.maximum(power, np.float32(2.0**limits.minexp)) * np.float32(2.0**-limits.nmant)
 
 

@@ -109,6 +109,7 @@ def _power_of_two(scale: jax.Array) -> jax.Array:
     """Rounds scales up to powers of two."""
     bits = lax.bitcast_convert_type(scale, jnp.uint32)
     power = lax.bitcast_convert_type(bits & np.uint32(0x7F800000), jnp.float32)
+    # Upwards, so the largest entry of a tile is not clipped.
     return jnp.where(power < scale, power * np.float32(2), power)
 
 
@@ -119,6 +120,7 @@ def _unit(scale: jax.Array, axes: tuple[int, ...], largest: float) -> jax.Array:
 
 def _in_e4m3(scale: jax.Array, axes: tuple[int, ...], unbiased: bool) -> Scales:
     unit = _unit(scale, axes, 448.0)
+    # Rounding may lift the quotient above 448, which converts to NaN.
     wanted = jnp.minimum(scale / spread(unit, scale.shape), np.float32(448))
     bits = lax.bitcast_convert_type(wanted.astype(jnp.float8_e4m3fn), jnp.uint8)
     if unbiased:
@@ -134,5 +136,6 @@ def _in_bytes(scale: jax.Array, axes: tuple[int, ...], unbiased: bool) -> Scales
     unit = _unit(scale, axes, _LARGEST_BYTE)
     wanted = scale / spread(unit, scale.shape)
     rounded = jnp.ceil(wanted) if unbiased else jnp.round(wanted)
+    # A scale of 0 would erase its tile.
     stored = jnp.clip(rounded, np.float32(1), np.float32(_LARGEST_BYTE)).astype(jnp.uint8)
     return Scales(stored, unit, None, stored.astype(jnp.float32) * spread(unit, scale.shape))

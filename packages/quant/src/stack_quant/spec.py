@@ -74,6 +74,7 @@ class ArraySpec:
     range_ends: str = "fitted"
 
     def __post_init__(self) -> None:
+        # Specs are static arguments of `jit`: equal ones must be hashable and compare equal in any order of tiles.
         object.__setattr__(self, "tiles", tuple(sorted(dict(self.tiles).items())))
         kind = self.qtype
         asymmetric = self.calibrated.asymmetric if self.symmetric is None else not self.symmetric

@@ -85,6 +85,7 @@ def observe(statistics: RangeStatistics, array: jax.Array, spec: ArraySpec) -> R
             return jnp.sqrt(jnp.square(so_far) + (jnp.square(new) - jnp.square(so_far)) * (entries / weight))
         return so_far + (new - so_far) * (entries / weight)
 
+    # As magnitudes, so the larger range is the maximum on either side.
     low = None if statistics.low is None or span.low is None else -with_new(-statistics.low, -span.low)
     return RangeStatistics(low, with_new(statistics.high, span.high), weight)
 
@@ -106,6 +107,7 @@ def merged(part: RangeStatistics, spec: ArraySpec, axis_names: Sequence[str]) ->
         return lax.pmax(each, names)
 
     low = None if part.low is None else -of_all(-part.low)
+    # Shards are equally large, so their weights are equal; the reduction makes the result replicated.
     return RangeStatistics(low, of_all(part.high), lax.pmax(part.weight, names))
 
 

@@ -85,6 +85,7 @@ def tiling(shape: Sequence[int], channel_axes: Sequence[int], tiles: Mapping[int
                 f"{what}axis {position} is given twice, among channel axes and tiles. Keep one of them."
             )
         sizes[position] = _tile(shape[position], tile, position, what)
+    # An empty axis has 0 tiles and not 1.
     scale_shape = tuple(size // sizes[axis] if axis in sizes else min(size, 1) for axis, size in enumerate(shape))
     return Tiling(tuple(shape), scale_shape)
 
@@ -96,6 +97,7 @@ def tile_sizes(entries: int, preferred: int) -> list[int]:
     """
     divisors = [size for size in range(1, entries + 1) if entries % size == 0]
     smaller = [size for size in reversed(divisors) if size <= preferred]
+    # Much smaller tiles would store more scales than a rule asks for, so larger ones come first.
     fine = [size for size in smaller if 8 * size >= min(preferred, entries)]
     larger = [size for size in divisors if size > preferred]
     return [*fine, *larger, *smaller[len(fine) :]]

@@ -37,6 +37,7 @@ def adapt_function(
     Raises:
       RuleError: a rule matches nothing.
     """
+    # A plan without rules runs in float, which lets adapters have one implementation.
     quantized = fn if isinstance(fn, QuantizedModel) else QuantizedModel(params, unquantized(), {}, function=fn)
     parameters = Parameters.of(params)
     program = trace(quantized.function, parameters, *sample_args)

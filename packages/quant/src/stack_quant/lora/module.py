@@ -73,6 +73,7 @@ def merge_module(model: Any) -> Any:
     if not isinstance(quantization, Quantization) or not quantization.resolved.adapters:
         raise QuantError(f"{type(model).__name__} has no adapters to merge.")
     resolved, factors = quantization.resolved, nnx.to_pure_dict(nnx.state(getattr(model, FACTORS)))
+    # Without quantized parameters, methods need not run as programs.
     is_all_float = not resolved.rules
     result = plain_module(model) if is_all_float else nnx.clone(model)
     if not is_all_float:

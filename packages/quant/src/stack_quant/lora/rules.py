@@ -93,6 +93,7 @@ def plan_adapters(
     """
     first: dict[str, Use] = {}
     for use in uses:
+        # The first product decides which axes are summed, as for quantization.
         if use.contracted and use.free and not (use.is_lookup or use.derived or use.mixed):
             first.setdefault(use.path, use)
     found: dict[str, Adapter] = {}

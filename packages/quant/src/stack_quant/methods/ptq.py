@@ -43,6 +43,7 @@ def _activation(array: jax.Array, spec: ArraySpec, span: Range | None) -> QArray
     return as_it_comes(spec)(array, range=span)
 
 
+# One jitted function per spec, so activations of equal shapes share its programs.
 @functools.cache
 def as_it_comes(spec: ArraySpec) -> Callable[..., QArray]:
     """Returns a jitted `quantize` by a spec. It takes an array, `range` and `key`, and does not check for NaN."""

@@ -85,6 +85,7 @@ class _Call:
         return _coded(array, kind, axes, calibration, self.types.range_ends)
 
     def cotangent(self, array: jax.Array, axes: Sequence[int], key: jax.Array | None) -> Any:
+        # absmax never clips, as rounding without bias requires.
         return _coded(array, self.types.gradients, axes, "absmax", self.types.range_ends, key)
 
 
@@ -98,6 +99,7 @@ def _coded(
 ) -> Any:
     if kind is None:
         return array
+    # A scale must be constant over the sum to apply to its result.
     channels = tuple(axis for axis in range(array.ndim) if axis not in axes)
     ends = range_ends_at_run_time(range_ends, kind)
     spec = ArraySpec(type=kind, channel_axes=channels, calibration=calibration, range_ends=ends)
@@ -105,6 +107,7 @@ def _coded(
 
 
 def _two_keys(key: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
+    # The cotangent is rounded once for each operand; with one key, the two errors would be correlated.
     return (None, None) if key is None else (jax.random.fold_in(key, 0), jax.random.fold_in(key, 1))
 
 
@@ -126,6 +129,8 @@ def _trained_linear(call: _Linear, left: jax.Array, right: jax.Array, key: jax.A
 
 def _linear_forward(call: _Linear, left: Any, right: Any, key: Any) -> tuple[jax.Array, Any]:
     """Computes the product, and quantizes each operand that the backward pass needs as a residual."""
+    # `symbolic_zeros` wraps each primal with the flag `perturbed`: a
+    # gradient with respect to this operand is requested.
     x, w = left.value, right.value
     rows = call.coded(0, x.reshape(-1, x.shape[-1]), (0,)) if right.perturbed else None
     columns = call.coded(1, w, (1,)) if left.perturbed else None
@@ -135,6 +140,7 @@ def _linear_forward(call: _Linear, left: Any, right: Any, key: Any) -> tuple[jax
 
 def _linear_backward(call: _Linear, residuals: Any, cotangent: Any) -> tuple[Any, Any, None]:
     rows, columns, key = residuals
+    # The result is unused, and None stands for a zero gradient.
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         return None, None, None
     of_left, of_right = _two_keys(key)
@@ -194,6 +200,7 @@ _OF_CONVOLUTIONS = (
 def _convolution(
     left: jax.Array, right: jax.Array, params: Mapping[str, Any], types: ProductTypes, key: jax.Array | None
 ) -> jax.Array:
+    # A tuple, because static arguments of `custom_vjp` must be hashable.
     options = tuple((name, params[name]) for name in _OF_CONVOLUTIONS)
     call = _Convolution(types, (left.dtype.name, right.dtype.name), options, (left.shape, right.shape))
     return _trained_convolution(call, left, right, key)
@@ -226,6 +233,7 @@ def _convolution_backward(call: _Convolution, residuals: Any, cotangent: Any) ->
     to_left = to_right = None
     if kernel is not None:
         codes = call.cotangent(cotangent, (feature, *space), of_left)
+        # JAX derives the transposed convolution, for all strides, dilations and groups.
         transposed = jax.linear_transpose(lambda left: call(left, kernel), call.struct(0))
         (to_left,) = transposed(ops.dequantize(codes, cotangent.dtype))
     if images is not None:

@@ -83,6 +83,7 @@ class Adapted:
             and [leaf.shape for leaf in jax.tree.leaves(part)] == [leaf.shape for leaf in jax.tree.leaves(first)]
             for part, base in zip(parts, bases, strict=True)
         )
+        # The caller merges the adapters instead.
         if not alike:
             return None
         factors = [dataclasses.replace(part, base=base) for part, base in zip(parts, bases, strict=True)]
@@ -103,11 +104,13 @@ class Adapted:
 
         Returns None if an axis of a factor would merge with an axis that the factor lacks.
         """
+        # Axes of an empty array cannot be matched by their numbers of entries.
         if math.prod(self.shape) == 0:
             return None
         groups = views.axis_groups(self.shape, shape)
         factors = [self.down, self.up, *([] if self.magnitude is None else [self.magnitude])]
         for old, _ in groups:
+            # Axes of one entry can join either kind.
             long = [axis for axis in old if self.shape[axis] > 1]
             if any(len({factor.shape[axis] > 1 for axis in long}) > 1 for factor in factors):
                 return None

@@ -53,6 +53,7 @@ def _dot_general(interpreter: Interpreter, equation: Any, operands: Sequence[Val
     if not adapted.takes(contracted[place], frees[place]):
         return None
     (base,) = HANDLERS["dot_general"](interpreter, equation, _with_base(operands, place))
+    # `vmap` below maps the factors along the batch axes, along which they may have a single entry.
     adapted = adapted.full_along(batch[place])
     lead, rank = [operands[0].shape[axis] for axis in batch[0]], adapted.down.shape[-1]
     x = interpreter.plain(operands[other])
@@ -75,6 +76,7 @@ def _dot_general(interpreter: Interpreter, equation: Any, operands: Sequence[Val
 def _low_rank(x: Any, down: Any, up: Any, *, scale: float) -> Any:
     """Computes s (x D) U for x[..., d_in], down[d_in, rank] and up[rank, d_out]."""
     down, up = down.astype(x.dtype), up.astype(x.dtype)
+    # The op selects among several adapters; this call has a single adapter.
     return ops.low_rank(x, down[None], up[None], jnp.full(1, scale, jnp.float32))
 
 
@@ -131,6 +133,7 @@ def _gated(interpreter: Interpreter, unit: OpUnit, operands: Sequence[Value]) ->
     call: Callable[..., Any] = gated
     for axes in unit.batching:
         call = jax.vmap(call, in_axes=axes)
+    # As one equation for each linear map, to which the handlers of linear maps apply.
     with as_units():
         jaxpr = jax.make_jaxpr(call)(*(jax.ShapeDtypeStruct(value.shape, value.dtype) for value in operands))
     return interpreter.run(jaxpr, operands)
@@ -151,6 +154,7 @@ def _reshape(interpreter: Interpreter, equation: Any, operands: Sequence[Value])
 
 def _cast(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value] | None:
     (base,) = HANDLERS["convert_element_type"](interpreter, equation, _with_base(operands, 0))
+    # A cast to integers is not linear, so the adapters must be merged before.
     if not jnp.issubdtype(base.dtype, jnp.floating):
         return None
     return [dataclasses.replace(base, array=dataclasses.replace(operands[0].array, base=base.array))]

@@ -17,6 +17,7 @@ class Compiled:
     def __init__(self) -> None:
         self._kept: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
 
+    # Compiled functions cannot be pickled.
     def __reduce__(self) -> Any:
         return Compiled, ()
 

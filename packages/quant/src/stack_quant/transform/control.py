@@ -33,6 +33,7 @@ def _traced(
     def function(measured: Any, *arrays: Any) -> tuple[Any, list[Any]]:
         values = [dataclasses.replace(operand, array=array) for operand, array in zip(operands, arrays, strict=True)]
         inside = _within(interpreter, equation, measured)
+        # The list is filled while JAX traces the function: sources of values are not arrays and cannot be returned.
         results[:] = inside.run(jaxpr, values)
         return inside.measured, [result.array for result in results]
 
@@ -65,6 +66,7 @@ def _jit(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> 
     found = None if alike is None else interpreter.shared.get(alike)
     if found is None:
         function, results = _traced(interpreter, equation, versions.inner(equation), operands)
+        # Profiles and lowered programs show the name of the user's function.
         function.__name__ = equation.params["name"]
         found = jax.jit(function), results, paths
         if alike is not None:
@@ -222,6 +224,7 @@ def _scan(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
     jaxpr, params = equation.params["jaxpr"], equation.params
     # As in `lax.scan`: constants, initial carry, and inputs with a leading axis.
     fixed, start, rows = operands[:consts], operands[consts : consts + carried], operands[consts + carried :]
+    # Values that every iteration hands on unchanged stay outside of the loop, and can stay quantized.
     kept, same = _passed_on(jaxpr, consts, carried), _rows_passed_on(jaxpr, consts, carried)
     slices = [_one_of(row) for row in rows]
     init = [None if place in kept else _settled(interpreter, equation, value) for place, value in enumerate(start)]
@@ -417,6 +420,7 @@ def _shardable(value: Value, spec: Any, mesh: Any) -> tuple[Value, Any]:
     view = views.view_of(value.array)
     names = [*spec, *[None] * (len(view.shape) - len(spec))]
     counts = [_devices(mesh, name) for name in names]
+    # Scales that the devices cannot divide evenly are repeated for each entry first.
     cut = [axis for axis, count in enumerate(counts) if view.scale.shape[axis] > 1 and view.scale.shape[axis] % count]
     view = views.full_along(view, cut)
     of_scale = jax.sharding.PartitionSpec(

@@ -75,6 +75,7 @@ def _unit(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
     ]
     floats = list(arrays)
     if decision.activations:
+        # A weight argument may itself be computed from data, and then follows the rule for activations.
         activations = {place: axis for place, axis in weights.items() if operands[place].source is None}
         for place, axis in {**factors, **activations}.items():
             at, argument = _axis(unit, place, operands[place], axis), arguments[place]
@@ -83,6 +84,7 @@ def _unit(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
             )
     of = [operands[place] for place in (*factors, *weights)]
     computed = _computed(unit, decision) if any(map(is_quantized, arrays)) else ""
+    # Quantized training multiplies dequantized rows here.
     if is_trained and unit.op == "ragged_dot":
         computed = "rounded"
     record(interpreter, equation, name, of, decision, [arrays[place] for place in (*factors, *weights)], computed)
@@ -170,6 +172,7 @@ def _gated(unit: OpUnit, arrays: Sequence[Any], floats: Sequence[Any], dtype: An
 def _product_dtypes(unit: OpUnit, arrays: Sequence[Any], dtype: Any) -> list[Any]:
     """Returns the dtypes of the two products of the gated unit: float32 if a bias is added."""
     given = unit.arrays(arrays)
+    # The bias is added before the sum is rounded to the result's dtype, as in the op itself.
     return [dtype if given[bias] is None else jnp.float32 for bias in ("bias_gate", "bias_up")]
 
 
@@ -216,6 +219,7 @@ def _ragged(unit: OpUnit, product: Callable[..., Any], *arrays: Any) -> Any:
     result = product(rows, given["rhs"], sizes)
     if bias is None:
         return result
+    # The side skips empty groups, which end where the previous group ends.
     group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows.shape[0]), side="right")
     added = jnp.take(bias.astype(jnp.float32), group, axis=0, mode="fill", fill_value=0)  # rows after all groups are 0
     return (result.astype(jnp.float32) + added).astype(rows.dtype)

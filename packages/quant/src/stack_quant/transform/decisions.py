@@ -54,6 +54,7 @@ def decide(interpreter: Interpreter, name: str, operands: Sequence[Value]) -> De
     parameters = [value for value in operands if value.source is not None]
     if not parameters:
         number = resolved.of_activations(name)
+        # Recorded although nothing is quantized: the plan's errors name the primitive that hides the parameter.
         mixed = {path: value.made_by for value in operands if not value.from_data for path in value.made_of}
         interpreter.uses.extend(Use(path, name, (), mixed=made_by) for path, made_by in mixed.items())
         if number is None and mixed:
@@ -123,6 +124,7 @@ def quantized_activation(
     rule = decision.rule
     assert rule is not None and rule.activations is not None, "asked only where a rule says so"
     axes = (contracted,) if isinstance(contracted, int) else tuple(contracted)
+    # Types with blocks prescribe the tile; the rule cannot choose another.
     tile = qtype(rule.activations).block_size or _tile(interpreter, decision, math.prod(array.shape[at] for at in axes))
     tiles = {axes[0]: tile} if tile is not None and tiled and len(axes) == 1 else {}
     channels = () if rule.is_static else tuple(axis for axis in range(array.ndim) if axis not in axes)

@@ -49,6 +49,7 @@ _HANDS_ON = frozenset(
 )
 """Primitives whose handlers pass parameters with adapters on to their inner jaxprs or results."""
 
+# Handlers of these primitives take concatenated parameters in parts; all further primitives get the joined array.
 _TAKES_PARTS = frozenset(
     {
         "checkpoint",
@@ -279,6 +280,7 @@ class Interpreter:
         """Returns a new key for one operation; None without a key."""
         if self.key is None:
             return None
+        # A list, because interpreters of inner jaxprs are copies that must share the count.
         self.draws.append(None)
         return jax.random.fold_in(self.key, len(self.draws))
 
@@ -328,6 +330,7 @@ class Interpreter:
         if any(operand.from_data for operand in operands):
             paths = ()
         made_by = next((operand.made_by for operand in operands if operand.made_by), name) if paths else ""
+        # A cast zero must still count as zero when a parameter is padded.
         known = operands[0].known if name == "convert_element_type" else None
         return [
             dataclasses.replace(self.new(result, *operands), made_of=paths, made_by=made_by, known=known)
@@ -372,6 +375,7 @@ class Interpreter:
             concerned = name in _TAKES_PARTS
             operands = operands if concerned else list(map(self.joined, operands))
         handler = HANDLERS.get("stack_op" if unit_of(equation) else name)
+        # Without a parameter among the operands, rules apply only to products.
         if handler is not None and (concerned or has_products(equation)):
             return handler(self, equation, operands)
         if any(operand.is_quantized for operand in operands):
@@ -382,6 +386,7 @@ class Interpreter:
         """Returns the source of an elementwise result of a parameter and of values that do not depend on data."""
         if equation.primitive.name not in _ENTRY_BY_ENTRY or any(operand.from_data for operand in operands):
             return None
+        # An operand that is broadcast lacks the axes of the result, so it cannot be its source.
         shape = results[0].shape
         found = (operand.source for operand in operands if operand.source is not None and operand.shape == shape)
         source = next(found, None)

@@ -24,6 +24,7 @@ def _gather(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) 
     name = interpreter.name(equation, "gather")
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
     single = {axis for axis in numbers.start_index_map if sizes[axis] == 1}
+    # A lookup sums over nothing; scales are shared along the axes whose entries are selected together.
     rest = [axis for axis in range(len(table.shape)) if axis not in single]
     note(interpreter, name, table, rest, is_lookup=True)
     decision = decide(interpreter, name, [table])

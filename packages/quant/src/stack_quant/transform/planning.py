@@ -159,6 +159,7 @@ def _fitting_tiles(
     wanted, _ = rule.tiles
     if block is None and wanted is not None and rule.smaller_tiles and contracted:
         for size in tile_sizes(math.prod(part.size for part in contracted), wanted):
+            # A tile may divide the number of entries but none of the axes that make it up.
             with contextlib.suppress(ShapeError):
                 return _tiles(path, contracted, shape, size), size
     tile = block or wanted

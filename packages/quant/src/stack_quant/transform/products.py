@@ -57,6 +57,7 @@ def _dot_general(interpreter: Interpreter, equation: Any, operands: Sequence[Val
     record(interpreter, equation, name, [operands[place] for place in order], decision, [left, right])
     dtype = equation.outvars[0].aval.dtype
     product: Callable[..., Any]
+    # `ops.linear` has neither a precision nor an output sharding to pass on.
     if _is_exacting(params):
         product = functools.partial(
             _exact_product, batch_axes=len(batch[0]), dtype=dtype, params=params, dtypes=(of_left, of_right)
@@ -320,6 +321,7 @@ def _ragged_dot(interpreter: Interpreter, equation: Any, operands: Sequence[Valu
     is_trained = interpreter.resolved.method.products is not None
     if is_trained and plain and not decision.reason:
         decision = dataclasses.replace(decision, reason=NOT_TRAINED)
+    # `ops.ragged_dot` takes quantized matrices on the right only.
     is_usable = interpreter.is_weight(right) and not interpreter.is_weight(left) and _is_floating((left, right))
     if decision.reason or not is_usable:
         return _in_float(interpreter, equation, name, operands, decision)

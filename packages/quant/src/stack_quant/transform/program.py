@@ -148,6 +148,7 @@ class Program:
         sites: Mapping[str, Site],
     ) -> Mapping[str, RangeStatistics]:
         """Returns the statistics of all sites after one more call, with floating parameters and other arguments."""
+        # Each size of the arguments is another program, whose sites are named anew.
         names = site_names(self.survey(parameters, resolved).sites)
         interpreter = Interpreter(resolved, sites=dict(sites), measured=dict(statistics), site_names=names)
         self._run(parameters, arguments, {}, interpreter)
@@ -162,6 +163,7 @@ class Program:
         factors: Mapping[str, Factors] | None,
     ) -> Interpreter:
         is_static = resolved.method.keeps_ranges and any(rule.is_static for rule in resolved.rules)
+        # The names of sites need a survey of the program, which costs a trace.
         names = site_names(self.survey(parameters, resolved, factors).sites) if is_static else {}
         return Interpreter(resolved, key=key, ranges=dict(ranges or {}), site_names=names)
 
@@ -185,6 +187,7 @@ class Program:
         entered = map(interpreter.resolved.entered, self.paths, held)
         values = [
             Value(array, Source.of(path, array.shape), False, jnp.dtype(array.dtype))
+            # Integers, such as tables of indices, do not count as parameters.
             if jnp.issubdtype(array.dtype, jnp.floating)
             else Value(array, None, False, array.dtype)
             for path, array in zip(self.paths, entered, strict=True)
@@ -223,6 +226,7 @@ def trace(fn: Callable[..., Any], parameters: Parameters, *args: Any, **kwargs: 
             filled[place] = array
         given, named = jax.tree.unflatten(structure, filled)
         outputs, shape = jax.tree.flatten(fn(parameters.with_arrays(floats), *given, **named))
+        # A jaxpr returns arrays only; everything else leaves the trace here.
         found[:] = outputs, shape
         return [output for output in outputs if is_array(output)]
 

@@ -72,6 +72,7 @@ class Source:
         return self._with(((),) * len(shape) if found is None else found)
 
     def _parts_in(self, shape: Sequence[int]) -> tuple[Axis, ...] | None:
+        # Parts of one entry fit anywhere and would only break the match.
         parts = [part for axis in self.axes for part in axis if part.size > 1]
         axes = []
         for size in shape:

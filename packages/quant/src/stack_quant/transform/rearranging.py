@@ -89,6 +89,7 @@ def _split(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -
 def _concatenate(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
     """Keeps concatenated parameters as parts if all operands are parameters and a rule may apply to any operand."""
     known = interpreter.resolved.of_path
+    # Without a plan, as in the first survey, any parameter may have a rule.
     ruled = any(
         value.is_adapted or not known or value.source.path in known for value in operands if value.source is not None
     )
@@ -164,6 +165,7 @@ def _pad(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> 
     """Keeps a parameter that is padded with zeros, which codes can represent, as that parameter."""
     widths, (value, padding) = equation.params["padding_config"], operands
     is_cut = any(min(low, high) < 0 or within for low, high, within in widths)
+    # Other numbers than 0 may lack a code.
     if value.source is None or padding.known != 0 or is_cut:
         return interpreter.as_it_is(equation, operands)
     source = value.source.resized(equation.outvars[0].aval.shape)
@@ -184,6 +186,7 @@ def _cast(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
         parts = [interpreter.evaluate(equation, [part])[0] for part in value.parts]
         return [_concatenated(parts, value.array.axis)]
     if value.is_quantized and jnp.issubdtype(dtype, jnp.floating):
+        # Codes keep their type; the cast shows only when they are dequantized.
         return [dataclasses.replace(value, dtype=dtype)]
     (result,) = interpreter.as_it_is(equation, operands)
     return [dataclasses.replace(result, source=value.source)]

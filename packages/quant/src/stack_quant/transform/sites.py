@@ -99,6 +99,7 @@ def static_activation(interpreter: Interpreter, key: SiteKey, array: Any, spec: 
     loops = [loop for loop in interpreter.loops if loop.over_parameters or key.path is not None]
     layers, index = tuple(loop.trips for loop in loops), tuple(loop.trip for loop in loops)
     if interpreter.ranges is None and not interpreter.measured:
+        # A loop's body may be traced several times; the first visit fixes the order of the names.
         interpreter.sites.setdefault(key, Site(spec, layers, tiles))
         return interpreter.resolved.method.activation(array, spec, None)
     name = interpreter.site_names[key]

@@ -26,6 +26,7 @@ from stack_quant.tiling import spread
 
 __all__ = ["rounded", "straight_through", "within_range"]
 
+# With a factor of at least 1, these ranges contain every entry.
 _NEVER_CLIP = ("absmax", "minmax")
 
 
@@ -65,6 +66,7 @@ def straight_through(product: Callable[..., Any], operands: Sequence[Any], float
             return result, jax.tree.map(jnp.zeros_like, result)
         return result, jax.jvp(in_float, [leaves[place] for place in directions], list(directions.values()))[1]
 
+    # With symbolic zeros, only operands that move are differentiated.
     function.defjvp(tangents, symbolic_zeros=True)
     return function(lax.stop_gradient([operands[place] for place in places]), list(floats))
 
@@ -87,6 +89,7 @@ def within_range(array: Any, codes: Any, rule: Rule) -> Any:
     if not rule.is_static and found.name in _NEVER_CLIP and found.arguments[0] >= 1:
         return array
     kind, scale = codes.qtype, codes.full_scale
+    # The outermost code also represents values up to half a step beyond.
     margin = np.float32(0.5 if kind.is_integer else 0)
     smallest = -kind.largest if codes.zero_point is None else kind.smallest
     zero = np.float32(0) if codes.zero_point is None else codes.zero_point.astype(jnp.float32)

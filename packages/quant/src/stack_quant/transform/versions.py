@@ -14,6 +14,7 @@ def source_of(equation: Any) -> str:
     """Returns the position of an equation in the user's code, "path:line", or ""."""
     from jax._src import source_info_util  # not available in JAX's public API
 
+    # The innermost frame often lies in a library, which would tell the user nothing.
     for frame in source_info_util.user_frames(equation.source_info.traceback):
         if not _NOT_THE_USER.search(frame.file_name):
             return f"{frame.file_name}:{frame.start_line}"

@@ -178,9 +178,11 @@ def pad(view: View, widths: Sequence[tuple[int, int]]) -> View:
     cut = [axis for axis, width in enumerate(widths) if width != (0, 0) and view.scale.shape[axis] > 1]
     view = full_along(view, cut)
     kept = [width if axis in cut else (0, 0) for axis, width in enumerate(widths)]
+    # The code of 0 in a codebook is an index.
     zero = 0 if view.codebook is None else view.codebook.index(0.0)
     inside = jnp.pad(jnp.ones(view.shape, bool), widths)
     codes = lax.pad(view.codes, jnp.asarray(zero, view.codes.dtype), [(*width, 0) for width in widths])
+    # A code of 0 is 0 under any scale, so the scales at the edge serve the padding.
     padded = _mapped(view, codes, lambda scale: jnp.pad(scale, kept, mode="edge"))
     if view.zero_point is None:
         return padded

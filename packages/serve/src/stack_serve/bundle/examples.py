@@ -38,6 +38,7 @@ def made_up(signature: Signature, sizes: Mapping[str, int]) -> dict[str, np.ndar
     random = np.random.default_rng(0)
     return {
         spec.name: random.standard_normal(spec.at(sizes)).astype(jnp.dtype(spec.dtype))
+        # Zero is valid for token ids and indices of any table.
         if "float" in spec.dtype
         else np.zeros(spec.at(sizes), spec.dtype)
         for spec in signature.inputs
@@ -56,6 +57,7 @@ def excess(found: np.ndarray, expected: np.ndarray, *, rtol: float, atol: float)
     ours, theirs = (np.asarray(side, np.float64) for side in (found, expected))
     with np.errstate(invalid="ignore"):
         off = np.abs(ours - theirs)
+    # Equal infinities have the difference NaN.
     off = np.where((ours == theirs) | (np.isnan(ours) & np.isnan(theirs)), 0.0, off)
     return None if np.all((off == 0) | (off <= atol + rtol * np.abs(theirs))) else float(off.max())
 

@@ -180,6 +180,7 @@ class _Traced:
             f"Requests for {self.name!r} are not joined, and need a batch of exactly {sizes}: "
             f"{problem}. Let each row depend on the same row of the inputs alone, or give joins=False.",
             RowsDependWarning,
+            # The caller of `export`, counted with the frame that Python 3.11 has for a list comprehension.
             stacklevel=5,
         )
         return False
@@ -245,6 +246,7 @@ class _Traced:
         axes = [[*map(int, spec.shape)] for spec in plain]
         named: list[list[int | str]] = [[*sides] for sides in axes]
         for axis, known in sizes.items():
+            # A single size cannot show which axes of the outputs follow it, so another one is traced.
             larger = known[-1] if len(known) > 1 else known[0] + 1
             for place, spec in enumerate(self._shapes(inputs, {**smallest, axis: larger})):
                 for side, size in enumerate(spec.shape):
@@ -290,10 +292,12 @@ def _write_weights(directory: Path, arrays: Mapping[str, Any]) -> tuple[Weight, 
     (directory / "weights").mkdir()
     held: list[Weight] = []
     batch: dict[str, np.ndarray] = {}
+    # The last pair writes the remaining batch.
     for path, leaf in [*arrays.items(), (None, None)]:
         array = None if path is None else np.asarray(leaf)
         full = sum(each.nbytes for each in batch.values()) + (array.nbytes if array is not None else 0) > _FILE_BYTES
         if batch and (array is None or full):
+            # The name follows from the content, so the file is renamed once it is complete.
             partial = directory / "weights" / "partial"
             weights.write(partial, batch)
             file = f"weights/{digest_of(partial).removeprefix('sha256:')[:16]}.safetensors"

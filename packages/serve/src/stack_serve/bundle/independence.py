@@ -25,7 +25,9 @@ Row = Sequence[np.ndarray]
 """One row of each input, without the batch axis."""
 
 _MAX_ROWS = 2
+# Noise of this scale changes the sums over rows beyond the tolerance of any dtype.
 _LARGE = 1e6
+# Nearly every model accepts integers below 8 as token ids or classes.
 _FEW = 8
 
 
@@ -41,6 +43,7 @@ def find_dependence(
     smallest, *larger = signature.sizes[BATCH]
     for others in _other_sizes(signature):
         rows = _rows(signature, others, example_inputs)
+        # With `...`, the row of a vector stays an array instead of a scalar.
         alone = [[output[0, ...] for output in compute(_stacked([row, *_zeros(row, smallest - 1)]))] for row in rows]
         for size in (smallest, *larger) if larger or smallest > 1 else (2,):
             for title, batch, places in _batches(signature, rows, size):
@@ -87,6 +90,7 @@ def _batches(signature: Signature, rows: Sequence[Row], size: int) -> Iterator[t
     noise = [_noise(signature, rows[0], _LARGE if place % 2 == 0 else 1.0, random) for place in range(size - last)]
     places = {size - 1 - number: number for number in range(last)}
     yield "has rows of noise", [*noise, *reversed(rows[:last])], places
+    # NaN survives any reduction over rows, even with a tiny weight.
     extremes = [_extreme(row_part) for row_part in rows[0]]
     yield "has copies of it, and a row of NaN", [extremes, *[rows[0]] * (size - 1)], dict.fromkeys(range(1, size), 0)
 
@@ -101,6 +105,7 @@ def _noise(signature: Signature, row: Row, scale: float, random: np.random.Gener
 
 def _random(part: np.ndarray, spec: TensorSpec, scale: float, random: np.random.Generator) -> np.ndarray:
     if "float" in spec.dtype:
+        # 1e6 exceeds float16; the margin keeps sums of a few values finite.
         largest = float(jnp.finfo(part.dtype).max) / _FEW
         return np.clip(random.standard_normal(part.shape) * min(scale, largest), -largest, largest).astype(part.dtype)
     return random.integers(0, 2 if spec.dtype == "bool" else _FEW, part.shape).astype(part.dtype)

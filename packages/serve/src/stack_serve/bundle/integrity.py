@@ -53,6 +53,7 @@ def read_manifest(directory: Path) -> Manifest:
         what = "holds no bundle" if directory.is_dir() else "is no directory"
         raise BundleError(f"{directory} {what}. `stack export` makes one.")
     content, line = _content(directory, MANIFEST), _content(directory, MANIFEST_DIGEST)
+    # Two messages, because either file may be the damaged one.
     if not re.fullmatch(rb"[0-9a-f]{64}  manifest\.json\n", line):
         raise _damaged(directory, MANIFEST_DIGEST, "is not a line of `sha256sum`")
     if line != digest_line(content):
@@ -84,9 +85,11 @@ def mapped(directory: Path, manifest: Manifest, name: str, *, sealed: bool) -> m
     try:
         with (directory / name).open("rb") as file:
             size_bytes = file.seek(0, 2)
+            # mmap rejects empty files with a ValueError.
             if size_bytes == 0:
                 raise _damaged(directory, name, "is empty")
             if sealed:
+                # An anonymous mapping begins at a page, so XLA can use its arrays without a copy.
                 memory = mmap.mmap(-1, size_bytes)
                 file.seek(0)
                 while part := file.read(_COPY_BYTES):

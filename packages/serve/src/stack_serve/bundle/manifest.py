@@ -247,8 +247,10 @@ def parse_manifest(content: bytes) -> Manifest:
     """
     try:
         mapping = json.loads(content, object_pairs_hook=unique_keys)
+    # Deeply nested JSON exhausts Python's stack.
     except (ValueError, RecursionError) as error:
         raise BundleError(f"manifest.json is not JSON: {error}. Export the bundle again.") from error
+    # Before the fields, because another format may have others.
     found = mapping.get("format") if isinstance(mapping, dict) else None
     if found != FORMAT:
         raise BundleError(
@@ -269,6 +271,7 @@ def unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     Raises:
       ValueError: a key occurs twice.
     """
+    # JSON parsers disagree about which of two equal keys counts.
     if (twice := first_twice(key for key, _ in pairs)) is not None:
         raise ValueError(f"an object has the key {twice!r} twice")
     return dict(pairs)
@@ -330,6 +333,7 @@ def _contradictions_of(signature: Signature) -> Iterator[str]:
 
 def _is_inside(name: str) -> bool:
     path = PurePosixPath(name)
+    # A backslash separates directories on Windows, and a NUL ends a path in C.
     return not path.is_absolute() and ".." not in path.parts and str(path) == name and not {*name} & {"\\", "\0"}
 
 

@@ -33,6 +33,7 @@ def load(directory: str | Path, *, sealed: bool = False, replay: bool = True) ->
     """
     directory = Path(directory)
     manifest = read_manifest(directory)
+    # Weights are large and mapped; everything else is read.
     of_weights = {weight.file for weight in manifest.weights}
     views = {name: mapped(directory, manifest, name, sealed=sealed) for name in of_weights}
     contents = {name: checked(directory, manifest, name) for name in manifest.files if name not in of_weights}
@@ -62,6 +63,7 @@ class Bundle:
         arrays = {name: weights.read(content) for name, content in weights_.items()}
         self._weights = [_put_parameter(arrays, weight.file, weight.path) for weight in manifest.weights]
         self._compiled: dict[tuple[str, tuple[int, ...]], Compiled] = {}
+        # Requests on several threads would compile the same program at once.
         self._compiling = threading.Lock()
 
     def __repr__(self) -> str:
@@ -140,6 +142,7 @@ class Bundle:
             raise BundleError(
                 f"{program.file} cannot be compiled by jax {jax.__version__}: {error}.{calls_} Export the bundle again."
             ) from error
+        # Parameters are arguments rather than constants of the program, so all programs share one copy.
         own = self._weights
         return lambda *arrays: compiled(*own, *arrays)
 

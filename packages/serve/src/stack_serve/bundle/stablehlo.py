@@ -79,6 +79,7 @@ def _without_shardings(text: str) -> str:
     Raises:
       ValueError: an operation is of that dialect, so that the program needs a mesh.
     """
+    # Parsing a large module takes long and is rarely needed.
     if "sdy." not in text:
         return text
     names: list[str] = []
@@ -125,6 +126,7 @@ def open_module(module: Module, arguments: Specs, results: Specs) -> Callable[..
     for side, nothing in unspecified.items():  # Their names differ between versions of JAX.
         values |= {f"{side}_shardings_hlo": nothing, f"{side}_named_shardings": nothing}
         values |= {f"_{side}_named_shardings": nothing}
+    # Only the fields that the installed JAX has.
     fields = {field.name: values[field.name] for field in dataclasses.fields(export.Exported)}
     call: Callable[..., Any] = export.Exported(**fields).call
     return call

@@ -43,6 +43,7 @@ def write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
         parts.append(array)
         place += array.nbytes
     head = json.dumps(header, separators=(",", ":")).encode()
+    # Offsets count from the end of the header, so the header ends at a multiple, too. The format permits spaces here.
     head += b" " * (-(8 + len(head)) % _ALIGNMENT_BYTES)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(head)) + head)

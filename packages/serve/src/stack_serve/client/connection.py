@@ -88,6 +88,7 @@ class Connection(asyncio.Protocol):
             self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        # After an error the body may be incomplete.
         if self._until_closed and exc is None:
             self.on_message_complete()
         self._lost(f"the connection was closed before the end of the answer{f': {exc}' if exc else ''}")
@@ -98,6 +99,7 @@ class Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         self._response.status = self._parser.get_status_code()
         self._keep_alive = self._parser.should_keep_alive()
+        # Without either, the end of the connection ends the body (RFC 9112, 6.3).
         self._until_closed = not {"content-length", "transfer-encoding"} & self._response.headers.keys()
 
     def on_body(self, body: bytes) -> None:

@@ -78,6 +78,7 @@ class Conversation:
         try:
             return self._model.answer(list(self.messages), keep)
         except StackError:
+            # A failed answer would confuse the model in the next turn.
             pieces.clear()
             raise
         finally:
@@ -214,6 +215,7 @@ def local_model(address: str, settings: Mapping[str, Any], system: str | None = 
     keep_compiled()
     checkpoint = open_for_generation(address)
     prompts = ChatPrompts(checkpoint)
+    # Some templates reject system messages, which must show before the weights are read.
     if system:
         prompts.tokens([{"role": "system", "content": system}, {"role": "user", "content": "?"}])
     sampling = parse(SamplingParams, {**checkpoint.sampling_defaults, **settings})

@@ -8,6 +8,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 __all__ = ["LimitedProtocol"]
 
 _MOST_HEAD_BYTES = 64 * 1024
+# The first write to a peer that has left only provokes its reset, so the second follows soon.
 _FIRST_PROBE_S, _PROBE_S = 0.05, 1.0
 
 
@@ -54,6 +55,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Returns whether the connection stays open for sending: while a complete request is unanswered."""
         if self.cycle is None or self.cycle.response_complete or self.cycle.more_body:
             return False
+        # The client can send no further request.
         self.cycle.keep_alive = False
         self._send_probe(_FIRST_PROBE_S)
         return True
@@ -101,6 +103,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         if self.pipeline:
+            # Read before the call, in which uvicorn removes the next request from this end.
             self._answered = self.pipeline[-1][0]
         super().on_response_complete()
 
@@ -116,6 +119,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Cuts the connection unless fewer bytes wait for the client than a time limit before."""
         waiting_bytes = self.transport.get_write_buffer_size()
         if before_bytes is not None and waiting_bytes >= before_bytes:
+            # `close` would wait for the client to read the buffer.
             self.transport.abort()
             return
         self._stall = self.loop.call_later(self.stall_timeout_s, self._watch_stall, waiting_bytes)

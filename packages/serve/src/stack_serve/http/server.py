@@ -19,6 +19,7 @@ from stack_serve.http.protocol import LimitedProtocol
 
 __all__ = ["App", "HttpServer", "listen"]
 
+# uvicorn drops requests after its own limit; requests that were cut short need time to answer 503 before.
 _AFTER_DRAIN_S = 5
 _KEEP_ALIVE_S = 75
 
@@ -30,6 +31,7 @@ def listen(config: ServerConfig) -> socket.socket:
       ConfigError: the address is in use, or does not belong to this machine.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET, socket.SOCK_STREAM)
+    # Otherwise a restart fails until the connections of the last process have timed out.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((config.host, config.port))
@@ -120,6 +122,7 @@ class HttpServer:
         with _signals(self.drain):
             thread.start()
             await self._uvicorn.serve([self._listener])
+            # On another thread, because `close` may wait for coroutines on this loop.
             await asyncio.to_thread(self._app.close)
         if thread.is_alive():
             os._exit(0)  # It compiles still, which nothing interrupts, and nobody needs it any more.
@@ -134,6 +137,7 @@ class HttpServer:
         loop.call_soon_threadsafe(self._serve)
 
     def _serve(self) -> None:
+        # A signal may have arrived during the start.
         if not self._uvicorn.should_exit:
             self._app.serve()
             host, port = self._listener.getsockname()[:2]
@@ -176,6 +180,7 @@ def _uvicorn_config(app: App, config: ServerConfig) -> uvicorn.Config:
 @contextlib.contextmanager
 def _signals(drain: Callable[[], None]) -> Iterator[None]:
     """Calls `drain` at the first SIGTERM or SIGINT, and ends the process at the second."""
+    # Python accepts signal handlers only on the main thread.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -183,6 +188,7 @@ def _signals(drain: Callable[[], None]) -> Iterator[None]:
 
     def note(number: int, frame: FrameType | None) -> None:
         if received:
+            # A normal exit would wait for a compilation, which cannot be interrupted.
             os._exit(128 + number)
         received.append(number)
         drain()

@@ -13,6 +13,7 @@ T = TypeVar("T")
 
 _SLICE_S = 0.001
 _BATCH = 64
+# For less, the switch to another thread costs more than the work.
 _LITTLE = 8192
 
 
@@ -71,6 +72,7 @@ def json_pieces(value: Any) -> Iterator[bytes]:
         yield b"["
         comma = b""
         for batch in value.made:
+            # The batches form one array, so each loses its brackets.
             yield comma + orjson.dumps(batch, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
             comma = b","
         yield b"]"

@@ -101,12 +101,15 @@ def cheapest(rows: int, costs: tuple[tuple[int, float], ...]) -> tuple[int, ...]
     return _splits(min(rows, 2 * largest), costs)
 
 
+# Every call needs a split, but costs change rarely.
 @functools.lru_cache(maxsize=4096)
 def _splits(rows: int, costs: tuple[tuple[int, float], ...]) -> tuple[int, ...]:
     best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     for count in range(1, rows + 1):
+        # A size above the remaining rows is padded, so the rest before it is empty.
         options = (
             (cost + best[max(0, count - size)][0], (size, *best[max(0, count - size)][1])) for size, cost in costs
         )
+        # Fewer calls win among equal costs.
         best.append(min(options, key=lambda option: (option[0], len(option[1]))))
     return tuple(sorted(best[rows][1], reverse=True))

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 
 __all__ = ["Costs"]
 
+# A single slow call is noise: a cost rises only if five in a row took 1.5 times as long, and for a second.
 _WINDOW = 5
 _DRIFT = 1.5
 _TRUST_S = 1.0
@@ -45,6 +46,7 @@ class Costs:
         if least_s < self._least[size] * _DRIFT or len(recent) < _WINDOW:
             self._raised.pop(size, None)
         else:
+            # Small changes keep the old cost, for which splits are cached.
             raised_s = known_s if known_s / _DRIFT < least_s < known_s * _DRIFT else least_s
             self._raised[size] = (raised_s, now_s + _TRUST_S)
         if self._believed(size) != known_s:

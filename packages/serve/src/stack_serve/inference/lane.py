@@ -187,6 +187,7 @@ class Lane:
         with self._changed:
             self._open = False
             self._changed.notify()
+        # The thread may have failed, or was never started.
         if self._thread.is_alive():
             self._thread.join()
 
@@ -205,12 +206,14 @@ class Lane:
                 self._changed.wait()
             if not self._waiting:
                 return False
+            # `_fail` must find jobs that left the queue and were not answered yet.
             jobs = self._planned = list(self._waiting)
             now_s = time.monotonic()
             costs = {group: costs.at(now_s) for group, costs in self._costs.items()}
             planned = plan(jobs, costs, now_s)
             outcomes: list[tuple[Job, Outcome]] = [(jobs[number], _late(jobs[number])) for number in planned.expired]
             taken = self._take(jobs, planned.call, now_s)
+            # A job with more rows than the call stays in the queue.
             gone = {id(job) for job, _ in outcomes} | {id(job) for job, _, rows in taken if job.rows == 0}
             self._waiting = deque(job for job in jobs if id(job) not in gone)
             self._rows = sum(job.rows for job in self._waiting)
@@ -225,6 +228,7 @@ class Lane:
         """Rejects new jobs and fails all queued jobs with the error."""
         with self._changed:
             self._open, self._failure = False, error
+            # A job with some rows in the call and some in the queue is in both lists.
             jobs = list(dict.fromkeys((*self._planned, *self._waiting)))
             self._waiting.clear()
             self._planned = []
@@ -312,6 +316,7 @@ def _seconds(program: Callable[..., Any], arrays: Sequence[np.ndarray]) -> float
 def _joined(signature: Signature, size: int, taken: Sequence[tuple[Job, int, int]]) -> list[np.ndarray]:
     """Concatenates the rows of the jobs of a call and pads them with zeros."""
     job, first, rows = taken[0]
+    # Rows of one job that fill the program need no copy.
     if not signature.joins or (len(taken) == 1 and rows == size):
         return [array[first : first + rows] if signature.joins else array for array in job.inputs]
     joined: list[np.ndarray] = []

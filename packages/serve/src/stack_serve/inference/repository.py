@@ -123,4 +123,5 @@ def _failed(version: Version | None, fingerprint: str) -> bool:
 
 
 def _is_new(version: Version | None, fingerprint: str) -> bool:
+    # If files change during a load, the scan after it starts another.
     return version is None or (version.fingerprint != fingerprint and version.state != "LOADING")

@@ -66,6 +66,7 @@ class Service:
         self._repository = repository
         self._unwanted: frozenset[str] = frozenset()
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="loader")
+        # Two concurrent refreshes would load the same version twice.
         self._changing = asyncio.Lock()
         self._waiting: set[asyncio.Future[Answer]] = set()
         self._ending: set[Lane] = set()
@@ -213,6 +214,7 @@ class Service:
         while self._ending and not self._is_cut_short:
             self._changed.clear()
             await self._changed.wait()
+        # A compilation cannot be interrupted, and the process ends anyway.
         self._loader.shutdown(wait=False, cancel_futures=True)
 
     @property
@@ -242,6 +244,7 @@ class Service:
         try:
             self._loading = self._loader.submit(opened)
             lane = await asyncio.wrap_future(self._loading)
+        # Otherwise the version would stay LOADING for ever.
         except asyncio.CancelledError:
             self.versions = changed(self.versions, key, known)
             raise
@@ -256,6 +259,7 @@ class Service:
         self.lanes[key] = lane
         self.versions = changed(self.versions, key, Version(begun.fingerprint, "READY", live=True))
         self.metrics.swaps.labels(key.model, "ready").inc()
+        # Ended last, so requests always find an open lane.
         if previous is not None:
             self._end(previous)
 

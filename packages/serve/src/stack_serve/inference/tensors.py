@@ -66,6 +66,7 @@ def from_bytes(tensor: str, name: str, shape: Shape, content: memoryview | bytes
     if len(content) != expected:
         message = f"{tensor!r} has {len(content)} bytes; {name}{list(shape)} needs {expected}."
         raise InferenceError(message, parameter=tensor)
+    # Other bytes in a bool array have undefined results in NumPy and XLA.
     if dtype == np.bool_ and (np.frombuffer(content, np.uint8) > 1).any():
         raise InferenceError(f"{tensor!r} is BOOL and has bytes that are neither 0 nor 1.", parameter=tensor)
     return np.frombuffer(content, dtype).reshape(shape)
@@ -87,6 +88,7 @@ def from_values(tensor: str, name: str, shape: Shape, values: Any) -> np.ndarray
         array = np.empty(0, object)
     kind = _KINDS.get(dtype.kind)
     fits = array.dtype.kind in ("biuf" if kind is None else dtype.kind if kind is bool else "iu")
+    # NumPy makes floats of an empty list, so its kind is not checked.
     if array.size == 0 == expected:
         return np.empty(shape, dtype)
     if not fits or array.size != expected:
@@ -94,6 +96,7 @@ def from_values(tensor: str, name: str, shape: Shape, values: Any) -> np.ndarray
             f"{tensor!r} has {array.size} values of the kind {array.dtype.name}; {name}{list(shape)} needs {expected}."
         )
         raise InferenceError(message, parameter=tensor)
+    # An overflow becomes infinity, which is reported below.
     with np.errstate(over="ignore"):
         result = array.astype(dtype)
     if kind is int:
@@ -111,6 +114,7 @@ def _array(values: Any) -> np.ndarray:
         # Each slice holds the interpreter for about a millisecond.
         parts = [_array(values[start : start + _SLICE]) for start in range(0, len(values), _SLICE)]
         if any(part.dtype == np.uint64 for part in parts) and all(part.dtype.kind in "iu" for part in parts):
+            # `concatenate` would make floats of int64 and uint64.
             parts = [part.astype(np.uint64) if part.min() >= 0 else part for part in parts]
         return np.concatenate(parts)
     array = np.array(values)
@@ -128,6 +132,7 @@ def to_values(array: np.ndarray) -> np.ndarray:
 
 
 def _checked(tensor: str, shape: Shape) -> Shape:
+    # In Python, booleans are integers.
     if not all(isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 2**40 for size in shape):
         raise InferenceError(f"{tensor!r} has the shape {list(shape)!r}; sizes are integers >= 0.", parameter=tensor)
     return shape

@@ -30,6 +30,7 @@ class AdapterSlots:
         is_new = adapter not in self._slot_of
         if is_new:
             self._slot_of[adapter] = self._free.pop() if self._free else self._evict_oldest()
+        # An adapter in use must not be among the candidates for eviction.
         self._kept.pop(adapter, None)
         self._users[adapter] = self._users.get(adapter, 0) + 1
         return self._slot_of[adapter], is_new
@@ -42,5 +43,6 @@ class AdapterSlots:
             self._kept[adapter] = None
 
     def _evict_oldest(self) -> int:
+        # The scheduler calls `can_hold` before it admits a sequence, so an adapter without users exists.
         oldest, _ = self._kept.popitem(last=False)
         return self._slot_of.pop(oldest)

@@ -88,6 +88,8 @@ class AdapterShapes:
                     )
                 targets[path] = jax.ShapeDtypeStruct(parameter.shape, parameter.dtype)
                 most = max(most, each.rank)
+        # Programs are compiled for one rank; a power of two lets adapters of
+        # similar rank load later without recompilation.
         return cls(config.max_adapters, 1 << (most - 1).bit_length(), targets)
 
     def only(self, path: str) -> "AdapterShapes":
@@ -205,6 +207,7 @@ class LowRankWeight:
         return self.base.dtype
 
     def __getitem__(self, index: Any) -> "LowRankWeight":
+        # Any other index would slice the base and leave the factors behind.
         if index is not Ellipsis:
             raise TypeError(f"{self.path} has adapters, which can be sliced only by a loop over layers.")
         return self
@@ -243,6 +246,7 @@ def with_rows(weights: Weights, rows: jax.Array) -> Any:
     for path, factors in weights.pool.factors.items():
         base = _at(params, path)
         layers = base.shape[0]
+        # A scan slices every leaf of the weight along one axis, so arrays that all layers share are repeated.
         scale, of_layers = (jnp.broadcast_to(each, (layers, *each.shape)) for each in (factors["scale"], rows))
         weight = LowRankWeight(base, factors["down"], factors["up"], scale, of_layers, path)
         params = _replaced(params, _keys(path), weight)
@@ -253,6 +257,7 @@ def put(pool: Pool, slot: jax.Array, factors: Mapping[str, Mapping[str, jax.Arra
     """Returns the pool with an adapter written to a slot."""
 
     def write(pool_array: Any, new: jax.Array) -> Any:
+        # The slot axis moves to the front in arrays of one layer.
         if isinstance(pool_array, Layers):
             return Layers(tuple(array.at[slot].set(new[layer]) for layer, array in enumerate(pool_array.arrays)))
         return pool_array.at[:, slot].set(new) if new.ndim else pool_array.at[slot].set(new)

@@ -4,8 +4,10 @@ from dataclasses import dataclass
 
 __all__ = ["Buckets"]
 
+# Every bucket is one more program to compile at startup, so small steps share one.
 _LEAST_DECODING = 4
 _LEAST_CHUNK_TOKENS = 16
+# Without buckets between powers of two, a step of 137 tokens would compute 256.
 _LEAST_HALVED_TOKENS = 128
 _LEAST_SAMPLES = 8
 

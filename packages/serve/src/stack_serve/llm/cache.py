@@ -81,6 +81,7 @@ class Rows:
     sequences: Any
 
 
+# Compared by identity: as static data of a pytree it must be hashable while names are added.
 @dataclass(eq=False)
 class LayoutPreferences:
     """Preferred page layouts, collected from the attention calls of a traced step.
@@ -153,6 +154,7 @@ class PagedKVCache:
     def _attention(
         self, layer: PagedLayer, query: jax.Array, spec: AttentionSpec, **options: Any
     ) -> Float[Array, "tokens 1 heads value_dim"]:
+        # `CodedVectors` lack a dtype; their queries keep the dtype of the model.
         arrays = (query[:, 0].astype(getattr(layer.key, "dtype", query.dtype)), layer.key, layer.value)
         options |= {
             "block_tables": self.rows.block_tables,
@@ -163,6 +165,7 @@ class PagedKVCache:
             "scale": spec.scale,
             "layout": self.layout,
         }
+        # The preference is read from the same call that is traced next, since it depends on shapes and options.
         if self.preferences is not None and (name := ops.page_layout(*arrays, **options)) is not None:
             self.preferences.names.append(name)
         output: Any = ops.paged_attention(*arrays, **options)
@@ -199,6 +202,7 @@ class PagedKVCache:
         """Runs rows with one token; other outputs are zeros, including `_PIECE_TOKENS` of padding at the end."""
         rows, tokens = self.rows, len(inputs[0])
         counts = jnp.diff(rows.query_starts)
+        # Padding rows start behind the last token. The clamp keeps them in bounds; `is_single` excludes their results.
         places = jnp.minimum(rows.query_starts[:-1], tokens - 1)
         is_single = counts == 1
         old_states = self._states_of(layer, rows.sequences, rows.kv_lengths - counts == 0)
@@ -206,6 +210,7 @@ class PagedKVCache:
 
         def scatter(outputs: jax.Array) -> jax.Array:
             empty = jnp.zeros((tokens + _PIECE_TOKENS, *outputs.shape[1:]), outputs.dtype)
+            # The index behind the end is dropped, which leaves rows with several tokens or none unchanged.
             return empty.at[jnp.where(is_single, places, len(empty))].set(outputs, mode="drop")
 
         def store(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -221,8 +226,10 @@ class PagedKVCache:
         """Runs rows with several tokens and writes their outputs into `output`."""
         rows = self.rows
         counts = jnp.diff(rows.query_starts)
+        # Rows with one token have 0 pieces, so the sum over `ends` in `run` skips such rows.
         pieces = jnp.where(counts > 1, -(-counts // _PIECE_TOKENS), 0)
         ends = jnp.cumsum(pieces)
+        # The last piece may extend past the tokens; dynamic_slice would shift its start back instead of padding.
         padded = [jnp.pad(array, ((0, _PIECE_TOKENS), *[(0, 0)] * (array.ndim - 1))) for array in inputs]
 
         def run(number: Any, carry: tuple[Any, tuple[jax.Array, ...]]) -> Any:
@@ -237,6 +244,7 @@ class PagedKVCache:
             piece, states = transition(old_states, valid[None], *slices)
 
             def write_piece(buffer: jax.Array, new: jax.Array) -> jax.Array:
+                # The piece may overlap the tokens of the next row, whose outputs must survive.
                 old = jax.lax.dynamic_slice_in_dim(buffer, start, _PIECE_TOKENS)
                 is_new = valid.reshape(-1, *[1] * (old.ndim - 1))
                 return jax.lax.dynamic_update_slice_in_dim(buffer, jnp.where(is_new, new[0][:, None], old), start, 0)
@@ -268,6 +276,7 @@ class PagedKVCache:
         index = tuple(places.get(axis, slice(None)) for axis in self.layout)
         if self.layout == "hpsd":  # adjacent index arrays keep their axis in place, after the heads
             new = new.swapaxes(0, 1)
+        # Tokens of padding have a page number that is out of range, so their keys are dropped.
         return pool.at[index].set(new, mode="drop")
 
 

@@ -115,6 +115,7 @@ class Dispatcher:
                 continue
             if not isinstance(item, Work):
                 return item
+            # The id orders equal deadlines, because `Work` cannot be compared.
             heapq.heappush(self._deadlines, (item.deadline_s or 0.0, next(self._deadline_ids), item))
 
     def _fail(self, continuation: Continuation, error: BaseException) -> None:
@@ -126,10 +127,12 @@ class Dispatcher:
 
     def _handle(self, event: OutputEvent) -> None:
         continuation = event.continuation
+        # The engine runs one step ahead, so tokens may follow a stop text or a deadline.
         if continuation.has_ended:
             return
         if isinstance(event, End):
             self._deliver(continuation, _final_update(continuation, event.reason, event.error))
+            # The engine loop reported the end for every other reason and dropped the continuation itself.
             if event.reason == "deadline":
                 self._on_stop(continuation)
         elif isinstance(event, PromptScores):
@@ -160,6 +163,7 @@ class Dispatcher:
                 break
         update = output.take()
         self._deliver(continuation, update)
+        # A stop text ended it, which the engine loop cannot detect.
         if update.finish_reason is not None and event.end is GOES_ON:
             self._on_stop(continuation)
 
@@ -167,6 +171,7 @@ class Dispatcher:
         work = continuation.work
         update = work.completed(update, cached_tokens=continuation.sequence.cached_tokens)
         is_end = update.finish_reason is not None
+        # Before the delivery: a client may submit the id again as soon as it gets the last update.
         if is_end and work.unfinished == 1:
             self._on_end(work)
         work.deliver(update)

@@ -73,6 +73,7 @@ class LLMEngine(Engine):
         self._dispatcher = Dispatcher(on_stop=self._stop, on_end=self._forget)
         self._loop = EngineLoop(checkpoint, config, self.limits, self._programs, self._dispatcher.put)
         self._progress = progress
+        # Reentrant: `update_weights` runs its update under the lock if the engine was not started.
         self._lock = threading.Condition()
         self._inbox: list[Callable[[], None]] = []
         self._work: dict[str, Work] = {}
@@ -116,6 +117,7 @@ class LLMEngine(Engine):
             self._lock.notify_all()
         if self._thread is not None:
             self._thread.join()
+        # Without a thread, the waiting requests are ended here, and only once: a dispatcher cannot start twice.
         elif not was_closing:
             self._dispatcher.start()
             self._end_all()
@@ -174,16 +176,19 @@ class LLMEngine(Engine):
           EngineBusy: more than `max_waiting` continuations would wait. If none waits, any request is accepted.
           EngineStopped: the engine was closed or failed.
         """
+        # Validation and the work's state are prepared before the lock, which the engine thread takes between steps.
         self.limits.check(request)
         updates = queue.SimpleQueue[GenerationUpdate]()
         work = self._loop.work(request, receive or updates.put, self._adapter(request.adapter))
         with self._lock:
             self._check_running()
+            # A stream may outlive its request: its updates wait until they are read.
             if request.request_id in self._work or request.request_id in self._streams:
                 raise GenerationError(
                     f"Request {request.request_id!r} is still in progress. Give each request a unique id.",
                     parameter="request_id",
                 )
+            # The engine thread updates `done_waiting` without this lock; an old count only overestimates the queue.
             waiting = self._accepted - self._loop.done_waiting
             if waiting and waiting + request.sampling.n > self._max_waiting:
                 raise EngineBusy(
@@ -236,6 +241,7 @@ class LLMEngine(Engine):
         check_params(params, self._parameters)
         with self._lock:
             self._check_running()
+        # On the caller's thread, because the copy takes long and steps go on with the old weights.
         placed = self._programs.place(params, donate=donate)
         done = threading.Event()
 
@@ -250,6 +256,7 @@ class LLMEngine(Engine):
             if self._thread is None:
                 return update()
             self._post(update)
+            # A failed or closed engine never runs the update, so each wake-up checks for both.
             while not done.is_set():
                 self._check_running()
                 self._lock.wait()
@@ -326,6 +333,7 @@ class LLMEngine(Engine):
             while not (self._inbox or self._loop.has_work or self._closing):
                 self._lock.wait()
             inbox, self._inbox = self._inbox, list[Callable[[], None]]()
+        # Without the lock, since actions may run long and `submit` must not wait.
         for action in inbox:
             action()
         return not self._closing

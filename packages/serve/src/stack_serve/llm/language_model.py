@@ -107,6 +107,7 @@ class LLM:
         self._engine = LLMEngine(self._checkpoint, config)
         self._engine.start()
         self._ids = itertools.count()
+        # The callback is bound to the engine: a reference to `self` would keep this object alive for ever.
         self._close = weakref.finalize(self, self._engine.close)
 
     def warm_up(self) -> None:
@@ -221,6 +222,7 @@ class LLM:
             request = GenerationRequest(
                 request_id=f"llm-{next(self._ids)}", prompt=tokens, sampling=wanted, adapter=name
             )
+            # Every prompt is checked before the first is submitted, so a bad one starts no work.
             self._engine.check(request)
             requests.append(request)
             texts.append(text)

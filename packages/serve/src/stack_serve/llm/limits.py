@@ -129,6 +129,7 @@ class Limits:
         for name in ("logprobs", "prompt_logprobs"):
             self._check_count(name, getattr(sampling, name) or 0, max_logprobs, "most likely tokens")
         self._check_count("logit_bias", len(sampling.logit_bias), MOST_BIASES, "tokens")
+        # End tokens share the device's table with stop tokens; `min_tokens` masks them even with `ignore_eos`.
         ends = 0 if sampling.ignore_eos and not sampling.min_tokens else self.end_tokens
         self._check_count("stop_tokens", len(sampling.stop_tokens), MOST_STOP_TOKENS - ends, "tokens")
         for name, tokens in (("logit_bias", sampling.logit_bias), ("stop_tokens", sampling.stop_tokens)):
@@ -172,6 +173,7 @@ def _fitting_pages(checkpoint: GenerativeCheckpoint, config: EngineConfig) -> in
     """Returns the number of pages that fit in `memory_fraction` of the memory left free by the parameters."""
 
     def cache_bytes(pages: int) -> int:
+        # One more slot for padding rows.
         sizes = {"page_tokens": config.page_tokens, "slots": config.max_sequences + 1}
         kind: Any = {"layout": config.page_layout or ANY_LAYOUT, "dtype": config.cache_dtype}
         return _size_bytes(jax.eval_shape(lambda: empty_layers(checkpoint.states, pages=pages, **sizes, **kind)))
@@ -181,6 +183,7 @@ def _fitting_pages(checkpoint: GenerativeCheckpoint, config: EngineConfig) -> in
     device_bytes = free_bytes(jax.devices()[: config.tensor])
     if device_bytes is None or not page_bytes:
         return 2**30  # unlimited: the caller then uses the pages needed for `max_sequences`
+    # The parameters are loaded after the limits are known, so their memory is still free.
     left_bytes = max(device_bytes * config.tensor - _size_bytes(checkpoint.parameters), 0)
     return max(int(left_bytes * config.memory_fraction) - states_bytes, 0) // page_bytes
 

@@ -114,6 +114,7 @@ class EngineLoop:
         """Creates the state of a request; any thread may call this."""
         work = Work(request, receive, adapter)
         sampling = request.sampling
+        # Client threads share the generator: NumPy's generators lock themselves.
         seed = int(self._seeds.integers(_MOST_SEED)) if sampling.seed is None else sampling.seed
         leader: Sequence | None = None
         for index in range(sampling.n):
@@ -127,6 +128,7 @@ class EngineLoop:
                 priority=request.priority,
                 arrival=-1,
                 adapter=None if adapter is None else adapter.number,
+                # Cached pages lack the hidden states from which the log-probabilities of a prompt are computed.
                 cacheable=sampling.prompt_logprobs is None or index > 0,
                 leader=leader,
             )
@@ -174,6 +176,7 @@ class EngineLoop:
           params: parameters returned by `Programs.place`.
         """
         if kv == "abort":
+            # A set is a copy: `end` removes all continuations of a request from the dict.
             for work in {continuation.work for continuation in self._continuations.values()}:
                 # A waiting request has computed nothing with the old weights.
                 if not work.waits:
@@ -247,6 +250,7 @@ class EngineLoop:
         """Waits for the tokens of a step and collects the results to be sent."""
         if step.prompt_logprobs is not None:
             self._read_prompts(step)
+        # Also for steps without samples, whose duration `_set_repeats` measures.
         jax.block_until_ready((step.result.hidden, step.result.sampled))
         self._set_repeats(step)
         if step.result.sampled is not None:
@@ -274,6 +278,7 @@ class EngineLoop:
             if continuation is None or not row.samples:
                 continue
             if continuation.work.request.sampling.logprobs is not None:
+                # Copied once per step, and only if a row reports log-probabilities.
                 figures = figures or _readable(sampled)
             self._undelivered.append(Tokens(continuation, new, step.version, end, figures, (slice(len(new)), place)))
             if is_lost:
@@ -286,6 +291,7 @@ class EngineLoop:
         # A step begins when it is launched or when the previous one ends, whichever is later.
         took_s = now_s - max(step.started_s, self._read_s)
         self._read_s = now_s
+        # The bound on the duration avoids a division by zero, and gives the maximum to very fast steps.
         fitting = _MOST_REPEATED_S * step.plan.repeats / max(took_s, _MOST_REPEATED_S / self._max_repeats)
         self._repeats = max(1, min(self._max_repeats, int(fitting)))
 
@@ -302,6 +308,7 @@ class EngineLoop:
 
     def _drop(self, continuation: Continuation) -> None:
         del self._continuations[continuation.sequence.id]
+        # The scheduler learns of arrivals in the next turn.
         if continuation.sequence in self._arrivals:
             self._arrivals.remove(continuation.sequence)
         else:

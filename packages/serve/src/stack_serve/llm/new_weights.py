@@ -48,6 +48,7 @@ def _fault(new: Any, expected: Any) -> str | None:
         return "is abstract; expected a concrete array from outside of traced functions"
     if isinstance(new, jax.Array) and new.is_deleted():
         return "was deleted, or donated to a program; expected a live array"
+    # Floats of another precision are cast when they are placed; a cast between integers or codes would change values.
     floats = [jnp.issubdtype(each.dtype, jnp.floating) for each in (new, expected)]
     if new.dtype != expected.dtype and not all(floats):
         return f"has dtype {new.dtype}; expected {expected.dtype}"

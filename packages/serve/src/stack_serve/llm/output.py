@@ -111,6 +111,7 @@ class Output:
         is_shown = reason != "stop" or self._sampling.include_stop
         if self._detokenizer and is_shown:
             self._text += self._passed(self._detokenizer.push(token))
+        # A stop text may appear only when the rest is flushed, and takes precedence over the token's own reason.
         if reason is not None:
             self._text += self._rest()
         if self._stop_texts.found is not None:
@@ -175,6 +176,7 @@ class Output:
     def _release_tokens(self, *, is_final: bool) -> list[_PendingToken]:
         """Removes and returns the pending tokens that are certain to be part of the continuation."""
         cut = self._stop_texts.found is not None
+        # A stop text may still cut text that is pending; without stop texts, tokens are released at once.
         if cut or (self._sampling.stop and not is_final):
             count = sum(pending.begins < self._released_characters for pending in self._pending)
         else:

@@ -105,5 +105,6 @@ def extend_digests(
     """
     first = b"" if adapter is None else adapter.to_bytes(8, "little")
     for page in range(len(digests), pages):
+        # A cryptographic hash, because a collision would serve the keys of another client's prompt.
         contents = array("i", tokens[page * page_tokens : (page + 1) * page_tokens]).tobytes()
         digests.append(sha256((digests[-1] if digests else first) + contents).digest())

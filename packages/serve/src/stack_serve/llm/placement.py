@@ -54,6 +54,7 @@ class Placement:
             try:
                 with use_mesh(self._mesh, self._rules):
                     return function(*args)
+            # Each retry replicates more axes, so the loop ends.
             except ShardingError as error:
                 if not error.logical_axes:
                     raise
@@ -93,6 +94,8 @@ class Placement:
     def _place_leaves(
         self, leaves: Iterator[Any], specs: Sequence[tuple[Any, bool, Any]], *, is_owned: bool
     ) -> list[Any]:
+        # One block of large pages: arrays of a few MB have 4 KiB pages otherwise, which made bfloat16 products of one
+        # row a half slower (58 instead of 39 us for 512 x 1408).
         if self._mesh is None and jax.default_backend() == "cpu":
             avals = [each for aval, is_split, _ in specs for each in _parts(aval, is_split)]
             parts = (
@@ -123,6 +126,7 @@ class Placement:
             return None
         if not split:
             return NamedSharding(self._mesh, PartitionSpec())
+        # Latents are stored as keys of one head, which cannot be split.
         divides = self._split_heads and pool.shape[pool.ndim - len(layout) + layout.index("h")] > 1
         spec = [("tensor" if axis == "h" and divides else None) for axis in layout]
         return NamedSharding(self._mesh, PartitionSpec(*[None] * (pool.ndim - len(spec)), *spec))
@@ -144,6 +148,7 @@ class AbstractPlacement(Placement):
             if not is_split:
                 return _struct(aval.shape, aval.dtype, sharding)
             if isinstance(sharding, NamedSharding):
+                # Arrays of one layer lack the first axis.
                 sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
             return Layers(tuple(_struct(aval.shape[1:], aval.dtype, sharding) for _ in range(aval.shape[0])))
 
@@ -184,6 +189,7 @@ def _pop_leaves(leaves: list[Any]) -> Iterator[Any]:
 
 def _donated(leaves: list[Any]) -> Iterator[Any]:
     for leaf in leaves:
+        # The generator continues when the next leaf is requested, after this one was placed.
         yield leaf
         if isinstance(leaf, jax.Array):
             leaf.delete()
@@ -206,5 +212,6 @@ def _copied(leaf: Any, dtype: Any, sharding: Any, *, is_split: bool, is_owned: b
     if placed.dtype != dtype:
         placed = placed.astype(dtype)
     elif not (is_owned or is_split):
+        # `device_put` may return the caller's own array, which the caller may delete or donate later.
         placed = jnp.copy(placed)
     return split_layers(placed, True) if is_split else placed

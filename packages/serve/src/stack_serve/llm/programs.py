@@ -76,6 +76,7 @@ class Programs:
         self._compiled: dict[Key, Any] = {}
 
         self._slots = self._placement.replicated(self._empty_slots())
+        # Preferences come from a traced step, which itself needs some layout.
         self._lay_out(pages, config.page_layout or ANY_LAYOUT)
         pool = None if adapters is None else jax.eval_shape(adapters.pool)
         weights = Weights(checkpoint.parameters, pool)
@@ -150,6 +151,7 @@ class Programs:
         """
         known, settings = self._slots.tokens, self._slots.settings
         tokens = sum(row[2] for row in rows)
+        # Prompt chunks of one token run in a decode program, too.
         if repeats > 1 or tokens == len(rows):
             row_bucket = self._buckets.of_decoding(len(rows))
             packed, decode = self._packed(rows, tables, row_bucket), self._program(("decode", row_bucket))
@@ -195,6 +197,7 @@ class Programs:
 
     def use(self, params: Mapping[str, Any]) -> None:
         """Replaces the parameters in `params` from the next step on and keeps the rest."""
+        # `Layers` stand for one parameter of the checkpoint and are replaced as one.
         old_leaves, structure = jax.tree.flatten(self._weights.params, is_leaf=lambda node: isinstance(node, Layers))
         paths = leaves_by_path(self._checkpoint.parameters)
         leaves = [params.get(path, leaf) for path, leaf in zip(paths, old_leaves, strict=True)]
@@ -207,6 +210,7 @@ class Programs:
 
     def _packed(self, rows: Sequence[tuple[int, ...]], tables: np.ndarray, row_bucket: int) -> np.ndarray:
         """Packs the rows of a step into one array and pads it with rows of the padding slot."""
+        # One array: the host spent 0.7 ms of a step of 3.8 ms on handing 190 arrays to two programs.
         packed = np.zeros((row_bucket, self._row_fields), np.int32)
         packed[:, 0] = self._config.max_sequences
         packed[:, ROW_FIELDS.index("adapter")] = -1
@@ -220,6 +224,7 @@ class Programs:
             "decode": buckets.decoding,
             "sample": buckets.samples,
             "prefill": buckets.prompts,
+            # Decode and prefill programs pad their hidden states to these two sizes.
             "prompt_logprobs": sorted({buckets.largest_rows, buckets.largest_tokens}),
         }
         loads: list[Key] = [] if self._adapters is None else [("adapter",)]
@@ -239,6 +244,7 @@ class Programs:
 
     def _lowered_adapter(self) -> Any:
         assert self._adapters is not None
+        # An adapter without factors has the shapes of every adapter.
         factors = self._adapters.fitted("", {}).factors
         return jax.jit(put, donate_argnums=0).lower(self._weights.pool, _int32(), factors)
 
@@ -249,6 +255,7 @@ class Programs:
             return self._step.decode(weights, layers, known, settings, packed, repeats=repeats, padded_rows=padded_rows)
 
         slots, packed = self._slots, _int32(rows, self._row_fields)
+        # Donated pools are updated in place; a copy would need the memory of a second cache.
         jitted = jax.jit(decode, donate_argnums=(1, 2))
         return jitted.lower(self._weights, self._layers, slots.tokens, slots.settings, packed)
 
@@ -279,6 +286,7 @@ class Programs:
         hidden = jax.ShapeDtypeStruct((tokens, 1, *self._hidden.shape[1:]), self._hidden.dtype)
         return jax.jit(prompt_logprobs).lower(self._weights, hidden, _int32(tokens), _int32())
 
+    # Cached, because tracing it for each program took a third of the CPU time of `warm_up`.
     @cached_property
     def _hidden(self) -> jax.ShapeDtypeStruct:
         """Shape [rows, embed] and dtype of the hidden states of the smallest step."""

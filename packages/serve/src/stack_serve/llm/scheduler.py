@@ -365,6 +365,7 @@ def _next_to_begin(state: SchedulerState) -> tuple[Sequence, list[int]] | None:
     if not state.free_slots:
         return None
     sequence = next((sequence for sequence in state.waiting if not _waits_for_leader(state, sequence)), None)
+    # A preempted sequence restarts once the host has read its tokens in flight, which it must recompute.
     if sequence is None or sequence.in_flight or not state.adapters.can_hold(sequence.adapter):
         return None
     pages = _find_prefix(state, sequence)

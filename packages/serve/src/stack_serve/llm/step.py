@@ -107,6 +107,7 @@ class Step:
         outputs = model(token_ids[:, None], positions[:, None], cache=cache)
         after: Any = outputs.cache
         hidden = outputs.hidden
+        # Rows without tokens get an arbitrary hidden state, which is never read; the clamp avoids the index -1.
         return after.layers, hidden, hidden[jnp.maximum(places.query_starts[1:] - 1, 0), 0]
 
     @jax.named_scope("decode")
@@ -150,6 +151,7 @@ class Step:
         _, hidden, _, sampled = jax.eval_shape(once, weights, layers, known, settings, rows)
         found = jax.tree.map(lambda each: jnp.zeros((repeats, *each.shape[1:]), each.dtype), sampled)
         state = (layers, jnp.zeros(hidden.shape, hidden.dtype), known, found)
+        # The bound is traced, so one program serves every number of repeats.
         layers, hidden, known, found = jax.lax.fori_loop(0, jnp.max(rows[:, 2]), turn, state)
         return layers, _padded(hidden, padded_rows), known, found
 
@@ -181,6 +183,7 @@ class Step:
         row_settings = jnp.where((samples > 0)[:, None], settings[slot], SamplingSettings.greedy_row().packed())
         of_rows = SamplingSettings.unpacked(row_settings)
         sampled = sample(self.checkpoint.model(weights.params).logits(hidden), of_rows, known[slot], lengths)
+        # Rows that do not sample get an index behind the end, which is dropped.
         target = jnp.where(samples > 0, slot, len(known))
         known = known.at[target, lengths].set(sampled.tokens, mode="drop")
         return known, jax.tree.map(lambda array: array[None], sampled)
@@ -229,6 +232,7 @@ class Step:
           count: number of valid tokens; results after them are undefined.
         """
         model = self.checkpoint.model(weights.params)
+        # Buckets are multiples of `rows`, so clamping never shifts the last block.
         rows = min(_PROMPT_LOGPROB_ROWS, len(targets))
 
         def block(number: Any) -> TokenLogprobs:
@@ -259,6 +263,7 @@ class Step:
         real = token < ends[-1]
         position = jnp.where(real, start[row] + token - query_starts[row], 0)
         page_tokens = self.config.page_tokens
+        # Padding gets a page out of range, whose writes the cache drops.
         page = jnp.where(real, tables[row, position // page_tokens], self.pages)
         places = Rows(tables, start + count, query_starts, page, position % page_tokens, slot)
         adapters = jnp.where(real, rows[row, ROW_FIELDS.index("adapter")], -1)

@@ -20,6 +20,7 @@ from stack_serve.llm.half_gathers import contains_half_gather, gather_rows
 
 __all__ = ["Layers", "layer_by_layer", "loops_over", "split_layers"]
 
+# JAX renamed the primitive of `jax.jit` from pjit to jit.
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 
 
@@ -72,6 +73,7 @@ def split_layers(tree: Any, chosen: Any) -> Any:
     leaves, structure = jax.tree.flatten(tree)
     del tree
     leaves.reverse()
+    # `pop` drops the last reference to a stacked array, whose memory is freed after its split.
     split = [_split(leaves.pop()) if wanted else leaves.pop() for wanted in jax.tree.leaves(chosen)]
     return jax.tree.unflatten(structure, split)
 
@@ -99,6 +101,7 @@ def _looped(jaxpr: Any) -> dict[Any, bool]:
         for variable, looped in zip(equation.invars, uses, strict=True):
             if not isinstance(variable, Literal):
                 found[variable] = found.get(variable, True) and looped
+    # An array that is also a result is needed in its stacked form.
     for variable in jaxpr.outvars:
         if not isinstance(variable, Literal):
             found[variable] = False
@@ -163,6 +166,7 @@ def _unrolled(equation: Any, operands: Sequence[Any]) -> list[Any]:
     consts = list(map(_stacked, operands[:consts_count]))
     carry = list(map(_stacked, operands[consts_count : consts_count + carry_count]))
     sliced = operands[consts_count + carry_count :]
+    # Under `jit` the body is traced once instead of once per layer.
     body = jax.jit(jaxpr_as_fun(equation.params["jaxpr"]))
     turns = range(equation.params["length"])
     outputs: dict[int, list[Any]] = {}

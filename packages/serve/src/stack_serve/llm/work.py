@@ -80,6 +80,7 @@ class Work:
         update = replace(update, cached_tokens=cached_tokens)
         if update.index == 0 and not self.is_first_sent:
             self.is_first_sent = True
+            # An aborted or failed request may end before its prompt is scored.
             is_computed = update.finish_reason in (None, "stop", "length")
             if self.request.sampling.prompt_logprobs is not None and is_computed:
                 update = replace(update, prompt_logprobs=tuple(self.prompt_logprobs))

@@ -71,6 +71,7 @@ def parse(body: bytes, json_bytes: int | None) -> InferRequest:
         if name in inputs:
             raise ProtocolError(f"The input {name!r} is given twice.")
         size = _mapping(entry.get("parameters") or {}, f"{name!r}.parameters", ("binary_data_size",))
+        # With both, it would be unclear which values count.
         if ("binary_data_size" in size) == ("data" in entry):
             raise ProtocolError(f"The input {name!r} needs either data or the parameter binary_data_size.")
         if "data" in entry:
@@ -145,6 +146,7 @@ def _timeout_s(parameters: Mapping[str, Any]) -> float | None:
     given = parameters.get("timeout", 0)
     if not isinstance(given, int) or given < 0:
         raise ProtocolError(f"The parameter timeout is {given!r}; it counts microseconds.")
+    # 0 means no limit, as in Triton.
     return given / 1e6 or None
 
 

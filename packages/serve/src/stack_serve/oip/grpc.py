@@ -32,6 +32,7 @@ _CODES = {
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
+# FP16 and BF16 lack a field in the protocol and need raw contents.
 _CONTENTS = {
     "BOOL": "bool_contents",
     "INT8": "int_contents",
@@ -76,11 +77,14 @@ class GrpcServer:
         """
         most = self._config.max_body_bytes
         lengths = [("grpc.max_receive_message_length", most), ("grpc.max_send_message_length", -1)]
+        # With SO_REUSEPORT, gRPC's default, a second server would start on the port and get some of the requests.
         self._server = grpc.aio.server(options=[*lengths, ("grpc.so_reuseport", 0)])
         self._server.add_generic_rpc_handlers((self._methods(), self._health()))
+        # gRPC reads IPv6 addresses only in brackets.
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
         try:
             port = self._server.add_insecure_port(f"{host}:{self._port}")
+        # grpc raises this class for an address in use.
         except RuntimeError as error:
             message = f"Cannot listen on {host}, port {self._port} for gRPC. Choose another --grpc-port."
             raise ConfigError(message) from error
@@ -135,6 +139,7 @@ class GrpcServer:
 
         async def answer(request: Any, context: Context) -> Any:
             if not self._lets_in(context):
+                # `abort` raises, so nothing after it runs.
                 await context.abort(grpc.StatusCode.UNAUTHENTICATED, NO_KEY)
             try:
                 response = await method(request, context)
@@ -153,6 +158,7 @@ class GrpcServer:
         if not self._config.api_keys:
             return True
         given = str(dict(context.invocation_metadata() or ()).get("authorization", ""))
+        # A list compares all keys, so the time does not depend on which one matches.
         matches = [hmac.compare_digest(given.encode(), f"Bearer {key}".encode()) for key in self._config.api_keys]
         return any(matches)
 
@@ -199,6 +205,7 @@ class GrpcServer:
         key, lane = self._service.lane(request.name, _number(request.version))
         config = statistics.model_config(key, lane.manifest)
         for tensor in (*config["input"], *config["output"]):
+            # JSON has the names of the enum, gRPC its numbers.
             tensor["data_type"] = statistics.TRITON_DTYPES.index(tensor["data_type"])
         return messages()["ModelConfigResponse"](config=config)
 

@@ -70,6 +70,7 @@ class App:
     def _handler(self, method: str, path: str, raw_path: bytes) -> Handler:
         if handler := self._fixed.get((method, path)):
             return handler
+        # Split before the decoding, because a quoted slash belongs to a name.
         match method, [unquote(part) for part in raw_path.decode("latin-1").strip("/").split("/")]:
             case "POST", ["v2", "models", model, "infer"]:
                 return lambda scope, receive: self._infer(scope, receive, model, None)
@@ -92,6 +93,7 @@ class App:
             raise ProtocolError(f"Inference-Header-Content-Length is {announced[:100]!r}; a number was expected.")
         json_bytes = None if announced is None else int(announced)
         most = self._service.config.max_json_bytes
+        # Binary tensors need no parsing, so the stricter limit applies only to the JSON part.
         body = await self._read(headers, receive, None if json_bytes is not None and json_bytes <= most else most)
         with expecting(lane.manifest):
             request = await maybe_in_thread(len(body) if json_bytes is None else json_bytes, parse, body, json_bytes)
@@ -134,6 +136,7 @@ class App:
         except TimeoutError as error:
             message_ = f"The body did not arrive within {self._config.receive_timeout_s:g} s."
             raise ProtocolError(message_, status=408) from error
+        # Most bodies arrive in one part, which needs no copy.
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def _ready(self, scope: Scope, receive: Receive) -> Reply:

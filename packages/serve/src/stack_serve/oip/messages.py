@@ -113,6 +113,7 @@ def _add(message: descriptor_pb2.DescriptorProto, written: str, package: str) ->
             message.oneof_decl.add(name="parameter_choice")
         field.oneof_index = 0
     if kind[0] == "{":
+        # protobuf requires this name for the entries of a map.
         entry_name = "".join(word.capitalize() for word in name.split("_")) + "Entry"
         entry = message.nested_type.add(name=entry_name)
         entry.options.map_entry = True

@@ -45,6 +45,7 @@ class InferenceApp:
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Loads the models of the repository."""
         self._loop = loop
+        # `start` has a thread of its own, so it may wait while the loop runs.
         asyncio.run_coroutine_threadsafe(self.service.start(), loop).result()
         if self._grpc is not None:
             self.grpc_port = asyncio.run_coroutine_threadsafe(self._grpc.start(), loop).result()
@@ -91,6 +92,7 @@ def _guarded(app: ASGIApp, config: ServerConfig) -> ASGIApp:
         headers = {"www-authenticate": "Bearer"}
         refusal = Response(f'{{"error": "{NO_KEY}"}}', 401, headers, media_type="application/json")
         app = Keys(app, config.api_keys, open_paths=_OPEN, refusal=refusal)
+    # Outside of the keys, because browsers send preflight requests without a key.
     if config.cors_origins:
         app = CORSMiddleware(app, allow_origins=config.cors_origins, allow_methods=["*"], allow_headers=["*"])
     return AccessLog(app)

@@ -98,6 +98,7 @@ def _tensor(spec: TensorSpec) -> dict[str, Any]:
 def _triton(spec: TensorSpec, joins: bool) -> dict[str, Any]:
     described = _tensor(spec)
     kind = datatype(spec.dtype)
+    # Triton leaves the batch out of the shapes if max_batch_size is above 0.
     dims = described["shape"][1:] if joins else described["shape"]
     is_known = f"TYPE_{kind}" in TRITON_DTYPES  # 8-bit floats are not
     return {"name": spec.name, "data_type": f"TYPE_{kind}" if is_known else TRITON_DTYPES[0], "dims": dims}

@@ -54,6 +54,7 @@ def joined(message: bytes, values: Sequence[bytes | memoryview], field: int = RA
     """Appends the values of a repeated bytes field to a message."""
     parts: list[bytes | memoryview] = [message]
     for value in values:
+        # Field numbers below 16 and the wire type fit into one byte.
         parts += [bytes([field << 3 | _SIZED]), _as_varint(len(value)), value]
     return b"".join(parts)
 
@@ -61,6 +62,7 @@ def joined(message: bytes, values: Sequence[bytes | memoryview], field: int = RA
 def _varint(message: bytes, place: int) -> tuple[int, int]:
     value = shift = 0
     while True:
+        # A valid varint has at most ten bytes; without the limit, bad input would build a huge integer.
         if place >= len(message) or shift > 63:
             raise ProtocolError("The request is cut off.")
         byte = message[place]

@@ -15,6 +15,7 @@ __all__ = ["Answer", "JsonAnswer"]
 _LOG = logging.getLogger(__name__)
 _JSON = ((b"content-type", b"application/json"),)
 _EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
+# Between parts uvicorn waits for a slow client; a single large part would be buffered at once.
 _PART_BYTES = 2**18
 
 
@@ -52,6 +53,7 @@ class Answer:
                 self._writer.add(prompt, update)
             if turns.is_over:
                 await turns.rest()
+        # Nobody reads the answer after the client has left.
         if not self._generation.abandoned:
             await body.add(self._writer.full_response())
             await body.end()
@@ -66,6 +68,7 @@ class Answer:
             if not generation.abandoned:
                 await body.add([writer.last_chunk()])
                 await body.end()
+        # Before the first byte, the error can still be the response and set its status.
         except ApiError as error:
             if not body.started:
                 raise
@@ -125,6 +128,7 @@ class _Body:
     async def end(self) -> None:
         """Sends the rest."""
         if not self.started and self._headers[0] == _JSON[0]:
+            # The length is certain only if nothing was flushed before the end.
             self._headers.append((b"content-length", b"%d" % self._bytes))
         await self._start()
         await self._send_body(more=False)

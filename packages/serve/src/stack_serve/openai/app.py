@@ -26,6 +26,7 @@ from stack_serve.openai.service import Service
 
 __all__ = ["make_app"]
 
+# Load balancers and Prometheus send no key.
 _OPEN = frozenset({"/health", "/ready", "/metrics", "/version"})
 _NO_KEY = ApiError(401, NO_KEY, headers={"WWW-Authenticate": "Bearer"})
 _LOG = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ def make_app(service: Service) -> Starlette:
         Route("/v1/chat/completions", handlers.chat, methods=["POST"]),
         Route("/v1/completions", handlers.complete, methods=["POST"]),
         Route("/v1/models", handlers.models, methods=["GET"]),
+        # Names of models may contain slashes.
         Route("/v1/models/{name:path}", handlers.model, methods=["GET"]),
         Route("/tokenize", handlers.tokenize, methods=["POST"]),
         Route("/detokenize", handlers.detokenize, methods=["POST"]),
@@ -50,6 +52,7 @@ def make_app(service: Service) -> Starlette:
     ]
     config = service.config
     paths = frozenset(route.path for route in routes)
+    # The first is the outermost. CORS comes before the keys, because browsers send preflight requests without a key.
     middleware = [Middleware(AccessLog), Middleware(_Outermost, service=service, paths=paths)]
     if config.cors_origins:
         origins = Middleware(
@@ -65,6 +68,7 @@ def make_app(service: Service) -> Starlette:
         HTTPException: _http_error,
     }
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=failures)
+    # A wrong path gets an error in OpenAI's format instead of a redirect.
     app.router.redirect_slashes = False
     return app
 
@@ -116,6 +120,7 @@ class _Handlers:
 
     async def health(self, request: Request) -> Response:
         """Reports whether the process, and its engine if there is one, respond."""
+        # Raises if the engine stopped, which becomes status 503.
         self._service.stats()
         return Response()
 

@@ -107,6 +107,7 @@ async def read(request: Request, config: OpenAIConfig) -> bytes:
                     return bytes(body)
     except TimeoutError:
         message = f"The body did not arrive within {config.receive_timeout_s:g} s. Send it again."
+        # The rest of the body may still arrive, so the connection cannot serve another request.
         raise ApiError(408, message, headers={"Connection": "close"}) from None
 
 
@@ -122,8 +123,10 @@ def decode(body: bytes) -> dict[str, Any]:
         raise bad_request(f"The body is not JSON in UTF-8: {error}.", code="invalid_json") from None
     if not isinstance(value, dict):
         raise bad_request(f"The body is {_kind(value)}; a JSON object was expected.")
+    # Counting brackets is cheap and bounds the depth, so most bodies are never walked.
     if body.count(b"[") + body.count(b"{") > _MOST_NESTED and _nested_too_deeply(value):
         raise bad_request(f"The body is nested deeper than {_MOST_NESTED} levels; send a flatter one.")
+    # OpenAI's clients send null for fields that were not set.
     return {name: field for name, field in value.items() if field is not None}
 
 
@@ -200,6 +203,7 @@ def _kind(value: Any) -> str:
 
 def _nested_too_deeply(value: Any) -> bool:
     """Returns whether containers are nested beyond the limit."""
+    # Level by level, because recursion would fail on the values that this function must find.
     level = [value]
     for _ in range(_MOST_NESTED):
         inner = (child for each in level for child in (each.values() if isinstance(each, dict) else each))

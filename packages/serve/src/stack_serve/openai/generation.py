@@ -88,6 +88,7 @@ class Generation:
                 self._open |= {(number, index): request.request_id for index in range(job.sampling.n)}
                 if turns.is_over:
                     await turns.rest()
+                # The client may have left while other tasks ran.
                 if self.abandoned:
                     return
         except (GenerationError, EngineBusy, EngineStopped) as error:
@@ -95,6 +96,7 @@ class Generation:
 
     def watch(self, receive: Callable[[], Awaitable[Any]]) -> None:
         """Ends the generation when the client's connection ends."""
+        # The attribute keeps the task alive: the event loop has only weak references to tasks.
         self._watcher = asyncio.create_task(self._until_disconnect(receive))
 
     async def take(self) -> list[tuple[int, GenerationUpdate]]:
@@ -130,6 +132,7 @@ class Generation:
 
     def cut_short(self) -> None:
         """Aborts the continuations in the engine; the client receives an error."""
+        # The continuations of a prompt share one request.
         for request_id in set(self._open.values()):
             self._backend.engine.abort(request_id)
 
@@ -146,6 +149,7 @@ class Generation:
 
 def _without_tokens(update: GenerationUpdate) -> GenerationUpdate:
     """An update of a continuation that was generated only because the prompt's log-probabilities were wanted."""
+    # The client requested no token, so a stop due to the extra one must not show.
     reason = "length" if update.finish_reason == "stop" else update.finish_reason
     logprobs = None if update.logprobs is None else ()
     return replace(

@@ -60,6 +60,7 @@ class LogprobWriter:
         Args:
           offsets: offsets of the tokens in the text, in batches.
         """
+        # Checked here because the zips below run while the answer is being sent, too late for an error.
         if len(tokens) != len(logprobs):
             raise ValueError(f"{len(tokens)} tokens have {len(logprobs)} log-probabilities")
         own = ([None if each is None else _finite(each.logprob) for each in batch] for batch in batches(logprobs))
@@ -92,6 +93,7 @@ class LogprobWriter:
 
     def _by_id(self, each: TokenLogprob) -> dict[str, Any]:
         known = {token: (place, logprob) for place, (token, logprob) in enumerate(each.top, start=1)}
+        # Last, because the sampled token may lie outside the alternatives and has its own rank.
         known[each.token] = (each.rank, each.logprob)
         return {
             str(token): {"logprob": _finite(logprob), "rank": rank, "decoded_token": self._text(token)}

@@ -8,6 +8,7 @@ from stack_core.abi.generation import GenerationUpdate
 
 __all__ = ["Mailbox", "PostOffice"]
 
+# Bounds the work between two turns of the event loop.
 _MOST_AT_ONCE = 64
 
 
@@ -63,8 +64,11 @@ class PostOffice:
 
         def receive(update: GenerationUpdate) -> None:
             self._posted.append((mailbox, prompt, update))
+            # No lock: an update is appended before the flag is read, and `_carry`
+            # resets the flag before it looks for updates.
             if not self._loop_knows:
                 self._loop_knows = True
+                # An engine may deliver after the server has ended.
                 if not self._loop.is_closed():
                     self._loop.call_soon_threadsafe(self._carry)
 

@@ -104,6 +104,7 @@ class Progress:
             now_s = time.monotonic()
             before_s = self._last_s.get(place)
             if before_s is not None:
+                # A launch may generate several tokens, which arrive together.
                 self._metrics.between_tokens_s.observe((now_s - before_s) / len(update.tokens))
             self._last_s[place] = now_s
             self._tokens[place] = self._tokens.get(place, 0) + len(update.tokens)
@@ -116,6 +117,7 @@ class Progress:
             self._metrics.ended[update.finish_reason].inc()
             if update.times is not None:
                 self._observe_times(update.times, tokens)
+            # The continuations of a prompt share its tokens.
             if update.index == 0:
                 self._metrics.prompt_tokens.observe(len(self._job.prompts[prompt].tokens))
             if self._open == 0 and self._tokens:

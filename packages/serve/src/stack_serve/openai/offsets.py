@@ -37,6 +37,7 @@ class TextOffsets:
         for batch in tokens:
             places: list[int] = []
             for token in batch:
+                # The echo is the client's own text, which may be shorter than the decoded tokens.
                 places.append(min(place, len(self._echo)))
                 place += 0 if detokenizer is None else self._length_at(place, token, detokenizer.push(token))
             yield places
@@ -45,6 +46,7 @@ class TextOffsets:
         """Counts the characters of a token in the echo, which may hold the name of a special token."""
         if text or self._tokenizer is None:
             return len(text)
+        # The detokenizer skips special tokens, but the echo may contain their names.
         name = self._tokenizer.token_bytes(token).decode("utf-8", "replace")
         return len(name) if self._echo.startswith(name, place) else 0
 
@@ -52,5 +54,6 @@ class TextOffsets:
         """Returns the offset of the continuation's next token."""
         place = self._place
         if self._detokenizer is not None:
+            # The texts of single tokens cannot be summed: one character may consist of several tokens.
             self._place += len(self._detokenizer.push(token))
         return place

@@ -102,6 +102,7 @@ class Prompts:
         Raises:
           ApiError: the prompt is empty or too long.
         """
+        # The engine checks this again, but without OpenAI's error code and the client's field names.
         prompt_tokens = len(prompt.tokens)
         if not prompt_tokens:
             raise bad_request("The prompt has no tokens; a continuation needs at least one to follow.", param=param)
@@ -125,6 +126,7 @@ class Prompts:
         Raises:
           ApiError: a token is outside the vocabulary.
         """
+        # min and max run in C, unlike a loop over the tokens.
         if tokens and (min(tokens) < 0 or max(tokens) >= self.vocab_size):
             wrong = min(tokens) if min(tokens) < 0 else max(tokens)
             raise bad_request(f"Token {wrong} is none of the model's {self.vocab_size} tokens.", param=param)
@@ -143,6 +145,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_tokens(value: Any) -> bool:
+    # `isinstance` would accept booleans; `map` and `set` run in C, which matters for long prompts.
     return isinstance(value, list) and set(map(type, value)) == {int}
 
 

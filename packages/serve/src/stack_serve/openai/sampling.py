@@ -64,6 +64,7 @@ def sampling_params(
     if body.logit_bias:
         asked["logit_bias"] = {_token(key): value for key, value in body.logit_bias.items()}
     asked["stop"] = _stop_texts(body.stop)
+    # The model's own stop tokens end its turns, so a request extends the list.
     asked["stop_tokens"] = (*defaults.get("stop_tokens", ()), *body.stop_token_ids)
     asked |= {"n": generated, "max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
     try:
@@ -96,6 +97,7 @@ def _stop_texts(field: Any) -> tuple[str, ...]:
 
 
 def _token(key: str) -> int:
+    # `isdigit` accepts digits of other scripts, and ten digits may exceed int32.
     if not (key.isascii() and key.isdigit() and len(key) < 10):
         raise bad_request(f"logit_bias has the key {key[:100]!r}; token ids were expected.", param="logit_bias")
     return int(key)

@@ -75,6 +75,7 @@ class Service:
 
     def serve(self, engine: Engine) -> None:
         """Takes jobs from now on; called on the event loop."""
+        # Created here, because the engine's threads must wake the loop that serves requests.
         office = PostOffice(asyncio.get_running_loop())
         self._backend = Backend(engine, office, self.metrics, self.config.timeout_s)
         self.state = "ready"
@@ -127,6 +128,7 @@ class Service:
         prompt = await self.chat_prompt(body)
         asked_as = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         self.prompts.check_room(prompt, max_tokens, "messages", max_tokens_param=asked_as)
+        # Without a generation prompt, the last message is continued in its own role.
         role = "assistant" if body.add_generation_prompt else body.messages[-1]["role"]
         job = self._job(body, model, (prompt,), sampling, request_id)
         names = {"max_tokens": asked_as, "prompt": "messages", "logprobs": "top_logprobs"}
@@ -159,10 +161,12 @@ class Service:
         _check_streaming(body)
         if body.max_tokens == 0 and not body.echo:
             raise bad_request("max_tokens is 0, which needs echo: true. Ask for a token.", param="max_tokens")
+        # OpenAI's echo with logprobs and vLLM's prompt_logprobs need the same figures; the larger count serves both.
         echoed = body.logprobs if body.echo else None
         sampling = sampling_params(
             body,
             self._defaults,
+            # The engine generates at least one token; `nothing_new` removes it from the answer.
             max_tokens=body.max_tokens or 1,
             logprobs=body.logprobs,
             prompt_logprobs=max((most for most in (body.prompt_logprobs, echoed) if most is not None), default=None),
@@ -209,6 +213,7 @@ class Service:
             stream=body.stream,
             stream_options=body.stream_options or StreamOptions(),
             best=body.n if sampling.n > body.n else None,
+            # A count in completions, where 0 requests the sampled token's; a boolean in chat.
             wants_logprobs=body.logprobs is not None and body.logprobs is not False,
             wants_prompt_logprobs=body.prompt_logprobs is not None,
             wants_token_ids=body.return_token_ids,

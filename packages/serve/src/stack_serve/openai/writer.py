@@ -55,6 +55,7 @@ class Writer(ABC):
         self.choices = [Choice() for _ in range(len(job.prompts) * job.sampling.n)]
         self.prompt_logprobs: dict[int, Sequence[TokenLogprob | None]] = {}
         envelope = {"id": job.id, "object": self.chunk_object, "created": job.created, "model": job.model}
+        # Without the closing brace: each chunk appends its choices.
         self.head = b"data: " + orjson.dumps(envelope)[:-1]
 
     @abstractmethod
@@ -76,8 +77,10 @@ class Writer(ABC):
     def note(self, prompt: int, update: GenerationUpdate) -> int:
         """Counts an update, and returns the number of its continuation."""
         number = self.job.choice(prompt, update)
+        # Tokens behind a stop text were generated, so they count.
         self.usage.completion_tokens += len(update.tokens) + update.dropped_tokens
         choice = self.choices[number]
+        # Every update repeats the count, and the continuations of a prompt share the cached tokens.
         if update.cached_tokens and update.index == 0 and not choice.begun:
             self.usage.cached_tokens += update.cached_tokens
         if update.prompt_logprobs is not None:

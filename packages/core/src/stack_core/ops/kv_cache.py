@@ -182,6 +182,7 @@ class DenseKVCache:
     def recur(self, layer: RecurrentCache, transition: Transition, *inputs: jax.Array) -> tuple[Any, RecurrentCache]:
         """Runs a recurrence over the call's tokens; padding beyond `expected` tokens does not change the state."""
         batch, seq = inputs[0].shape[:2]
+        # Attention ignores padding by its lengths, but a state would absorb padding.
         counted = jnp.full((batch,), seq) if self.expected is None else self.expected
         output, arrays = transition(layer.arrays, jnp.arange(seq) < counted[:, None], *inputs)
         kept = zip(arrays, layer.arrays, strict=True)
@@ -216,4 +217,5 @@ class DenseKVCache:
 
         new = new.swapaxes(1, 2)
         update = coded(new, stored.codes.dtype) if isinstance(stored, CodedVectors) else new
+        # Each row has its own length, so each writes at another place.
         return jax.tree.map(lambda rows, part: jax.vmap(write)(rows, part, self.lengths), stored, update)

@@ -42,6 +42,7 @@ class Flops:
         return Flops(sums, self.uncounted + other.uncounted)
 
     def __mul__(self, times: int) -> "Flops":
+        # A loop that never runs has neither FLOPs nor loops of unknown length.
         if times == 0:
             return Flops()
         return Flops({dtype: flops * times for dtype, flops in self.by_dtype.items()}, self.uncounted)
@@ -144,6 +145,7 @@ def _convolution(equation: Any) -> Flops:
             right_shape[right_axes[2 + axis]],
             out_shape[out_axes[2 + axis]],
             stride=params["window_strides"][axis],
+            # The padding behind the last input only changes the number of outputs.
             padding=params["padding"][axis][0],
             dilations=(params["lhs_dilation"][axis], params["rhs_dilation"][axis]),
         )
@@ -190,6 +192,7 @@ def _uncounted(label: str, trip: Flops) -> tuple[str, ...]:
 
 def _cond(equation: Any) -> Flops:
     branches = [_jaxpr_flops(branch) for branch in equation.params["branches"]]
+    # Any branch may run, so the loops of all branches count as unknown.
     uncounted = tuple(line for branch in branches for line in branch.uncounted)
     return Flops(max(branches, key=lambda branch: branch.total).by_dtype, uncounted)
 

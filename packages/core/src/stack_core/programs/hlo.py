@@ -106,6 +106,7 @@ class Computation:
         """Instructions that read each result, by the result's name."""
         users: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
         for instruction in self.instructions.values():
+            # An instruction that reads a result twice is one user.
             for operand in dict.fromkeys(instruction.operands):
                 users[operand].append(instruction)
         return {name: tuple(found) for name, found in users.items()}
@@ -248,6 +249,7 @@ _OPCODE: Final = re.compile(r"\s*([\w\-]+)\(")
 
 _COPIES: Final = ("copy", "copy-start", "copy-done", "convert", "bitcast", "reshape")
 
+# Without the `to_apply` of reductions and sorts, which runs for each element.
 _CALLS: Final[Mapping[str, tuple[str, ...]]] = {
     "fusion": ("calls",),
     "call": ("to_apply",),
@@ -260,6 +262,7 @@ _CALLS: Final[Mapping[str, tuple[str, ...]]] = {
 
 @functools.cache
 def _bits(dtype: str) -> int:
+    # XLA stores a predicate in a byte.
     if dtype == "pred":
         return 8
     number = re.search(r"\d+", dtype)
@@ -270,6 +273,7 @@ def _instruction(line: str) -> Instruction | None:
     match = _NAME.match(line)
     if match is None:
         return None
+    # The shape of a tuple contains spaces and parentheses itself.
     shape_end = _closing(line, match.end()) if line[match.end()] == "(" else line.index(" ", match.end())
     opcode = _OPCODE.match(line, shape_end)
     if opcode is None:
@@ -308,6 +312,7 @@ def _shapes(text: str) -> tuple[ArrayShape, ...]:
 def _bound(condition: Computation) -> tuple[int, int] | None:
     """Returns (index of the counter in the loop state, bound) of a condition `state[counter] < bound`, or None."""
     root = condition.root
+    # JAX's counted loops ascend and compare by LT.
     if root.opcode != "compare" or "direction=LT" not in root.attributes:
         return None
     counter, bound = condition.operands(root)

@@ -286,6 +286,7 @@ _SLICES: Final = ("dynamic-slice", "slice", "gather")
 def _traffic(execution: Execution, module: Module) -> int:
     instruction, computation = execution.instruction, execution.computation
     allocates = 'custom_call_target="AllocateBuffer"' in instruction.attributes
+    # The traffic of an asynchronous instruction counts at its start.
     ends = instruction.opcode.endswith(("-update", "-done"))
     if execution.fused or allocates or ends or instruction.operation in _FREE:
         return 0
@@ -294,12 +295,14 @@ def _traffic(execution: Execution, module: Module) -> int:
         inner = module.computations[instruction.called("calls")[0]]
         pairs = zip(operands, inner.parameters, strict=True)
         return sum(_read(inner, parameter, operand) for operand, parameter in pairs) + _written(inner, inner.root)
+    # Only the slice is read, and written once.
     if instruction.opcode in _SLICES:
         return 2 * _main_memory(instruction.shapes)
     if instruction.opcode == "dynamic-update-slice":
         return 2 * _main_memory(operands[1].shapes)
     read, written = sum(_main_memory(operand.shapes) for operand in operands), _main_memory(instruction.shapes)
     if instruction.opcode == "copy-start":
+        # The result of a copy-start also contains the source and a context.
         written = _main_memory(instruction.shapes[:1])
     elif instruction.opcode.endswith("-start"):  # Its result usually includes the operands, which are not written.
         written = written - read or written
@@ -322,6 +325,7 @@ def _read(inner: Computation, parameter: Instruction, operand: Instruction) -> i
             parts += sum(shape.bytes for shape in user.shapes)
         elif not (user.opcode == "dynamic-update-slice" and user.operands[0] == parameter.name):
             return _main_memory(operand.shapes)
+    # Slices may overlap.
     return min(parts, _main_memory(operand.shapes))
 
 

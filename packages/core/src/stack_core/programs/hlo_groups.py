@@ -18,6 +18,7 @@ def first_group(instruction: Instruction, device_count: int) -> tuple[int, ...]:
     """
     attributes = instruction.attributes
     if pairs := re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", attributes):
+        # A device may send to itself.
         return tuple(sorted({int(pairs[1]), int(pairs[2])}))
     if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
         return tuple(int(number) for number in listed[1].split(","))

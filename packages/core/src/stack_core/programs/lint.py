@@ -176,6 +176,7 @@ def _by_shape(parameters: Iterable[LintedParameter]) -> list[tuple[LintedParamet
     """Groups the parameters by shape and sharding; drops parameters with a single element per layer."""
     groups: dict[tuple[object, ...], list[LintedParameter]] = {}
     for parameter in parameters:
+        # Scalars would match too many arrays.
         if math.prod(parameter.shape[1:] if parameter.layers else parameter.shape) > 1:
             groups.setdefault((parameter.shape, parameter.part, parameter.layers), []).append(parameter)
     return [tuple(group) for group in groups.values()]
@@ -186,6 +187,7 @@ def _matching(
 ) -> Iterator[tuple[LintedParameter, ...]]:
     """Yields the parameters whose axes the array has, in the same order if there are any, otherwise in any order."""
     in_order = [group for group in by_shape if _layers_in(dims, group[0], transposed=False) is not None]
+    # Gradients may be transposed, but a match in order is more likely the parameter.
     yield from in_order or (group for group in by_shape if _layers_in(dims, group[0]) is not None)
 
 

@@ -115,6 +115,7 @@ def program_cost(
     module = parse_hlo(compiled.as_text() or "")
     flops, traffic = executed_flops(module), memory_traffic(module)
     found = collectives(module, len(devices))
+    # A device may be a part of a chip, such as a core.
     part = count_units(chip, devices) / len(devices)
     bandwidth = chip.hbm_bandwidth_bytes_s
     ideal_s = flops.ideal_s(chip)

@@ -107,6 +107,7 @@ class Agent:
             "pid": os.getpid(),
             "name": socket.gethostname(),
         }
+        # Workers on other hosts reach this host at the address of this connection, too.
         hello["at"] = link.socket.getsockname()[0]
         self._tell(hello={"role": "agent", **hello, "workers": [worker.report for worker in self._workers.values()]})
 
@@ -174,6 +175,7 @@ class Agent:
         order = Order(**fields)
         child = fork(lambda out: work(order, out, (self._address, self._token)))
         report = {"formation": order.formation, "rank": order.rank, "pid": child.pid, "status": "running"}
+        # A driver that attaches later needs only the reports of the latest formation.
         self._workers = {pid: each for pid, each in self._workers.items() if each.order.formation == order.formation}
         worker = self._workers[child.pid] = _Worker(order, child, report=report)
         self._selector.register(child.said, selectors.EVENT_READ, lambda: self._hear(worker))
@@ -216,6 +218,7 @@ class Agent:
         data = _read_all(worker.child.printed)
         if data is None:
             self._forget(worker.child.printed)
+        # Output is dropped if the driver reads too slowly: the agent must neither block nor grow.
         elif self._link is not None and self._link.waiting_bytes < _MOST_LOG_BYTES:
             text = data.decode(errors="replace")
             self._tell(log=text, formation=worker.order.formation, rank=worker.order.rank)
@@ -285,6 +288,7 @@ def _read_all(descriptor: int) -> bytes | None:
         except BlockingIOError:
             break
         if not data:
+            # The end of the pipe is reported by the next call if content came before.
             return b"".join(parts) or None
         parts.append(data)
     return b"".join(parts)
@@ -294,6 +298,7 @@ def _free_port(link: Link | None) -> int:
     """Returns a free port of this host outside the kernel's range for outgoing connections."""
     host = link.socket.getsockname()[0] if link is not None else "127.0.0.1"
     while True:
+        # At random, because several agents of one machine choose at the same time.
         port = random.choice(_PORTS)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with contextlib.suppress(OSError), socket.create_server((host, port), family=family):

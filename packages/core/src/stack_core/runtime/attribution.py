@@ -16,6 +16,7 @@ __all__ = ["Failure", "attributed"]
 
 Kind = Literal["lost host", "signal", "stopped", "error", "exit", "hang"]
 
+# Signs of JAX, Gloo, NCCL and gRPC in processes that lost a peer.
 _CASUALTIES = (
     "has lost another process",
     "of this run failed",
@@ -71,8 +72,10 @@ def attributed(formation: Formation, *, lost_hosts: Collection[int] = (), hangs_
       lost_hosts: hosts whose agents are gone or silent.
       hangs_for_s: seconds without a completed step, if the formation ends because it hangs.
     """
+    # The rank orders equal severities, because members cannot be compared.
     candidates = sorted((_severity(member, lost_hosts), member.rank, member) for member in formation.members)
     severity, _, culprit = candidates[0]
+    # During a hang, a lost connection is a consequence.
     if severity == _INNOCENT or (severity == _CASUALTY and hangs_for_s is not None):
         return _hang(formation, hangs_for_s or 0.0)
     return _failure(formation, culprit, severity)

@@ -88,10 +88,12 @@ class Peer:
         messages: list[Message] = []
         while len(self._received) >= _HEADER.size:
             length, kind, mac = _HEADER.unpack_from(self._received)
+            # A stranger must not make this side buffer gigabytes.
             if kind not in (_JSON, _BYTES) or length > (_MOST_BYTES if self.ready else _MOST_GREETING_BYTES):
                 raise ChannelClosed("The other side sent data that is not a frame of this channel.")
             if len(self._received) < _HEADER.size + length:
                 break
+            # A copy, because Python cannot shrink a bytearray while a view on its bytes exists.
             payload = bytes(memoryview(self._received)[_HEADER.size : _HEADER.size + length])
             del self._received[: _HEADER.size + length]
             if self.ready:
@@ -155,6 +157,7 @@ class Link:
     def __init__(self, connection: socket.socket, token: bytes, *, listening: bool) -> None:
         connection.setblocking(False)
         with contextlib.suppress(OSError):  # a Unix socket has no such option
+            # Small commands must not wait until earlier packets are acknowledged.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
         self.peer = Peer(token, listening=listening)
@@ -247,6 +250,7 @@ def _mapping(payload: bytes) -> dict[str, Any]:
 
 def _text(greeting: dict[str, Any], key: str) -> str:
     value = greeting.get(key)
+    # `compare_digest` accepts only ASCII text.
     if not isinstance(value, str) or not value.isascii():
         raise ChannelClosed(f"The other side's greeting has no {key!r}.")
     return value

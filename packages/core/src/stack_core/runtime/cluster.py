@@ -239,6 +239,7 @@ class RemoteMesh:
             return
         for host in self._formation.hosts:
             self.cluster.hosts.tell(host, end=self._formation.number)
+        # Arrays of the old formation have another number and are refused from now on.
         self._formation, self.formation_number = None, -1
         self._answers.clear()
         self._unused.clear()
@@ -269,6 +270,7 @@ class RemoteMesh:
             self._looked_s = now_s
             self.cluster.poll(0.0)
         self._check()
+        # Sent before the command, whose results may need the memory.
         freed = (
             _pickled(("forget", [self._unused.popleft() for _ in range(len(self._unused))])) if self._unused else b""
         )
@@ -279,6 +281,7 @@ class RemoteMesh:
                 link.send(common if by_rank is None else by_rank[rank])
         except ChannelClosed:
             self._raise_lost()
+        # Bounds the driver's memory if it dispatches faster than the workers read.
         while any(link.waiting_bytes > _MOST_WAITING_BYTES for link in self._links.values()):
             self._check()
             self.cluster.poll(0.001)
@@ -323,6 +326,7 @@ class RemoteMesh:
                         mesh.hear(said)
             for hello, link in tuple(hosts.arrivals):
                 hosts.arrivals.remove((hello, link))
+                # A worker of an earlier formation may connect late.
                 if hello["formation"] != formation.number:
                     link.close()
                     continue

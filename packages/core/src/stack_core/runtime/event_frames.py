@@ -30,6 +30,7 @@ def from_frame(frame: Mapping[str, Any]) -> Event:
     if kind is None:
         raise ClusterError(f"A worker sent the event {name!r}, which this stack-core does not know.")
     if kind is RunFailed:
+        # The class of the exception may not exist in this process.
         fields["error"] = TrainingError(str(fields.get("error")))
     for field in dataclasses.fields(kind):
         if field.type in (Path, "Path") and field.name in fields:

@@ -89,6 +89,7 @@ def updated(formation: Formation, report: Mapping[str, Any], stopped_s: float) -
     member.result, member.error = report.get("result"), report.get("error")
     member.stopped = report.get("stopped_s", 0.0) >= stopped_s
     if report.get("step") is not None:
+        # Reports, events and pings may arrive out of order.
         member.step = max(report["step"], member.step or 0)
     return member
 

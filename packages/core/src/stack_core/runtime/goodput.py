@@ -77,6 +77,7 @@ class Goodput:
                 before = self.activity
                 self.switch("training", now_s)
                 self.move(event.compile_s, before, "compiling")
+                # Steps after the restored checkpoint run again.
                 self._give_up(after_step=event.first_step)
                 self._step_at_s = now_s
             case StepFinished():
@@ -87,6 +88,7 @@ class Goodput:
             case CheckpointSaved():
                 self.switch(self.activity, now_s)
                 self.move(event.blocked_s, "training", "saving")
+                # A failure can no longer undo steps up to the checkpoint.
                 self._unsaved = [(step, spent_s) for step, spent_s in self._unsaved if step > event.step]
             case EvaluationFinished():
                 self.switch(self.activity, now_s)

@@ -231,6 +231,7 @@ class Hosts:
             return
         if not messages:
             return
+        # An agent may send reports in the same packet as its greeting.
         first, *rest = messages
         hello = first.get("hello") if isinstance(first, dict) else None
         if not isinstance(hello, dict) or not _is_complete(hello):
@@ -246,6 +247,7 @@ class Hosts:
 
     def _admit(self, hello: Mapping[str, Any], link: Link, rest: list[Message]) -> None:
         number = hello["host"]
+        # Hosts that joined on their own get the lowest free number; too many are refused below.
         if number is None:
             number = next((each for each in range(self.count) if each not in self.present), self.count)
         problem = self._misfit(number, hello)
@@ -293,6 +295,7 @@ class Hosts:
             self._told.append({**said, "host": host.number})
 
     def _lose(self, host: Host, reason: str) -> None:
+        # A successor with the same number may have connected already.
         if self.present.get(host.number) is host:
             self._forget(host, keep_pid=True)
             self._told.append({"lost": reason, "host": host.number})
@@ -311,6 +314,7 @@ class Hosts:
             for host in self.present.values():
                 host.heard_s = now_s
         self._polled_s = now_s
+        # A single delayed answer must not count as silence.
         if now_s - self._pinged_s > self._config.silence_s / 4:
             self._pinged_s = now_s
             for number in tuple(self.present):

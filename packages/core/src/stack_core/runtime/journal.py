@@ -101,6 +101,7 @@ class Journal:
         Returns:
           Number of new entries; entries with an existing key are skipped.
         """
+        # SQLite does not verify the content of its pages.
         rows = [(kind, key, payload, zlib.crc32(payload)) for key, payload in entries]
         statement = "INSERT OR IGNORE INTO entries (kind, key, payload, crc) VALUES (?, ?, ?, ?)"
         with self._transaction() as database:
@@ -192,6 +193,7 @@ class Journal:
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         """Wraps a change of the file in a transaction."""
         with self._explaining("written"), self._lock:
+            # Takes the write lock now: the upgrade of a read lock would fail if another process writes.
             self._database.execute("BEGIN IMMEDIATE")
             try:
                 yield self._database

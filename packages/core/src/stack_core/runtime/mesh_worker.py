@@ -35,6 +35,7 @@ def serve(axes: Mapping[str, int]) -> str:
     devices = len(jax.local_devices())
     link.send({"hello": {"role": "worker", "formation": order.formation, "rank": order.rank, "devices": devices}})
     wanted = int(np.prod(list(axes.values())))
+    # Otherwise the driver, which compares the same numbers, raises the error.
     if wanted == jax.device_count():
         kinds = (AxisType.Auto,) * len(axes)
         mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds)
@@ -85,6 +86,7 @@ class _Interpreter:
             if self._error is None:
                 answer = self._guarded(command, self._questions[command], rest)
             self._link.send(pickle.dumps((number, self._error, answer), pickle.HIGHEST_PROTOCOL))
+        # Memory is freed also after an error.
         elif self._error is None or command == "forget":
             self._guarded(command, self._commands[command], operands)
 
@@ -130,6 +132,7 @@ class _Interpreter:
         return [
             (_plain(shard.index, array.shape), np.asarray(shard.data))
             for shard in array.addressable_shards
+            # Replicas hold equal data.
             if shard.replica_id == 0
         ]
 
@@ -158,6 +161,7 @@ class _Interpreter:
         parts: Sequence[tuple[str, int, Index]],
     ) -> None:
         """Gathers the parts of an array that this process needs from the processes of another mesh."""
+        # Parts of other processes stay uninitialized: `_put` reads only what this process needs.
         whole = np.empty(shape, jax.numpy.dtype(dtype))
         for address, key, index in parts:
             part_shape = tuple(stop - start for start, stop in index)

@@ -52,6 +52,7 @@ def join(config: ProcessesConfig) -> "Processes":
     if place.count == 1:
         return ALONE
     meet(place)
+    # By default, JAX's coordinator listens on all interfaces.
     bind = None if os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") else place.coordinator
     # Its SIGTERM handler would replace ours.
     jax.config.update("jax_enable_preemption_service", False)
@@ -63,6 +64,7 @@ def join(config: ProcessesConfig) -> "Processes":
             coordinator_bind_address=bind,
             initialization_timeout=place.start_timeout_s,
             heartbeat_timeout_seconds=place.heartbeat_timeout_s,
+            # The position is resolved already, and JAX's own detection might differ.
             cluster_detection_method="deactivate",
         )
     except RuntimeError as error:
@@ -225,6 +227,7 @@ class Processes:
                 raise
             caused = self._cause(error)
             atexit.unregister(_leave)
+            # Handlers run in reverse order, so the last one registered precedes JAX's shutdown.
             atexit.register(_leave, self, 2 if isinstance(caused, StackError) else 1)
             if caused is error:
                 raise
@@ -255,6 +258,7 @@ class Processes:
             try:
                 return self._store.blocking_key_value_get(name, _READ_MS)
             except jax.errors.JaxRuntimeError as error:
+                # JAX has one class for every error of its store.
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
             self._raise_failure()

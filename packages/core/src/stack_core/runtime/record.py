@@ -61,6 +61,7 @@ class ClusterRecord:
         assert self._journal is not None, "only its driver writes"
         before = [entry.number for entry in self._journal.read(kind)] if replace else []
         self._journal.append(kind, json.dumps({"time": time.time(), **fields}).encode())
+        # After the append, so a killed driver leaves at least one entry.
         self._journal.drop(before)
 
     def notes(self, kind: str | None = None) -> list[dict[str, Any]]:
@@ -111,6 +112,7 @@ class ClusterRecord:
         if self._token_path.exists():
             return read_token(self._token_path)
         token = secrets.token_bytes(32)
+        # A new file, because an existing one might be readable by others.
         descriptor = os.open(self._token_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(token.hex())

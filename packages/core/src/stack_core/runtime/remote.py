@@ -146,6 +146,7 @@ def remote(mesh: ArrayMesh, *, donate_argnums: Sequence[int] = ()) -> Callable[[
             mesh.tell("call", code, operands, [each.number for each in results])
             for position in donated:
                 if isinstance(leaves[position], RemoteArray):
+                    # The number of no formation, so every use of the donated array raises.
                     leaves[position].formation = -1
             return jax.tree.unflatten(out_tree, results)
 

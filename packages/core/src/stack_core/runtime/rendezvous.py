@@ -114,6 +114,7 @@ def _gather(place: Place, until_s: float) -> None:
         while len(guests) < place.count - 1:
             missing = sorted({*range(1, place.count)}.difference(guests))
             try:
+                # A timeout of 0 would make the socket non-blocking.
                 listener.settimeout(max(until_s - time.monotonic(), 0.001))
                 guest = opened.enter_context(listener.accept()[0])
                 guest.settimeout(max(until_s - time.monotonic(), 0.001))
@@ -133,6 +134,7 @@ def _gather(place: Place, until_s: float) -> None:
                     f"{place.count} processes and waits for {', '.join(map(str, missing))}. "
                     "Give each process its own id, and all the same processes.count."
                 )
+                # Every process ends with the same message instead of its own timeout.
                 for each in (*guests.values(), guest):
                     _say(each, problem)
                 raise ConfigError(problem)
@@ -184,4 +186,5 @@ def _slurm_address(environ: Mapping[str, str]) -> str | None:
         return None
     found = re.match(r"([^,\[]*)(?:\[([^,\-\]]*)[^\]]*\]([^,]*))?", nodes)
     first = "".join(part or "" for part in found.groups()) if found else nodes
+    # Jobs that share a host get different ports.
     return f"{first}:{_PORT + int(environ.get('SLURM_JOB_ID', '0')) % 4096}"

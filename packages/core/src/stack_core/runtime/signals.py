@@ -45,6 +45,7 @@ def stop_requests(*, deferred: bool = True) -> Iterator[StopRequest]:
         if number == signal.SIGINT and (request or not request.deferred):
             raise KeyboardInterrupt
         if not request.deferred:
+            # The process ends by the signal itself, which the exit status then shows.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         request.received = request.received or signal.Signals(number)

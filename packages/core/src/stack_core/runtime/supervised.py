@@ -92,6 +92,7 @@ class _Driver:
     def run(self) -> Any:
         left = self.record.unfinished()
         _check_same_job(self.job, self.config, self.record, left)
+        # The check above is repeated under the lock, since another driver may have ended in between.
         token = self.record.token(self.config.token_file)
         count = self.config.hosts or 1
         address = left["address"] if left else None
@@ -157,6 +158,7 @@ class _Driver:
                 at = self.config.interface or self.hosts.present[0].at
                 formation = formed(number, f"{at}:{self.hosts.ask(0, 'port')}", self.hosts.present, self.hosts.count)
                 break
+            # KeyError: host 0 is lost.
             except (ClusterError, KeyError):
                 self._replace_lost()
         else:
@@ -246,6 +248,7 @@ class _Driver:
     def _turn(self, formation: Formation, timeout_s: float) -> None:
         for said in self.hosts.poll(timeout_s):
             self._hear(formation, said)
+        # A killed driver loses at most this part of the account.
         if time.monotonic() - self._noted_s > _NOTE_S:
             self._switch(self.goodput.activity)
 
@@ -311,6 +314,7 @@ class _Driver:
     def _pass_stop_on(self, formation: Formation) -> None:
         if self.stop.received is not None and not self._stop_sent:
             self._stop_sent = True
+            # One process suffices: all processes agree on the last step.
             first = formation.members[0].host
             self.hosts.tell(first, signal={"formation": formation.number, "number": int(self.stop.received)})
 
@@ -327,6 +331,7 @@ class _Driver:
                 self._hear(formation, said)
             waiting -= self.lost
         for host in waiting:
+            # A host that does not answer might still compute.
             self.hosts.end(host)
             self.lost.add(host)
 

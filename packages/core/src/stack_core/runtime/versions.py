@@ -18,6 +18,7 @@ def installed() -> dict[str, Any]:
     """
     from stack_core.abi.plugins import plugins
 
+    # Patch releases of Python are compatible.
     versions = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in _WATCHED:
         try:

@@ -56,6 +56,7 @@ class Worker:
     def say(self, **fields: Any) -> None:
         """Sends a message to the agent, which forwards it to the driver."""
         line = json.dumps(fields) + "\n"
+        # Observers may run on several threads, whose lines must not mix.
         with self._lock:
             self._out.write(line)
             self._out.flush()

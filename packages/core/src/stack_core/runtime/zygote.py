@@ -65,6 +65,7 @@ def fork(run: Callable[[TextIO], int]) -> Child:
 def state_of(pid: int) -> str | None:
     """Returns the state letter of a local process ("T" if a signal stopped it); None for a process that is gone."""
     try:
+        # The name of the program precedes the state and may contain spaces and parentheses.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return None
@@ -79,6 +80,7 @@ def die_with_parent(parent: int) -> None:
 
 def _settle(parent: int, says: int, prints: int) -> None:
     die_with_parent(parent)
+    # A session of its own, because Ctrl-C on a terminal goes to the driver only.
     os.setsid()
     os.dup2(prints, 1)
     os.dup2(prints, 2)
@@ -90,6 +92,7 @@ def _settle(parent: int, says: int, prints: int) -> None:
                 os.close(descriptor)
             except OSError:  # the descriptor of the listing itself, closed already
                 continue
+    # The agent ignores SIGINT, which a worker must not inherit.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 

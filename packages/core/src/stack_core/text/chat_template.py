@@ -128,6 +128,7 @@ class ChatTemplate:
         checked = self._checked(messages, variables)
         values = {"strftime_now": datetime.now().strftime, **(variables or {})}  # the same time in both renderings
         plain = self._run(checked, values, tools=tools)
+        # Private-use characters that the conversation itself lacks.
         begin, end = islice((chr(code) for code in _PRIVATE if chr(code) not in plain), 2)
         marked = self._run(checked, {**values, _BEGIN: begin, _END: end}, tools=tools)
         return plain, _spans(marked, plain, begin, end)
@@ -234,6 +235,7 @@ class ChatTemplate:
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or not role:
             raise ChatTemplateError(f"{where}.role is missing; set it, e.g. to 'user'.", parameter=f"{where}.role")
+        # Many templates drop messages of unknown roles without an error.
         if role not in self._roles:
             raise ChatTemplateError(
                 f"{where}.role is {role[:100]!r}, which the model's chat template does not support."
@@ -337,6 +339,7 @@ def _cut_after_last(prompt: str, content: Any) -> str:
     """Cuts the prompt after the last message's text, whose whitespace the template may have stripped."""
     text: str = content if isinstance(content, str) else content[0]["text"]
     core = text.strip()
+    # The last occurrence, because earlier messages may have the same text.
     begin = prompt.rfind(core)
     if not core or begin < 0:
         raise ChatTemplateError(
@@ -374,6 +377,7 @@ class _Generation(jinja2.ext.Extension):
         begin, end = (
             jinja2.nodes.Output([jinja2.nodes.Name(name, "load", lineno=line)], lineno=line) for name in (_BEGIN, _END)
         )
+        # A scope, because transformers renders the block like a macro, which keeps assignments inside.
         return [begin, jinja2.nodes.Scope(body, lineno=line), end]
 
 

@@ -33,6 +33,7 @@ def _complete_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> tuple[str, in
         end -= 1
         rest -= len(tokenizer.token_bytes(tokens[end]))
     text = tokenizer.decode(tokens[:end])
+    # The last token completes a character and begins another one.
     return text.removesuffix(_REPLACEMENT) if rest else text, len(tokens) - end
 
 
@@ -40,6 +41,7 @@ def _context(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[int]:
     """Returns the last tokens, from the start of a character."""
     begin = max(0, len(tokens) - _CONTEXT_TOKENS)
     first = max(0, begin - _CHARACTER_BYTES + 1)
+    # A continuation byte of UTF-8: this token begins within a character.
     while begin > first and 0x80 <= next(iter(tokenizer.token_bytes(tokens[begin])), 0) < 0xC0:
         begin -= 1
     return list(tokens[begin:])
@@ -77,6 +79,7 @@ class IncrementalDetokenizer:
         self._pending.append(token)
         piece = self._piece()
         if not piece:
+            # Tokens without text, such as skipped ones, must not accumulate.
             del self._pending[:-_MOST_PENDING]
         is_whole = not piece.endswith(_REPLACEMENT) or len(self._pending) > _MOST_PENDING
         return self._take(piece) if is_whole else ""
@@ -148,6 +151,7 @@ class StopTexts:
             if end is not None and may_stop:
                 matches.append((len(self._held) + end - len(search.text), search.text))
         if matches:
+            # Of several matches in one piece, the earliest ends the text.
             begin, self.found = min(matches)
             self._held = ""
             return text[:begin]
@@ -178,6 +182,7 @@ class _Search:
     def push(self, piece: str) -> int | None:
         """Adds text; returns the number of its characters before the end of the first match ending in it, or None."""
         text, borders, matched, found = self.text, self._borders, self.matched, None
+        # Most pieces lack the first character, which `in` finds faster than the loop.
         if not matched and text[0] not in piece:
             return None
         for place, character in enumerate(piece, start=1):
@@ -191,6 +196,7 @@ class _Search:
         return found
 
 
+# Most requests of a client have the same stop texts.
 @lru_cache(maxsize=1024)
 def _borders(text: str) -> tuple[int, ...]:
     """Returns the length of the longest proper border (prefix that is also a suffix) of each prefix of a text."""

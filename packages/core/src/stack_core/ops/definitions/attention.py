@@ -124,8 +124,10 @@ def attention(
         "return_lse": return_lse,
     }
     offset = kv_seq - q_seq if query_offset is None else query_offset
+    # A variable of `jax.export` cannot be a static option.
     if is_symbolic(offset):
         offset = jnp.full(query.shape[0], offset, jnp.int32)
+    # A Python int stays static: tiles that it hides are then left out of the program.
     placed = options if isinstance(offset, int) else arrays
     placed["query_offset"] = bounded_offset("attention", query, offset, q_seq, kv_seq, window)
     return dispatch(OP, arrays, options, implementation, axes)
@@ -204,6 +206,7 @@ def bounded_offset(op: str, query: Any, offset: Any, q_seq: Size, kv_seq: Size, 
 
 
 def _clipped(x: Any, low: int, high: Size) -> Any:
+    # The bounds may exceed a small dtype.
     if x.dtype.itemsize < 4:
         x = x.astype(jnp.int32)
     return jnp.clip(x, max(low, jnp.iinfo(x.dtype).min), high).astype(jnp.int32)
@@ -278,6 +281,7 @@ def attention_axes(call: OpCall) -> OpAxes:
         outputs if call.options["return_lse"] else outputs[:1],
         {"lse": outputs[1]},
         whole=frozenset({"q_seq", "kv_seq", "key_dim", "value_dim"}),
+        # Each key head must be on the devices of its query heads.
         together=(("heads", "kv_heads"),),
     )
 

@@ -104,6 +104,7 @@ def _product(x: Any, weight: Any) -> Any:
 
 
 def _axes(call: OpCall) -> OpAxes:
+    # The surrounding `shard_map` has split these axes already.
     operands = {"x": "... rows d_in", "weight": "d_in d_out"}
     return OpAxes(operands, ("... out_rows d_out",), whole=frozenset({"rows", "d_in", "out_rows"}))
 

@@ -130,6 +130,7 @@ def _reference(
     if x.size == 0:  # XLA lacks collectives along empty axes.
         return jnp.zeros_like(x, shape=(out_rows, x.shape[1])), {}
     function = _plain_exchange if is_plain() else _exchange
+    # Each device gets other rows, so the operands must vary over the axis, too.
     return function(kind, axis_name, out_rows, *vary_alike(x, group_sizes, lax.axis_index(axis_name))[:2]), {}
 
 
@@ -138,10 +139,12 @@ def _plain_exchange(kind: str, axis_name: Any, out_rows: int, x: Any, group_size
     find = _arriving if kind == "send" else _returning
     device, row, exists = find(everyones, lax.axis_index(axis_name), out_rows)
     gathered = lax.all_gather(x, axis_name)
+    # Rows that do not exist are clipped here and set to 0 below.
     taken = gathered.at[device, row].get(mode="clip")
     return jnp.where((exists & (row < x.shape[0]))[:, None], taken, 0)
 
 
+# JAX's derivative would scatter the gradients of all rows on every device; the opposite exchange only moves rows.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _exchange(kind: str, axis_name: Any, out_rows: int, x: Any, group_sizes: Any) -> Any:
     return _plain_exchange(kind, axis_name, out_rows, x, group_sizes)
@@ -188,6 +191,7 @@ def _returning(everyones: Any, me: Any, out_rows: int) -> tuple[Any, Any, Any]:
 def _places(sizes: Any, rows: int) -> tuple[Any, Any, Any]:
     """Returns for each row of consecutive blocks: its block, its index within the block, and whether it is in any."""
     ends, row = jnp.cumsum(sizes, dtype=jnp.int32), jnp.arange(rows, dtype=jnp.int32)
+    # The side skips empty blocks, which end where the previous block ends.
     block = jnp.minimum(jnp.searchsorted(ends, row, side="right"), len(sizes) - 1)
     return block, row - (ends - sizes)[block], row < ends[-1]
 

@@ -117,6 +117,7 @@ def _reference(
 
 
 def _affine(x: Any, weight: Any, bias: Any) -> Any:
+    # Not -1, which is ambiguous for arrays without features.
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     result = affine(rows, dequantize(weight, x.dtype), bias, x.dtype)
     return result.reshape(*x.shape[:-1], result.shape[-1])
@@ -131,6 +132,7 @@ def _backward(
     """Computes the gradients, and recomputes the two products if they are not among the residuals."""
     x, parts = arrays["x"], ("gate", "up")
     products = [residuals.get(part) for part in parts]
+    # Another forward pass may have run, which saves no residuals.
     if products[0] is None:
         products = [_affine(x, arrays[f"w_{part}"], arrays[f"bias_{part}"]) for part in parts]
     _, gated_vjp = jax.vjp(functools.partial(gate_product, **options), *products)
@@ -163,6 +165,7 @@ def _axes(call: OpCall) -> OpAxes:
         **dict.fromkeys(("w_gate", "w_up"), "d_in d_out"),
         **dict.fromkeys(("bias_gate", "bias_up"), "d_out"),
     }
+    # Partial sums over a split d_in could not pass through the activation.
     products = {"gate": "... d_out", "up": "... d_out"}
     return OpAxes(operands, ("... d_out",), products, whole=frozenset({"d_in"}))
 

@@ -61,6 +61,7 @@ def linear(
     """
     if is_low_rank(weight):
         view = low_rank_view(weight)
+        # The base may be quantized, so the dtype must be determined before both products.
         dtype = _dtype(x, view.base) if preferred_dtype is None else preferred_dtype
         based = linear(x, view.base, bias=bias, preferred_dtype=dtype, implementation=implementation, axes=axes)
         of_rows = None if axes is None or "x" not in axes else {"x": axes["x"]}
@@ -88,6 +89,7 @@ def _reference(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any, requeste
         product = integer_product(x, weight)
         return (product if bias is None else product + bias.astype(product.dtype)).astype(preferred_dtype), {}
     x, weight = (dequantize(array, _dtype(x, weight)) for array in (x, weight))
+    # Not -1, which is ambiguous for arrays without features.
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     return affine(rows, weight, bias, preferred_dtype).reshape(*x.shape[:-1], weight.shape[-1]), {}
 

@@ -91,6 +91,7 @@ def linear_attention(
         "query": query,
         "key": key,
         "value": value,
+        # Neutral arrays instead of None, because implementations then need no variants.
         "decay": jnp.zeros(query.shape[:3], accurate) if decay is None else decay,
         "beta": jnp.ones(query.shape[:3], accurate) if beta is None else beta,
         "initial_state": initial_state,
@@ -105,12 +106,14 @@ def _reference(
     batch, seq, heads, key_dim = query.shape
     if initial_state is None:
         initial_state = jnp.zeros((batch, heads, key_dim, value.shape[-1]), accurate_dtype(value.dtype))
+    # About sqrt(seq) chunks balance the stored states against the states of the chunk that is recomputed.
     chunks = _chunks(seq)
 
     @jax.checkpoint
     def read_chunk(state: Any, tokens: Any) -> Any:
         return lax.scan(_read_token, state, tokens)
 
+    # Inside a `shard_map`, the carry of a scan must vary over the same axes before and after a step.
     state, *tokens = vary_alike(initial_state, query, key, value, decay, beta)
     state, output = lax.scan(read_chunk, state, [_split(x, chunks) for x in tokens])
     output = output.reshape(output.shape[0] * output.shape[1], *output.shape[2:])

@@ -131,6 +131,7 @@ def _reference(
     part_rows = labels.size // parts.total
     chunks = _chunks(part_rows, vocab)
     hidden_chunks = _split_rows(parts.split(hidden), chunks, fill=0)
+    # Padding rows have the ignored label, so they add nothing.
     label_chunks = _split_rows(parts.split(labels), chunks, fill=ignore_index)
     hidden_chunks, head, label_chunks = vary_alike(hidden_chunks, head, label_chunks)
     if reduction == "none":
@@ -139,6 +140,7 @@ def _reference(
     total = (_plain_total if is_plain() else _total)(row_losses, hidden_chunks, head, label_chunks)
     if reduction == "sum":
         return total, {}
+    # All rows may be ignored.
     return total / jnp.maximum(jnp.sum(labels != ignore_index), 1).astype(total.dtype), {}
 
 
@@ -203,6 +205,7 @@ def _total(row_losses: Any, hidden_chunks: Any, head: _Head, label_chunks: Any) 
 def _total_forward(row_losses: Any, hidden_chunks: Any, head: _Head, label_chunks: Any) -> Any:
     chunk_total = jax.value_and_grad(lambda *chunk: jnp.sum(row_losses(*chunk)), argnums=(0, 1))
     part_totals = _over_parts(chunk_total, None)
+    # A bf16 sum over many chunks would lose small gradients.
     accumulator = accurate_dtype(head.weight.dtype)
 
     def add_chunk(carry: Any, chunk: Any) -> Any:

@@ -99,12 +99,15 @@ def _by_adapter(x: Any, down: Any, up: Any, scale: Any, rows: Any) -> Any:
     """Computes [n, d_out] by two ragged products over rows sorted by adapter; rows without adapter come last."""
     adapters, accurate = down.shape[0], accurate_dtype(x.dtype)
     exists = (rows >= 0) & (rows < adapters)
+    # One past the last adapter sorts these rows behind all groups.
     adapter = jnp.where(exists, rows, adapters)
     order = jnp.argsort(adapter, stable=True)
     sizes = jnp.sum(adapter[:, None] == jnp.arange(adapters), axis=0, dtype=jnp.int32)
     inner = ragged_product(x[order], down, sizes).astype(accurate)
+    # Rows without an adapter get an arbitrary scale, but their product is 0.
     scales = jnp.take(scale.astype(accurate), adapter[order], mode="clip")
     outer = ragged_product((inner * scales[:, None]).astype(x.dtype), up, sizes)
+    # A permutation: XLA may write the rows in parallel.
     unsorted = jnp.zeros_like(outer).at[order].set(outer, unique_indices=True)
     return jnp.where((exists | (rows == -1))[:, None], unsorted, jnp.nan)
 
@@ -128,6 +131,7 @@ def low_rank_view(array: Any) -> LowRankView:
             "Install a matching release of the package that defines it."
         )
     *lead, d_in, d_out = logical_array(view.base).shape
+    # 0 for a scalar, which the comparison below rejects by name.
     adapters, rank = (*view.scale.shape, 0)[0], view.down.shape[-1]
     expected = {
         "down": (adapters, *lead, d_in, rank),

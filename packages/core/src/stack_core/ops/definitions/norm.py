@@ -78,6 +78,7 @@ def norm(
         raise ShapeError(f"norm: residual has shape {residual.shape}, but x {x.shape}; make them equal.")
     check_same_dtype("norm", x=x, residual=residual)
     arrays = {"x": x, "scale": scale, "offset": offset, "residual": residual}
+    # A negative axis keeps its meaning when `vmap` adds leading axes.
     options = {"kind": kind, "epsilon": epsilon, "scale_offset": scale_offset, "axis": axis % x.ndim - x.ndim}
     return dispatch(OP, arrays, options, implementation, axes)
 
@@ -112,6 +113,7 @@ def _reference(
 
 
 def _axes(call: OpCall) -> OpAxes:
+    # Other axes may be split, but statistics need all entries of the normalized axis.
     after = [f"after{number}" for number in range(-1 - call.options["axis"])]
     x, factor = (" ".join(["...", normed, *after]) for normed in ("size", "one"))
     outputs = (x,) if call.arrays["residual"] is None else (x, x)

@@ -254,6 +254,7 @@ def _reference(
     batch = block_tables.shape[0]
     pool = logical_array(key_pages)
     out_dim = value_dim or (pool if holds_values(layout) else logical_array(value_pages)).shape[-1]
+    # Clamping needs at least one page, and a maximum over no key is undefined.
     if query.size == 0 or block_tables.size == 0 or pool.size == 0:
         return jnp.zeros_like(query, shape=(tokens, heads, out_dim)), {}
     pages, kv_heads, slots = (pool.shape[layout.index(axis)] for axis in "phs")

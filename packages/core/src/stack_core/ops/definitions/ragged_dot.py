@@ -76,6 +76,7 @@ def ragged_dot(
 
 def _cut_off(group_sizes: Any, rows: Size) -> Any:
     """Clamps group sizes as int32, which bounds loops over the rows of a group and prevents overflow of their sums."""
+    # The number of rows may exceed a small dtype.
     if group_sizes.dtype.itemsize < 4:
         group_sizes = group_sizes.astype(jnp.int32)
     sizes = jnp.clip(group_sizes, 0, rows)
@@ -94,6 +95,7 @@ def _with_adapters(
     groups = group_sizes.shape[0]
     group = jnp.searchsorted(jnp.cumsum(_cut_off(group_sizes, lhs.shape[0])), jnp.arange(lhs.shape[0]), side="right")
     adapter = jnp.zeros_like(group) if view.rows is None else view.rows.astype(group.dtype)
+    # One number for each pair of adapter and group, since `low_rank` selects by one index.
     rows = jnp.where(group < groups, jnp.where(adapter < 0, adapter, adapter * groups + group), -1)
     down, up = (x.reshape(-1, *x.shape[2:]) for x in (view.down, view.up))
     of_rows = None if axes is None or "lhs" not in axes else {"x": axes["lhs"]}

@@ -95,6 +95,7 @@ def rotated(x: Any, cosine: Any, sine: Any, *, interleaved: bool) -> Any:
     """Rotates the leading features of x[..., seq, heads, head_dim], two for each angle in the tables."""
     dtype, rotary_dim = accurate_dtype(x.dtype), 2 * cosine.shape[-1]
     cosine, sine = cosine.astype(dtype), sine.astype(dtype)
+    # Only the rotated features are cast; the rest passes bit by bit.
     turning, rest = x[..., :rotary_dim].astype(dtype), x[..., rotary_dim:]
     if interleaved:
         first, second = turning[..., 0::2], turning[..., 1::2]

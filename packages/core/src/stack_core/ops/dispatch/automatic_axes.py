@@ -33,6 +33,7 @@ def with_automatic_axes(fn: Callable[..., Any], *args: Any, like: Any) -> Any:
         fitting = (part if size % _shards(mesh, part) == 0 else None for size, part in parts)
         return NamedSharding(mesh, PartitionSpec(*fitting))
 
+    # Without shardings: the abstract evaluation would fail on Explicit axes like the function itself.
     shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), args)
     specs = jax.tree.map(spec, jax.eval_shape(fn, *shapes))
     return jax.sharding.auto_axes(fn, axes=names, out_sharding=specs)(*args)

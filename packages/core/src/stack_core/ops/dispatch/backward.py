@@ -267,6 +267,7 @@ class Tangent:
         ]
         if per_example is None:
             return gradients
+        # Operands that all examples share need the sum over the examples.
         adding = [own and not each for own, each in zip(is_own, per_example, strict=True)]
         return [
             jnp.sum(x, axis=0).astype(x.dtype) if is_sum else x for is_sum, x in zip(adding, gradients, strict=True)
@@ -281,6 +282,7 @@ class Tangent:
             chosen = plan(request, shapes[: forward.operands], mapped=True)
         except UnsupportedOp:
             return None
+        # The forward pass has run already, so the folded backward pass must make do with its residuals.
         if not set(forward.residual_names) <= set(chosen.residuals) or isinstance(chosen.backward, UnsupportedOp):
             return None
         folded = dataclasses.replace(forward, request=request, plan=chosen, shapes=tuple(shapes))
@@ -342,6 +344,7 @@ class _Gradients(Callee):
         return [*[None] * count, *self.tangent.move(*arguments[:count], *cotangents)]
 
 
+# Equal tangents are one object, because JAX lowers an equation once for each distinct parameter.
 _shared = functools.lru_cache(maxsize=8192)(Tangent.of)
 
 
@@ -369,6 +372,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, tangent: Tangent) -
 
 _tangent_p = Primitive("stack_tangent")
 _tangent_p.multiple_results = True
+# Compiled also outside of `jit`, where the tangent would otherwise run operation by operation.
 _tangent_p.def_impl(lambda *arguments, tangent: jax.jit(tangent)(*arguments))
 _tangent_p.def_abstract_eval(lambda *arguments, tangent: list(tangent.types))
 ad.primitive_jvps[_tangent_p] = _jvp

@@ -129,6 +129,7 @@ def _evaluated(*arguments: Any, call_jaxpr: Any, **_: Any) -> list[Any]:
     return jaxpr_as_fun(call_jaxpr)(*arguments)
 
 
+# `jit` caches by function, so equal jaxprs need one function.
 @functools.lru_cache(maxsize=4096)
 def _compiled(call_jaxpr: Any) -> Any:
     return jax.jit(jaxpr_as_fun(call_jaxpr))

@@ -140,6 +140,7 @@ def axis_size(op: str, axis_name: str | tuple[str, ...]) -> int:
     """Returns the number of devices along manual mesh axes; raises ArgumentError for an axis that is not bound."""
     try:
         return lax.axis_size(axis_name)
+    # JAX's class for an axis that no `shard_map` binds.
     except NameError as error:
         bound = ", ".join(map(repr, jax.sharding.get_abstract_mesh().manual_axes)) or "none"
         raise ArgumentError(

@@ -411,6 +411,7 @@ def _platform() -> str:
 
 
 def _seen(candidate: OpImplementation, sides: _Sides) -> OpCall:
+    # An opaque implementation runs on the shards of one device.
     return sides.local if candidate.is_opaque else sides.call
 
 
@@ -434,6 +435,7 @@ def _tuned_choice(
     able: Mapping[str, OpImplementation], sides: _Sides, tuned: Mapping[str, TunedChoice]
 ) -> Choice | None:
     for table, advice in tuned.items():
+        # Tables are sorted by name, and the first with advice wins.
         chosen = able[advice.implementation]
         return _choice(chosen, sides, f"tuned table {table!r}: {advice.reason}", advice.config)
     return None
@@ -463,6 +465,7 @@ def _sharing_config(backward: Choice, forward: Choice) -> Choice:
 
 def _selected_by_hook(sides: _Sides, able: Mapping[str, OpImplementation]) -> Choice | None:
     call = sides.local
+    # Without a choice, the hook is not called.
     if len(able) < 2:
         return None
     answer = plugins.select_op(call=call, chip=target_chip(), candidates=tuple(able))
@@ -485,6 +488,7 @@ def _by_order(sides: _Sides, able: Mapping[str, OpImplementation], forward: Choi
     if forward is not None and forward.implementation.name in best:
         return _choice(forward.implementation, sides, f"{reason}, the forward's own")
     if len(best) > 1:
+        # A silent choice by the order of installation would differ between machines.
         op, others = sides.call.op, " and ".join(map(repr, best[1:]))
         warn_once(
             op,

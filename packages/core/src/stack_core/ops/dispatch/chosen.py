@@ -13,6 +13,7 @@ from stack_core.abi.ops import OpCall
 __all__ = ["changed_choices", "choice_entry", "choices", "note_choices"]
 
 _noted: dict[str, Mapping[str, Any]] = {}
+# Threads may trace at the same time.
 _lock = threading.Lock()
 
 
@@ -25,6 +26,7 @@ def choices() -> list[dict[str, Any]]:
     times has its last choice. The backward pass of a call is listed even if the call is not differentiated.
     """
     with _lock:
+        # Deep copies: the record must not change with the caller's lists.
         return [json.loads(json.dumps(entry)) for entry in _noted.values()]
 
 

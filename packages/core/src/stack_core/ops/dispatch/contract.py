@@ -82,6 +82,7 @@ def _accumulated(subscripts: str) -> Callable[[jax.Array, jax.Array], jax.Array]
         left_axes, right_axes, result = _terms(subscripts)
         new = next(letter for letter in string.ascii_lowercase if letter not in subscripts)
         if not in_batched[0]:
+            # The mapped index must be in all three terms, so `left` gets copies along the new axis.
             left = jnp.broadcast_to(left, (axis_size, *left.shape))
         elif not in_batched[1]:  # the new axis joins the rows of `left`, after the indices of all terms
             lead = len(set(left_axes).intersection(right_axes, result))

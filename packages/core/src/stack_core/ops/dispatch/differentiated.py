@@ -64,6 +64,7 @@ def differentiated(forward: _Forward) -> tuple[_Forward, Callable[..., Mapping[s
 
 
 def _is_floating(leaf: Any) -> bool:
+    # Options are Python numbers, which are never differentiated.
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 

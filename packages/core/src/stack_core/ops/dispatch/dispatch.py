@@ -66,6 +66,7 @@ def requested(
 
 def run(request: Request, operands: list[Any]) -> Any:
     """Runs the chosen forward pass; derivatives use the chosen backward pass."""
+    # Inside a `shard_map`, a gradient has the type of its operand only if all operands vary over the same axes.
     return called(request, vary_alike(operands)[0])
 
 

@@ -141,6 +141,7 @@ class _Recorder:
         """
         found = {"forward": chosen.forward, "backward": chosen.backward, "call": call}
         self.calls[number] = dataclasses.replace(self.calls[number], **found)
+        # Only a missing gradient is replaced; every choice must stay visible.
         if isinstance(chosen.backward, Choice):
             return chosen
         with contextlib.suppress(StackError):

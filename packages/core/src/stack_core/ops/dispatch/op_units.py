@@ -88,6 +88,7 @@ def unit_of(equation: Any) -> OpUnit | None:
 
 
 def _bind(request: Request, operands: Sequence[Any]) -> Any:
+    # Without the recorder, which would record the call inside its own equation again.
     with recording(None):
         jaxpr, result = jax.make_jaxpr(lambda *operands: run(request, list(operands)), return_shape=True)(*operands)
     unit = OpUnit(
@@ -124,6 +125,7 @@ def _primitive() -> Any:
     primitive.multiple_results = True
 
     def jvp(primals: Any, tangents: Any, *, unit: OpUnit) -> Any:
+        # `jax.jvp` does not accept symbolic zeros.
         tangents = [ad.instantiate_zeros(tangent) for tangent in tangents]
         return jax.jvp(functools.partial(_evaluated, unit=unit), tuple(primals), tuple(tangents))
 

@@ -68,6 +68,7 @@ def reference_tangent(forward: Forward, moving: Sequence[int]) -> _Function:
                 filled[place] = operand
             return reference(*filled)
 
+        # Forward mode cannot pass through a `custom_vjp`.
         with plain():
             return jax.jvp(of_moving, tuple(operands[i] for i in moving), tuple(tangents))[1]
 
@@ -89,6 +90,7 @@ def backward_pass(forward: Forward, moving: Sequence[int]) -> _Function:
         for name, array in arrays.items():
             structure = jax.tree.structure(array)
             gradient = found.get(name) if structure.num_leaves else None
+            # `flatten_up_to` keeps None at leaves without a gradient, such as the codes of a quantized operand.
             leaves += [None] * structure.num_leaves if gradient is None else structure.flatten_up_to(gradient)
         of_moving = [(leaves[i], pool[i]) for i in moving]
         return [jnp.zeros_like(x) if gradient is None else gradient.astype(x.dtype) for gradient, x in of_moving]

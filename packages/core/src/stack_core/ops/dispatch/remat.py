@@ -34,6 +34,7 @@ def _saves(policy: _Policy, jaxpr: Any) -> bool:
             return True
         if _is_foreign_product(equation):
             return True
+        # Policies may return other objects than booleans, such as requests to offload.
         if policy(equation.primitive, *(operand.aval for operand in equation.invars), **equation.params) is True:
             return True
     return False

@@ -46,9 +46,11 @@ class Request:
 
     def shared(self) -> "Request":
         """Returns the object shared by all equal requests, or this request if it cannot be shared."""
+        # A callback belongs to one caller.
         if self.noted is not None:
             return self
         named, axes = self.implementation, self.axes
+        # Lists are not hashable.
         named = tuple(named) if isinstance(named, list) else named
         of_operands = None if axes is None else tuple((name, tuple(names)) for name, names in axes.items())
         key = (self.op, tuple(sorted(self.options.items())), named, of_operands, self.names, self.structure)

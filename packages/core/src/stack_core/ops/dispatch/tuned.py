@@ -50,6 +50,7 @@ def tuned_choices(
       forward: choice for the forward pass, if this is the backward pass.
     """
     able = {name: candidate for name, candidate in candidates.items() if answers[name] is True}
+    # A table that prefers another implementation would otherwise lack a config for the requested one.
     among = able if requested is None else {requested.name: requested}
     choices: dict[str, TunedChoice] = {}
     for table, load in _tables().items():

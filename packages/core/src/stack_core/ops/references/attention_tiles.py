@@ -84,6 +84,7 @@ def attend(
     batch, kv_heads, group, q_seq, _ = operands["query"].shape
     kv_seq = operands["key"].shape[2]
     logits = functools.partial(masked_logits, scale=scale, softcap=softcap, window=window)
+    # A tile is sized for the share of one device.
     devices = parts_of("batch") * parts_of("act_heads")
     if is_symbolic(q_seq, kv_seq):
         rows, keys = q_seq, kv_seq  # the number of tiles must be static
@@ -93,8 +94,10 @@ def attend(
     if (rows >= q_seq and keys >= kv_seq) or q_seq * kv_seq == 0:
         tiles = _Tiles(q_seq, kv_seq, ((0, 0),), logits)
         return finish(_with_tile(tiles, empty_softmax(operands["query"], operands["value"].shape[3]), operands, 0))
+    # With a traced offset, any tile may be visible.
     hidden = (window, query_offset) if isinstance(query_offset, int) else ((None, None), 0)
     needed = _needed_tiles(rows, keys, (q_seq, kv_seq), *hidden)
+    # Forward mode cannot pass through a `custom_vjp`.
     attend_tiles = _plain_attend if is_plain() else _attend
     output, lse = attend_tiles(_Tiles(rows, keys, needed, logits), _padded(operands, rows, keys))
     return output[..., :q_seq, :], lse[..., :q_seq]
@@ -138,6 +141,7 @@ def _needed_tiles(
 def _padded(operands: Operands, rows: int, keys: int) -> dict[str, Any]:
     """Pads operands to whole tiles. Padding keys are masked; the caller removes the output of padding queries."""
     query, key = operands["query"], operands["key"]
+    # Lengths hide the padding of the keys.
     if key.shape[2] % keys and operands["kv_lengths"] is None:
         operands = {**operands, "kv_lengths": jnp.full(query.shape[0], key.shape[2])}
 
@@ -194,6 +198,7 @@ def _attend_backward(tiles: _Tiles, residuals: Any, cotangents: Any) -> Any:
         "output": of_output.astype(dtype),
         # Finite in rows without visible keys, where -inf - (-inf) would give NaN weights.
         "lse": jnp.maximum(lse, jnp.finfo(accurate).min),
+        # The terms of dz that are equal for all keys of a row.
         "offset": jnp.where(lse > -jnp.inf, of_lse - jnp.sum(of_output * output, axis=-1), 0),
     }
     turned = {"query": query.transpose(0, 1, 4, 2, 3), "output": by_query["output"].transpose(0, 1, 4, 2, 3)}

@@ -35,6 +35,7 @@ def page_layout(
     check_known("page_layout", "layout", layout, tuple(LAYOUTS))
     ranks = {}
     for name in LAYOUTS:
+        # Latents, or values of another width, do not fit into one pool with the keys.
         if (pools := in_layout((key_pages, value_pages), layout, name)) is None:
             continue
         bound = inspect.signature(paged_attention).bind(query, *pools, layout=name, **call)
@@ -43,6 +44,7 @@ def page_layout(
         arrays, options = checked_call(**bound.arguments)
         ranks[name] = highest_priority(*requested(OP, arrays, options, None, _renamed(axes, layout, name)))
     best = max(ranks, key=ranks.__getitem__)
+    # On a tie the present layout stays.
     return None if ranks[layout] == ranks[best] else best
 
 

@@ -30,6 +30,7 @@ def bounded_places(
     return (
         jnp.clip(as_int32(block_tables), 0, pages - 1),
         jnp.clip(as_int32(kv_lengths), 0, most_keys),
+        # Ascending starts give no sequence a negative number of queries.
         lax.cummax(jnp.clip(as_int32(query_starts), 0, tokens)),
     )
 

@@ -69,10 +69,12 @@ def _dequantized(view: QView, dtype: DTypeLike) -> jax.Array:
         return (value * _repeated(scale, value.shape)).astype(dtype)
 
     parts = (view.qvalue, view.scale, view.zero_point, view.codebook)
+    # A tile of one scale may span several shards, which cannot be written with Explicit axes.
     return with_automatic_axes(computed, *parts, like=view.qvalue)
 
 
 def _decoded(codes: jax.Array, codebook: jax.Array) -> jax.Array:
+    # By default, `take` gives NaN for codes beyond the codebook.
     return jnp.take(codebook, codes.astype(jnp.int32), mode="clip")
 
 

@@ -22,6 +22,7 @@ _MOST_TILE_ROWS = 128
 
 def ragged_product(lhs: Any, rhs: Any, group_sizes: Any, *, bias: Any = None) -> Any:
     """Computes `ragged_dot`; the FLOPs are for all rows plus less than one tile per group."""
+    # Forward mode cannot pass through a `custom_vjp`.
     product = _plain_product if is_plain() else _product
     return product(*vary_alike(lhs, rhs, group_sizes.astype(jnp.int32), bias))
 
@@ -67,6 +68,7 @@ def _tiles(group_sizes: Any, rows: Size, tile_rows: int) -> _Tiles:
     tile = jnp.arange(_max_tiles(rows, groups, tile_rows), dtype=jnp.int32)
     tiles = -(-group_sizes // tile_rows)
     tile_ends, row_ends = (jnp.cumsum(x, dtype=jnp.int32) for x in (tiles, group_sizes))
+    # By comparison: other methods search in a loop before JAX 0.12.
     group = jnp.minimum(jnp.searchsorted(tile_ends, tile, side="right", method="compare_all"), groups - 1)
     of_group = tile - (tile_ends - tiles)[group]
     # Tiles that start beyond the rows are clamped into the padding by dynamic_slice.
@@ -155,6 +157,7 @@ def _matrix(rhs: Any, group: Any, dtype: Any) -> Any:
     groups = view.qvalue.shape[0]
 
     def of_group(x: Any) -> Any:
+        # Several groups may share a scale.
         return None if x is None else x[group // (groups // x.shape[0])]
 
     parts = {name: of_group(getattr(view, name)) for name in ("qvalue", "scale", "zero_point")}

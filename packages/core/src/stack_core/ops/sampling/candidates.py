@@ -40,6 +40,7 @@ def largest(logits: Float[Array, "rows vocab"], count: int) -> tuple[Float[Array
     """
     groups = logits.reshape(len(logits), -1, _GROUP_TOKENS)
     _, chosen = lax.top_k(jnp.max(groups, axis=2), min(count, groups.shape[1]))
+    # In the order of tokens, because `top_k` takes the first of equal values.
     chosen = jnp.sort(chosen, axis=1)
     found = jnp.take_along_axis(groups, chosen[:, :, None], axis=1).reshape(len(logits), -1)
     values, places = lax.top_k(found, min(count, found.shape[1]))
@@ -76,6 +77,7 @@ def _bisected(logits: Float[Array, "rows vocab"], k: Int[Array, " rows"]) -> Flo
 
     start = jnp.zeros(len(k), jnp.uint32), jnp.full(len(k), logits.shape[1], jnp.float32)
     _, ordinal, _ = lax.while_loop(unfinished, refine, (jnp.uint32(1 << 31), *start))
+    # `_float_of(0)` is NaN; every logit reaches a threshold without any bit.
     return jnp.where(ordinal == 0, -jnp.inf, _float_of(ordinal))
 
 

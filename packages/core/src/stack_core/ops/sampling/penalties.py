@@ -18,6 +18,7 @@ def add_at(
 ) -> Float[Array, "rows vocab"]:
     """Adds values to the logits of tokens; negative tokens are ignored."""
     rows = jnp.arange(len(logits))[:, None]
+    # A negative index would count from the end; an index behind the end is dropped.
     return logits.at[rows, jnp.where(tokens < 0, logits.shape[1], tokens)].add(values, mode="drop")
 
 
@@ -46,6 +47,7 @@ def penalize(
     """
 
     def counts(first: jax.Array, is_penalized: jax.Array) -> jax.Array:
+        # Rows without this penalty count nothing, which keeps the loop short.
         return _counts(history, first, jnp.where(is_penalized, lengths, 0), logits.shape[1])
 
     def repeated(logits: jax.Array) -> jax.Array:

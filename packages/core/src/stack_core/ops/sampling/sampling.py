@@ -128,6 +128,7 @@ class SamplingSettings:
         rows = np.empty((len(params), sizes[-1]), np.int32)
         for row, each, seed, tokens in zip(rows, params, seeds, prompt_tokens, strict=True):
             same = (*(value for name, value in vars(each).items() if name not in ("seed", "logit_bias")),)
+            # Biases are a dict, which is not hashable.
             key = (same, tuple(each.logit_bias.items()))
             if key not in made:
                 made[key] = cls.row(each, seed=seed, end_tokens=end_tokens, prompt_tokens=tokens).packed()
@@ -264,6 +265,7 @@ def _sample_tokens(
       best: first token with the maximum.
     """
     is_sampled = settings.temperature > 0
+    # Greedy rows have the temperature 0.
     scaled = lower / jnp.where(is_sampled, settings.temperature, 1)[:, None]
     weights = jnp.exp(scaled)
     kept = (lower >= _top_k_bound(lower, settings.top_k)[:, None]) & (weights >= settings.min_p[:, None])
@@ -276,6 +278,7 @@ def _sample_tokens(
             lambda: _top_p_bound(weights, settings.top_p),
             lambda: jnp.zeros(len(weights), jnp.float32),
         )
+        # Excluded tokens have weight 0 and must stay below the bound.
         bound = jnp.maximum(bound, jnp.finfo(jnp.float32).tiny)
         return jnp.where(is_sampled[:, None], weights >= bound[:, None], _is_token(best, lower.shape[1]))
 
@@ -327,6 +330,7 @@ def _top_p_bound(weights: jax.Array, top_p: jax.Array) -> jax.Array:
         beyond = _beyond_top_p(weights, lax.bitcast_convert_type(middle, jnp.float32), top_p)
         return jnp.where(beyond, middle + 1, low), jnp.where(beyond, high, middle)
 
+    # Weights are not negative, so 31 bits remain and have the order of the floats.
     low, high = jnp.zeros(len(weights), jnp.uint32), lax.bitcast_convert_type(jnp.ones(len(weights)), jnp.uint32)
     return lax.bitcast_convert_type(lax.fori_loop(0, 31, halve, (low, high))[1], jnp.float32)
 
@@ -370,6 +374,7 @@ def _no_logprobs(tokens: jax.Array) -> TokenLogprobs:
 
 
 def _seed_words(seed: tuple[int, int]) -> np.ndarray:
+    # The hash makes the random numbers of neighbouring seeds and continuations unrelated.
     return np.frombuffer(hashlib.blake2b(repr(seed).encode(), digest_size=8).digest(), "<u4").astype(np.uint32)
 
 

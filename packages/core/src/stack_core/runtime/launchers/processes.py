@@ -61,6 +61,7 @@ class ProcessesLauncher:
             return
         if kill:
             agent.kill()
+        # A released agent ends soon; waiting briefly avoids a zombie process.
         elif agent.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 agent.wait(2)

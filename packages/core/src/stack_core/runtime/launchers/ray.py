@@ -53,6 +53,7 @@ class RayLauncher:
         self._resources = dict(config.resources)
         self._started: dict[int, Any] = {}
         self._names: dict[int, str] = {}
+        # The user's program may have connected with its own options.
         if not ray.is_initialized():
             try:
                 ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), namespace=_NAMESPACE, log_to_driver=False)
@@ -63,6 +64,7 @@ class RayLauncher:
                 ) from error
 
     def start(self, host: int, invitation: Invitation) -> None:
+        # The token identifies the cluster, but Ray shows the names of actors to everyone.
         digest = hashlib.sha256(invitation.token.encode()).hexdigest()[:12]
         self._names[host] = f"agent-{digest}-{host}"
         self.end(host, None)  # another driver may have started it

@@ -113,17 +113,20 @@ def expected(
     target = _chip(chip)
     with use_chip(target):
         try:
+            # The function contains a single call.
             (explained,) = ops.explain(lambda structs: function_of(op)(**structs, **options), structs)
         except TypeError as error:  # an argument is missing
             raise ArgumentError(
                 f"{op} cannot be called like this: {error}. Its parameters are {', '.join(known)}."
             ) from error
         call = dataclasses.replace(explained.call, direction=direction)
+        # Within `use_chip`: implementations ask for the target chip.
         able = supporting(call)
         choice = getattr(explained, direction)
     chosen = None if isinstance(choice, StackError) else choice.implementation.name
     tables = list(_tables_of(ChipName.of(target)))
     rows = [_expectation(name, call, target, tables, chosen == name) for name in able]
+    # Implementations of unknown speed come last.
     rows.sort(key=lambda row: math.inf if row.seconds is None else row.seconds)
     unsupported = (_refusal(found, call, target) for name, found in implementations_of(op).items() if name not in able)
     return Expectations((*rows, *unsupported))

@@ -43,6 +43,7 @@ def untyped(kernel: Callable[..., Any], *arrays: Any) -> Any:
 
 
 def _plain(x: Any) -> jax.ShapeDtypeStruct:
+    # A struct made from a shape and a dtype varies over no mesh axis.
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
@@ -59,6 +60,7 @@ def _batch(arrays: Sequence[Any], axes: Sequence[Any], *, call_jaxpr: Any) -> tu
 
 
 def _lowered(context: Any, *operands: Any, call_jaxpr: Any) -> Any:
+    # The operands' own types would bring the mesh axes back.
     plain = context.replace(avals_in=call_jaxpr.in_avals)
     return mlir.lower_fun(_evaluated, multiple_results=True)(plain, *operands, call_jaxpr=call_jaxpr)
 

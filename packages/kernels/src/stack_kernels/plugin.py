@@ -68,6 +68,8 @@ def stack_register_commands(registry: Registrar) -> None:
         "tune",
         "stack_kernels.commands.tune:tune",
         help="Choose a function's ops by measurement.",
+        # XLA's CPU client takes memory from the C library at each call; in pages of 4 KiB a step could take twice
+        # as long.
         huge_pages=True,
     )
     registry.add(

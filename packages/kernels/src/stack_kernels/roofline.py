@@ -50,6 +50,7 @@ class Work:
     def bound(self, chip: Chip) -> Bound | None:
         """Returns the roofline bound on a chip, or None if a peak that it needs is unknown."""
         peak, bandwidth = chip.peak_flops.get(self.dtype), chip.hbm_bandwidth_bytes_s
+        # A call without products needs no peak.
         if bandwidth is None or (peak is None and self.flops):
             return None
         moving_s = self.traffic_bytes / bandwidth
@@ -88,6 +89,7 @@ def work_of(call: OpCall, values: Mapping[str, Any] | None = None) -> Work:
     operands |= _used_pages_bytes(arrays, call.options, values or {}) if call.op == "paged_attention" else {}
     traffic_bytes = sum(operands.values()) + result_bytes
     if backward:
+        # Each floating operand has a gradient of equal size; the result's bytes stand for the cotangent.
         traffic_bytes += sum(operands[name] for name, array in arrays.items() if _is_floating(array))
     return Work(flops, _product_dtype(arrays), traffic_bytes)
 
@@ -101,6 +103,7 @@ def _bytes(array: Any) -> int:
 
 
 def _bits(dtype: Any) -> int:
+    # `itemsize` counts a byte for types of 4 bits.
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.iinfo(dtype).bits
     return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else 8 * jnp.dtype(dtype).itemsize
@@ -119,6 +122,7 @@ def _logical(array: Any) -> Any:
 
 def _product_dtype(arrays: Mapping[str, Any]) -> str:
     """Returns the dtype of the products: an integer dtype only if both operands are integers."""
+    # The factors: each op's parameters begin with both operands of its product.
     dtypes = [jnp.dtype(_logical(array).dtype) for array in list(arrays.values())[:2]]
     floating = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
     if not floating:
@@ -132,6 +136,7 @@ def _pairs(arrays: Mapping[str, Any], options: Mapping[str, Any], values: Mappin
     kv_seq = arrays["key"].shape[1]
     left, right = options["window"] or (None, None)
     right = 0 if options["causal"] else right
+    # An array, an option, or an array of unknown content: then the last query is at the last key.
     offsets = np.broadcast_to(values.get("query_offset", options.get("query_offset", kv_seq - q_seq)), batch)
     ends = np.broadcast_to(values.get("kv_lengths", kv_seq), batch)
     places = np.arange(q_seq) + offsets[:, None]
@@ -180,6 +185,7 @@ def _used_pages_bytes(arrays: Any, options: Any, values: Any) -> dict[str, int]:
 
     def read(pages: Any) -> int:
         sizes = dict(zip(options["layout"], _logical(pages).shape, strict=True))
+        # Sequences may share pages, so their keys may be more than the pool.
         return min(_bytes(pages) * used // max(sizes["p"] * sizes["s"], 1), _bytes(pages))
 
     return {name: read(arrays[name]) for name in ("key_pages", "value_pages") if name in arrays}

@@ -44,6 +44,7 @@ def abstract_view(array: QuantizedArray) -> QView:
         known.update(abi=view.abi, scheme=view.scheme)
         return view.qvalue, view.scale, view.zero_point, view.codebook
 
+    # `eval_shape` returns structs of arrays only; the strings leave `show` through `known`.
     qvalue, scale, zero_point, codebook = jax.eval_shape(show, array)
     return QView(qvalue=qvalue, scale=scale, zero_point=zero_point, codebook=codebook, **known)
 

@@ -95,6 +95,7 @@ def implementation(  # noqa: PLR0913  each is a field of OpImplementation
             backward,
             platforms=None if platforms is None else tuple(platforms),
             supports=supports,
+            # The configs are listed again for each call, as they may depend on its sizes.
             default=(lambda call, chip: next(iter(space(call, chip)), None)) if is_tuned else None,
             space=space,
             residuals=tuple(residuals),
@@ -118,6 +119,7 @@ def _check_configs(label: str, configs: tuple[Any, ...]) -> None:
             kept = type(config)(**json.loads(json.dumps(dataclasses.asdict(config))))
         except TypeError as error:
             raise ArgumentError(f"{label}: config {config!r} cannot be kept in a tuned table: {error}.") from error
+        # JSON changes some values without an error, such as a tuple to a list.
         if kept != config:
             raise ArgumentError(
                 f"{label}: config {config!r} comes back from a tuned table as {kept!r}; give its fields types that "

@@ -32,6 +32,7 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
     if (refusal := takes_no(call, "bias", "mask", "kv_lengths", "softcap", "sinks")) is not True:
         return refusal
     is_aligned = q_seq == kv_seq and options.get("query_offset") == 0
+    # jax turns a mask into a bias, which has two bytes for each pair of a query and a key.
     mask_bytes = 0 if call.arrays["segment_ids"] is None else 2 * batch * q_seq * kv_seq
     problems = {
         "it takes one query_offset for all rows, known while tracing": "query_offset" in call.arrays,
@@ -46,6 +47,7 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
         ]
         is not None
         and not (options["causal"] and options["window"][0] is not None),
+        # cuDNN's causal mask begins with query 0 at key 0.
         "it takes causal queries at the places of the keys alone": options["causal"] and not is_aligned,
         f"a mask of the segments would take {mask_bytes} bytes": mask_bytes > _MAX_MASK_BYTES,
         "cuDNN is not installed: pip install nvidia-cudnn-cu13": not is_installed(),

@@ -43,6 +43,7 @@ def attend_few(tiles: Tiles, operands: Operands, key: Any, value: Any) -> tuple[
     # [batch, kv_heads, group, rows, kv_heads, head_dim], flattened to [batch, queries, kv_heads * head_dim].
     wide = jnp.where(is_own_head, query[:, :, :, :, None, :], 0).reshape(batch, -1, kv_heads * key.shape[3])
     mixed = contract("bqe,bke->bqk", wide, key.reshape(*key.shape[:2], -1), dtype).reshape(*query.shape[:4], -1)
+    # The keys are transposed inside the lambda, because only the branch for NaN and infinity should pay for the copy.
     products = unmixed(mixed, lambda: by_group("bhqd,bhkd->bhqk", query, key.swapaxes(1, 2)))
     scores = tiles.scores(operands, products, operands["bias"], 0)
 

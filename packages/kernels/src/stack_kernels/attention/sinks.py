@@ -17,5 +17,6 @@ def sinks_gradient(sinks: Any, lse: Any, outputs: Any, cotangents: Any) -> Any:
       cotangents: do, [batch, q_seq, heads, features].
     """
     shares = jnp.sum(outputs.astype(jnp.float32) * cotangents.astype(jnp.float32), axis=-1)
+    # If the lse is -inf, so is the sink, and -inf - -inf would be NaN.
     weights = jnp.exp(sinks.astype(jnp.float32) - jnp.where(jnp.isneginf(lse), 0, lse))
     return -jnp.sum(weights * shares, axis=(0, 1))

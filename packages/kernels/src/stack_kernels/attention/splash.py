@@ -66,6 +66,7 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
         f"it takes {' or '.join(_DTYPES)}, not {query.dtype.name}": query.dtype.name not in _DTYPES,
     }
     if not any(problems.values()):
+        # Not before: an offset that is an array is missing among the options.
         problems["no query may attend to any key"] = not _Span.of(call.options).is_seen(query.shape[1], key.shape[1])
     if call.direction == "backward":
         problems["it takes no gradient of lse"] = call.options["return_lse"]
@@ -147,6 +148,7 @@ class _Problem:
         return library.make_splash_mha(
             library.MultiHeadMask([mask] * heads),
             block_sizes=sizes,
+            # Also where no gradient follows: the lse shows which queries saw no key.
             save_residuals=True,
             attn_logits_soft_cap=self.softcap,
             head_shards=1,
@@ -242,6 +244,7 @@ def _backward(
     def of_row(
         sinks: Any, output: Any, lse: Any, cotangent: Any, query: Any, key: Any, value: Any, segments: Any
     ) -> Any:
+        # In the order in which the library's own forward rule saves its residuals.
         residuals = (query, key, value, _pair(segments), sinks, output, lse, kernel.dq_mask_info, kernel.dkv_mask_info)
         gradients = _splash_attention_bwd(
             save_residuals=False, interpret=problem.interpret, res=residuals, do=cotangent, **settings

@@ -88,6 +88,7 @@ class Tiles:
         else:
             positions = _part(operands["query_positions"], 1, start, self.rows)
             first_position, last_position = jnp.min(positions), jnp.max(positions)
+        # Python's functions keep the bounds static, and with static bounds a block needs no loop.
         low, high = (max, min) if isinstance(first_position, int) else (jnp.maximum, jnp.minimum)
         # Clamped before they are added, because positions and windows may be close to the limits of int32.
         first = 0 if left is None else high(low(first_position, left) - left, kv_seq)
@@ -147,6 +148,7 @@ def _attend_block(tiles: Tiles, operands: Operands, start: Any) -> tuple[Any, An
         part = _keys_of(block, number * tiles.keys, tiles.keys)
         return add_tile(state, scores(part, number * tiles.keys), part["value"], by_group)
 
+    # Inside a shard_map, a loop's state must vary over the mesh axes of the operands from the start.
     state = vary_alike(empty_softmax(block["query"], block["value"].shape[3]), operands)[0]
     return finish(_over_tiles(tiles, first, stop, visit, state))
 
@@ -336,6 +338,7 @@ def _part(x: Any, axis: int | None, start: Any, size: int) -> Any:
     if x is None or axis is None or x.shape[axis] == 1:
         return x
     if isinstance(start, int):
+        # Unrolled blocks are not padded, and the last one may be shorter.
         return lax.slice_in_dim(x, start, min(start + size, x.shape[axis]), axis=axis)
     return lax.dynamic_slice_in_dim(x, start, size, axis)
 

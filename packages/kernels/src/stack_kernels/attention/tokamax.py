@@ -139,6 +139,7 @@ def _shared_bytes(call: OpCall, tiles: HeadTiles, generation: str) -> int:
     extras = sum(call.arrays[name] is not None for name in ("bias", "mask", "segment_ids"))
     of_tile = tiles.keys * (of_key + of_value) * 2
     if call.direction == "forward":
+        # On Hopper a block has two warpgroups, each with its queries.
         rows = tiles.queries * (2 if generation == "sm90" else 1)
         of_stage = of_tile + extras * rows * tiles.keys * 2
         return rows * of_key * 2 + tiles.stages * of_stage + (rows * of_value * 2 if tiles.persistent else 0)
@@ -200,6 +201,7 @@ def _backward(
         found, _ = from_tokamax.run(
             library.vjp.PallasMosaicGpuFlashAttentionVjp(),
             _of_backward(config),
+            # The library saves a maximum and a sum of exponentials: the lse is a maximum whose sum is 1.
             (finite_lse, jnp.ones_like(finite_lse)),
             output,
             cotangent,
@@ -221,6 +223,7 @@ def _backward(
 
 def _of_forward(library: Any, config: HeadTiles, *features: int) -> Any:
     if config.queries == 128 and not config.persistent and library.gpu_utils.is_sm100():
+        # Heads of 208 features, whose halves are not multiples of 16, did not compile when they were split.
         splits = 2 if max(features) > 192 and not any(size % 32 for size in features) else 1
         return library.ConfigSM100(
             block_q=config.queries,
@@ -237,6 +240,7 @@ def _of_forward(library: Any, config: HeadTiles, *features: int) -> Any:
 def _of_backward(config: HeadTiles) -> Any:
     of_hopper = importlib.import_module("tokamax._src.ops.attention.pallas_mosaic_gpu_vjp_kernel_sm90")
     of_blackwell = importlib.import_module("tokamax._src.ops.attention.pallas_mosaic_gpu_vjp_kernel_sm100")
+    # For backward passes `_space` yields tiles of 128 queries only on Blackwell.
     made = of_blackwell.Config if config.queries == 128 else of_hopper.Config
     return made(
         block_q_dkv=config.keys if config.queries == 128 else config.queries,

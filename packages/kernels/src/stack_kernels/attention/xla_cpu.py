@@ -65,6 +65,7 @@ def _call(
     at_once = few and offset is not None and call["kv_lengths"] is None
     rows, keys, batch_rows = _sizes(query, key, config)
     if few:
+        # All batch rows at once: reading the keys dominates the time, however the scores are divided.
         keys, batch_rows = key.shape[1] if at_once else min(keys, _KEYS_OF_FEW), query.shape[0]
     left, right = call["window"] or (None, None)
     window = (left, 0 if call["causal"] else right)
@@ -194,6 +195,7 @@ def _over_batch(function: Callable[[Operands], Any], batch_rows: int, operands: 
 
     parts = {name: as_bits(x.reshape(-1, batch_rows, *x.shape[1:])) for name, x in moving.items()}
     shapes, added = jax.eval_shape(of_part, {name: x[0] for name, x in parts.items()})
+    # The carry of a scan must vary over the mesh axes of the operands from the start.
     start = vary_alike(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), added), operands)[0]
     total, stacked = lax.scan(visit, start, parts)
     full = jax.tree.map(lambda x, shape: from_bits(x, shape.dtype).reshape(batch, *x.shape[2:]), stacked, shapes)

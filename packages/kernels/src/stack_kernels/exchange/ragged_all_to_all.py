@@ -59,6 +59,7 @@ def _exchanged(x: Any, group_sizes: Any, axis_name: Any, out_rows: int, kind: st
     own = groups // devices
     of_rows = _Slices(*(lax.dynamic_index_in_dim(table, me, keepdims=False) for table in slices))
     of_buffer = _Slices(*(lax.dynamic_slice_in_dim(table, me * own, own, axis=1).reshape(-1) for table in slices))
+    # The collective does not write rows outside the slices, and those must be zero.
     empty = vary_alike(jnp.zeros_like(x, shape=(out_rows, x.shape[1])), x)[0]
     # (offsets in x, sizes to send, offsets on the receiver, sizes to receive)
     if kind == "send":
@@ -72,6 +73,7 @@ def _slices(sizes: Any, rows: int, buffer: int) -> _Slices:
     """Computes the slices, cut off at the end of the rows or the buffer, to keep all accesses within bounds."""
     devices, groups = sizes.shape
     starts = jnp.cumsum(sizes, axis=1) - sizes
+    # In a buffer, the slices of a group follow each other in the order of the senders.
     by_receiver = sizes.T.reshape(devices, -1)  # [receiver, its groups * senders]
     places = (jnp.cumsum(by_receiver, axis=1) - by_receiver).reshape(groups, devices).T
     starts, places = jnp.clip(starts, 0, rows), jnp.clip(places, 0, buffer)
@@ -99,6 +101,7 @@ def _interpreted(
     def received(index: Any, result: Any) -> Any:
         sender, number = index // slices, me * slices + index % slices
         start, place, sent = (table[sender, number] for table in (inputs, outputs, sizes))
+        # The larger size, to show NaN in rows that only one side expects.
         size = jnp.maximum(sent, recv_sizes[index])
         taken = operands[sender].at[out_row - place + start].get(mode="clip")
         taken = jnp.where(sent == recv_sizes[index], taken, jnp.nan)

@@ -59,6 +59,7 @@ def gated_linear_unit(
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     gated, *products = functions.gated(activation, rows, w_gate, w_up, bool(requested))
     shape = (*x.shape[:-1], w_up.shape[-1])
+    # Not strict: machine code returns only y if the products are not requested.
     residuals = {name: product.reshape(shape) for name, product in zip(("gate", "up"), products, strict=False)}
     return gated.reshape(shape), residuals
 
@@ -86,8 +87,10 @@ def gated_gradients(
     if "x" in requested:
         accurate = accurate_dtype(x.dtype)
         of_x = row_gradient(products, rows, operands["w_gate"], of_gate, accurate)
+        # Both terms are in fp32, and their sum is rounded once.
         of_x = of_x + row_gradient(products, rows, operands["w_up"], of_up, accurate)
         gradients["x"] = of_x.astype(x.dtype).reshape(x.shape)
+    # Transposed once for both weight gradients.
     columns = transposed(rows)
     for name, of_product in (("w_gate", of_gate), ("w_up", of_up)):
         if name in requested:
@@ -96,6 +99,7 @@ def gated_gradients(
 
 
 def _gated(activation: str, rows: Any, w_gate: Any, w_up: Any, keeps_products: bool) -> Sequence[Any]:
+    # Both are returned in any case: XLA drops results that nothing reads.
     gate, up = XLA.times(rows, w_gate, rows.dtype), XLA.times(rows, w_up, rows.dtype)
     accurate = accurate_dtype(rows.dtype)
     gated = ACTIVATIONS[activation](gate.astype(accurate)) * up.astype(accurate)

@@ -27,6 +27,7 @@ def _call(
     rows = x.reshape(-1, x.shape[-1])
 
     def affine(weight: Any, bias: Any) -> jax.Array:
+        # A bias is added before the only rounding.
         dtype = x.dtype if bias is None else accurate_dtype(x.dtype)
         is_coded = is_quantized(weight)
         result = quantized_product(rows, weight, dtype, config) if is_coded else plain_product(rows, weight, dtype)

@@ -29,6 +29,7 @@ _ROW_TILE = 8  # granularity of the rows that are written
 _WIDTHS = (128, 64)
 _DEPTHS = (64, 128)
 _PARTS = (1, 2, 4, 8, 16)
+# Streaming multiprocessors of an H100 or H200 (SXM).
 _CORES = 132
 _STEPS = 4  # weight tiles in flight
 _SHARED_BYTES = 200 * 2**10  # of the 227 KiB limit per block

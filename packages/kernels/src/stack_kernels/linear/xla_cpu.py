@@ -44,6 +44,7 @@ def linear_gradients(
     """
     x, weight = arrays["x"], arrays["weight"]
     rows, cotangent = (array.reshape(math.prod(x.shape[:-1]), array.shape[-1]) for array in (x, cotangents))
+    # Before the cotangent is rounded, because this sum runs over all rows.
     gradients = {"bias": jnp.sum(cotangent.astype(accurate_dtype(x.dtype)), axis=0)} if "bias" in requested else {}
     cotangent = cotangent.astype(x.dtype)
     if "x" in requested:

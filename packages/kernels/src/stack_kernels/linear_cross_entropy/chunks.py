@@ -132,6 +132,7 @@ def join(loss: Loss, rows: Rows, seen: Seen) -> Joined:
     if loss.label_smoothing:
         losses = losses - loss.label_smoothing / loss.vocab * jnp.sum(seen.logit_total, axis=0)
     losses = losses + loss.z_loss * jnp.square(log_partition)
+    # NaN shows a label outside the vocabulary, as in the reference.
     losses = jnp.where((rows.labels >= 0) & (rows.labels < loss.vocab), losses, jnp.nan)
     return Joined(losses, log_partition, label_logit)
 
@@ -152,6 +153,7 @@ def slopes_of(loss: Loss, rows: Rows, joined: Joined, exponentials: Any, columns
     if loss.z_loss:
         slopes = slopes * of_partition[:, None]
     if loss.label_smoothing:
+        # Divided by the share, because the caller multiplies all slopes of the row by the share.
         slopes = jnp.where(columns < 0, 0, slopes - (evenly / share)[:, None])
     # Not computed from e: if the label is nearly certain, only the rounding error of e would remain.
     at_label = of_partition * jnp.exp(joined.label_logit - joined.log_partition) - (1 - loss.label_smoothing) - evenly
@@ -182,6 +184,7 @@ def divide(rows: int, vocab: int, dtype: Any, config: Chunks) -> tuple[int, int]
         chunk_rows = min(max(chunk_rows, _SMALL_BYTES // row_bytes), max(_MAX_BYTES // row_bytes, _MIN_ROWS))
     chunks = max(-(-rows // chunk_rows), 1)
     tiles = -(-rows * vocab * 4 // (chunks * config.tile_bytes))
+    # Products in AMX tiles take multiples of 32 columns.
     return chunks, min(-(-vocab // (32 * max(tiles, 1))) * 32, vocab)
 
 

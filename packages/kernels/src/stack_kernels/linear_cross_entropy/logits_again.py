@@ -51,6 +51,7 @@ def losses_and_gradients(loss: Loss, rows: Rows, weight: Any) -> tuple[Any, Any,
             slopes = slopes_of(loss, chunk, joined, probabilities, columns, jnp.ones_like(chunk.shares))
             added = loss.products.row_gradient(slopes, block, of_hidden.dtype) * chunk.shares[:, None]
             of_block = of_block + loss.products.weight_gradient(from_bits(scaled, dtype), slopes, of_block.dtype)
+            # In place: in the results of a scan, XLA would copy it once a tile.
             return (of_block, of_hidden.at[number].add(added)), None
 
         of_block = jnp.zeros_like(block, dtype=of_hidden.dtype)

@@ -175,6 +175,7 @@ TOKAMAX = OpImplementation(
     _backward,
     platforms=("tpu",),
     supports=_supports,
+    # Core asks for the default before `_supports` can refuse, and `_space` reads the shape of the weight.
     default=lambda call, chip: None if unquantized(call, chip) is not True else next(_space(call, chip), None),
     space=_space,
     residuals=(OWN,),

@@ -36,6 +36,7 @@ def linear_cross_entropy(
     weight = dequantize(weight, hidden.dtype)
     vocab = weight.shape[1]
     parts = RowParts.of(labels)
+    # Sizes per device, because each device has its own loop.
     divided = divide(labels.size // parts.total, vocab, hidden.dtype, config)
     loss = Loss(products, vocab, *divided, weight.dtype, config.keeps_exponentials, **regularization)
     counted = labels != ignore_index
@@ -68,6 +69,7 @@ def _total_forward(loss: Loss, rows: Rows, weight: Any) -> Any:
 
 
 def _total_backward(loss: Loss, gradients: Any, cotangent: Any) -> Any:
+    # In the wider dtype of the cotangent, to round once.
     of_hidden, of_weight = (
         (gradient.astype(cotangent.dtype) * cotangent).astype(gradient.dtype) for gradient in gradients
     )
@@ -96,6 +98,7 @@ def _losses_forward(loss: Loss, rows: Rows, weight: Any) -> Any:
 
 def _losses_backward(loss: Loss, operands: Any, cotangent: Any) -> Any:
     rows, weight = operands
+    # The total whose shares are the cotangents has the gradient that is needed.
     _, of_hidden, of_weight = _with_gradients(loss, rows._replace(shares=cotangent), weight)
     return Rows(of_hidden, None, None), of_weight
 

@@ -90,6 +90,7 @@ def _forward(
     total = x if residual is None else x + residual
 
     def normed(x: Any, scale: Any, offset: Any) -> Any:
+        # With an alias the result would overwrite x, which the backward pass reads.
         op = library.TritonNormalization(input_output_alias=False)
         y, (_, inverse) = from_tokamax.run(
             op, _config(library, config), x, scale, offset, **_options(options), return_residuals=True

@@ -131,6 +131,7 @@ def _multiply(rows: Any, matrices: Any, sizes: Any, config: GroupedTiles, *, tra
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
     of_sums, of_results = (config.d_out, config.d_in) if transposed else (config.d_in, config.d_out)
+    # The transposed product sums over d_out, so both axes change places.
     widths = matrices.shape[:0:-1] if transposed else matrices.shape[1:]
     tile = _rows_of_tile(len(rows), config)
     product = functools.partial(
@@ -164,6 +165,7 @@ def _untyped(product: Any, *arrays: Any) -> Any:
 
 
 def _rows_of_tile(rows: int, config: GroupedTiles) -> int:
+    # Few rows take a smaller tile, and less padding.
     return min(config.rows, -(-rows // _SUBLANES) * _SUBLANES)
 
 

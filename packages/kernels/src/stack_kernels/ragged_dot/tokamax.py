@@ -125,6 +125,7 @@ class Kernel:
         return first_problem(problems)
 
     def _space(self, call: OpCall, chip: Chip) -> Iterator[Any]:
+        # Core asks for the default before `_supports` can refuse, and a quantized array need not have a shape.
         return iter(()) if is_quantized(call.arrays["rhs"]) else self.tiles(call)
 
     def _forward(
@@ -169,6 +170,7 @@ class Kernel:
         numbers, tile = base.RAGGED_CONTRACTING_DOT_DIM_NUMS, self._tile(config)
         product = self._product(library, len(sizes), numbers, self.made(library, config, False), lhs.dtype)
         found = from_tokamax.on_arrays(product, padded(lhs, tile), padded(cotangent, tile), sizes)
+        # Not every kernel writes the matrix of a group without rows.
         return jnp.where(sizes[:, None, None] > 0, found, 0).astype(lhs.dtype)
 
     def _product(self, library: Any, groups: int, numbers: Any, config: Any, dtype: Any) -> Callable[..., Any]:

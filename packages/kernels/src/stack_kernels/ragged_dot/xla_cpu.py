@@ -81,6 +81,7 @@ def _multiplied(subscripts: str, rows: Any, matrices: Any, begin: Any, end: Any)
         return _over_tiles(multiply_tile, begin, end, rows.shape[0], output), None
 
     width = matrices.shape[2 if subscripts.endswith("n") else 1]
+    # As many rows as the padded operand: the last tile may exceed the rows.
     output = jnp.zeros_like(rows, shape=(padded.shape[0], width))
     output, _ = lax.scan(multiply_group, output, (matrices, begin, end))
     return jnp.where(jnp.arange(rows.shape[0])[:, None] < end[-1], output[: rows.shape[0]], 0)
@@ -106,6 +107,7 @@ def _outer_product_sums(lhs: Any, cotangent: Any, begin: Any, end: Any) -> Any:
             )
             return total + contract("kr,rn->kn", transposed(lhs_rows), cotangent_rows, accurate)
 
+        # The sum over a group's tiles is in fp32 and is rounded once.
         total = jnp.zeros_like(lhs, shape=(lhs.shape[1], cotangent.shape[1]), dtype=accurate)
         return _over_tiles(add_tile, begin, end, lhs.shape[0], total).astype(lhs.dtype)
 
@@ -121,6 +123,7 @@ def _over_tiles(add: Callable[[int, Any, Any], Any], begin: Any, end: Any, rows:
     full = jnp.maximum(end - begin - 1, 0) // _FULL_ROWS
     carry = lax.fori_loop(0, full, lambda i, carry: add(_FULL_ROWS, begin + i * _FULL_ROWS, carry), carry)
     start = begin + full * _FULL_ROWS
+    # The default method of searchsorted is a loop.
     fitting = jnp.searchsorted(jnp.array([0, *sizes]), end - start, method="compare_all")
     # Branch 0 is a group without rows.
     branches = [lambda start, carry: carry]

@@ -18,6 +18,7 @@ __all__ = ["XLA_CPU"]
 def _tables(positions: Any, *, theta: float, scaling: Any, rotary_dim: int) -> tuple[Any, Any]:
     """Returns cosines and sines [..., seq, 1, rotary_dim / 2] in fp32 for positions [..., seq]."""
     angles, factor = rope_angles(positions, theta=theta, scaling=scaling, rotary_dim=rotary_dim)
+    # The loop is the barrier. A `cond` computes one function per turn, where a `where` would compute both.
     cosine, sine = lax.map(lambda is_sine: lax.cond(is_sine, jnp.sin, jnp.cos, angles), jnp.array([False, True]))
     return factor * cosine, factor * sine
 

@@ -45,6 +45,7 @@ class Candidate:
     @property
     def key(self) -> tuple[str, str]:
         """The key that its measurements have as `Measurement.candidate`."""
+        # A config's text identifies it across processes.
         return self.implementation.name, json.dumps(encoded_config(self.config), sort_keys=True)
 
     @property
@@ -62,6 +63,7 @@ class Candidate:
 
 def candidates_of(call: OpCall) -> list[Candidate]:
     """Lists the candidates that support one direction of a call on the target chip; the reference comes first."""
+    # Others are compared with the reference, which therefore must be tried first.
     found = sorted(supporting(call).values(), key=lambda each: (each.name != _REFERENCE, -each.priority, each.name))
     return [Candidate(each, config) for each in found for config in _configs(each, call)]
 
@@ -101,6 +103,7 @@ class Trial:
         run = functools.partial(_forward, reference, self._call.options, kept)
         self._output, self._residuals = jax.jit(run)(self._arrays)
         self._cotangent = _normal_like(self._output)
+        # Waits, because an error of a running program would show only where its result is read.
         self._expected = jax.block_until_ready(self._run(reference)())
 
     def accept(self, candidate: Candidate) -> Callable[[], Any]:

@@ -58,6 +58,7 @@ def tune_in_child(
                 return status
             cause = signal.Signals(-status).name if status else "the time limit"
             say(f"{_record_failure(note, cause, folder)}: {cause} ended the process; going on without it")
+            # The next child continues, and need not repeat what this one measured.
             again = False
 
 
@@ -86,8 +87,10 @@ def _record_failure(note: Path, cause: str, folder: Path | None) -> str:
             "measured until then is kept; run the command again, and report it if it comes back."
         )
     tried = Table.read(note)
+    # The death of the next child must not be put down to this candidate.
     note.unlink()
     found = [dataclasses.replace(each, reason=f"{cause} ended the process") for each in tried.measurements]
     path = local_table_path(tried.chip, folder)
+    # From the table the next child learns which candidate to leave out.
     (Table.read(path) if path.exists() else Table(tried.chip)).merge(found).write(path)
     return ", ".join(each.implementation for each in found)

@@ -39,6 +39,7 @@ class CostModel:
                 solution = np.zeros(3)
                 solution[list(terms)] = np.linalg.lstsq(rows[:, terms] / units[list(terms)], np.ones(len(rows)))[0]
                 error = float(np.sum((rows / units @ solution - 1) ** 2))
+                # Another term must reduce the error by a thousandth, because equal fits differ by rounding.
                 if (solution >= 0).all() and error < best_error * 0.999 - 1e-9:
                     best, best_error = solution / units, error
         s_per_flop, s_per_byte, overhead_s = map(float, best)
@@ -56,6 +57,7 @@ def estimate_s(samples: Sequence[Sample], target: CallShape) -> float:
     measured size the estimate is the measurement.
     """
     for shape, seconds in samples:
+        # Its distance is 0 or small, and the weights below divide by the distance.
         if shape.bucket == target.bucket:
             return seconds
     model = CostModel.fit(samples)

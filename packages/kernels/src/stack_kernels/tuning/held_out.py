@@ -107,6 +107,7 @@ def tokamaxs_order(names: Mapping[str, Any]) -> str:
         known = (number for number, word in enumerate(_ORDER) if word and name.startswith(word))
         return next(known, _ORDER.index("")), int("v2" in name)
 
+    # Sorted, because versions of a kernel may share a place.
     return min(sorted(names), key=place)
 
 

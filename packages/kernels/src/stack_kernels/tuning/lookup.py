@@ -41,6 +41,7 @@ class RelativeChipWarning(UserWarning):
     """Measurements of another chip are used, for lack of measurements of this chip."""
 
 
+# Keys of dicts by identity, because measurements contain mappings, which cannot be hashed.
 @dataclass(frozen=True, eq=False)
 class _Estimate:
     """Estimated seconds of a call with an implementation and a config, from a measurement at or near its sizes."""
@@ -135,6 +136,7 @@ class _Measurements:
         key = (shape.op, shape.traits, shape.sizes, direction)
         if key not in self._rankings:
             if len(self._rankings) >= _KNOWN_CALLS:
+                # All entries and not the oldest: more calls are rare, and an entry is quick to compute again.
                 self._rankings.clear()
             found = self._by_kind.get((shape.op, shape.traits, direction), {})
             self._rankings[key] = tuple(
@@ -177,6 +179,7 @@ def _of_one_jax(group: Sequence[Measurement]) -> list[Measurement]:
     """
     minors = {measurement.jax for measurement in group}
     here = ".".join(jax.__version__.split(".")[:2])
+    # As numbers: 0.10 is newer than 0.9.
     used = here if here in minors else max(minors, key=lambda minor: [int(part) for part in minor.split(".") if part])
     return [measurement for measurement in group if measurement.jax == used]
 
@@ -255,7 +258,9 @@ def _seconds_after(
     forward: TunedChoice, nearby: Sequence[_Near], estimates: Sequence[_Estimate]
 ) -> dict[_Estimate, float]:
     """Returns the seconds of value and gradient with each backward pass, after the given forward pass."""
+    # In the form of `Measurement.candidate`, the key of the seconds.
     config = json.dumps(encoded_config(forward.config), sort_keys=True)
+    # The first suffices: all shapes near a forward call share one mapping of seconds.
     forward_s = next((near.seconds.get((forward.implementation, config)) for near in nearby), None)
     seconds: dict[_Estimate, float] = {}
     for estimate in estimates:

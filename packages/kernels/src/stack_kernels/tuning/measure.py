@@ -20,8 +20,10 @@ __all__ = ["MIN_ROUNDS", "Measured", "Ratio", "Timing", "measure"]
 
 K = TypeVar("K", bound=Hashable)
 
+# In shorter turns, the clock and the loop would be a part of the result.
 _SHORTEST_TURN_S = 1e-3
 _MAX_CALLS_A_TURN = 1000
+# On devices that execute in order, the wait for the last call is shared by this many.
 _MIN_CALLS_IN_ORDER = 10
 MIN_ROUNDS = 5
 """Minimum number of rounds for a decision; with fewer, a single disturbed round could reverse it."""

@@ -27,10 +27,12 @@ class Neighbours:
 def _other_programs_s() -> float | None:
     """Returns the CPU seconds of all programs since boot, except this one and its children."""
     try:
+        # The two unnamed numbers are idle time; guests, at the end, are counted in the first two.
         user, nice, system, _, _, interrupts, soft_interrupts, *_ = map(
             int, _STAT.read_text().split("\n")[0].split()[1:]
         )
     except (OSError, ValueError):
         return None
     ticks = user + nice + system + interrupts + soft_interrupts
+    # The user and system time of this process and of children that have ended.
     return ticks / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])

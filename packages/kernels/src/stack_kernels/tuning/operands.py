@@ -130,6 +130,7 @@ def _query_starts(struct: Any, call: OpCall, rng: np.random.Generator) -> jax.Ar
 
 def _unit(struct: Any, call: OpCall, rng: np.random.Generator) -> jax.Array:
     values = rng.standard_normal(struct.shape, np.float32)
+    # The state of the delta rule grows without bound if beta times the squared norm of a key exceeds 2.
     return jnp.asarray(values / np.maximum(np.linalg.norm(values, axis=-1, keepdims=True), 1e-6), struct.dtype)
 
 

@@ -124,6 +124,7 @@ class Published:
         """Chooses an implementation for one direction of a call; see `stack_core.abi.tuning.TunedTable`."""
         del forward  # gradients were timed separately
         known = self._by_chip
+        # A chip without known peaks cannot be compared with the timed chips.
         near = nearest_chip(ChipName.of(chip), known) if _is_accelerator(chip) else None
         if near is None or not candidates:
             return None

@@ -33,6 +33,7 @@ Progress = Callable[[int, int, str], None]
 """Called with (jobs done, total jobs, current job)."""
 
 _MIN_S = 3.0
+# Part of a job's time after which no further candidate is compiled; the rest is for the rounds.
 _TRYING_SHARE = 0.6
 _MESH_OPS = (
     "collective_matmul",
@@ -163,6 +164,7 @@ def tune(
             search.table.write(path)
         # Its tables may have been loaded before this one was written.
         MEASURED.forget()
+        # Only by this table: under another name than the default one, no lookup would find the file.
         with ops.use_tuned_table(OneTable(search.table)):
             chosen = {job.case.key: job for job in _jobs(ops.explain(fn, *args))}
     jobs = [_with_choice(job, chosen[job.case.key]) for job in jobs]
@@ -249,6 +251,7 @@ class _Search:
         if _is_without_choice(job.call):
             return replace(job, skipped="nothing else supports it")
         left_s = self._end_s - time.perf_counter()
+        # Before the budget is checked, because a job with known measurements takes no time.
         selected = self._candidates_to_measure(job)
         if not selected:
             return replace(job, cached=True)
@@ -257,6 +260,7 @@ class _Search:
             return replace(job, skipped="interrupted" if self.interrupted else "out of time")
         # The square root, because much of the time is compilation, which costs about the same for each job.
         alike = [each for each in (job, *later) if each.decides == job.decides]
+        # Jobs that decide no choice come last and get only the time that remains.
         weights = [math.sqrt(_weight_s(each, self.table, self._chip)) for each in alike]
         share_s = max(left_s * weights[0] / sum(weights), min(_MIN_S, left_s))
         found: list[Measurement] = []
@@ -282,6 +286,7 @@ class _Search:
         if not missing:
             return []
         times_s = {each: record.median_s for each, record in records.items() if record and record.median_s}
+        # A known time is measured again next to new ones, because times of different runs do not compare.
         best = sorted(times_s, key=lambda candidate: times_s[candidate])[:1]
         promising = sorted(missing, key=lambda candidate: self._expected_s(job, candidate))
         selected = dict.fromkeys([job.before, candidates[0], *best, *promising])

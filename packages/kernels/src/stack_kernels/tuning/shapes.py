@@ -98,6 +98,7 @@ def _octaves(size: int, other: int) -> float:
     """
     if (size < 0) != (other < 0):
         return _octaves(abs(size), 0) + _octaves(abs(other), 0)
+    # One more, because sizes and offsets may be 0.
     return abs(math.log2((abs(size) + 1) / (abs(other) + 1)))
 
 
@@ -123,6 +124,7 @@ def _shape_of(
     sizes, work = _array_sizes(call), work_of(call)
     traits = {name: _describe(name, array) for name, array in call.arrays.items() if array is not None}
     for name, value in _options(call, sizes).items():
+        # A bool is an int in Python, and a trait here.
         if isinstance(value, int) and not isinstance(value, bool):
             sizes[name] = value
         elif trait := _trait(value):
@@ -145,6 +147,7 @@ def _array_sizes(call: OpCall) -> dict[str, int]:
     for name, names in axes.items():
         shape = list(_view(call.arrays[name])[0].shape)
         if call.op == "norm":
+            # The axes are named with the normed one last.
             shape.append(shape.pop(call.options["axis"]))
         named = names.split()
         if named[0].startswith("*"):
@@ -185,6 +188,7 @@ def _describe(name: str, array: Any) -> str:
     if scale is None:
         return f"{text} {'x'.join('1' if size == 1 else 'n' for size in value.shape)}" if name in _BROADCAST else text
     pairs = zip(value.shape, scale.shape, strict=True)
+    # "all" and not the size: a scale per column is the same trait at every size.
     tiles = "x".join("all" if count == 1 else str(size // max(count, 1)) for size, count in pairs)
     zero_text = "" if zero_point is None else f", zero point {jnp.dtype(zero_point.dtype).name}"
     levels_text = "" if codebook is None else f", {codebook.size} levels"

@@ -50,6 +50,7 @@ class ChipName:
 
     kind: str
     model: str
+    # Not compared: peaks of a CPU are measured, and a later measurement may differ.
     rates: Mapping[str, float] = field(compare=False, default_factory=dict)
 
     @classmethod
@@ -143,6 +144,7 @@ class Table:
     measurements: tuple[Measurement, ...] = ()
 
     def __hash__(self) -> int:
+        # Measurements contain mappings, which cannot be hashed.
         return hash((self.chip, len(self.measurements), *(found.date for found in self.measurements[-1:])))
 
     def merge(self, *tables: "Table | Iterable[Measurement]") -> "Table":
@@ -290,6 +292,7 @@ def decoded_config(value: Any, default: Any) -> Any:
     if not isinstance(value, dict) or value.keys() != types.keys():
         raise ValueError(f"config {value!r} is no {kind.__name__}, whose fields are {', '.join(types)}")
     for name, part in value.items():
+        # Not isinstance, which takes True for an int.
         if type(part) is not types[name]:
             raise ValueError(f"{name}={part!r} in a {kind.__name__}; expected {types[name].__name__}")
     return kind(**value)

@@ -22,6 +22,7 @@ def gate_gradients(activation: str, gate: jax.Array, up: jax.Array, cotangent: j
     dtype = gate.dtype.name
     results = [jax.ShapeDtypeStruct((gate.size,), dtype)] * 2
     module = functools.partial(_module, activation, dtype)
+    # The kernel reads buffers of one axis, and the operation is elementwise.
     flat = [operand.reshape(-1) for operand in (gate, up, cotangent)]
     found = host.kernel_call(f"gate_gradient_{activation}_{dtype}", module, results, *flat)
     of_gate, of_up = (result.reshape(gate.shape) for result in found)
@@ -36,6 +37,7 @@ def _module(activation: str, dtype: str, processor: Processor) -> ir.Module:
     builder.close(builder.ceil_div(size, _TILE_SIZE))
     builder = Builder(module, "tile", TILE)
     arguments, results, tile, _ = builder.parameters
+    # Rank 0 reads no sizes: the sizes of the result are enough.
     operands = [builder.buffer(arguments, number, 0)[0] for number in range(3)]
     _, (size,) = builder.buffer(results, 0, 1)
     written = [builder.buffer(results, number, 0)[0] for number in range(2)]
@@ -54,5 +56,6 @@ def _module(activation: str, dtype: str, processor: Processor) -> ir.Module:
 
 
 def _gradient(builder: Builder, activation: str, gate: Any, up: Any, cotangent: Any) -> list[Any]:
+    # f is computed again, because the forward pass keeps only the two products.
     activated, slope = ACTIVATIONS[activation](builder, gate)
     return [builder.build.fmul(builder.build.fmul(cotangent, up), slope), builder.build.fmul(cotangent, activated)]

@@ -40,5 +40,6 @@ JIT_AMX = OpImplementation(
     residuals=("gate", "up"),
     is_opaque=True,
     exports=False,
+    # Before `jit_x86`, which also takes 7 and 8 rows of bf16.
     priority=4,
 )

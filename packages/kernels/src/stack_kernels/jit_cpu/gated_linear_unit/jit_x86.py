@@ -17,6 +17,7 @@ def _call(
 ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
     def product(weight: Any, bias: Any) -> jax.Array:
         accurate = few_rows_product(x, weight)
+        # The products are rounded before the gate, which reads the same numbers as the backward pass.
         result = (accurate if bias is None else accurate + bias.astype(accurate.dtype)).astype(x.dtype)
         return result.reshape(*x.shape[:-1], result.shape[1])
 

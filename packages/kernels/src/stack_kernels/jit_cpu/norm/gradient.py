@@ -97,6 +97,7 @@ class _Gradient(RowTile):
             c = self._scaled(self._cotangent(start, column, mask), column, mask)
             return [builder.fma(h, h, squares), builder.fma(c, h, products), build.fadd(c, plain)]
 
+        # One pass for all sums, because each pass reads two rows.
         squares, products, plain = self.sums(3, add)
         factor = self.factor(squares)
         # n mean(c s n) = (h - m) * slope, with slope = r^2 mean(c s (h - m)).
@@ -126,6 +127,7 @@ class _Gradient(RowTile):
         terms = {"scale": lambda: build.fmul(c, build.fmul(h, factor)), "offset": lambda: c}
         for name, sums in self.of_part.items():
             place, kind = builder.at(sums, builder.times(column, 4)), c.type
+            # The row of sums is in memory and not in registers: a row may be longer than all registers.
             before = builder.load(kind, place) if mask is None else builder.masked_load(kind, place, mask)
             after = build.fadd(before, terms[name]())
             builder.store(after, place) if mask is None else builder.masked_store(after, place, mask)

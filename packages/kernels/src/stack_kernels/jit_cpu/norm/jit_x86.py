@@ -62,6 +62,7 @@ def _normed(
     offsets = [] if offset is None else [offset.astype(jnp.float32)]
     results = [jax.ShapeDtypeStruct(rows[0].shape, x.dtype) for _ in rows]
     build = functools.partial(norm_module, norm)
+    # Epsilon is an operand: as a constant of the code, each value would compile its own kernel.
     operands = (*rows, *scales, *offsets, jnp.full(1, epsilon, jnp.float32))
     found = [result.reshape(x.shape) for result in host.kernel_call(norm.name, build, results, *operands)]
     return found[0] if residual is None else tuple(found)
@@ -78,6 +79,7 @@ def _backward(
 ) -> Mapping[str, Any]:
     x, scale, offset, residual = (arrays[name] for name in ("x", "scale", "offset", "residual"))
     norm = _row_norm(x, scale, offset, residual, options["kind"])
+    # With a residual, the rows that were normed are the returned sum, whose cotangent is the second one.
     of_rows = (x, cotangent) if residual is None else (output[1], *cotangent)
     rows = [array.reshape(-1, x.shape[-1]) for array in of_rows]
     scales = [] if scale is None else [scale.astype(jnp.float32) + options["scale_offset"]]
@@ -89,6 +91,7 @@ def _backward(
     build = functools.partial(gradient_module, norm)
     operands = (*rows, *scales, jnp.full(1, options["epsilon"], jnp.float32))
     of_x, *found = host.kernel_call(gradient_name(norm), build, results, *operands)
+    # Each gradient is followed by the sums of the parts, which only the kernel reads.
     gradients = {name: found[2 * number].astype(arrays[name].dtype) for number, name in enumerate(names)}
     return {"x": of_x.reshape(x.shape), "residual": of_x.reshape(x.shape)} | gradients
 

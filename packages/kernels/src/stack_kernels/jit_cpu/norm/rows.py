@@ -78,6 +78,7 @@ class RowTile:
         buffers, self.results, self.number, _ = builder.parameters
         self.buffers = {name: builder.buffer(buffers, at, 0)[0] for at, name in enumerate(arguments)}
         self.y, (self.rows, self.size) = builder.buffer(self.results, 0, 2)
+        # Set by subclasses: the rows are an argument, or a result that was written before.
         self.h: Any = None
 
     def write_rows(self, each: Any, do_row: Callable[[Any], None]) -> None:
@@ -159,6 +160,7 @@ class _Forward(RowTile):
         builder = self.builder
         if self.norm.has_residual:
             self.each(lambda column, mask: self._add(start, column, mask))
+        # First the mean, then the squares of centred numbers: the difference of two large means would lose digits.
         mean = self.mean(start)
 
         def add_square(column: Any, mask: Any, sums: Any) -> list[Any]:

@@ -54,6 +54,7 @@ class PagedAttention:
 
     @property
     def name(self) -> str:
+        # All properties, because a compiled kernel is found by its name.
         return "_".join(["paged_attention", *(str(value) for value in vars(self).values())])
 
     @property
@@ -102,6 +103,7 @@ class Sequences:
         builder = self.builder
         start = builder.variable(INDEX, self.first_token())
         with builder.loop(0, self.count) as sequence:
+            # Starts that decrease make a sequence empty.
             end = builder.max(start.get(), self._integer(self.starts, builder.plus(sequence, 1), self.tokens))
             yield sequence, start.get(), end
             start.set(end)
@@ -122,6 +124,7 @@ class Sequences:
             )
             for variable, value in zip(found, (sequence, left.get(), start, end), strict=True):
                 variable.set(builder.build.select(is_inside, value, variable.get()))
+            # Negative once the sequence was found, and no later sequence matches.
             left.set(builder.minus(left.get(), parts))
         sequence, own, start, end = (variable.get() for variable in found)
         return sequence, own, start, end
@@ -137,6 +140,7 @@ def strides(builder: Builder, layout: str, sizes: list[Any]) -> dict[str, Any]:
     """Returns the distance of neighbors along each axis, in vectors of head_dim."""
     found = {}
     stride = INDEX(1)
+    # Without the last axis: the unit is a vector of head_dim.
     for axis, size in zip(reversed(layout[:-1]), reversed(sizes[:-1]), strict=True):
         found[axis] = stride
         stride = builder.times(stride, size)

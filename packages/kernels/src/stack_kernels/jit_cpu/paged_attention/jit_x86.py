@@ -104,6 +104,7 @@ def _llvm(query: Any, key_pages: Any, value_pages: Any, *, sinks: Any, window: A
     output, maximum, total = host.kernel_call(attention.name, build, results, *arguments)
     if sinks is not None:
         grouped = (tokens, sizes["h"], heads // sizes["h"], 1)
+        # -inf for tokens without visible keys, whose maximum and sum are 0.
         lse = (maximum + jnp.log(total)).reshape(grouped)
         output = with_sinks(output.reshape(*grouped, head_dim), lse, sinks)[0].reshape(query.shape)
         bounds = {"pages": sizes["p"], "slots": sizes["s"], "tokens": tokens}

@@ -50,6 +50,7 @@ class PromptTile(ABC):
 
     def __init__(self, module: ir.Module, attention: PagedAttention) -> None:
         self.builder = builder = Builder(module, "prompt_tile", [POINTER, POINTER, *[INDEX] * 5, POINTER])
+        # LLVM may inline it, and drops the symbol.
         builder.function.linkage = "internal"
         self.attention = attention
         arguments, results, self.sequence, self.head, self.first, self.last, self.shift, _ = builder.parameters
@@ -59,6 +60,7 @@ class PromptTile(ABC):
         _, sizes = builder.buffer(arguments, 1, 4)
         self.strides = strides(builder, attention.layout, sizes)
         self.results = [builder.buffer(results, number, 0)[0] for number in range(3)]
+        # Negative if a sequence has more tokens than keys; -1 leaves no block.
         self.final = builder.max(builder.plus(self.last, self.shift), INDEX(-1))
         self.row_bytes = attention.head_dim * BITS[self.dtype] // 8
         self.slot_bytes = builder.times(self.strides["s"], self.row_bytes)
@@ -132,6 +134,7 @@ class PromptTile(ABC):
         """Computes P for a line of S^T and adds it to the totals."""
         build, nothing = self.builder.build, vectors.constant(float("-inf"), TILE_QUERIES)
         weight = vectors.exp(self.builder, build.fsub(score, level))
+        # `exp` never returns 0: its input ends at -87.3.
         weight = build.select(build.fcmp_ordered("==", score, nothing), vectors.constant(0, TILE_QUERIES), weight)
         self.total.set(build.fadd(self.total.get(), weight))
         return weight
@@ -177,6 +180,7 @@ class PromptTile(ABC):
             highest.set(build.select(build.fcmp_ordered(">", score, highest.get()), score, highest.get()))
         after = highest.get()
         self.maximum.set(after)
+        # 0 while a query has seen no key: -inf - -inf would be NaN.
         level = build.select(build.fcmp_ordered(">", after, nothing), after, vectors.constant(0, TILE_QUERIES))
         # Before the first key the sums are zero and the decay is irrelevant.
         decay = vectors.exp(builder, build.fsub(before, level))

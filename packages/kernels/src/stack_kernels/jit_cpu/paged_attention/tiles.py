@@ -153,6 +153,7 @@ class _Tile:
         page_first = builder.times(page, attention.slots)
         held = builder.min(INDEX(attention.slots), builder.plus(builder.minus(final, page_first), 1))
         base = self._page(page)
+        # At the last page the page itself, because the table may end there.
         following = self._page(builder.min(builder.plus(page, 1), builder.over(final, attention.slots)))
         self._ask_ahead(self.pools[0], following)
         whole = builder.times(builder.over(held, self.lanes), self.lanes)
@@ -201,6 +202,7 @@ class _Tile:
             # Before the first key the sums are zero and the decay is irrelevant.
             decay = vectors.exp(builder, builder.build.fsub(builder.splat(before, lanes), level))
             weights = vectors.exp(builder, builder.build.fsub(scores, level))
+            # `exp` never returns 0: its input ends at -87.3.
             is_absent = builder.build.fcmp_ordered("==", scores, nothing)
             weights = builder.build.select(is_absent, vectors.constant(0, lanes), weights)
             total = self._total(row)

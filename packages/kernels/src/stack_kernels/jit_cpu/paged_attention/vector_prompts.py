@@ -56,6 +56,7 @@ class VectorPrompts(PromptTile):
         builder = self.builder
         with builder.loop(0, keys) as number:
             place = builder.at(self.scores, builder.times(number, LINE))
+            # The weights replace the scores, which nothing reads again.
             builder.store(self.weight(builder.load(_KIND, place), level), place)
         decay = builder.load(_KIND, self.decay)
         with builder.loop(0, self.parts) as part:

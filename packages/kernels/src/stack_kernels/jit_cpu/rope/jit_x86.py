@@ -37,6 +37,7 @@ def _rotate(x: Any, cosine: Any, sine: Any) -> Any:
     angles = [table.reshape(-1, table.shape[-1]).astype(jnp.float32) for table in (cosine, sine)]
     heads = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
     result = jax.ShapeDtypeStruct(heads.shape, x.dtype)
+    # The kernel reads all sizes from its buffers: one per dtype serves every model.
     build = functools.partial(turn_module, turn)
     return host.kernel_call(turn.name, build, result, heads, *angles).reshape(x.shape)
 
@@ -59,6 +60,7 @@ def _backward(
     """Rotates back by the negative angles."""
     frequencies = {name: option for name, option in options.items() if name != "interleaved"}
     cosine, sine = _tables(arrays["positions"], **frequencies)
+    # The transpose of a rotation; the factor is part of both tables.
     return {"x": _rotate(cotangent, cosine, -sine)}
 
 

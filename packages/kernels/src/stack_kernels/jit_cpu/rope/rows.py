@@ -45,6 +45,7 @@ def turn_module(turn: Turn, processor: Processor) -> ir.Module:
 
 
 def _tile_tokens(builder: Builder, heads: Any, head_dim: Any) -> Any:
+    # One token at least, even if its heads have more numbers than a tile should.
     return builder.max(builder.over(INDEX(_TILE_SIZE), builder.times(heads, head_dim)), INDEX(1))
 
 
@@ -56,6 +57,7 @@ class _Tile:
         self.dtype, self.lanes = turn.dtype, lanes
         arguments, results, self.number, _ = builder.parameters
         self.x, (self.tokens, self.heads, self.head_dim) = builder.buffer(arguments, 0, 3)
+        # From the table, because `rotary_dim` may be less than the size of a head.
         self.cosine, (_, self.half) = builder.buffer(arguments, 1, 2)
         self.sine, _ = builder.buffer(arguments, 2, 0)
         self.y, _ = builder.buffer(results, 0, 0)
@@ -66,6 +68,7 @@ class _Tile:
         first = builder.times(self.number, each)
         turned = builder.plus(self.half, self.half)
         stop = builder.min(builder.plus(first, each), self.tokens)
+        # Heads inside: all heads of a token read the same row of the tables, which stays in the L1 cache.
         with builder.loop(first, stop) as token, builder.loop(0, self.heads) as head:
             start = builder.times(builder.plus(builder.times(token, self.heads), head), self.head_dim)
             of_token = builder.times(token, self.half)

@@ -71,6 +71,7 @@ def rules_of(adapters: Adapters) -> Sequence[AdapterRule]:
     if not adapters:
         raise RuleError("There are no adapters to derive rules from.")
     return [
+        # The rule divides alpha by the rank again.
         AdapterRule(
             path=re.escape(path), rank=each.rank, alpha=each.scale * each.rank, magnitude=each.magnitude is not None
         )

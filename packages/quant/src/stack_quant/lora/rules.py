@@ -99,6 +99,7 @@ def plan_adapters(
     found: dict[str, Adapter] = {}
     taken = set()
     for path, use in first.items():
+        # Products also use arrays other than parameters, such as buffers.
         if path not in shapes:
             continue
         number = next((number for number, rule in enumerate(rules) if path_matches(rule.path, path)), None)

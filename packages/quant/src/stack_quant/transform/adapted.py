@@ -59,6 +59,7 @@ class Adapted:
 
     def takes(self, contracted: Sequence[int], free: Sequence[int]) -> bool:
         """Returns whether a product that sums over `contracted` can be computed through the low-rank factors."""
+        # D must not vary along kept axes, nor U along contracted ones: the product could not be split.
         lean = [(self.down, axis) for axis in free] + [(self.up, axis) for axis in contracted]
         return self.magnitude is None and all(factor.shape[axis] == 1 for factor, axis in lean)
 
@@ -76,6 +77,7 @@ class Adapted:
     def joined(parts: "Sequence[Adapted]", axis: int) -> "Adapted | None":
         """Concatenates parameters with one entry along an axis; returns None if the kinds of adapters differ."""
         first = parts[0]
+        # Views, because a parameter that was rearranged is a view already.
         bases = [views.view_of(part.base) if is_quantized(part.base) else part.base for part in parts]
         alike = all(
             part.scale == first.scale

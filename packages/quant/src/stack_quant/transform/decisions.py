@@ -161,6 +161,7 @@ def product_types(interpreter: Interpreter, decision: Decision, right: Value) ->
     if interpreter.is_weight(right):
         calibrations = rule.activation_calibration, rule.weight_calibration
         return ProductTypes(rule.activations, rule.weights, rule.gradients, calibrations, rule.range_ends)
+    # A parameter that no rule quantizes stays in float.
     kind = rule.activations if right.source is None else None
     return ProductTypes(rule.activations, kind, rule.gradients, (rule.activation_calibration,) * 2, rule.range_ends)
 
@@ -186,6 +187,7 @@ def record(
         codes = sum(map(is_quantized, arrays))
         in_training = "rounded" if interpreter.resolved.method.products is None else "quantized"
         as_floats = "float" if kinds == tuple(str(array.dtype) for array in arrays) else in_training
+        # By the number of operands that are codes.
         computed = (as_floats, "dequantized", "quantized")[min(codes, 2)]
     paths = tuple(path for value in operands if value.source is not None for path in value.source.paths)
     where = versions.source_of(equation)

@@ -293,6 +293,7 @@ class Interpreter:
     def constant(self, array: Any) -> Value:
         """Returns the value of a constant."""
         dtype = jnp.result_type(array)
+        # Not of a jax.Array: to read it would wait for its device, and fail under a trace.
         is_number = np.ndim(array) == 0 and isinstance(array, np.ndarray | np.generic | float | int)
         return Value(array, None, False, dtype, known=float(array) if is_number else None)
 

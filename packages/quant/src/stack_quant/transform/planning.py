@@ -80,6 +80,7 @@ def plan(
             left[path] = _reason(by_path[path], stops.get(path, ()))
         else:
             specs[path], tile = _spec(path, rule, shapes[path], mine)
+            # A type with blocks prescribes the tile, so the report needs no note.
             if tile is not None and tile != rule.tiles[0] and qtype(rule.weights).block_size is None:
                 tiles[path] = tile
     _check_quantizes(rules, of_path, left)
@@ -96,8 +97,10 @@ def _first(rules: Sequence[Rule], path: str, uses: Sequence[Use]) -> int | None:
 def _check_matches(rules: Sequence[Rule], of_path: Mapping[str, int], paths: Sequence[str], ops: Sequence[str]) -> None:
     taken = set(of_path.values())
     for number, rule in enumerate(rules):
+        # A rule without a path may be for products of two activations.
         if rule.optional or number in taken or (rule.path is None and any(map(rule.matches_op, ops))):
             continue
+        # Parameters of earlier rules are not suggested, because this rule cannot get any of these.
         free = [path for path in paths if of_path.get(path, number) >= number]
         raise RuleError(unmatched(rule, number, paths=free, ops=ops))
 
@@ -131,6 +134,7 @@ def _spec(path: str, rule: Rule, shape: tuple[int, ...], uses: Sequence[Use]) ->
     Entries along the axes that the first product sums over share scales. Without a product, these are the axes of which
     a lookup takes all entries.
     """
+    # A product decides before a lookup, and the parameter itself before a computed value; of equals, the first use.
     first = min(uses, key=lambda use: (use.is_lookup, use.derived))
     assert rule.weights is not None, "asked only for parameters that are quantized"
     reduced = {part.axis for part in first.contracted}

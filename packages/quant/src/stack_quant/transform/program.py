@@ -43,6 +43,7 @@ class Parameters:
     @classmethod
     def of(cls, tree: Any) -> "Parameters":
         """Flattens a pytree."""
+        # A quantized array is a pytree, and here a single parameter.
         found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_quantized)
         paths = tuple("/".join(map(_segment, keys)) for keys, _ in found)
         return cls(tuple(leaf for _, leaf in found), paths, structure)
@@ -62,6 +63,7 @@ class Parameters:
 
 
 def _segment(key: Any) -> str:
+    # JAX's keys of dicts, sequences and attributes name their content differently.
     for name in ("key", "idx", "name"):
         if hasattr(key, name):
             return str(getattr(key, name))
@@ -206,6 +208,7 @@ class Program:
 def _is_handed_on(path: str, value: Any) -> bool:
     if not isinstance(value, Value) or not (value.is_quantized or value.is_adapted):
         return False
+    # Transposed or sliced, it would keep its path but not its axes.
     return value.source == Source.of(path, value.shape)
 
 

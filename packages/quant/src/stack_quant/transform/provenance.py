@@ -86,6 +86,7 @@ class Source:
                     wanted //= part.size
                 elif part.size % wanted == 0:
                     rest = part.size // wanted
+                    # The new axis gets the slower factor of the part; the faster one remains for the next axis.
                     parts.insert(0, Part(part.axis, part.stride, rest, part.cut))
                     part = Part(part.axis, part.stride * rest, wanted, part.cut)
                     wanted = 1
@@ -101,6 +102,7 @@ class Source:
 
     def stacked(self, sources: "Sequence[Source]") -> "Source":
         """Returns the source of several parameters stacked along a new axis."""
+        # Without the first path, which is `path`.
         return dataclasses.replace(self, others=tuple(path for source in sources for path in source.paths)[1:])
 
     def without(self, axis: int) -> "Source":

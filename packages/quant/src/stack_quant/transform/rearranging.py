@@ -152,12 +152,14 @@ def _joined(arrays: Sequence[Any], axis: int) -> Any:
 
 
 def _barrier(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
+    # One barrier for all operands, because a barrier also orders its operands.
     arrays = lax.optimization_barrier([value.array for value in operands])
     return [dataclasses.replace(value, array=array) for value, array in zip(operands, arrays, strict=True)]
 
 
 def _reverse(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
     dimensions = equation.params["dimensions"]
+    # The source stays: the parts of an axis are the same in reverse order.
     return _result(interpreter, equation, operands, operands[0].source, lambda view: views.reverse(view, dimensions))
 
 

@@ -95,6 +95,7 @@ def static_activation(interpreter: Interpreter, key: SiteKey, array: Any, spec: 
       QuantError: the site's range was not measured.
     """
     shape = spec.tiling(array.shape).scale_shape
+    # Only the contracted axis may have several static scales.
     tiles = max(shape, default=1)
     loops = [loop for loop in interpreter.loops if loop.over_parameters or key.path is not None]
     layers, index = tuple(loop.trips for loop in loops), tuple(loop.trip for loop in loops)

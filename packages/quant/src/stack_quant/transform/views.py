@@ -102,6 +102,7 @@ def is_constant_along(view: View, axis: int) -> bool:
 
 def reshape(view: View, shape: Sequence[int]) -> View:
     """Reshapes the array as `lax.reshape` does, and repeats scales if the new axes require repetition."""
+    # The axes of an empty array cannot be matched by their numbers of entries.
     if math.prod(shape) == 0:
         return _mapped(view, view.codes.reshape(shape), lambda scale: jnp.ones(shape, scale.dtype))
     groups = axis_groups(view.shape, shape)
@@ -193,6 +194,7 @@ def pad(view: View, widths: Sequence[tuple[int, int]]) -> View:
 def joined(parts: Sequence[View], axis: int) -> View | None:
     """Concatenates arrays with one entry along an axis; returns None if their quantization differs."""
     first = parts[0]
+    # The structures contain the static fields: scheme, dtype and codebook.
     if any(jax.tree.structure(part) != jax.tree.structure(first) for part in parts) or any(
         part.scale.shape != first.scale.shape for part in parts
     ):
@@ -224,6 +226,7 @@ def dynamic_slice(view: View, starts: Sequence[Any], sizes: Sequence[int]) -> Vi
     view = full_along(view, cut)
 
     def sliced(scale: jax.Array) -> jax.Array:
+        # All starts of a dynamic slice must have one dtype.
         begins = [start if axis in cut else jnp.zeros_like(start) for axis, start in enumerate(starts)]
         return lax.dynamic_slice(
             scale, begins, [sizes[axis] if axis in cut else size for axis, size in enumerate(scale.shape)]

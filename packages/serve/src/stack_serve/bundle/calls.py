@@ -29,6 +29,7 @@ def check(signature: Signature, inputs: Arrays) -> dict[str, int]:
         if array.ndim != len(spec.shape):
             raise _error(signature, f"{spec.name!r} has the shape {list(array.shape)}", spec.name)
         for axis, size in zip(spec.shape, array.shape, strict=True):
+            # The first tensor with a named axis determines the size for all further tensors.
             wanted = sizes.setdefault(axis, size) if isinstance(axis, str) else axis
             if size != wanted:
                 raise _error(signature, f"{spec.name!r} has the shape {list(array.shape)}", spec.name)
@@ -62,6 +63,7 @@ def _padded(spec: TensorSpec, array: np.ndarray, sizes: Mapping[str, int], pad: 
     shape = spec.at(sizes)
     if array.shape == shape:
         return array
+    # Without a pad value only the batch grows, and the results of its additional rows are cropped.
     fill = next((pad[axis] for axis in spec.shape if axis in pad), 0)
     result = np.full(shape, fill, array.dtype)
     result[tuple(slice(size) for size in array.shape)] = array

@@ -92,6 +92,7 @@ def export(
     directory = Path(directory)
     arrays, structure = _parameters(params)
     with atomic_directory(directory) as partial:
+        # First, because a function that cannot be exported should fail before gigabytes are written.
         traced = [_Traced(name, function, structure, list(arrays.values())) for name, function in functions.items()]
         held = _write_weights(partial, arrays)
         programs = tuple(program for each in traced for program in each.write_programs(partial))

@@ -75,6 +75,7 @@ def _entries(content: memoryview) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
+    # As bytes, because Python's buffer protocol lacks bfloat16 and fp8.
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 

@@ -43,9 +43,11 @@ class Endpoint:
     """
 
     def __init__(self, base_url: str, *, api_key: str | None = None, timeout_s: float | None = None) -> None:
+        # `urlsplit` would read HOST:PORT as a scheme and a path.
         given = base_url if "://" in base_url else f"http://{base_url}"
         try:
             url = urlsplit(given)
+            # Within the `try`: a number out of range raises only when the attribute is read.
             port = url.port
         except ValueError:
             url, port = urlsplit(""), None
@@ -59,6 +61,7 @@ class Endpoint:
         self._port = port or (443 if self._tls else 80)
         self._timeout_s = timeout_s
         authorization = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
+        # Without a user's name and password, which the header must not contain.
         self._headers = f"Host: {url.netloc.rpartition('@')[2]}\r\n{authorization}Accept: */*\r\n"
         self._idle: list[Connection] = []
 
@@ -126,6 +129,7 @@ class Endpoint:
             try:
                 return await self._sent(connection, message, receive)
             except ConnectionLost as error:
+                # Only an unanswered request is sent again: the server closes idle connections at any time.
                 if error.began:
                     raise
         _, connection = await asyncio.get_running_loop().create_connection(
@@ -149,6 +153,7 @@ class _Events:
         self.ended = False
 
     def feed(self, part: bytes, arrived_s: float) -> None:
+        # A line may be spread over several parts.
         *lines, self._rest = (self._rest + part).split(b"\n")
         for line in lines:
             if not line.startswith(b"data:"):

@@ -95,4 +95,5 @@ def _guarded(app: ASGIApp, config: ServerConfig) -> ASGIApp:
     # Outside of the keys, because browsers send preflight requests without a key.
     if config.cors_origins:
         app = CORSMiddleware(app, allow_origins=config.cors_origins, allow_methods=["*"], allow_headers=["*"])
+    # Outermost, to log rejected requests too.
     return AccessLog(app)

@@ -57,6 +57,7 @@ class CompletionWriter(Writer):
             skip = job.sampling.skip_special_tokens
             text = job.echo[prompt] if job.echo else ""
             choice.offsets = TextOffsets(job.tokenizer, before, text, skip_special_tokens=skip)
+        # A generator: the tokens are decoded between the pieces of the answer.
         new = (list(map(choice.offsets.push, batch)) for batch in batches(tokens, _DECODING_PARTS))
         if not (echo and job.echo):
             return job.texts.completion(logprobs, tokens, new)

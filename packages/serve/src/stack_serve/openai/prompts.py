@@ -57,6 +57,7 @@ class Prompts:
           ApiError: it is not of the four forms, or has too many prompts.
         """
         prompts = await maybe_in_thread(_size(field), self._checked, field, max_prompts)
+        # All prompts or none: mixed lists were rejected.
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if texts:
             return await self._of_texts(texts, add_special_tokens=add_special_tokens)

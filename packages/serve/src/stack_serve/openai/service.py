@@ -68,6 +68,7 @@ class Service:
         self.prompts = Prompts(checkpoint.tokenizer, checkpoint.vocab_size, self.max_tokens)
         self.metrics = Metrics(self.names[0], self.max_tokens, self.stats)
         self.token_texts = None if checkpoint.tokenizer is None else TokenTexts(checkpoint.tokenizer)
+        # Read now, because a wrong template should fail before the weights are loaded.
         self._template = _template(checkpoint, config)
         self._defaults = dict(checkpoint.sampling_defaults)
         self._adapters = tuple(adapters)
@@ -114,6 +115,7 @@ class Service:
         _check_streaming(body)
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs: true beside it.", param="top_logprobs")
+        # OpenAI renamed the field; clients that send equal values under both names are served.
         asked = {body.max_tokens, body.max_completion_tokens} - {None}
         if len(asked) > 1:
             raise bad_request("max_tokens and max_completion_tokens differ; give the latter alone.", param="max_tokens")
@@ -212,6 +214,7 @@ class Service:
             priority=body.priority,
             stream=body.stream,
             stream_options=body.stream_options or StreamOptions(),
+            # With best_of, more continuations are generated than returned.
             best=body.n if sampling.n > body.n else None,
             # A count in completions, where 0 requests the sampled token's; a boolean in chat.
             wants_logprobs=body.logprobs is not None and body.logprobs is not False,

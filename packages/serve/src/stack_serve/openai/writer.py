@@ -152,6 +152,7 @@ class Writer(ABC):
 
     def _mean_logprob(self, number: int) -> float:
         logprobs = self.choices[number].logprobs
+        # A continuation without tokens ranks last.
         return sum(each.logprob for each in logprobs) / len(logprobs) if logprobs else -math.inf
 
     def _full_choice(self, place: int, number: int) -> Members:

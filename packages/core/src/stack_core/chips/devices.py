@@ -74,6 +74,7 @@ def row_name(device_kind: str) -> str | None:
     return names[0] if names else None
 
 
+# A row may be a measurement, and every op asks for the row of its device.
 @functools.cache
 def _row(device_kind: str) -> Chip | None:
     name = row_name(device_kind)

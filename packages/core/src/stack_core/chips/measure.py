@@ -176,6 +176,7 @@ def _write(path: Path | None, content: Mapping[str, Any]) -> None:
         if path is None:
             raise OSError("there is no home directory")
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Renamed once it is complete, because other processes may read the file at any time.
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")
         try:
             with os.fdopen(descriptor, "w") as file:
@@ -220,6 +221,7 @@ def _product_flops(operand: np.dtype[Any], result: np.dtype[Any]) -> float | Non
     best = 0.0
     for size in _PRODUCT_SIZES:
         flops = 2.0 * size**3
+        # The rate of the smaller size shows whether the next one would take too long.
         if best and flops / best > _PRODUCT_BUDGET_S:
             break
         x = jnp.ones((size, size), operand)
@@ -232,6 +234,7 @@ def _product_flops(operand: np.dtype[Any], result: np.dtype[Any]) -> float | Non
 
 def _bandwidth_bytes_s() -> float:
     """Measures the bytes read and written per second by the best pass that updates an array in place."""
+    # In place, because new memory would also measure the page faults of its first use.
     increment = jax.jit(lambda x: x + np.float32(1), donate_argnums=0)
     x = jnp.zeros(_COPY_BYTES // 4, np.float32)
 
@@ -240,6 +243,7 @@ def _bandwidth_bytes_s() -> float:
         x = increment(x)
         return x
 
+    # Each byte is read and written.
     return 2 * _COPY_BYTES / _best_s(once, _COPY_BUDGET_S)
 
 

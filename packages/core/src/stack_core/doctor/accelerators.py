@@ -76,6 +76,7 @@ def find_hardware(root: Path = Path("/")) -> Hardware:
             cards += vendor == _NVIDIA and kind.startswith(_DISPLAY_CLASSES)
             tpus += vendor == _GOOGLE and identity in _TPU_IDS and device.name.endswith(".0")
     driver = any((root / node).exists() for node in _GPU_NODES)
+    # A container may hide the PCI bus and still have the device nodes.
     return Hardware(cards, driver, _listed_gpus(), tpus or len(list((root / "dev").glob("accel[0-9]*"))))
 
 
@@ -180,6 +181,7 @@ def _gpu_use(hardware: Hardware, answer: Answer) -> Iterator[Finding]:
         found = f"JAX uses {used} of the {len(hardware.gpus)} GPUs"
         yield Finding("gpu", "note", found, "CUDA_VISIBLE_DEVICES selects GPUs; if unset, JAX uses all.")
     for index, gpu in enumerate(hardware.gpus):
+        # The probe allocates little, so a tenth belongs to other processes.
         if gpu.memory_bytes and gpu.used_bytes is not None and gpu.used_bytes > gpu.memory_bytes / 10:
             found = (
                 f"other processes hold {gpu.used_bytes / 2**30:.1f} of {gpu.memory_bytes / 2**30:.1f} GiB "

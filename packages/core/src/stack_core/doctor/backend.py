@@ -62,6 +62,7 @@ def ask_jax(timeout_s: float, command: tuple[str, ...] = _PROBE) -> Answer:
     """Starts JAX in a separate process with this process's environment."""
     # By default JAX would allocate most of a GPU's memory, which another process may be using.
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    # Files and not pipes, which a verbose JAX could fill while nobody reads.
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=output, stderr=log, env=environment, start_new_session=True)
         try:

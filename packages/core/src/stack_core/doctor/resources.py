@@ -24,6 +24,7 @@ def check_cores(root: Path = Path("/")) -> Iterator[Finding]:
     usable, present = machine.usable_cores(), os.cpu_count() or 1
     quota = machine.cpu_quota_cores(root)
     found = f"{usable} of {present} cores of {machine.cpu_model(root)}"
+    # Thread pools have a thread for each usable core, whatever time the container grants.
     if quota is not None and quota < usable:
         yield Finding(
             "cores",
@@ -89,6 +90,7 @@ def check_cache(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _folder(name: str, folder: Path, variable: str) -> Finding:
+    # A missing folder is created later, in its nearest existing parent.
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         return Finding(name, "warning", f"{folder} is not writable", f"Set {variable} to a writable folder.")
@@ -102,6 +104,7 @@ def _folder(name: str, folder: Path, variable: str) -> Finding:
 def check_clock(now_s: float | None = None) -> Iterator[Finding]:
     """Checks that the clock is not behind: a wrong clock confuses caches and checkpoints, and breaks downloads."""
     now_s = time.time() if now_s is None else now_s
+    # The installation wrote this file, so its time has passed.
     if now_s < Path(__file__).stat().st_mtime:
         date = time.strftime("%Y-%m-%d %H:%M", time.gmtime(now_s))
         yield Finding(

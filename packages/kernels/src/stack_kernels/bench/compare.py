@@ -82,6 +82,7 @@ def _compared(now: Row, before: Row | None, tolerance: float, error: float) -> C
         return Comparison(now, None, None, None, "new")
     change = now.ratio / before.ratio
     slower = _p_greater(now.ratios, [ratio * (1 + tolerance) for ratio in before.ratios])
+    # So few rounds could not reach the confidence, however slow they were.
     if _smallest_p(len(now.ratios), len(before.ratios)) > error:
         return Comparison(now, before, change, slower, "too few rounds")
     if slower <= error:

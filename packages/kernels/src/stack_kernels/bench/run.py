@@ -65,6 +65,7 @@ class Task:
         def gradient(arrays: Mapping[str, Any]) -> Any:
             floating = {name: x for name, x in arrays.items() if _is_floating(x)}
             output, vjp = jax.vjp(lambda floating: forward({**arrays, **floating}), floating)
+            # Ones are cheap at every use; a costly cotangent would favour implementations that read it less often.
             return output, vjp(jax.tree.map(jnp.ones_like, output))
 
         return gradient if self.direction == "gradient" else forward
@@ -112,6 +113,7 @@ def measured(task: Task, *, rounds: int, budget_s: float) -> Row | str:
 
 def _row(task: Task, explained: ops.ExplainedCall, arrays: Mapping[str, Any], timings: Mapping[str, Timing]) -> Row:
     own, reference = timings["own"], timings["reference"]
+    # The budget may end within a round.
     complete = min(own.rounds, reference.rounds)
     work = _work(task, explained, arrays)
     bound = work.bound(current_chip())

@@ -69,7 +69,9 @@ def run_child(
             env={**os.environ, **(environment or {})},
         )
     over = threading.Event()
+    # The event is set before the kill ends the loop below, which then reports the deadline.
     timer = threading.Timer(max(0.0, deadline_s - time.monotonic()), lambda: (over.set(), _kill(child)))
+    # A timer that waits must not keep the process alive.
     timer.daemon = True
     timer.start()
     with child:

@@ -54,6 +54,7 @@ def contract_of(op: str, deadline_s: float, *, log: Path) -> tuple[list[Contract
         started: list[dict[str, Any]] = []
         before = len(rows)
 
+        # The default binds the list of this turn.
         def on_message(message: dict[str, Any], started: list[dict[str, Any]] = started) -> None:
             (rows if "outcome" in message else started).append(message)
 

@@ -41,6 +41,7 @@ def main() -> None:
         if remaining_s <= 0:
             sys.exit(f"the time budget left {len(planned) - place} of {len(planned)} calls")
         try:
+            # Calls that end early leave their time to later ones.
             row = measured(task, rounds=_ROUNDS, budget_s=remaining_s / (len(planned) - place))
         except Exception as error:  # any failure of a kernel on a new chip is a finding
             reason = str(error) if isinstance(error, BenchmarkError) else f"{task}: {type(error).__name__}: {error}"

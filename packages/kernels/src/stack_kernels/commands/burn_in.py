@@ -46,6 +46,7 @@ def burn_in(*, out: Path = Path("burn-in"), budget_s: float = 600.0, ops: str = 
     stages = {"contracts": _contracts, "tuning": _tune, "speeds": _measure, "profile": _profile}
     end_s, shares = time.monotonic() + budget_s, list(_SHARES.values())
     for stage, run in stages.items():
+        # Of the remaining time: a stage that ends early leaves its rest to later stages.
         share_s = (end_s - time.monotonic()) * _SHARES[stage] / sum(shares)
         shares.pop(0)
         _say(f"{stage}, for at most {share_s:.0f} s")

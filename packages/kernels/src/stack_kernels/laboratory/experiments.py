@@ -76,6 +76,7 @@ def compile_for(
         unfinished = process.started or Row(left[0], chip, "", "forward")
         rows.append(dataclasses.replace(unfinished, reason=process.failure))
         on_row(rows[-1])
+        # Without the implementation whose compiler ended the process.
         left = left[left.index(unfinished.name) + 1 :]
     return rows
 
@@ -129,6 +130,7 @@ def _environment() -> dict[str, str]:
         **os.environ,
         "PATH": path_with_wheel_compilers(),
         "JAX_PLATFORMS": "cpu",
+        # With a cached program, compilers print neither registers nor spills.
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "MOSAIC_GPU_DUMP_PTXAS": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3",

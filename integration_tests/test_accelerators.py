@@ -9,7 +9,6 @@ from pathlib import Path
 import jax
 import pytest
 from flax import nnx
-from jax.experimental import topologies
 
 from stack_core import ops
 from stack_core.abi.config import parse
@@ -26,6 +25,7 @@ from stack_serve.llm.config import EngineConfig
 from stack_train.generation.generative import generative_checkpoint
 from stack_train.models.gpt_oss import GptOssConfig
 from stack_train.models.llama import LlamaConfig
+from stack_train.run.compilation import compile_step
 from stack_train.run.config import RunConfig
 from stack_train.run.program import build_program, traced_step
 
@@ -86,17 +86,13 @@ def cudnn():
         yield
 
 
-def step_for(target, folder, model=MODEL, second="tensor", devices=None):
-    """Compiles the step of a model over fsdp and one more axis, of two parts.
-
-    Args:
-      devices: by default those of the target.
-    """
+def step_for(target, folder, model=MODEL, second="tensor"):
+    """Compiles the step of a model over fsdp and one more axis, of two parts."""
     fields = {"output": str(folder), "model": model, "mesh": {"fsdp": -1, second: 2}}
     config = parse(
         RunConfig, {**fields, "data": {"seq_tokens": SEQ, "batch_size": 2 * ROWS if second == "stage" else ROWS}}
     )
-    program = build_program(config, target.devices if devices is None else devices)
+    program = build_program(config, target.devices)
     with use_target(target):
         return traced_step(config, program).lower().compile()
 
@@ -152,16 +148,18 @@ def test_on_tpus_stages_run_all_kernels_and_split_sequences_the_norm(tmp_path, a
 
 
 @pytest.mark.tpu_aot
-def test_on_two_slices_parameters_are_gathered_within_a_slice(tmp_path):
-    target = Target("v5e:2x2")
-    devices = topologies.get_topology_desc("v5e:2x2", platform="tpu", num_slices=2).devices
-    compiled = step_for(target, tmp_path, second="data", devices=devices)
-    assert any("splash_mha_fwd" in kernel for kernel in kernels_of(compiled.as_text()))
-    mesh = compiled.input_shardings[0][1]["tokens"].mesh
-    assert [device.slice_index for device in mesh.devices.flat] == [0] * 4 + [1] * 4
-    cost = program_cost(compiled, mesh.devices.flatten().tolist(), target.chip, link_share=target.link_share)
-    gathered = [each.group for each in cost.collectives if each.kind == "all-gather"]
-    assert gathered and all(max(group) < 4 or min(group) >= 4 for group in gathered)
+@pytest.mark.parametrize(
+    ("mesh", "gathered"),
+    [({"data": 2}, False), ({"fsdp": 8}, True), ({"data": 2, "fsdp": 4, "dcn_fsdp": 2}, True), ({"stage": 2}, False)],
+)
+def test_on_two_slices_the_lint_tells_what_is_gathered_between_them(tmp_path, mesh, gathered):
+    fields = {"output": str(tmp_path), "model": MODEL, "mesh": {"fsdp": -1, **mesh}}
+    config = parse(RunConfig, {**fields, "data": {"seq_tokens": SEQ, "batch_size": 4 * ROWS}})
+    report = compile_step(config, Target("v5e:2x2*2"))
+    assert report.slices == 2 and any("splash_mha_fwd" in kernel for kernel in report.cost.uncounted_kernels)
+    sent = {each.kind for each in report.cost.collectives if each.between_slices}
+    assert sent >= {"stage": {"collective-permute"}}.get(next(iter(mesh)), {"all-reduce"})
+    assert ("gathered across slices" in {fault.kind for fault in report.lint.faults}) is gathered
 
 
 @pytest.mark.gpu_aot

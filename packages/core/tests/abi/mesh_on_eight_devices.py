@@ -129,6 +129,17 @@ def constrain_goes_through_scan_remat_and_grad():
     np.testing.assert_allclose(jax.jit(sharded)(placed, x), jax.grad(loss)(weights, x), rtol=1e-5)
 
 
+def consecutive_devices_form_a_slice():
+    def ids(**sizes):
+        return [device.id for device in make_mesh(MeshConfig(**sizes)).devices.flat]
+
+    # In the order of the axes, data before fsdp before tensor: the axis that spans both slices jumps by four devices.
+    assert ids(data=4, fsdp=2, dcn_data=2) == ids(data=4, fsdp=2) == list(range(8))
+    assert ids(data=2, fsdp=4, dcn_fsdp=2) == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert ids(fsdp=2, stage=4, dcn_fsdp=2) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert ids(fsdp=2, stage=4, dcn_stage=2) == [0, 2, 4, 6, 1, 3, 5, 7]
+
+
 def constrain_refuses_what_does_not_divide():
     with (
         use_mesh(make_mesh(MeshConfig(fsdp=4, tensor=2))),

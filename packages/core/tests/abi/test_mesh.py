@@ -99,8 +99,27 @@ def test_slices_are_spread_over_the_axes_with_the_least_traffic():
 
 
 @pytest.mark.parametrize(
+    ("spans", "sizes", "slices", "expected"),
+    [
+        (
+            {"dcn_data": 2},
+            {"data": 3, "fsdp": 8},
+            0,
+            r"dcn_data is 2, but the axis has 3 devices.* multiple of 2",
+        ),
+        ({"dcn_data": 2}, {"data": 2, "fsdp": 8}, 4, r"are 4 slices, but the product of mesh\.dcn_data=2, .* is 2\."),
+        ({"dcn_fsdp": 1}, {"data": 2, "fsdp": 8}, 2, r"are 2 slices, but the product of mesh\.dcn_data=1, .* is 1\."),
+    ],
+)
+def test_slices_that_the_devices_do_not_have_are_refused(spans, sizes, slices, expected):
+    with pytest.raises(ShardingError, match=expected):
+        mesh_module._check_slices(MeshConfig(**spans).slices, dict.fromkeys(AXES, 1) | sizes, slices)
+
+
+@pytest.mark.parametrize(
     ("mapping", "expected"),
     [
+        ({"dcn_data": 0}, "mesh.dcn_data"),
         ({"data": 0}, "mesh.data is 0; expected a number of devices, or -1"),
         ({"tensor": -2}, "mesh.tensor is -2"),
         ({"data": -1}, "mesh.data and mesh.fsdp are -1; only one"),

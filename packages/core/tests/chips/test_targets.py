@@ -51,6 +51,9 @@ GPUS = {"a100-40gb:1x1x1": 1, "a100-80gb:1x1x8": 8, "h100:1x1x8": 8, "h200:1x1x1
         ("h100:8", "slices x hosts x GPUs per host, with at most 8 per host, as in h100:1x1x8"),
         ("h100:1x1x16", "at most 8"),
         ("h100:1x0x8", "at most 8"),
+        ("h100:1x1x8*2", r"for GPUs the number of slices is the first size, as in h100:2x1x8"),
+        ("v5p:2x2x1*0", r"\*0 is no number of slices"),
+        ("v5p:3x5x7*2", "does not exist: .* Nearest: v5p:2x4x7"),
     ],
 )
 def test_a_name_that_is_no_target_is_refused(name, message):
@@ -99,6 +102,16 @@ def test_links_on_a_torus_are_those_of_the_axes_that_devices_span():
     assert target.link_share([at(0, 0, 0), at(0, 1, 0), at(0, 0, 2)]) == pytest.approx(2 / 3)
     assert target.link_share([at(0, 0, 0), at(1, 1, 1)]) == 1.0
     assert Target("v6e:4x4").link_share([at(0, 0, 0), at(1, 0, 0)]) == 0.5
+
+
+def test_slices_are_told_apart_by_their_devices():
+    target = Target("v5p:2x2x1*2")
+    assert target.slices == 2 and target.sizes == (2, 2, 1)
+    devices = [SimpleNamespace(coords=(0, 0, 0), slice_index=index) for index in range(2)]
+    assert [target.slice_of(device) for device in devices] == [0, 1]
+    assert target.link_share(devices) is None and target.link_share(devices[:1]) is not None
+    gpus = Target("h100:2x4x8")
+    assert gpus.slices == 2 and [gpus.slice_of(at(process=host)) for host in (0, 3, 4, 7)] == [0, 0, 1, 1]
 
 
 def test_links_between_hosts_with_gpus_are_not_known():

@@ -210,6 +210,42 @@ def test_groups_in_every_form(groups):
 
 
 @pytest.mark.parametrize(
+    ("transfer", "target", "kind", "devices"),
+    [
+        ("ALL_GATHER", "{{100000,200000},{100001,200001}}", "all-gather", 2),
+        ("ALL_REDUCE", '"{1,2}x{0:3}"', "all-reduce", 2),
+        ("ALL_REDUCE", '"{1,2,3,4}x{0:3}"', "all-reduce", 4),
+        ("ALL_TO_ALL", "{{100000,100001,200000,200001}}", "all-to-all", 4),
+        ("ONE_TO_ONE", "{{100000->200000},{200000->100000}}", "collective-permute", 2),
+    ],
+)
+def test_transfers_between_tpu_slices(transfer, target, kind, devices):
+    attributes = (
+        "is_host_transfer=true, frontend_attributes={"
+        f'_xla_megascale_target={target},_xla_megascale_transfer_type="{transfer}"}}'
+    )
+    module = module_of(
+        "%x = f32[1,4]{1,0} parameter(0)",
+        "%t = token[] after-all()",
+        f"%s = (f32[1,4]{{1,0}}, u32[], token[]) send(%x, %t), channel_id=2, {attributes}",
+        f"ROOT %y = (f32[2,4]{{1,0}}, u32[], token[]) recv(%t), channel_id=1, {attributes}",
+    )
+    (found,) = collectives(module, 4)
+    assert (found.kind, len(found.group), found.array_bytes) == (kind, devices, 32)
+    assert found.between_slices
+
+
+def test_a_group_of_gpus_may_span_slices():
+    module = module_of(
+        "%x = f32[16,4]{1,0} parameter(0)",
+        "%y = f32[16,4]{1,0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add",
+        "ROOT %z = f32[16,4]{1,0} all-reduce(%y), replica_groups={{0,2},{1,3}}, to_apply=%add",
+    )
+    assert [each.between_slices for each in collectives(module, 4, (0, 0, 1, 1))] == [False, True]
+    assert [each.between_slices for each in collectives(module, 4)] == [False, False]
+
+
+@pytest.mark.parametrize(
     ("line", "kind", "array_bytes", "sent_bytes"),
     [
         ("f32[64,4]{1,0} all-gather(%x), replica_groups={{0,1,2,3}}, dimensions={0}", "all-gather", 1024, 768),

@@ -96,3 +96,20 @@ def test_a_gather_of_the_one_expert_that_a_device_has_is_one_of_its_parameter() 
     gather = Collective("all-gather", 3, ("while.1",), (array,), tuple(range(8)), "", "all-gather.1")
     found = lint_program([gather], [experts])
     assert found.largest["experts"] is gather and found.faults == ()
+
+
+def test_parameters_gathered_across_slices() -> None:
+    layers = LintedParameter(name="layers", shape=(3, 16, 24), part=(3, 4, 24), layers=True, bytes=4)
+
+    def faults(*dims: int, between_slices: bool) -> list[str]:
+        array = ArrayShape("f32", dims)
+        gather = Collective(
+            "all-gather", 3, ("while.1",), (array,), (0, 1), "", "recv.1", between_slices=between_slices
+        )
+        return [fault.kind for fault in lint_program([gather], [layers]).faults]
+
+    assert faults(2, 4, 24, between_slices=True) == ["gathered across slices"]  # the slices are an axis of their own
+    assert faults(1, 8, 24, between_slices=True) == ["gathered across slices"]
+    assert faults(24, 2, 4, between_slices=True) == ["gathered across slices"]
+    assert faults(8, 24, between_slices=False) == []
+    assert faults(2, 5, 24, between_slices=True) == []

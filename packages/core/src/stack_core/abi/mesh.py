@@ -248,6 +248,11 @@ class MeshConfig:
       expert: size of the axis of expert parallelism.
       context: size of the axis that splits the sequence.
       stage: size of the axis of pipeline stages, which splits the layers.
+      dcn_data: number of slices that the axis `data` spans, a divisor of its size. Slices communicate over the data
+        center's network (DCN). If none of the three is set, TPU slices are spread over `data`, `stage` and `fsdp`,
+        in this order, and other devices are one slice.
+      dcn_fsdp: number of slices that the axis `fsdp` spans.
+      dcn_stage: number of slices that the axis `stage` spans.
       rules: logical axis -> mesh axis, several mesh axes (major first), or None for no split. They override the rules
         of the model's family, which override `DEFAULT_RULES`.
     """
@@ -258,6 +263,9 @@ class MeshConfig:
     expert: int = 1
     context: int = 1
     stage: int = 1
+    dcn_data: Annotated[int, Field(ge=1)] | None = None
+    dcn_fsdp: Annotated[int, Field(ge=1)] | None = None
+    dcn_stage: Annotated[int, Field(ge=1)] | None = None
     rules: Annotated[Mapping[str, MeshAxes], AfterValidator(_checked_rules)] = Field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -273,16 +281,26 @@ class MeshConfig:
         """The configured size of every axis, with -1 unresolved."""
         return {axis: getattr(self, axis) for axis in AXES}
 
+    @property
+    def slices(self) -> dict[str, int] | None:
+        """The configured number of slices that each axis spans, or None if none is set."""
+        requested = {axis: getattr(self, f"dcn_{axis}") for axis in _ACROSS_SLICES}
+        if set(requested.values()) == {None}:
+            return None
+        return dict.fromkeys(AXES, 1) | {axis: count or 1 for axis, count in requested.items()}
+
 
 def make_mesh(mesh: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Returns a mesh with all of `AXES`, over all `devices` (default: `jax.devices()`).
 
-    The axes are of type Auto: XLA propagates shardings between constraints. `tensor` gets the fastest links. Several
-    TPU slices are spread over `data`, then `stage`, then `fsdp`, whose traffic suits the slower network between slices.
+    The axes are of type Auto: XLA propagates shardings between constraints. `tensor` gets the fastest links. Slices
+    are spread over `data`, `stage` and `fsdp`, whose traffic suits the slower network between slices: as the fields
+    `dcn_*` of the config say, else over the first of these axes that divide their number. CPUs and GPUs have the slices
+    that `dcn_*` asks for, each of consecutive devices.
 
     Raises:
       ShardingError: the product of the sizes differs from the number of devices, or the number of slices does not
-        divide the product of those three axes.
+        divide the product of those three axes, or is not what `dcn_*` asks for.
     """
     from jax.experimental import mesh_utils
 
@@ -290,12 +308,21 @@ def make_mesh(mesh: MeshConfig, devices: Sequence[jax.Device] | None = None) -> 
     sizes = _axis_sizes(mesh, len(devices), _by_process(devices))
     # A single slice of a compile-only topology has no slice_index; on CPUs and GPUs slice_index counts hosts.
     indices = {getattr(device, "slice_index", 0) for device in devices if device.platform == "tpu"}
-    slices = _across_slices(sizes, len(indices))
+    if mesh.slices is None:
+        slices = _across_slices(sizes, len(indices))
+    else:
+        slices = _check_slices(mesh.slices, sizes, len(indices))
     # Sizes inside of a slice, in the order in which mesh_utils assigns links: the axis with the most traffic last.
     within = [sizes[axis] // slices[axis] for axis in _BY_TRAFFIC]
-    if max(slices.values()) > 1:
-        across = [slices[axis] for axis in _BY_TRAFFIC]
+    across = [slices[axis] for axis in _BY_TRAFFIC]
+    if len(indices) > 1:
         grid = mesh_utils.create_hybrid_device_mesh(within, across, devices, allow_split_physical_axes=True)
+    elif max(across) > 1:
+        # The axes are (slices of axis 0, of axis 1, ..., size within a slice of axis 0, ...), to be interleaved.
+        count = len(_BY_TRAFFIC)
+        order = [place for axis in range(count) for place in (axis, count + axis)]
+        grid = np.array(devices).reshape([*across, *within]).transpose(order)
+        grid = grid.reshape([outer * inner for outer, inner in zip(across, within, strict=True)])
     else:
         grid = mesh_utils.create_device_mesh(within, devices, allow_split_physical_axes=True)
     grid = grid.transpose([_BY_TRAFFIC.index(axis) for axis in AXES])
@@ -317,6 +344,26 @@ def _across_slices(sizes: Mapping[str, int], slices: int) -> dict[str, int]:
             f"but these are {given}. Set mesh.data={slices}, or a multiple of it."
         )
     return spans
+
+
+def _check_slices(requested: dict[str, int], sizes: Mapping[str, int], slices: int) -> dict[str, int]:
+    """Returns the requested number of slices of each axis.
+
+    Args:
+      slices: number of TPU slices; 0 on other devices, whose slices are what is requested.
+    """
+    for axis, count in requested.items():
+        if sizes[axis] % count:
+            raise ShardingError(
+                f"mesh.dcn_{axis} is {count}, but the axis has {sizes[axis]} devices. Set mesh.{axis} to a multiple of "
+                f"{count}: it is the size over all slices."
+            )
+    if slices and math.prod(requested.values()) != slices:
+        given = ", ".join(f"mesh.dcn_{axis}={requested[axis]}" for axis in _ACROSS_SLICES)
+        raise ShardingError(
+            f"The devices are {slices} slices, but the product of {given} is {math.prod(requested.values())}."
+        )
+    return requested
 
 
 def _axis_sizes(mesh: MeshConfig, device_count: int, by_process: str = "") -> dict[str, int]:

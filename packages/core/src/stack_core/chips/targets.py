@@ -71,11 +71,12 @@ _WITHOUT_TPU: Final = {
 
 @dataclass(frozen=True)
 class Target:
-    """A slice of TPUs or a group of GPUs, by name.
+    """One or more slices of TPUs, or a group of GPUs, by name.
 
     Attributes:
       name: "CHIP:SIZES". CHIP is a name in the registry `chips`. The sizes of a TPU are the axes of its torus,
-        "v5p:8x16x16" or "v6e:4x4". The sizes of GPUs are slices x hosts x GPUs per host, "h100:1x1x8".
+        "v5p:8x16x16" or "v6e:4x4"; "v5p:4x4x4*2" is two such slices. The sizes of GPUs are
+        slices x hosts x GPUs per host, "h100:1x1x8".
 
     Raises:
       HardwareError: the name is malformed, its chip is unknown, or no such topology exists.
@@ -84,17 +85,22 @@ class Target:
     name: str
 
     def __post_init__(self) -> None:
-        match = re.fullmatch(r"([\w.\-]+):(\d+(?:x\d+)*)", self.name)
+        match = re.fullmatch(r"([\w.\-]+):(\d+(?:x\d+)*)(?:\*(\d+))?", self.name)
         if match is None:
             raise HardwareError(
                 f"Target {self.name!r} is not of the form CHIP:SIZES, such as v5p:8x16x16 or v6e:4x4 (a TPU's torus), "
-                "or h100:1x1x8 (slices x hosts x GPUs per host)."
+                "v5p:4x4x4*2 (two slices), or h100:1x1x8 (slices x hosts x GPUs per host)."
             )
         known = sorted({**_TPUS, **GPU_CONFIGS})
         if match[1] not in known:
             raise HardwareError(
                 f"Target {self.name!r}: nothing is known about compiling for {match[1]!r}.{nearest(match[1], known)} "
                 f"Targets: {', '.join(known)}."
+            )
+        if match[3] is not None and (match[1] not in _TPUS or int(match[3]) < 1):
+            raise HardwareError(
+                f"Target {self.name!r}: *{match[3]} is no number of slices. TPUs take *1 or more, as in v5p:4x4x4*2; "
+                "for GPUs the number of slices is the first size, as in h100:2x1x8."
             )
         check = self._check_torus if match[1] in _TPUS else self._check_hosts
         check()
@@ -105,7 +111,19 @@ class Target:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return tuple(int(size) for size in self.name.partition(":")[2].split("x"))
+        """Sizes of one slice of TPUs, or slices x hosts x GPUs per host."""
+        return tuple(int(size) for size in self.name.partition(":")[2].partition("*")[0].split("x"))
+
+    @property
+    def slices(self) -> int:
+        """Number of slices, between which the network is slower than within one."""
+        return int(self.name.partition("*")[2] or 1) if self.chip_name in _TPUS else self.sizes[0]
+
+    def slice_of(self, device: "jax.Device") -> int:
+        """Returns the index of the slice that has the device."""
+        if self.chip_name in _TPUS:  # a device of a single slice has no slice_index
+            return getattr(device, "slice_index", 0)
+        return device.process_index // self.sizes[1]  # here slice_index counts hosts
 
     @property
     def chip(self) -> Chip:
@@ -132,8 +150,10 @@ class Target:
         GPUs of one host use all of NVLink.
 
         Returns:
-          None for GPUs of several hosts, because the network between hosts is unknown.
+          None for GPUs of several hosts and TPUs of several slices, because the network between them is unknown.
         """
+        if len({self.slice_of(device) for device in devices}) > 1:
+            return None
         if self.chip_name not in _TPUS:
             return 1.0 if len({device.process_index for device in devices}) == 1 else None
         coordinates = [tuple(getattr(device, "coords", ())) for device in devices]
@@ -205,7 +225,7 @@ def _tpu_devices(target: Target) -> tuple["jax.Device", ...]:
     _require(target, "tpu", "libtpu")
     kind, sizes = _TPUS[target.chip_name], target.sizes
     topology = f"{kind.name}:{'x'.join(map(str, sizes))}"
-    options = dict(kind.options)
+    options = dict(kind.options) | ({"num_slices": target.slices} if target.slices > 1 else {})
     if math.prod(sizes) == 1:
         options["chips_per_host_bounds"] = (1, 1, 1)  # hosts have 2x2 chips by default
     with _environment(_WITHOUT_TPU if "TPU_SKIP_MDS_QUERY" in os.environ else {}):

@@ -7,7 +7,7 @@ replicated on every device or recomputed in the backward pass. Loop bodies count
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -40,10 +40,11 @@ class Collective:
         all-to-all, the smaller of a device's operand and its output buffer; the average of the bytes sent by a device
         exceeds neither.
       group: positions in the program's list of devices that communicate with each other, for the first of several such
-        groups.
+        groups. Between TPU slices, a number per device instead, which only counts them.
       op_name: location in the traced program.
       runner: name of the instruction under which a device runs it, see `stack_core.programs.hlo.Execution`.
       is_gather: whether it is an all-reduce of zero-padded parts, which is how TPUs run some gathers.
+      between_slices: whether devices of several slices communicate.
     """
 
     kind: str
@@ -54,6 +55,7 @@ class Collective:
     op_name: str
     runner: str
     is_gather: bool = False
+    between_slices: bool = False
 
     @property
     def array_bytes(self) -> int:
@@ -159,16 +161,19 @@ def memory_traffic(module: Module) -> int:
     return sum(execution.times * _traffic(execution, module) for execution in module.executions())
 
 
-def collectives(module: Module, device_count: int) -> tuple[Collective, ...]:
+def collectives(module: Module, device_count: int, slice_of: Sequence[int] = ()) -> tuple[Collective, ...]:
     """Returns the collectives that run among more than one device, in the order of the module.
 
     Args:
-      device_count: number of devices that the module was compiled for.
+      device_count: number of devices that the module was compiled for; of one slice if these are several TPU slices.
+      slice_of: for each device, the slice that has it; empty for a single slice.
     """
     found = []
     for execution in module.executions():
         instruction, computation = execution.instruction, execution.computation
         kind = instruction.operation
+        if transfer := _slice_transfer(execution):
+            found.append(transfer)
         if kind not in _COLLECTIVES:
             continue
         group = first_group(instruction, device_count)
@@ -183,8 +188,35 @@ def collectives(module: Module, device_count: int) -> tuple[Collective, ...]:
         if len(group) > 1:
             name, runner = instruction.op_name, execution.runner
             gathers = kind == "all-reduce" and _are_parts(operands, computation, module)
-            found.append(Collective(kind, execution.times, execution.loops, arrays, group, name, runner, gathers))
+            between = len({slice_of[place] for place in group}) > 1 if slice_of else False
+            counts = (execution.times, execution.loops)
+            found.append(Collective(kind, *counts, arrays, group, name, runner, gathers, between))
     return tuple(found)
+
+
+def _slice_transfer(execution: Execution) -> Collective | None:
+    """Returns the part of a collective that goes between TPU slices, or None for other instructions.
+
+    The TPU compiler divides a collective over several slices: the part within a slice keeps its instruction, with
+    devices numbered within the slice, and the part between slices becomes a send to and a receive from the host.
+    """
+    instruction = execution.instruction
+    kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)
+    # Of the pair, the instruction with the larger array.
+    if kind is None or instruction.opcode != ("send" if kind[1] == "REDUCE_SCATTER" else "recv"):
+        return None
+    target = re.search(r'_xla_megascale_target="?\{\{?([\d,]+)', instruction.attributes)
+    devices = len(target[1].split(",")) if target else 2
+    return Collective(
+        kind={"ONE_TO_ONE": "collective-permute"}.get(kind[1], kind[1].lower().replace("_", "-")),
+        times=execution.times,
+        loops=execution.loops,
+        arrays=instruction.shapes[:1],
+        group=tuple(range(max(devices, 2))),
+        op_name=instruction.op_name,
+        runner=execution.runner,
+        between_slices=True,
+    )
 
 
 _COLLECTIVES: Final = (

@@ -13,7 +13,13 @@ from stack_core.programs.hlo_costs import Collective
 
 __all__ = ["Fault", "LintedParameter", "ProgramLint", "lint_program"]
 
-FaultKind = Literal["replicated", "gradient summed whole", "more than a layer gathered", "moved in an inner loop"]
+FaultKind = Literal[
+    "replicated",
+    "gradient summed whole",
+    "more than a layer gathered",
+    "moved in an inner loop",
+    "gathered across slices",
+]
 
 # Replicated parameters up to this share of all parameters, such as norm scales, are accepted.
 _SMALL_SHARE = 1e-3
@@ -78,6 +84,8 @@ _REMEDIES: Mapping[str, str] = {
     "gradient summed whole": "Each device keeps a shard of it: constrain the gradient to the parameter's sharding, and "
     "the sum becomes a reduce-scatter. If it is, the compiler sums in full over so many devices: reduce mesh.fsdp.",
     "more than a layer gathered": "Gather inside the loop over layers, one layer at a time.",
+    "gathered across slices": "The network between slices is slow: gather within a slice. Let mesh.data or mesh.stage "
+    "span the slices (mesh.dcn_data, mesh.dcn_stage).",
     "moved in an inner loop": "It is the same in every trip: gather it, and sum its gradient, outside of the loop.",
 }
 
@@ -133,6 +141,7 @@ def lint_program(
         gradient summed whole       an all-reduce of more than a device's shard of a sharded parameter
         more than a layer gathered  an all-gather of several layers of a parameter that is stacked over layers
         moved in an inner loop      a collective of a parameter without layers, more often than once a microbatch
+        gathered across slices      an all-gather of a sharded parameter among devices of several slices
 
     Args:
       found: collectives from `stack_core.programs.hlo_costs.collectives`.
@@ -144,12 +153,14 @@ def lint_program(
     by_shape = _by_shape(parameters)
     for collective in found:
         for array in collective.arrays:
-            for alike in _matching(array.dims, by_shape):
+            forms = _merged_forms(array.dims, len(collective.group)) if collective.between_slices else [array.dims]
+            dims, matches = _first_match(forms, by_shape)
+            for alike in matches:
                 for parameter in alike:
                     known = largest[parameter.name]
                     if known is None or array.bytes > max(each.bytes for each in known.arrays):
                         largest[parameter.name] = collective
-                for kind in _faults_of(collective, array.dims, alike[0], outer_trips):
+                for kind in _faults_of(collective, dims, alike[0], outer_trips):
                     names = tuple(parameter.name for parameter in alike)
                     fault = Fault(
                         kind=kind,
@@ -180,6 +191,30 @@ def _by_shape(parameters: Iterable[LintedParameter]) -> list[tuple[LintedParamet
         if math.prod(parameter.shape[1:] if parameter.layers else parameter.shape) > 1:
             groups.setdefault((parameter.shape, parameter.part, parameter.layers), []).append(parameter)
     return [tuple(group) for group in groups.values()]
+
+
+def _merged_forms(dims: Sequence[int], slices: int) -> Iterator[tuple[int, ...]]:
+    """Yields the array's axes, with an axis over slices merged into a neighbour.
+
+    Transfers between slices gather along an axis of their own: bf16[2,128,512] is a part of 256 x 512.
+    """
+    for place, size in enumerate(dims):
+        if size == slices:
+            rest = [*dims[:place], *dims[place + 1 :]]
+            for other in {max(place - 1, 0), min(place, len(rest) - 1)} if rest else ():
+                yield (*rest[:other], rest[other] * slices, *rest[other + 1 :])
+    yield tuple(dims)
+
+
+def _first_match(
+    forms: Iterable[Sequence[int]], by_shape: Sequence[tuple[LintedParameter, ...]]
+) -> tuple[Sequence[int], list[tuple[LintedParameter, ...]]]:
+    """Returns the first of the forms that parameters have, with these parameters."""
+    dims: Sequence[int] = ()
+    for dims in forms:
+        if matches := list(_matching(dims, by_shape)):
+            return dims, matches
+    return dims, []
 
 
 def _matching(
@@ -234,5 +269,7 @@ def _faults_of(
         yield "gradient summed whole"
     if gathers and layers > 1:
         yield "more than a layer gathered"
+    if gathers and parameter.is_split and collective.between_slices:
+        yield "gathered across slices"
     if not parameter.layers and collective.loops and collective.times > outer_trips:
         yield "moved in an inner loop"

@@ -54,7 +54,7 @@ class Roofline:
     Attributes:
       compute_s: time for the FLOPs.
       memory_s: time for the main-memory traffic.
-      network_s: time for the collectives.
+      network_s: time for the collectives within slices.
     """
 
     compute_s: float | None
@@ -100,7 +100,12 @@ class ProgramCost:
 
 
 def program_cost(
-    compiled: "jax.stages.Compiled", devices: Sequence["jax.Device"], chip: Chip, *, link_share: LinkShare
+    compiled: "jax.stages.Compiled",
+    devices: Sequence["jax.Device"],
+    chip: Chip,
+    *,
+    link_share: LinkShare,
+    slice_of: Callable[["jax.Device"], int] = lambda device: 0,
 ) -> ProgramCost:
     """Computes the cost of a program from its compiled form, without running the program.
 
@@ -108,13 +113,19 @@ def program_cost(
       devices: devices that the program was compiled for, in mesh order.
       chip: chip that the devices are, or are parts of.
       link_share: share of the chip's links between devices, such as `Target.link_share`.
+      slice_of: slice that has a device, such as `Target.slice_of`. The network between slices is not known, so its
+        time is not counted.
 
     Raises:
       HardwareError: the compiled form cannot be read.
     """
     module = parse_hlo(compiled.as_text() or "")
     flops, traffic = executed_flops(module), memory_traffic(module)
-    found = collectives(module, len(devices))
+    places = [slice_of(device) for device in devices]
+    if devices[0].platform == "tpu":  # whose collectives number the devices within a slice
+        devices = [device for device, place in zip(devices, places, strict=True) if place == places[0]]
+        places = []
+    found = collectives(module, len(devices), places)
     # A device may be a part of a chip, such as a core.
     part = count_units(chip, devices) / len(devices)
     bandwidth = chip.hbm_bandwidth_bytes_s
@@ -162,6 +173,8 @@ def _network_s(
     """Sums the times of the collectives on the devices' links; None if a bandwidth is unknown."""
     seconds = 0.0
     for collective in found:
+        if collective.between_slices:
+            continue
         share = link_share([devices[place] for place in collective.group])
         if share is None or chip.link_bandwidth_bytes_s is None:
             return None

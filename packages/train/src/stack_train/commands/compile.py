@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stack_core.abi.config import apply_overrides, load_yaml
-from stack_core.abi.errors import HardwareError
+from stack_core.abi.errors import HardwareError, ShardingError
 from stack_core.cli import overrides_from
 from stack_core.commands.tables import print_table
 
@@ -35,13 +35,14 @@ def compile_run(
     """Compile a run's train step: stack compile run.yaml --target v5p:8x16x16 --data.batch_size 2048
 
     The target hardware is not required: the step is compiled but not run, and no parameters are allocated. A step that
-    does not fit in memory is an error only with --check.
+    does not fit in memory, or gathers parameters across slices, is an error only with --check.
 
     Args:
       config: YAML file of the run.
       overrides: --section.key VALUE, any number of them.
-      target: hardware to compile for: v6e:4x4 is a TPU torus, h100:1x1x8 is slices x hosts x GPUs; may be repeated.
-      check: exit with status 2 if the step exceeds the memory of a target.
+      target: hardware to compile for: v6e:4x4 is a TPU torus, v5p:4x4x4*2 two of them, h100:1x1x8 slices x hosts x
+        GPUs; may be repeated.
+      check: exit with status 2 if the step exceeds the memory of a target, or gathers parameters across slices.
       json: print machine-readable results, a list with one entry per target.
     """
     mapping = apply_overrides(load_yaml(config), overrides_from(overrides))
@@ -69,18 +70,26 @@ def compile_run(
         print(json_format.dumps([report.as_mapping() for report in reports], indent=2))
     if check and (misfits := [report.target for report in reports if report.fits is False]):
         raise HardwareError(f"The step does not fit {', '.join(misfits)}. {ADVICE}")
+    for report in reports if check else ():
+        for fault in report.lint.faults if report.lint else ():
+            if fault.kind == "gathered across slices":
+                raise ShardingError(f"{report.target}: {fault}")
 
 
 def _print(report: "StepReport") -> None:
     mesh = ", ".join(f"{axis}={size}" for axis, size in report.mesh.items())
-    devices = f"{report.devices} devices ({mesh})" if mesh else "one device"
+    slices = f" in {report.slices} slices" if report.slices > 1 else ""
+    devices = f"{report.devices} devices{slices} ({mesh})" if mesh else "one device"
     print(f"{report.target}: {devices}, {report.parameters:,} parameters, {report.work[1]:,} {report.work[0]} a step")
     for line in [*_memory(report), *_speed(report)]:
         print(f"  {line}")
     if report.cost is not None and report.cost.collectives:
-        table = Table("collectives of a device", "a step", "of arrays, GiB", "sent, GiB")
+        columns = {"array_bytes": "of arrays, GiB", "sent_bytes": "sent, GiB"}
+        if report.slices > 1:
+            columns["sent_between_slices_bytes"] = "of that between slices, GiB"
+        table = Table("collectives of a device", "a step", *columns.values())
         for kind, sums in report.collectives_by_kind().items():
-            table.add_row(kind, f"{sums['count']:,}", _gib(sums["array_bytes"]), _gib(sums["sent_bytes"]))
+            table.add_row(kind, f"{sums['count']:,}", *(_gib(sums[key]) for key in columns))
         print_table(table)
     _print_lint(report)
     cpu = f"{report.compiler_cpu_s / 60:.1f} CPU-minutes"
@@ -144,6 +153,8 @@ def _speed(report: "StepReport") -> list[str]:
     else:
         mfu = "not known" if report.mfu is None else f"{report.mfu:.1%}"
         lines.append(f"bound: at least {_seconds(roofline.step_s)} a step, by {roofline.binding}; MFU at most {mfu}")
+    if report.slices > 1:
+        lines.append("not counted in the network time: collectives between slices, whose network is not known")
     lines += [f"not counted beyond one trip: {name}" for name in report.cost.unknown_loops]
     if kernels := report.cost.uncounted_kernels:
         lines.append(f"not counted in the FLOPs done: kernels {', '.join(kernels)}")

@@ -32,6 +32,7 @@ class StepReport:
       target: name of the target, such as "v5p:2x2x1".
       platform: "tpu" or "gpu".
       devices: number of devices of the target.
+      slices: number of slices of the target.
       mesh: sizes of the mesh axes that span more than one device.
       parameters: number of parameters, frozen ones included.
       work: unit and amount of the work of a step, such as ("tokens", 4096).
@@ -49,6 +50,7 @@ class StepReport:
     target: str
     platform: str
     devices: int
+    slices: int
     mesh: Mapping[str, int]
     parameters: int
     work: tuple[str, int]
@@ -91,13 +93,19 @@ class StepReport:
         }
 
     def collectives_by_kind(self) -> dict[str, dict[str, int | float]]:
-        """Sums the collectives of one device over a step, by kind: executions, array bytes and bytes sent."""
+        """Sums the collectives of one device over a step, by kind: executions, array bytes and bytes sent.
+
+        With several slices, `sent_between_slices_bytes` is the part of `sent_bytes` by collectives that span slices.
+        """
         sums: dict[str, dict[str, int | float]] = {}
         for found in self.cost.collectives if self.cost else ():
             sum_ = sums.setdefault(found.kind, {"count": 0, "array_bytes": 0, "sent_bytes": 0})
             sum_["count"] += found.times
             sum_["array_bytes"] += found.times * found.array_bytes
             sum_["sent_bytes"] += found.times * found.sent_bytes
+            if self.slices > 1:
+                key, sent_bytes = "sent_between_slices_bytes", found.between_slices * found.sent_bytes
+                sum_[key] = sum_.get(key, 0) + found.times * sent_bytes
         return dict(sorted(sums.items()))
 
 
@@ -105,6 +113,7 @@ _PLAIN = (
     "target",
     "platform",
     "devices",
+    "slices",
     "mesh",
     "parameters",
     "memory_bytes",
@@ -135,12 +144,15 @@ def compile_step(config: RunConfig, target: Target) -> StepReport:
         compiled_s, compiler_cpu_s = time.perf_counter(), time.process_time() - traced_cpu_s
         needed = model_flops(config, program)
     chip, mesh_devices = target.chip, program.mesh.devices.flatten().tolist()
-    cost = None if compiled is None else program_cost(compiled, mesh_devices, chip, link_share=target.link_share)
+    cost = None
+    if compiled is not None:
+        cost = program_cost(compiled, mesh_devices, chip, link_share=target.link_share, slice_of=target.slice_of)
     units = count_units(chip, mesh_devices)
     return StepReport(
         target=target.name,
         platform=mesh_devices[0].platform,
         devices=len(mesh_devices),
+        slices=target.slices,
         mesh={axis: size for axis, size in program.mesh.shape.items() if size > 1},
         parameters=program.step.model.parameter_count,
         work=config.data.work(),

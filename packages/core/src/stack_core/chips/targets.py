@@ -121,9 +121,10 @@ class Target:
 
     def slice_of(self, device: "jax.Device") -> int:
         """Returns the index of the slice that has the device."""
-        if self.chip_name in _TPUS:  # a device of a single slice has no slice_index
-            return getattr(device, "slice_index", 0)
-        return device.process_index // self.sizes[1]  # here slice_index counts hosts
+        if self.slices == 1:  # a TPU of a single slice has no slice_index
+            return 0
+        # On GPUs slice_index counts hosts.
+        return device.slice_index if self.chip_name in _TPUS else device.process_index // self.sizes[1]
 
     @property
     def chip(self) -> Chip:

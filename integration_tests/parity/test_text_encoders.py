@@ -207,7 +207,10 @@ def test_a_pipeline_makes_the_images_of_diffusers_and_is_opened_there_again(pipe
     table = table_of(SamplerConfig(steps=4), levels, "flow")
     with jax.default_matmul_precision("highest"):
         latents = sample(
-            lambda x, t: opened.model(x, t[None], condition), table, jnp.asarray(noise), key=jax.random.key(0)
+            lambda x, t: opened.model(x, t[None], condition),
+            table,
+            jnp.asarray(noise),
+            keys=jax.random.split(jax.random.key(0), len(noise)),
         )
         images = opened.encoders.autoencoder.images_of(latents)
     wanted = images_of(made, noise)

@@ -50,9 +50,10 @@ def exact(schedule, noise):
 def run(name, steps, prediction, **settings):
     schedule = SCHEDULES[prediction]
     config = SamplerConfig(name=name, steps=steps, spacing=spacing_of(schedule), **settings)
-    noise = jax.random.normal(jax.random.key(0), SHAPE)
+    keys = jax.random.split(jax.random.key(0), SHAPE[0])
+    noise = jax.vmap(lambda key: jax.random.normal(key, SHAPE[1:]))(keys)  # from the same keys, as images are sampled
     table = table_of(config, levels_of(schedule, steps, config.spacing), prediction)
-    images = jax.jit(lambda x: sample(gaussian(prediction, schedule), table, x, key=jax.random.key(1)))(noise)
+    images = jax.jit(lambda x: sample(gaussian(prediction, schedule), table, x, keys=keys))(noise)
     return np.asarray(images), exact(schedule, np.asarray(noise))
 
 
@@ -73,6 +74,16 @@ def test_noise_is_drawn_anew_where_eta_asks_for_it():
     assert np.abs(plain - noisy).max() > 0.1
     assert abs(noisy.mean() - 0.25) < 0.1 and abs(noisy.std() - STD) < 0.1
     np.testing.assert_array_equal(plain, run("euler", 40, "epsilon")[0])
+
+
+def test_the_noise_of_rows_is_not_the_initial_noise_and_is_each_images_own():
+    table = table_of(SamplerConfig(name="ddim", steps=1, eta=1.0), levels_of(NOISE, 1), "epsilon")
+    table.rows[:, 3:] = [0.0, 0.0, 0.0, 1.0]  # a row that leads to its own noise
+    keys = jax.random.split(jax.random.key(0), 3)
+    noise = jax.vmap(lambda key: jax.random.normal(key, (8, 8, 1)))(keys)
+    added = sample(lambda x, timestep: x, table, noise, keys=keys)
+    assert np.abs(np.corrcoef(added.reshape(3, -1), noise.reshape(3, -1)) - np.eye(6)).max() < 0.5
+    np.testing.assert_array_equal(sample(lambda x, timestep: x, table, noise[1:], keys=keys[1:]), added[1:])
 
 
 @pytest.mark.parametrize("spacing", ["leading", "trailing", "linspace"])

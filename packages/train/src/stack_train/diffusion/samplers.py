@@ -23,7 +23,7 @@ from typing import Annotated, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from stack_core.abi.config import config
@@ -197,14 +197,15 @@ def _dpmpp_2m(levels: Levels, step: int) -> tuple[float, float, float]:
 
 
 def sample(
-    denoise: Callable[[Images, Float[Array, ""]], Images], table: Table, noise: Images, *, key: jax.Array
+    denoise: Callable[[Images, Float[Array, ""]], Images], table: Table, noise: Images, *, keys: Key[Array, " images"]
 ) -> Images:
     """Runs a sampler from noise to images.
 
     Args:
       denoise: (noisy images, timestep) -> prediction.
       noise: normal noise in the shape of the images.
-      key: PRNG key of the noise that rows add.
+      keys: PRNG key of each image, for the noise that rows add. An image does not depend on the others. The initial
+        noise may come from the same keys, because rows fold their number into them.
     """
     # Known before tracing, so deterministic samplers generate no random numbers.
     adds_noise = bool(table.rows[:, -1].any())
@@ -214,7 +215,8 @@ def sample(
         expected = p * x + q * denoise(x, timestep)
         following = a * x + b * expected + c * before
         if adds_noise:
-            following += n * jax.random.normal(jax.random.fold_in(key, number), x.shape)
+            row_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, number)
+            following += n * jax.vmap(lambda key: jax.random.normal(key, x.shape[1:]))(row_keys)
         return (following, expected), None
 
     # float32 only here: the coefficients are differences of close numbers, so NumPy computes them in float64.

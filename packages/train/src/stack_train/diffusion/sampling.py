@@ -114,7 +114,7 @@ class ImageSampler:
             keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(count))
             noise = jax.vmap(lambda each: jax.random.normal(each, shape))(keys)
             # Channels that predict variances are not sampled.
-            return sample(lambda x, t: denoise(x, t)[..., : config.channels], table, noise, key=key)
+            return sample(lambda x, t: denoise(x, t)[..., : config.channels], table, noise, keys=keys)
 
         return run(state, condition, jax.random.key(seed))
 

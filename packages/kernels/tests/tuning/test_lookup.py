@@ -293,6 +293,7 @@ def test_the_relative_of_a_chip_is_the_nearest_of_its_platform() -> None:
     assert nearest_chip(_chip_name("v6e", bfloat16=918e12), known) == V5P
     assert nearest_chip(_chip_name("TPU v3"), known) == V5P
     assert nearest_chip(_chip_name("cpu", "Other, 64 cores", float32=4e12), known) == CPU
+    assert nearest_chip(_chip_name("v100"), [V5P, CPU]) is None  # it is a GPU
     assert nearest_chip(_chip_name("acme-1"), known) is None
     assert nearest_chip(H100, [H200, H100]) == H100
 

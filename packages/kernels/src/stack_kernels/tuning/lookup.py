@@ -333,4 +333,5 @@ def _platform(kind: str) -> str:
     return kind
 
 
-_PLATFORMS = {"cpu": r"cpu", "tpu": r"tpu|v\d", "gpu": r"nvidia|amd|[abhlv]\d{2,}"}
+# GPUs before TPUs: "v100" is one, "v5e" is not.
+_PLATFORMS = {"cpu": r"cpu", "gpu": r"nvidia|amd|[abhlv]\d{2,}", "tpu": r"tpu|v\d"}

@@ -16,7 +16,7 @@ from stack_core.abi.errors import ClusterError, ConfigError
 from stack_core.runtime.config import ClusterConfig
 from stack_core.runtime.hosts import Hosts
 from stack_core.runtime.launchers.joined import JoinedLauncher
-from stack_core.runtime.launchers.processes import ProcessesLauncher
+from stack_core.runtime.launchers.processes import ProcessesLauncher, _TailReader
 from stack_core.runtime.launchers.ray import RayLauncher
 from stack_core.testing.launchers import check_launcher
 
@@ -46,6 +46,14 @@ def free_port():
 
 def test_processes(marked):
     check_launcher(ProcessesLauncher, ClusterConfig(**SETTINGS), TOKEN)
+
+
+def test_an_agent_may_write_more_than_a_pipe_holds():
+    program = "import sys; sys.stderr.write('x' * 10**6 + 'the end')"
+    agent = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE)
+    reader = _TailReader(agent.stderr)
+    assert agent.wait(60) == 0
+    assert reader.tail().endswith(b"the end") and len(reader.tail()) == 2000
 
 
 class Joining(JoinedLauncher):

@@ -93,7 +93,10 @@ def export(
     arrays, structure = _parameters(params)
     with atomic_directory(directory) as partial:
         # First, because a function that cannot be exported should fail before gigabytes are written.
-        traced = [_Traced(name, function, structure, list(arrays.values())) for name, function in functions.items()]
+        # A loop, because a comprehension is a frame for the warning's `stacklevel` on Python 3.11 alone.
+        traced: list[_Traced] = []
+        for key, function in functions.items():
+            traced.append(_Traced(key, function, structure, list(arrays.values())))
         held = _write_weights(partial, arrays)
         programs = tuple(program for each in traced for program in each.write_programs(partial))
         kept = tuple(example for each in traced for example in each.write_examples(partial))
@@ -181,8 +184,7 @@ class _Traced:
             f"Requests for {self.name!r} are not joined, and need a batch of exactly {sizes}: "
             f"{problem}. Let each row depend on the same row of the inputs alone, or give joins=False.",
             RowsDependWarning,
-            # The caller of `export`, counted with the frame that Python 3.11 has for a list comprehension.
-            stacklevel=5,
+            stacklevel=4,  # the caller of `export`
         )
         return False
 

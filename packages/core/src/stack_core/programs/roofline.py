@@ -121,10 +121,10 @@ def program_cost(
     """
     module = parse_hlo(compiled.as_text() or "")
     flops, traffic = executed_flops(module), memory_traffic(module)
-    places = [slice_of(device) for device in devices]
+    places: Sequence[int] = [slice_of(device) for device in devices]
     if devices[0].platform == "tpu":  # whose collectives number the devices within a slice
         devices = [device for device, place in zip(devices, places, strict=True) if place == places[0]]
-        places = []
+        places = ()
     found = collectives(module, len(devices), places)
     # A device may be a part of a chip, such as a core.
     part = count_units(chip, devices) / len(devices)

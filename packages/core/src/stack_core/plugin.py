@@ -59,6 +59,25 @@ def stack_register_chips(registry: Registrar) -> None:
 
 
 @hookimpl
+def stack_register_tool_parsers(registry: Registrar) -> None:
+    registry.add("deepseek_v3", "stack_core.text.parsers.deepseek:DeepSeekV3Parser")
+    registry.add("gpt_oss", "stack_core.text.parsers.harmony:HarmonyParser")
+    registry.add("hermes", "stack_core.text.parsers.hermes:HermesParser")
+    registry.add("llama3_json", "stack_core.text.parsers.llama3:Llama3Parser")
+    registry.add("mistral", "stack_core.text.parsers.mistral:MistralParser")
+    registry.add("qwen3", "stack_core.text.parsers.hermes:HermesParser")
+    registry.add("qwen3_coder", "stack_core.text.parsers.qwen3_coder:Qwen3CoderParser")
+
+
+@hookimpl
+def stack_register_reasoning_parsers(registry: Registrar) -> None:
+    registry.add("deepseek_r1", "stack_core.text.parsers.think:ThinkParser")
+    registry.add("gpt_oss", "stack_core.text.parsers.harmony:HarmonyReasoningParser")
+    registry.add("mistral", "stack_core.text.parsers.mistral:MistralReasoningParser")
+    registry.add("qwen3", "stack_core.text.parsers.think:ThinkParser")
+
+
+@hookimpl
 def stack_register_launchers(registry: Registrar) -> None:
     registry.add("joined", "stack_core.runtime.launchers.joined:JoinedLauncher")
     registry.add("processes", "stack_core.runtime.launchers.processes:ProcessesLauncher")

@@ -199,3 +199,78 @@ def test_fields_that_a_template_does_not_read_are_refused(source: str, message: 
 def test_thoughts_pass_to_a_template_that_reads_them() -> None:
     message = {"role": "assistant", "content": "4", "reasoning_content": "2+2"}
     assert render("<{{ messages[0].reasoning_content }}>{{ messages[0].content }}", [message]) == "<2+2>4"
+
+
+CALL = {"id": "a1", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
+CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+RESULT = {"role": "tool", "tool_call_id": "a1", "name": "add", "content": "5"}
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{% for c in messages[1].tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}", '{"x": 1}'),
+        ("{% for c in messages[1].tool_calls %}{{ 'f' + c.function.arguments }}{% endfor %}", 'f{"x": 1}'),
+        ("{% for c in messages[1].get('tool_calls') %}{{ c.function.name }}{% endfor %}", "add"),
+        ("{{ 'none' if messages[1].content is none }}{{ messages[1].tool_calls | length }}", "none1"),
+        ("{{ messages[1].content + messages[2].content }}{{ messages[1].tool_calls | length }}", "51"),
+        ("{{ messages[1].content is none }}{{ messages[1].content + messages[1].tool_calls[0].id }}", "Falsea1"),
+    ],
+)
+def test_tool_calls_have_the_form_that_the_template_reads(source: str, expected: str) -> None:
+    assert render(source, [USER, CALLING, RESULT]) == expected
+
+
+def test_calls_that_a_template_reads_one_by_one_are_messages_of_their_own() -> None:
+    source = (
+        "{% for m in messages %}{% if m.tool_calls %}{{ m.content }}({{ m.tool_calls[0].function.name }})"
+        "{% else %}{{ m.content }}{% endif %};{% endfor %}"
+    )
+    calls = [{"id": name, "type": "function", "function": {"name": name, "arguments": "{}"}} for name in "abc"]
+    calling = {"role": "assistant", "content": "Look.", "tool_calls": calls}
+    results = [{"role": "tool", "tool_call_id": name, "content": name.upper()} for name in "cab"]
+    assert render(source, [USER, calling, *results, USER]) == "Hi;Look.(a);A;(b);B;(c);C;Hi;"
+    in_order = [{"role": "tool", "content": name.upper()} for name in "abc"]
+    assert render(source, [USER, calling, *in_order, USER]) == "Hi;Look.(a);A;(b);B;(c);C;Hi;"
+    assert render(source, [USER, calling]) == "Hi;Look.(a);(b);(c);"
+    looping = "{{ messages[1].tool_calls[0].id }}{% for c in messages[1].tool_calls %}{{ c.id }}{% endfor %}"
+    assert render(looping, [USER, calling, *results]) == "aabc"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ messages[0].reasoning_content }}", "Hm."),
+        ("{{ messages[0].thinking }}", "Hm."),
+        ("{{ messages[0].content }}", "Yes"),
+    ],
+)
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_earlier_reasoning_has_the_name_that_the_template_reads(source: str, expected: str, name: str) -> None:
+    assert render(source, [{"role": "assistant", "content": "Yes", name: "Hm."}]) == expected
+    with pytest.raises(ChatTemplateError, match=r"messages\.0\.reasoning_content is not a text"):
+        render(source, [{"role": "assistant", "content": "Yes", name: ["Hm."]}])
+
+
+def test_reasoning_beside_the_text_of_a_call_is_left_out_if_the_template_refuses_it() -> None:
+    source = (
+        "{% for m in messages %}{% if m.content and m.thinking %}{{ raise_exception('no') }}{% endif %}{{ m.content }}"
+    )
+    calling = {**CALLING, "content": "Look.", "reasoning_content": "Hm."}
+    assert render(source + "{{ m.tool_calls | length }}{% endfor %}", [calling, RESULT]) == "Look.150"
+    with pytest.raises(ChatTemplateError, match="does not take these messages: no"):
+        render(source + "{% endfor %}", [{"role": "assistant", "content": "x", "reasoning_content": "Hm."}])
+
+
+@pytest.mark.parametrize(
+    ("source", "variables"),
+    [
+        ("{{ reasoning_effort }}{{ enable_thinking }}", {"reasoning_effort": "none"}),
+        ("{{ enable_thinking }}", {"enable_thinking": False}),
+        ("{% if thinking is not defined %}{% set thinking = true %}{% endif %}{{ thinking }}", {"thinking": False}),
+    ],
+)
+def test_the_effort_of_reasoning_is_a_variable(source: str, variables: dict[str, Any]) -> None:
+    assert ChatTemplate(source, {}).effort_variables("none") == variables
+    with pytest.raises(ChatTemplateError, match="has no variable for the effort"):
+        ChatTemplate("{{ messages }}", {}).effort_variables("low")

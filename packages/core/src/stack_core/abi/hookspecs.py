@@ -90,6 +90,16 @@ def stack_register_environments(registry: Registrar) -> None:
 
 
 @hookspec
+def stack_register_tool_parsers(registry: Registrar) -> None:
+    """Registers parsers of tool calls by the name of their format, each a `MessageParser` class."""
+
+
+@hookspec
+def stack_register_reasoning_parsers(registry: Registrar) -> None:
+    """Registers parsers of reasoning by the name of their format, each a `MessageParser` class."""
+
+
+@hookspec
 def stack_register_launchers(registry: Registrar) -> None:
     """Registers launchers of agents, each a `Launcher` class constructed from a `ClusterConfig`."""
 

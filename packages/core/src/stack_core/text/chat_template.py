@@ -15,6 +15,7 @@ import jinja2.nodes
 import jinja2.sandbox
 
 from stack_core.abi.errors import ChatTemplateError, nearest
+from stack_core.text.histories import one_call_each, other_forms
 
 __all__ = ["TEMPLATE_FIELDS", "ChatTemplate"]
 
@@ -24,12 +25,11 @@ TEMPLATE_FIELDS = ("tools", "chat_template_kwargs")
 _OWN = {"messages", "add_generation_prompt", "tools", "documents", "functions"}
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 # Fields that clients receive in an assistant's message and send back; they do not change the prompt.
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # names of an assistant's reasoning, in order of preference
 _EMPTY: Mapping[str, tuple[Any, ...]] = {
     "annotations": (None, []),
     "audio": (None,),
     "function_call": (None,),
-    "reasoning": (None,),
-    "reasoning_content": (None,),
     "refusal": (None,),
     "tool_calls": (None, []),
 }
@@ -158,6 +158,26 @@ class ChatTemplate:
             self._check_variables(variables)
         return {"tools": tools, "variables": variables}
 
+    def effort_variables(self, effort: str) -> dict[str, Any]:
+        """Returns the variables of the template that set the effort of reasoning.
+
+        Args:
+          effort: "none", "low", "medium" or another word of the template's. Templates that only turn reasoning on or
+            off turn it off for "none" and on for others.
+
+        Raises:
+          ChatTemplateError: the template has no such variable.
+        """
+        if "reasoning_effort" in self._variables:
+            return {"reasoning_effort": effort}
+        for name in ("enable_thinking", "thinking"):
+            if name in self._variables:
+                return {name: effort != "none"}
+        raise ChatTemplateError(
+            "The model's chat template has no variable for the effort of reasoning. Leave reasoning_effort out.",
+            parameter="reasoning_effort",
+        )
+
     @cached_property
     def marks_generation(self) -> bool:
         """Whether the template has `{% generation %}` blocks."""
@@ -177,7 +197,28 @@ class ChatTemplate:
             for node in self._tree.find_all(jinja2.nodes.Getitem)
             if isinstance(node.arg, jinja2.nodes.Const) and isinstance(node.arg.value, str)
         }
-        return frozenset(attributes | items)
+        gets = {
+            node.args[0].value
+            for node in self._tree.find_all(jinja2.nodes.Call)
+            if getattr(node.node, "attr", None) == "get" and node.args and isinstance(node.args[0], jinja2.nodes.Const)
+        }
+        return frozenset(attributes | items | gets)
+
+    @cached_property
+    def _tests_for_none(self) -> bool:
+        """Whether the template distinguishes a content that is none, which means a message of calls only."""
+        tests = self._tree.find_all(jinja2.nodes.Test)
+        return any(test.name == "none" and _member_of(test.node) == "content" for test in tests)
+
+    @cached_property
+    def _reads_one_call(self) -> bool:
+        """Whether the template reads only the first of a message's tool calls."""
+        items = self._tree.find_all(jinja2.nodes.Getitem)
+        first = any(_member_of(item.node) == "tool_calls" and _member_of(item) == 0 for item in items)
+        iterated = (
+            _member_of(node) for loop in self._tree.find_all(jinja2.nodes.For) for node in _with_inner(loop.iter)
+        )
+        return first and "tool_calls" not in iterated
 
     @cached_property
     def _roles(self) -> frozenset[str]:
@@ -207,19 +248,23 @@ class ChatTemplate:
         generation_prompt: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        own = {"messages": messages, "add_generation_prompt": generation_prompt, "tools": tools, "documents": None}
-        try:
-            return self._template.render({**own, **self._special_tokens, **variables})
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            # Templates raise any of these for message orders that their authors did not expect.
-            raise ChatTemplateError(
-                f"The model's chat template does not take these messages: {error}", parameter="messages"
-            ) from None
+        own = {"add_generation_prompt": generation_prompt, "tools": tools, "documents": None}
+        errors: list[Exception] = []
+        for form in (messages, *other_forms(messages)):
+            try:
+                return self._template.render({"messages": form, **own, **self._special_tokens, **variables})
+            except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+                errors.append(error)  # Templates raise any of these for messages that their authors did not expect.
+        raise ChatTemplateError(
+            f"The model's chat template does not take these messages: {errors[0]}", parameter="messages"
+        )
 
     def _checked(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None
     ) -> list[dict[str, Any]]:
         self._check_variables(variables or {})
+        if self._reads_one_call:
+            messages = one_call_each(messages)
         return [self._message(message, f"messages.{place}") for place, message in enumerate(messages)]
 
     def _check_variables(self, variables: Mapping[str, Any]) -> None:
@@ -245,21 +290,31 @@ class ChatTemplate:
         rest = {name: value for name, value in message.items() if name not in ("role", "content")}
         kept = {name: self._field(name, value, role, where) for name, value in rest.items()}
         kept = {name: value for name, value in kept.items() if value is not None}
-        if content is None and "tool_calls" in kept:
-            return {"role": role, "content": "", **kept}  # only calls, without text
+        if role == "assistant" and (reasoning := next((rest[name] for name in _REASONING if rest.get(name)), None)):
+            kept |= self._reasoning(reasoning, f"{where}.reasoning_content")
+        if content is None and "tool_calls" in kept:  # only calls, without text
+            return {"role": role, "content": None if self._tests_for_none else "", **kept}
         text = _text(content, f"{where}.content")
         parts = [{"type": "text", "text": text}] if self._needs_parts else text
         return {"role": role, "content": parts, **kept}
+
+    def _reasoning(self, reasoning: Any, where: str) -> dict[str, str]:
+        """Returns the field of earlier reasoning that the template reads, if any; most drop it from the history."""
+        if not isinstance(reasoning, str):
+            raise ChatTemplateError(f"{where} is not a text.", parameter=where)
+        return next(({name: reasoning} for name in _REASONING if name in self._members), {})
 
     def _field(self, name: str, value: Any, role: str, where: str) -> Any:
         """Returns the value of a field for the template, or None for a field that does not change the prompt."""
         if name in _EMPTY and value in _EMPTY[name]:
             return None
+        if name in _REASONING and role == "assistant":
+            return None  # see `_reasoning`
         if name == "tool_calls" and name in self._members:
             return _tool_calls(value, f"{where}.{name}")
         if name in self._members and isinstance(value, str):
             return value
-        if name == "tool_call_id" and role == "tool" and isinstance(value, str):
+        if name in ("tool_call_id", "name") and role == "tool" and isinstance(value, str):
             return None  # identifies the answered call; templates without it rely on the order
         if name in _EMPTY and name not in self._members:
             raise ChatTemplateError(f"{where}.{name} is not supported here. Write it as text.", parameter=where)
@@ -311,6 +366,17 @@ def _text(content: Any, where: str) -> str:
                 parameter=f"{where}.{place}",
             )
     return "\n".join(part["text"] for part in content)
+
+
+def _member_of(node: Any) -> Any:
+    """Returns the name or index by which an expression looks up its value, or the name of its variable."""
+    if isinstance(node, jinja2.nodes.Getitem):
+        return getattr(node.arg, "value", None)
+    return node.attr if isinstance(node, jinja2.nodes.Getattr) else getattr(node, "name", None)
+
+
+def _with_inner(node: Any) -> Sequence[Any]:
+    return (node, *node.find_all(jinja2.nodes.Expr))
 
 
 def _spans(marked: str, plain: str, begin: str, end: str) -> list[tuple[int, int]]:

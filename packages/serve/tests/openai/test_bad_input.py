@@ -93,8 +93,8 @@ def test_stop_texts_are_checked_one_by_one(server: Served, stop: Any, param: str
 @pytest.mark.parametrize(
     ("path", "field", "value", "advice"),
     [
-        (CHAT, "tools", [{"type": "function"}], "Describe the tools in a message"),
-        (CHAT, "tool_choice", "required", "Describe the tools"),
+        (COMPLETE, "tools", [{"type": "function"}], "Use tools of /v1/chat/completions"),
+        (CHAT, "functions", [{"name": "f"}], "Use tools"),
         (CHAT, "response_format", {"type": "json_object"}, "Ask for the format in the prompt"),
         (CHAT, "audio", {"voice": "x"}, "reads and writes text"),
         (CHAT, "modalities", ["text", "audio"], "reads and writes text"),

@@ -39,6 +39,8 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
     api_key_file: Path | None = None,
     model_name: tuple[str, ...] = (),
     chat_template: Path | None = None,
+    tool_parser: str | None = None,
+    reasoning_parser: str | None = None,
     engine: str | None = None,
     timeout_s: float | None = None,
     drain_s: float | None = None,
@@ -84,6 +86,8 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
       api_key_file: file with API keys, one per line.
       model_name: model name for clients (the name of the checkpoint); may be repeated.
       chat_template: file with a Jinja template for messages (the template of the model).
+      tool_parser: format of the model's tool calls, e.g. hermes, or none (recognized by the chat template).
+      reasoning_parser: format of the model's reasoning, e.g. qwen3, or none (recognized by the chat template).
       engine: generation engine (llm); only `llm` accepts the options from max-sequences to seed.
       timeout_s: timeout of a request in seconds, after which it ends with an error (no timeout).
       drain_s: maximum seconds to wait for running requests after SIGTERM (30).

@@ -23,6 +23,7 @@ from stack_serve.openai.bodies import decode, parse, read
 from stack_serve.openai.errors import INTERNAL, ApiError, as_api_error
 from stack_serve.openai.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, TokenizeChatBody
 from stack_serve.openai.service import Service
+from stack_serve.openai.tools import requested_tools
 
 __all__ = ["make_app"]
 
@@ -99,7 +100,7 @@ class _Handlers:
         service.check_model(body.model)
         service.prompts.needed_tokenizer()
         if isinstance(body, TokenizeChatBody):
-            prompt = await service.chat_prompt(body)
+            prompt = await service.chat_prompt(body, requested_tools(body.tools, None))
         else:
             prompt = await service.prompts.of_text(body.prompt, add_special_tokens=body.add_special_tokens)
         texts, tokens = service.token_texts, prompt.tokens

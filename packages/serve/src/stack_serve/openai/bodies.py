@@ -34,13 +34,13 @@ class _Foreign:
     neutral: tuple[Any, ...] = ()
 
 
-_TOOLS = "Describe the tools in a message, and read the calls out of the text"
+_TOOLS = "Use tools of /v1/chat/completions"
 _SHAPED = "Ask for the format in the prompt, and check the answer"
 _TEXT_ONLY = "The model reads and writes text: leave it out"
 _SPACES = "skip_special_tokens alone says whether special tokens are part of the text"
 _LEAVE = "Leave it out"
 
-_CHOICES = {"tools": "tool_choice", "functions": "function_call"}
+_CHOICES = {"functions": "function_call"}
 """Fields that describe what the field behind them forbids, if it is "none"."""
 
 _FOREIGN: Mapping[str, _Foreign] = {
@@ -57,7 +57,7 @@ _FOREIGN: Mapping[str, _Foreign] = {
     "guided_grammar": _Foreign(_SHAPED),
     "guided_json": _Foreign(_SHAPED),
     "guided_regex": _Foreign(_SHAPED),
-    "include_reasoning": _Foreign("The text holds all that the model writes", (True,)),
+    "include_reasoning": _Foreign("The text contains the reasoning; /v1/chat/completions separates it", (True,)),
     "kv_transfer_params": _Foreign(_LEAVE),
     "length_penalty": _Foreign("It belongs to beam search, which is not served", (1, 1.0)),
     "logits_processors": _Foreign("Use logit_bias", ([],)),
@@ -66,7 +66,7 @@ _FOREIGN: Mapping[str, _Foreign] = {
     "prediction": _Foreign(_LEAVE),
     "prompt_embeds": _Foreign("Send the prompt as text or token ids"),
     "prompt_cache_retention": _Foreign(_LEAVE, ("in_memory",)),
-    "reasoning_effort": _Foreign("Use chat_template_kwargs, if the model's template knows such a thing"),
+    "reasoning_effort": _Foreign("Use /v1/chat/completions, whose prompts have a chat template"),
     "response_format": _Foreign(_SHAPED, ({"type": "text"},)),
     "service_tier": _Foreign("Use priority", ("auto", "default")),
     "spaces_between_special_tokens": _Foreign(_SPACES, (True, False)),

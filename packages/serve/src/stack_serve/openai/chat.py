@@ -6,17 +6,25 @@ from typing import Any
 import orjson
 
 from stack_core.abi.generation import GenerationUpdate
+from stack_core.text.message_parsers import MessageDelta
 from stack_serve.http.slices import json_pieces
+from stack_serve.openai.job import Job
 from stack_serve.openai.writer import Writer
 
 __all__ = ["ChatWriter"]
 
 
 class ChatWriter(Writer):
-    """Writer of chat responses."""
+    """Writer of chat responses; parses them if the job has a parser."""
 
     response_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        start = job.start_parsing
+        self._messages = [] if start is None else [start() for _ in self.choices]
+        self._deltas: list[MessageDelta] = []
 
     def opening(self, prompt: int, number: int) -> bytes:
         """Returns the first chunk, which has the role and no text."""
@@ -33,9 +41,22 @@ class ChatWriter(Writer):
             )
         )
 
+    def read(self, number: int, update: GenerationUpdate) -> bool:
+        if not self._messages:
+            return super().read(number, update)
+        self._deltas = self._messages[number].push(update)
+        return bool(self._deltas)
+
+    def finish_reason(self, number: int) -> str | None:
+        reason = self.choices[number].finish_reason
+        return "tool_calls" if reason == "stop" and self._messages and self._messages[number].calls else reason
+
     def delta(self, prompt: int, number: int, update: GenerationUpdate, *, first: bool) -> Iterable[bytes]:
         """Returns the delta with the text. It is empty in a chunk that only ends the message, as in OpenAI's API."""
-        text = b'"content":' + orjson.dumps(update.text) if update.text or update.tokens else b""
+        if self._messages:
+            text = orjson.dumps(self._messages[number].delta_members(self._deltas))[1:-1]
+        else:
+            text = b'"content":' + orjson.dumps(update.text) if update.text or update.tokens else b""
         if not (self.job.wants_logprobs and update.logprobs):
             return (b'"delta":{%b},"logprobs":null,' % text,)
         return (b'"delta":{%b},"logprobs":' % text, *json_pieces(self.job.texts.chat(update.logprobs)), b",")
@@ -51,6 +72,8 @@ class ChatWriter(Writer):
             "function_call": None,
             "reasoning": None,
         }
+        if self._messages:
+            message |= self._messages[number].message_members()
         return {"message": message, "logprobs": job.texts.chat(choice.logprobs) if job.wants_logprobs else None}
 
     def response_members(self) -> dict[str, Any]:

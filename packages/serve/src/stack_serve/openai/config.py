@@ -18,11 +18,17 @@ class OpenAIConfig(ServerConfig):
     Attributes:
       model_names: names that clients may use for the model. None uses the checkpoint's own name.
       chat_template: path of a Jinja template that replaces the model's own. None keeps the model's.
+      tool_parser: name of the format in which the model writes tool calls, or "none". None lets the chat template
+        decide.
+      reasoning_parser: name of the format in which the model marks its reasoning, or "none". None lets the chat
+        template decide.
       timeout_s: seconds after which a request ends with status 504. None sets no limit.
       max_choices: maximum of a request's number of prompts times the continuations per prompt.
     """
 
     model_names: tuple[Annotated[str, Field(min_length=1)], ...] | None = None
     chat_template: Path | None = None
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
     timeout_s: Seconds | None = None
     max_choices: PositiveInt = 1024

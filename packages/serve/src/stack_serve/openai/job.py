@@ -2,12 +2,14 @@
 
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from stack_core.abi.data import Tokenizer
 from stack_core.abi.generation import GenerationUpdate, SamplingParams
 from stack_serve.openai.errors import ApiError
 from stack_serve.openai.logprobs import LogprobWriter
+from stack_serve.openai.messages import ParsedMessage
 from stack_serve.openai.prompts import Prompt
 from stack_serve.openai.schemas import StreamOptions
 
@@ -33,6 +35,7 @@ class Job:
       echo: text to prepend to the continuations of each prompt. Empty if the prompts are not echoed.
       nothing_new: whether only the prompt is requested. The engine still generates one token.
       role: role of the message in a chat response.
+      start_parsing: starts to parse a continuation into content, reasoning and tool calls. None returns its text.
     """
 
     id: str
@@ -53,6 +56,7 @@ class Job:
     echo: tuple[str, ...] = ()
     nothing_new: bool = False
     role: str = "assistant"
+    start_parsing: Callable[[], ParsedMessage] | None = None
 
     def choice(self, prompt: int, update: GenerationUpdate) -> int:
         """Returns the index of a continuation among all continuations of the request."""

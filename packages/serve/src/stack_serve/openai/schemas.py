@@ -95,12 +95,22 @@ class _Templated(Body):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    tools: list[dict[str, Any]] = []
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     add_special_tokens: bool = False
 
 
 class ChatBody(_Templated, GenerationBody):
-    """`POST /v1/chat/completions`."""
+    """`POST /v1/chat/completions`.
 
+    Attributes:
+      tool_choice: checked by `requested_tools`.
+      include_reasoning: whether the answer has the model's reasoning (vLLM).
+    """
+
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False

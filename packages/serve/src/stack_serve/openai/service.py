@@ -23,10 +23,12 @@ from stack_serve.openai.generation import Backend, Generation
 from stack_serve.openai.job import Job
 from stack_serve.openai.logprobs import LogprobWriter, TokenTexts
 from stack_serve.openai.mailbox import PostOffice
+from stack_serve.openai.messages import MessageFormat
 from stack_serve.openai.metrics import Metrics
 from stack_serve.openai.prompts import Prompt, Prompts
 from stack_serve.openai.sampling import sampling_params
 from stack_serve.openai.schemas import ChatBody, CompletionBody, GenerationBody, StreamOptions, TokenizeChatBody
+from stack_serve.openai.tools import check_results, requested_tools
 from stack_serve.openai.writer import Writer
 
 __all__ = ["Service"]
@@ -48,6 +50,7 @@ class Service:
     Raises:
       ConfigError: an adapter has the model's name.
       GenerationError: the chat template cannot be read.
+      UnknownName: no parser has the configured name.
     """
 
     def __init__(
@@ -69,7 +72,10 @@ class Service:
         self.metrics = Metrics(self.names[0], self.max_tokens, self.stats)
         self.token_texts = None if checkpoint.tokenizer is None else TokenTexts(checkpoint.tokenizer)
         # Read now, because a wrong template should fail before the weights are loaded.
-        self._template = _template(checkpoint, config)
+        source = _template_source(checkpoint, config)
+        self._template = None if source is None else ChatTemplate(source, checkpoint.special_tokens)
+        parsers = {"tool_parser": config.tool_parser, "reasoning_parser": config.reasoning_parser}
+        self._format = MessageFormat(source, checkpoint.tokenizer, **parsers)
         self._defaults = dict(checkpoint.sampling_defaults)
         self._adapters = tuple(adapters)
         self._backend: Backend | None = None
@@ -127,17 +133,23 @@ class Service:
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
         )
-        prompt = await self.chat_prompt(body)
+        tools = requested_tools(body.tools, body.tool_choice)
+        prompt = await self.chat_prompt(body, tools)
+        start_parsing, sampling = self._format.parsing(body, tools, prompt, sampling)
         asked_as = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         self.prompts.check_room(prompt, max_tokens, "messages", max_tokens_param=asked_as)
         # Without a generation prompt, the last message is continued in its own role.
         role = "assistant" if body.add_generation_prompt else body.messages[-1]["role"]
         job = self._job(body, model, (prompt,), sampling, request_id)
         names = {"max_tokens": asked_as, "prompt": "messages", "logprobs": "top_logprobs"}
-        return self._answer(ChatWriter(replace(job, id=f"chatcmpl-{job.id}", role=role)), names)
+        job = replace(job, id=f"chatcmpl-{job.id}", role=role, start_parsing=start_parsing)
+        return self._answer(ChatWriter(job), names)
 
-    async def chat_prompt(self, body: ChatBody | TokenizeChatBody) -> Prompt:
+    async def chat_prompt(self, body: ChatBody | TokenizeChatBody, tools: Sequence[Mapping[str, Any]] | None) -> Prompt:
         """Renders messages to a prompt with the chat template.
+
+        Args:
+          tools: tools that the model may call.
 
         Raises:
           ApiError: the model lacks a template, or the template rejects the messages.
@@ -147,12 +159,17 @@ class Service:
                 "The model has no chat template. Use /v1/completions, or start the server with --chat-template FILE.",
                 param="messages",
             )
+        check_results(body.messages)
+        if tools is not None:
+            self._template.options_of({"tools": tools})
+            self._format.check_tools()
         render = partial(
             self._template.render,
             body.messages,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
-            variables=body.chat_template_kwargs,
+            variables=_variables(body, self._template),
+            tools=tools,
         )
         text = await maybe_in_thread(_size(body.messages), render)
         return await self.prompts.of_text(text, add_special_tokens=body.add_special_tokens)
@@ -252,11 +269,21 @@ def _check_streaming(body: GenerationBody) -> None:
         raise bad_request("prompt_logprobs comes with whole answers only. Leave stream out.", param="prompt_logprobs")
 
 
-def _template(checkpoint: GenerativeCheckpoint, config: OpenAIConfig) -> ChatTemplate | None:
-    source = checkpoint.chat_template
-    if config.chat_template is not None:
-        try:
-            source = config.chat_template.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise GenerationError(f"The chat template cannot be read: {error}. Name another file.") from error
-    return ChatTemplate(source, checkpoint.special_tokens) if source is not None else None
+def _variables(body: ChatBody | TokenizeChatBody, template: ChatTemplate) -> dict[str, Any]:
+    """Returns the variables of the chat template that a body sets."""
+    effort = {} if body.reasoning_effort is None else template.effort_variables(body.reasoning_effort)
+    if both := effort.keys() & body.chat_template_kwargs:
+        raise bad_request(
+            f"reasoning_effort sets {both.pop()}, which chat_template_kwargs sets too. Leave one of them out.",
+            param="reasoning_effort",
+        )
+    return {**body.chat_template_kwargs, **effort}
+
+
+def _template_source(checkpoint: GenerativeCheckpoint, config: OpenAIConfig) -> str | None:
+    if config.chat_template is None:
+        return checkpoint.chat_template
+    try:
+        return config.chat_template.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise GenerationError(f"The chat template cannot be read: {error}. Name another file.") from error

@@ -58,6 +58,14 @@ class Writer(ABC):
         # Without the closing brace: each chunk appends its choices.
         self.head = b"data: " + orjson.dumps(envelope)[:-1]
 
+    def read(self, number: int, update: GenerationUpdate) -> bool:
+        """Takes the text of an update; returns whether it adds to what the client sees."""
+        return bool(update.text)
+
+    def finish_reason(self, number: int) -> str | None:
+        """Returns the reason for clients why a continuation finished, or None."""
+        return self.choices[number].finish_reason
+
     @abstractmethod
     def opening(self, prompt: int, number: int) -> bytes:
         """The first chunk of a continuation, or nothing."""
@@ -98,13 +106,13 @@ class Writer(ABC):
             yield self.opening(prompt, number)
         job = self.job
         shown = bool(update.tokens) and (job.wants_logprobs or job.wants_token_ids)
-        if not (update.text or update.finish_reason or shown or (first and job.echo)):
+        if not (self.read(number, update) or update.finish_reason or shown or (first and job.echo)):
             return
         yield b'%b,"choices":[{"index":%d,' % (self.head, number)
         yield from self.delta(prompt, number, update, first=first)
         parts = [b'"finish_reason":null']
         if update.finish_reason is not None:
-            reasons = orjson.dumps(update.finish_reason), orjson.dumps(update.stop_reason)
+            reasons = orjson.dumps(self.finish_reason(number)), orjson.dumps(update.stop_reason)
             parts = [b'"finish_reason":%b,"stop_reason":%b' % reasons]
         if job.wants_token_ids:
             parts.append(b',"token_ids":' + orjson.dumps(update.tokens))
@@ -121,7 +129,9 @@ class Writer(ABC):
 
     def add(self, prompt: int, update: GenerationUpdate) -> None:
         """Stores an update for the complete answer."""
-        choice = self.choices[self.note(prompt, update)]
+        number = self.note(prompt, update)
+        self.read(number, update)
+        choice = self.choices[number]
         choice.begun = True
         choice.text.append(update.text)
         choice.tokens += update.tokens
@@ -161,7 +171,7 @@ class Writer(ABC):
             {
                 "index": place,
                 **self.choice_members(number // job.sampling.n, number),
-                "finish_reason": choice.finish_reason,
+                "finish_reason": self.finish_reason(number),
                 "stop_reason": choice.stop_reason,
                 "token_ids": choice.tokens if job.wants_token_ids else None,
             }

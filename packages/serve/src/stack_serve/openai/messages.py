@@ -42,12 +42,12 @@ class SpecialTokens:
 
 @dataclass
 class ParsedMessage:
-    """One answer that is being parsed.
+    """State of an answer during parsing.
 
     Attributes:
       hidden: returns the name of a special token to remove from the text, "" for other tokens.
-      parallel: whether the answer may have several calls; otherwise only the first is reported.
-      has_reasoning: whether to report the reasoning.
+      parallel: False reports only the first call.
+      has_reasoning: False omits the reasoning.
       calls: id, name and parts of the arguments of each call.
     """
 
@@ -141,7 +141,7 @@ class MessageFormat:
         """Rejects tools if the model's calls cannot be parsed.
 
         Raises:
-          ApiError: the model has no tool parser.
+          ApiError: the model lacks a tool parser.
         """
         if self._tools is None:
             known = ", ".join(registries.tool_parsers.names())
@@ -156,8 +156,8 @@ class MessageFormat:
     ) -> tuple[Callable[[], ParsedMessage] | None, SamplingParams]:
         """Returns a function that starts to parse an answer, or None, and the sampling parameters of its text.
 
-        Markers that are special tokens must be in the text. Then other special tokens are removed from it here, unless
-        the body asks for them.
+        Markers that are special tokens must be in the text. Other special tokens are then removed here, unless the body
+        requests special tokens.
         """
         found: list[type[MessageParser]] = [] if self._reasoning is None else [self._reasoning]
         if tools is not None and self._tools is not None:

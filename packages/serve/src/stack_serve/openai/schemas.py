@@ -105,7 +105,7 @@ class ChatBody(_Templated, GenerationBody):
 
     Attributes:
       tool_choice: checked by `requested_tools`.
-      include_reasoning: whether the answer has the model's reasoning (vLLM).
+      include_reasoning: False omits the reasoning of the answer (vLLM).
     """
 
     tool_choice: Any = None

@@ -22,7 +22,7 @@ def requested_tools(tools: Sequence[Mapping[str, Any]], choice: Any) -> list[dic
       choice: the field `tool_choice`; None is "auto" if there are tools.
 
     Raises:
-      ApiError: a tool is no function with a JSON schema, or the choice is not supported.
+      ApiError: a tool is not a function with a JSON schema, or the choice is not supported.
     """
     for place, tool in enumerate(tools):
         _check_tool(tool, f"tools.{place}")

@@ -59,7 +59,7 @@ class Writer(ABC):
         self.head = b"data: " + orjson.dumps(envelope)[:-1]
 
     def read(self, number: int, update: GenerationUpdate) -> bool:
-        """Takes the text of an update; returns whether it adds to what the client sees."""
+        """Reads the text of an update; returns whether the client would see a change."""
         return bool(update.text)
 
     def finish_reason(self, number: int) -> str | None:

@@ -7,9 +7,10 @@ import time
 import pytest
 
 from stack_core.abi.errors import ConfigError, DataError, EnvironmentFailed
+from stack_core.text.parsers.hermes import HermesParser
 from stack_rl.contracts import EnvironmentKind, Tasks
 from stack_rl.environments.gymnasium import GymnasiumConfig
-from stack_rl.environments.tools import ToolsConfig
+from stack_rl.environments.tools import ToolsConfig, _parser_of
 from stack_rl.episodes import Attempt, Player
 
 from ..scripted import END, Letters, Policy, ScriptedEngine
@@ -84,6 +85,35 @@ def test_what_is_wrong_with_a_call_is_told_to_the_policy(tmp_path):
     text = tasks.text(tuple(found.tokens.tolist()))
     assert "Error: no such call (KeyError: 'sub'); tools: add, slow." in text
     assert "Error: TypeError: add() missing" in text and found.rewards.sum() == 1.0
+
+
+def test_a_malformed_call_is_told_to_the_policy_beside_the_results_of_others(tmp_path):
+    malformed = '<tool_call>{"name": "add", "arguments": 3}</tool_call>'
+    tasks, found = play(tmp_path, [malformed, f"{CALL}{malformed}", "5"], max_tokens=200)
+    text = tasks.text(tuple(found.tokens.tolist()))
+    error = "<tool>Error: a call is malformed; tools: add, slow.\x00\n"
+    assert f"<assistant>{malformed}\x00\n{error}" in text and f"<tool>5\x00\n{error}<assistant>5" in text
+    assert found.facts["calls"] == 3.0 and found.verdict == "correct"
+
+
+XML = "<tool_call>\n<function=add>\n<parameter=first>\n2\n</parameter>\n</function>\n</tool_call>"
+
+
+def test_the_template_decides_the_format_of_calls(tmp_path):
+    tasks, found = play(tmp_path, [XML, "5"], template=TEMPLATE + f"{{# {XML} #}}")
+    assert "<tool>3\x00\n" in tasks.text(tuple(found.tokens.tolist())) and found.facts["calls"] == 1.0
+    _, found = play(tmp_path, [XML, "5"], template=TEMPLATE)
+    assert found.facts["calls"] == 1.0, "a malformed call of the usual format"
+    marked = TEMPLATE + "{# [TOOL_CALLS] #}"
+    _, found = play(tmp_path, ['[TOOL_CALLS]add[ARGS]{"first": 4}', "5"], template=marked)
+    assert found.facts["calls"] == 1.0 and found.verdict == "correct"
+
+    class Special(Spelled):
+        def decode(self, ids):
+            return super().decode(ids).replace("[TOOL_CALLS]", "")
+
+    special = Policy(tokenizer=Special(), chat_template=marked)
+    assert _parser_of(special) is HermesParser, "markers that are special tokens are not in the text"
 
 
 def test_turns_are_bounded_and_a_message_that_was_cut_off_calls_nothing(tmp_path):

@@ -4,7 +4,6 @@ import asyncio
 import functools
 import inspect
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -14,6 +13,9 @@ from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, TypeAda
 from stack_core.abi.config import config
 from stack_core.abi.errors import ConfigError
 from stack_core.abi.formats import GenerativeCheckpoint
+from stack_core.abi.plugins import registries
+from stack_core.text.message_parsers import MessageParser, ToolCall, choose_parser, parse_calls
+from stack_core.text.parsers.hermes import HermesParser
 from stack_rl.contracts import Completion, Environment, Reward, Tasks
 from stack_rl.environments.functions import imported
 from stack_rl.environments.messages import History, Message, MessageEnvironment, Renderer, Reply, renderer_of
@@ -24,16 +26,16 @@ from stack_rl.threads import Threads
 
 __all__ = ["ToolsConfig"]
 
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-
 
 @config
 class ToolsConfig:
     """Prompts from JSONL files, as for `prompts`, and functions that the policy may call before its answer.
 
     A message with `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` calls functions; their results follow as
-    messages with the role "tool". A message without a call is the answer, which `rewards` score. Malformed calls and
-    exceptions of a function are reported to the policy; a function that exceeds its time limit fails the episode.
+    messages with the role "tool". If the chat template shows another format of the registry `tool_parsers`, whose
+    markers are not special tokens, calls have this format. A message without a call is the answer, which `rewards`
+    score. Malformed calls and exceptions of a function are reported to the policy; a function that exceeds its time
+    limit fails the episode.
 
     Attributes:
       source, rewards, held_out: as for `prompts`.
@@ -66,9 +68,11 @@ class ToolsConfig:
 
     def build(self, policy: GenerativeCheckpoint, *, seq_tokens: int, seed: int) -> Tasks:
         functions = self._functions()
-        renderer = renderer_of(policy, [_schema(name, each) for name, each in functions.items()])
+        schemas = [_schema(name, each) for name, each in functions.items()]
+        renderer = renderer_of(policy, schemas)
         rewards = [(*resolved(each.reward), each.weight) for each in self.rewards]
-        return _Tasks(self, functions, rewards, renderer, *self._records())
+        parser = functools.partial(_parser_of(policy), tools=schemas)
+        return _Tasks(self, functions, parser, rewards, renderer, *self._records())
 
     def _functions(self) -> dict[str, Callable[..., Any]]:
         """Returns the tools by name.
@@ -91,6 +95,16 @@ class ToolsConfig:
         return read_records(self.source, "data.environment.source"), held_out
 
 
+def _parser_of(policy: GenerativeCheckpoint) -> type[MessageParser]:
+    """Returns the parser of the template's format if its markers are in the decoded text, otherwise of `hermes`."""
+    found = choose_parser(registries.tool_parsers, policy.chat_template)
+    tokenizer = policy.tokenizer
+    if found is None or tokenizer is None:
+        return HermesParser
+    decoded = (tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) for text in found.markers)
+    return found if all(marker in text for marker, text in zip(found.markers, decoded, strict=True)) else HermesParser
+
+
 def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     """Returns the schema of a function for chat templates; a parameter without an annotation accepts anything."""
     parameters = inspect.signature(function).parameters.values()
@@ -109,12 +123,13 @@ class _Tasks:
         self,
         settings: ToolsConfig,
         functions: Mapping[str, Callable[..., Any]],
+        parser: Callable[[], MessageParser],
         rewards: Sequence[tuple[str, Reward, float]],
         renderer: Renderer,
         training: Sequence[Record],
         held_out: Sequence[Record],
     ) -> None:
-        self._settings, self._functions, self._rewards = settings, functions, rewards
+        self._settings, self._functions, self._parser, self._rewards = settings, functions, parser, rewards
         self._renderer, self._training, self._held_out = renderer, training, held_out
         self.training, self.held_out = len(training), len(held_out)
         self._threads = Threads(settings.calls_at_once)
@@ -122,7 +137,9 @@ class _Tasks:
     def episode(self, task: int, *, held_out: bool = False) -> Environment:
         _, record = self._record(task, held_out=held_out)
         settings = self._settings
-        conversation = _ToolConversation(record, self._functions, self._rewards, settings.tool_timeout_s, self._threads)
+        conversation = _ToolConversation(
+            record, self._functions, self._parser, self._rewards, settings.tool_timeout_s, self._threads
+        )
         budgets = {"max_tokens": settings.max_tokens, "most_turns": settings.most_turns}
         return MessageEnvironment(conversation, self._renderer, **budgets, history=settings.history)
 
@@ -140,6 +157,7 @@ class _Tasks:
 class _ToolConversation:
     record: Mapping[str, Any]
     functions: Mapping[str, Callable[..., Any]]
+    parser: Callable[[], MessageParser]
     rewards: Sequence[tuple[str, Reward, float]]
     timeout_s: float
     threads: Threads
@@ -150,10 +168,14 @@ class _ToolConversation:
         return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
     async def reply(self, text: str, *, is_finished: bool, tokens: tuple[int, ...]) -> Reply:
-        calls = _CALL.findall(text)
-        if calls and is_finished:
-            self.calls += len(calls)
-            return Reply(messages=[{"role": "tool", "content": await self._called(each)} for each in calls])
+        parser = self.parser()
+        content, calls = parse_calls(parser, text)
+        results = [await self._called(each) for each in calls] if is_finished else []
+        if is_finished and any(marker in content for marker in parser.markers):
+            results.append(f"Error: a call is malformed; tools: {', '.join(self.functions)}.")
+        if results:
+            self.calls += len(results)
+            return Reply(messages=[{"role": "tool", "content": each} for each in results])
         prompt = self.record["prompt"]
         completion = Completion(
             prompt=prompt if isinstance(prompt, str) else json.dumps(prompt),
@@ -165,16 +187,15 @@ class _ToolConversation:
         score = await total_score(self.rewards, completion)
         return Reply(reward=score.value, verdict=score.verdict, facts={**score.facts, "calls": float(self.calls)})
 
-    async def _called(self, written: str) -> str:
+    async def _called(self, call: ToolCall) -> str:
         """Executes a call and returns its result as text; errors of the call become text for the policy.
 
         Raises:
           TimeoutError: the function exceeds its time limit.
         """
         try:
-            call = json.loads(written)
-            function, arguments = self.functions[call["name"]], dict(call.get("arguments", {}))
-        except (ValueError, KeyError, TypeError) as error:
+            function, arguments = self.functions[call.name], json.loads(call.arguments)
+        except (ValueError, KeyError) as error:
             return f"Error: no such call ({type(error).__name__}: {error}); tools: {', '.join(self.functions)}."
         try:
             if inspect.iscoroutinefunction(function):
@@ -182,7 +203,7 @@ class _ToolConversation:
                     return str(await function(**arguments))
             return str(await self.threads.run(functools.partial(function, **arguments), timeout_s=self.timeout_s))
         except TimeoutError as error:
-            raise TimeoutError(f"the tool {call['name']!r} did not return within {self.timeout_s:g} s") from error
+            raise TimeoutError(f"the tool {call.name!r} did not return within {self.timeout_s:g} s") from error
         except Exception as error:  # Tools are user code; the policy sees their errors and can learn from them.
             return f"Error: {type(error).__name__}: {error}"
 

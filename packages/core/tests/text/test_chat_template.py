@@ -233,6 +233,10 @@ def test_calls_that_a_template_reads_one_by_one_are_messages_of_their_own() -> N
     in_order = [{"role": "tool", "content": name.upper()} for name in "abc"]
     assert render(source, [USER, calling, *in_order, USER]) == "Hi;Look.(a);A;(b);B;(c);C;Hi;"
     assert render(source, [USER, calling]) == "Hi;Look.(a);(b);(c);"
+    again = [USER, calling, *results, calling, *results]
+    assert render(source, again) == "Hi;" + 2 * "Look.(a);A;(b);B;(c);C;", "ids may return in a later turn"
+    with pytest.raises(ChatTemplateError, match=r"messages\.1\.tool_calls is not a list"):
+        render(source, [USER, {**calling, "tool_calls": "abc"}, *results])
     looping = "{{ messages[1].tool_calls[0].id }}{% for c in messages[1].tool_calls %}{{ c.id }}{% endfor %}"
     assert render(looping, [USER, calling, *results]) == "aabc"
 

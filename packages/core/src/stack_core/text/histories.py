@@ -13,27 +13,33 @@ def one_call_each(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, An
     A result belongs to the call with its `tool_call_id`; without ids, results have the order of the calls.
     """
     spread = list[Mapping[str, Any]]()
-    results = list[Mapping[str, Any]]()
+    turn = list[Mapping[str, Any]]()  # messages of the latest turn that was spread
+    unanswered = list[Mapping[str, Any]]()
     for message in messages:
         calls = message.get("tool_calls")
-        if results and message.get("role") == "tool":
-            spread.insert(_place(spread, results.pop(0), message), message)
+        if unanswered and message.get("role") == "tool":
+            name = message.get("tool_call_id")
+            call = next((each for each in turn if name and name == each["tool_calls"][0].get("id")), unanswered[0])
+            unanswered = [each for each in unanswered if each is not call]
+            spread.insert(_place(spread, call), message)
             continue
-        results = []
+        turn, unanswered = list[Mapping[str, Any]](), list[Mapping[str, Any]]()
         if isinstance(calls, list) and len(calls) > 1 and all(isinstance(call, Mapping) for call in calls):
             rest = {"role": message.get("role"), "content": ""}
-            results = [{**(message if call is calls[0] else rest), "tool_calls": [call]} for call in calls]
-            spread += results
+            turn = [_with_call(message if call is calls[0] else rest, call) for call in calls]
+            unanswered = list(turn)
+            spread += turn
         else:
             spread.append(message)
     return spread
 
 
-def _place(spread: Sequence[Mapping[str, Any]], next_call: Mapping[str, Any], result: Mapping[str, Any]) -> int:
-    """Returns the place behind the call of a result, and behind earlier results of the same call."""
-    name = result.get("tool_call_id")
-    named = (each for each in spread if name and name == (each.get("tool_calls") or [{}])[0].get("id"))
-    call = next(named, next_call)
+def _with_call(message: Mapping[str, Any], call: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**message, "tool_calls": [call]}
+
+
+def _place(spread: Sequence[Mapping[str, Any]], call: Mapping[str, Any]) -> int:
+    """Returns the place behind a call, and behind earlier results of it."""
     place = next(place for place, each in enumerate(spread) if each is call) + 1
     while place < len(spread) and spread[place].get("role") == "tool":
         place += 1

@@ -271,7 +271,9 @@ def _check_streaming(body: GenerationBody) -> None:
 
 def _variables(body: ChatBody | TokenizeChatBody, template: ChatTemplate) -> dict[str, Any]:
     """Returns the variables of the chat template that a body sets."""
-    effort = {} if body.reasoning_effort is None else template.effort_variables(body.reasoning_effort)
+    effort: dict[str, Any] = {}
+    if body.reasoning_effort is not None:
+        effort = template.effort_variables(body.reasoning_effort)
     if both := effort.keys() & body.chat_template_kwargs:
         raise bad_request(
             f"reasoning_effort sets {both.pop()}, which chat_template_kwargs sets too. Leave one of them out.",

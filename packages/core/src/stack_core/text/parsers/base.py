@@ -41,7 +41,8 @@ class StreamParser(MessageParser):
         """Adds generated text and returns the deltas that became certain."""
         self._buffer += text
         next(self._reading, None)
-        deltas, self._deltas = merge_deltas(self._deltas), []
+        deltas = merge_deltas(self._deltas)
+        self._deltas.clear()
         return deltas
 
     def finish(self) -> list[MessageDelta]:

@@ -144,6 +144,14 @@ def test_a_call_that_is_cut_off_ends_by_length(calling: Callable[..., Served]) -
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"x": 1'
 
 
+@pytest.mark.parametrize("text", ["It is <tool_c", 'See <tool_call>{"name": 3}</tool_call> ', "<think"])
+def test_an_unfinished_marker_and_a_malformed_call_are_text(calling: Callable[..., Served], text: str) -> None:
+    server = calling(text)
+    (choice,) = server.chat(tools=TOOLS)["choices"]
+    assert choice["message"]["content"] == text and choice["finish_reason"] == "stop"
+    assert joined(server.events(PATH, messages=MESSAGES, tools=TOOLS))["content"] == text
+
+
 def test_without_tools_calls_are_text(calling: Callable[..., Served]) -> None:
     server = calling(CALL)
     for body in ({}, {"tools": TOOLS, "tool_choice": "none"}):

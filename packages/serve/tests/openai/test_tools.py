@@ -8,6 +8,7 @@ import pytest
 
 from stack_core.abi.errors import UnknownName
 from stack_core.abi.generation import GenerationRequest, GenerationUpdate, SamplingParams
+from stack_serve.client.conversation import Conversation, RemoteModel
 from stack_serve.openai.messages import MessageFormat
 from stack_serve.openai.prompts import Prompt
 from stack_serve.openai.schemas import ChatBody
@@ -181,6 +182,17 @@ def test_reasoning_begins_in_the_prompt_or_is_continued(calling: Callable[..., S
     body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
     continued = server.post(PATH, **body).json()["choices"][0]["message"]
     assert (continued["content"], continued["reasoning_content"]) == ("Yes", "Hm.")
+
+
+def test_stack_chat_shows_the_reasoning_apart_from_the_answer(calling: Callable[..., Served]) -> None:
+    server = calling("<think>\nHm.\n</think>\n\nYes")
+    shown: list[str] = []
+    chat = RemoteModel(
+        "http://{}:{}/v1".format(*server.address), model=None, api_key=None, settings={}, show_reasoning=shown.append
+    )
+    conversation = Conversation(chat)
+    assert conversation.say("hello", lambda piece: None) is None
+    assert "".join(shown) == "Hm." and conversation.messages[-1] == {"role": "assistant", "content": "Yes"}
 
 
 def test_an_answer_with_reasoning_can_be_sent_back(calling: Callable[..., Served]) -> None:

@@ -105,13 +105,24 @@ class RemoteModel:
 
     Args:
       settings: fields of every request, such as `temperature`.
+      show_reasoning: receives pieces of the reasoning, which a server may send apart from the answer; it is not part of
+        the conversation.
 
     Raises:
       RequestFailed: the server cannot be reached or serves no model.
     """
 
-    def __init__(self, url: str, *, model: str | None, api_key: str | None, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str | None,
+        api_key: str | None,
+        settings: Mapping[str, Any],
+        show_reasoning: Write = lambda piece: None,
+    ) -> None:
         self._url, self._api_key, self._settings = url, api_key, dict(settings)
+        self._show_reasoning = show_reasoning
         self.name = model or self._first_model()
 
     def answer(self, messages: list[Message], write: Write) -> str | None:
@@ -125,7 +136,11 @@ class RemoteModel:
             if event.get("error"):
                 raise RequestFailed(f"The answer broke off: {event['error'].get('message')}", kind="error")
             for choice in event.get("choices", ()):
-                write(choice.get("delta", {}).get("content") or "")
+                delta = choice.get("delta", {})
+                # `reasoning_content` is DeepSeek's name, `reasoning` OpenRouter's; some servers send both.
+                if piece := delta.get("reasoning_content") or delta.get("reasoning"):
+                    self._show_reasoning(piece)
+                write(delta.get("content") or "")
                 reason = choice.get("finish_reason") or reason
 
         async def run() -> None:

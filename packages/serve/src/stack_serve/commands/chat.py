@@ -48,8 +48,8 @@ def chat(  # noqa: PLR0913, each parameter is an option of the command
 ) -> None:
     """Chat with a model: stack chat http://HOST:PORT/v1, or stack chat RUN|HF_DIR
 
-    Answers are streamed. With piped input, each line is a message and only the answers are printed. /help lists the
-    commands.
+    Answers are streamed, in a terminal after the model's reasoning. With piped input, each line is a message and only
+    the answers are printed. /help lists the commands.
 
     Args:
       target: address of a server with OpenAI's API, or a model directory, which is loaded in this process.
@@ -89,7 +89,9 @@ def _opened(
     from stack_serve.client.conversation import RemoteModel, local_model
 
     if "://" in refuse_remote(target):
-        return nullcontext(RemoteModel(target, model=model, api_key=api_key, settings=settings))
+        return nullcontext(
+            RemoteModel(target, model=model, api_key=api_key, settings=settings, show_reasoning=_show_reasoning)
+        )
     if not Path(target.partition(":")[2] or target).exists():
         raise GenerationError(
             f"{target!r} is neither a directory nor the address of a server, which starts with http:// or https://."
@@ -184,6 +186,11 @@ def _write(piece: str) -> None:
     """Prints and flushes text; characters outside the terminal's encoding become "?"."""
     encoding = sys.stdout.encoding or "utf-8"
     print(piece.encode(encoding, "replace").decode(encoding), end="", flush=True)
+
+
+def _show_reasoning(piece: str) -> None:
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        _write(f"\x1b[2m{piece}\x1b[0m")
 
 
 def _note(text: str) -> None:

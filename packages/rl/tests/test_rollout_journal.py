@@ -1,6 +1,7 @@
 """What a journal of rollouts hands out again, and when it forgets."""
 
 import json
+import threading
 from contextlib import ExitStack, closing, nullcontext
 from types import SimpleNamespace
 
@@ -99,6 +100,25 @@ def test_what_a_group_of_the_same_version_but_other_weights_drew_is_left_out(run
     run.draw(1, 0)
     run.draw(2, 1)
     assert run.journal.usable(0, "w0") == {1}
+
+
+def test_a_group_may_arrive_while_others_are_selected(run):
+    class ArrivingGroup(Group):
+        """Group during whose inspection another thread adds a group."""
+
+        @property
+        def newest(self):
+            threads.append(threading.Thread(target=run.draw, args=(1, 0)))
+            threads[-1].start()
+            threads[-1].join(0.2)
+            return 0
+
+    threads: list[threading.Thread] = []
+    run.journal.add([ArrivingGroup(0, 0, "w0", [trajectory(0, version=0)])])
+    assert run.journal.usable(0, "w0") == {0}
+    for thread in threads:
+        thread.join()
+    assert set(run.journal.recorded) == {0, 1}
 
 
 def test_what_checkpoints_have_learned_from_is_forgotten_once_none_needs_it(run):

@@ -1,5 +1,6 @@
 """Batches of groups: others are drawn in place of flat ones, or it is said why not."""
 
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from stack_core.abi.errors import JournalError
 from stack_rl.concurrent import ConcurrentPlayer
 from stack_rl.contracts import Trajectory
 from stack_rl.episodes import Player
 from stack_rl.groups import Group, Ledger, trained_on
 from stack_rl.pacing import Pacing
+from stack_rl.rollout_journal import RolloutJournal
 from stack_rl.supply import AheadSupply, Rounds, TogetherSupply, Weights
 
 WEIGHTS = Weights(3, np.zeros(1, np.uint32))
@@ -118,6 +121,68 @@ def test_groups_that_are_drawn_ahead_are_replaced_too_and_each_is_used_once() ->
         used += [each.number for each in groups]
     assert len(used) == len(set(used))
     assert sum(number % 3 == 2 for number in used) == 12
+    supply.close()
+
+
+class ComputingDigest:
+    """Digest of weights that are not computed yet."""
+
+    def __init__(self, is_computed: threading.Event) -> None:
+        self._is_computed = is_computed
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        assert self._is_computed.wait(timeout=30)
+        return np.array([7], np.uint32)
+
+
+class ThreadedPlayer(ConcurrentPlayerByRule):
+    """Plays each group on a thread, which it takes as the event loop of the episodes."""
+
+    def __init__(self, rewards: Callable[[int], tuple[float, float]]) -> None:
+        super().__init__(rewards)
+        self.threads: list[threading.Thread] = []
+
+    def begin(self, attempts: Sequence[Any], done: Any, failed: Any) -> None:
+        thread = threading.Thread(target=super().begin, args=(attempts, done, failed), daemon=True)
+        thread.start()
+        self.threads.append(thread)
+
+
+def test_the_episodes_do_not_wait_for_the_digest_of_the_weights() -> None:
+    is_computed = threading.Event()
+    player = ThreadedPlayer(lambda number: (0.0, 1.0))
+    supply = AheadSupply(rounds(), player, Pacing(4, 1))
+    weights = Weights(0, ComputingDigest(is_computed), "settings:")
+    taken: list[Group] = []
+    trainer = threading.Thread(target=lambda: taken.extend(supply.take(weights)), daemon=True)
+    trainer.start()
+    try:
+        while len(player.threads) < 4:
+            trainer.join(0.01)
+        for each in player.threads:
+            each.join(10)
+        are_free = not any(each.is_alive() for each in player.threads)
+    finally:
+        is_computed.set()
+    trainer.join(30)
+    assert are_free, "the episodes waited for the weights"
+    assert [each.digest for each in taken] == ["settings:00000007"] * 4
+    supply.close()
+
+
+def test_a_group_that_cannot_be_written_stops_the_run() -> None:
+    class FullJournal(RolloutJournal):
+        def add(self, groups: Sequence[Group]) -> None:
+            raise JournalError("the disk is full")
+
+        def usable(self, version: int, digest: str) -> set[int]:
+            return set()
+
+    ahead = rounds()
+    ahead.journal = FullJournal.__new__(FullJournal)
+    supply = AheadSupply(ahead, ConcurrentPlayerByRule(lambda number: (0.0, 1.0)), Pacing(4, 1))
+    with pytest.raises(JournalError, match="the disk is full"):
+        supply.take(WEIGHTS)
     supply.close()
 
 

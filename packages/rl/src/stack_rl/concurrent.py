@@ -64,15 +64,15 @@ class ConcurrentPlayer:
     def begin(
         self,
         attempts: Sequence[Attempt],
-        on_trajectories: Callable[[list[Trajectory | None]], None],
+        on_trajectories: Callable[[list[Trajectory | None]], object],
         on_failure: Callable[[Exception], None],
     ) -> None:
         """Starts playing a group.
 
         Args:
           attempts: the group's attempts.
-          on_trajectories: called on another thread with the trajectories; None for dropped attempts.
-          on_failure: called on another thread with the error if failures stop the run.
+          on_trajectories: called on the event loop with the trajectories, None for dropped attempts; must not block.
+          on_failure: called on the event loop with the error if failures stop the run.
         """
 
         async def group() -> None:

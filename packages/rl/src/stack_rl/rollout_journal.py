@@ -7,6 +7,7 @@ again.
 """
 
 import json
+import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ class _Batch:
 class RolloutJournal:
     """Groups on disk that no checkpoint includes yet.
 
+    One thread may add groups while another one uses them for batches.
+
     Attributes:
       journal: underlying journal file.
       recorded: groups that no batch has used yet, by number.
@@ -44,6 +47,7 @@ class RolloutJournal:
         default_factory=dict
     )  # groups of each batch that no checkpoint includes
     _positions: dict[int, int] = field(default_factory=dict)  # number of batches used, by checkpoint step
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # of `recorded`
 
     @classmethod
     def open(cls, path: Path, *, new: bool) -> "RolloutJournal":
@@ -70,29 +74,30 @@ class RolloutJournal:
           settings: digest of the sampling settings, a prefix of the digests of groups and batches. Groups with other
             settings, such as another environment, are dropped with a warning.
         """
-        # If a later checkpoint is lost or damaged, its groups have to be used again.
-        self.journal.retract(_GROUP, after=step)
-        self.journal.retract(_BATCH, after=step)
-        groups, batches = self.journal.read(_GROUP), self.journal.read(_BATCH)
-        # A run killed between the checkpoint and its `saved` has not acknowledged these entries yet.
-        used = [each.key for each in groups if ledger.is_used(_number(each.key))]
-        self.journal.acknowledge(_GROUP, filter(None, used), step)
-        done = [each.key for each in batches if _number(each.key) < ledger.batches]
-        self.journal.acknowledge(_BATCH, filter(None, done), step)
-        self.recorded = {
-            _number(each.key): Group.from_bytes(_number(each.key), each.payload)
-            for each in groups
-            if not ledger.is_used(_number(each.key))
-        }
-        self._batches = {
-            _number(each.key): _Batch(tuple(found["groups"]), found["digest"])
-            for each in batches
-            if _number(each.key) >= ledger.batches and (found := json.loads(each.payload))
-        }
-        self._unsaved.clear()
-        self._positions.clear()
-        self.is_begun = True
-        self._drop_foreign(settings)
+        with self._lock:
+            # If a later checkpoint is lost or damaged, its groups have to be used again.
+            self.journal.retract(_GROUP, after=step)
+            self.journal.retract(_BATCH, after=step)
+            groups, batches = self.journal.read(_GROUP), self.journal.read(_BATCH)
+            # A run killed between the checkpoint and its `saved` has not acknowledged these entries yet.
+            used = [each.key for each in groups if ledger.is_used(_number(each.key))]
+            self.journal.acknowledge(_GROUP, filter(None, used), step)
+            done = [each.key for each in batches if _number(each.key) < ledger.batches]
+            self.journal.acknowledge(_BATCH, filter(None, done), step)
+            self.recorded = {
+                _number(each.key): Group.from_bytes(_number(each.key), each.payload)
+                for each in groups
+                if not ledger.is_used(_number(each.key))
+            }
+            self._batches = {
+                _number(each.key): _Batch(tuple(found["groups"]), found["digest"])
+                for each in batches
+                if _number(each.key) >= ledger.batches and (found := json.loads(each.payload))
+            }
+            self._unsaved.clear()
+            self._positions.clear()
+            self.is_begun = True
+            self._drop_foreign(settings)
 
     def restart(self) -> None:
         """Drops all entries, for a run whose data starts over, such as with other settings named by `--allow`."""
@@ -119,41 +124,45 @@ class RolloutJournal:
 
     def add(self, groups: Sequence[Group]) -> None:
         """Writes groups in one transaction; existing groups are not overwritten."""
-        self.journal.append_all(_GROUP, [(str(each.number), each.to_bytes()) for each in groups])
-        self.recorded |= {each.number: each for each in groups}
+        with self._lock:
+            self.journal.append_all(_GROUP, [(str(each.number), each.to_bytes()) for each in groups])
+            self.recorded |= {each.number: each for each in groups}
 
     def replayed(self, batch: int, digest: str) -> list[Group] | None:
         """Returns the recorded groups of a batch if it was recorded with these weights, else None.
 
         If it was recorded with other weights, this batch and all later ones are dropped with a warning.
         """
-        found = self._batches.pop(batch, None)
-        if found is not None and found.digest == digest and all(each in self.recorded for each in found.groups):
-            self._unsaved[batch] = found.groups
-            return [self.recorded.pop(each) for each in found.groups]
-        if found is not None:
-            # Put back, because `_give_up` deletes all remaining batches from the file.
-            self._batches[batch] = found
-            self._give_up(batch)
-        return None
+        with self._lock:
+            found = self._batches.pop(batch, None)
+            if found is not None and found.digest == digest and all(each in self.recorded for each in found.groups):
+                self._unsaved[batch] = found.groups
+                return [self.recorded.pop(each) for each in found.groups]
+            if found is not None:
+                # Put back, because `_give_up` deletes all remaining batches from the file.
+                self._batches[batch] = found
+                self._give_up(batch)
+            return None
 
     def usable(self, version: int, digest: str) -> set[int]:
         """Returns the recorded groups that this run's weights may have sampled, and drops the rest."""
-        foreign = [
-            each
-            for each in self.recorded.values()
-            if each.newest > version or (each.version == version and each.digest != digest)
-        ]
-        self._forget(foreign)
-        return set(self.recorded)
+        with self._lock:
+            foreign = [
+                each
+                for each in self.recorded.values()
+                if each.newest > version or (each.version == version and each.digest != digest)
+            ]
+            self._forget(foreign)
+            return set(self.recorded)
 
     def note(self, batch: int, groups: Sequence[int], digest: str) -> None:
         """Records the groups of a batch, which other batches then cannot use."""
-        payload = json.dumps({"groups": list(groups), "digest": digest}).encode()
-        self.journal.append(_BATCH, payload, key=str(batch))
-        self._unsaved[batch] = tuple(groups)
-        for each in groups:
-            del self.recorded[each]
+        with self._lock:
+            payload = json.dumps({"groups": list(groups), "digest": digest}).encode()
+            self.journal.append(_BATCH, payload, key=str(batch))
+            self._unsaved[batch] = tuple(groups)
+            for each in groups:
+                del self.recorded[each]
 
     def position(self, step: int, batches: int) -> None:
         """Stores the number of batches used by the checkpoint of `step`, which is being saved."""

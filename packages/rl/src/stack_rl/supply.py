@@ -1,9 +1,11 @@
 """Sources of the groups of each batch: sampled on request, or ahead of use while the policy trains."""
 
+import functools
 import queue
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -164,7 +166,10 @@ class AheadSupply:
     rounds: Rounds
     player: ConcurrentPlayer
     pacing: Pacing
-    # Filled on the thread of the player's event loop; only the trainer's thread uses the fields below.
+    # Writes finished groups, in order. The event loop of the episodes would stop all of them, because the digest of a
+    # group's weights is available only after the update before it, and the journal waits for the disk.
+    _writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "stack-rollout-writer"))
+    # Filled by the writer and, with failures, by the event loop; only the trainer's thread uses the fields below.
     _arrived: "queue.SimpleQueue[Group | Exception]" = field(default_factory=queue.SimpleQueue)
     _done: dict[int, Group] = field(default_factory=dict)
     _aside: list[Group] = field(default_factory=list)  # flat groups that were replaced by newly dispatched ones
@@ -200,6 +205,7 @@ class AheadSupply:
 
     def close(self) -> None:
         self.player.close()
+        self._writer.shutdown()
 
     def _resume(self, weights: Weights) -> None:
         """Loads the journal's groups, and dispatches again the groups that had not finished."""
@@ -226,15 +232,17 @@ class AheadSupply:
             number = next(unused)
             self._begun.add(number)
             self.pacing.dispatch(number, weights.version)
-            self.player.begin(self.rounds.attempts(number), self._writer(number, weights), self._arrived.put)
+            finish = functools.partial(self._writer.submit, self._write, number, weights)
+            self.player.begin(self.rounds.attempts(number), finish, self._arrived.put)
 
-    def _writer(self, number: int, weights: Weights) -> Callable[[list[Trajectory | None]], None]:
-        def write(trajectories: list[Trajectory | None]) -> None:
+    def _write(self, number: int, weights: Weights, trajectories: list[Trajectory | None]) -> None:
+        try:
             group = Group(number, weights.version, weights.digest, trajectories)
             self.rounds.write([group])
+        except Exception as error:  # raised again on the trainer's thread
+            self._arrived.put(error)
+        else:
             self._arrived.put(group)
-
-        return write
 
 
 def task_of(group: int, tasks: Tasks, seed: int) -> int:

@@ -232,6 +232,18 @@ def test_a_judge_that_says_no_grade_or_cannot_be_asked_is_no_grade(judge):
         scored(JudgeConfig(url="http://127.0.0.1:9/v1", model="m", attempts=1), "x")
 
 
+def test_the_last_failed_attempt_at_a_judge_is_reported_without_a_further_wait(monkeypatch):
+    waits_s = []
+
+    async def sleep(delay_s):
+        waits_s.append(delay_s)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    with pytest.raises(EnvironmentFailed, match="Connection refused"):
+        scored(JudgeConfig(url="http://127.0.0.1:9/v1", model="m", attempts=3), "x")
+    assert waits_s == [0.5, 1.0]
+
+
 def test_a_score_may_be_a_number_of_any_library():
     half = np.float16(60_000)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import itertools
 import json
 import os
 import re
@@ -130,7 +131,7 @@ class _Judge:
         Raises:
           EnvironmentFailed: the judge cannot be reached or responds with an error.
         """
-        for attempt in range(self._settings.attempts):
+        for attempt in itertools.count(1):
             try:
                 return await self._threads.run(functools.partial(self._post, question))
             except urllib.error.HTTPError as error:
@@ -140,7 +141,9 @@ class _Judge:
                     break
             except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
                 reason = f"{type(error).__name__}: {error}"
-            await asyncio.sleep(min(2.0**attempt, 30.0) * 0.5)
+            if attempt == self._settings.attempts:
+                break
+            await asyncio.sleep(min(0.25 * 2**attempt, 15.0))
         raise EnvironmentFailed(f"the judge at {self._settings.url} did not answer: {reason}")
 
     def _post(self, question: str) -> str:

@@ -195,6 +195,28 @@ def test_training_resumed_below_a_damaged_checkpoint_sets_it_aside(store: Checkp
     assert bits_of_files(store.path(2).with_suffix(".set-aside-1")) == damaged
 
 
+def test_damaged_checkpoints_take_no_place_of_intact_ones(store: CheckpointStore, make_store: Make) -> None:
+    save(make_store(keep=3), 1, 2, 3)
+    damage(store.path(2))
+    damage(store.path(3))
+    resumed = make_store(keep=2)
+    with pytest.warns(UserWarning, match="is skipped in favor"):
+        resumed.restore(abstract(make_state()))
+    save(resumed, 4)
+    assert resumed.steps() == (1, 2, 3, 4)
+    save(resumed, 5)
+    assert resumed.steps() == (4, 5)
+
+
+def test_a_checkpoint_without_a_manifest_takes_no_place_of_an_intact_one(store: CheckpointStore) -> None:
+    save(store, 1, 2)
+    (store.path(2) / "manifest.json").unlink()
+    save(store, 3)
+    assert store.steps() == (1, 2, 3)
+    save(store, 4)
+    assert store.steps() == (3, 4)
+
+
 def bits_of_files(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from stack_core.abi.data import IGNORED_TARGET
 from stack_train.data.best_fit import BestFitPacking, best_fit
+from stack_train.data.examples import plan_rows
 
 LENGTHS = st.lists(st.integers(0, 25), min_size=1, max_size=30)
 
@@ -73,6 +74,14 @@ def test_epochs_hold_the_same_rows() -> None:
 
 def test_no_documents_are_no_rows() -> None:
     assert _packing([1, 0], 4, None).rows == 0
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("lengths", [[], [4], [3, 8, 5, 2, 2, 7]], ids=len)
+def test_rows_of_examples_are_those_of_best_fit_or_of_one_example_each(lengths: list[int], packed: bool) -> None:
+    rows = [row.tolist() for row in plan_rows(np.array(lengths, np.int64), 10, packed=packed)]
+    packings = {0: [], 1: [[0]], 6: [[1, 3], [5, 0], [2, 4]]}
+    assert rows == (packings[len(lengths)] if packed else [[index] for index in range(len(lengths))])
 
 
 @pytest.mark.parametrize("lengths", [[8, 8], [3, 5, 8]])

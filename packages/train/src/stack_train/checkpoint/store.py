@@ -36,7 +36,8 @@ class CheckpointConfig:
 
     Attributes:
       every_steps: number of training steps between checkpoints; 0 saves only after the last step.
-      keep: number of complete checkpoints on disk; older checkpoints are deleted once a newer one is durable.
+      keep: number of intact checkpoints on disk; older checkpoints are deleted once a newer one is durable. Checkpoints
+        that are known to be damaged do not count.
       background: True writes during training; False makes training wait for the disk.
     """
 
@@ -105,6 +106,7 @@ class CheckpointStore:
         self._checkpointer = make_checkpointer()
         self._in_flight: _InFlight | None = None
         self._current_step: int | None = None
+        self._damaged: set[int] = set()  # steps of checkpoints that could not be restored
 
     def __enter__(self) -> "CheckpointStore":
         return self
@@ -218,7 +220,9 @@ class CheckpointStore:
             self.wait()
 
     def wait(self) -> None:
-        """Waits until the save in flight is durable, then deletes checkpoints in excess of `keep`.
+        """Waits until the save in flight is durable, then deletes checkpoints older than the `keep` newest intact ones.
+
+        Intact means here: it has a valid manifest, and this store has not found damage when restoring.
 
         Raises:
           CheckpointError: the save failed.
@@ -229,7 +233,7 @@ class CheckpointStore:
         try:
             self._processes.call(self._checkpointer.wait_until_finished)
             if self._processes.first:
-                self._directory.delete(self.steps()[: -self.config.keep])
+                self._directory.delete(self._excess_steps())
         except TrainingError:  # The failure of another process, propagated by `Processes.call`.
             raise
         except Exception as error:  # Orbax, TensorStore and the layers below raise exceptions of any type.
@@ -314,8 +318,25 @@ class CheckpointStore:
             raise self._failed(flight, error) from error
         self._in_flight = replace(flight, blocked_s=time.perf_counter() - started_s)
 
+    def _excess_steps(self) -> list[int]:
+        # A damaged checkpoint is no fallback, so it does not count; it is deleted with the intact ones of its age.
+        intact = [step for step in self.steps() if step not in self._damaged and self._has_manifest(step)]
+        if len(intact) < self.config.keep:
+            return []
+        return [step for step in self.steps() if step < intact[-self.config.keep]]
+
+    def _has_manifest(self, step: int) -> bool:
+        try:
+            read_manifest(self.path(step))
+        except CheckpointDamaged:
+            return False
+        except CheckpointError:  # of a newer version
+            pass
+        return True
+
     def _make_room(self, flight: _InFlight) -> None:
         self._directory.prepare(flight.step)
+        self._damaged = {step for step in self._damaged if step < flight.step}  # the others were set aside
         # A full disk would otherwise end the save only after most of the state is written.
         if shutil.disk_usage(self._directory.root).free < flight.needed_bytes:
             raise OSError("not enough free disk space")
@@ -351,6 +372,7 @@ class CheckpointStore:
                 restored = read(path)
             except CheckpointDamaged as error:
                 failures[path] = str(error)
+                self._damaged.add(candidate)
                 continue
             for skipped, reason in failures.items():
                 self._report_skipped(skipped, reason, restored.step)

@@ -1,5 +1,6 @@
 """Packing of uncut examples into rows of equal length, planned once."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -8,6 +9,7 @@ from jaxtyping import Int32, Int64, Shaped
 
 from stack_core.abi.data import IGNORED_TARGET
 from stack_core.abi.errors import DataError
+from stack_train.data.best_fit import best_fit
 from stack_train.data.conversations import Conversation
 
 __all__ = ["TooLong", "fitting", "laid_out", "plan_rows", "stacked"]
@@ -48,27 +50,11 @@ def fitting(examples: Sequence[Conversation], seq_tokens: int, too_long: TooLong
 def plan_rows(
     lengths: Int64[np.ndarray, " examples"], row_tokens: int, *, packed: bool
 ) -> list[Int64[np.ndarray, " in_row"]]:
-    """Assigns examples to rows: by best fit, longest first, if `packed`; otherwise one example per row.
-
-    Source: Ding et al., Fewer Truncations Improve Language Modeling, 2024 (arXiv:2404.10830).
-    """
-    order = np.argsort(-lengths, kind="stable")
+    """Assigns examples to rows: by `best_fit` if `packed`; otherwise one example per row."""
     if not packed:
-        return [np.asarray([index]) for index in np.sort(order)]
-    rows: list[list[int]] = []
-    by_room: list[list[int]] = [[] for _ in range(row_tokens + 1)]  # rows by number of free tokens
-    for index in order:
-        length = int(lengths[index])
-        # The least room that is enough, since that row is the fullest.
-        room = next((room for room in range(length, row_tokens + 1) if by_room[room]), None)
-        if room is None:
-            rows.append([])
-            place, room = len(rows) - 1, row_tokens
-        else:
-            place = by_room[room].pop()
-        rows[place].append(int(index))
-        by_room[room - length].append(place)
-    return [np.asarray(row) for row in rows]
+        return [np.asarray([index]) for index in range(len(lengths))]
+    order, starts = best_fit(lengths, row_tokens)
+    return [order[start:end] for start, end in itertools.pairwise(starts)]
 
 
 def laid_out(examples: Sequence[Conversation], seq_tokens: int) -> dict[str, Int32[np.ndarray, " seq"]]:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from stack_core.chips import target_chip
+from stack_core.ops.building import as_backward
 from stack_kernels import implementation, untyped
 
 
@@ -24,8 +25,9 @@ def supports(call, chip, config):
     return known or f"{call.forward} does not return the residual inverse_rms"
 
 
-def backward(arrays, options, outputs, residuals, cotangents, *, requested, config):
-    x, scale = arrays["x"], arrays["scale"]
+@as_backward
+def backward(call, *, config):
+    x, scale = call.arrays["x"], call.arrays["scale"]
 
     def kernel(x, cotangent, inverse, factor, dx, dfactor):
         place = pl.program_id(0) * config.rows + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
@@ -38,9 +40,9 @@ def backward(arrays, options, outputs, residuals, cotangents, *, requested, conf
         dfactor[...] = jnp.sum(cotangent * normed, axis=0, keepdims=True)
 
     rows, size = x.size // x.shape[-1], x.shape[-1]
-    by_row = [array.reshape(rows, -1) for array in (x, cotangents, residuals["inverse_rms"])]
+    by_row = [array.reshape(rows, -1) for array in (x, call.cotangents, call.residuals["inverse_rms"])]
     outs = [((rows, size), x.dtype), ((pl.cdiv(rows, config.rows), 1, size), jnp.float32)]
-    dx, parts = on_tiles(kernel, config, by_row, factor_of(scale, options["scale_offset"], size), outs)
+    dx, parts = on_tiles(kernel, config, by_row, factor_of(scale, call.options["scale_offset"], size), outs)
     return {"x": dx.reshape(x.shape), "scale": None if scale is None else jnp.sum(parts, axis=(0, 1))}
 
 

@@ -4,6 +4,7 @@ from stack_core.ops.definitions.gated_linear_unit import ACTIVATIONS, gate_produ
 from stack_core.ops.definitions.linear_cross_entropy import RowParts
 from stack_core.ops.definitions.rope import rope_angles, rotated
 from stack_core.ops.dispatch.automatic_axes import with_automatic_axes
+from stack_core.ops.dispatch.backward_call import BackwardCall, as_backward
 from stack_core.ops.dispatch.choosing import answer, implementations_of, is_installed, preferred, supporting
 from stack_core.ops.dispatch.contract import accurate_dtype, contract
 from stack_core.ops.dispatch.differentiated import differentiated, forward_only
@@ -27,12 +28,14 @@ from stack_core.ops.references.running_softmax import (
 
 __all__ = [
     "ACTIVATIONS",
+    "BackwardCall",
     "QuantizedArray",
     "RowParts",
     "RunningSoftmax",
     "accurate_dtype",
     "add_tile",
     "answer",
+    "as_backward",
     "as_int32",
     "bounded_places",
     "by_group",

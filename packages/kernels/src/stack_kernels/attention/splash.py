@@ -4,6 +4,7 @@ The kernel requires full tiles, averages all values of a tile for a query withou
 scores. This adapter pads operands to tiles, zeroes the output of such queries, and scales the queries.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import numpy as np
 
 from stack_core.abi.ops import OpCall, OpImplementation
 from stack_core.chips import Chip
+from stack_core.ops.building import BackwardCall, as_backward
 from stack_kernels.attention.sinks import sinks_gradient
 from stack_kernels.mesh_types import untyped
 from stack_kernels.supports import first_problem, takes_no
@@ -47,7 +49,7 @@ def splash(*, interpret: Any = False) -> OpImplementation:
         "attention",
         "splash",
         lambda **call: _forward(**call, interpret=interpret),
-        lambda *gradient, **settings: _backward(*gradient, **settings, interpret=interpret),
+        functools.partial(_backward, interpret=interpret),
         platforms=("tpu",),
         supports=_supports,
         default=_default,
@@ -221,22 +223,14 @@ def _forward(
     return (output, lse) if return_lse else output, {"lse": lse}
 
 
-def _backward(
-    arrays: Mapping[str, Any],
-    options: Mapping[str, Any],
-    outputs: Any,
-    residuals: Mapping[str, Any],
-    cotangents: Any,
-    *,
-    interpret: Any,
-    requested: frozenset[str],
-    config: SplashTiles,
-) -> Mapping[str, Any]:
+@as_backward
+def _backward(call: BackwardCall, *, interpret: Any, config: SplashTiles) -> Mapping[str, Any]:
     # JAX's own gradient of the kernel would run its forward pass again.
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import _splash_attention_bwd
 
-    problem, sinks = _Problem.of(options, config, interpret), _wide(arrays["sinks"])
-    operands, lse = problem.operands(arrays), residuals["lse"]
+    arrays, lse = call.arrays, call.residuals["lse"]
+    problem, sinks = _Problem.of(call.options, config, interpret), _wide(arrays["sinks"])
+    operands = problem.operands(arrays)
     kernel = problem.kernel(arrays["query"].shape[2], operands["query"].shape[2], operands["key"].shape[2])
     settings = {name: kernel.kwargs[name] for name in ("mask_value", "is_mqa", "block_sizes", "mask_function")}
     settings |= {name: kernel.kwargs[name] for name in ("attn_logits_soft_cap", "residual_checkpoint_name")}
@@ -252,7 +246,7 @@ def _backward(
         # The first three belong to the mask infos.
         return gradients[3:6]
 
-    output, cotangent = (_tiled(x, config.queries) for x in (outputs, cotangents))
+    output, cotangent = (_tiled(x, config.queries) for x in (call.outputs, call.cotangents))
     finite = jnp.where(jnp.isneginf(lse), 0, lse)  # without visible keys the weights are 0 at any lse
     rows = _padded(finite.swapaxes(1, 2), config.queries, axis=2)
     of_query, of_key, of_value = problem.by_row(of_row, sinks, output, rows, cotangent, *operands.values())
@@ -261,8 +255,8 @@ def _backward(
         "key": _untiled(of_key, arrays["key"]),
         "value": _untiled(of_value, arrays["value"]),
     }
-    if "sinks" in requested:
-        found["sinks"] = sinks_gradient(sinks, lse, outputs, cotangents)
+    if "sinks" in call.requested:
+        found["sinks"] = sinks_gradient(sinks, lse, call.outputs, call.cotangents)
     return found
 
 

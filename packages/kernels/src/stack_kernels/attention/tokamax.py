@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from stack_core.abi.ops import OpCall, OpImplementation
 from stack_core.chips import Chip
-from stack_core.ops.building import joined_by_sinks
+from stack_core.ops.building import BackwardCall, as_backward, joined_by_sinks
 from stack_kernels import from_tokamax
 from stack_kernels.attention.sinks import sinks_gradient
 from stack_kernels.supports import first_problem
@@ -178,26 +178,18 @@ def _forward(
     return (output, lse) if return_lse else output, {"lse": lse}
 
 
-def _backward(
-    arrays: Mapping[str, Any],
-    options: Mapping[str, Any],
-    outputs: Any,
-    residuals: Mapping[str, Any],
-    cotangents: Any,
-    *,
-    requested: frozenset[str],
-    config: HeadTiles,
-) -> Mapping[str, Any]:
+@as_backward
+def _backward(call: BackwardCall, *, config: HeadTiles) -> Mapping[str, Any]:
     library = importlib.import_module(_PLACE)
-    call = {**arrays, **options}
-    seen, lse = _seen(call), residuals["lse"]
+    arguments = {**call.arrays, **call.options}
+    seen, lse = _seen(arguments), call.residuals["lse"]
     finite_lse = jnp.where(seen, lse, 0).swapaxes(1, 2)  # without visible keys the weights are 0 at any lse
-    output, cotangent = (jnp.where(seen[..., None], x, 0).astype(x.dtype) for x in (outputs, cotangents))
+    output, cotangent = (jnp.where(seen[..., None], x, 0).astype(x.dtype) for x in (call.outputs, call.cotangents))
 
     def gradients(*operands: Any) -> Any:
         output, cotangent, finite_lse, query, key, value, bias, limits = operands
         forward = library.PallasMosaicGpuFlashAttention()  # its `bind` fills in defaults
-        settings = forward.bind(query, key, value, **_options(call, bias, limits)).kwargs
+        settings = forward.bind(query, key, value, **_options(arguments, bias, limits)).kwargs
         found, _ = from_tokamax.run(
             library.vjp.PallasMosaicGpuFlashAttentionVjp(),
             _of_backward(config),
@@ -212,13 +204,13 @@ def _backward(
         )
         return tuple(found[name] for name in ("q", "k", "v", "bias") if found.get(name) is not None)
 
-    operands = (arrays[name] for name in ("query", "key", "value", "bias"))
     names = ("query", "key", "value", "bias")
-    values = from_tokamax.on_arrays(gradients, output, cotangent, finite_lse, *operands, _limits(call))
+    operands = (call.arrays[name] for name in names)
+    values = from_tokamax.on_arrays(gradients, output, cotangent, finite_lse, *operands, _limits(arguments))
     found = dict(zip(names, values, strict=False))
-    if "sinks" in requested:
-        found["sinks"] = sinks_gradient(arrays["sinks"], lse, outputs, cotangents)
-    return {name: array for name, array in found.items() if name in requested}
+    if "sinks" in call.requested:
+        found["sinks"] = sinks_gradient(call.arrays["sinks"], lse, call.outputs, call.cotangents)
+    return found
 
 
 def _of_forward(library: Any, config: HeadTiles, *features: int) -> Any:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from stack_core.abi.ops import OpImplementation
-from stack_core.ops.building import vary_alike
+from stack_core.ops.building import BackwardCall, as_backward, vary_alike
 
 __all__ = ["RAGGED_ALL_TO_ALL", "ragged_all_to_all"]
 
@@ -26,18 +26,11 @@ def ragged_all_to_all(*, interpret: bool = False) -> OpImplementation:
     ) -> tuple[Any, Mapping[str, Any]]:
         return _exchanged(x, group_sizes, axis_name, out_rows, kind, collective), {}
 
-    def backward(
-        arrays: Mapping[str, Any],
-        options: Mapping[str, Any],
-        outputs: Any,
-        residuals: Mapping[str, Any],
-        cotangents: Any,
-        *,
-        requested: frozenset[str],
-    ) -> Mapping[str, Any]:
-        opposite = {"send": "return", "return": "send"}[options["kind"]]
-        x, sizes = arrays["x"], arrays["group_sizes"]
-        return {"x": _exchanged(cotangents, sizes, options["axis_name"], len(x), opposite, collective)}
+    @as_backward
+    def backward(call: BackwardCall) -> Mapping[str, Any]:
+        opposite = {"send": "return", "return": "send"}[call.options["kind"]]
+        x, sizes = call.arrays["x"], call.arrays["group_sizes"]
+        return {"x": _exchanged(call.cotangents, sizes, call.options["axis_name"], len(x), opposite, collective)}
 
     return OpImplementation("exchange", "ragged_all_to_all", forward, backward, platforms=("tpu", "gpu"))
 

@@ -11,7 +11,7 @@ from jax import lax
 
 from stack_core.abi.ops import OpCall, OpImplementation
 from stack_core.chips import Chip
-from stack_core.ops.building import ACTIVATIONS, accurate_dtype
+from stack_core.ops.building import ACTIVATIONS, BackwardCall, accurate_dtype, as_backward
 from stack_kernels.linear.product import XLA, Products, row_gradient, transposed, weight_gradient
 from stack_kernels.supports import takes_no, unquantized
 
@@ -64,27 +64,19 @@ def gated_linear_unit(
     return gated.reshape(shape), residuals
 
 
-def gated_gradients(
-    functions: GatedProducts,
-    arrays: Mapping[str, Any],
-    options: Mapping[str, Any],
-    outputs: Any,
-    residuals: Mapping[str, Any],
-    cotangents: Any,
-    *,
-    requested: frozenset[str],
-) -> Mapping[str, Any]:
+def gated_gradients(functions: GatedProducts, call: BackwardCall) -> Mapping[str, Any]:
     """Computes the gradients from x and the two products, in their dtype; recomputes f(x G)."""
     # Without the barrier, if both passes are in one computation, XLA would share f(x G) with the forward pass and hold
     # it in fp32 until the backward pass.
-    inputs = {name: arrays[name] for name in ("x", "w_gate", "w_up")}, residuals["gate"], residuals["up"], cotangents
+    weights = {name: call.arrays[name] for name in ("x", "w_gate", "w_up")}
+    inputs = weights, call.residuals["gate"], call.residuals["up"], call.cotangents
     operands, *of_rows = lax.optimization_barrier(inputs)
     x, products = operands["x"], functions.products
     leading = math.prod(x.shape[:-1])
     rows, gate, up, cotangent = (array.reshape(leading, array.shape[-1]) for array in (x, *of_rows))
-    of_gate, of_up = functions.gradients(options["activation"], gate, up, cotangent)
+    of_gate, of_up = functions.gradients(call.options["activation"], gate, up, cotangent)
     gradients: dict[str, Any] = {}
-    if "x" in requested:
+    if "x" in call.requested:
         accurate = accurate_dtype(x.dtype)
         of_x = row_gradient(products, rows, operands["w_gate"], of_gate, accurate)
         # Both terms are in fp32, and their sum is rounded once.
@@ -93,7 +85,7 @@ def gated_gradients(
     # Transposed once for both weight gradients.
     columns = transposed(rows)
     for name, of_product in (("w_gate", of_gate), ("w_up", of_up)):
-        if name in requested:
+        if name in call.requested:
             gradients[name] = weight_gradient(products, columns, operands[name], of_product, x.dtype)
     return gradients
 
@@ -125,7 +117,7 @@ XLA_CPU = OpImplementation(
     op="gated_linear_unit",
     name="xla_cpu",
     forward=functools.partial(gated_linear_unit, _XLA),
-    backward=functools.partial(gated_gradients, _XLA),
+    backward=as_backward(functools.partial(gated_gradients, _XLA)),
     platforms=("cpu",),
     supports=_supports,
     residuals=("gate", "up"),

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from stack_core.abi.ops import OpImplementation
-from stack_core.ops.building import accurate_dtype
+from stack_core.ops.building import BackwardCall, accurate_dtype, as_backward
 from stack_kernels.linear.product import XLA, Products, row_gradient, transposed, weight_gradient
 from stack_kernels.supports import unquantized
 
@@ -28,22 +28,13 @@ def linear(
     return result.reshape(*x.shape[:-1], weight.shape[-1]), {}
 
 
-def linear_gradients(
-    products: Products,
-    arrays: Mapping[str, Any],
-    options: Mapping[str, Any],
-    outputs: Any,
-    residuals: Mapping[str, Any],
-    cotangents: Any,
-    *,
-    requested: frozenset[str],
-) -> Mapping[str, Any]:
+def linear_gradients(products: Products, call: BackwardCall) -> Mapping[str, Any]:
     """Computes the gradients of the op by the given products.
 
     First rounds the cotangent to the dtype of the operands.
     """
-    x, weight = arrays["x"], arrays["weight"]
-    rows, cotangent = (array.reshape(math.prod(x.shape[:-1]), array.shape[-1]) for array in (x, cotangents))
+    x, weight, requested = call.arrays["x"], call.arrays["weight"], call.requested
+    rows, cotangent = (array.reshape(math.prod(x.shape[:-1]), array.shape[-1]) for array in (x, call.cotangents))
     # Before the cotangent is rounded, because this sum runs over all rows.
     gradients = {"bias": jnp.sum(cotangent.astype(accurate_dtype(x.dtype)), axis=0)} if "bias" in requested else {}
     cotangent = cotangent.astype(x.dtype)
@@ -58,7 +49,7 @@ XLA_CPU = OpImplementation(
     op="linear",
     name="xla_cpu",
     forward=functools.partial(linear, XLA),
-    backward=functools.partial(linear_gradients, XLA),
+    backward=as_backward(functools.partial(linear_gradients, XLA)),
     platforms=("cpu",),
     supports=unquantized,
 )

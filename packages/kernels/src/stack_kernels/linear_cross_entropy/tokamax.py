@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from stack_core.abi.ops import OWN, OpCall, OpImplementation
 from stack_core.chips import Chip
+from stack_core.ops.building import BackwardCall, as_backward
 from stack_kernels import from_tokamax
 from stack_kernels.supports import first_problem, is_beyond, takes_no, unquantized
 
@@ -126,20 +127,13 @@ def _forward(
     return (total / rows.number() if reduction == "mean" else total), residuals
 
 
-def _backward(
-    arrays: Mapping[str, Any],
-    options: Mapping[str, Any],
-    outputs: Any,
-    residuals: Mapping[str, Any],
-    cotangents: Any,
-    *,
-    requested: frozenset[str],
-    config: LogitTile,
-) -> Mapping[str, Any]:
+@as_backward
+def _backward(call: BackwardCall, *, config: LogitTile) -> Mapping[str, Any]:
     """Recomputes the log-partitions if its own forward pass did not run or could not save them."""
-    hidden, weight, labels = (arrays[name] for name in ("hidden", "weight", "labels"))
+    hidden, weight, labels = (call.arrays[name] for name in ("hidden", "weight", "labels"))
+    options, cotangents = call.options, call.cotangents
     rows = _Rows.of(hidden, labels, weight.shape[1], options["ignore_index"], config.rows)
-    lse = residuals[OWN] if OWN in residuals else _losses(rows, weight, config)[1]
+    lse = call.residuals[OWN] if OWN in call.residuals else _losses(rows, weight, config)[1]
     if options["reduction"] == "none":
         of_rows = jnp.pad(cotangents.reshape(-1), (0, -labels.size % config.rows))
     else:

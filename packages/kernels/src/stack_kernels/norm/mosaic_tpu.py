@@ -4,6 +4,7 @@ If a product reads the result, XLA computes the sum, its mean square and the nor
 kernel reads the operands once and writes the sum once. The backward pass reads the saved reciprocal root mean square.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from stack_core.abi.ops import OpCall, OpImplementation
 from stack_core.chips import Chip
+from stack_core.ops.building import BackwardCall, as_backward
 from stack_kernels.mesh_types import untyped
 from stack_kernels.supports import first_problem
 
@@ -43,7 +45,7 @@ def mosaic_tpu(*, interpret: Any = False) -> OpImplementation:
         "norm",
         "mosaic_tpu",
         lambda **call: _forward(**call, interpret=interpret),
-        lambda *gradient, **settings: _backward(*gradient, **settings, interpret=interpret),
+        functools.partial(_backward, interpret=interpret),
         platforms=("tpu",),
         supports=_supports,
         default=lambda call, chip: next(_space(call, chip), None),
@@ -114,21 +116,12 @@ def _forward(
     return (y.reshape(x.shape) if residual is None else (y.reshape(x.shape), total[0].reshape(x.shape))), residuals
 
 
-def _backward(
-    arrays: Mapping[str, Any],
-    options: Mapping[str, Any],
-    outputs: Any,
-    residuals: Mapping[str, Any],
-    cotangents: Any,
-    *,
-    requested: frozenset[str],
-    config: NormTile,
-    interpret: Any,
-) -> Mapping[str, Any]:
+@as_backward
+def _backward(call: BackwardCall, *, config: NormTile, interpret: Any) -> Mapping[str, Any]:
     """Computes dh = r (g - n mean(g n)) + dsum with g = dy (s + c), n = h r, and ds = sum over rows of dy n."""
-    x, has_sum = arrays["x"], arrays["residual"] is not None
-    total = outputs[1] if has_sum else x
-    of_y, *of_sum = cotangents if has_sum else (cotangents,)
+    x, has_sum = call.arrays["x"], call.arrays["residual"] is not None
+    total = call.outputs[1] if has_sum else x
+    of_y, *of_sum = call.cotangents if has_sum else (call.cotangents,)
     rows, size = x.size // x.shape[-1], x.shape[-1]
 
     def kernel(factor: Any, total: Any, of_y: Any, inverse: Any, *refs: Any) -> None:
@@ -144,13 +137,13 @@ def _backward(
         gradient[...] = centred.astype(gradient.dtype)
         of_scale[...] = jnp.sum(of_normed * normed, axis=0, keepdims=True)
 
-    operands = [array.reshape(rows, -1) for array in (total, of_y, residuals["inverse_rms"], *of_sum)]
+    operands = [array.reshape(rows, -1) for array in (total, of_y, call.residuals["inverse_rms"], *of_sum)]
     # The gradient of the scale has a row per tile, added later, because tiles may run in parallel.
     out_shapes = [((rows, size), x.dtype), ((pl.cdiv(rows, config.rows), 1, size), jnp.float32)]
-    factor = _factor(arrays["scale"], options["scale_offset"], size)
+    factor = _factor(call.arrays["scale"], call.options["scale_offset"], size)
     gradient, of_scale = _on_tiles(kernel, config, factor, operands, out_shapes, interpret)
-    found = {"x": gradient.reshape(x.shape), "residual": gradient.reshape(x.shape), "scale": jnp.sum(of_scale, (0, 1))}
-    return {name: value for name, value in found.items() if arrays[name] is not None}
+    gradient = gradient.reshape(x.shape)
+    return {"x": gradient, "residual": gradient, "scale": jnp.sum(of_scale, (0, 1))}
 
 
 def _factor(scale: Any, scale_offset: float, size: int) -> Any:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from stack_core.abi.ops import OpCall, OpImplementation
 from stack_core.chips import Chip
+from stack_core.ops.building import BackwardCall, as_backward
 from stack_kernels import from_tokamax
 from stack_kernels.supports import first_problem
 
@@ -102,19 +103,12 @@ def _forward(
     return (y if residual is None else (y, total)), residuals
 
 
-def _backward(
-    arrays: Mapping[str, Any],
-    options: Mapping[str, Any],
-    outputs: Any,
-    residuals: Mapping[str, Any],
-    cotangents: Any,
-    *,
-    requested: frozenset[str],
-    config: NormBlock,
-) -> Mapping[str, Any]:
+@as_backward
+def _backward(call: BackwardCall, *, config: NormBlock) -> Mapping[str, Any]:
     library = importlib.import_module(_PLACE)
+    arrays, options, cotangents = call.arrays, call.options, call.cotangents
     has_sum = arrays["residual"] is not None
-    total = outputs[1] if has_sum else arrays["x"]
+    total = call.outputs[1] if has_sum else arrays["x"]
     of_y = cotangents[0] if has_sum else cotangents
     mean = None
     if options["kind"] == "layer":
@@ -122,16 +116,16 @@ def _backward(
 
     def gradients(mean: Any, inverse: Any, of_y: Any, x: Any, scale: Any, offset: Any) -> Any:
         def of_one(of_y: Any) -> Any:
-            kept, unread = (mean, inverse), of_y  # in place of the output, which it does not read
+            residuals, unread = (mean, inverse), of_y  # in place of the output, which it does not read
             op, blocks = library.TritonNormalizationVjp(), _config(library, config, of_gradient=True)
-            return from_tokamax.run(op, blocks, kept, unread, of_y, x, scale, offset, **_options(options))[0]
+            return from_tokamax.run(op, blocks, residuals, unread, of_y, x, scale, offset, **_options(options))[0]
 
         # The kernel overwrites x in a way that JAX cannot track if x is shared with other derivatives, except when
         # mapped over several cotangents of one x. Hence the `vmap` over a single cotangent.
         found = jax.tree.map(lambda each: each[0], jax.vmap(of_one)(of_y[None]))
         return {name: one for name, one in zip(("x", "scale", "offset"), found, strict=True) if one is not None}
 
-    operands = (mean, residuals["inverse_rms"], of_y, total, arrays["scale"], arrays["offset"])
+    operands = (mean, call.residuals["inverse_rms"], of_y, total, arrays["scale"], arrays["offset"])
     found = dict(from_tokamax.on_arrays(gradients, *operands))
     if has_sum:
         found["x"] = found["x"] + cotangents[1]

@@ -13,7 +13,7 @@ import jax
 
 from stack_core.abi.ops import OpCall, OpImplementation
 from stack_core.chips import Chip
-from stack_core.ops.building import is_quantized
+from stack_core.ops.building import BackwardCall, as_backward, is_quantized
 from stack_kernels.mesh_types import untyped
 from stack_kernels.ragged_dot.groups import cut, padded, zero_after
 from stack_kernels.supports import first_problem, takes_no, unquantized
@@ -42,7 +42,7 @@ def megablox(*, interpret: Any = False) -> OpImplementation:
         "ragged_dot",
         "megablox",
         lambda **call: _forward(**call, interpret=interpret),
-        lambda *gradient, **settings: _backward(*gradient, **settings, interpret=interpret),
+        functools.partial(_backward, interpret=interpret),
         platforms=("tpu",),
         supports=_supports,
         default=lambda call, chip: next(_space(call, chip), None),
@@ -100,24 +100,15 @@ def _forward(
     return _multiply(lhs, rhs, cut(group_sizes, len(lhs)), config, transposed=False, interpret=interpret), {}
 
 
-def _backward(
-    arrays: Mapping[str, Any],
-    options: Mapping[str, Any],
-    outputs: Any,
-    residuals: Mapping[str, Any],
-    cotangents: Any,
-    *,
-    requested: frozenset[str],
-    config: GroupedTiles,
-    interpret: Any,
-) -> Mapping[str, Any]:
-    lhs, rhs = arrays["lhs"], arrays["rhs"]
-    sizes = cut(arrays["group_sizes"], len(lhs))
+@as_backward
+def _backward(call: BackwardCall, *, config: GroupedTiles, interpret: Any) -> Mapping[str, Any]:
+    lhs, rhs = call.arrays["lhs"], call.arrays["rhs"]
+    sizes = cut(call.arrays["group_sizes"], len(lhs))
     found: dict[str, Any] = {}
-    if "lhs" in requested:
-        found["lhs"] = _multiply(cotangents, rhs, sizes, config, transposed=True, interpret=interpret)
-    if "rhs" in requested:
-        found["rhs"] = _outer_products(lhs, cotangents, sizes, config, interpret=interpret)
+    if "lhs" in call.requested:
+        found["lhs"] = _multiply(call.cotangents, rhs, sizes, config, transposed=True, interpret=interpret)
+    if "rhs" in call.requested:
+        found["rhs"] = _outer_products(lhs, call.cotangents, sizes, config, interpret=interpret)
     return found
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from stack_core.abi.ops import OpCall, OpImplementation
 from stack_core.chips import Chip
-from stack_core.ops.building import is_quantized
+from stack_core.ops.building import BackwardCall, as_backward, is_quantized
 from stack_kernels import from_tokamax
 from stack_kernels.ragged_dot.groups import cut, padded, zero_after
 from stack_kernels.supports import first_problem, takes_no, unquantized
@@ -95,7 +95,7 @@ class Kernel:
             "ragged_dot",
             self.name,
             self._forward,
-            self._backward if self.differentiates else None,
+            as_backward(self._backward) if self.differentiates else None,
             platforms=(self.platform,),
             supports=self._supports,
             default=lambda call, chip: next(self._space(call, chip), None),
@@ -135,24 +135,14 @@ class Kernel:
         sizes = cut(group_sizes, len(lhs))
         return self._by_group(lhs, rhs, sizes, config, transposed=False), {}
 
-    def _backward(
-        self,
-        arrays: Mapping[str, Any],
-        options: Mapping[str, Any],
-        outputs: Any,
-        residuals: Mapping[str, Any],
-        cotangents: Any,
-        *,
-        requested: frozenset[str],
-        config: Any,
-    ) -> Mapping[str, Any]:
-        lhs, rhs = arrays["lhs"], arrays["rhs"]
-        sizes = cut(arrays["group_sizes"], len(lhs))
-        cotangents = zero_after(sizes, cotangents)
+    def _backward(self, call: BackwardCall, *, config: Any) -> Mapping[str, Any]:
+        lhs, rhs = call.arrays["lhs"], call.arrays["rhs"]
+        sizes = cut(call.arrays["group_sizes"], len(lhs))
+        cotangents = zero_after(sizes, call.cotangents)
         found: dict[str, Any] = {}
-        if "lhs" in requested:
+        if "lhs" in call.requested:
             found["lhs"] = self._by_group(cotangents, rhs, sizes, config, transposed=True)
-        if "rhs" in requested:
+        if "rhs" in call.requested:
             found["rhs"] = self._outer(zero_after(sizes, lhs), cotangents, sizes, config)
         return found
 

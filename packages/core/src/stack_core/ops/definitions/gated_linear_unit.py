@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from stack_core.abi.ops import OpCall
 from stack_core.ops.definitions.linear import affine, linear
 from stack_core.ops.definitions.low_rank import LowRankArray, is_low_rank
+from stack_core.ops.dispatch.backward_call import BackwardCall, as_backward
 from stack_core.ops.dispatch.check import Axes, check_floating, check_known, check_positive, check_same_dtype
 from stack_core.ops.dispatch.contract import accurate_dtype
 from stack_core.ops.dispatch.differentiated import differentiated
@@ -126,21 +127,20 @@ def _affine(x: Any, weight: Any, bias: Any) -> Any:
 _affine_backward = differentiated(lambda x, weight, bias, requested: (_affine(x, weight, bias), {}))[1]
 
 
-def _backward(
-    arrays: Any, options: Any, outputs: Any, residuals: Any, cotangents: Any, *, requested: frozenset[str]
-) -> dict[str, Any]:
+@as_backward
+def _backward(call: BackwardCall) -> dict[str, Any]:
     """Computes the gradients, and recomputes the two products if they are not among the residuals."""
-    x, parts = arrays["x"], ("gate", "up")
-    products = [residuals.get(part) for part in parts]
+    arrays, parts = call.arrays, ("gate", "up")
+    products = [call.residuals.get(part) for part in parts]
     # Another forward pass may have run, which saves no residuals.
     if products[0] is None:
-        products = [_affine(x, arrays[f"w_{part}"], arrays[f"bias_{part}"]) for part in parts]
-    _, gated_vjp = jax.vjp(functools.partial(gate_product, **options), *products)
+        products = [_affine(arrays["x"], arrays[f"w_{part}"], arrays[f"bias_{part}"]) for part in parts]
+    _, gated_vjp = jax.vjp(functools.partial(gate_product, **call.options), *products)
     gradients: dict[str, Any] = {}
-    for part, of_product in zip(parts, gated_vjp(cotangents), strict=True):
+    for part, of_product in zip(parts, gated_vjp(call.cotangents), strict=True):
         names = {"x": "x", "weight": f"w_{part}", "bias": f"bias_{part}"}
         operands = {own: arrays[name] for own, name in names.items()}
-        of_one = frozenset(own for own, name in names.items() if name in requested)
+        of_one = frozenset(own for own, name in names.items() if name in call.requested)
         for own, found in _affine_backward(operands, {}, None, {}, of_product, requested=of_one).items():
             gradients[names[own]] = gradients["x"] + found if own == "x" and "x" in gradients else found
     return gradients

@@ -17,6 +17,7 @@ from stack_core.ops.definitions.attention import (
     check_attention,
     paired_segments,
 )
+from stack_core.ops.dispatch.backward_call import BackwardCall, as_backward
 from stack_core.ops.dispatch.check import axis_size, check_known, check_positive, check_window
 from stack_core.ops.dispatch.contract import accurate_dtype
 from stack_core.ops.dispatch.dispatch import dispatch
@@ -394,30 +395,23 @@ def _reference(*, requested: Any, **arguments: Any) -> Any:
     return (output, lse) if arguments["return_lse"] else output, {"lse": lse}
 
 
-def _backward(
-    arrays: Mapping[str, Any],
-    options: Mapping[str, Any],
-    outputs: Any,
-    residuals: Mapping[str, Any],
-    cotangents: Any,
-    *,
-    requested: Any,
-) -> Mapping[str, Any]:
-    ring, queries, keys = _prepared({**arrays, **options})
+@as_backward
+def _backward(call: BackwardCall) -> Mapping[str, Any]:
+    ring, queries, keys = _prepared({**call.arrays, **call.options})
     dtype, kv_heads = accurate_dtype(queries.query.dtype), keys.key.shape[1]
-    output, of_output = outputs, cotangents
-    of_lse = jnp.zeros_like(residuals["lse"])
-    if options["return_lse"]:
-        (output, _), (of_output, of_lse) = outputs, cotangents
-    by_group = [_grouped(x.astype(dtype), kv_heads) for x in (output, residuals["lse"], of_output, of_lse)]
+    output, of_output, lse = call.outputs, call.cotangents, call.residuals["lse"]
+    of_lse = jnp.zeros_like(lse)
+    if call.options["return_lse"]:
+        (output, _), (of_output, of_lse) = call.outputs, call.cotangents
+    by_group = [_grouped(x.astype(dtype), kv_heads) for x in (output, lse, of_output, of_lse)]
     total, cotangent = _Softmax(*by_group[:2]), _Softmax(*by_group[2:])
     of_query, of_key, of_value = ring.gradients(queries, keys, total, cotangent)
     found = {"query": _ungrouped(of_query), "key": of_key.swapaxes(1, 2), "value": of_value.swapaxes(1, 2)}
-    if arrays["sinks"] is not None:
-        sinks = arrays["sinks"].astype(dtype)
-        lse, of_lse = residuals["lse"], of_lse - jnp.sum(of_output * output, axis=-1, dtype=dtype)
+    if call.arrays["sinks"] is not None:
+        sinks = call.arrays["sinks"].astype(dtype)
+        of_lse = of_lse - jnp.sum(of_output * output, axis=-1, dtype=dtype)
         found["sinks"] = jnp.sum(jnp.exp(sinks - lse) * of_lse, axis=(0, 1))
-    return {name: found[name].astype(arrays[name].dtype) if name in found else None for name in requested}
+    return {name: gradient.astype(call.arrays[name].dtype) for name, gradient in found.items()}
 
 
 def _grouped(x: Any, kv_heads: int) -> Any:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from stack_core.abi.ops import OWN
+from stack_core.ops.dispatch.backward_call import BackwardCall, as_backward
 
 __all__ = ["differentiated", "forward_only"]
 
@@ -42,23 +43,15 @@ def differentiated(forward: _Forward) -> tuple[_Forward, Callable[..., Mapping[s
         outputs, vjp, residuals = jax.vjp(run_forward, moving, has_aux=True)
         return outputs, {**residuals, OWN: vjp}
 
-    def backward(
-        arrays: Mapping[str, Any],
-        options: Mapping[str, Any],
-        outputs: Any,
-        residuals: Mapping[str, Any],
-        cotangents: Any,
-        *,
-        requested: frozenset[str],
-        **config: Any,
-    ) -> Mapping[str, Any]:
-        vjp = residuals.get(OWN)
+    @as_backward
+    def backward(call: BackwardCall, **config: Any) -> Mapping[str, Any]:
+        vjp = call.residuals.get(OWN)
         if vjp is None:
-            arguments = {**arrays, **options, **config}
-            moving = {name: _floating(arrays[name]) for name in requested}
+            arguments = {**call.arrays, **call.options, **config}
+            moving = {name: _floating(call.arrays[name]) for name in call.requested}
             _, vjp = jax.vjp(lambda moving: forward(**_replaced(arguments, moving), requested=frozenset())[0], moving)
-        (gradients,) = vjp(cotangents)
-        return {name: _at_floating(arrays[name], gradients[name]) for name in requested}
+        (gradients,) = vjp(call.cotangents)
+        return {name: _at_floating(call.arrays[name], gradients[name]) for name in call.requested}
 
     return forward_pass, backward
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from stack_core.abi.ops import OpCall, OpImplementation
 from stack_core.chips import Chip
+from stack_core.ops.building import as_backward
 from stack_kernels.gated_linear_unit.xla_cpu import GatedProducts, gated_gradients, gated_linear_unit, is_plain
 from stack_kernels.jit_cpu.activations import ACTIVATIONS
 from stack_kernels.jit_cpu.gated_linear_unit.gate import gate_gradients
@@ -34,7 +35,7 @@ JIT_AMX = OpImplementation(
     op="gated_linear_unit",
     name="jit_amx",
     forward=functools.partial(gated_linear_unit, _TILED),
-    backward=functools.partial(gated_gradients, _TILED),
+    backward=as_backward(functools.partial(gated_gradients, _TILED)),
     platforms=("cpu",),
     supports=_supports,
     residuals=("gate", "up"),

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from stack_core.abi.ops import OpCall, OpImplementation
 from stack_core.chips import Chip
-from stack_core.ops.building import is_quantized
+from stack_core.ops.building import as_backward, is_quantized
 from stack_kernels.jit_cpu import host
 from stack_kernels.jit_cpu.linear.tiled_product import GRAIN, TiledProduct, tiled_module
 from stack_kernels.linear.product import Products
@@ -70,7 +70,7 @@ JIT_AMX = OpImplementation(
     op="linear",
     name="jit_amx",
     forward=functools.partial(linear, TILED),
-    backward=functools.partial(linear_gradients, TILED),
+    backward=as_backward(functools.partial(linear_gradients, TILED)),
     platforms=("cpu",),
     supports=functools.partial(supports_tiles, weights=("weight",), rows="x"),
     is_opaque=True,

@@ -12,6 +12,7 @@ from jax.custom_batching import custom_vmap
 from stack_core import ops
 from stack_core.abi.ops import OpCall, OpImplementation
 from stack_core.chips import Chip
+from stack_core.ops.building import BackwardCall, as_backward
 from stack_kernels.jit_cpu import host
 from stack_kernels.jit_cpu.many_numbers import supports_many_rows
 from stack_kernels.jit_cpu.norm.gradient import column_gradients, gradient_module, gradient_name, parts
@@ -68,19 +69,13 @@ def _normed(
     return found[0] if residual is None else tuple(found)
 
 
-def _backward(
-    arrays: Mapping[str, Any],
-    options: Mapping[str, Any],
-    output: Any,
-    residuals: Any,
-    cotangent: Any,
-    *,
-    requested: Any,
-) -> Mapping[str, Any]:
+@as_backward
+def _backward(call: BackwardCall) -> Mapping[str, Any]:
+    arrays, options = call.arrays, call.options
     x, scale, offset, residual = (arrays[name] for name in ("x", "scale", "offset", "residual"))
     norm = _row_norm(x, scale, offset, residual, options["kind"])
     # With a residual, the rows that were normed are the returned sum, whose cotangent is the second one.
-    of_rows = (x, cotangent) if residual is None else (output[1], *cotangent)
+    of_rows = (x, call.cotangents) if residual is None else (call.outputs[1], *call.cotangents)
     rows = [array.reshape(-1, x.shape[-1]) for array in of_rows]
     scales = [] if scale is None else [scale.astype(jnp.float32) + options["scale_offset"]]
     count, size = rows[0].shape

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from stack_core.abi.ops import OpCall, OpImplementation
 from stack_core.chips import Chip
-from stack_core.ops.building import rope_angles
+from stack_core.ops.building import BackwardCall, as_backward, rope_angles
 from stack_kernels.jit_cpu import host
 from stack_kernels.jit_cpu.many_numbers import supports_many_rows
 from stack_kernels.jit_cpu.rope.rows import Turn, turn_module
@@ -48,20 +48,13 @@ def _rope(
     return _rotate(x, *_tables(positions, **frequencies)), {}
 
 
-def _backward(
-    arrays: Mapping[str, Any],
-    options: Mapping[str, Any],
-    output: Any,
-    residuals: Any,
-    cotangent: Any,
-    *,
-    requested: Any,
-) -> Mapping[str, Any]:
+@as_backward
+def _backward(call: BackwardCall) -> Mapping[str, Any]:
     """Rotates back by the negative angles."""
-    frequencies = {name: option for name, option in options.items() if name != "interleaved"}
-    cosine, sine = _tables(arrays["positions"], **frequencies)
+    frequencies = {name: option for name, option in call.options.items() if name != "interleaved"}
+    cosine, sine = _tables(call.arrays["positions"], **frequencies)
     # The transpose of a rotation; the factor is part of both tables.
-    return {"x": _rotate(cotangent, cosine, -sine)}
+    return {"x": _rotate(call.cotangents, cosine, -sine)}
 
 
 JIT_X86 = OpImplementation(

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from stack_core import ops
 from stack_core.abi.errors import ShapeError
@@ -177,6 +179,33 @@ def test_a_precision_is_honoured() -> None:
     (product,) = (equation for equation in jaxpr.eqns if equation.primitive.name == "dot_general")
     assert product.params["precision"] == (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
     assert product.params["preferred_element_type"] == jnp.float32
+
+
+def split_mesh() -> jax.sharding.Mesh:
+    return jax.make_mesh((1, 1), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+@pytest.mark.parametrize("rules", [WEIGHTS, BOTH], ids=["weights", "both"])
+def test_a_requested_output_sharding_is_honoured(is_left: bool, rules: Any) -> None:
+    """The contracted axis is split over devices, so the sharding of the result follows from no operand."""
+    requested = P("tensor", None, None) if is_left else P("data", None, "tensor")
+    with jax.set_mesh(split_mesh()):
+        w = jax.device_put(
+            normal(1, *((16, 32) if is_left else (32, 16))), P(*((None, "data") if is_left else ("data",)))
+        )
+        x = jax.device_put(X, P(None, None, "data"))
+
+        def fn(w: Any, x: Any) -> Any:
+            if is_left:
+                return jnp.einsum("fd,bsd->fbs", w, x, out_sharding=requested)
+            return jnp.einsum("bsd,df->bsf", x, w, out_sharding=requested)
+
+        quantized = quantize_function(fn, w, list(rules), (x,))
+        found = jax.jit(quantized.apply)(quantized.params, x)
+        assert jax.typeof(jax.jit(fn)(w, x)).sharding.spec == requested
+        assert jax.typeof(found).sharding.spec == requested
+        np.testing.assert_allclose(found, fn(w, x), atol=0.5)
 
 
 CONVOLUTIONS = {

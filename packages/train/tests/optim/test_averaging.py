@@ -3,8 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from stack_train.optim import ScheduleConfig, ScheduleFreeConfig, SgdConfig
+from stack_train.optim.averaging import average_weights
 
 AXES = {"w": (None, None)}
 
@@ -41,3 +43,18 @@ def test_schedule_free_evaluates_the_mean_of_its_fast_weights():
     # Adam's steps for a constant gradient are the learning rate long, and equally weighted: the mean of -1 .. -4.
     np.testing.assert_allclose(evaluated, -1e-2 * 2.5, rtol=1e-3)
     assert seen[-1] < float(evaluated[0, 0])
+
+
+def test_extra_arguments_reach_the_wrapped_transformation():
+    def update(updates, state, params=None, *, value, **extra):
+        return jax.tree.map(lambda x: value * x, updates), state
+
+    scaled = optax.GradientTransformationExtraArgs(optax.identity().init, update)
+    transformation = average_weights(scaled, 0.9)
+    params = {"w": jnp.ones(2)}
+    for chained in (transformation, optax.chain(optax.identity(), transformation)):
+        updates, _ = chained.update(params, chained.init(params), params, value=3.0, unused=None)
+        np.testing.assert_array_equal(updates["w"], [3.0, 3.0])
+    # A transformation without extra arguments ignores them, as in `optax.chain`.
+    plain = average_weights(optax.sgd(1.0), 0.9)
+    plain.update(params, plain.init(params), params, value=3.0)

@@ -46,3 +46,23 @@ def test_factored_moments_lie_along_the_axes_that_they_have(specs):
     assert set(kernel.values()) == {PartitionSpec(None, "fsdp"), PartitionSpec(None, "tensor")}
     assert state.v["blocks"]["kernel"] == PartitionSpec()  # one zero, where the moment is factored
     assert state.v["norm"] == SPECS["norm"]
+
+
+SQUARES = {
+    "square": (jnp.zeros((6, 6)), PartitionSpec("fsdp", "tensor")),
+    "stacked": (jnp.zeros((2, 6, 6)), PartitionSpec(None, "fsdp", "tensor")),
+}
+
+
+@pytest.mark.parametrize("name", SQUARES)
+def test_factored_moments_of_a_square_matrix_lie_along_an_axis_each(name):
+    params, spec = {name: SQUARES[name][0]}, SQUARES[name][1]
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tensor"))
+    factored = optax.scale_by_factored_rms(min_dim_size_to_factor=2)
+    # Two transformations of a chain have two moments each.
+    state = optax.chain(factored, factored).init(params)
+    whole = NamedSharding(mesh, PartitionSpec())
+    placed = like_parameters(state, params, {name: NamedSharding(mesh, spec)}, whole)
+    for each in placed:
+        assert each.v_row[name].spec == PartitionSpec(*spec[:-1])
+        assert each.v_col[name].spec == PartitionSpec(*spec[:-2], spec[-1])

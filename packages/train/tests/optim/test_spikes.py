@@ -3,9 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from stack_train.optim import AdamWConfig, ScheduleConfig, SpikeConfig
+from stack_train.optim.spikes import skip_spikes
 
 AXES = {"w": (None, None)}
 
@@ -59,3 +61,20 @@ def test_what_is_not_finite_is_skipped_but_not_for_ever(run):
     assert np.isfinite(found[3][0])
     broken = run([1.0, np.nan, np.nan, np.nan])
     assert not broken[3][1] and np.isnan(broken[3][0])
+
+
+def test_extra_arguments_reach_the_wrapped_transformation():
+    def update(updates, state, params=None, *, value, **extra):
+        return jax.tree.map(lambda x: value * x, updates), state
+
+    scaled = optax.GradientTransformationExtraArgs(optax.identity().init, update)
+    transformation = skip_spikes(scaled, SpikeConfig())
+    params = {"w": jnp.ones(2)}
+    for chained in (transformation, optax.chain(optax.identity(), transformation)):
+        with jax.numpy_dtype_promotion("standard"):
+            updates, _ = chained.update(params, chained.init(params), params, value=3.0, unused=None)
+        np.testing.assert_array_equal(updates["w"], [3.0, 3.0])
+    # A transformation without extra arguments ignores them, as in `optax.chain`.
+    plain = skip_spikes(optax.sgd(1.0), SpikeConfig())
+    with jax.numpy_dtype_promotion("standard"):
+        plain.update(params, plain.init(params), params, value=3.0)

@@ -45,7 +45,6 @@ def _dot_general(interpreter: Interpreter, equation: Any, operands: Sequence[Val
         _arranged(operands[place].array, batch[place], frees[place], contracted[place], last=position == 0)
         for position, place in enumerate(order)
     )
-    of_left, of_right = (operands[place].dtype for place in order)
     in_float = [left, right]
     if decision.activations:
         if not weights[order[0]]:
@@ -55,16 +54,12 @@ def _dot_general(interpreter: Interpreter, equation: Any, operands: Sequence[Val
                 interpreter, decision, right, right.ndim - 2, site=f"{name}/right"
             )
     record(interpreter, equation, name, [operands[place] for place in order], decision, [left, right])
-    dtype = equation.outvars[0].aval.dtype
-    product: Callable[..., Any]
     # `ops.linear` has neither a precision nor an output sharding to pass on.
     if _is_exacting(params):
-        product = functools.partial(
-            _exact_product, batch_axes=len(batch[0]), dtype=dtype, params=params, dtypes=(of_left, of_right)
-        )
-    else:
-        call = linear_call(interpreter, decision, operands[order[1]], dtype, levels=len(batch[0]))
-        product = functools.partial(_batched, call, batch_axes=len(batch[0]))
+        exact_product = functools.partial(_exact_product, equation, operands, order)
+        return [interpreter.new(straight_through(exact_product, [left, right], in_float), *operands)]
+    call = linear_call(interpreter, decision, operands[order[1]], equation.outvars[0].aval.dtype, levels=len(batch[0]))
+    product = functools.partial(_batched, call, batch_axes=len(batch[0]))
     result = straight_through(product, [left, right], in_float)
     sizes = [[operands[place].shape[axis] for axis in frees[place]] for place in order]
     result = result.reshape(*(operands[0].shape[axis] for axis in batch[0]), *sizes[0], *sizes[1])
@@ -191,14 +186,23 @@ def _arranged(array: Any, batch: _Axes, free: _Axes, contracted: _Axes, *, last:
     return array if list(array.shape) == shape else views.reshape(views.view_of(array), shape)
 
 
-def _exact_product(left: Any, right: Any, *, batch_axes: int, dtype: Any, params: Any, dtypes: tuple[Any, Any]) -> Any:
-    """Multiplies the dequantized operands over leading batch axes, with the requested precision."""
-    left, right = (ops.dequantize(array, of) for array, of in zip((left, right), dtypes, strict=True))
-    lead = tuple(range(batch_axes))
-    # [*batch, ..., d_in] times [*batch, d_in, d_out].
-    numbers = (((left.ndim - 1,), (batch_axes,)), (lead, lead))
-    options = {"precision": params["precision"], "preferred_element_type": params["preferred_element_type"]}
-    return lax.dot_general(left, right, numbers, **options).astype(dtype)
+def _exact_product(equation: Any, operands: Sequence[Value], order: Sequence[int], *arranged: Any) -> jax.Array:
+    """Runs an equation on the dequantized operands, with its own precision and output sharding.
+
+    Args:
+      order: indices of the operands that were arranged as left and right operand.
+      arranged: results of `_arranged`.
+    """
+    contracted, batch = equation.params["dimension_numbers"]
+    arrays: list[Any] = [None, None]
+    for place, array, last in zip(order, arranged, (True, False), strict=True):
+        value = operands[place]
+        free = _free(value, contracted[place], batch[place])
+        inner = [*free, *contracted[place]] if last else [*contracted[place], *free]
+        axes = [*batch[place], *inner]
+        split = ops.dequantize(array, value.dtype).reshape([value.shape[axis] for axis in axes])
+        arrays[place] = split.transpose(sorted(range(len(axes)), key=axes.__getitem__))
+    return versions.bind(equation, arrays)[0]
 
 
 def _batched(call: Callable[[Any, Any], Any], left: Any, right: Any, *, batch_axes: int) -> Any:

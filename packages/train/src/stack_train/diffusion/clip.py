@@ -19,7 +19,7 @@ from stack_core.abi.errors import ConfigError
 from stack_train.diffusion.components import Component
 from stack_train.diffusion.layers import ATTENTION, TOKENS, Tokens, split_heads
 from stack_train.models.reader import Setting
-from stack_train.nn.build import Build
+from stack_train.nn.build import Build, Parameter
 from stack_train.nn.linear import FloatName, lookup
 from stack_train.nn.residual import Norm
 from stack_train.nn.stack import scan_layers
@@ -71,11 +71,10 @@ class ClipTextConfig:
 
 
 class LayerNorm(nnx.Module):
-    """A layer norm with a scale and a bias."""
+    """A layer norm with a scale and a bias, [embed] or, for repeated layers, [layers, embed]."""
 
-    def __init__(self, size: int, build: Build) -> None:
-        self.epsilon = build.norm.epsilon
-        self.scale, self.bias = build.full(size, "norm", 1.0), build.full(size, "norm", 0.0)
+    def __init__(self, scale: Parameter, bias: Parameter, epsilon: float) -> None:
+        self.scale, self.bias, self.epsilon = scale, bias, epsilon
 
     def __call__(self, x: Tokens) -> Tokens:
         normed: Any = ops.norm(
@@ -95,7 +94,11 @@ class ClipBlock(nnx.Module):
         self.output = build.linear((embed, embed), ("heads", "embed"), bias=True)
         self.up = build.linear((embed, config.mlp), ("embed", "mlp"), bias=True)
         self.down = build.linear((config.mlp, embed), ("mlp", "embed"), bias=True)
-        self.attention_norm, self.mlp_norm = LayerNorm(embed, build), LayerNorm(embed, build)
+
+        def norm() -> LayerNorm:
+            return LayerNorm(build.full(embed, "norm", 1.0), build.full(embed, "norm", 0.0), build.norm.epsilon)
+
+        self.attention_norm, self.mlp_norm = norm(), norm()
 
     def __call__(self, x: Tokens) -> Tokens:
         normed = self.attention_norm(x)
@@ -120,7 +123,8 @@ class ClipText(nnx.Module):
         self.embedding = nnx.Param(tokens, logical_axes=("vocab", "embed"))
         self.positions = nnx.Param(positions, logical_axes=(None, "embed"))
         self.blocks = ClipBlock(config, Build(config.embed, config.layers, std, std, norm, dtype, inner))
-        self.norm = FinalNorm(config.embed, norm.epsilon, dtype)
+        scale, bias = (nnx.Param(jnp.full(config.embed, x, dtype), logical_axes=("norm",)) for x in (1.0, 0.0))
+        self.norm = LayerNorm(scale, bias, norm.epsilon)
 
     def __call__(self, tokens: Int[Array, "batch seq"]) -> tuple[Tokens, Float[Array, "batch embed"]]:
         """Returns hidden states and the vector of each text, in float32."""
@@ -137,21 +141,6 @@ class ClipText(nnx.Module):
         # `argmax` returns the first of equal values, so the first end token counts.
         ends = jnp.argmax(tokens if old else tokens == self.config.end, axis=-1)
         return hidden, jnp.take_along_axis(hidden, ends[:, None, None], axis=1)[:, 0]
-
-
-class FinalNorm(nnx.Module):
-    """A layer norm outside of the layers."""
-
-    def __init__(self, size: int, epsilon: float, param_dtype: FloatName) -> None:
-        self.epsilon = epsilon
-        self.scale = nnx.Param(jnp.ones(size, param_dtype), logical_axes=("norm",))
-        self.bias = nnx.Param(jnp.zeros(size, param_dtype), logical_axes=("norm",))
-
-    def __call__(self, x: Tokens) -> Tokens:
-        normed: Any = ops.norm(
-            x, self.scale[...], offset=self.bias[...], kind="layer", epsilon=self.epsilon, axes={"x": TOKENS}
-        )
-        return normed
 
 
 class ClipTextFamily:

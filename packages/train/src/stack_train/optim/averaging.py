@@ -23,20 +23,21 @@ class AveragedState(NamedTuple):
     updates_done: jax.Array
 
 
-def average_weights(inner: optax.GradientTransformation, decay: float) -> optax.GradientTransformation:
+def average_weights(inner: optax.GradientTransformation, decay: float) -> optax.GradientTransformationExtraArgs:
     """Adds an exponential moving average of the updated parameters to a transformation.
 
         average <- d average + (1 - d) params,  d = min(decay, (1 + n) / (10 + n)) after n updates
 
     d is smaller in early updates, which removes the random initial weights from the average.
     """
+    extended = optax.with_extra_args_support(inner)
 
     def init(params: Any) -> AveragedState:
         # float32, because in bfloat16 the small share of a new value, 1 - d, would round to nothing.
         return AveragedState(inner.init(params), optax.tree.cast(params, jnp.float32), jnp.zeros((), jnp.int32))
 
-    def update(updates: Any, state: Any, params: Any = None, **more: Any) -> tuple[Any, AveragedState]:
-        updates, inner_state = inner.update(updates, state.inner, params)
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, AveragedState]:
+        updates, inner_state = extended.update(updates, state.inner, params, **extra)
         done: Any = optax.safe_increment(state.updates_done)
         weight = jnp.minimum(decay, (1 + done) / (10 + done))
         average = jax.tree.map(
@@ -47,4 +48,4 @@ def average_weights(inner: optax.GradientTransformation, decay: float) -> optax.
         )
         return updates, AveragedState(inner_state, average, done)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)

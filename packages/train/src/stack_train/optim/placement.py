@@ -1,5 +1,7 @@
 """Sharding of an optimizer's state."""
 
+import itertools
+from collections import Counter
 from typing import Any
 
 import jax
@@ -25,25 +27,39 @@ def like_parameters(state: Any, params: Any, shardings: Any, replicated: NamedSh
         for (path, leaf), sharding in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(shardings), strict=True)
     }
 
+    earlier: Counter[Any] = Counter()  # number of leaves so far, by parameter and shape
+
     def place(path: Any, leaf: Any) -> NamedSharding:
         names = _names(path)
         # The longest suffix first, because the path of one parameter may end like the path of another.
-        found = next((known[names[start:]] for start in range(len(names)) if names[start:] in known), None)
-        return replicated if found is None else _along(leaf.shape, *found) or replicated
+        param = next((names[start:] for start in range(len(names)) if names[start:] in known), None)
+        if param is None:
+            return replicated
+        number, earlier[param, leaf.shape] = earlier[param, leaf.shape], earlier[param, leaf.shape] + 1
+        return _along(leaf.shape, *known[param], number) or replicated
 
     return jax.tree.map_with_path(place, state)
 
 
-def _along(shape: tuple[int, ...], param_shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding | None:
-    """Returns the sharding of an array whose axes are an ordered subset of a parameter's axes, otherwise None."""
+def _along(
+    shape: tuple[int, ...], param_shape: tuple[int, ...], sharding: NamedSharding, number: int
+) -> NamedSharding | None:
+    """Returns the sharding of an array whose axes are an ordered subset of a parameter's axes, otherwise None.
+
+    Axes are matched by size. If several subsets have these sizes, the `number`-th leaf of this shape gets the
+    `number`-th subset: of a square matrix, the moments of rows are along axis 0 and those of columns along axis 1.
+    """
     # A spec may be shorter than the rank; missing entries replicate.
     spec = (*sharding.spec, *[None] * (len(param_shape) - len(sharding.spec)))
-    split: list[Any] = []
-    # Axes are matched by size. Among axes of equal size the first is taken: any of them is a valid sharding.
-    for size, mesh_axes in zip(param_shape, spec, strict=True):
-        if len(split) < len(shape) and shape[len(split)] == size:
-            split.append(mesh_axes)
-    return NamedSharding(sharding.mesh, PartitionSpec(*split)) if len(split) == len(shape) else None
+    subsets = [
+        axes
+        for axes in itertools.combinations(range(len(param_shape)), len(shape))
+        if tuple(param_shape[axis] for axis in axes) == shape
+    ]
+    if not subsets:
+        return None
+    axes = subsets[number % len(subsets)]
+    return NamedSharding(sharding.mesh, PartitionSpec(*(spec[axis] for axis in axes)))
 
 
 def _names(path: Any) -> tuple[str, ...]:

@@ -53,8 +53,9 @@ class SkippedState(NamedTuple):
     skipped_in_all: jax.Array
 
 
-def skip_spikes(inner: optax.GradientTransformation, config: SpikeConfig) -> optax.GradientTransformation:
+def skip_spikes(inner: optax.GradientTransformation, config: SpikeConfig) -> optax.GradientTransformationExtraArgs:
     """Wraps a transformation to skip spikes, which then update neither the parameters nor the state of `inner`."""
+    extended = optax.with_extra_args_support(inner)
 
     def init(params: Any) -> SkippedState:
         none = jnp.zeros((), jnp.int32)
@@ -62,12 +63,12 @@ def skip_spikes(inner: optax.GradientTransformation, config: SpikeConfig) -> opt
             inner.init(params), jnp.zeros(config.window_steps, jnp.float32), none, jnp.zeros((), bool), none, none
         )
 
-    def update(updates: Any, state: Any, params: Any = None, **more: Any) -> tuple[Any, SkippedState]:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, SkippedState]:
         norm = optax.tree.norm(updates).astype(jnp.float32)
         finite = jnp.isfinite(norm)
         skip = (~finite | _is_spike(norm, state, config)) & (state.skipped_in_a_row < config.most_in_a_row)
         # Always computed: both results are selected below, inside one program.
-        applied, inner_state = inner.update(updates, state.inner, params)
+        applied, inner_state = extended.update(updates, state.inner, params, **extra)
 
         def choose(skipped: jax.Array, updated: jax.Array) -> jax.Array:
             # Selects instead of multiplying by 0, which would keep the NaN of a skipped update.
@@ -83,7 +84,7 @@ def skip_spikes(inner: optax.GradientTransformation, config: SpikeConfig) -> opt
             skipped_in_all=state.skipped_in_all + skip,
         )
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _is_spike(norm: jax.Array, state: SkippedState, config: SpikeConfig) -> jax.Array:

@@ -1,5 +1,6 @@
 """Engines asked and answers checked, for tests that compare them with models run without any cache."""
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -40,11 +41,15 @@ def greedy(max_tokens: int, **settings: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True, **settings})
 
 
-def complete(engine: Any, prompts: Sequence[Sequence[int]], sampling: Any) -> list[list[Continuation]]:
-    """Has an engine work on all prompts at once.
+def complete(
+    engine: Any, prompts: Sequence[Sequence[int]], sampling: Any, *, in_one_turn: bool = False
+) -> list[list[Continuation]]:
+    """Submits all prompts to an engine and collects the answers.
 
     Args:
-      sampling: of all, or of each.
+      sampling: settings of all prompts, or a list with the settings of each.
+      in_one_turn: whether an `LLMEngine` begins all prompts in the same turn. Otherwise early ones may have ended
+        before the last one is submitted, depending on how fast this thread is.
 
     Returns:
       The continuations of each prompt.
@@ -54,8 +59,10 @@ def complete(engine: Any, prompts: Sequence[Sequence[int]], sampling: Any) -> li
         GenerationRequest(request_id=f"request-{next(_numbers)}", prompt=tuple(map(int, prompt)), sampling=each)
         for prompt, each in zip(prompts, settings, strict=True)
     ]
-    for request in requests:
-        engine.submit(request)
+    # The engine's thread takes new requests under its lock, which this thread may acquire again in `submit`.
+    with engine._lock if in_one_turn else contextlib.nullcontext():
+        for request in requests:
+            engine.submit(request)
     found = [[Continuation() for _ in range(request.sampling.n)] for request in requests]
     for request, continuations in zip(requests, found, strict=True):
         for update in engine.stream(request.request_id):

@@ -123,7 +123,7 @@ def test_a_preempted_sequence_begins_its_recurrent_state_anew(engine_of):
     random = np.random.default_rng(1)
     prompts = [random.integers(0, SIZES["vocab_size"], 20).tolist() for _ in range(3)]
     engine, reference = engine_of("qwen3_next"), reference_of("qwen3_next")
-    found = complete(engine, prompts, greedy(24))
+    found = complete(engine, prompts, greedy(24), in_one_turn=True)
     assert engine.stats().preemptions > 0
     for prompt, (continuation,) in zip(prompts, found, strict=True):
         assert len(continuation.tokens) == 24

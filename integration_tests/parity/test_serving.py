@@ -94,7 +94,7 @@ def test_in_a_mixed_batch_of_32_that_has_too_few_pages(served):
     most = min(80, served.most_tokens)
     prompts = served.prompts(*random.integers(1, most // 2, 32))
     counts = random.integers(1, most // 2, 32).tolist()
-    found = complete(served.engine, prompts, [greedy(count) for count in counts])
+    found = complete(served.engine, prompts, [greedy(count) for count in counts], in_one_turn=True)
     for prompt, count, (continuation,) in zip(prompts, counts, found, strict=True):
         assert len(continuation.tokens) == count
         served.assert_equal(prompt, continuation)

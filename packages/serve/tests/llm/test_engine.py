@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -218,6 +219,42 @@ def test_who_leaves_a_stream_frees_its_pages(engine: LLMEngine) -> None:
     run(engine, request_of("after"))
     stats = engine.stats()
     assert stats.running == stats.waiting == stats.used_pages == 0
+
+
+def test_a_client_that_got_the_last_token_sees_the_statistics_of_its_step(idle: LLMEngine) -> None:
+    loop, used_pages = idle._loop, list[int]()
+
+    def put(events: Any) -> None:
+        used_pages.append(loop.stats.used_pages)
+
+    loop._put = put
+    loop.begin(loop.work(request_of("one", max_tokens=2), lambda update: None))
+    while loop.has_work:
+        loop.turn()
+    assert used_pages[-1] == loop.stats.used_pages == 0
+
+
+def test_threads_draw_distinct_seeds() -> None:
+    """All that one thread would draw, in some order: NumPy's generators lock themselves."""
+    loops = [LLMEngine(TinyCheckpoint(), dataclasses.replace(CONFIG, seed=5))._loop for _ in range(2)]
+
+    def seeds(loop: Any, count: int) -> list[tuple[int, ...]]:
+        works = [loop.work(request_of("any", temperature=1.0), lambda update: None) for _ in range(count)]
+        return [tuple(np.asarray(work.continuations[0].settings.seed).tolist()) for work in works]
+
+    found: list[tuple[int, ...]] = []
+    threads = [threading.Thread(target=lambda: found.extend(seeds(loops[0], 50))) for _ in range(8)]
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert sorted(found) == sorted(seeds(loops[1], 400))
+    assert len(set(found)) == 400
 
 
 def test_a_request_whose_last_token_was_read_cannot_be_aborted_any_more(idle: LLMEngine) -> None:

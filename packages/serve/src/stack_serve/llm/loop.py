@@ -197,10 +197,11 @@ class EngineLoop:
         self.flush()
         if started is not None:
             self._read(started)
+        # Before the results are sent: a client with its last token may ask for statistics at once.
+        self.stats = self._state.stats(compilations=count_thread_compilations() - self._compilations_before)
         # No launch follows, so nothing would send the results just read until the next request.
         if self._started is None:
             self.flush()
-        self.stats = self._state.stats(compilations=count_thread_compilations() - self._compilations_before)
 
     def flush(self) -> None:
         """Sends the results. Called after the next launch, since the threads it wakes compete for the GIL."""
@@ -242,7 +243,7 @@ class EngineLoop:
 
     def _needs_prompt_logprobs(self, row: Row) -> bool:
         continuation = self._continuations[row.sequence.id]
-        # Continuations share the prompt, so only the first one scores it.
+        # All continuations of a request have the same prompt, so only the first one computes its log-probabilities.
         is_requested = continuation.work.request.sampling.prompt_logprobs is not None and row.sequence.index == 0
         return is_requested and row.start + 1 < row.sequence.prompt_tokens
 

@@ -42,7 +42,7 @@ class _Worker:
 
     order: Order
     child: Child
-    said: bytearray = field(default_factory=bytearray)
+    unread: bytearray = field(default_factory=bytearray)
     report: dict[str, Any] = field(default_factory=dict)
     stopped_since_s: float | None = None
 
@@ -178,19 +178,19 @@ class Agent:
         # A driver that attaches later needs only the reports of the latest formation.
         self._workers = {pid: each for pid, each in self._workers.items() if each.order.formation == order.formation}
         worker = self._workers[child.pid] = _Worker(order, child, report=report)
-        self._selector.register(child.said, selectors.EVENT_READ, lambda: self._hear(worker))
+        self._selector.register(child.messages, selectors.EVENT_READ, lambda: self._hear(worker))
         self._selector.register(child.printed, selectors.EVENT_READ, lambda: self._log(worker))
         self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._bury(worker))
         self._tell(worker=report)
 
     def _hear(self, worker: _Worker) -> None:
-        data = _read_all(worker.child.said)
+        data = _read_all(worker.child.messages)
         if data is None:
-            self._forget(worker.child.said)
+            self._forget(worker.child.messages)
             return
-        worker.said += data
-        *lines, rest = worker.said.split(b"\n")
-        worker.said = bytearray(rest)
+        worker.unread += data
+        *lines, rest = worker.unread.split(b"\n")
+        worker.unread = bytearray(rest)
         for line in lines:
             with contextlib.suppress(ValueError):  # a worker killed while writing leaves an incomplete line
                 self._note(worker, json.loads(line))
@@ -226,12 +226,12 @@ class Agent:
     def _bury(self, worker: _Worker) -> None:
         """Reads the remaining output of a worker that has ended, and reports its exit status."""
         _, status = os.waitpid(worker.child.pid, 0)
-        for descriptor, take in ((worker.child.said, self._hear), (worker.child.printed, self._log)):
+        for descriptor, take in ((worker.child.messages, self._hear), (worker.child.printed, self._log)):
             if descriptor in self._selector.get_map():
                 take(worker)
         code = os.waitstatus_to_exitcode(status)
         worker.report.update(status="done" if code == 0 and "result" in worker.report else "dead", exit_status=code)
-        for descriptor in (worker.child.said, worker.child.printed, worker.child.pidfd):
+        for descriptor in (worker.child.messages, worker.child.printed, worker.child.pidfd):
             self._forget(descriptor)
         worker.child.close()
         self._tell(worker=worker.report)

@@ -108,9 +108,9 @@ def _failure(formation: Formation, culprit: Member, severity: int) -> Failure:
         return Failure("stopped", rank, host, step, "a signal has stopped it", signal="SIGSTOP")
     status = culprit.exit_status or 0
     if culprit.error is not None:
-        said = culprit.error
-        evidence = f"{said.get('type')}: {said.get('message')}"
-        mendable = bool(said.get("mendable")) and severity == _ERROR
+        error = culprit.error
+        evidence = f"{error.get('type')}: {error.get('message')}"
+        mendable = bool(error.get("mendable")) and severity == _ERROR
         return Failure("error", rank, host, step, evidence, mendable=mendable)
     if status < 0:
         name = signal.Signals(-status).name

@@ -112,25 +112,25 @@ class Peer:
     def _handshake(self, kind: int, payload: bytes) -> None:
         if kind != _JSON:
             raise ChannelClosed("The other side sent bytes before it proved that it holds the token.")
-        said = _mapping(payload)
+        greeting = _mapping(payload)
         if self._listening:
-            theirs = _text(said, "nonce")
-            self._check(said, "dialing", self._nonce, theirs)
-            self._agree(self._nonce, theirs)
-            self._greet({"proof": self._proof("listening", self._nonce, theirs)})
+            peer_nonce = _text(greeting, "nonce")
+            self._check(greeting, "dialing", self._nonce, peer_nonce)
+            self._agree(self._nonce, peer_nonce)
+            self._greet({"proof": self._proof("listening", self._nonce, peer_nonce)})
             self.ready = True
         elif not self._proven:
-            if said.get("stack") != _PROTOCOL:
+            if greeting.get("stack") != _PROTOCOL:
                 raise ChannelClosed(
-                    f"The other side speaks protocol {said.get('stack')!r} of the runtime, and this one "
+                    f"The other side speaks protocol {greeting.get('stack')!r} of the runtime, and this one "
                     f"{_PROTOCOL}. Install the same stack-core on all hosts."
                 )
-            theirs = self._theirs = _text(said, "nonce")
-            self._greet({"nonce": self._nonce, "proof": self._proof("dialing", theirs, self._nonce)})
+            peer_nonce = self._peer_nonce = _text(greeting, "nonce")
+            self._greet({"nonce": self._nonce, "proof": self._proof("dialing", peer_nonce, self._nonce)})
             self._proven = True
         else:
-            self._check(said, "listening", self._theirs, self._nonce)
-            self._agree(self._theirs, self._nonce)
+            self._check(greeting, "listening", self._peer_nonce, self._nonce)
+            self._agree(self._peer_nonce, self._nonce)
             self.ready = True
 
     def _check(self, greeting: dict[str, Any], role: str, listener: str, dialer: str) -> None:

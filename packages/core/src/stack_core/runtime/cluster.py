@@ -113,9 +113,9 @@ class Cluster:
 
     def poll(self, timeout_s: float) -> None:
         """Polls messages from agents and workers."""
-        for said in self.hosts.poll(timeout_s):
+        for message in self.hosts.poll(timeout_s):
             for mesh in self._meshes:
-                mesh.hear(said)
+                mesh.hear(message)
 
     def forget(self, mesh: "RemoteMesh") -> None:
         self._meshes.remove(mesh)
@@ -319,11 +319,11 @@ class RemoteMesh:
         devices: dict[int, int] = {}
         until_s = time.monotonic() + self.cluster.config.start_s
         while len(self._links) < self._count:
-            for said in hosts.poll(_TURN_S):
-                self.hear(said)
+            for message in hosts.poll(_TURN_S):
+                self.hear(message)
                 for mesh in self.cluster._meshes:
                     if mesh is not self:
-                        mesh.hear(said)
+                        mesh.hear(message)
             for hello, link in tuple(hosts.arrivals):
                 hosts.arrivals.remove((hello, link))
                 # A worker of an earlier formation may connect late.

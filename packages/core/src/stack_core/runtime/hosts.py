@@ -108,12 +108,12 @@ class Hosts:
     def wait_for(self, numbers: Collection[int], timeout_s: float) -> None:
         """Waits until the agents of these hosts are connected; messages received meanwhile are kept for `poll`."""
         until_s = time.monotonic() + timeout_s
-        kept: list[dict[str, Any]] = []
+        deferred: list[dict[str, Any]] = []
         while missing := [number for number in numbers if not self._is_there(number)]:
-            kept += self.poll(_TURN_S)
+            deferred += self.poll(_TURN_S)
             if self.misfits:
                 raise ClusterError("\n".join(self.misfits))
-            problems = [f"host {each}: {said}" for each in missing if (said := self._launcher.problem(each))]
+            problems = [f"host {each}: {problem}" for each in missing if (problem := self._launcher.problem(each))]
             if problems:
                 raise ClusterError("An agent cannot start. " + "\n".join(problems))
             if time.monotonic() > until_s:
@@ -125,7 +125,7 @@ class Hosts:
                     f"{timeout_s:g} s.{strangers} Look whether their agents run and reach this address, or raise "
                     "cluster.start_s."
                 )
-        self._told = kept + self._told
+        self._told = deferred + self._told
 
     def poll(self, timeout_s: float) -> list[dict[str, Any]]:
         """Returns messages of agents since the last call, each with its "host"; a lost host gives {"lost": reason}."""
@@ -156,15 +156,15 @@ class Hosts:
         """
         until_s = time.monotonic() + timeout_s
         self.tell(number, **{question: True})
-        kept: list[dict[str, Any]] = []
+        deferred: list[dict[str, Any]] = []
         try:
             while time.monotonic() < until_s and number in self.present:
-                for said in self.poll(_TURN_S):
-                    if said["host"] == number and "ask" in said:
-                        return said[question]
-                    kept.append(said)
+                for message in self.poll(_TURN_S):
+                    if message["host"] == number and "ask" in message:
+                        return message[question]
+                    deferred.append(message)
         finally:
-            self._told = kept + self._told
+            self._told = deferred + self._told
         raise ClusterError(f"Host {number} is gone or does not answer.")
 
     def end(self, number: int) -> None:
@@ -265,7 +265,7 @@ class Hosts:
             host.imports_until_s = time.monotonic() + self._config.start_s
             self.tell(number, preload=missing)
         self._told.append({"came": True, "host": number, "workers": hello["workers"]})
-        self._told += [{**said, "host": number} for said in rest if isinstance(said, dict)]
+        self._told += [{**message, "host": number} for message in rest if isinstance(message, dict)]
 
     def _misfit(self, number: int, hello: Mapping[str, Any]) -> str | None:
         name = f"host {number} ({hello['name']})"
@@ -285,14 +285,14 @@ class Hosts:
             self._lose(host, str(error))
             return
         host.heard_s = time.monotonic()
-        for said in messages:
-            if not isinstance(said, dict):
+        for message in messages:
+            if not isinstance(message, dict):
                 continue
-            if "preloaded" in said:
+            if "preloaded" in message:
                 host.imports_until_s = None
-                if said["preloaded"] is not None:
-                    self.misfits.append(f"host {host.number} ({host.name}) cannot run this: {said['preloaded']}")
-            self._told.append({**said, "host": host.number})
+                if message["preloaded"] is not None:
+                    self.misfits.append(f"host {host.number} ({host.name}) cannot run this: {message['preloaded']}")
+            self._told.append({**message, "host": host.number})
 
     def _lose(self, host: Host, reason: str) -> None:
         # A successor with the same number may have connected already.

@@ -158,11 +158,11 @@ class Processes:
         """
         if self._store is None:
             return bool(stop)
-        said = self._read(name)
-        if said is None and stop.received is not None:
-            said = self._offer(name, f"{stop.received.name} {step + _STEPS_AHEAD}")
-        signal_name, _, last = (said or "").partition(" ")
-        if said is None or step < int(last):
+        agreed = self._read(name)
+        if agreed is None and stop.received is not None:
+            agreed = self._offer(name, f"{stop.received.name} {step + _STEPS_AHEAD}")
+        signal_name, _, last = (agreed or "").partition(" ")
+        if agreed is None or step < int(last):
             return False
         stop.received = signal.Signals[signal_name]
         return True
@@ -240,11 +240,11 @@ class Processes:
             if lost:
                 with contextlib.suppress(jax.errors.JaxRuntimeError):  # it may be about to report the cause
                     self._store.blocking_key_value_get(_FAILED, _READ_MS)
-            said = self._offer(_FAILED, f"{self.id} {type(error).__name__}: {error}")
+            failure = self._offer(_FAILED, f"{self.id} {type(error).__name__}: {error}")
         except jax.errors.JaxRuntimeError:  # the coordinator is gone
-            said = f"{self.id} "
-        if not said.startswith(f"{self.id} ") and not isinstance(error, StackError):
-            return _failure(said)
+            failure = f"{self.id} "
+        if not failure.startswith(f"{self.id} ") and not isinstance(error, StackError):
+            return _failure(failure)
         if lost:
             return TrainingError(
                 f"Process {self.id} has lost another process of this run, which ended without an error: {error}\n"
@@ -264,8 +264,8 @@ class Processes:
             self._raise_failure()
 
     def _raise_failure(self) -> None:
-        if said := self._read(_FAILED):
-            raise _failure(said)
+        if failure := self._read(_FAILED):
+            raise _failure(failure)
 
     def _read(self, name: str) -> str | None:
         try:

@@ -118,7 +118,7 @@ def _gather(place: Place, until_s: float) -> None:
                 listener.settimeout(max(until_s - time.monotonic(), 0.001))
                 guest = opened.enter_context(listener.accept()[0])
                 guest.settimeout(max(until_s - time.monotonic(), 0.001))
-                said = json.loads(guest.recv(_LINE_BYTES) or b"{}")
+                hello = json.loads(guest.recv(_LINE_BYTES) or b"{}")
             except TimeoutError as error:
                 raise TrainingError(
                     f"Process 0 waited {place.start_timeout_s} s at {place.coordinator} for {place.count - 1} others; "
@@ -126,11 +126,11 @@ def _gather(place: Place, until_s: float) -> None:
                 ) from error
             except (OSError, ValueError):  # the connection is not from a process of a run
                 continue
-            if not isinstance(said, dict) or "id" not in said:
+            if not isinstance(hello, dict) or "id" not in hello:
                 continue
-            if said["id"] not in missing or said.get("count") != place.count:
+            if hello["id"] not in missing or hello.get("count") != place.count:
                 problem = (
-                    f"Process {said['id']} of {said.get('count')} connected to {place.coordinator}, which expects "
+                    f"Process {hello['id']} of {hello.get('count')} connected to {place.coordinator}, which expects "
                     f"{place.count} processes and waits for {', '.join(map(str, missing))}. "
                     "Give each process its own id, and all the same processes.count."
                 )
@@ -138,7 +138,7 @@ def _gather(place: Place, until_s: float) -> None:
                 for each in (*guests.values(), guest):
                     _say(each, problem)
                 raise ConfigError(problem)
-            guests[said["id"]] = guest
+            guests[hello["id"]] = guest
         listener.close()  # frees the address for JAX's coordinator
         for guest in guests.values():
             _say(guest, "")

@@ -202,9 +202,9 @@ class _Driver:
           RunAbandoned: another formation would fail as well.
           StackError: the error of a worker, which the user must fix.
         """
-        said = formation.members[failure.rank].error if failure.rank is not None else None
-        if said is not None and said["type"] == "Interrupted":  # a requested stop, with the state saved
-            raise errors.Interrupted(said["message"])
+        error = formation.members[failure.rank].error if failure.rank is not None else None
+        if error is not None and error["type"] == "Interrupted":  # a requested stop, with the state saved
+            raise errors.Interrupted(error["message"])
         self.failures.append(failure)
         self._failed(formation, failure)
         self._end(formation)
@@ -234,20 +234,20 @@ class _Driver:
 
     def _reason(self, formation: Formation, failure: Failure, decision: GiveUp) -> StackError:
         if failure.mendable and failure.rank is not None:
-            said = formation.members[failure.rank].error or {}
-            kind = getattr(errors, str(said.get("type")), None)
+            error = formation.members[failure.rank].error or {}
+            kind = getattr(errors, str(error.get("type")), None)
             if isinstance(kind, type) and issubclass(kind, StackError):
                 with contextlib.suppress(TypeError):
-                    return kind(str(said.get("message")))
-            return StackError(str(said.get("message")))
+                    return kind(str(error.get("message")))
+            return StackError(str(error.get("message")))
         return RunAbandoned(
             f"{decision.reason}\nIts last checkpoint is kept. Read "
             f"`stack cluster logs {self.record.directory.parent}`, fix the cause, and continue with --resume."
         )
 
     def _turn(self, formation: Formation, timeout_s: float) -> None:
-        for said in self.hosts.poll(timeout_s):
-            self._hear(formation, said)
+        for message in self.hosts.poll(timeout_s):
+            self._hear(formation, message)
         # A killed driver loses at most this part of the account.
         if time.monotonic() - self._noted_s > _NOTE_S:
             self._switch(self.goodput.activity)
@@ -325,10 +325,10 @@ class _Driver:
             self.hosts.tell(host, end=formation.number)
         until_s = time.monotonic() + _ENDED_S
         while waiting and time.monotonic() < until_s:
-            for said in self.hosts.poll(_TURN_S):
-                if said.get("ended") == formation.number:
-                    waiting.discard(said["host"])
-                self._hear(formation, said)
+            for message in self.hosts.poll(_TURN_S):
+                if message.get("ended") == formation.number:
+                    waiting.discard(message["host"])
+                self._hear(formation, message)
             waiting -= self.lost
         for host in waiting:
             # A host that does not answer might still compute.
@@ -370,11 +370,11 @@ def _check_same_job(job: Job, config: ClusterConfig, record: ClusterRecord, left
     """Raises a ClusterError if agents may still run another config, to which a new driver cannot attach."""
     if left is None:
         return
-    ours, theirs = (
+    requested, running = (
         {name: value for name, value in each.items() if name != "resume"}
         for each in ({**job.arguments, "hosts": config.hosts}, {**left["arguments"], "hosts": left["hosts"]})
     )
-    if lines := differences(ours, theirs):
+    if lines := differences(requested, running):
         listing = "\n  ".join(lines)
         raise ClusterError(
             f"An unfinished run in {record.directory.parent} has another config (this run's value, not that run's):"

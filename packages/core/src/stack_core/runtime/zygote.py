@@ -23,17 +23,17 @@ class Child:
     Attributes:
       pid: process id.
       pidfd: descriptor that is readable once the process has ended.
-      said: pipe of its messages, one JSON object per line.
+      messages: pipe of its messages, one JSON object per line.
       printed: pipe of its standard output and error.
     """
 
     pid: int
     pidfd: int
-    said: int
+    messages: int
     printed: int
 
     def close(self) -> None:
-        for descriptor in (self.pidfd, self.said, self.printed):
+        for descriptor in (self.pidfd, self.messages, self.printed):
             os.close(descriptor)
 
 
@@ -42,24 +42,24 @@ def fork(run: Callable[[TextIO], int]) -> Child:
 
     The child dies with its parent, closes all inherited descriptors, and has its own session.
     """
-    said, says = os.pipe()
+    messages, sending = os.pipe()
     printed, prints = os.pipe()
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
-            _settle(parent, says, prints)
-            status = run(os.fdopen(says, "w", buffering=1))
+            _settle(parent, sending, prints)
+            status = run(os.fdopen(sending, "w", buffering=1))
         except BaseException:  # the child must never return into the parent's code
             traceback.print_exc()
         finally:
             _leave(status)
-    os.close(says)
+    os.close(sending)
     os.close(prints)
-    for descriptor in (said, printed):
+    for descriptor in (messages, printed):
         os.set_blocking(descriptor, False)
-    return Child(pid, os.pidfd_open(pid), said, printed)
+    return Child(pid, os.pidfd_open(pid), messages, printed)
 
 
 def state_of(pid: int) -> str | None:
@@ -78,7 +78,7 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _settle(parent: int, says: int, prints: int) -> None:
+def _settle(parent: int, sending: int, prints: int) -> None:
     die_with_parent(parent)
     # A session of its own, because Ctrl-C on a terminal goes to the driver only.
     os.setsid()
@@ -87,7 +87,7 @@ def _settle(parent: int, says: int, prints: int) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     for descriptor in [int(each.name) for each in Path("/proc/self/fd").iterdir()]:
-        if descriptor > 2 and descriptor != says:
+        if descriptor > 2 and descriptor != sending:
             try:
                 os.close(descriptor)
             except OSError:  # the descriptor of the listing itself, closed already

@@ -34,7 +34,8 @@ from stack_kernels.linear_cross_entropy.chunks import (
 
 __all__ = ["losses_and_gradients"]
 
-_MIN_SHARE = 1e-20  # A smaller share has no weight in any sum; 1 / a stays finite.
+# Lower bound of a_r, so that 1 / a_r is finite. A tile with a smaller share changes no sum in float32.
+_MIN_SHARE = 1e-20
 
 
 def losses_and_gradients(loss: Loss, rows: Rows, weight: Any) -> tuple[Any, Any, Any]:

@@ -251,7 +251,7 @@ def _scan(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
             loop = Loop(params["length"], trip, over_parameters)
             inside = dataclasses.replace(inside, loops=(*inside.loops, loop))
         after[:] = inside.run(jaxpr, [*fixed, *carried_in, *row])
-        # `after` holds tracers of the body; only plain arrays may leave it.
+        # The carry of `lax.scan` has fixed types, so quantized and adapted values are returned as plain arrays.
         ends = [None if place in kept else inside.plain(value) for place, value in enumerate(after[:carried])]
         made = [
             None if place in same else _settled(inside, equation, value) for place, value in enumerate(after[carried:])
@@ -307,7 +307,7 @@ def _one_of(value: Value) -> Value:
         array = array.full_along([0])
     if value.is_quantized and array.scale.shape[0] != array.shape[0]:
         array = views.full_along(views.view_of(array), [0])
-    # The slice of a stacked parameter has no layer axis.
+    # A scan removes the first axis from each slice, so it is removed from the axes of the parameter as well.
     source = None if value.source is None else value.source.without(0)
     return dataclasses.replace(value, array=array, source=source)
 

@@ -305,7 +305,8 @@ def _make_room(state: SchedulerState, sequence: Sequence, tokens: int, preempted
             return False
     while len(sequence.pages) < pages:
         page = state.pool.take()
-        # Entries beyond the last page are stale; lengths keep kernels from reading them.
+        # Entries after the sequence's last page are left over from earlier sequences. Kernels do not read them,
+        # because they stop at the number of keys of the sequence.
         state.block_tables[sequence.slot, len(sequence.pages)] = page
         sequence.pages.append(page)
     return True
@@ -378,7 +379,7 @@ def _waits_for_leader(state: SchedulerState, sequence: Sequence) -> bool:
     leader = sequence.leader
     if leader is None or leader.prompt_planned or leader.ended:
         return False
-    # A prompt of one page or less has no full page to share.
+    # The last prompt token is always computed, so only prompts of more than one page have a full page to share.
     return state.prefix_caching and sequence.cacheable and sequence.prompt_tokens > state.page_tokens
 
 

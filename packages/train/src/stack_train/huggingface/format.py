@@ -90,13 +90,13 @@ class HuggingFaceFormat:
             data = _fitting(TextData(tokenizer=str(run / "tokenizer")), source.config)
             config = RunConfig(output=str(run), model=source.config, data=data)
             paths = RunDirectory(partial)
-            kept = _copy_to_run(source, paths)
+            copied = _copy_to_run(source, paths)
             leaves = _reported(source.leaves(), source.total_bytes, progress)
             with CheckpointStore(paths.checkpoints) as store:
                 store.save_weights(leaves, to_yaml(config), total_bytes=source.total_bytes)
             paths.config.write_text(to_yaml(config), encoding="utf-8")
         parameters = sum(leaf.size for leaf in source.parameters.values())
-        return Conversion(run, parameters, source.total_bytes, source.config.param_dtype, kept, source.left_out)
+        return Conversion(run, parameters, source.total_bytes, source.config.param_dtype, copied, source.left_out)
 
     def export_run(
         self, run: Path, directory: Path, *, max_shard_bytes: int = 5 * 10**9, progress: Progress | None = None
@@ -144,13 +144,13 @@ class HuggingFaceFormat:
                 tensor for group in groups for tensor in joined_tensors(group, list(islice(values, len(group)))).items()
             )
             write_shards(partial, plan_shards(specs, max_shard_bytes), tensors)
-            kept = _copy(_TOKENIZER_FILES, run / "tokenizer", partial)
+            copied = _copy(_TOKENIZER_FILES, run / "tokenizer", partial)
             # Without an original file, transformers still needs the ids of the end tokens to stop.
-            kept += _copy((_GENERATION_CONFIG,), run / "huggingface", partial) or _write_json(
+            copied += _copy((_GENERATION_CONFIG,), run / "huggingface", partial) or _write_json(
                 special_ids, partial / _GENERATION_CONFIG
             )
         parameters = sum(int(np.prod(spec.shape, dtype=np.int64)) for spec in specs)
-        return Conversion(directory, parameters, total_bytes, config.param_dtype, kept)
+        return Conversion(directory, parameters, total_bytes, config.param_dtype, copied)
 
     def recognizes(self, directory: Path) -> bool:
         return (directory / _CONFIG).is_file()
@@ -240,12 +240,12 @@ def _open_language_model(directory: Path) -> HuggingFaceSource:
 
 def _copy_to_run(source: HuggingFaceSource, run: RunDirectory) -> tuple[str, ...]:
     directory, configs = source.directory, run.path / "huggingface"
-    kept = _copy(_TOKENIZER_FILES, directory, run.tokenizer)
+    copied = _copy(_TOKENIZER_FILES, directory, run.tokenizer)
     if source.rewritten is None:
-        return kept + _copy((_CONFIG, _GENERATION_CONFIG), directory, configs)
+        return copied + _copy((_CONFIG, _GENERATION_CONFIG), directory, configs)
     configs.mkdir(exist_ok=True)
     _write_json(source.rewritten, configs / _CONFIG)
-    return kept + _copy((_GENERATION_CONFIG,), directory, configs)
+    return copied + _copy((_GENERATION_CONFIG,), directory, configs)
 
 
 def _copy(names: Iterable[str], source: Path, destination: Path) -> tuple[str, ...]:
@@ -323,11 +323,11 @@ def _write_config(original_path: Path, config: Any, family: Any, special_ids: Ma
     """Writes `config.json`, or copies the original at `original_path` if it still describes the same model."""
     mapping = family.config_map.write(config)
     if original_path.is_file():
-        given = json.loads(original_path.read_bytes())
+        original_mapping = json.loads(original_path.read_bytes())
         # Weights are always written in float, so the config of a quantized checkpoint cannot be copied.
-        plain = {name: value for name, value in given.items() if name != QUANTIZATION}
+        plain = {name: value for name, value in original_mapping.items() if name != QUANTIZATION}
         original = read_config(family, plain, dtype=config.param_dtype)
-        if plain == given and family.config_map.write(original) == mapping:
+        if plain == original_mapping and family.config_map.write(original) == mapping:
             shutil.copyfile(original_path, path)
             return
     _write_json({**mapping, **special_ids}, path)

@@ -264,9 +264,9 @@ class Decoder(nnx.Module):
         # Defined here because profiles show only this function's qualified name, not the decoder's call stack, for
         # operations inside the loop.
         def run(block: Block, stream: ResidualStream, rows: Rows, layer_cache: Any) -> tuple[Any, Any]:
-            stream, layer_cache, said = block(stream, rows, cache, layer_cache)
+            stream, layer_cache, layer_facts = block(stream, rows, cache, layer_cache)
             # The backward pass saves every layer's input, and the sum takes half the memory of its two terms.
-            return stream.joined() if cache is None else stream, (layer_cache, said)
+            return stream.joined() if cache is None else stream, (layer_cache, layer_facts)
 
         if cache is not None:
             return self._outputs(run, tokens, Rows(positions, None), cache)
@@ -280,7 +280,7 @@ class Decoder(nnx.Module):
         self, run: Callable[..., tuple[Any, Any]], tokens: jax.Array, rows: Rows, cache: KVCache | None
     ) -> Outputs:
         config = self.config
-        kept: list[list[Any]] = []
+        layer_caches: list[list[Any]] = []
         facts: list[list[Facts]] = []
         x = self._embedded(tokens)
         # With a cache every layer passes on both terms, and a scan's carry keeps its structure, so the first is 0.
@@ -296,17 +296,17 @@ class Decoder(nnx.Module):
                 unroll=config.unroll and cache is None,  # a loop updates a cache in place
                 moves=cache is None,
             )
-            kept.append([layer_cache for layer_cache, _ in outputs])
-            facts.append([said for _, said in outputs])
+            layer_caches.append([layer_cache for layer_cache, _ in outputs])
+            facts.append([layer_facts for _, layer_facts in outputs])
         normed, _ = stream.normed(self.norm_spec, self.norm)
         hidden = gather_sequence(normed)
         further: tuple[jax.Array, ...] = ()
         if cache is None and self.further is not None:
             # The roll below would cross the borders of the parts.
             check_unsplit_sequence("A layer that predicts later tokens")
-            further, said = self._mtp_states(self.further, hidden, tokens, rows)
-            facts.append([said])
-        cache = None if cache is None else cache.advance(kept, tokens.shape[1])
+            further, layer_facts = self._mtp_states(self.further, hidden, tokens, rows)
+            facts.append([layer_facts])
+        cache = None if cache is None else cache.advance(layer_caches, tokens.shape[1])
         return Outputs(hidden, cache, further, _merge_statistics(facts))
 
     def head(self) -> Head:
@@ -397,9 +397,9 @@ def _merge_statistics(groups: Sequence[Sequence[Facts]]) -> Facts:
     """Concatenates the layers' facts, grouped by layer group. Scalar facts, [repeats] per position, are averaged."""
     joined: dict[str, list[jax.Array]] = {}
     for group in groups:
-        for name in dict.fromkeys(name for said in group for name in said):
+        for name in dict.fromkeys(name for each in group for name in each):
             # A period's layers alternate, so this order of axes is the order of the model's layers.
-            places = jnp.stack([said[name] for said in group if name in said], axis=1)  # [repeats, places, ...]
+            places = jnp.stack([each[name] for each in group if name in each], axis=1)  # [repeats, places, ...]
             joined.setdefault(name, []).append(places.reshape(-1, *places.shape[2:]))
     facts = {name: jnp.concatenate(parts) for name, parts in joined.items()}
     return {name: value if value.ndim > 1 else jnp.mean(value) for name, value in facts.items()}

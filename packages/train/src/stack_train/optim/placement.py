@@ -47,7 +47,7 @@ def _along(
     """Returns the sharding of an array whose axes are an ordered subset of a parameter's axes, otherwise None.
 
     Axes are matched by size. If several subsets have these sizes, the `number`-th leaf of this shape gets the
-    `number`-th subset: of a square matrix, the moments of rows are along axis 0 and those of columns along axis 1.
+    `number`-th subset. For a square matrix, the row moment is along axis 0 and the column moment along axis 1.
     """
     # A spec may be shorter than the rank; missing entries replicate.
     spec = (*sharding.spec, *[None] * (len(param_shape) - len(sharding.spec)))

@@ -68,7 +68,7 @@ def fixed_differences(config: RunConfig, saved: Mapping[str, Any]) -> list[str]:
 
 
 def _check_allowed(run: ResolvedRun, allowed: tuple[str, ...]) -> None:
-    """Raises a ConfigError if `--allow` has no effect: there is no earlier config, or a key does not exist."""
+    """Raises a ConfigError if `--allow` is used without an earlier run to differ from, or names an unknown key."""
     if not allowed:
         return
     if run.resumed is None and run.start is None:
@@ -105,7 +105,7 @@ def _check_start(run: ResolvedRun, allowed: tuple[str, ...]) -> None:
     lines = [*model_differences(config.model, start.model), *_tokenizer_difference(config.data, start)]
     if changed := [line for line in lines if not is_under(line, allowed)]:
         raise ConfigError(
-            f"The model or its tokenizer is not that of {source}, whose weights it starts from:\n"
+            f"The model or its tokenizer differs from {source}, whose weights the run starts from:\n"
             f"  {_joined(changed)}\n"
             "Leave these keys out to take the source's, or name those that are meant to differ: "
             f"--allow {changed[0].partition(':')[0]}."

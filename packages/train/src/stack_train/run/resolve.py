@@ -20,7 +20,7 @@ __all__ = ["ResolvedRun", "parse_run", "resolve", "with_tokenizer"]
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A run's config with every default merged, and the other configs that it is checked against.
+    """Config of a run with all defaults filled in, and the configs of earlier runs for `checks.check` to compare.
 
     Attributes:
       config: config of the run, as it is saved in the run directory.

@@ -140,8 +140,8 @@ def plan(request: Request, operands: Sequence[Any], *, mapped: bool = False) -> 
         return _noted(request, _of_reference(request, candidates), found)
     candidates = candidates | {candidate.name: candidate for candidate in named}
     forward = _choose(found, candidates, named)
-    # Named residuals are part of the op, so any backward pass can read them. `OWN` is private to the implementation
-    # that saved it.
+    # The op defines the named residuals, so the backward pass of any implementation can read them. Only the
+    # implementation that saved `OWN` can read it; it is added below if that implementation is chosen for both passes.
     residuals = tuple(name for name in forward.implementation.residuals if name != OWN)
     try:
         backward: Choice | UnsupportedOp = _choose(found.backward(forward, residuals), candidates, named, forward)
@@ -261,13 +261,13 @@ def implementations_of(op: str) -> dict[str, OpImplementation]:
     entries = [entry for entry in registries.ops.entries() if entry.name.startswith(f"{op}/")]
     owners = {report.name: report.distribution for report in plugins.reports()}
     of_stack = {entry.name for entry in entries if owners.get(entry.provider, "").startswith("stack-")}
-    # stack's own first, so that a plugin wins only by priority or `before`, never by the order of installation.
+    # Implementations of stack's own packages come first: a plugin precedes them only by priority or `before`.
     for entry in sorted(entries, key=lambda entry: (entry.name not in of_stack, entry.provider, entry.name)):
         own = entry.name.removeprefix(f"{op}/")
         try:
             found[own] = _registered(entry.name)
         except PluginError as error:
-            # The kernels of an op come from several packages: a failed import must leave the other kernels in use.
+            # Several packages register kernels of one op. If the import of one kernel fails, calls use the others.
             if isinstance(error.__cause__, ModuleNotFoundError):
                 found[own] = _absent(entry.name, error.__cause__)
             else:
@@ -350,11 +350,11 @@ def _choose(
     answers = {name: _answer(candidate, sides) for name, candidate in candidates.items()}
     able = {name: candidates[name] for name, answer in answers.items() if answer is True}
     requested = next((candidate for candidate in named if candidate.name in able), None)
-    # Backward, a requested implementation that refuses falls back to another; forward, it is an error.
+    # A forward pass that no requested implementation supports is an error; a backward pass uses another one.
     if not able or (named and requested is None and forward is None):
         raise UnsupportedOp(_refusals(sides.call, answers, named if forward is None else ()))
     ran = None if forward is None else TunedChoice(forward.implementation.name, forward.config, forward.reason)
-    # Tables are measured on one device, so they are asked about the local call.
+    # Tables contain measurements on one device, so the lookup uses the shapes of the local call.
     tuned = tuned_choices(sides.local, candidates, answers, requested, ran)
     if requested is not None:
         choice = _named_choice(requested, sides, tuned)
@@ -368,7 +368,7 @@ def _choose(
 
 def _shared(choice: Choice, sides: _Sides) -> Choice:
     """Adds the sharding over devices to a choice, and the unsplit axes to its reason."""
-    # XLA partitions all other implementations itself.
+    # XLA partitions implementations that are not opaque. Without a split, the call runs on one device.
     if not choice.implementation.is_opaque or not isinstance(sides.split, Split):
         return choice
     reason = "; ".join([choice.reason, *sides.split.dropped])

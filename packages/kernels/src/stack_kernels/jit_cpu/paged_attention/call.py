@@ -130,7 +130,7 @@ class Sequences:
         return sequence, own, start, end
 
     def _integer(self, values: Any, index: Any, limit: Any) -> Any:
-        """Reads an int32 array, clipped to 0 .. `limit`."""
+        """Loads `values[index]` of an int32 array and clips it to the range from 0 to `limit`, inclusive."""
         builder = self.builder
         value = builder.build.sext(builder.load(INT32, builder.at(values, builder.times(index, 4))), INDEX)
         return builder.max(builder.min(value, limit), INDEX(0))

@@ -38,7 +38,7 @@ GAINS = (
 # Of these, tests find what others have compiled, also in processes of their own and in another package's session;
 # not of stack-profile, which looks at what is compiled.
 SHARES_PROGRAMS = ("core", "kernels", "quant", "train", "rl", "serve", "integration")
-RELEASE = ("matrix", "slow", "aot", "parity", "llama_cpp", "clients", "lowest", "newest")
+RELEASE = ("matrix", "slow", "aot", "parity", "llama_cpp", "clients", "page", "lowest", "newest")
 PARITY_PYTHON = "3.11"
 # With what needs it: in the group `parity` it would have `constraints/` pin PyTorch and CUDA's libraries.
 TORCH = ("torch==2.13.0", "peft==0.21.2", "trl==1.16.0")
@@ -178,6 +178,18 @@ def clients(session: nox.Session) -> None:
     """Unmodified clients of the Open Inference Protocol, in an environment of their own."""
     session.install(*_wheels("core", "serve"), *GROUPS("test"), *CLIENTS)
     _pytest(session, ["integration_tests/clients"], "-m", "clients")
+
+
+@nox.session(default=False, venv_backend="none")
+def page(session: nox.Session) -> None:
+    """Checks the types of the report's script and that its sources build the committed file; needs Node and npm."""
+    with session.chdir("packages/profile/web"):
+        for command in (
+            ("npm", "ci", "--ignore-scripts"),
+            ("npm", "run", "check"),
+            ("npm", "run", "build", "--", "--check"),
+        ):
+            session.run(*command, external=True)
 
 
 @nox.session(default=False)

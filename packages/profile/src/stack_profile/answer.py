@@ -7,7 +7,7 @@ import csv
 import dataclasses
 import importlib
 import io
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -72,8 +72,13 @@ class Answer(Generic[Row]):
     def columns(self) -> list[str]:
         return [field.name for field in dataclasses.fields(self.row_type)]  # pyrefly: ignore
 
-    def table(self, limit: int | None = None) -> "Table":
-        """Formats the first `limit` rows as a terminal table, without empty columns."""
+    def table(self, limit: int | None = None, shorten: Callable[[str], str] = str) -> "Table":
+        """Formats the first `limit` rows as a terminal table, without empty columns.
+
+        Args:
+          limit: maximum number of rows; None for all.
+          shorten: replaces names of files in the cells.
+        """
         from rich.table import Table
 
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
@@ -84,20 +89,26 @@ class Answer(Generic[Row]):
             is_text = all(isinstance(cell, str) for cell in column if cell is not None)
             table.add_column(title(name), justify="left" if is_text else "right", overflow="fold")
         for cell_row in zip(*kept.values(), strict=True):
-            table.add_row(*(number(name, cell) for name, cell in zip(kept, cell_row, strict=True)))
+            table.add_row(*(shorten(number(name, cell)) for name, cell in zip(kept, cell_row, strict=True)))
         return table
 
 
-def present(answer: Answer[Any], limit: int | None = None) -> Iterable[Any]:
-    """Yields the parts of the terminal output: facts, table, number of omitted rows, notes."""
-    yield ", ".join(f"{title(name)}: {number(name, value)}" for name, value in answer.facts.items())
+def present(answer: Answer[Any], limit: int | None = None, shorten: Callable[[str], str] = str) -> Iterable[Any]:
+    """Yields the parts of the terminal output: facts, table, number of omitted rows, notes.
+
+    Args:
+      answer: the answer.
+      limit: maximum number of rows; None for all.
+      shorten: replaces names of files.
+    """
+    yield shorten(", ".join(f"{title(name)}: {number(name, value)}" for name, value in answer.facts.items()))
     if answer.rows:
-        yield answer.table(limit)
+        yield answer.table(limit, shorten)
     else:
         yield "No rows: see the notes." if answer.notes else "No rows."
     if limit is not None and len(answer.rows) > limit:
         yield f"... and {len(answer.rows) - limit} more rows; --limit 0 shows all."
-    yield from (f"note: {note}" for note in answer.notes)
+    yield from (f"note: {shorten(note)}" for note in answer.notes)
 
 
 def share_of(text: str) -> float:

@@ -1,7 +1,9 @@
 """Captures hold what ran in them, are written off-thread, and leave the profiler free."""
 
+import hashlib
 import json
 import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +48,9 @@ def test_the_capture_says_where_it_was_taken(tmp_path, x):
     assert captured.path.parent == tmp_path / "plugins" / "profile" / "mine"
     assert (about["platform"], about["devices"], about["jax"]) == ("cpu", jax.device_count(), jax.__version__)
     assert about["bytes"] == captured.path.stat().st_size and about["stop_s"] > 0
+    assert about["directory"] == str(Path.cwd())
+    assert about["sources"][__file__] == hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    assert not any("site-packages" in file or "/stack_profile/" in file for file in about["sources"])
     assert json.loads(json.dumps(about)) == about
 
 

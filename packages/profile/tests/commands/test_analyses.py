@@ -10,6 +10,7 @@ from typing import Literal
 import pytest
 from cyclopts import App
 
+from stack_core.cli import main
 from stack_profile.answer import Answer
 from stack_profile.commands.analyses import command
 from stack_profile.errors import ProfileError
@@ -94,3 +95,13 @@ def test_help_of_all_commands_imports_neither_jax_nor_numpy():
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert "roofline" in done.stdout and "Show where the devices' time went." in done.stdout
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_tables_name_files_from_the_working_directory_and_json_in_full(captured, trace, capsys):
+    main(["profile", "ops", str(captured), "--by", "file", "--json"])
+    full = json.loads(capsys.readouterr().out)["rows"][0]["name"]
+    assert Path(full) == Path(__file__).parents[1] / "conftest.py"
+    main(["profile", "ops", str(captured), "--by", "file"])
+    table = capsys.readouterr().out
+    assert full not in table
+    assert str(Path(full).relative_to(trace.about["directory"])) in table.split()

@@ -45,12 +45,36 @@ class Browser:
         assert "error" not in answer, answer
         return answer["result"]
 
-    def open(self, path, *, width=1280):
+    def open(self, path, address="", *, width=1280):
+        """Loads a page from the start, also if only the part of its address after "#" is another."""
+        self.call("Page.navigate", url="about:blank")
         self.requested.clear(), self.complaints.clear()
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
-        self.call("Page.navigate", url=path.as_uri())
-        while self.evaluate("document.readyState") != "complete":
-            time.sleep(0.05)
+        self.call("Page.navigate", url=f"{path.as_uri()}{address}")
+        self.wait_for("document.readyState === 'complete' && document.querySelector('#instrument')?.dataset.ready")
+
+    def wait_for(self, condition):
+        """Waits until an expression is true."""
+        end = time.monotonic() + PATIENCE_S / 3
+        while not self.evaluate(f"Boolean({condition})"):
+            assert time.monotonic() < end, f"not in time: {condition}"
+            time.sleep(0.02)
+
+    def press(self, *keys):
+        for key in keys:
+            text = {"text": key} if len(key) == 1 else {}
+            self.call("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
+            self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
+
+    def mouse(self, kind, x, y, **more):
+        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
+
+    def drag(self, start, end):
+        pressed = {"button": "left", "buttons": 1, "clickCount": 1}
+        self.mouse("mousePressed", *start, **pressed)
+        for part in (0.5, 1.0):
+            self.mouse("mouseMoved", *(a + (b - a) * part for a, b in zip(start, end, strict=True)), **pressed)
+        self.mouse("mouseReleased", *end, **pressed)
 
     def evaluate(self, expression):
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)

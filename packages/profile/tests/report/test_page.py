@@ -117,7 +117,7 @@ def test_no_name_becomes_markup(trace, analyses):
     about = {"command": [HOSTILE], "jax": HOSTILE}
     document = rendered(dataclasses.replace(trace, source=HOSTILE, about=about, problems=(HOSTILE,)))
     reader = Reader(document)
-    assert reader.tags.count("script") == 1
+    assert reader.tags.count("script") == 2
     assert not any(name.startswith("on") for _, name, _ in reader.attributes)
     assert document.count("&lt;script&gt;alert(&#x27;1&#x27;)&lt;/script&gt;&quot;&amp;\ufffd\ufffd") >= 12
     document.encode()
@@ -131,7 +131,7 @@ def test_no_name_of_a_trace_becomes_markup(build):
     host = build.plane("/host:CPU")
     host.line("python", host.event(f"PjitFunction({name})", 0, 50), host.event(name, 20, 70))
     reader = Reader(rendered(trace_of([read_space(build.space(plane, host, host=name))])))
-    assert reader.tags.count("script") == 1 and reader.rows["ops"] == 1
+    assert reader.tags.count("script") == 2 and reader.rows["ops"] == 1
     assert "<script>" in reader.texts["ops"] and "<script>" in reader.texts["overview"]
 
 
@@ -148,6 +148,16 @@ def test_a_failure_costs_its_own_section_alone(trace, analyses):
     assert "failed. no such device; there is CPU:0" in reader.texts["wrong"]
     assert reader.rows == {"fine": 1} and "25.0%" in reader.texts["fine"] and "% of busy" in reader.texts["fine"]
     assert [value for _, name, value in reader.attributes if name == "class" and value == "failed"] == ["failed"] * 2
+
+
+def test_a_timeline_that_fails_costs_no_section(trace, analyses, monkeypatch):
+    def broken(*_, **options):
+        raise IndexError("no lane 7")
+
+    monkeypatch.setattr("stack_profile.report.page.recorded_events", broken)
+    analyses(fine=lambda trace: Answer("fine", {}, Row, (Row("a", 0.25, 0.25),)))
+    reader = Reader(rendered(trace))
+    assert "The timeline failed. IndexError: no lane 7" in reader.texts[""] and reader.rows == {"fine": 1}
 
 
 def test_a_partial_trace_says_so_before_all_else(trace):

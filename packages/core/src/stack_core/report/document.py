@@ -12,7 +12,7 @@ from stack_core.report.markup import Markup, element
 __all__ = ["document", "key_values"]
 
 
-def document(name: str, *body: Markup | None, script: str = "") -> str:
+def document(name: str, *body: Markup | None, script: str = "", style: str = "") -> str:
     """Builds a page with the common style sheet; its policy forbids other styles and scripts, and loading anything.
 
     Images are allowed only as `data:` URLs within the page.
@@ -20,8 +20,9 @@ def document(name: str, *body: Markup | None, script: str = "") -> str:
     Args:
       name: window title.
       script: the only allowed script; the page must be readable without JavaScript.
+      style: rules after the common style sheet.
     """
-    style = resources.files("stack_core.report").joinpath("style.css").read_text(encoding="utf-8")
+    style = resources.files("stack_core.report").joinpath("style.css").read_text(encoding="utf-8") + style
     policy = f"default-src 'none'; img-src data:; style-src {_hash(style)}" + (
         f"; script-src {_hash(script)}" if script else ""
     )

@@ -8,7 +8,7 @@ and reaches the share ideal_s / self_s of the roof. Bytes count each array as re
 an operation on cached data can be faster than its ideal. (Williams et al., https://doi.org/10.1145/1498765.1498785)
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,6 @@ from stack_core.report.plots import Chart, Series
 from stack_profile.analyses.ops import chosen_devices
 from stack_profile.answer import Answer
 from stack_profile.traces.categories import category
-from stack_profile.traces.hlo import Program
 from stack_profile.traces.operations import Operation
 from stack_profile.traces.trace import Trace
 
@@ -101,16 +100,14 @@ def _registered_chip(name: str) -> "Chip":
 
 def _roofline(trace: Trace, chip: "Chip | None", note: str, device: str | None) -> Answer[RooflineRow]:
     devices = chosen_devices(trace, device)
-    # Once per program, because its module is parsed from text.
-    costs = {id(program): _costs(program) for program in trace.ran}
     sharing = _sharing(chip, len(trace.devices))
     rows = [
-        _row(_Measured(operation, self_s, count), costs.get(id(operation.program)), chip, sharing)
+        _row(_Measured(operation, self_s, count), chip, sharing)
         for each in devices
         for operation, self_s, count in each.totals()
     ]
     busy_s = sum((each.busy_s for each in devices), 0.0)
-    unreadable = [program.name for program in trace.ran if costs[id(program)] is None]
+    unreadable = [program.name for program in trace.ran if program.costs is None]
     return Answer(
         name="roofline",
         facts=_totals(rows, chip, busy_s),
@@ -145,13 +142,6 @@ def _roofs(chip: "Chip", intensities: Sequence[float], sharing: int) -> list[Ser
         Series(f"roof in {dtype}", "line", [(x, bandwidth * min(x, ridge) / sharing) for x in (low, ridge, high)])
         for dtype, ridge in ridges.items()
     ]
-
-
-def _costs(program: Program) -> "Mapping[str, InstructionCost] | None":
-    """Returns the costs by instruction name, or None for a program that this version of XLA cannot read."""
-    from stack_core.programs.hlo_costs import instruction_costs  # imports jax
-
-    return instruction_costs(program.module) if program.module else None
 
 
 def _sharing(chip: "Chip | None", devices: int) -> int:
@@ -197,18 +187,15 @@ class _Measured:
     count: int
 
 
-def _row(
-    measured: _Measured, costs: "Mapping[str, InstructionCost] | None", chip: "Chip | None", sharing: int
-) -> RooflineRow:
+def _row(measured: _Measured, chip: "Chip | None", sharing: int) -> RooflineRow:
     operation, self_s, count = measured.operation, measured.self_s, measured.count
-    cost = costs.get(operation.name.removeprefix("%")) if costs else None
-    flops = cost.flops.total * count if cost else None
+    cost = operation.cost
+    flops = None if operation.flops is None else operation.flops * count
     traffic = cost.traffic_bytes * count if cost else None
     # Devices that share a chip reach only their part of its peaks.
     compute_s, memory_s = _ideals(cost, chip, count * sharing)
-    # XLA counts no FLOPs inside custom calls: 0 means unknown.
-    if flops == 0 and operation.instruction and "custom-call" in operation.instruction.opcodes:
-        flops = compute_s = None
+    if flops is None:
+        compute_s = None
     ideal_s = None if compute_s is None or memory_s is None else max(compute_s, memory_s)
     source = operation.instruction.source() if operation.instruction else None
     return RooflineRow(

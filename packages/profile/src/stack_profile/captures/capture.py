@@ -18,6 +18,7 @@ from typing import Any
 from stack_core.chips import machine
 from stack_profile.captures.processes import SUFFIX, stem
 from stack_profile.captures.recording import Background, Recording, record
+from stack_profile.captures.sources import source_digests
 from stack_profile.errors import CaptureError, ProfileError
 from stack_profile.traces.hlo import hlo_proto, program_key
 from stack_profile.traces.xplane import Plane, read_space
@@ -225,6 +226,8 @@ def _environment() -> dict[str, Any]:
         "process": [jax.process_index(), jax.process_count()],
         "pid": os.getpid(),
         "command": sys.argv,
+        "directory": str(Path.cwd()),
+        "sources": source_digests(),
         "meshes": _meshes(),
         # The analysis `ops` uses this limit to find stacks that were cut off.
         "stack_frames": jax.config.values["jax_traceback_in_locations_limit"],

@@ -12,6 +12,7 @@ from stack_core.abi.plugins import registries
 from stack_profile.answer import Answer
 from stack_profile.commands.printing import Limit, PrintCsv, PrintJson, TracePath, show
 from stack_profile.errors import ProfileError
+from stack_profile.traces.short_paths import short_paths
 from stack_profile.traces.trace import load_trace
 
 __all__ = ["command"]
@@ -36,7 +37,9 @@ def command(name: str, analysis: Callable[..., Answer[Any]]) -> Callable[..., No
     def run(
         trace: TracePath, /, *, limit: Limit = 20, json: PrintJson = False, csv: PrintCsv = False, **arguments: Any
     ) -> None:
-        show(analysis(load_trace(trace), **arguments), limit=limit, json=json, csv=csv)
+        loaded = load_trace(trace)
+        answer = analysis(loaded, **arguments)
+        show(answer, limit=limit, json=json, csv=csv, shorten=short_paths(loaded).text)
 
     where, *printing, _ = inspect.signature(run).parameters.values()
     run.__name__, run.__doc__ = name, inspect.getdoc(analysis)

@@ -2,7 +2,7 @@
 
 import json as json_format
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -22,14 +22,28 @@ PrintCsv = Annotated[bool, Parameter(negative=(), help="print the rows as a spre
 _WIDTH: Final = 400
 
 
-def show(answer: Answer[Any], *, limit: int, json: bool = False, csv: bool = False) -> None:
-    """Prints an answer to standard output; `limit` (0 for all) applies to tables, JSON and CSV have all rows."""
+def show(
+    answer: Answer[Any],
+    *,
+    limit: int,
+    json: bool = False,
+    csv: bool = False,
+    shorten: Callable[[str], str] = str,
+) -> None:
+    """Prints an answer to standard output.
+
+    Args:
+      answer: the answer.
+      limit: maximum number of rows of the table, 0 for all; JSON and CSV have all rows.
+      json, csv: formats instead of a table.
+      shorten: replaces names of files in the table; JSON and CSV have the absolute names.
+    """
     if json:
         print(json_format.dumps(answer.as_mapping(), indent=2))
     elif csv:
         sys.stdout.writelines(answer.as_csv())
     else:
-        _print(present(answer, limit or None))
+        _print(present(answer, limit or None, shorten))
 
 
 def _print(parts: Iterable[Any]) -> None:

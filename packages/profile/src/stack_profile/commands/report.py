@@ -17,8 +17,9 @@ def report(
     *,
     out: Path = Path("report.html"),
     limit: Annotated[int, Parameter(help="rows of a table, 0 for all.")] = 200,
+    events: Annotated[int, Parameter(help="events of the timeline; the shortest beyond are left out.")] = 1_000_000,
 ) -> None:
-    """Write every analysis, with its defaults, into one HTML file that needs no network.
+    """Write a timeline and every analysis, with its defaults, into one HTML file that needs no network.
 
     Args:
       out: file to write.
@@ -29,7 +30,7 @@ def report(
 
     loaded = load_trace(trace)
     found = list(sections(loaded))
-    write([page(loaded, found, limit=limit)], out)
+    write([page(loaded, found, limit=limit, events=events)], out)
     for section in found:
         if section.answer is None:
             print(f"stack: analysis {section.name!r} failed, as the report says: {section.failure}", file=sys.stderr)

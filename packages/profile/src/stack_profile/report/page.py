@@ -1,5 +1,10 @@
-"""HTML report of a trace, with a section of facts, plots, table and notes for each registered analysis."""
+"""HTML report of a trace: an interactive view, and facts, plots, table and notes of each registered analysis.
 
+The sections need no JavaScript. The script of the interactive view, `page.js`, is built from `packages/profile/web`.
+"""
+
+import dataclasses
+import json
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,8 +16,14 @@ from stack_core.abi.plugins import registries
 from stack_core.report.document import document, key_values
 from stack_core.report.fields import number, title
 from stack_core.report.markup import Markup, breakable, element
+from stack_core.report.plots import Bars, Chart, Plot
 from stack_core.report.svg import draw
 from stack_profile.answer import Answer
+from stack_profile.report.encoding import pack, pack_json
+from stack_profile.report.events import EVENTS, Recorded, recorded_events
+from stack_profile.report.links import Links
+from stack_profile.report.sources import sources
+from stack_profile.traces.short_paths import ShortPaths, short_paths
 from stack_profile.traces.trace import Trace
 
 __all__ = ["Section", "page", "sections"]
@@ -51,14 +62,18 @@ def sections(trace: Trace) -> Iterator[Section]:
             yield Section(name, help_, None, f"{type(error).__name__}: {error}")
 
 
-def page(trace: Trace, found: Sequence[Section], *, limit: int = 200) -> str:
+def page(trace: Trace, found: Sequence[Section], *, limit: int = 200, events: int = EVENTS) -> str:
     """Builds the HTML document, whose content security policy forbids external resources and foreign scripts.
 
     Args:
       trace: the trace.
       found: sections of the report.
       limit: maximum number of rows per table, 0 for all.
+      events: maximum number of events in the interactive view.
     """
+    paths = short_paths(trace)
+    recorded, failure = _recorded(trace, paths, events)
+    writer = _Writer(paths, Links(recorded, paths), limit)
     links = (element("a", _name(section), href=f"#{section.name}", class_=_failed(section)) for section in found)
     header = element(
         "header",
@@ -70,10 +85,40 @@ def page(trace: Trace, found: Sequence[Section], *, limit: int = 200) -> str:
         f"Profile of {trace.source}",
         header,
         _partial(trace.problems),
-        element("nav", *links),
-        element("main", *(_section(section, limit) for section in found)),
-        script=resources.files("stack_profile.report").joinpath("sort.js").read_text(encoding="utf-8"),
+        element("nav", element("a", "events", href="#instrument"), *links),
+        element("p", f"The timeline failed. {failure}", class_="failure", role="alert") if failure else None,
+        # Filled and shown by the script.
+        element("div", id="instrument", hidden="", role="region", aria_label="Events"),
+        element("main", *map(writer.section, found)),
+        element("script", Markup(_data(recorded, trace)), id="capture", type="application/json"),
+        script=_resource("page.js"),
+        style=_resource("page.css"),
     )
+
+
+def _recorded(trace: Trace, paths: ShortPaths, limit: int) -> tuple[Recorded, str]:
+    """Collects the events, or returns none of them and an error message."""
+    try:
+        return recorded_events(trace, paths, limit=limit), ""
+    except Exception as error:  # No part of a damaged trace may cost the sections, which read less of it.
+        return Recorded(), f"{type(error).__name__}: {error}"
+
+
+def _resource(name: str) -> str:
+    return resources.files("stack_profile.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _data(recorded: Recorded, trace: Trace) -> str:
+    """Returns the data of the interactive view; base64 keeps its texts from being read as markup."""
+    tables = {
+        "lanes": recorded.lane_table,
+        "kinds": recorded.kinds,
+        "frames": recorded.frames,
+        "stacks": recorded.stacks,
+        "sources": sources(recorded.files, trace.about),
+        "left_out": recorded.left_out,
+    }
+    return json.dumps({"tables": pack_json(tables), "events": pack(recorded.columns)})
 
 
 def _about(about: Mapping[str, Any]) -> Markup:
@@ -115,57 +160,95 @@ def _failed(section: Section) -> str | None:
     return "failed" if section.answer is None else None
 
 
-def _section(section: Section, limit: int) -> Markup:
-    heading = element("h2", element("a", _name(section), href=f"#{section.name}"))
-    said = element("p", section.help, class_="help") if section.help else None
-    if section.answer is None:
-        body: Iterable[Markup] = (
-            element("p", f"This analysis failed. {section.failure}", class_="failure", role="alert"),
+@dataclass(frozen=True)
+class _Writer:
+    """Formats sections, with short names of files and links from rows to events.
+
+    Attributes:
+      paths: short names of files.
+      links: addresses of events.
+      limit: maximum number of rows per table, 0 for all.
+    """
+
+    paths: ShortPaths
+    links: Links
+    limit: int
+
+    def section(self, section: Section) -> Markup:
+        heading = element("h2", element("a", _name(section), href=f"#{section.name}"))
+        said = element("p", section.help, class_="help") if section.help else None
+        if section.answer is None:
+            body: Iterable[Markup] = (
+                element("p", f"This analysis failed. {section.failure}", class_="failure", role="alert"),
+            )
+        else:
+            body = self._answer(section.answer)
+        return element("section", heading, said, *body, id=section.name)
+
+    def _answer(self, answer: Answer[Any]) -> Iterator[Markup]:
+        if answer.facts:
+            yield key_values({name: self._short(value) for name, value in answer.facts.items()})
+        if answer.plots:
+            yield element("div", *(draw(self._short_plot(plot)) for plot in answer.plots), class_="plots")
+        if answer.rows:
+            yield self._table(answer)
+        elif not answer.notes:
+            yield element("p", "No rows.", class_="empty")
+        if answer.notes:
+            yield element("ul", *(element("li", self.paths.text(note)) for note in answer.notes), class_="notes")
+
+    def _short(self, value: Any) -> Any:
+        return self.paths.text(value) if isinstance(value, str) else value
+
+    def _short_plot(self, plot: Plot) -> Plot:
+        text = self.paths.text
+        if isinstance(plot, Bars):
+            return dataclasses.replace(plot, labels=[text(label) for label in plot.labels])
+        if isinstance(plot, Chart):
+            series = [dataclasses.replace(each, labels=[text(label) for label in each.labels]) for each in plot.series]
+            return dataclasses.replace(plot, series=series)
+        return dataclasses.replace(plot, spans=[dataclasses.replace(each, name=text(each.name)) for each in plot.spans])
+
+    def _table(self, answer: Answer[Any]) -> Markup:
+        """Formats the first rows as a table, without empty columns, like the terminal."""
+        shown = answer.rows[: self.limit or None]
+        columns = [name for name in answer.columns if any(getattr(row, name) not in (None, "") for row in shown)]
+        # Tuples are of texts, such as the names of operands.
+        numeric = {name for name in columns if any(isinstance(getattr(row, name), int | float) for row in shown)}
+        kinds = {name: "number" if name in numeric else "text" for name in columns}
+        heads = (
+            element("th", element("button", title(name), type="button"), class_=kinds[name], scope="col")
+            for name in columns
         )
-    else:
-        body = _answer(section.answer, limit)
-    return element("section", heading, said, *body, id=section.name)
+        rows = (self._row(answer, row, kinds) for row in shown)
+        table = element("table", element("thead", element("tr", *heads)), element("tbody", *rows))
+        more = len(answer.rows) - len(shown)
+        said = (
+            f"{len(shown):,} of {len(answer.rows):,} rows; stack profile {answer.name.split()[0]} --csv prints all."
+            if more
+            else None
+        )
+        return element("div", table, element("p", said, class_="empty") if said else None, class_="wide")
 
+    def _row(self, answer: Answer[Any], row: object, kinds: Mapping[str, str]) -> Markup:
+        """Formats a row; its name, or otherwise its first text or cell, links to the row's events."""
+        address = self.links.address(row, answer.facts)
+        texts = [name for name, kind in kinds.items() if kind == "text"]
+        linked = next((name for name in ("name", *texts, *kinds) if name in kinds), None) if address else None
+        cells = (
+            self._cell(name, getattr(row, name), kind, address if name == linked else None)
+            for name, kind in kinds.items()
+        )
+        return element("tr", *cells, data_events=address)
 
-def _answer(answer: Answer[Any], limit: int) -> Iterator[Markup]:
-    if answer.facts:
-        yield key_values(answer.facts)
-    if answer.plots:
-        yield element("div", *map(draw, answer.plots), class_="plots")
-    if answer.rows:
-        yield _table(answer, limit)
-    elif not answer.notes:
-        yield element("p", "No rows.", class_="empty")
-    if answer.notes:
-        yield element("ul", *(element("li", note) for note in answer.notes), class_="notes")
-
-
-def _table(answer: Answer[Any], limit: int) -> Markup:
-    """Formats the first rows as a table, without empty columns, like the terminal."""
-    shown = answer.rows[: limit or None]
-    columns = [name for name in answer.columns if any(getattr(row, name) not in (None, "") for row in shown)]
-    texts = {name for name in columns if all(isinstance(getattr(row, name), str | None) for row in shown)}
-    kinds = {name: "text" if name in texts else "number" for name in columns}
-    heads = (
-        element("th", element("button", title(name), type="button"), class_=kinds[name], scope="col")
-        for name in columns
-    )
-    rows = (element("tr", *(_cell(name, getattr(row, name), kinds[name]) for name in columns)) for row in shown)
-    table = element("table", element("thead", element("tr", *heads)), element("tbody", *rows))
-    more = len(answer.rows) - len(shown)
-    said = (
-        f"{len(shown):,} of {len(answer.rows):,} rows; stack profile {answer.name.split()[0]} --csv prints all."
-        if more
-        else None
-    )
-    return element("div", table, element("p", said, class_="empty") if said else None, class_="wide")
-
-
-def _cell(name: str, value: object, kind: str) -> Markup:
-    """Formats a cell. Numbers keep their exact value in an attribute; long texts are truncated."""
-    if kind == "number":
-        exact = None if value is None or not isinstance(value, int | float) else repr(float(value))
-        return element("td", number(name, value), class_=kind, data_value=exact)
-    shown = number(name, value)
-    cut = len(shown) > _LONGEST_TEXT
-    return element("td", breakable(f"{shown[:_LONGEST_TEXT]}…" if cut else shown), class_=kind)
+    def _cell(self, name: str, value: object, kind: str, address: str | None) -> Markup:
+        """Formats a cell. Numbers keep their exact value in an attribute; long texts are truncated."""
+        shown = number(name, self._short(value))
+        exact = None
+        if kind == "number":
+            exact = None if value is None or not isinstance(value, int | float) else repr(float(value))
+            text = shown
+        else:
+            text = breakable(f"{shown[:_LONGEST_TEXT]}…" if len(shown) > _LONGEST_TEXT else shown)
+        inside = element("a", text, href=f"#{address}", title="Show its events") if address else text
+        return element("td", inside, class_=kind, data_value=exact)

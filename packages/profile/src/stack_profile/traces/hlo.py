@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import jax
 
     from stack_core.programs.hlo import Module
+    from stack_core.programs.hlo_costs import InstructionCost
 
 __all__ = ["Program", "hlo_proto", "outline", "program_key", "program_of", "read_program"]
 
@@ -82,6 +83,14 @@ class Program:
             return parse_hlo(hlo.HloModule.from_serialized_hlo_module_proto(self.proto[slice(*place)]).to_string())
         except (RuntimeError, ValueError, HardwareError):  # XLA raises several subclasses of RuntimeError
             return None
+
+    @functools.cached_property
+    def costs(self) -> "Mapping[str, InstructionCost] | None":
+        """Costs by instruction name; None for a module that this version of XLA cannot read."""
+        from stack_core.programs.hlo_costs import instruction_costs  # imports jax
+
+        # Once per program, because its module is parsed from text.
+        return instruction_costs(self.module) if self.module else None
 
 
 def program_of(compiled: "jax.stages.Compiled", key: int = 0) -> Program:

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -11,6 +11,9 @@ from stack_profile.traces.hlo import Program
 from stack_profile.traces.instructions import CONTAINERS, Instruction
 from stack_profile.traces.intervals import tracks, union
 from stack_profile.traces.xplane import MISSING
+
+if TYPE_CHECKING:
+    from stack_core.programs.hlo_costs import InstructionCost
 
 __all__ = ["PICOSECOND", "HostEvents", "Operation", "Ops", "Step", "StepMarks", "steps_of"]
 
@@ -60,6 +63,21 @@ class Operation:
     @property
     def is_container(self) -> bool:
         return self.opcode in CONTAINERS
+
+    @property
+    def cost(self) -> "InstructionCost | None":
+        """Cost of one execution; None if the program is unknown or unreadable."""
+        costs = self.program.costs if self.program else None
+        return costs.get(self.name.removeprefix("%")) if costs else None
+
+    @property
+    def flops(self) -> int | None:
+        """FLOPs of one execution; None if unknown, for example for custom calls."""
+        cost = self.cost
+        if cost is None:
+            return None
+        is_call = self.instruction is not None and "custom-call" in self.instruction.opcodes
+        return None if is_call and cost.flops.total == 0 else cost.flops.total
 
 
 @dataclass(frozen=True)

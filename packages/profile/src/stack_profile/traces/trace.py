@@ -17,7 +17,7 @@ from stack_profile.traces.operations import HostEvents, Ops, Step, StepMarks, st
 from stack_profile.traces.wire import WireError
 from stack_profile.traces.xplane import MISSING, Line, Space, read_space
 
-__all__ = ["Trace", "load_trace", "trace_files", "trace_of"]
+__all__ = ["Trace", "is_jax_call", "load_trace", "trace_files", "trace_of"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,11 @@ class Trace:
         # Step numbers must be consecutive; the marks of several processes would repeat them.
         marks = _step_marks(self.spaces[:1], self.base_ns)
         return {ops.device: steps_of(ops, marks) for ops in self.devices}
+
+
+def is_jax_call(name: str) -> bool:
+    """Returns whether an event belongs to JAX or its runtime, by its name; others are annotations of the program."""
+    return _JAX_CALL.match(name) is not None
 
 
 def trace_files(path: Path) -> tuple[Path, ...]:
@@ -165,7 +170,7 @@ def _host_events(spaces: Sequence[Space], base_ns: int) -> HostEvents:
             columns.append(np.stack([np.array(keys, np.int64)[inverse], start, end]))
     which, start, end = np.concatenate(columns, axis=1)
     keep = end > start  # drop marks without duration and annotations of steps
-    is_call = np.array([_JAX_CALL.match(name) is not None for name in names], bool)
+    is_call = np.array(list(map(is_jax_call, names)), bool)
     return HostEvents(tuple(names), which[keep], start[keep], end[keep], np.flatnonzero(is_call[which[keep]]))
 
 

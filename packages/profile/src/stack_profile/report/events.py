@@ -1,0 +1,271 @@
+"""Events of a trace for the interactive page: lanes, the kinds of events, and one row per event.
+
+Lanes are the steps and operations of devices, and the threads of hosts. Each event has a kind with the common
+properties of all executions of an operation, or of all host events with one name.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from stack_profile.captures.processes import names_of
+from stack_profile.traces.categories import category
+from stack_profile.traces.instructions import Frame, Instruction
+from stack_profile.traces.intervals import nesting, self_times, tracks
+from stack_profile.traces.operations import Operation, Ops, Step
+from stack_profile.traces.short_paths import ShortPaths
+from stack_profile.traces.trace import Trace, is_jax_call
+from stack_profile.traces.xplane import MISSING, Line, Plane, Space
+
+__all__ = ["EVENTS", "Lane", "Recorded", "recorded_events"]
+
+EVENTS: Final = 1_000_000  # default limit of events on a page
+_BOOKKEEPING: Final = ("ThreadpoolListener::", "end: ")
+_MOST_ROWS: Final = np.iinfo(np.uint16).max
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A strip of the timeline.
+
+    Attributes:
+      group: name of the device, or of the host.
+      name: name of the strip in its group.
+      type: "steps", "operations" or "thread".
+      rows: number of rows; events of one row do not overlap.
+      start_ps, duration_ps, self_ps, kind, row: columns of the events, in order of their start. `kind` is an index of
+        `Recorded.kinds`, `self_ps` the time without the events that an event contains.
+    """
+
+    group: str
+    name: str
+    type: str
+    rows: int
+    start_ps: np.ndarray
+    duration_ps: np.ndarray
+    self_ps: np.ndarray
+    kind: np.ndarray
+    row: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    def keep(self, rows: np.ndarray) -> "Lane":
+        """Returns the lane with some of its events."""
+        columns = (each[rows] for each in (self.start_ps, self.duration_ps, self.self_ps, self.kind, self.row))
+        return Lane(self.group, self.name, self.type, self.rows, *columns)
+
+
+@dataclass
+class Recorded:
+    """Lanes of events, and their tables.
+
+    Attributes:
+      lanes: all lanes, in display order.
+      kinds: shared properties of events, one mapping per kind.
+      frames: Python frames (file, line, function, whether it is the user's).
+      stacks: indices of `frames`, innermost first.
+      files: the user's files by their short names.
+      left_out: number of events dropped because of the limit.
+    """
+
+    lanes: list[Lane] = field(default_factory=list)
+    kinds: list[dict[str, Any]] = field(default_factory=list)
+    frames: list[tuple[str, int, str, bool]] = field(default_factory=list)
+    stacks: list[list[int]] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
+    left_out: int = 0
+
+    @property
+    def lane_table(self) -> list[Mapping[str, Any]]:
+        """The description of each lane, in the order of the columns."""
+        return [
+            {"group": lane.group, "name": lane.name, "type": lane.type, "rows": lane.rows, "count": len(lane)}
+            for lane in self.lanes
+        ]
+
+    @property
+    def columns(self) -> dict[str, np.ndarray]:
+        """Concatenated columns of all lanes; starts are differences from the previous event of the lane."""
+        lanes = self.lanes
+        starts = [np.diff(each.start_ps, prepend=0) for each in lanes]
+        # Durations minus self times are mostly 0, which compresses to nothing.
+        parts = [each.duration_ps - each.self_ps for each in lanes]
+        return {
+            "start": _joined(starts, np.int64),
+            "duration": _joined([each.duration_ps for each in lanes], np.int64),
+            "inside": _joined(parts, np.float64),
+            "kind": _joined([each.kind for each in lanes], np.uint32),
+            "row": _joined([each.row for each in lanes], np.uint16),
+        }
+
+
+def recorded_events(trace: Trace, paths: ShortPaths, *, limit: int = EVENTS) -> Recorded:
+    """Collects the events of a trace.
+
+    Args:
+      trace: the trace.
+      paths: short names of files.
+      limit: maximum number of events; the shortest are dropped, host threads first.
+    """
+    return _Collector(trace, paths).collect(limit)
+
+
+class _Collector:
+    """Builds the tables of `Recorded`, in which each kind, frame and stack exists once."""
+
+    def __init__(self, trace: Trace, paths: ShortPaths) -> None:
+        self._trace, self._paths = trace, paths
+        self._recorded = Recorded()
+        self._frames: dict[Frame, int] = {}
+        self._stacks: dict[tuple[Frame, ...], int] = {}
+        self._host_kinds: dict[str, int] = {}
+
+    def collect(self, limit: int) -> Recorded:
+        trace, recorded = self._trace, self._recorded
+        for each in trace.devices:
+            steps = trace.steps[each.device]
+            recorded.lanes += [self._steps(each.device, steps)] if steps else []
+            recorded.lanes.append(self._operations(each))
+        for space, prefix in zip(trace.spaces, names_of(trace.spaces), strict=True):
+            group = prefix.removesuffix(":") or next(iter(space.hosts), "") or "host"
+            recorded.lanes += self._threads(space, f"host {group}")
+        self._leave_out(limit)
+        return recorded
+
+    def _steps(self, device: str, steps: Sequence[Step]) -> Lane:
+        first = self._kinds([{"type": "step", "name": f"step {step.number}", "module": step.program} for step in steps])
+        start = np.array([step.start_ps for step in steps], np.int64)
+        duration = np.array([step.duration_ps for step in steps], np.int64)
+        kind = first + np.arange(len(steps))
+        return Lane(device, "steps", "steps", 1, start, duration, duration.astype(float), kind, np.zeros_like(kind))
+
+    def _operations(self, ops: Ops) -> Lane:
+        first = self._kinds([self._operation(each) for each in ops.operations])
+        # Loops and calls on the first rows, the operations that they run below.
+        outer = ops.tracks % 2 == 0
+        loops = int(ops.tracks[outer].max(initial=-2)) // 2 + 1
+        row = np.where(outer, ops.tracks // 2, loops + ops.tracks // 2).clip(max=_MOST_ROWS)
+        duration = ops.end_ps - ops.start_ps
+        rows = int(row.max(initial=0)) + 1
+        return Lane(
+            ops.device, "operations", "operations", rows, ops.start_ps, duration, ops.self_ps, first + ops.which, row
+        )
+
+    def _operation(self, operation: Operation) -> dict[str, Any]:
+        instruction = operation.instruction
+        kind: dict[str, Any] = {
+            "type": "operation",
+            "name": operation.name,
+            "module": operation.module,
+            "category": category(instruction),
+        }
+        if operation.is_container or operation.beside:
+            kind["contains"] = True
+        if cost := operation.cost:
+            kind |= {"flops": operation.flops, "bytes": cost.traffic_bytes}
+        return kind | self._place(instruction) if instruction is not None else kind
+
+    def _place(self, instruction: Instruction) -> dict[str, Any]:
+        source, package = instruction.source(), instruction.package_source
+        known = {
+            "layer": instruction.layer,
+            "scope": instruction.scope.path,
+            "pass": instruction.scope.direction,
+            "opcode": instruction.opcode,
+            "op_name": instruction.op_name,
+            "origin": instruction.origin,
+            "line": f"{self._paths.frame(source)}:{source.line}" if source else "",
+            "file": self._paths.frame(source) if source else "",
+            "package_line": str(package) if package else "",
+        }
+        found: dict[str, Any] = {name: value for name, value in known.items() if value}
+        if instruction.frames:
+            found |= {"stack": self._stack(instruction.frames), "outer": instruction.outer}
+        return found
+
+    def _stack(self, frames: tuple[Frame, ...]) -> int:
+        if frames not in self._stacks:
+            self._stacks[frames] = len(self._recorded.stacks)
+            self._recorded.stacks.append([self._frame(frame) for frame in frames])
+        return self._stacks[frames]
+
+    def _frame(self, frame: Frame) -> int:
+        if frame not in self._frames:
+            self._frames[frame] = len(self._recorded.frames)
+            name = self._paths.frame(frame)
+            self._recorded.frames.append((name, frame.line, frame.function, not frame.package))
+            if not frame.package:
+                self._recorded.files.setdefault(name, frame.file)
+        return self._frames[frame]
+
+    def _kinds(self, kinds: Sequence[dict[str, Any]]) -> int:
+        """Adds kinds, and returns the index of the first."""
+        first = len(self._recorded.kinds)
+        self._recorded.kinds += kinds
+        return first
+
+    def _threads(self, space: Space, group: str) -> Iterator[Lane]:
+        names: dict[str, int] = {}
+        lines = [(plane, line) for plane in space.planes if plane.name == "/host:CPU" for line in plane.lines]
+        for lane in filter(None, (self._thread(group, *each) for each in lines)):
+            count = names[lane.name] = names.get(lane.name, 0) + 1
+            yield dataclasses.replace(lane, name=f"{lane.name} ({count})") if count > 1 else lane
+
+    def _thread(self, group: str, plane: Plane, line: Line) -> Lane | None:
+        """Returns a thread's events except the runtime's bookkeeping and operations, which are on their device."""
+        events = line.events
+        shown = [key for key, name in plane.event_names.items() if not name.startswith(_BOOKKEEPING)]
+        duration = events.duration_ps
+        keep = np.isin(events.metadata, shown) & (duration > 0) & (events.stats["hlo_op"] == MISSING)
+        if not keep.any():
+            return None
+        start = events.start_ps(self._trace.base_ns)
+        rows = np.flatnonzero(keep)
+        rows = rows[np.lexsort((-duration[rows], start[rows]))]
+        start, end = start[rows], (start + duration)[rows]
+        depth = nesting(start, end)
+        row = depth if _is_nested(start, end, depth) else tracks(start, end)
+        keys, inverse = np.unique(events.metadata[rows], return_inverse=True)
+        kinds = np.array([self._host_kind(plane.event_names[key]) for key in keys.tolist()], np.int64)
+        self_ps = self_times(start, end, depth)
+        rows_ = int(row.max()) + 1
+        return Lane(group, line.name or "thread", "thread", rows_, start, end - start, self_ps, kinds[inverse], row)
+
+    def _host_kind(self, name: str) -> int:
+        if name not in self._host_kinds:
+            kind = "JAX and its runtime" if is_jax_call(name) else "annotation"
+            self._host_kinds[name] = self._kinds([{"type": "host", "name": name, "category": kind}])
+        return self._host_kinds[name]
+
+    def _leave_out(self, limit: int) -> None:
+        """Removes the shortest events beyond the limit, of threads first."""
+        lanes = self._recorded.lanes
+        for types in (("thread",), ("operations", "steps")):
+            chosen = [place for place, lane in enumerate(lanes) if lane.type in types]
+            excess = sum(map(len, lanes)) - limit
+            if excess <= 0 or not chosen:
+                continue
+            durations = np.concatenate([lanes[place].duration_ps for place in chosen])
+            kept = np.ones(len(durations), bool)
+            kept[np.argsort(durations, kind="stable")[:excess]] = False
+            self._recorded.left_out += int(np.count_nonzero(~kept))
+            edges = [0, *itertools.accumulate(len(lanes[place]) for place in chosen)]
+            for place, (first, last) in zip(chosen, itertools.pairwise(edges), strict=True):
+                lanes[place] = lanes[place].keep(kept[first:last])
+        self._recorded.lanes = [lane for lane in lanes if len(lane)]
+
+
+def _is_nested(start: np.ndarray, end: np.ndarray, depth: np.ndarray) -> bool:
+    """Returns whether events of one depth do not overlap; events of asynchronous work may."""
+    order = np.lexsort((start, depth))
+    same = np.diff(depth[order]) == 0
+    return bool((start[order][1:] >= end[order][:-1])[same].all())
+
+
+def _joined(columns: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *(column.astype(dtype) for column in columns)])

@@ -1,0 +1,65 @@
+// Colours of categories, from the page's style sheet, as the canvas needs them: one 32-bit number a pixel.
+
+import { type Capture, type Kind } from "./data";
+
+export type Colour = readonly [number, number, number];
+
+export interface Palette {
+  readonly paper: Colour;
+  readonly raised: Colour;
+  readonly rule: Colour;
+  readonly ink: Colour;
+  readonly faint: Colour;
+  readonly accent: Colour;
+  readonly kinds: readonly Colour[]; // by kind
+  readonly legend: readonly (readonly [string, Colour])[];
+}
+
+const SERIES = 8;
+
+export const pixel = ([red, green, blue]: Colour): number => ((255 << 24) | (blue << 16) | (green << 8) | red) >>> 0;
+export const css = ([red, green, blue]: Colour): string => `rgb(${red},${green},${blue})`;
+export const mix = (a: Colour, b: Colour, share: number): Colour =>
+  [0, 1, 2].map((i) => Math.round(a[i]! * share + b[i]! * (1 - share))) as unknown as Colour;
+
+/** Black or white, whichever is easier to read on a colour. */
+export const inkOn = ([red, green, blue]: Colour): string =>
+  0.299 * red + 0.587 * green + 0.114 * blue > 140 ? "#10141a" : "#ffffff";
+
+export function readPalette(capture: Capture): Palette {
+  const style = getComputedStyle(document.documentElement);
+  const colour = (name: string): Colour => {
+    const digits = Number.parseInt(style.getPropertyValue(name).trim().slice(1), 16);
+    return [digits >> 16, (digits >> 8) & 255, digits & 255];
+  };
+  const series = Array.from({ length: SERIES }, (_, i) => colour(`--c${i}`));
+  // The categories with the most time have colours of their own, the others share the last one.
+  const times = new Map<string, number>();
+  for (const lane of capture.lanes) {
+    if (lane.type === "steps") continue;
+    for (let i = lane.first; i < lane.limit; i++) {
+      const category = capture.kinds[capture.kind[i]!]!.category ?? "";
+      times.set(category, (times.get(category) ?? 0) + (lane.type === "operations" ? 1e3 : 1) * capture.self[i]!);
+    }
+  }
+  const ordered = [...times].sort((a, b) => b[1] - a[1]).map(([category]) => category);
+  const colours = new Map(ordered.map((category, i) => [category, series[Math.min(i, SERIES - 1)]!]));
+  const paper = colour("--paper");
+  const faint = colour("--faint");
+  const of = (kind: Kind): Colour => (kind.type === "step" ? mix(faint, paper, 0.45) : colours.get(kind.category ?? "")!);
+  const legend = ordered.slice(0, SERIES - 1).map((category) => [category, colours.get(category)!] as const);
+  if (ordered.length >= SERIES) {
+    const rest = ordered.length === SERIES ? ordered[SERIES - 1]! : `${ordered.length - SERIES + 1} other categories`;
+    legend.push([rest, series[SERIES - 1]!]);
+  }
+  return {
+    paper,
+    raised: colour("--raised"),
+    rule: colour("--rule"),
+    ink: colour("--ink"),
+    faint,
+    accent: colour("--link"),
+    kinds: capture.kinds.map((kind) => of(kind) ?? series[SERIES - 1]!),
+    legend,
+  };
+}

@@ -1,0 +1,177 @@
+// The capture that the page embeds: events in typed arrays, and the tables that they refer to.
+
+export interface Kind {
+  readonly type: "step" | "operation" | "host";
+  readonly name: string;
+  readonly module?: string;
+  readonly category?: string;
+  readonly layer?: string;
+  readonly scope?: string;
+  readonly pass?: string;
+  readonly line?: string;
+  readonly file?: string;
+  readonly package_line?: string;
+  readonly opcode?: string;
+  readonly op_name?: string;
+  readonly origin?: string;
+  readonly stack?: number;
+  readonly outer?: number;
+  readonly contains?: boolean; // of an operation: it runs others, as loops do, or is of no program
+  readonly flops?: number | null;
+  readonly bytes?: number;
+}
+
+export interface Frame {
+  readonly file: string;
+  readonly line: number;
+  readonly function: string;
+  readonly isUsers: boolean;
+}
+
+export interface Source {
+  readonly lines: readonly string[] | null;
+  readonly note: string;
+}
+
+export interface Lane {
+  readonly index: number;
+  readonly group: string;
+  readonly name: string;
+  readonly type: "steps" | "operations" | "thread";
+  readonly rows: number;
+  readonly first: number; // of its events
+  readonly limit: number; // after its last event
+}
+
+/** All times are in picoseconds since the start of the trace; event `i` is element `i` of each column. */
+export interface Capture {
+  readonly lanes: readonly Lane[];
+  readonly kinds: readonly Kind[];
+  readonly frames: readonly Frame[];
+  readonly stacks: readonly (readonly number[])[];
+  readonly sources: ReadonlyMap<string, Source>;
+  readonly leftOut: number;
+  readonly start: Float64Array;
+  readonly end: Float64Array;
+  readonly self: Float64Array;
+  readonly kind: Uint32Array;
+  readonly row: Uint16Array;
+  readonly reached: Float64Array; // the latest end of the lane's events up to each one, for binary search
+  readonly from: number;
+  readonly to: number;
+}
+
+interface Packed {
+  readonly length: number;
+  readonly columns: readonly (readonly [string, string])[];
+  readonly data: string;
+}
+
+interface Tables {
+  readonly lanes: readonly { group: string; name: string; type: Lane["type"]; rows: number; count: number }[];
+  readonly kinds: readonly Kind[];
+  readonly frames: readonly (readonly [string, number, string, boolean])[];
+  readonly stacks: readonly (readonly number[])[];
+  readonly sources: Readonly<Record<string, Source>>;
+  readonly left_out: number;
+}
+
+export async function readCapture(text: string): Promise<Capture> {
+  const { tables, events } = JSON.parse(text) as { tables: string; events: Packed };
+  const found = JSON.parse(new TextDecoder().decode(await inflate(tables))) as Tables;
+  const columns = await unpack(events);
+  const lanes: Lane[] = [];
+  let first = 0;
+  for (const { count, ...lane } of found.lanes) {
+    lanes.push({ ...lane, index: lanes.length, first, limit: first + count });
+    first += count;
+  }
+  return {
+    ...timed(lanes, columns),
+    lanes,
+    kinds: found.kinds,
+    frames: found.frames.map(([file, line, name, isUsers]) => ({ file, line, function: name, isUsers })),
+    stacks: found.stacks,
+    sources: new Map(Object.entries(found.sources)),
+    leftOut: found.left_out,
+    kind: Uint32Array.from(columns.get("kind")!),
+    row: Uint16Array.from(columns.get("row")!),
+  };
+}
+
+/** Computes absolute times from the stored differences. */
+function timed(lanes: readonly Lane[], columns: Columns) {
+  const start = columns.get("start")!;
+  const end = columns.get("duration")!;
+  const self = columns.get("inside")!;
+  const reached = new Float64Array(start.length);
+  let from = Infinity;
+  let to = -Infinity;
+  for (const lane of lanes) {
+    let now = 0;
+    let latest = -Infinity;
+    for (let i = lane.first; i < lane.limit; i++) {
+      now += start[i]!;
+      start[i] = now;
+      self[i] = end[i]! - self[i]!;
+      end[i] = now + end[i]!;
+      latest = Math.max(latest, end[i]!);
+      reached[i] = latest;
+    }
+    if (lane.limit > lane.first) from = Math.min(from, start[lane.first]!);
+    to = Math.max(to, latest);
+  }
+  return { start, end, self, reached, from: from < to ? from : 0, to: from < to ? to : 1 };
+}
+
+type Columns = ReadonlyMap<string, Float64Array>;
+
+async function unpack(packed: Packed): Promise<Columns> {
+  const bytes = await inflate(packed.data);
+  const columns = new Map<string, Float64Array>();
+  let place = 0;
+  for (const [name, dtype] of packed.columns) {
+    const width = Number(dtype.slice(1));
+    columns.set(name, column(bytes.subarray(place, place + width * packed.length), packed.length, dtype));
+    place += width * packed.length;
+  }
+  return columns;
+}
+
+/** Joins the bytes of a column, which are stored byte by byte: the lowest of every value first. */
+function column(bytes: Uint8Array, length: number, dtype: string): Float64Array {
+  const width = Number(dtype.slice(1));
+  const joined = new Uint8Array(8);
+  const view = new DataView(joined.buffer);
+  const values = new Float64Array(length);
+  for (let i = 0; i < length; i++) {
+    for (let byte = 0; byte < width; byte++) joined[byte] = bytes[byte * length + i]!;
+    if (dtype === "f8") values[i] = view.getFloat64(0, true);
+    else values[i] = view.getUint32(0, true) + (width === 8 ? view.getInt32(4, true) * 2 ** 32 : 0);
+  }
+  return values;
+}
+
+async function inflate(text: string): Promise<Uint8Array> {
+  const binary = atob(text);
+  const bytes = new Uint8Array(binary.length);
+  for (let i = 0; i < binary.length; i++) bytes[i] = binary.charCodeAt(i);
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return new Uint8Array(await new Response(stream).arrayBuffer());
+}
+
+/** Index of the lane's first event that may end after `time`. */
+export function firstEndingAfter(capture: Capture, lane: Lane, time: number): number {
+  let low = lane.first;
+  let high = lane.limit;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (capture.reached[middle]! > time) high = middle;
+    else low = middle + 1;
+  }
+  return low;
+}
+
+export function laneOf(capture: Capture, event: number): Lane {
+  return capture.lanes.find((lane) => event < lane.limit)!;
+}

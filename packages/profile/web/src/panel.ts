@@ -1,0 +1,232 @@
+// The panel below the timeline: totals of the selection, the chosen event, the source, the flame view.
+
+import { type Capture, type Frame, type Kind, laneOf } from "./data";
+import { button, h, select } from "./dom";
+import { bytes, count, flops, picoseconds, share } from "./format";
+import { flamePanel, flameTree } from "./flame";
+import { sourcePanel } from "./source";
+import { type Sums, totals, valueOf } from "./query";
+import { rowKey, sortTables, type TableRow, visit } from "./tables";
+import { type Field, GROUPINGS, type Range, type Tab, TABS, type View } from "./view";
+
+export interface PanelActions {
+  change(view: Partial<View>): void;
+  filter(field: Field, value: string): void;
+  fit(range: Range): void;
+}
+
+export interface Shown {
+  readonly view: View;
+  readonly range: Range | null;
+  readonly found: Sums; // of the events that the view means, in its range
+  readonly busy: number; // of all events in the range, in picoseconds
+}
+
+const NAMES: Readonly<Record<Tab, string>> = { totals: "Totals", event: "Event", source: "Source", flame: "Flame" };
+const MOST_ROWS = 400;
+
+export class Panel {
+  readonly element: HTMLElement;
+  private readonly body = h("div", { class: "body", role: "tabpanel" });
+  private readonly tabs: ReadonlyMap<Tab, HTMLButtonElement>;
+
+  constructor(
+    private readonly capture: Capture,
+    private readonly rows: ReadonlyMap<string, readonly TableRow[]>,
+    private readonly actions: PanelActions,
+  ) {
+    this.tabs = new Map(TABS.map((tab) => [tab, button(NAMES[tab], () => actions.change({ tab }), { role: "tab" })]));
+    const list = h("div", { class: "tabs", role: "tablist", aria: { label: "Details" } }, ...this.tabs.values());
+    list.addEventListener("keydown", (event) => this.turn(event));
+    this.element = h("div", { class: "panel" }, list, this.body);
+  }
+
+  show(shown: Shown): void {
+    const { tab } = shown.view;
+    for (const [name, element] of this.tabs) {
+      element.setAttribute("aria-selected", String(name === tab));
+      element.tabIndex = name === tab ? 0 : -1;
+    }
+    this.body.setAttribute("aria-label", NAMES[tab]);
+    const contents = { totals: () => this.totals(shown), event: () => this.event(shown), source: () => this.source(shown), flame: () => this.flame(shown) };
+    this.body.replaceChildren(contents[tab]());
+  }
+
+  private turn(event: KeyboardEvent): void {
+    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    const place = TABS.findIndex((tab) => this.tabs.get(tab) === document.activeElement);
+    if (!step || place < 0) return;
+    event.preventDefault();
+    event.stopPropagation();
+    const tab = TABS[(place + step + TABS.length) % TABS.length]!;
+    this.actions.change({ tab });
+    this.tabs.get(tab)!.focus();
+  }
+
+  private totals({ view, range, found, busy }: Shown): HTMLElement {
+    const { actions, capture } = this;
+    const isHost = view.of === "thread";
+    const by = isHost ? "op" : view.by;
+    const groups = totals(capture, found, by);
+    const controls = h(
+      "div",
+      { class: "controls" },
+      select("time of", [["operations", "devices"], ["thread", "host threads"]], view.of, (of) => actions.change({ of: of as View["of"] })),
+      isHost ? null : select("by", GROUPINGS.map((each) => [each, each === "op" ? "name" : each]), view.by, (value) => actions.change({ by: value as View["by"] })),
+      h("span", { class: "help" }, `${sumText(found.busy, busy)} in ${rangeText(range)}, ${count(groups.length)} rows`),
+    );
+    if (!groups.length) return h("div", {}, controls, h("p", { class: "empty" }, "No event of the selection matches."));
+    const columns: readonly (readonly [string, string])[] = [
+      ["text", isHost || by === "op" ? "name" : by],
+      ["number", "self"],
+      ["number", "% of busy"],
+      ["number", "occurrences"],
+      ...(isHost ? [] : ([["number", "FLOPs"], ["number", "bytes"], ["text", by === "line" ? "example" : "line"]] as const)),
+    ];
+    const heads = columns.map(([kind, title]) => h("th", { class: kind }, button(title, () => undefined)));
+    heads[1]!.setAttribute("aria-sort", "descending");
+    const rows = groups.slice(0, MOST_ROWS).map((group) => {
+      const cells = [
+        h("td", { class: "text" }, button(group.name || "(none)", () => actions.filter(by, group.name), { class: "link", title: "Show only these events" })),
+        number(group.self * 1e-12, picoseconds(group.self)),
+        number(busy ? group.self / busy : 0, share(busy ? group.self / busy : 0)),
+        number(group.count, count(group.count)),
+      ];
+      if (!isHost) {
+        cells.push(number(group.flops, group.flops === null ? "-" : flops(group.flops)));
+        cells.push(number(group.bytes, group.bytes === null ? "-" : bytes(group.bytes)));
+        cells.push(h("td", { class: "text" }, by === "line" ? group.kind.name : this.line(group.kind)));
+      }
+      return h("tr", {}, ...cells);
+    });
+    const table = h("table", { class: "sums" }, h("thead", {}, h("tr", {}, ...heads)), h("tbody", {}, ...rows));
+    sortTables(table);
+    const more = groups.length > MOST_ROWS ? h("p", { class: "empty" }, `The largest ${MOST_ROWS} of ${count(groups.length)} rows.`) : null;
+    return h("div", {}, controls, h("div", { class: "scroll" }, table, more));
+  }
+
+  /** A kind's line as a link to its source, with the line in a package below it. */
+  private line(kind: Kind): HTMLElement | string {
+    if (!kind.line) return kind.package_line ?? "";
+    if (!kind.file || !this.capture.sources.has(kind.file)) return kind.line;
+    return button(kind.line, () => this.actions.change({ tab: "source", source: kind.line! }), { class: "link", title: "Show the source" });
+  }
+
+  private event({ view }: Shown): HTMLElement {
+    const { event } = view;
+    if (event === null) return h("p", { class: "empty" }, "No event is chosen. Click one, or press Enter on the timeline.");
+    const { capture, actions } = this;
+    const kind = capture.kinds[capture.kind[event]!]!;
+    const lane = laneOf(capture, event);
+    const [start, end] = [capture.start[event]!, capture.end[event]!];
+    const facts: (readonly [string, string | HTMLElement])[] = [
+      ["name", kind.name],
+      ["lane", `${lane.group}, ${lane.name}`],
+      ["start", picoseconds(start)],
+      ["duration", picoseconds(end - start)],
+      ["self", picoseconds(capture.self[event]!)],
+    ];
+    for (const field of ["module", "category", "layer", "scope", "pass", "opcode", "op_name", "package_line"] as const) {
+      if (kind[field]) facts.push([field.replace("_", " "), kind[field]]);
+    }
+    if (kind.line) facts.push(["line", this.line(kind)]);
+    if (kind.flops != null) facts.push(["FLOPs", flops(kind.flops)]);
+    if (kind.bytes != null) facts.push(["bytes", bytes(kind.bytes)]);
+    if (kind.origin && kind.origin !== "own" && kind.origin !== "none") facts.push(["line and scope from", `its ${kind.origin}`]);
+    const list = h("dl", { class: "facts" }, ...facts.map(([title, value]) => h("div", {}, h("dt", {}, title), h("dd", {}, value))));
+    const doing = h(
+      "div",
+      { class: "controls" },
+      button("Zoom to it", () => actions.fit([start, end])),
+      button("Select its time", () => actions.change({ selection: [start, end], step: "" })),
+      kind.type === "step" ? null : button(`All of this name: ${this.executions(event)}`, () => actions.filter(kind.type === "host" ? "name" : "op", valueOf(kind, "op"))),
+      kind.line ? button("All of this line", () => actions.filter("line", kind.line!)) : null,
+    );
+    return h("div", { class: "scroll" }, doing, list, this.tableLinks(kind), this.stack(kind));
+  }
+
+  /** The number of executions with their shortest, mean and longest duration. */
+  private executions(event: number): string {
+    const { capture } = this;
+    let [number_, sum, least, most] = [0, 0, Infinity, 0];
+    for (let i = 0; i < capture.kind.length; i++) {
+      if (capture.kind[i] !== capture.kind[event]) continue;
+      const duration = capture.end[i]! - capture.start[i]!;
+      number_++;
+      sum += duration;
+      least = Math.min(least, duration);
+      most = Math.max(most, duration);
+    }
+    return `${count(number_)}, ${picoseconds(least)} to ${picoseconds(most)}, mean ${picoseconds(sum / number_)}`;
+  }
+
+  private tableLinks(kind: Kind): HTMLElement | null {
+    const fields = (["op", "name", "line", "module"] as const).filter((field) => valueOf(kind, field));
+    const found = fields.flatMap((field) => (this.rows.get(rowKey(field, valueOf(kind, field))) ?? []).map((each) => ({ ...each, field })));
+    const step = /^step (\d+)$/.exec(kind.name);
+    if (kind.type === "step" && step) found.push(...(this.rows.get(rowKey("step", step[1]!)) ?? []).map((each) => ({ ...each, field: "name" as const })));
+    if (!found.length) return null;
+    const seen = new Set<string>();
+    const links = found.filter(({ section }) => !seen.has(section) && seen.add(section));
+    return h(
+      "p",
+      { class: "controls" },
+      "In the tables: ",
+      ...links.map(({ section, row }) => button(section.replaceAll("_", " "), () => visit(row), { class: "link" })),
+    );
+  }
+
+  /** The Python stack, innermost first, with the frames of libraries between those of the user folded. */
+  private stack(kind: Kind): HTMLElement | null {
+    if (kind.stack === undefined) return null;
+    const frames = this.capture.stacks[kind.stack]!.map((each) => this.capture.frames[each]!);
+    const items: HTMLElement[] = [];
+    let libraries: Frame[] = [];
+    const fold = () => {
+      if (libraries.length) {
+        const packages = [...new Set(libraries.map((frame) => frame.file.split("/")[0]!))].join(", ");
+        const inside = h("ol", {}, ...libraries.map((frame) => h("li", {}, `${frame.function}  ${frame.file}:${frame.line}`)));
+        items.push(h("li", { class: "library" }, h("details", {}, h("summary", {}, `${libraries.length} in ${packages}`), inside)));
+      }
+      libraries = [];
+    };
+    for (const frame of frames) {
+      if (!frame.isUsers) {
+        libraries.push(frame);
+        continue;
+      }
+      fold();
+      const place = `${frame.file}:${frame.line}`;
+      items.push(h("li", {}, `${frame.function}  `, button(place, () => this.actions.change({ tab: "source", source: place }), { class: "link" })));
+    }
+    fold();
+    return h("div", { class: "stack" }, h("h3", {}, "Python stack, innermost first"), h("ol", {}, ...items));
+  }
+
+  private source({ view, found }: Shown): HTMLElement {
+    return sourcePanel(this.capture, view, found, {
+      open: (source) => this.actions.change({ source }),
+      filter: (line) => this.actions.filter("frame", line),
+    });
+  }
+
+  private flame({ view, found, range, busy }: Shown): HTMLElement {
+    if (!found.busy) return h("p", { class: "empty" }, "No event of the selection matches.");
+    const controls = h(
+      "div",
+      { class: "controls" },
+      select("by", [["scope", "named scope"], ["stack", "Python stack"]], view.flame, (value) => this.actions.change({ flame: value as View["flame"] })),
+      h("span", { class: "help" }, `${sumText(found.busy, busy)} in ${rangeText(range)}`),
+    );
+    return h("div", {}, controls, flamePanel(flameTree(this.capture, found, view.flame), (field, value) => this.actions.filter(field, value)));
+  }
+}
+
+const rangeText = (range: Range | null): string =>
+  range ? `the selected ${picoseconds(range[1] - range[0])}` : "the whole capture";
+
+const sumText = (part: number, whole: number): string =>
+  whole - part > 1e-6 * whole ? `${picoseconds(part)} of ${picoseconds(whole)}` : picoseconds(whole);
+
+const number = (value: number | null, text: string): HTMLTableCellElement =>
+  h("td", { class: "number", data: value === null ? {} : { value: String(value) } }, text);

@@ -1,0 +1,93 @@
+// What the page shows, as it stands in the address: a link opens the same view.
+
+export const FIELDS = ["op", "name", "line", "file", "layer", "scope", "under", "category", "pass", "module", "frame"] as const;
+export type Field = (typeof FIELDS)[number];
+export const TABS = ["totals", "event", "source", "flame"] as const;
+export type Tab = (typeof TABS)[number];
+export const GROUPINGS = ["op", "line", "file", "layer", "scope", "category", "pass", "module"] as const;
+export type Range = readonly [number, number];
+
+export interface View {
+  readonly window: Range | null; // visible times; null: everything, or the selection
+  readonly selection: Range | null;
+  readonly device: string; // a group of lanes; "" for all
+  readonly step: string; // number of a step, which is then the selection
+  readonly where: Readonly<Partial<Record<Field, string>>>;
+  readonly query: string;
+  readonly event: number | null;
+  readonly tab: Tab;
+  readonly of: "operations" | "thread";
+  readonly by: (typeof GROUPINGS)[number];
+  readonly source: string; // open file, with ":line" to scroll to
+  readonly flame: "scope" | "stack";
+}
+
+export const EMPTY: View = {
+  window: null,
+  selection: null,
+  device: "",
+  step: "",
+  where: {},
+  query: "",
+  event: null,
+  tab: "totals",
+  of: "operations",
+  by: "op",
+  source: "",
+  flame: "scope",
+};
+
+/** Reads an address; null for one that is not of a view, such as a section's. */
+export function parseView(hash: string): View | null {
+  const text = hash.replace(/^#/, "");
+  if (!text.includes("=")) return null;
+  const found = new URLSearchParams(text);
+  const one = <T extends string>(name: string, known: readonly T[], otherwise: T): T =>
+    known.find((each) => each === found.get(name)) ?? otherwise;
+  const where: Partial<Record<Field, string>> = {};
+  for (const field of FIELDS) {
+    const value = found.get(field);
+    if (value !== null) where[field] = value;
+  }
+  const event = found.get("event");
+  return {
+    window: parseRange(found.get("t")),
+    selection: parseRange(found.get("s")),
+    device: found.get("device") ?? "",
+    step: found.get("step") ?? "",
+    where,
+    query: found.get("q") ?? "",
+    event: event !== null && /^\d+$/.test(event) ? Number(event) : null,
+    tab: one("tab", TABS, EMPTY.tab),
+    of: one("of", ["operations", "thread"], EMPTY.of),
+    by: one("by", GROUPINGS, EMPTY.by),
+    source: found.get("source") ?? "",
+    flame: one("flame", ["scope", "stack"], EMPTY.flame),
+  };
+}
+
+function parseRange(text: string | null): Range | null {
+  const match = /^(-?\d+)-(-?\d+)$/.exec(text ?? "");
+  const range = match && ([Number(match[1]), Number(match[2])] as const);
+  return range && range[1] > range[0] ? range : null;
+}
+
+export function formatView(view: View): string {
+  const parts: [string, string][] = [];
+  const add = (name: string, value: string, otherwise = "") => value !== otherwise && parts.push([name, value]);
+  const range = (each: Range | null) => (each ? `${Math.floor(each[0])}-${Math.ceil(each[1])}` : "");
+  add("t", range(view.window));
+  if (!view.step) add("s", range(view.selection));
+  add("device", view.device);
+  add("step", view.step);
+  for (const field of FIELDS) if (view.where[field] !== undefined) parts.push([field, view.where[field]]);
+  add("q", view.query);
+  if (view.event !== null) add("event", String(view.event));
+  add("tab", view.tab, EMPTY.tab);
+  add("of", view.of, EMPTY.of);
+  add("by", view.by, EMPTY.by);
+  add("source", view.source);
+  add("flame", view.flame, EMPTY.flame);
+  const written = (value: string) => encodeURIComponent(value).replaceAll("%2F", "/").replaceAll("%3A", ":");
+  return parts.map(([name, value]) => `${name}=${written(value)}`).join("&");
+}

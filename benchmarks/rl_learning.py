@@ -17,17 +17,26 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CELL, ADD = "examples/cell.yaml", "examples/add.yaml"
-PPO = ("--objective.name", "ppo", "--data.advantage", "gae", "--data.weights", "token")
 # Whitened advantages are as large when nothing is left to learn: at a constant rate they drive the policy off again.
-DECAYING = (
-    *("--optimizer.learning_rate", "1e-3"),
-    *("--optimizer.schedule.decay", "linear", "--optimizer.schedule.final_fraction", "0"),
-)
-DAPO = ("--objective.name", "dapo", "--data.weights", "token", "--data.refill_rounds", "2")
+DECAYING = ("--optimizer.schedule.decay", "linear", "--optimizer.schedule.final_fraction", "0")
+SLOWER = ("--optimizer.learning_rate", "1e-3")
+
+
+def cell(name: str, steps: int, *settings: str) -> Sequence[str]:
+    """The recipe of an algorithm, whose updates of one batch are steps of their own."""
+    length = ("--run.steps", str(steps), "--run.evaluate_every_steps", str(50 if steps < 1000 else 100))
+    return (CELL, "--objective.name", name, *length, *settings)
+
+
 RECIPES: Mapping[str, Sequence[str]] = {
     "cell_grpo": (CELL,),
-    "cell_dapo": (CELL, *DAPO),
-    "cell_ppo": (CELL, *PPO, *DECAYING, "--run.steps", "500"),
+    "cell_dr_grpo": cell("dr_grpo", 400, "--objective.entropy", "0.01"),
+    "cell_rloo": cell("rloo", 800, "--objective.entropy", "0.01"),
+    "cell_reinforce_pp": cell("reinforce_pp", 400),
+    "cell_dapo": cell("dapo", 2000, *SLOWER, "--objective.refill_rounds", "2"),
+    "cell_gspo": cell("gspo", 1200),
+    "cell_cispo": cell("cispo", 1200, *SLOWER),
+    "cell_ppo": cell("ppo", 1200, *SLOWER, *DECAYING),
     "add_grpo": (ADD,),
     "add_distill": ("examples/add_distill.yaml",),
     "letters_ppo": ("examples/letters_ppo.yaml",),

@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def played(name: str, overrides: tuple[str, ...]) -> list[dict[str, Any]]:
-    settings = ("run.init_from=runs/tiny", "data.critic_warmup_steps=0", f"output=runs/{name}", *FEW, *overrides)
+    settings = ("run.init_from=runs/tiny", "objective.critic_warmup_steps=0", f"output=runs/{name}", *FEW, *overrides)
     mapping = apply_overrides(load_yaml(EXAMPLES / "letters_ppo.yaml"), list(settings))
     start(build(parse_run(mapping)))
     return records(Path("runs") / name, "train")

@@ -8,8 +8,9 @@ import numpy as np
 from test_rollouts import cell, records
 
 from stack_rl.contracts import Trajectory
-from stack_rl.experience import batch_of, batch_shapes
+from stack_rl.experience import batch_of, batch_shapes, credited, update_batch
 from stack_rl.math.weights import WEIGHTS
+from stack_rl.objectives.presets import GRPOConfig
 from stack_rl.rollouts import RolloutBatches
 from stack_train import build, start
 from stack_train.run.placing import shard_batch
@@ -47,7 +48,7 @@ def gradients(output: Path, mesh: str) -> list:
     return [jax.device_get(differentiate(state, shard_batch(program, batch(name)))) for name in WEIGHTS]
 
 
-def batch(weights: str) -> dict[str, np.ndarray]:
+def batch(aggregation: str) -> dict[str, np.ndarray]:
     """Episodes of unlike lengths, and rows of padding."""
     rng = np.random.default_rng(0)
     found = []
@@ -64,7 +65,9 @@ def batch(weights: str) -> dict[str, np.ndarray]:
             rewards=np.where(np.arange(length) == length - 1, rng.normal(), 0).astype(np.float32),
         )
         found.append(trajectory)
-    return batch_of(found, shapes=batch_shapes(ROWS, SEQ), advantage="group", weights=weights, version=0)
+    algorithm = GRPOConfig(loss_aggregation=aggregation)
+    whole = batch_of(found, shapes=batch_shapes(ROWS, SEQ, algorithm), version=0)
+    return update_batch(credited(whole, found, algorithm, {}), np.arange(ROWS), found, algorithm)
 
 
 def check_rollouts(output: Path) -> None:
@@ -90,7 +93,7 @@ def places_of_weights(data: RolloutBatches) -> list[set[int]]:
 
     def taken(*given):
         take(*given)
-        seen.append({len(leaf.sharding.device_set) for leaf in jax.tree.leaves(data._engine._params)})
+        seen.append({len(leaf.sharding.device_set) for leaf in jax.tree.leaves(data._play.engine._params)})
 
     data.update_weights = taken
     return seen

@@ -5,11 +5,16 @@ import re
 import typing
 
 import jax
+import numpy as np
 import pytest
 
 from stack_core.abi.config import parse
 from stack_core.abi.errors import ConfigError
 from stack_core.abi.plugins import registries
+from stack_rl.contracts import Trajectory
+from stack_rl.experience import batch_of, batch_shapes, credited, update_batch
+from stack_rl.objectives.policy import PolicyConfig
+from stack_rl.updates import update_rows
 from stack_train.run.config import RunConfig
 from stack_train.run.program import build_program
 
@@ -47,7 +52,8 @@ RUNS = {
     **dict.fromkeys(("causal_lm",), (DECODER, TEXT)),
     **dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "reward_model"), (DECODER, PAIRS)),
     "kto": (DECODER, JUDGED),
-    "ppo": (DECODER, {**ROLLOUTS, "advantage": "gae"}),
+    "dapo": (DECODER, {**ROLLOUTS, "groups": 8}),
+    "cispo": (DECODER, {**ROLLOUTS, "groups": 8}),
     **dict.fromkeys(("epsilon", "v", "flow_matching"), (DENOISER, DIGITS)),
     "reconstruction": (AUTOENCODER, DIGITS),
 }
@@ -57,13 +63,22 @@ NEEDED = {"kl": 0.1, "times": "logit_normal"}
 """What other fields act beside, which are refused without it."""
 
 VALUES = {
+    "advantage": "centred",
     "correction": {"kind": "mask", "level": "geometric", "low": 0.5},
+    "critic_warmup_steps": 3,
     "dual_clip": 2.0,
+    "epochs": 5,
     "label_smoothing": 0.1,
+    "minibatches": 2,
     "noise": {"betas": "cosine"},
+    "overlong": {"kind": "mask"},
     "reference": "data",
+    "refill_rounds": 3,
     "shift": 3.0,
 }
+OF_RUNS_ALONE = ("refill_rounds", "target_kl", "critic_warmup_steps")
+"""Settings of a policy gradient that act in the course of a run (test_rollouts, stack-rl's own tests)."""
+
 OF_RUNS = ("distill", "logit_distill")
 """Objectives that begin with the run of a teacher (test_roles)."""
 
@@ -86,8 +101,28 @@ def step(objective):
     except ConfigError as error:
         return str(error)
     program = build_program(config)
-    traced = jax.make_jaxpr(program.step)(program.abstract_state, config.data.spec(config.model))
-    return re.sub(r"0x[0-9a-f]+", "", str(traced)), [str(x) for x in traced.consts]
+    traced = jax.make_jaxpr(program.step)(program.abstract_state, config.batches.spec(config.model))
+    return re.sub(r"0x[0-9a-f]+", "", str(traced)), [str(x) for x in traced.consts], of_the_host(config.objective)
+
+
+def of_the_host(objective):
+    """Returns the batches that the host makes of fixed episodes for an algorithm, which no program shows."""
+    if not isinstance(objective, PolicyConfig):
+        return None
+    rng, episodes = np.random.default_rng(0), []
+    for row, length in enumerate((3, 8, 5, 6) * 4):
+        sampled = np.arange(length) > 1
+        numbers = {"tokens": rng.integers(61, size=length), "versions": np.zeros(length, np.int64)}
+        rewards = np.where(np.arange(length) == length - 1, rng.normal(), 0)
+        given = {**numbers, "sampled": sampled, "logprobs": -rng.random(length), "rewards": rewards}
+        episodes.append(Trajectory(group=row // 2, task=row // 2, **given, is_cut=row % 3 == 0, limit_tokens=6))
+    arrays = batch_shapes(16, 16, objective, reference=objective.reference == "data")
+    scores = {name: -rng.random((16, 16)) for name in ("policy_logprobs", "reference_logprobs", "values")}
+    whole = credited(batch_of(episodes, shapes=arrays, version=0), episodes, objective, scores)
+    rows = [update_rows(16, objective, seed=(0, 0), update=update) for update in range(objective.updates)]
+    found = [update_batch(whole, each, episodes, objective) for each in rows]
+    of_run = {name: getattr(objective, name, None) for name in OF_RUNS_ALONE}
+    return [{name: array.tolist() for name, array in sorted(each.items())} for each in found], of_run
 
 
 @pytest.mark.parametrize(
@@ -120,8 +155,12 @@ def test_every_field_of_an_objective_changes_its_step_or_is_refused(name):
 @pytest.mark.parametrize(
     ("objective", "problem"),
     [
-        ({"name": "grpo", "kl_estimator": "k3"}, "objective.kl is 0, so objective.kl_estimator would have no effect"),
-        ({"name": "grpo", "reference": "data"}, "objective.kl is 0, so objective.reference would have no effect"),
+        (
+            {"name": "dr_grpo", "kl_estimator": "k3"},
+            "objective.kl is 0, so objective.kl_estimator would have no effect",
+        ),
+        ({"name": "dr_grpo", "reference": "data"}, "objective.kl is 0, so objective.reference would have no effect"),
+        ({"name": "dr_grpo", "dual_clip": 3.0}, "so objective.dual_clip would have no effect"),
         (
             {"name": "flow_matching", "times": "uniform", "logit_std": 0.5},
             "objective.logit_std would have no effect",
@@ -136,14 +175,11 @@ def test_a_field_that_another_turns_off_is_refused(objective, problem):
 @pytest.mark.parametrize(
     ("setting", "problem"),
     [
-        (
-            {"decay": 0.9, "whiten": False},
-            "data.advantage is 'group', so data.decay and data.whiten would have no effect",
-        ),
         ({"most_candidates": 8}, "data.most_candidates would have no effect, because every token is a candidate"),
     ],
 )
 def test_a_setting_of_rollouts_that_another_turns_off_is_refused(setting, problem):
-    config = parse(RunConfig, {"output": "none", "model": DECODER, "data": {**ROLLOUTS, **setting}})
+    sections = {"data": {**ROLLOUTS, **setting}, "objective": {"name": "grpo"}}
+    config = parse(RunConfig, {"output": "none", "model": DECODER, **sections})
     with pytest.raises(ConfigError, match=problem):
-        config.data.check(config.model)
+        config.batches.check(config.model)

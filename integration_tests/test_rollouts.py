@@ -12,11 +12,12 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax.nnx.traversals import flatten_mapping
 
 from stack_core.abi.config import apply_overrides, load_yaml, parse
-from stack_core.abi.errors import ConfigError, DataError, UnknownName
+from stack_core.abi.errors import ConfigError, UnknownName
 from stack_core.abi.policy import PolicyBatches
 from stack_rl.environments.prompts import PromptsConfig
 from stack_rl.objectives.presets import GRPOConfig
@@ -144,6 +145,69 @@ def test_a_killed_run_ends_bitwise_like_an_uninterrupted_one(whole, tmp_path):
     assert digests[0] == digests[1] and len(digests[0]) > 10
 
 
+SEVERAL = (
+    *("objective.epochs=2", "objective.minibatches=4", "run.evaluate_every_steps=0", "checkpoint.every_steps=3"),
+    *("optimizer.learning_rate=0.02", "run.steps=12"),
+)
+
+
+def test_after_two_epochs_of_four_minibatches_tokens_are_clipped_as_numpy_counts_them(tmp_path):
+    """And a run that resumes within a batch ends bitwise like a whole one."""
+    run = build(cell(tmp_path / "whole", *SEVERAL))
+    counts, take = [], run.data.train_iterator
+
+    def counted():
+        iterator = take()
+        inner = iterator._take
+
+        def next_update():
+            batch = inner()
+            # Before the step, whose ratios are to the policy before the first update of the batch.
+            logprobs = run.data._policy.score(batch)["logprobs"].astype(float)
+            drawn = batch["targets"] != -100
+            ratio, advantages = np.exp(logprobs - batch["old_logprobs"])[drawn], batch["advantages"][drawn]
+            counts.append(np.sum((advantages > 0) & (ratio > 1.2) | (advantages < 0) & (ratio < 0.8)))
+            return batch
+
+        iterator._take = next_update
+        return iterator
+
+    run.data.train_iterator = counted
+    start(run)
+    steps = records(tmp_path / "whole", "train")
+    tokens = [each["action_tokens"] * 4 for each in steps]
+    assert [each["clipped"] * count for each, count in zip(steps, tokens, strict=True)] == pytest.approx(counts)
+    assert counts[0] == counts[8] == 0 < min(counts[7], sum(counts[9:]))  # the batches begin at steps 1 and 9
+    assert steps[0]["update_kl"] == pytest.approx(0, abs=1e-6) and steps[7]["update_kl"] > 1e-3
+    train(cell(tmp_path / "cut", *SEVERAL, "run.steps=6"))
+    train(cell(tmp_path / "cut", *SEVERAL), resume=True)
+    ours = records(tmp_path / "cut", "train")
+    for name in ("loss", "reward", "grad_norm", "clipped", "mismatch", "staleness"):
+        assert [each[name] for each in ours] == [each[name] for each in steps], name
+    digests = [_digests(tmp_path / name / "checkpoints" / "00000012") for name in ("cut", "whole")]
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.slow  # a run
+def test_updates_stop_once_the_policy_has_moved_far(tmp_path):
+    train(cell(tmp_path / "run", *SEVERAL, "objective.target_kl=1e-3"))
+    skipped = [each["skipped_updates"] for each in records(tmp_path / "run", "train")]
+    assert skipped[0] == 0 < max(skipped) < 8
+
+
+def test_algorithms_are_named_at_the_start_with_what_differs_from_their_papers(tmp_path, capfd):
+    train(cell(tmp_path / "run", "objective.name=reinforce_pp", "objective.kl=0.02", "run.steps=1"))
+    lines = capfd.readouterr().err.splitlines()
+    first = next(place for place, line in enumerate(lines) if "episodes a step" in line)
+    assert lines[first + 1 : first + 4] == [
+        "reinforce_pp, with other settings than in its paper:",
+        "  objective.kl: 0.02 (reinforce_pp has 0.01)",
+        "  objective.entropy: 0.05 (reinforce_pp has 0.0)",
+    ]
+    (step,) = records(tmp_path / "run", "train")
+    assert step["reward_kl"] == pytest.approx(0, abs=1e-5)  # the reference is the model at the start
+
+
 @pytest.mark.slow  # two runs
 def test_a_run_that_draws_ahead_is_stale_by_what_it_may_be_and_goes_on(tmp_path):
     ahead = ("data.max_staleness=2", "run.evaluate_every_steps=0")
@@ -176,7 +240,7 @@ def test_with_top_p_the_trainer_has_the_distribution_that_was_drawn_from(tmp_pat
         assert each["largest_mismatch"] < 1e-4 and each["effective_share"] == pytest.approx(1, abs=1e-4)
         assert each["kl"] == pytest.approx(0, abs=1e-6)  # the reference is the model, over the same candidates
     model, _ = read_model(run.directory.path, run_config(run.directory.path))  # hardly moved
-    objective, ratios = GRPOConfig().build(), {}
+    objective, ratios = GRPOConfig(kl=0.0).build(), {}
     for name, left_out in {"with": (), "without": ("candidates",)}.items():
         batch = {key: jnp.asarray(value) for key, value in batches[0].items() if key not in left_out}
         ratios[name] = float(objective(model, batch, key=jax.random.key(0))[1]["ratio"].value)
@@ -211,9 +275,15 @@ def _digests(checkpoint: Path) -> dict[str, str]:
         ("data.group_size=1", ConfigError, "data.group_size"),
         ("data.seq_tokens=32", ConfigError, "seq_tokens is 32, but model.max_positions is 16"),
         ("model.vocab_size=8", ConfigError, "the environment 'cell' has 12 tokens"),
-        ("objective.name=causal_lm", ConfigError, "entropy"),
-        ("objective.name=ppo", ConfigError, "reads 'old_values' of a batch"),
-        ("objective.kl_estimator=k1", ConfigError, "whose expectation is zero"),
+        ("objective.name=causal_lm", ConfigError, "Unknown key 'objective.kl'"),
+        ("objective={name: causal_lm}", ConfigError, "'causal_lm', which cannot learn from rollouts"),
+        ("objective.advantage=gae", ConfigError, "grpo has no critic, which 'gae' reads"),
+        ("objective={name: ppo, advantage: group}", ConfigError, "ppo trains a critic, which only 'gae' reads"),
+        ("objective.minibatches=3", ConfigError, "3, which does not divide the 16 episodes"),
+        ("objective={name: grpo, kl_estimator: k1}", ConfigError, "whose expectation is zero"),
+        ("data.advantage=group", ConfigError, "no key 'data.advantage' any more: it is now objective.advantage"),
+        ("data.weights=token", ConfigError, "no key 'data.weights' any more: it is now objective.loss_aggregation"),
+        ("data.decay=0.9", ConfigError, "no key 'data.decay' any more: it is now objective.gae_lambda"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path, override, error, message):
@@ -223,7 +293,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path, overr
 
 
 def test_ppo_trains_its_critic_with_the_policy_and_resumes_bitwise(tmp_path):
-    ppo = ("objective.name=ppo", "data.advantage=gae", "data.weights=token", "run.evaluate_every_steps=0")
+    """All steps are updates of one batch, whose advantages and scores the resumed run has from the journal."""
+    ppo = ("objective.name=ppo", "run.evaluate_every_steps=0")
     train(cell(tmp_path / "whole", *ppo, "run.steps=4"))
     train(cell(tmp_path / "cut", *ppo, "run.steps=2"))
     train(cell(tmp_path / "cut", *ppo, "run.steps=4"), resume=True)
@@ -248,13 +319,6 @@ def test_a_policy_published_in_bfloat16_is_updated_and_sampled_in_float32(tmp_pa
     changed = [(start[path] != end[path]).ravel() for path in dtypes if "kernel" in path]
     assert jnp.concatenate(changed).mean() > 0.9  # of bfloat16 parameters 2%
     assert max(each["largest_mismatch"] for each in records(tmp_path / "run", "train")) < 1e-4
-
-
-def test_values_are_asked_of_an_objective_that_has_a_critic(tmp_path):
-    batches = build(cell(tmp_path / "run", "data.advantage=gae")).data
-    batches._scores = lambda batch: {"logprobs": 0.0}
-    with pytest.raises(DataError, match="needs a critic's values, but the objective has no critic"):
-        batches._values(dict.fromkeys(("tokens", "targets", "positions", "segment_ids")))
 
 
 def briefly(completion):

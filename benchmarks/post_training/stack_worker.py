@@ -89,7 +89,7 @@ def grpo() -> Sequence[tuple[float, float]]:
     data = {"name": "rollouts", "environment": environment | {"max_tokens": NEW_TOKENS}, "groups": GROUPS}
     data |= {"group_size": GROUP_SIZE, "seq_tokens": PROMPT_TOKENS + NEW_TOKENS}
     run = {"steps": STEPS_OF_RUN, "init_from": str(FOLDER / "sft")}
-    return trained("grpo", {"model": MODEL, "data": data, "objective": {"name": "grpo"}, "run": run})
+    return trained("grpo", {"model": MODEL, "data": data, "objective": {"name": "grpo", "kl": 0.0}, "run": run})
 
 
 def sampling() -> Sequence[tuple[float, float]]:

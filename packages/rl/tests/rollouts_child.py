@@ -4,7 +4,7 @@ Its "weights" are two numbers that each batch changes, bit for bit by what the b
 them. It goes on from its newest checkpoint, and writes what each step used to `steps.json`.
 
 Arguments: the directory, the largest staleness, "module:Class.method:before|after:nth call" to die at, or "never", and
-how many rounds of groups may be drawn in place of flat ones.
+how many rounds of groups may be drawn in place of flat ones, and into how many minibatches a batch is split, twice.
 """
 
 import asyncio
@@ -24,6 +24,7 @@ from stack_core.abi.config import config
 from stack_core.abi.generation import GenerationUpdate, TokenLogprob
 from stack_rl import rollouts
 from stack_rl.contracts import Observation, StepResult
+from stack_rl.objectives.presets import DrGRPOConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.scripted import Policy, ScriptedEngine
@@ -127,6 +128,12 @@ def die_at(moment):
     setattr(owner, name, dying)
 
 
+def score(params, batch):
+    """Log-probabilities that depend on the weights, so that a score by other weights is noticed."""
+    moved = np.float32(np.asarray(params["w"]).sum() / 2**18)
+    return {"policy_logprobs": np.where(batch["targets"] != -100, batch["behaviour_logprobs"] - moved, 0)}
+
+
 class Training:
     """The loop: weights, checkpoints, and what each step used."""
 
@@ -143,12 +150,15 @@ class Training:
 
 def main():
     directory, staleness, moment, refill_rounds = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    minibatches = int(sys.argv[5])
     if moment != "never":
         die_at(moment if moment.startswith("stack_") else f"__main__:{moment}")
     rollouts.registries = SimpleNamespace(engines={"static": Engine})
     sizes = {"groups": 2, "group_size": 2, "seq_tokens": 8}
-    drawn = {"max_staleness": staleness, "refill_rounds": refill_rounds}
-    data = rollouts.RolloutData(environment=SleepyConfig(), **sizes, **drawn).build(seed=0, model=None)
+    several = {"epochs": 2, "minibatches": minibatches, "target_kl": 5.0} if minibatches > 1 else {}
+    objective = DrGRPOConfig(refill_rounds=refill_rounds, **several)
+    settings = rollouts.RolloutData(environment=SleepyConfig(), **sizes, max_staleness=staleness)
+    data = settings.for_objective(objective).build(seed=0, model=None)
     (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
     data.write(directory)
     (directory / "config.yaml").touch()
@@ -161,7 +171,7 @@ def main():
         iterator.set_state(saved["state"])
     data.take_policy(Policy)
     training = Training()
-    data.update_weights({"w": jnp.asarray(weights)}, step, lambda params, batch: {})
+    data.update_weights({"w": jnp.asarray(weights)}, step, score)
     while step < STEPS:
         before = data._ledger.state()
         batch = next(iterator)
@@ -171,7 +181,7 @@ def main():
         used = [n for n in used if not (n < before["frontier"] or n in before["beyond"])]
         stale = float(batch["staleness"].max())
         steps.append({"groups": used, "weights": weights.tolist(), "reward": batch["reward"].tolist(), "stale": stale})
-        data.update_weights({"w": jnp.asarray(weights)}, step, lambda params, batch: {})
+        data.update_weights({"w": jnp.asarray(weights)}, step, score)
         if step % EVERY == 0 or step == STEPS:
             training.save(directory, step, weights, iterator.get_state(), steps)
             paths = sorted((directory / "checkpoints").glob("*.json"))

@@ -9,6 +9,7 @@ from stack_rl.environments.cell import CellConfig
 from stack_rl.episodes import Attempt, Player, SamplingFilter
 from stack_rl.experience import batch_of, batch_shapes
 from stack_rl.groups import Group
+from stack_rl.objectives.presets import DrGRPOConfig
 
 from .scripted import Policy, ScriptedEngine
 
@@ -50,12 +51,12 @@ def test_trajectories_keep_what_each_token_was_drawn_from():
 
 
 def test_batches_have_a_row_of_candidates_for_each_target():
-    batch = batch_of(played(), shapes=batch_shapes(3, 6, candidates=2), advantage="group", weights="token", version=0)
+    batch = batch_of(played(), shapes=batch_shapes(3, 6, DrGRPOConfig(), candidates=2), version=0)
     assert batch["targets"][0].tolist() == [-100, -100, 3, -100, 4, -100]
     nothing = [-1, -1]
     assert batch["candidates"][0].tolist() == [nothing, nothing, [3, 5], nothing, [4, -1], nothing]
     assert (batch["candidates"][2] == -1).all()
     with pytest.raises(DataError, match=r"drawn from 2 candidates, but data.most_candidates is 1"):
-        batch_of(played(), shapes=batch_shapes(2, 6, candidates=1), advantage=None, weights="token", version=0)
-    assert "candidates" not in batch_of(played(), shapes=batch_shapes(2, 6), advantage=None, weights="sum", version=0)
+        batch_of(played(), shapes=batch_shapes(2, 6, DrGRPOConfig(), candidates=1), version=0)
+    assert "candidates" not in batch_of(played(), shapes=batch_shapes(2, 6, DrGRPOConfig()), version=0)
     assert np.asarray(batch["candidates"]).dtype == np.int32

@@ -32,22 +32,26 @@ def test_every_algorithm_is_listed_with_its_equation_and_paper(capsys: pytest.Ca
     for name in PRESETS:
         assert "l = " in found[name]["equation"], name
         assert "arXiv:" in found[name]["source"], name
-    assert found["dr_grpo"]["data"] == {"advantage": "centred", "weights": "constant"}
-    assert found["ppo"]["data"] == {"advantage": "gae", "weights": "token"}
-    assert found["dpo"]["data"] == {}
+    once = {"epochs": 1, "minibatches": 1}
+    assert found["dr_grpo"]["parts"] == {"advantage": "centred", "loss_aggregation": "constant", **once}
+    several = {"epochs": 3, "minibatches": 4}
+    assert found["ppo"]["parts"] == {"advantage": "gae", "loss_aggregation": "token", **several}
+    assert found["rloo"]["parts"]["kl_in"] == "reward"
+    assert found["dapo"]["parts"]["overlong"]["kind"] == "penalize"
+    assert found["dpo"]["parts"] == {}
 
 
 def test_the_list_is_for_people_too(capsys: pytest.CaptureFixture[str]) -> None:
     main(["rl", "list"])
     text = capsys.readouterr().out
     assert "ipo: Identity preference optimization" in text
-    assert "    l = -sg[clip(r, lowest, highest)] A log p\n" in text
-    assert "    data.advantage: group, data.weights: token\n" in text
+    assert "    l = -sg[clip(r, lowest, highest)] A log p, A = (reward - mean of the group) / std" in text
+    assert "    advantage: group, loss_aggregation: token, epochs: 1, minibatches: 16\n" in text
 
 
 RECIPE = """
-data: {name: rollouts, environment: {name: cell}, seq_tokens: 8, weights: token}
-objective: {name: dr_grpo, clip_high: 0.28, kl: 0.1, kl_estimator: k3, OTHER}
+data: {name: rollouts, environment: {name: cell}, seq_tokens: 8}
+objective: {name: dr_grpo, epochs: 2, clip_high: 0.28, kl: 0.1, kl_estimator: k3, loss_aggregation: token, OTHER}
 """
 
 
@@ -62,11 +66,11 @@ def test_an_audit_shows_where_a_recipe_leaves_its_paper(tmp_path: Path, capsys: 
     differing = {each["key"]: (each["value"], each["expected"]) for each in found["choices"]}
     differing = {key: pair for key, pair in differing.items() if pair[0] != pair[1]}
     assert differing == {
+        "objective.loss_aggregation": ("token", "constant"),
+        "objective.epochs": (2, 1),
         "objective.clip_high": (0.28, 0.2),
         "objective.kl": (0.1, 0.0),
         "objective.kl_estimator": ("k3", "k2"),
-        "data.advantage": ("group", "centred"),
-        "data.weights": ("token", "constant"),
     }
     (warning,) = found["warnings"]
     assert "k3 has the gradient of KL(p_ref || p)" in warning
@@ -77,6 +81,12 @@ def test_an_audit_says_what_k3_does(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "objective.clip_high: 0.28   <- dr_grpo has 0.2\n" in text
     assert "k3 has the gradient of KL(p_ref || p)" in text
     assert "k3 has" not in audited(tmp_path / "b.yaml", capsys, "kl_corrected: true")
+
+
+def test_an_audit_refuses_what_a_run_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        audited(tmp_path / "a.yaml", capsys, "minibatches: 7")
+    assert "7, which does not divide the 128 episodes" in capsys.readouterr().err
 
 
 def test_an_audit_of_what_is_no_recipe_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

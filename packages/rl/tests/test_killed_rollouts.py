@@ -30,11 +30,21 @@ MOMENTS = (
 )
 
 
-def finished(directory, staleness, *moments, refill_rounds=0):
+def finished(directory, staleness, *moments, refill_rounds=0, minibatches=1):
     """What the steps of a run used that was killed at each moment in turn, and then went on to its end."""
 
     def command(moment):
-        return [sys.executable, "-W", "ignore", CHILD, directory, str(staleness), moment, str(refill_rounds)]
+        return [
+            sys.executable,
+            "-W",
+            "ignore",
+            CHILD,
+            directory,
+            str(staleness),
+            moment,
+            str(refill_rounds),
+            str(minibatches),
+        ]
 
     for moment in moments:
         child = subprocess.run(command(moment), check=False)
@@ -67,6 +77,23 @@ def test_a_run_that_is_killed_thrice_ends_bitwise_like_a_whole_one(whole, tmp_pa
 
 def test_a_run_that_draws_ahead_uses_every_group_once_whenever_it_is_killed(tmp_path):
     check_ahead(finished(tmp_path, 2, EARLY[1]))
+
+
+def test_a_run_that_is_killed_between_the_updates_of_a_batch_ends_bitwise_like_a_whole_one(tmp_path):
+    """Two epochs of two minibatches; checkpoints of steps 3 and 6 lie within the first and the second batch."""
+    whole, cut = (tmp_path / "whole", tmp_path / "cut")
+    whole.mkdir(), cut.mkdir()
+    moments = (
+        "Training.save:after:1",
+        "Training.learn:before:2",
+        "Training.save:after:1",
+    )
+    steps, expected = finished(cut, 0, *moments, minibatches=2), finished(whole, 0, minibatches=2)
+    for name in ("weights", "reward", "stale"):
+        assert [each[name] for each in steps] == [each[name] for each in expected], name
+    assert [len(each["groups"]) for each in expected] == [2, 0, 0, 0, 2, 0, 0, 0]
+    # A run that resumes within a batch uses its groups, which the checkpoint lists as unused, before its next step.
+    assert [each["groups"] for each in steps] == [[0, 1], [], [], [0, 1], [2, 3], [], [2, 3], []]
 
 
 @pytest.mark.slow  # four processes

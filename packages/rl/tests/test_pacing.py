@@ -21,7 +21,7 @@ def simulated(groups, max_staleness, batches, durations):
             dispatched[number] = version
             pacing.dispatch(number, version)
             heapq.heappush(running, (clock + durations(number), number))
-        assert len(pacing._versions) <= (max_staleness + 1) * groups
+        assert len(pacing._batches) <= (max_staleness + 1) * groups
         while running and running[0][0] <= clock:
             pacing.complete(heapq.heappop(running)[1])
         while (found := pacing.ready(version)) is None:

@@ -6,11 +6,13 @@ from contextlib import ExitStack, closing, nullcontext
 from types import SimpleNamespace
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from stack_rl import rollouts
 from stack_rl.environments.prompts import PromptsConfig
 from stack_rl.groups import Group, Ledger
+from stack_rl.objectives.presets import DrGRPOConfig
 from stack_rl.rollout_journal import RolloutJournal
 from stack_rl.rollouts import RolloutData
 
@@ -32,15 +34,15 @@ class Run:
     def batch(self, version, course="w"):
         """The groups of a batch and whether the journal had them."""
         number = self.ledger.batches
-        found = self.journal.replayed(number, f"{course}{version}")
-        groups = [each.number for each in found or ()]
+        found = self.journal.replayed(number, f"{course}{version}", version)
+        groups = [] if found is None else [each.number for each in found.groups]
         if found is None:
             recorded = self.journal.usable(version, f"{course}{version}")
             numbers = self.ledger.unused()
             groups = [next(numbers) for _ in range(2)]
             for each in set(groups) - recorded:
                 self.draw(each, version, course)
-            self.journal.note(number, groups, f"{course}{version}")
+            self.journal.note(number, groups, f"{course}{version}", version)
         self.ledger.use(groups)
         return groups, found is not None
 
@@ -139,6 +141,20 @@ def test_what_checkpoints_have_learned_from_is_forgotten_once_none_needs_it(run)
     assert not again.journal.recorded and again.batch(3) == ([6, 7], False)
 
 
+def test_scores_outlive_a_kill_and_a_begun_batch_needs_no_digest(run):
+    run.batch(0)
+    saved = run.save(1)
+    scores = {"values": np.arange(6, dtype=np.float32).reshape(2, 3), "policy_logprobs": np.zeros((1, 2), np.float32)}
+    run.draw(2, 1), run.draw(3, 1)
+    run.journal.note(1, [2, 3], "w1", 1, scores)
+    other = run.again(saved)
+    found = other.journal.replayed(1, None, 3)  # weights that two updates of the batch changed
+    assert found is not None and (found.version, [each.number for each in found.groups]) == (1, [2, 3])
+    assert {name: array.tolist() for name, array in found.scores.items()} == {
+        name: array.tolist() for name, array in scores.items()
+    }
+
+
 def test_a_new_run_does_not_take_up_what_another_left(run):
     run.batch(0)
     run.journal.close()
@@ -183,7 +199,7 @@ def test_a_resumed_run_is_handed_no_groups_of_other_settings(tmp_path, monkeypat
 
     def batch(version=0, **changes):
         settings = {"environment": SleepyConfig(), "groups": 2, "group_size": 2, "seq_tokens": 8} | changes
-        with closing(RolloutData(**settings).build(seed=0, model=None)) as data:
+        with closing(RolloutData(**settings).for_objective(DrGRPOConfig()).build(seed=0, model=None)) as data:
             data.write(tmp_path)
             (tmp_path / "config.yaml").touch()
             data.take_policy(Policy)
@@ -216,6 +232,7 @@ def test_a_new_run_drops_the_samples_of_one_that_failed_to_start(tmp_path, is_ne
     samples.write_text("{}\n")
     if not is_new:
         (tmp_path / "config.yaml").touch()
-    with closing(RolloutData(environment=SleepyConfig(), seq_tokens=8).build(seed=0, model=None)) as data:
+    settings = RolloutData(environment=SleepyConfig(), seq_tokens=8)
+    with closing(settings.for_objective(DrGRPOConfig()).build(seed=0, model=None)) as data:
         data.write(tmp_path)
     assert samples.exists() != is_new

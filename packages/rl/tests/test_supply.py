@@ -101,7 +101,7 @@ def test_what_cannot_be_filled_says_why_once_and_goes_on_with_flat_groups() -> N
         groups = supply.take(WEIGHTS)
     message = str(found[0].message)
     assert "of 10 groups that were drawn, 8 with a reward of 0 throughout, 1 with no attempt left." in message
-    assert "raise data.refill_rounds" in message
+    assert "raise objective.refill_rounds" in message
     assert [each.number for each in trained_on(groups, 4)] == [0, 1, 2, 3]
     supply.rounds.ledger.use([each.number for each in groups])
     with warnings.catch_warnings():

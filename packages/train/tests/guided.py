@@ -44,5 +44,5 @@ class GuidedConfig(Objective):
         loss = jnp.mean((guide(hidden) - batch["positions"] / 8) ** 2)
         return loss, {"loss": Metric.mean(loss, jnp.float32(batch["tokens"].size))}
 
-    def scores(self, outputs: Any, batch: Any, *, guide: Guide) -> Mapping[str, jax.Array]:
+    def scores(self, model: Any, outputs: Any, batch: Any, *, guide: Guide) -> Mapping[str, jax.Array]:
         return {"places": guide(outputs.hidden)}

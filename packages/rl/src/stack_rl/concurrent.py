@@ -110,7 +110,7 @@ class ConcurrentPlayer:
             if episode.observation is None:
                 return
             seed = np.random.default_rng([self._seed, episode.attempt.group, place, turn]).integers(1 << 62)
-            episode.act(await self._act(episode, int(seed)))
+            episode.act(await self._act(episode, int(seed)), self._seq_tokens)
             assert episode.action is not None
             episode.take(await within(environment.step(episode.action), limit_s), self._seq_tokens)
 

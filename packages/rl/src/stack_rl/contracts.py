@@ -194,6 +194,9 @@ class Trajectory:
       rewards: float32, each stored at the last token of its action.
       verdict: result of checking the answer; None without a check.
       is_truncated: True if a token limit ended the episode.
+      is_cut: True if the last action ended by its token limit instead of a stop or end token.
+      limit_tokens: maximum number of tokens that the policy could have sampled, given its earlier actions; None if
+        unknown.
       facts: named measurements to report.
       candidates: candidates of each token if sampling was restricted (`top_p`, `top_k`), else None: int32[tokens] with
         the number per token, and int32[...] with the candidates of all tokens concatenated.
@@ -208,5 +211,7 @@ class Trajectory:
     rewards: np.ndarray
     verdict: Verdict | None = None
     is_truncated: bool = False
+    is_cut: bool = False
+    limit_tokens: int | None = None
     facts: Mapping[str, float] = field(default_factory=dict)
     candidates: tuple[np.ndarray, np.ndarray] | None = None

@@ -84,6 +84,8 @@ class Episode:
     rewards: list[float] = field(default_factory=list)
     verdict: Verdict | None = None
     is_truncated: bool = False
+    is_cut: bool = False
+    limit_tokens: int = 0
     facts: dict[str, float] = field(default_factory=dict)
     failure: str | None = None
 
@@ -113,10 +115,11 @@ class Episode:
         self.candidates += [()] * count
         self.rewards += [0.0] * count
 
-    def act(self, update: GenerationUpdate) -> None:
+    def act(self, update: GenerationUpdate, seq_tokens: int) -> None:
         """Appends the policy's action."""
         assert self.observation is not None and update.logprobs is not None and update.finish_reason is not None
         count = len(update.tokens)
+        self.limit_tokens = sum(self.sampled) + min(self.observation.max_tokens, seq_tokens - len(self.tokens))
         self.tokens += update.tokens
         self.sampled += [True] * count
         self.logprobs += [each.logprob for each in update.logprobs]
@@ -124,7 +127,8 @@ class Episode:
         self.candidates += update.candidates or [()] * count
         self.rewards += [0.0] * count
         # An action that reaches its own `max_tokens` is complete; a shorter one was cut by `data.seq_tokens`.
-        self.is_truncated = update.finish_reason == "length" and count < self.observation.max_tokens
+        self.is_cut = update.finish_reason == "length"
+        self.is_truncated = self.is_cut and count < self.observation.max_tokens
         self.action = Action(tokens=update.tokens, finish_reason=update.finish_reason)
 
     def take(self, result: StepResult, seq_tokens: int) -> None:
@@ -148,6 +152,8 @@ class Episode:
             rewards=np.asarray(self.rewards, np.float32),
             verdict=self.verdict,
             is_truncated=self.is_truncated,
+            is_cut=self.is_cut,
+            limit_tokens=self.limit_tokens,
             facts=self.facts,
             candidates=_flat(self.candidates),
         )
@@ -255,7 +261,7 @@ class Player:
     def _receive(self, submitted: "deque[tuple[Episode, str]]", *, count: int) -> None:
         for _ in range(count):
             episode, name = submitted.popleft()
-            episode.act(joined(list(self._engine.stream(name))))
+            episode.act(joined(list(self._engine.stream(name))), self._seq_tokens)
 
     def _together(self, episodes: Sequence[Episode], work: Callable[[Episode], Awaitable[None]]) -> None:
         """Runs the same coroutine for all episodes concurrently; a failure affects only its own episode."""

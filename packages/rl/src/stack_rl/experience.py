@@ -9,10 +9,12 @@ import numpy as np
 from stack_core.abi.data import IGNORED_TARGET, Shapes
 from stack_core.abi.errors import DataError
 from stack_rl.contracts import Trajectory
-from stack_rl.math.advantages import ADVANTAGES, equal_groups, gae, whitened_tokens
+from stack_rl.math.advantages import ADVANTAGES, equal_groups, gae, kl_to_go, overlong, whitened_tokens
 from stack_rl.math.weights import token_weights
+from stack_rl.objectives.policy import PolicyConfig
+from stack_rl.objectives.ppo import PPOConfig
 
-__all__ = ["REFERENCE_LOGPROBS", "batch_of", "batch_shapes", "credited_by_values"]
+__all__ = ["REFERENCE_LOGPROBS", "batch_of", "batch_shapes", "credited", "update_batch"]
 
 REFERENCE_LOGPROBS: Final = "reference_logprobs"
 
@@ -23,9 +25,8 @@ _TOKENS: Final = {
     "segment_ids": np.int32,
     "advantages": np.float32,
     "weights": np.float32,
-    "old_logprobs": np.float32,
+    "behaviour_logprobs": np.float32,
 }
-_VALUES: Final = ("old_values", "returns")
 # Objectives report the mean of each of these, as they do of every array[rows] except `real`, `dropped` and `share`.
 _OF_EPISODES: Final = ("reward", "correct", "unchecked", "unparsed", "action_tokens", "staleness", "truncated")
 _OF_GROUPS: Final = ("flat_groups", "drawn_groups")
@@ -33,97 +34,183 @@ _ROWS: Final = ("real", "dropped", "share", *_OF_EPISODES, *_OF_GROUPS)
 
 
 def batch_shapes(
-    rows: int, seq_tokens: int, *, values: bool = False, candidates: int = 0, reference: bool = False
+    rows: int, seq_tokens: int, algorithm: PolicyConfig, *, candidates: int = 0, reference: bool = False
 ) -> Shapes:
     """Returns the arrays of a batch: token arrays are [rows, seq_tokens], row arrays [rows].
 
     Args:
       rows: number of rows.
       seq_tokens: number of tokens per row.
-      values: include the arrays that `credited_by_values` adds.
+      algorithm: the algorithm, whose parts need further arrays.
       candidates: maximum number of candidates per target, stored as int32[rows, seq_tokens, candidates] and padded with
         -1. 0 omits the array, because all tokens are candidates.
       reference: include the reference's log-probabilities of the targets.
     """
-    more = (*(_VALUES if values else ()), *((REFERENCE_LOGPROBS,) if reference else ()))
-    dtypes = _TOKENS | dict.fromkeys(more, np.float32)
+    more = {
+        "old_logprobs": algorithm.has_old_logprobs,
+        "old_values": algorithm.has_critic,
+        "returns": algorithm.has_critic,
+        REFERENCE_LOGPROBS: reference,
+    }
+    dtypes = _TOKENS | {name: np.float32 for name, is_there in more.items() if is_there}
     tokens = {name: jax.ShapeDtypeStruct((rows, seq_tokens), np.dtype(dtype)) for name, dtype in dtypes.items()}
     if candidates:
         tokens["candidates"] = jax.ShapeDtypeStruct((rows, seq_tokens, candidates), np.dtype(np.int32))
-    return tokens | {name: jax.ShapeDtypeStruct((rows,), np.dtype(np.float32)) for name in _ROWS}
+    facts = {
+        "reward_kl": algorithm.has_reward_kl,
+        "overlong": algorithm.overlong is not None,
+        "skipped_updates": algorithm.target_kl is not None,
+    }
+    names = (*_ROWS, *(name for name, is_there in facts.items() if is_there))
+    return tokens | {name: jax.ShapeDtypeStruct((rows,), np.dtype(np.float32)) for name in names}
 
 
-def batch_of(
-    trajectories: Sequence[Trajectory | None], *, shapes: Shapes, advantage: str | None, weights: str, version: int
-) -> dict[str, np.ndarray]:
-    """Builds a batch with one trajectory per row; spare rows and dropped trajectories (None) become padding.
+def batch_of(trajectories: Sequence[Trajectory | None], *, shapes: Shapes, version: int) -> dict[str, np.ndarray]:
+    """Lays out one trajectory per row, without advantages and weights; dropped trajectories (None) become padding.
 
     Padding is marked by ignored targets and segment 0, not by its token ids, so an end token that is also the padding
-    token is still learned.
+    token is still learned. `old_logprobs` are those of the behaviour until `credited` replaces them.
 
     Args:
       trajectories: trajectories of the batch, at most one per row.
       shapes: shapes of the batch.
-      advantage: key of `ADVANTAGES`; None sets all advantages to 0.
-      weights: name of a weighting in `token_weights`.
       version: version of the weights that the batch will train.
 
     Raises:
       DataError: the number of a token's candidates exceeds the batch's maximum.
     """
     batch = {name: np.zeros(each.shape, each.dtype) for name, each in shapes.items()}
-    rows, seq_tokens = batch["targets"].shape
     batch["targets"][:] = IGNORED_TARGET
-    batch["share"][:], batch["drawn_groups"][:] = 1 / rows, 1.0
+    batch["drawn_groups"][:] = 1.0
     if "candidates" in batch:
         batch["candidates"][:] = -1
     batch["dropped"][: len(trajectories)] = [each is None for each in trajectories]
-    there = np.asarray([row for row, each in enumerate(trajectories) if each is not None], np.int64)
-    found = [each for each in trajectories if each is not None]
+    there, found = _present(trajectories)
     for row, trajectory in zip(there, found, strict=True):
         _lay_out(batch, int(row), trajectory, version)
-    groups = np.asarray([each.group for each in found], np.int64)
-    rewards, lengths = batch["reward"][there], batch["action_tokens"][there].astype(np.int64)
-    credit = np.zeros(len(found)) if advantage is None else ADVANTAGES[advantage](rewards.astype(np.float64), groups)
-    drawn = batch["targets"] != IGNORED_TARGET
-    weigh = token_weights(weights, lengths, groups, max_tokens=seq_tokens)
-    batch["advantages"][there] = drawn[there] * credit[:, None]
-    batch["weights"][there] = drawn[there] * weigh[:, None]
-    batch["flat_groups"][there] = equal_groups(rewards, groups) & _has_siblings(groups)
+    if "old_logprobs" in batch:
+        batch["old_logprobs"][:] = batch["behaviour_logprobs"]
+    groups = _groups(found)
+    batch["flat_groups"][there] = equal_groups(batch["reward"][there], groups) & _has_siblings(groups)
     return batch
 
 
-def credited_by_values(
+def credited(
     batch: Mapping[str, np.ndarray],
     trajectories: Sequence[Trajectory | None],
-    values: np.ndarray,
-    *,
-    discount: float,
-    decay: float,
-    whiten: bool,
+    algorithm: PolicyConfig,
+    scores: Mapping[str, np.ndarray],
 ) -> dict[str, np.ndarray]:
-    """Returns a batch of `batch_of` with advantages estimated from a critic's values.
+    """Returns a batch of `batch_of` with an algorithm's advantages, old values and old log-probabilities.
 
     Args:
-      batch: batch whose advantages are replaced.
+      batch: the batch.
       trajectories: trajectories of the batch, which provide the rewards.
-      values: the critic's value at each target, [rows, seq_tokens].
-      discount, decay: gamma and lambda of `gae`.
-      whiten: whiten the advantages over the batch. `returns` use the advantages before whitening.
+      algorithm: estimator of the advantages, with the parts of the reward that it adds.
+      scores: scores of `PolicyObjective.scores` before the first update, each [rows, seq_tokens].
     """
-    drawn = batch["targets"] != IGNORED_TARGET
-    rewards, expected = np.zeros(drawn.shape), np.where(drawn, values, 0).astype(np.float64)
+    batch, drawn = dict(batch), batch["targets"] != IGNORED_TARGET
+    there, found = _present(trajectories)
+    rewards = _token_rewards(drawn.shape, trajectories)
+    last = drawn & (np.cumsum(drawn[:, ::-1], axis=1)[:, ::-1] == 1)
+    extra = _overlong(algorithm, found)
+    rewards[there] += extra[:, None] * last[there]
+    if algorithm.overlong is not None:
+        batch["overlong"] = _in_rows(there, _excluded(algorithm, found) - extra, len(drawn)).astype(np.float32)
+    k1 = np.zeros(drawn.shape)
+    if algorithm.has_reward_kl:
+        reference = scores.get(REFERENCE_LOGPROBS, batch.get(REFERENCE_LOGPROBS))
+        k1 = np.where(drawn, batch["behaviour_logprobs"].astype(np.float64) - reference, 0)
+        batch["reward_kl"] = k1.sum(axis=1).astype(np.float32)
+    if algorithm.has_old_logprobs:
+        batch["old_logprobs"] = np.where(drawn, scores["policy_logprobs"], 0).astype(np.float32)
+    if isinstance(algorithm, PPOConfig):
+        values = np.where(drawn, scores["values"], 0).astype(np.float64)
+        how = {"discount": algorithm.gae_gamma, "decay": algorithm.gae_lambda}
+        advantages = gae(rewards - algorithm.kl * k1, values, drawn, **how)
+        batch["old_values"] = values.astype(np.float32)
+        batch["returns"] = np.where(drawn, advantages + values, 0).astype(np.float32)
+        advantages = whitened_tokens(advantages, drawn) if algorithm.whiten_advantages else advantages
+    elif algorithm.advantage == "returns":
+        returns = kl_to_go(rewards.sum(axis=1), k1, drawn, coefficient=algorithm.kl)
+        advantages = whitened_tokens(returns, drawn)
+    else:
+        totals = (rewards - algorithm.kl * k1)[there].sum(axis=1)
+        credit = ADVANTAGES[algorithm.advantage](totals, _groups(found))
+        advantages = drawn * _in_rows(there, credit, len(drawn))[:, None]
+    batch["advantages"] = advantages.astype(np.float32)
+    return batch
+
+
+def update_batch(
+    batch: Mapping[str, np.ndarray],
+    rows: np.ndarray,
+    trajectories: Sequence[Trajectory | None],
+    algorithm: PolicyConfig,
+) -> dict[str, np.ndarray]:
+    """Returns rows of a batch as the batch of one update, with the weights of its tokens.
+
+    Args:
+      batch: the batch.
+      rows: rows of the update.
+      trajectories: trajectories of the batch; rows without one are padding.
+      algorithm: the algorithm, whose aggregation weights the update's tokens.
+    """
+    chosen = {name: array[rows] for name, array in batch.items()}
+    here = [trajectories[row] if row < len(trajectories) else None for row in rows]
+    there, found = _present(here)
+    drawn = chosen["targets"] != IGNORED_TARGET
+    lengths = drawn[there].sum(axis=1).astype(np.int64)
+    lengths[_excluded(algorithm, found)] = 0
+    weigh = token_weights(algorithm.loss_aggregation, lengths, _groups(found), max_tokens=drawn.shape[1])
+    chosen["weights"] = np.zeros(drawn.shape, np.float32)
+    chosen["weights"][there] = drawn[there] * (weigh * (lengths > 0))[:, None]
+    chosen["share"] = np.full(len(rows), 1 / len(rows), np.float32)
+    return chosen
+
+
+def _present(trajectories: Sequence[Trajectory | None]) -> tuple[np.ndarray, list[Trajectory]]:
+    """Returns the rows that have a trajectory, and their trajectories."""
+    rows = np.asarray([row for row, each in enumerate(trajectories) if each is not None], np.int64)
+    return rows, [each for each in trajectories if each is not None]
+
+
+def _groups(trajectories: Sequence[Trajectory]) -> np.ndarray:
+    return np.asarray([each.group for each in trajectories], np.int64)
+
+
+def _in_rows(rows: np.ndarray, values: np.ndarray, count: int) -> np.ndarray:
+    found = np.zeros(count)
+    found[rows] = values
+    return found
+
+
+def _token_rewards(shape: tuple[int, ...], trajectories: Sequence[Trajectory | None]) -> np.ndarray:
+    """Returns the reward of each target; targets are tokens 1, 2, ..., so rewards shift by one as well."""
+    rewards = np.zeros(shape)
     for row, each in enumerate(trajectories):
         if each is not None:
-            # Targets are tokens 1, 2, ..., so rewards shift by one as well.
             rewards[row, : len(each.tokens) - 1] = each.rewards[1:]
-    advantages = gae(rewards, expected, drawn, discount=discount, decay=decay)
-    found = {
-        "advantages": whitened_tokens(advantages, drawn) if whiten else advantages,
-        "old_values": expected,
-        "returns": np.where(drawn, advantages + expected, 0),
-    }
-    return {**batch, **{name: array.astype(np.float32) for name, array in found.items()}}
+    return rewards
+
+
+def _overlong(algorithm: PolicyConfig, trajectories: Sequence[Trajectory]) -> np.ndarray:
+    """Returns what long answers add to their reward: at most 0, and 0 for answers whose limit is unknown."""
+    settings = algorithm.overlong
+    lengths = np.asarray([int(each.sampled.sum()) for each in trajectories], np.float64)
+    if settings is None or settings.kind != "penalize":
+        return np.zeros(len(lengths))
+    limits = np.asarray([np.inf if each.limit_tokens is None else each.limit_tokens for each in trajectories])
+    known = np.isfinite(limits)
+    limits = np.where(known, limits, 1.0)
+    penalty = overlong(lengths, max_tokens=limits, buffer_tokens=settings.buffer_fraction * limits)
+    return np.where(known, penalty, 0.0)
+
+
+def _excluded(algorithm: PolicyConfig, trajectories: Sequence[Trajectory]) -> np.ndarray:
+    """Returns True for answers that are excluded from the loss because their limit cut them."""
+    masks = algorithm.overlong is not None and algorithm.overlong.kind == "mask"
+    return np.asarray([masks and each.is_cut for each in trajectories], bool)
 
 
 def _lay_out(batch: Mapping[str, np.ndarray], row: int, trajectory: Trajectory, version: int) -> None:
@@ -134,7 +221,7 @@ def _lay_out(batch: Mapping[str, np.ndarray], row: int, trajectory: Trajectory, 
         "targets": np.where(sampled, trajectory.tokens[1:], IGNORED_TARGET),
         "positions": np.arange(count),
         "segment_ids": np.ones(count),
-        "old_logprobs": trajectory.logprobs[1:],
+        "behaviour_logprobs": trajectory.logprobs[1:],
     }
     of_row = {
         "real": 1.0,

@@ -15,7 +15,7 @@ __all__ = ["Group", "Ledger", "trained_on"]
 
 # Serialized in little-endian order on every machine.
 _ARRAYS: Final = {"tokens": "<i4", "sampled": "?", "logprobs": "<f4", "versions": "<i4", "rewards": "<f4"}
-_PLAIN: Final = ("group", "task", "verdict", "is_truncated")
+_PLAIN: Final = ("group", "task", "verdict", "is_truncated", "is_cut", "limit_tokens")
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,14 @@ class Group:
       version: version of the weights at dispatch; later tokens may come from newer weights.
       digest: digest of the weights at dispatch.
       trajectories: one trajectory per attempt; None for a failed attempt that is dropped.
+      batch: number of batches that were used before the dispatch.
     """
 
     number: int
     version: int
     digest: str
     trajectories: Sequence[Trajectory | None]
+    batch: int = 0
 
     @property
     def rewards(self) -> list[float]:
@@ -55,6 +57,7 @@ class Group:
         there = [each for each in self.trajectories if each is not None]
         head = {
             "version": self.version,
+            "batch": self.batch,
             "digest": self.digest,
             "dropped": [each is None for each in self.trajectories],
             "trajectories": [_plain(each) for each in there],
@@ -69,7 +72,7 @@ class Group:
         buffers = _Buffers(rest)
         there = iter([buffers.trajectory(each) for each in head["trajectories"]])
         trajectories = [None if dropped else next(there) for dropped in head["dropped"]]
-        return cls(number, head["version"], head["digest"], trajectories)
+        return cls(number, head["version"], head["digest"], trajectories, head["batch"])
 
 
 def trained_on(groups: Sequence[Group], count: int) -> list[Group]:
@@ -105,7 +108,7 @@ class _Buffers:
         arrays: dict[str, Any] = {name: self._take(head["count"], dtype) for name, dtype in _ARRAYS.items()}
         if head["candidates"] is not None:
             arrays["candidates"] = self._take(head["count"], "<i4"), self._take(head["candidates"], "<i4")
-        return Trajectory(facts=head["facts"], **{name: head[name] for name in _PLAIN}, **arrays)
+        return Trajectory(facts=head["facts"], **{name: head[name] for name in _PLAIN if name in head}, **arrays)
 
     def _take(self, count: int, dtype: str) -> np.ndarray:
         array = np.frombuffer(self.rest, dtype, count, self._place)

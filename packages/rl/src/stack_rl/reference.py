@@ -19,7 +19,7 @@ from stack_rl.placing import ShardedCheckpoint
 
 __all__ = ["Reference", "ReferenceConfig"]
 
-_READ: Final = ("tokens", "targets", "positions", "segment_ids", "old_logprobs", "candidates")
+_READ: Final = ("tokens", "targets", "positions", "segment_ids", "behaviour_logprobs", "candidates")
 
 
 @config

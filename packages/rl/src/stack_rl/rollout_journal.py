@@ -7,24 +7,63 @@ again.
 """
 
 import json
+import math
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
 
 from stack_core.runtime.journal import Journal
 from stack_rl.groups import Group, Ledger
 
-__all__ = ["RolloutJournal"]
+__all__ = ["RecordedBatch", "RolloutJournal"]
 
 _GROUP, _BATCH = "group", "batch"
 
 
 @dataclass(frozen=True)
 class _Batch:
+    """A recorded batch: its groups, and the version, the digest and the scores of the weights before its updates."""
+
     groups: tuple[int, ...]
     digest: str
+    version: int
+    scores: Mapping[str, np.ndarray]
+
+    def to_bytes(self) -> bytes:
+        """Serializes the batch as a line of JSON followed by the scores as float32 arrays."""
+        shapes = {name: array.shape for name, array in self.scores.items()}
+        head = {"groups": self.groups, "digest": self.digest, "version": self.version, "scores": shapes}
+        arrays = (np.asarray(array, "<f4").tobytes() for array in self.scores.values())
+        return b"".join([json.dumps(head).encode(), b"\n", *arrays])
+
+    @classmethod
+    def from_bytes(cls, written: bytes) -> "_Batch":
+        line, _, rest = written.partition(b"\n")
+        head, scores, place = json.loads(line), dict[str, np.ndarray](), 0
+        for name, shape in head["scores"].items():
+            array = np.frombuffer(rest, "<f4", math.prod(shape), place)
+            scores[name], place = array.reshape(shape), place + array.nbytes
+        return cls(tuple(head["groups"]), head["digest"], head["version"], scores)
+
+
+@dataclass(frozen=True)
+class RecordedBatch:
+    """A batch from the journal.
+
+    Attributes:
+      groups: its groups.
+      version: version of the weights before its first update.
+      scores: scores by these weights.
+    """
+
+    groups: list[Group]
+    version: int
+    scores: Mapping[str, np.ndarray]
 
 
 @dataclass
@@ -90,9 +129,9 @@ class RolloutJournal:
                 if not ledger.is_used(_number(each.key))
             }
             self._batches = {
-                _number(each.key): _Batch(tuple(found["groups"]), found["digest"])
+                _number(each.key): _Batch.from_bytes(each.payload)
                 for each in batches
-                if _number(each.key) >= ledger.batches and (found := json.loads(each.payload))
+                if _number(each.key) >= ledger.batches
             }
             self._unsaved.clear()
             self._positions.clear()
@@ -128,20 +167,27 @@ class RolloutJournal:
             self.journal.append_all(_GROUP, [(str(each.number), each.to_bytes()) for each in groups])
             self.recorded |= {each.number: each for each in groups}
 
-    def replayed(self, batch: int, digest: str) -> list[Group] | None:
-        """Returns the recorded groups of a batch if it was recorded with these weights, else None.
+    def replayed(self, batch: int, digest: str | None, version: int) -> RecordedBatch | None:
+        """Returns a recorded batch if it was recorded with these weights, else None.
 
         If it was recorded with other weights, this batch and all later ones are dropped with a warning.
+
+        Args:
+          batch: number of the batch.
+          digest: digest of the weights; None if they have been trained on a part of the batch, so that they may differ.
+          version: version of the weights.
         """
         with self._lock:
             found = self._batches.pop(batch, None)
-            if found is not None and found.digest == digest and all(each in self.recorded for each in found.groups):
+            same = found is not None and digest in (None, found.digest)
+            if found is not None and same and all(each in self.recorded for each in found.groups):
                 self._unsaved[batch] = found.groups
-                return [self.recorded.pop(each) for each in found.groups]
+                groups = [self.recorded.pop(each) for each in found.groups]
+                return RecordedBatch(groups, found.version, found.scores)
             if found is not None:
                 # Put back, because `_give_up` deletes all remaining batches from the file.
                 self._batches[batch] = found
-                self._give_up(batch)
+                self._give_up(batch, version)
             return None
 
     def usable(self, version: int, digest: str) -> set[int]:
@@ -155,17 +201,24 @@ class RolloutJournal:
             self._forget(foreign)
             return set(self.recorded)
 
-    def note(self, batch: int, groups: Sequence[int], digest: str) -> None:
-        """Records the groups of a batch, which other batches then cannot use."""
+    def note(
+        self,
+        batch: int,
+        groups: Sequence[int],
+        digest: str,
+        version: int,
+        scores: Mapping[str, np.ndarray] = MappingProxyType({}),
+    ) -> None:
+        """Records the groups of a batch, which other batches then cannot use, and the scores before its updates."""
         with self._lock:
-            payload = json.dumps({"groups": list(groups), "digest": digest}).encode()
+            payload = _Batch(tuple(groups), digest, version, scores).to_bytes()
             self.journal.append(_BATCH, payload, key=str(batch))
             self._unsaved[batch] = tuple(groups)
             for each in groups:
                 del self.recorded[each]
 
     def position(self, step: int, batches: int) -> None:
-        """Stores the number of batches used by the checkpoint of `step`, which is being saved."""
+        """Stores the number of batches whose updates the checkpoint of `step`, which is being saved, all includes."""
         self._positions[step] = batches
 
     def saved(self, step: int, checkpoints: Sequence[int]) -> None:
@@ -184,9 +237,9 @@ class RolloutJournal:
     def close(self) -> None:
         self.journal.close()
 
-    def _give_up(self, batch: int) -> None:
-        """Drops all recorded batches from `batch` on, and the groups sampled by weights of those versions."""
-        foreign = [each for each in self.recorded.values() if each.newest >= batch]
+    def _give_up(self, batch: int, version: int) -> None:
+        """Drops all recorded batches from `batch` on, and the groups sampled by weights from `version` on."""
+        foreign = [each for each in self.recorded.values() if each.newest >= version]
         warnings.warn(
             f"The weights before batch {batch} differ from the recorded ones: {len(self._batches)} batches are made "
             f"again, and {len(foreign)} groups are sampled again.",

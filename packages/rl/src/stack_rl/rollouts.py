@@ -2,10 +2,13 @@
 
 import hashlib
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -24,37 +27,38 @@ from stack_rl.concurrent import ConcurrentPlayer
 from stack_rl.contracts import Tasks, Trajectory
 from stack_rl.environments.records import files_digest
 from stack_rl.episodes import STEP_TIMEOUT_S, Attempt, OnFailure, Player, SamplingFilter
-from stack_rl.experience import REFERENCE_LOGPROBS, batch_of, batch_shapes, credited_by_values
-from stack_rl.groups import Group, Ledger, trained_on
+from stack_rl.experience import REFERENCE_LOGPROBS, batch_of, batch_shapes, credited, update_batch
+from stack_rl.groups import Ledger, trained_on
+from stack_rl.objectives.policy import OF_DATA, PolicyConfig
+from stack_rl.objectives.ppo import PPOConfig
 from stack_rl.pacing import Pacing
 from stack_rl.placing import ShardedCheckpoint
 from stack_rl.reference import Reference, ReferenceConfig
 from stack_rl.rollout_journal import RolloutJournal
+from stack_rl.samples import MOST_SAMPLES, SAMPLES_FILE, write_samples
 from stack_rl.supply import AheadSupply, Rounds, Supply, TogetherSupply, Weights
+from stack_rl.updates import CurrentBatch, check_minibatches, mean_kl
 
-__all__ = ["RolloutBatches", "RolloutData", "RolloutIterator"]
+__all__ = ["PolicyRollouts", "RolloutBatches", "RolloutData", "RolloutIterator"]
 
-SAMPLES_FILE, JOURNAL_FILE = "samples.jsonl", "rollouts.journal"
-# Episodes per evaluation that are saved for the report.
-_SHOWN = 16
-_SCORED = ("tokens", "targets", "positions", "segment_ids")
+JOURNAL_FILE = "rollouts.journal"
+_SCORED = ("tokens", "targets", "positions", "segment_ids", "behaviour_logprobs", "candidates")
 _HELD_OUT = 1
-
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 @config
 class RolloutData:
     """Episodes of an environment, sampled from the current weights as groups of attempts at each task.
 
-    A batch has one row per episode: the observed and sampled tokens, the log-probabilities at sampling time, and for
+    The algorithm, `objective`, computes the advantages of the episodes and uses each batch for one or more updates. A
+    batch has one row per episode: the observed and sampled tokens, the log-probabilities at sampling time, and for
     each token the advantage and its weight in the loss. The policy samples at temperature 1 from the whole vocabulary,
     which is the distribution that the objective differentiates. With `top_p` or `top_k`, each token keeps the
     candidates it was sampled from, and the objective differentiates the distribution over these candidates.
 
     With `max_staleness: 0`, a batch is sampled on request from the weights that it will train, and is a function of the
     seed, the batch number and the weights. Otherwise groups are sampled while the policy trains, up to `max_staleness`
-    steps before their use, and each token comes from the weights current at that moment. Every dispatched group is
+    batches before their use, and each token comes from the weights current at that moment. Every dispatched group is
     eventually used; a slow group is waited for once it is due.
 
     Groups stay in the run's `rollouts.journal` until a checkpoint includes the update trained on them. A resumed run
@@ -69,18 +73,6 @@ class RolloutData:
       groups: number of tasks per batch.
       group_size: number of attempts at each task.
       seq_tokens: maximum number of tokens per episode, including prompts and observations.
-      advantage: advantage estimator. "group": reward minus the group's mean, divided by the group's standard deviation;
-        "centred": reward minus the group's mean; "leave_one_out": reward minus the mean of the group's other rewards;
-        "whitened": "centred" divided by its standard deviation over the batch; "gae": generalized advantage estimation
-        per token, which needs an objective with a critic, such as "ppo".
-      discount: gamma of "gae".
-      decay: lambda of "gae".
-      whiten: whether "gae" whitens advantages over the sampled tokens of the batch.
-      critic_warmup_steps: for "gae": number of initial steps with advantages of 0, which train the critic but not yet
-        the policy on rewards. A new critic predicts 0, so if rewards are far from 0, it would credit tokens by their
-        distance from the end of the answer.
-      weights: weight of each token in the loss. "sequence": equal weight per episode; "token": equal weight per token;
-        "constant": 1 / (rows * seq_tokens); "prompt": equal weight per task, and per token within a task; "sum": 1.
       engine: name of the generation engine, an entry of the registry `engines`.
       engine_mesh: mesh, over the machine's last devices, for the policy weights that generate. With None, the engine
         "static" uses the trainer's mesh, `mesh`, which has all devices.
@@ -93,11 +85,8 @@ class RolloutData:
       top_k: number of most likely tokens to sample from, as in `SamplingParams`; 0 samples from all tokens.
       most_candidates: maximum number of candidates per token; every batch reserves this many entries per token. A token
         with more candidates raises a DataError.
-      refill_rounds: replace groups whose rewards are all equal by newly sampled groups (DAPO's dynamic sampling), at
-        most `refill_rounds * groups` per batch. If that is not enough, groups with equal rewards fill the batch and a
-        warning reports the rewards found. 0 replaces none.
-      max_staleness: maximum number of steps between the dispatch of a group and its use: 0 is synchronous, 1 is one
-        step off-policy.
+      max_staleness: maximum number of batches between the dispatch of a group and its use: 0 is synchronous, 1 is one
+        batch off-policy.
       stale_keys: handling of the KV cache when the engine receives new weights: "keep" its entries, or "recompute" them
         with the new weights.
     """
@@ -107,12 +96,6 @@ class RolloutData:
     groups: PositiveInt = 16
     group_size: Annotated[int, Field(ge=2)] = 8
     seq_tokens: PositiveInt = 256
-    advantage: Literal["group", "centred", "leave_one_out", "whitened", "gae"] = "group"
-    discount: Fraction = 1.0
-    decay: Fraction = 0.95
-    whiten: bool = True
-    critic_warmup_steps: NonNegativeInt = 0
-    weights: Literal["sequence", "token", "constant", "prompt", "sum"] = "sequence"
     engine: str = "static"
     engine_mesh: MeshConfig | None = None
     reference: ReferenceConfig | None = None
@@ -121,13 +104,24 @@ class RolloutData:
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     top_k: NonNegativeInt = 0
     most_candidates: PositiveInt = 64
-    refill_rounds: NonNegativeInt = 0
     max_staleness: NonNegativeInt = 0
     stale_keys: Literal["keep", "recompute"] = "keep"
 
+    moved_keys: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "advantage": "objective.advantage",
+            "weights": "objective.loss_aggregation",
+            "discount": "objective.gae_gamma",
+            "decay": "objective.gae_lambda",
+            "whiten": "objective.whiten_advantages",
+            "critic_warmup_steps": "objective.critic_warmup_steps",
+            "refill_rounds": "objective.refill_rounds",
+        }
+    )
+
     @property
     def batch_size(self) -> int:
-        """Number of rows per batch."""
+        """Number of episodes per batch."""
         return self.groups * self.group_size
 
     @property
@@ -145,54 +139,115 @@ class RolloutData:
         """Sampling restrictions of the policy."""
         return SamplingFilter(self.top_p, self.top_k)
 
+    def for_objective(self, objective: Any) -> "PolicyRollouts":
+        """Returns the config of batches for an algorithm.
+
+        Raises:
+          ConfigError: the objective is no policy gradient, or the data and the algorithm do not fit together.
+        """
+        if not isinstance(objective, PolicyConfig):
+            raise ConfigError(
+                f"objective.name is {getattr(objective, 'name', objective)!r}, which cannot learn from rollouts. "
+                "Choose a policy gradient, such as grpo (`stack rl list`), or another data.name."
+            )
+        check_minibatches(self.batch_size, objective)
+        if self.reference is not None and not (objective.kl and objective.reference == OF_DATA):
+            raise ConfigError(
+                f"The data has a reference (data.reference), which the objective does not use: objective.kl is "
+                f"{objective.kl}, and objective.reference is {objective.reference!r}. Set objective.kl and "
+                "objective.reference: data, or leave data.reference out."
+            )
+        return PolicyRollouts(self, objective)
+
+
+@dataclass(frozen=True)
+class PolicyRollouts:
+    """A `DataConfig`: rollouts that an algorithm learns from.
+
+    Attributes:
+      data: the episodes to play.
+      algorithm: the algorithm.
+    """
+
+    data: RolloutData
+    algorithm: PolicyConfig
+
+    @property
+    def name(self) -> str:
+        return self.data.name
+
     def spec(self, model: Any) -> Shapes:
-        candidates = self.most_candidates if self.sampling_filter.is_narrowed else 0
-        more = {"values": self.advantage == "gae", "reference": self.reference is not None}
-        return batch_shapes(self.batch_size, self.seq_tokens, candidates=candidates, **more)
+        return self.shapes(self.data.batch_size // self.algorithm.minibatches)
+
+    def shapes(self, rows: int) -> Shapes:
+        """Returns the shapes of a batch with a number of rows."""
+        data = self.data
+        candidates = data.most_candidates if data.sampling_filter.is_narrowed else 0
+        more = {"candidates": candidates, "reference": data.reference is not None}
+        return batch_shapes(rows, data.seq_tokens, self.algorithm, **more)
 
     def work(self) -> tuple[str, int]:
-        return "episodes", self.batch_size
+        return "episodes", self.data.batch_size // self.algorithm.minibatches
 
     def check(self, model: Any) -> None:
-        if self.seq_tokens > model.max_positions:
+        data = self.data
+        if data.seq_tokens > model.max_positions:
             raise ConfigError(
-                f"data.seq_tokens is {self.seq_tokens}, but model.max_positions is {model.max_positions}. Lower the "
+                f"data.seq_tokens is {data.seq_tokens}, but model.max_positions is {model.max_positions}. Lower the "
                 "first or raise the second."
             )
-        of_critic = ("discount", "decay", "whiten", "critic_warmup_steps")
-        if self.advantage != "gae" and (unread := changed_fields(self, of_critic)):
-            raise ConfigError(
-                f"data.advantage is {self.advantage!r}, so data.{' and data.'.join(unread)} would have no "
-                "effect. Set data.advantage: gae, for an objective with a critic such as ppo, or leave that out."
-            )
-        if not self.sampling_filter.is_narrowed and changed_fields(self, ("most_candidates",)):
+        if not data.sampling_filter.is_narrowed and changed_fields(data, ("most_candidates",)):
             raise ConfigError(
                 "data.most_candidates would have no effect, because every token is a candidate. Set data.top_k or "
                 "data.top_p, or leave it out."
             )
-        if self.reference is not None:
-            self.reference.check()
-        self.environment.check(model)
+        if data.reference is not None:
+            data.reference.check()
+        data.environment.check(model)
 
     def build(self, *, seed: int, model: Any) -> "RolloutBatches":
-        return RolloutBatches(self, model, seed=seed)
+        return RolloutBatches(self, seed=seed)
+
+
+@dataclass(frozen=True)
+class _Play:
+    """Environment, engine and players of a run.
+
+    Attributes:
+      tasks: tasks of the environment.
+      engine: engine that generates actions.
+      player: player of whole batches.
+      supply: source of the groups of each batch.
+      reference: reference model on a separate mesh; None if the data has none.
+    """
+
+    tasks: Tasks
+    engine: Engine
+    player: Player
+    supply: Supply
+    reference: Reference | None
+
+
+@dataclass(frozen=True)
+class _Policy:
+    """The current weights, and the function `score(batch)` that scores a batch with them."""
+
+    weights: Weights
+    score: Callable[[Batch], Mapping[str, Any]]
 
 
 class RolloutBatches(PolicyBatches):
     """Batches of episodes played by the policy; see `PolicyBatches`."""
 
-    def __init__(self, config: RolloutData, model: Any, *, seed: int) -> None:
-        self._config, self._seed, self._settings = config, seed, config.draw_digest
-        self._shapes = config.spec(model)
-        self._tasks: Tasks | None = None
-        self._engine: Engine | None = None
-        self._reference: Reference | None = None
-        self._player: Player | None = None
-        self._supply: Supply | None = None
-        self._journal: RolloutJournal | None = None
+    def __init__(self, config: PolicyRollouts, *, seed: int) -> None:
+        self._config, self._data, self._algorithm = config, config.data, config.algorithm
+        self._seed, self._settings = seed, config.data.draw_digest
         self._ledger = Ledger()
-        self._weights: Weights | None = None
-        self._scores: Callable[[Batch], Mapping[str, Any]] | None = None
+        self._play: _Play | None = None
+        self._policy: _Policy | None = None
+        self._current: CurrentBatch | None = None
+        self._resumed_updates = 0
+        self._journal: RolloutJournal | None = None
         self._directory: Path | None = None
 
     def take_policy(self, open_policy: Callable[[], GenerativeCheckpoint]) -> None:
@@ -201,55 +256,53 @@ class RolloutBatches(PolicyBatches):
         Raises:
           StackError: the tasks or the engine cannot be created.
         """
-        settings, policy = self._config, open_policy()
-        self._tasks = settings.environment.build(policy, seq_tokens=settings.seq_tokens, seed=self._seed)
-        if self._tasks.training == 0:
+        settings, policy = self._data, open_policy()
+        tasks = settings.environment.build(policy, seq_tokens=settings.seq_tokens, seed=self._seed)
+        if tasks.training == 0:
             raise DataError(f"The environment {settings.environment.name!r} has no task to train on.")
-        if settings.reference is not None:
-            self._reference = Reference(settings.reference, policy)
+        reference = None if settings.reference is None else Reference(settings.reference, policy)
         placed: Any = policy if settings.engine_mesh is None else ShardedCheckpoint(policy, settings.engine_mesh)
-        self._engine = checked_engine(settings.engine, registries.engines[settings.engine](placed))
-        self._engine.expect(settings.batch_size)
-        self._engine.start()
+        engine = checked_engine(settings.engine, registries.engines[settings.engine](placed))
+        engine.expect(settings.batch_size)
+        engine.start()
         playing = {
             "seq_tokens": settings.seq_tokens,
             "on_failure": settings.on_failure,
             "timeout_s": settings.step_timeout_s,
             "sampling_filter": settings.sampling_filter,
         }
-        self._player = Player(self._tasks, self._engine, **playing)
+        player = Player(tasks, engine, **playing)
         sizes = settings.groups, settings.group_size
-        kept = {"journal": self._journal, "refill_rounds": settings.refill_rounds}
-        rounds = Rounds(self._tasks, *sizes, self._seed, self._ledger, **kept)
+        stored = {"journal": self._journal, "refill_rounds": self._algorithm.refill_rounds}
+        rounds = Rounds(tasks, *sizes, self._seed, self._ledger, **stored)
+        supply: Supply = TogetherSupply(rounds, player)
         if settings.max_staleness:
-            beside = ConcurrentPlayer(self._tasks, self._engine, seed=self._seed, **playing)
-            self._supply = AheadSupply(rounds, beside, Pacing(settings.groups, settings.max_staleness))
-        else:
-            self._supply = TogetherSupply(rounds, self._player)
+            in_background = ConcurrentPlayer(tasks, engine, seed=self._seed, **playing)
+            supply = AheadSupply(rounds, in_background, Pacing(settings.groups, settings.max_staleness))
+        self._play = _Play(tasks, engine, player, supply, reference)
 
     @property
     def takes_trained(self) -> bool:
         """Whether the engine accepts only the trained parameters, such as an adapter, and keeps its base."""
-        return self._engine is not None and self._engine.keeps_missing
+        return self._play is not None and self._play.engine.keeps_missing
 
     def update_weights(self, params: Any, version: int, score: Callable[[Any, Batch], Mapping[str, Any]]) -> None:
         """Sends the weights to the engine, for the next batch or, with `max_staleness`, for requests in flight."""
-        if self._engine is None or self._supply is None:
-            raise DataError("No policy was given yet to draw from: call take_policy first.")
-        self._weights = Weights(version, tree_digest(params), self._settings)
-        self._scores = partial(score, params)
+        play = self._playing()
+        weights = Weights(version, tree_digest(params), self._settings)
+        self._policy = _Policy(weights, partial(score, params))
         # Before `advance`, which may dispatch groups that count as sampled with these weights.
-        self._engine.update_weights(params, version=version, kv=self._config.stale_keys)
-        self._supply.advance(self._weights)
+        play.engine.update_weights(params, version=version, kv=self._data.stale_keys)
+        play.supply.advance(weights)
 
     def train_iterator(self) -> "RolloutIterator":
-        settings = self._config
+        settings = self._data
         fingerprint = {
             "seed": self._seed,
             "data.groups": settings.groups,
             "data.group_size": settings.group_size,
         }
-        return RolloutIterator(self._next_batch, self._state, self._restore, fingerprint)
+        return RolloutIterator(self._next_update, self._state, self._restore, fingerprint)
 
     def checkpoint_saved(self, step: int, steps: Sequence[int]) -> None:
         """Acknowledges the groups that the saved checkpoint was trained on."""
@@ -258,26 +311,28 @@ class RolloutBatches(PolicyBatches):
 
     def close(self) -> None:
         """Stops all running episodes. Sampled groups stay in the journal."""
-        if self._supply is not None:
-            self._supply.close()
-        if self._engine is not None:
-            self._engine.close()
+        if self._play is not None:
+            self._play.supply.close()
+            self._play.engine.close()
         if self._journal is not None:
             self._journal.close()
 
     def validation_batches(self) -> Iterator[Batch]:
         """Yields batches of all held-out tasks, played greedily with the current weights."""
-        tasks, player = self._playing()
-        rows, shown = self._config.batch_size, _SHOWN
-        for first in range(0, tasks.held_out, rows):
-            numbers = range(first, min(first + rows, tasks.held_out))
+        play, rows, shown = self._playing(), self._data.batch_size, MOST_SAMPLES
+        for first in range(0, play.tasks.held_out, rows):
+            numbers = range(first, min(first + rows, play.tasks.held_out))
             attempts = [Attempt(task, task, held_out=True) for task in numbers]
-            found = player.play(attempts, seed=(self._seed, _HELD_OUT, first), greedy=True)
-            self._write_samples(tasks, found[:shown])
+            found = play.player.play(attempts, seed=(self._seed, _HELD_OUT, first), greedy=True)
+            write_samples(self._directory, play.tasks, found[:shown], self._version)
             shown = max(shown - len(found), 0)
             # Evaluation reports rewards; no advantage may enter its loss, also not one from a critic.
-            batch = self._batch(found, training=False)
-            yield {**batch, "advantages": np.zeros_like(batch["advantages"])}
+            whole = self._laid_out(found, self._version)
+            whole = credited(whole, found, self._algorithm, self._score(whole))
+            whole["advantages"] = np.zeros_like(whole["advantages"])
+            for part in np.split(np.arange(rows), self._algorithm.minibatches):
+                if whole["real"][part].any() or whole["dropped"][part].any():
+                    yield update_batch(whole, part, found, self._algorithm)
 
     def write(self, directory: Path) -> None:
         """Opens the journal in the run's directory, and stores the directory for evaluation samples."""
@@ -288,105 +343,120 @@ class RolloutBatches(PolicyBatches):
             if is_new:  # a run that failed to start may have left samples
                 (directory / SAMPLES_FILE).unlink(missing_ok=True)
 
-    def _next_batch(self) -> Batch:
+    def _next_update(self) -> Batch:
+        """Returns the batch of the next update, from new episodes if no update of the current ones remains."""
+        current, skipped = self._current, 0
+        if current is not None and current.remaining and self._exceeds_target_kl(current):
+            skipped = current.remaining
+            current.next_update = self._algorithm.updates
+        if current is None or not current.remaining:
+            current = self._current = self._new_batch()
+            if "skipped_updates" in current.arrays:
+                current.arrays["skipped_updates"][:] = skipped
+        return current.take()
+
+    def _exceeds_target_kl(self, current: CurrentBatch) -> bool:
+        """Compares the policy's divergence, on the rows of the next update, with `objective.target_kl`."""
+        limit = self._algorithm.target_kl
+        if limit is None:
+            return False
+        assert current.policy_logprobs is not None, "scored for target_kl"
+        rows = current.rows()
+        batch = {name: array[rows] for name, array in current.arrays.items()}
+        logprobs = np.asarray(self._scored(batch)["policy_logprobs"])
+        return mean_kl(batch, logprobs, current.policy_logprobs[rows]) > limit
+
+    def _new_batch(self) -> CurrentBatch:
         """Returns the next batch, from the journal if it was recorded for the same weights, else newly sampled."""
-        weights, supply, journal, number = self._weights, self._supply, self._journal, self._ledger.batches
-        if weights is None or supply is None:
+        play, policy, journal = self._playing(), self._policy, self._journal
+        if policy is None:
             raise DataError("No policy was given yet to play with: call take_policy and update_weights first.")
+        weights, number, before = policy.weights, self._ledger.batches, self._ledger.state()
         if journal is not None and not journal.is_begun:
             if weights.version:  # a checkpoint was resumed without its position in the data
                 journal.restart()
             else:
                 journal.begin(self._ledger, 0, self._settings)
-        groups = None if journal is None else journal.replayed(number, weights.digest)
-        if groups is None:
-            groups = supply.take(weights)
-            if journal is not None:
-                journal.note(number, [each.number for each in groups], weights.digest)
-        self._ledger.use([each.number for each in groups])
-        return self._batch_of(groups)
-
-    def _batch_of(self, groups: Sequence[Group]) -> Batch:
-        chosen = trained_on(groups, self._config.groups)
+        recorded, next_update = None, self._resumed_updates
+        self._resumed_updates = 0
+        if journal is not None:
+            recorded = journal.replayed(number, None if next_update else weights.digest, weights.version)
+        if next_update and recorded is None:
+            warnings.warn(
+                f"The run stopped after update {next_update} of {self._algorithm.updates} of batch {number}, which the "
+                "journal does not have any more. A new batch is sampled.",
+                stacklevel=4,
+            )
+            next_update = 0
+        groups = play.supply.take(weights) if recorded is None else recorded.groups
+        version = weights.version if recorded is None else recorded.version
+        chosen = trained_on(groups, self._data.groups)
         found = [each for group in chosen for each in group.trajectories]
         if all(each is None for each in found):
             raise DataError("Every episode of a batch failed and was dropped; set data.on_failure: stop to see why.")
-        batch = self._batch(found, training=True)
-        batch["drawn_groups"][:] = len(groups) / self._config.groups
-        return batch
+        whole = self._laid_out(found, version)
+        whole["drawn_groups"][:] = len(groups) / self._data.groups
+        scores = self._score(whole) if recorded is None else recorded.scores
+        if journal is not None and recorded is None:
+            journal.note(number, [each.number for each in groups], weights.digest, weights.version, scores)
+        self._ledger.use([each.number for each in groups])
+        whole = credited(whole, found, self._algorithm, scores)
+        if isinstance(self._algorithm, PPOConfig) and version < self._algorithm.critic_warmup_steps:
+            # During the warm-up, `returns` train the critic, and advantages of 0 keep rewards from the policy.
+            whole["advantages"] = np.zeros_like(whole["advantages"])
+        logprobs = scores.get("policy_logprobs")
+        return CurrentBatch(number, whole, found, logprobs, self._algorithm, self._seed, before, next_update)
 
     def _state(self) -> dict[str, Any]:
         """Returns the position in the data, for a checkpoint that is being saved."""
+        current = self._current
+        # Within a batch, the position is before the batch, which a resumed run takes from the journal.
+        within = current is not None and current.remaining > 0
+        ledger = current.before if current is not None and within else self._ledger.state()
+        updates = {"update": current.next_update if current is not None and within else 0, "updates": self._updates}
         if self._journal is not None:
-            self._journal.position(self._version, self._ledger.batches)
-        return {"step": self._version, **self._ledger.state()}
+            self._journal.position(self._version, ledger["batches"])
+        return {"step": self._version, **ledger, **updates}
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self._ledger.restore(state)
+        # With other numbers of updates, allowed by `--allow`, the rest of the batch is not defined.
+        self._resumed_updates = state["update"] if state["updates"] == self._updates else 0
         if self._journal is not None:
             self._journal.begin(self._ledger, state["step"], self._settings)
 
-    def _batch(self, found: Sequence[Trajectory | None], *, training: bool) -> dict[str, np.ndarray]:
-        settings, by_values = self._config, self._config.advantage == "gae"
-        advantage = settings.advantage if training and not by_values else None
-        options = {"shapes": self._shapes, "weights": settings.weights, "version": self._version}
-        batch = batch_of(found, advantage=advantage, **options)
-        if self._reference is not None:
-            batch[REFERENCE_LOGPROBS] = self._reference.logprobs(batch)
-        if not by_values:
-            return batch
-        how = {"discount": settings.discount, "decay": settings.decay, "whiten": settings.whiten}
-        credited = credited_by_values(batch, found, self._values(batch), **how)
-        # During the warm-up, `returns` train the critic, and advantages of 0 keep rewards from the policy.
-        if self._version >= settings.critic_warmup_steps:
-            return credited
-        return {**credited, "advantages": np.zeros_like(credited["advantages"])}
+    @property
+    def _updates(self) -> list[int]:
+        return [self._algorithm.epochs, self._algorithm.minibatches]
 
-    def _values(self, batch: Batch) -> np.ndarray:
-        """Computes the critic's values before each target of a batch.
+    def _laid_out(self, found: Sequence[Trajectory | None], version: int) -> dict[str, np.ndarray]:
+        """Lays out trajectories as a batch, with the log-probabilities of the data's reference."""
+        batch = batch_of(found, shapes=self._config.shapes(self._data.batch_size), version=version)
+        if (reference := self._playing().reference) is not None:
+            batch[REFERENCE_LOGPROBS] = reference.logprobs(batch)
+        return batch
 
-        Raises:
-          DataError: the objective has no critic.
-        """
-        assert self._scores is not None, "update_weights has not been called"
-        scores = self._scores({name: batch[name] for name in _SCORED})
-        if "values" not in scores:
-            raise DataError(
-                "data.advantage is 'gae', which needs a critic's values, but the objective has no critic. Choose "
-                "objective.name: ppo, or another data.advantage."
-            )
-        return np.asarray(scores["values"])
+    def _score(self, batch: Batch) -> dict[str, np.ndarray]:
+        """Scores a batch before its first update, in parts of the size of an update."""
+        if not self._algorithm.reads_scores:
+            return {}
+        parts = np.split(np.arange(self._data.batch_size), self._algorithm.minibatches)
+        scored = [self._scored({name: array[part] for name, array in batch.items()}) for part in parts]
+        return {name: np.concatenate([np.asarray(each[name], np.float32) for each in scored]) for name in scored[0]}
+
+    def _scored(self, batch: Batch) -> Mapping[str, Any]:
+        assert self._policy is not None, "update_weights has not been called"
+        scores = self._policy.score({name: batch[name] for name in _SCORED if name in batch})
+        return {name: scores[name] for name in ("policy_logprobs", REFERENCE_LOGPROBS, "values") if name in scores}
 
     @property
     def _version(self) -> int:
-        return 0 if self._weights is None else self._weights.version
+        return 0 if self._policy is None else self._policy.weights.version
 
-    def _playing(self) -> tuple[Tasks, Player]:
-        if self._tasks is None or self._player is None:
+    def _playing(self) -> _Play:
+        if self._play is None:
             raise DataError("No policy was given yet to play with: call take_policy first.")
-        return self._tasks, self._player
-
-    def _write_samples(self, tasks: Tasks, found: Sequence[Trajectory | None]) -> None:
-        if self._directory is None:
-            return
-        with (self._directory / SAMPLES_FILE).open("a", encoding="utf-8") as file:
-            for each in found:
-                if each is not None:
-                    file.write(json.dumps(self._sample(tasks, each)) + "\n")
-
-    def _sample(self, tasks: Tasks, each: Trajectory) -> dict[str, Any]:
-        """Converts an episode to a record for the report, with observations and actions as alternating turns."""
-        # A turn ends where the next token has another source, the environment or the policy.
-        turns = np.flatnonzero(np.diff(each.sampled)) + 1
-        pieces = [tuple(map(int, piece)) for piece in np.split(each.tokens, turns)]
-        return {
-            "step": self._version,
-            "task": tasks.name(each.task, held_out=True),
-            "turns": [tasks.text(piece) for piece in pieces],
-            "reward": float(each.rewards.sum()),
-            "verdict": each.verdict,
-            **({"facts": dict(each.facts)} if each.facts else {}),
-        }
+        return self._play
 
 
 class RolloutIterator:
@@ -416,7 +486,7 @@ class RolloutIterator:
         Raises:
           DataError: the state belongs to different rollouts.
         """
-        places = ("step", *Ledger().state())
+        places = ("step", "update", "updates", *Ledger().state())
         is_state = isinstance(state, Mapping) and all(name in state for name in places)
         if not is_state or any(state.get(name) != value for name, value in self._fingerprint.items()):
             raise DataError(f"The saved position {state!r} is not one of these rollouts: {self._fingerprint}.")

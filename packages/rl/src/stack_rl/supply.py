@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -43,6 +43,7 @@ class Weights:
         return self.settings + "".join(f"{int(each):08x}" for each in np.asarray(self._digest))
 
 
+@runtime_checkable
 class Supply(Protocol):
     """Source of groups for batches. Groups are written to the journal before they are returned."""
 
@@ -100,8 +101,8 @@ class Rounds:
         warnings.warn(
             f"Batch {self.ledger.batches} has {lacking} of {self.groups} groups without variance, which teach nothing: "
             f"of {len(groups)} groups that were drawn, {found}. The tasks are too hard or too easy for this policy. "
-            "Change them or the reward, or raise data.refill_rounds or data.group_size. This warning appears once; the "
-            "metrics flat_groups and drawn_groups show later cases.",
+            "Change them or the reward, or raise objective.refill_rounds or data.group_size. This warning appears "
+            "once; the metrics flat_groups and drawn_groups show later cases.",
             stacklevel=2,
         )
 
@@ -148,20 +149,19 @@ class TogetherSupply:
         found = self.player.play(attempts, seed=seed, greedy=False)
         size = rounds.group_size
         parts = [found[first : first + size] for first in range(0, len(found), size)]
-        groups = [Group(*pair) for pair in zip(numbers, *_stamps(weights, len(numbers)), parts, strict=True)]
+        stamp = weights.version, weights.digest
+        groups = [
+            Group(number, *stamp, part, rounds.ledger.batches) for number, part in zip(numbers, parts, strict=True)
+        ]
         rounds.write(groups)
         return groups
 
     def close(self) -> None: ...
 
 
-def _stamps(weights: Weights, count: int) -> tuple[list[int], list[str]]:
-    return [weights.version] * count, [weights.digest] * count
-
-
 @dataclass
 class AheadSupply:
-    """Samples groups while the policy trains, at most `pacing.max_staleness` versions before their use."""
+    """Samples groups while the policy trains, at most `pacing.max_staleness` batches before their use."""
 
     rounds: Rounds
     player: ConcurrentPlayer
@@ -188,7 +188,7 @@ class AheadSupply:
         """
         if not self._is_running:
             self._resume(weights)
-        while (numbers := self.pacing.ready(weights.version)) is None:
+        while (numbers := self.pacing.ready(self.rounds.ledger.batches)) is None:
             arrived = self._arrived.get()
             if isinstance(arrived, Exception):
                 raise arrived
@@ -212,7 +212,7 @@ class AheadSupply:
         self._is_running = True
         for number, group in self.rounds.recorded(weights).items():
             self._begun.add(number)
-            self.pacing.dispatch(number, group.version)
+            self.pacing.dispatch(number, group.batch)
             self._arrive(group)
         self._dispatch(weights)
 
@@ -231,13 +231,13 @@ class AheadSupply:
         for _ in range(self.pacing.admitted()):
             number = next(unused)
             self._begun.add(number)
-            self.pacing.dispatch(number, weights.version)
-            finish = functools.partial(self._writer.submit, self._write, number, weights)
+            self.pacing.dispatch(number, self.rounds.ledger.batches)
+            finish = functools.partial(self._writer.submit, self._write, number, weights, self.rounds.ledger.batches)
             self.player.begin(self.rounds.attempts(number), finish, self._arrived.put)
 
-    def _write(self, number: int, weights: Weights, trajectories: list[Trajectory | None]) -> None:
+    def _write(self, number: int, weights: Weights, batch: int, trajectories: list[Trajectory | None]) -> None:
         try:
-            group = Group(number, weights.version, weights.digest, trajectories)
+            group = Group(number, weights.version, weights.digest, trajectories, batch)
             self.rounds.write([group])
         except Exception as error:  # raised again on the trainer's thread
             self._arrived.put(error)

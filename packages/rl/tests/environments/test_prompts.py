@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from stack_core.abi.config import parse
 from stack_core.abi.errors import ConfigError, DataError, EnvironmentFailed, UnknownName
 from stack_rl.contracts import Completion, Score, Tasks
 from stack_rl.environments.prompts import PromptsConfig
@@ -61,16 +62,11 @@ def test_an_answer_that_a_limit_cut_is_not_right(tmp_path):
     assert cut.tokens.tolist()[-2:] == [ord("4"), ord("2")] and cut.verdict == "wrong"
 
 
-def test_answers_near_the_limit_are_charged_by_token(tmp_path):
+def test_the_penalty_on_long_answers_is_refused_with_its_new_place(tmp_path):
     source = sources(tmp_path, {"prompt": "6*7=", "answer": 42})
-    charges = []
-    for most in (3, 4, 5):  # the answer has three tokens, its end included
-        (found,) = play(PromptsConfig(source=source, rewards=("exact",), max_tokens=most, overlong_tokens=2))
-        charges.append(found.facts["overlong"])
-        assert found.rewards.sum() == 1 + charges[-1]
-    assert charges == [-1, -0.5, 0]
-    with pytest.raises(ConfigError, match="overlong_tokens is 9, but answers have at most 4"):
-        PromptsConfig(source=source, rewards=("exact",), max_tokens=4, overlong_tokens=9)
+    settings = {"name": "prompts", "source": source, "rewards": ["exact"], "overlong_tokens": 2}
+    with pytest.raises(ConfigError, match=r"'overlong_tokens' any more: it is now objective.overlong"):
+        parse(PromptsConfig, settings)
 
 
 @pytest.mark.parametrize(("text", "share"), [("42", 1), ("43", 0.5), ("421", 2 / 3), ("", 0), (" 42 ", 1)])

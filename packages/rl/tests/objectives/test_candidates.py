@@ -105,13 +105,13 @@ def test_with_top_p_the_mean_ratio_is_one_among_the_candidates_and_the_kept_mass
     for row, places in enumerate(map(np.flatnonzero, kept)):
         candidates[row, : len(places)] = places
     batch = {"tokens": tokens, "targets": drawn.tokens.reshape(rows, seq), "segment_ids": segments}
-    batch |= {"positions": segments, "old_logprobs": drawn.logprobs.reshape(rows, seq)}
+    batch |= {"positions": segments, "behaviour_logprobs": drawn.logprobs.reshape(rows, seq)}
     batch |= dict.fromkeys(("advantages", "weights"), jnp.ones((rows, seq)))
     batch |= dict.fromkeys(("share", "real", "dropped"), jnp.ones(rows))
     replayed = batch | {"candidates": jnp.asarray(candidates.reshape(rows, seq, vocab))}
     assert int((batch["targets"] == IGNORED_TARGET).sum()) == 0
 
-    objective = GRPOConfig(entropy=0.1).build()
+    objective = GRPOConfig(kl=0.0, entropy=0.1).build()
     with_them, without = (objective(model, each, key=jax.random.key(0))[1] for each in (replayed, batch))
     assert abs(float(with_them["ratio"].value) - 1) <= 0.002
     assert float(with_them["largest_mismatch"].value) < 1e-4

@@ -19,7 +19,7 @@ from stack_core.abi.models import Outputs
 from stack_core.ops import Head
 from stack_rl.math.advantages import distilled
 from stack_rl.math.weights import WEIGHTS, token_weights
-from stack_rl.objectives.policy import Correction, PolicyConfig
+from stack_rl.objectives.policy import PolicyConfig
 from stack_rl.objectives.ppo import PPOConfig
 from stack_rl.objectives.presets import (
     CISPOConfig,
@@ -32,6 +32,7 @@ from stack_rl.objectives.presets import (
     RLOOConfig,
 )
 from stack_rl.objectives.scalar import ScalarHead
+from stack_rl.objectives.settings import Correction
 
 README = Path(__file__).parents[2] / "README.md"
 VOCAB, EMBED, SEQ = 11, 4, 12
@@ -91,7 +92,7 @@ def laid_out(rows: list[list[Episode]], weights: Mapping[int, float], total_rows
     shape = (len(rows), SEQ)
     batch = {name: np.zeros(shape, np.int32) for name in ("tokens", "positions", "segment_ids")}
     batch["targets"] = np.full(shape, IGNORED_TARGET, np.int32)
-    batch |= {name: np.zeros(shape) for name in ("advantages", "weights", "old_logprobs")}
+    batch |= {name: np.zeros(shape) for name in ("advantages", "weights", "behaviour_logprobs")}
     batch |= {"share": np.full(len(rows), 1 / total_rows), "real": np.ones(len(rows)), "dropped": np.zeros(len(rows))}
     for row, members in enumerate(rows):
         first = 0
@@ -100,7 +101,7 @@ def laid_out(rows: list[list[Episode]], weights: Mapping[int, float], total_rows
             drawn = (row, slice(here[1].stop - episode.length, here[1].stop))
             batch["tokens"][here], batch["targets"][drawn] = episode.tokens[:-1], episode.tokens[-episode.length :]
             batch["positions"][here], batch["segment_ids"][here] = np.arange(len(episode.tokens) - 1), segment
-            batch["advantages"][drawn], batch["old_logprobs"][drawn] = episode.advantage, episode.old_logprobs
+            batch["advantages"][drawn], batch["behaviour_logprobs"][drawn] = episode.advantage, episode.old_logprobs
             batch["weights"][drawn] = weights[id(episode)]
             first = here[1].stop
     return {name: jnp.asarray(value) for name, value in batch.items()}
@@ -139,7 +140,13 @@ def test_packed_microbatched_and_reordered_batches_have_one_gradient() -> None:
 
     with jax.enable_x64(True):
         found = gradient(
-            GSPOConfig(clip_low=0.3, clip_high=0.3, correction=Correction(level="sequence_mean", high=1.1))
+            GSPOConfig(
+                clip_low=0.3,
+                clip_high=0.3,
+                minibatches=1,
+                epochs=2,
+                correction=Correction(level="sequence_mean", high=1.1),
+            )
         )
         for name in WEIGHTS:
             weigh = weights_of(name, members)
@@ -183,11 +190,12 @@ def test_a_preset_minimizes_the_loss_of_its_paper(preset: type[PolicyConfig]) ->
         batch = laid_out(
             [[a, b] for a, b in zip(members[::2], members[1::2], strict=True)], weights_of("token", members), 4
         )
-        config = preset(correction=None, kl=0.3, kl_estimator="k3", kl_corrected=True, entropy=0.1)
+        of_loss = {"kl": 0.3, "kl_in": "loss", "kl_estimator": "k3", "kl_corrected": True}
+        config = preset(correction=None, epochs=1, minibatches=1, entropy=0.1, **of_loss)
         found, metrics = config.build()(model(), batch, key=jax.random.key(0), reference=model(1))
         ours, theirs = log_softmax(model(), batch), log_softmax(model(1), batch)
         logprobs, reference, drawn = picked(ours, batch), picked(theirs, batch), batch["targets"] != IGNORED_TARGET
-        moved = np.where(drawn, logprobs - batch["old_logprobs"], 0)
+        moved = np.where(drawn, logprobs - batch["behaviour_logprobs"], 0)
         divergence = np.exp(moved) * (np.exp(reference - logprobs) - 1 - (reference - logprobs))
         entropies = -(np.exp(ours) * ours).sum(-1)
         losses = expected_losses(config, moved, logprobs, batch) + 0.3 * divergence - 0.1 * entropies
@@ -200,7 +208,7 @@ def test_a_preset_minimizes_the_loss_of_its_paper(preset: type[PolicyConfig]) ->
 def test_ppo_minimizes_the_losses_of_policy_and_critic() -> None:
     members, rng = episodes(), np.random.default_rng(5)
     kernel = rng.normal(0, 0.5, EMBED)
-    config = PPOConfig(correction=None, dual_clip=1.1, value_weight=0.3, value_clip=0.1, kl=0.2)
+    config = PPOConfig(correction=None, dual_clip=1.1, value_weight=0.3, value_clip=0.1, kl=0.2, kl_estimator="k2")
     objective = config.build()
     assert list(PPOConfig().build().auxiliary_models) == ["critic"]
     with jax.enable_x64(True):
@@ -218,12 +226,12 @@ def test_ppo_minimizes_the_losses_of_policy_and_critic() -> None:
 
         (found, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(kernel))
         hidden = np.asarray(model()(batch["tokens"], None, batch["segment_ids"]).hidden)
-        scored = objective.scores(Outputs(jnp.asarray(hidden)), batch, critic=critic(kernel))["values"]
+        scored = objective.scores(model(), Outputs(jnp.asarray(hidden)), batch, critic=critic(kernel))["values"]
         logprobs, reference = (picked(log_softmax(model(seed), batch), batch) for seed in (0, 1))
         old, returns, advantages, weights = (
             np.asarray(batch[name]) for name in ("old_values", "returns", "advantages", "weights")
         )
-        ratio = np.exp(np.where(drawn, logprobs - np.asarray(batch["old_logprobs"]), 0))
+        ratio = np.exp(np.where(drawn, logprobs - np.asarray(batch["behaviour_logprobs"]), 0))
     kept = np.minimum(ratio * advantages, np.clip(ratio, 0.8, 1.2) * advantages)
     policy = -np.where(advantages < 0, np.maximum(kept, 1.1 * advantages), kept) + 0.2 * (logprobs - reference) ** 2 / 2
 
@@ -244,11 +252,11 @@ def test_ppo_minimizes_the_losses_of_policy_and_critic() -> None:
 @pytest.mark.parametrize(
     ("config", "weight"),
     [
-        (GRPOConfig(), lambda ratio: np.minimum(ratio, 2.0)),
-        (CISPOConfig(highest=1.1), lambda ratio: np.minimum(ratio, 1.1)),
-        (GRPOConfig(correction=Correction(high=1.1)), lambda ratio: np.minimum(ratio, 1.1)),
+        (DrGRPOConfig(), lambda ratio: np.minimum(ratio, 2.0)),
+        (CISPOConfig(highest=1.1, minibatches=1), lambda ratio: np.minimum(ratio, 1.1)),
+        (DrGRPOConfig(correction=Correction(high=1.1)), lambda ratio: np.minimum(ratio, 1.1)),
         (
-            DAPOConfig(correction=Correction(kind="mask", low=0.5, high=1.2)),
+            DAPOConfig(minibatches=1, correction=Correction(kind="mask", low=0.5, high=1.2)),
             lambda ratio: np.where((ratio >= 0.5) & (ratio <= 1.2), ratio, 0),
         ),
     ],
@@ -259,7 +267,7 @@ def test_a_correction_weighs_tokens_by_what_drew_them(config: PolicyConfig, weig
     with jax.enable_x64(True):
         batch = laid_out([[each] for each in members], weights_of("sum", members), 8)
         drawn = batch["targets"] != IGNORED_TARGET
-        ratio = np.exp(picked(log_softmax(model(), batch), batch) - batch["old_logprobs"])
+        ratio = np.exp(picked(log_softmax(model(), batch), batch) - batch["behaviour_logprobs"])
         weights = jnp.asarray(weight(ratio))
         assert (weights != ratio)[drawn].any()
         assert (weights == ratio)[drawn].any()
@@ -290,7 +298,7 @@ def test_distillation_is_the_policy_gradient_of_the_teachers_log_ratio() -> None
 
         found = jax.grad(loss)(model().weight, DistillConfig(kl=0.5, reference="run:runs/teacher"), batch)
         credited = {"advantages": jnp.asarray(distilled(own, teacher, drawn, coefficient=0.5))}
-        expected = jax.grad(loss)(model().weight, RLOOConfig(correction=None), batch | credited)
+        expected = jax.grad(loss)(model().weight, RLOOConfig(correction=None, kl=0.0), batch | credited)
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
     with pytest.raises(ConfigError, match="Name the teacher's run"):
         DistillConfig().build()
@@ -301,13 +309,14 @@ def test_what_else_the_data_says_of_episodes_is_reported() -> None:
     batch = laid_out([members[:2], members[2:4], []], weights_of("token", members), 3)
     batch |= {"reward": jnp.array([1.0, 0.0, 7.0]), "real": jnp.array([1.0, 1.0, 0.0])}
     batch |= {"dropped": jnp.array([0.0, 0.0, 1.0])}
-    _, metrics = GRPOConfig().build()(model(), batch, key=jax.random.key(0))
+    _, metrics = DrGRPOConfig().build()(model(), batch, key=jax.random.key(0))
     assert (float(metrics["reward"]), float(metrics["dropped"])) == (0.5, 1.0)
     assert 0 < float(metrics["effective_share"]) < 1
 
 
 def test_only_a_divergence_needs_a_reference() -> None:
-    assert GRPOConfig().build().auxiliary_models == {}
+    assert GRPOConfig(kl=0.0).build().auxiliary_models == {}
+    assert GRPOConfig().build().auxiliary_models == {"reference": "init"}
     built = GRPOConfig(kl=0.1, reference="run:runs/sft").build()
     assert built.auxiliary_models == {"reference": "run:runs/sft"}
 
@@ -325,7 +334,7 @@ def test_no_array_of_batch_times_tokens_times_vocabulary_is_formed() -> None:
     vocab, seq = 1 << 16, 1024
     tokens = jnp.zeros((2, seq), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets", "positions"), tokens) | {"segment_ids": tokens + 1}
-    batch |= dict.fromkeys(("advantages", "weights", "old_logprobs"), jnp.zeros((2, seq)))
+    batch |= dict.fromkeys(("advantages", "weights", "behaviour_logprobs"), jnp.zeros((2, seq)))
     batch |= dict.fromkeys(("share", "real", "dropped"), jnp.ones(2))
     embedding = jnp.zeros((vocab, EMBED))
 
@@ -347,7 +356,7 @@ def test_an_algorithm_of_ones_own_is_one_function() -> None:
     exec(source, module)
     members = episodes()
     batch = laid_out([[each] for each in members], weights_of("token", members), 8)
-    found = (gradient(each(correction=None))([batch]) for each in (module["SoftClip"], GRPOConfig))
+    found = (gradient(each(correction=None))([batch]) for each in (module["SoftClip"], DrGRPOConfig))
     for ours, clipped in zip(*found, strict=True):
         assert np.isfinite(ours).all()
         assert np.abs(ours - clipped).max() > 1e-4

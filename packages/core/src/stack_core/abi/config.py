@@ -56,6 +56,8 @@ LocalAddress = Annotated[str, pydantic.AfterValidator(local_address)]
 def config(cls: type[C]) -> type[C]:
     """Makes a frozen keyword-only config class; unknown keys and wrong types are errors.
 
+    A ClassVar `moved_keys` maps former keys of the class to the settings that replaced them, for the error message.
+
     Numbers and booleans are strict: `true` is not the number 1, and "300" is not 300. An integer is a valid float. A
     string must not be the address of remote storage.
     """
@@ -268,6 +270,8 @@ def parse(cls: type[C], mapping: Any, *, path: str = "") -> C:
                 hint = f" Did you mean {' or '.join(inside)}?" if inside else ""
                 raise mark.registry.unknown(str(key), other_names=names, hint=hint)
             sections[key] = parse(mark.registry[key], value, path=str(key))
+        elif moved := getattr(cls, "moved_keys", {}).get(key):
+            raise ConfigError(f"There is no key {where!r} any more: it is now {moved}. Move the setting there.")
         else:
             raise ConfigError(
                 f"Unknown key {where!r}.{nearest(str(key), names)} {cls.__name__} has: {', '.join(names)}."

@@ -27,6 +27,7 @@ __all__ = [
     "DataConfig",
     "DataSource",
     "Document",
+    "FollowsObjective",
     "Shapes",
     "Tokenizer",
 ]
@@ -71,6 +72,19 @@ class DataConfig(Protocol):
 
         Raises:
           StackError: the data cannot be used; names it and a remedy.
+        """
+        ...
+
+
+@runtime_checkable
+class FollowsObjective(Protocol):
+    """A config class of the registry `data` whose batches depend on the run's objective, such as rollouts."""
+
+    def for_objective(self, objective: Any) -> DataConfig:
+        """Returns the config of the batches for an objective, which is the config of the section `objective`.
+
+        Raises:
+          ConfigError: the objective cannot be trained on this data.
         """
         ...
 

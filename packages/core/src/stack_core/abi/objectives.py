@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,6 +24,7 @@ class Objective(ABC):
     Attributes:
       inputs: axis names of each batch array that the objective reads, such as "batch seq"; axes with equal names have
         equal sizes. The data is checked against them before anything is traced.
+      notes: lines to print at the start of a run, such as how an algorithm departs from its paper.
       shown_metrics: names of its metrics to display after the loss, in this order, for instance because the loss of a
         policy gradient is hard to interpret. Names without a metric in a batch are skipped.
       auxiliary_models: other models that the objective calls, passed as keyword arguments by name. A string is the
@@ -34,6 +35,10 @@ class Objective(ABC):
 
     inputs: ClassVar[Mapping[str, str]] = MappingProxyType({})
     shown_metrics: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def notes(self) -> Sequence[str]:
+        return ()
 
     @property
     def auxiliary_models(self) -> Mapping[str, str | Callable[..., Any]]:
@@ -53,11 +58,14 @@ class Objective(ABC):
         microbatches are combined by this weight.
         """
 
-    def scores(self, outputs: Outputs, batch: Mapping[str, jax.Array], **auxiliary: Any) -> Mapping[str, jax.Array]:
+    def scores(
+        self, model: Any, outputs: Outputs, batch: Mapping[str, jax.Array], **auxiliary: Any
+    ) -> Mapping[str, jax.Array]:
         """Computes values per token besides log-probabilities, such as a critic's, as float32[batch, seq] (pure).
 
         Args:
-          outputs: outputs of the trained model for the batch.
-          auxiliary: the trained auxiliary models, by name.
+          model: the trained model.
+          outputs: outputs of the model for the batch.
+          auxiliary: the auxiliary models, by name.
         """
         return {}

@@ -23,7 +23,7 @@ class Choice:
     Attributes:
       key: path of the field, such as "objective.kl".
       value: value in the recipe.
-      expected: the algorithm's default.
+      expected: the value of the algorithm's paper.
     """
 
     key: str
@@ -34,7 +34,7 @@ class Choice:
 def audit(file: Path, /, *, json: Annotated[bool, Parameter(negative=())] = False) -> None:
     """Compare a recipe with the algorithm that it names: stack rl audit examples/cell.yaml
 
-    Marks each choice that differs from the algorithm's default, and lists settings that contradict the paper.
+    Marks each part of the algorithm that differs from its paper, and lists settings that contradict the paper.
 
     Args:
       file: the YAML file of a run.
@@ -42,8 +42,11 @@ def audit(file: Path, /, *, json: Annotated[bool, Parameter(negative=())] = Fals
     """
     recipe = load_yaml(file)
     objective = _selected(recipe, "objective", Selected(registries.objectives))
-    data = _selected(recipe, "data", Selected(registries.data, former="kind"))
-    found, named = list(choices(objective, data)), list(warnings(objective, data))
+    if isinstance(objective, PolicyConfig):
+        data = _selected(recipe, "data", Selected(registries.data, former="kind"))
+        if hasattr(data, "for_objective"):
+            data.for_objective(objective)  # raises if the two do not fit together
+    found, named = list(choices(objective)), list(warnings(objective))
     if json:
         print(json_format.dumps({"choices": [each.__dict__ for each in found], "warnings": named}, indent=2))
         return
@@ -54,30 +57,25 @@ def audit(file: Path, /, *, json: Annotated[bool, Parameter(negative=())] = Fals
         print(f"\n{warning}")
 
 
-def choices(objective: Any, data: Any) -> Iterator[Choice]:
-    """Yields the objective's fields with their defaults, and the data's fields that the algorithm prescribes."""
+def choices(objective: Any) -> Iterator[Choice]:
+    """Yields the objective's fields with the values of its paper."""
     expected = to_mapping(parse(type(objective), {"name": objective.name}))
     for field, value in to_mapping(objective).items():
         yield Choice(f"objective.{field}", value, expected[field])
-    if isinstance(objective, PolicyConfig):
-        given = to_mapping(data)
-        for field, asked in {"advantage": objective.advantage, "weights": objective.weights}.items():
-            yield Choice(f"data.{field}", given.get(field), asked)
 
 
-def warnings(objective: Any, data: Any) -> Iterator[str]:
+def warnings(objective: Any) -> Iterator[str]:
     """Yields departures from the paper that no single setting shows, for policy gradients."""
     if not isinstance(objective, PolicyConfig):
         return
-    if objective.kl_estimator == "k3" and objective.kl and not objective.kl_corrected:
+    is_default = (
+        to_mapping(objective)["kl_estimator"]
+        == to_mapping(parse(type(objective), {"name": objective.name}))["kl_estimator"]
+    )
+    if objective.kl_estimator == "k3" and objective.kl and not objective.kl_corrected and not is_default:
         yield (
             "objective.kl_estimator: k3 has the gradient of KL(p_ref || p). kl_corrected: true gives it that of "
             "KL(p || p_ref), and so does k2 on policy."
-        )
-    if objective.name == "dapo" and not getattr(data, "refill_rounds", 0):
-        yield (
-            "dapo: groups with equal rewards have no gradient. The paper replaces them by newly sampled groups; set "
-            "data.refill_rounds to do so."
         )
 
 

@@ -1,16 +1,32 @@
 """`stack rl list`: lists the algorithms of all objectives with their equations and papers."""
 
+import dataclasses
 import inspect
 import json as json_format
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from cyclopts import Parameter
 
+from stack_core.abi.config import to_mapping
 from stack_core.abi.plugins import registries
+from stack_rl.objectives.policy import PolicyConfig
 
 __all__ = ["Algorithm", "algorithms", "list_objectives"]
+
+
+_PARTS: Final = (
+    "advantage",
+    "loss_aggregation",
+    "kl",
+    "kl_in",
+    "kl_estimator",
+    "refill_rounds",
+    "overlong",
+    "epochs",
+    "minibatches",
+)
 
 
 @dataclass(frozen=True)
@@ -22,14 +38,14 @@ class Algorithm:
       summary: first paragraph of the docstring.
       equation: equation of the docstring, on one line; empty if it has none.
       source: papers, and departures from them.
-      data: fields of `data.name: rollouts` that the paper prescribes; empty for other objectives.
+      parts: the algorithm's advantage, aggregation, KL divergence and updates per batch; empty for other objectives.
     """
 
     name: str
     summary: str
     equation: str
     source: str
-    data: dict[str, str]
+    parts: dict[str, Any]
 
 
 def list_objectives(*, json: Annotated[bool, Parameter(negative=())] = False) -> None:
@@ -58,14 +74,22 @@ def _algorithm(name: str, config_class: Any) -> Algorithm | None:
     if source is None:
         return None
     equation = next((part for part in paragraphs if part.startswith("    ")), "")
-    asked = {field: getattr(config_class, field, None) for field in ("advantage", "weights")}
     return Algorithm(
         name=name,
         summary=_one_line(paragraphs[0]),
         equation=_one_line(equation),
         source=_one_line(source.removeprefix("Source:")),
-        data={field: value for field, value in asked.items() if isinstance(value, str)},
+        parts=_parts(config_class),
     )
+
+
+def _parts(config_class: Any) -> dict[str, Any]:
+    """Returns the active parts by which an algorithm differs from others."""
+    if not issubclass(config_class, PolicyConfig):
+        return {}
+    values = {field.name: field.default for field in dataclasses.fields(config_class) if field.name in _PARTS}
+    shown = {name: to_mapping(value) for name, value in values.items() if value not in (0, None)}
+    return shown if values["kl"] else {name: value for name, value in shown.items() if not name.startswith("kl")}
 
 
 def _one_line(text: str) -> str:
@@ -73,7 +97,7 @@ def _one_line(text: str) -> str:
 
 
 def _format(each: Algorithm) -> str:
-    asked = ", ".join(f"data.{field}: {value}" for field, value in each.data.items())
+    asked = ", ".join(f"{field}: {value}" for field, value in each.parts.items())
     lines = [
         f"{each.name}: {each.summary}",
         f"    {each.equation}",

@@ -2,18 +2,17 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal
 
-import numpy as np
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import BeforeValidator, Field, PositiveInt
 
 from stack_core.abi.config import config
 from stack_core.abi.data import Tokenizer
-from stack_core.abi.errors import ChatTemplateError, ConfigError, DataError
+from stack_core.abi.errors import ChatTemplateError, DataError
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_rl.contracts import Action, Completion, Environment, Observation, Reward, StepResult, Tasks
 from stack_rl.environments.records import Record, read_records
-from stack_rl.math.advantages import overlong
 from stack_rl.rewards.weighted import ReadsTokens, WeightedReward, check_reward, resolved, total_score
 
 __all__ = ["PromptsConfig", "weighted"]
@@ -39,8 +38,6 @@ class PromptsConfig:
       name: selects this environment.
       held_out: glob of the files with evaluation tasks; None disables evaluation.
       max_tokens: maximum number of tokens per answer.
-      overlong_tokens: length of the penalty zone before `max_tokens`, in tokens. Within it the reward falls linearly by
-        up to 1 (DAPO, arXiv:2503.14476, equation 13); 0 disables the penalty.
       too_long: handling of a prompt that leaves no room for an answer: raise an "error" or "drop" it.
     """
 
@@ -49,15 +46,11 @@ class PromptsConfig:
     name: Literal["prompts"] = "prompts"
     held_out: str | None = None
     max_tokens: PositiveInt = 128
-    overlong_tokens: NonNegativeInt = 0
     too_long: Literal["error", "drop"] = "error"
 
-    def __post_init__(self) -> None:
-        if self.overlong_tokens > self.max_tokens:
-            raise ConfigError(
-                f"data.environment.overlong_tokens is {self.overlong_tokens}, but answers have at most "
-                f"{self.max_tokens} tokens. Lower the first or raise max_tokens."
-            )
+    moved_keys: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"overlong_tokens": "objective.overlong: {buffer_fraction: tokens / max_tokens}"}
+    )
 
     def check(self, model: Any) -> None:
         for each in self.rewards:
@@ -77,7 +70,7 @@ class PromptsConfig:
         encode = _encoder(policy, tokenizer)
         training, held_out = ([encode(*record) for record in records] for records in self._records())
         fitting = [self._fitting(prompts, seq_tokens) for prompts in (training, held_out)]
-        return _Prompts(tokenizer, rewards, self.max_tokens, self.overlong_tokens, *fitting)
+        return _Prompts(tokenizer, rewards, self.max_tokens, *fitting)
 
     def _records(self) -> tuple[list[Record], list[Record]]:
         held_out = [] if self.held_out is None else read_records(self.held_out, "data.environment.held_out")
@@ -132,18 +125,16 @@ class _Prompts:
         tokenizer: Tokenizer,
         rewards: Sequence[tuple[str, Reward, float]],
         max_tokens: int,
-        overlong_tokens: int,
         training: Sequence[_Prompt],
         held_out: Sequence[_Prompt],
     ) -> None:
         self._tokenizer, self._rewards = tokenizer, rewards
-        self._max_tokens, self._overlong_tokens = max_tokens, overlong_tokens
-        self._training, self._held_out = training, held_out
+        self._max_tokens, self._training, self._held_out = max_tokens, training, held_out
         self.training, self.held_out = len(training), len(held_out)
 
     def episode(self, task: int, *, held_out: bool = False) -> Environment:
         prompt = self._prompt(task, held_out=held_out)
-        return _Episode(prompt, self._tokenizer, self._rewards, self._max_tokens, self._overlong_tokens)
+        return _Episode(prompt, self._tokenizer, self._rewards, self._max_tokens)
 
     def name(self, task: int, *, held_out: bool = False) -> str:
         return self._prompt(task, held_out=held_out).name
@@ -161,7 +152,6 @@ class _Episode:
     tokenizer: Tokenizer
     rewards: Sequence[tuple[str, Reward, float]]
     max_tokens: int
-    overlong_tokens: int
 
     async def reset(self) -> Observation:
         return Observation(tokens=self.prompt.tokens, max_tokens=self.max_tokens)
@@ -177,10 +167,6 @@ class _Episode:
             prompt_tokens=self.prompt.tokens,
         )
         score = await total_score(self.rewards, completion)
-        if not self.overlong_tokens:
-            return StepResult(reward=score.value, verdict=score.verdict, facts=score.facts)
-        lengths = np.asarray([len(action.tokens)])
-        (charge,) = overlong(lengths, max_tokens=self.max_tokens, buffer_tokens=self.overlong_tokens).tolist()
-        return StepResult(reward=score.value + charge, verdict=score.verdict, facts={**score.facts, "overlong": charge})
+        return StepResult(reward=score.value, verdict=score.verdict, facts=score.facts)
 
     async def close(self) -> None: ...

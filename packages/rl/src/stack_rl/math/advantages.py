@@ -5,7 +5,7 @@ groups may differ in size.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, Real
@@ -83,7 +83,7 @@ ADVANTAGES: Final[Mapping[str, Callable[[Rewards, Groups], PerEpisode]]] = {
     "leave_one_out": leave_one_out,
     "whitened": whitened,
 }
-"""Advantage estimators of episodes, by their names in `data.advantage`."""
+"""Advantage estimators of episodes, by their names in `objective.advantage`."""
 
 
 def equal_groups(rewards: Rewards, groups: Groups) -> Bool[np.ndarray, " episodes"]:
@@ -96,11 +96,15 @@ def equal_groups(rewards: Rewards, groups: Groups) -> Bool[np.ndarray, " episode
 
 
 def overlong(
-    lengths_tokens: Int[np.ndarray, " episodes"], *, max_tokens: int, buffer_tokens: int
+    lengths_tokens: Real[np.ndarray, " episodes"], *, max_tokens: Any, buffer_tokens: Any
 ) -> Float[np.ndarray, " episodes"]:
     """Computes DAPO's length penalty: 0 up to L - B tokens, then falling linearly to -1 at L, and -1 beyond.
 
         (L - B - length) / B between the two, with L = max_tokens and B = buffer_tokens
+
+    Args:
+      lengths_tokens: length of each answer.
+      max_tokens, buffer_tokens: L and B, numbers or arrays with a number per answer.
 
     Source: Yu et al., DAPO, 2025 (arXiv:2503.14476), equation 13, with L = 20480 and B = 4096 tokens.
     """

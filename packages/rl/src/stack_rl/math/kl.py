@@ -62,7 +62,8 @@ def estimator_in_loss(name: str) -> Estimator:
     if name == "k1":
         raise ConfigError(
             "kl_estimator 'k1', log p - log p_ref, cannot be a part of the loss: its gradient is that of log p, "
-            "whose expectation is zero, so it only adds noise. Choose 'k2' or 'k3', or subtract k1 from the reward."
+            "whose expectation is zero, so it only adds noise. Choose 'k2' or 'k3', or subtract k1 from the reward "
+            "by kl_in: reward."
         )
     if name not in LOSS_ESTIMATORS:
         raise ConfigError(f"There is no KL estimator {name!r} for a loss. There are: {', '.join(LOSS_ESTIMATORS)}.")

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-__all__ = ["MOST_LOG_RATIO", "cispo_loss", "clipped_loss", "is_clipped", "log_ratio", "reinforce_loss"]
+__all__ = ["MOST_LOG_RATIO", "cispo_loss", "clipped_loss", "is_clipped", "is_outside", "log_ratio", "reinforce_loss"]
 
 MOST_LOG_RATIO = 20.0
 """Bound of the absolute log ratio: exp(20) is 5e8, beyond which gradients overflow."""
@@ -70,6 +70,12 @@ def is_clipped(
     """Returns whether a ratio has moved so far in the direction of its advantage that its token has no gradient."""
     ratio = jnp.exp(log_ratio)
     return ((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 - low))
+
+
+def is_outside(log_ratio: Float[Array, "*tokens"], *, lowest: float, highest: float) -> Bool[Array, "*tokens"]:
+    """Returns whether a ratio lies outside the bounds of `cispo_loss`, which then limit its weight."""
+    ratio = jnp.exp(log_ratio)
+    return (ratio < lowest) | (ratio > highest)
 
 
 def cispo_loss(

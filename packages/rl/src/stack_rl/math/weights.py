@@ -29,6 +29,10 @@ def _constant(lengths: Lengths, groups: Groups, max_tokens: int) -> Weights:
     return np.full(len(lengths), 1 / (max(len(lengths), 1) * max_tokens))
 
 
+def _sequence_sum(lengths: Lengths, groups: Groups, max_tokens: int) -> Weights:
+    return np.full(len(lengths), 1 / max(np.count_nonzero(lengths), 1))
+
+
 def _prompt(lengths: Lengths, groups: Groups, max_tokens: int) -> Weights:
     of_group, place = np.unique(groups, return_inverse=True)
     tokens = np.bincount(place, weights=lengths, minlength=len(of_group))
@@ -43,6 +47,7 @@ WEIGHTS: Final[Mapping[str, Callable[[Lengths, Groups, int], Weights]]] = {
     "token": _token,
     "sequence": _sequence,
     "constant": _constant,
+    "sequence_sum": _sequence_sum,
     "prompt": _prompt,
     "sum": _sum,
 }
@@ -54,6 +59,7 @@ def token_weights(name: str, lengths: Lengths, groups: Groups, *, max_tokens: in
         token:    1 / N                  N = sum of all lengths; DAPO (arXiv:2503.14476), equation 8
         sequence: 1 / (B lengths[i])     B sequences that have a token; GRPO (arXiv:2402.03300), equation 3
         constant: 1 / (B max_tokens)    B sequences; Dr. GRPO (arXiv:2503.20783), so that long answers count in full
+        sequence_sum: 1 / B              B sequences that have a token; RLOO (arXiv:2402.14740), equation 6
         prompt:   1 / (P N_g)            P groups, N_g tokens of the group; ScaleRL (arXiv:2510.13786)
         sum:      1                      a plain sum over tokens
 

@@ -65,6 +65,8 @@ class TerminalObserver:
             f"steps {event.first_step + 1:,} to {event.steps:,} -> {event.directory}",
             markup=False,
         )
+        for note in event.notes:
+            self._print(note)
         if self._progress and self._task is not None:
             self._progress.update(self._task, total=event.steps, completed=event.first_step)
             self._progress.start()

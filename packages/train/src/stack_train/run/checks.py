@@ -47,8 +47,8 @@ def check(run: ResolvedRun, allowed: tuple[str, ...] = ()) -> tuple[str, ...]:
 
 def check_sections(config: RunConfig) -> None:
     """Raises a ConfigError if sections contradict each other."""
-    config.data.check(config.model)
-    shapes = config.data.spec(config.model)
+    config.batches.check(config.model)
+    shapes = config.batches.spec(config.model)
     check_inputs(as_objective(config.objective.build()), shapes)
     batch_size = next(iter(shapes.values())).shape[0]
     if batch_size % config.run.accumulation_steps:

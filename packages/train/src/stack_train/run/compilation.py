@@ -155,7 +155,7 @@ def compile_step(config: RunConfig, target: Target) -> StepReport:
         slices=target.slices,
         mesh={axis: size for axis, size in program.mesh.shape.items() if size > 1},
         parameters=program.step.model.parameter_count,
-        work=config.data.work(),
+        work=config.batches.work(),
         model_flops=needed,
         # The memory is per chip, and a chip may be several devices.
         memory_bytes=None if chip.hbm_bytes is None else chip.hbm_bytes * units // len(mesh_devices),

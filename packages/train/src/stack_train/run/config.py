@@ -16,6 +16,7 @@ from stack_core.abi.config import (
     parse_yaml,
     with_current_keys,
 )
+from stack_core.abi.data import FollowsObjective
 from stack_core.abi.mesh import MeshConfig
 from stack_core.abi.plugins import registries
 from stack_core.abi.run_directory import RunDirectory
@@ -28,7 +29,7 @@ from stack_train.objectives import CausalLMConfig
 from stack_train.optim import AdamWConfig
 from stack_train.step.precision import Precision
 
-__all__ = ["PipelineConfig", "RunConfig", "RunSettings", "run_config", "saved_config"]
+__all__ = ["PipelineConfig", "RunConfig", "RunSettings", "batches_of", "run_config", "saved_config"]
 
 
 @config
@@ -105,6 +106,20 @@ class RunConfig:
     processes: ProcessesConfig = ProcessesConfig()
     cluster: ClusterConfig = ClusterConfig()
     sections: Annotated[Mapping[str, Any], Sections(registries.sections)] = Field(default_factory=dict)
+
+    @property
+    def batches(self) -> Any:
+        """The config of the run's batches: `data`, adapted to the objective if the data follows it."""
+        return batches_of(self.data, self.objective)
+
+
+def batches_of(data: Any, objective: Any) -> Any:
+    """Returns the `DataConfig` of batches for an objective.
+
+    Raises:
+      ConfigError: the objective cannot be trained on this data.
+    """
+    return data.for_objective(objective) if isinstance(data, FollowsObjective) else data
 
 
 def saved_config(directory: RunDirectory) -> dict[str, Any]:

@@ -184,7 +184,7 @@ class TrainingLoop:
     def _hand_over(self, state: TrainState, step: int) -> None:
         """Passes the current weights to data that is sampled from the policy."""
         if isinstance(self.of.data, PolicyBatches):
-            auxiliary = {name: each.params for name, each in state.auxiliary.items() if each.opt_state is not None}
+            auxiliary = {name: each.params for name, each in state.auxiliary.items()}
             alone = self.of.data.takes_trained
             frozen = state.frozen if alone else {}
             given = join(state.params, state.mutable) if alone else self.of.program.step.variables(state)
@@ -204,7 +204,7 @@ class TrainingLoop:
     ) -> tuple[dict[str, jax.Array], np.ndarray | None]:
         arrays = dict(batch)
         row_ids = arrays.pop("row_ids", None)
-        shapes = None if rows is None else self.of.config.data.spec(self.of.config.model)
+        shapes = None if rows is None else self.of.config.batches.spec(self.of.config.model)
         return shard_batch(self.of.program, arrays, rows=rows, shapes=shapes), row_ids
 
     def _finish(self, dispatched: _Dispatched | None) -> None:
@@ -324,7 +324,7 @@ class TrainingLoop:
     def _summary(self, step: int, validation_loss: float | None, stopped_by: str | None = None) -> RunSummary:
         # The median ignores the few steps that waited for a save.
         rate = self._work / statistics.median(self._durations_s) if self._durations_s else None
-        unit = self.of.config.data.work()[0]
+        unit = self.of.config.batches.work()[0]
         return RunSummary(
             step,
             self._last.get("loss"),
@@ -338,6 +338,11 @@ class TrainingLoop:
         )
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines about the objective to print at the start of the run."""
+        return tuple(self.of.program.step.objective.notes)
+
+    @property
     def shown_metrics(self) -> tuple[str, ...]:
         """Names of the metrics that the objective selects for display next to the loss."""
         return tuple(self.of.program.step.objective.shown_metrics)
@@ -347,7 +352,7 @@ class TrainingLoop:
 
     @property
     def _work(self) -> int:
-        return self.of.config.data.work()[1]
+        return self.of.config.batches.work()[1]
 
 
 def _checked(metrics: Mapping[str, float]) -> dict[str, float]:

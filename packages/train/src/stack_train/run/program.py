@@ -125,7 +125,7 @@ def _check_staged(config: RunConfig, program: Program) -> None:
             program.mesh.shape["context"] > 1
         ),
         f"run.pipeline.microbatches={microbatches} does not divide the batch": any(
-            shape.shape[0] % microbatches for shape in config.data.spec(config.model).values()
+            shape.shape[0] % microbatches for shape in config.batches.spec(config.model).values()
         ),
     }
     found = [problem for problem, holds in problems.items() if holds]
@@ -163,7 +163,7 @@ def traced_step(config: RunConfig, program: Program) -> jax.stages.Traced:
                 f"There are: {', '.join(sorted(known))}."
             )
     with naming_sizes(config):
-        return program.trace(config.data.spec(config.model))
+        return program.trace(config.batches.spec(config.model))
 
 
 def model_flops(config: RunConfig, program: Program) -> Flops:
@@ -177,7 +177,7 @@ def model_flops(config: RunConfig, program: Program) -> Flops:
         program = build_program(dataclasses.replace(config, mesh=alone), program.mesh.devices.flatten()[:1].tolist())
     auxiliary = {name: each.params for name, each in program.abstract_state.auxiliary.items()}
     evaluate = program.on_mesh(program.step.evaluate)
-    return model_flops_per_step(evaluate, program.abstract_variables, config.data.spec(config.model), auxiliary)
+    return model_flops_per_step(evaluate, program.abstract_variables, config.batches.spec(config.model), auxiliary)
 
 
 @contextlib.contextmanager

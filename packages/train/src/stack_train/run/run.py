@@ -17,7 +17,7 @@ from stack_core.abi.errors import PluginError
 from stack_core.abi.run_directory import RunDirectory
 from stack_core.runtime.processes import ALONE, Processes, join
 from stack_train.run.checks import check
-from stack_train.run.config import RunConfig
+from stack_train.run.config import RunConfig, batches_of
 from stack_train.run.memory import check_state
 from stack_train.run.placing import local_rows
 from stack_train.run.program import build_program, naming_sizes, traced_step
@@ -60,14 +60,15 @@ def _built(config: RunConfig, resume: bool, allowed: tuple[str, ...], processes:
         check_state(program)
     traced = traced_step(config, program)
     # One process after the other: the first trains the tokenizer and tokenizes, the others read its cache.
-    data = processes.in_turn("data", lambda: resolved.data.build(seed=config.run.seed, model=config.model))
+    batches = batches_of(resolved.data, config.objective)
+    data = processes.in_turn("data", lambda: batches.build(seed=config.run.seed, model=config.model))
     rows = None
     if not isinstance(data, Batches):
         raise PluginError(
             f"data.name {config.data.name!r} built a {type(data).__name__}; expected a stack_core.abi.data.Batches."
         )
     if processes.count > 1:
-        local = local_rows(program, config.data.spec(config.model))
+        local = local_rows(program, config.batches.spec(config.model))
         if (of_process := data.with_rows(local)) is not None:
             data, rows = of_process, local
     return Run(

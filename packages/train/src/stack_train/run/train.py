@@ -139,20 +139,21 @@ def _train(
         open_policy: Any = partial(policy_of, run, run.program.step.variables(state))
         run.data.take_policy(open_policy)
     flops, ideal_step_s = _cost(run)
-    step = run.program.runnable(compiled, run.config.data.spec(run.config.model))
+    step = run.program.runnable(compiled, run.config.batches.spec(run.config.model))
     loop = TrainingLoop(run, step, store, bus, ideal_step_s, records)
     bus.emit(
         RunStarted(
             first_step=first_step,
             steps=run.config.run.steps,
             parameters=run.program.step.model.parameter_count,
-            work=run.config.data.work(),
+            work=run.config.batches.work(),
             flops_per_step=flops,
             ideal_step_s=ideal_step_s,
             compile_s=compile_s,
             directory=run.directory.path,
             setup_s=time.perf_counter() - run.began_s,
             shown_metrics=loop.shown_metrics,
+            notes=loop.notes,
         )
     )
     # From here on the loop saves before it stops; until now a signal ended the start at once.

@@ -18,7 +18,7 @@ def transform_names(config: RunConfig) -> tuple[str, ...]:
 
 def transform_of(config: RunConfig) -> Transforms:
     """Builds the transforms of a run's model from its config sections."""
-    shapes = config.data.spec(config.model)
+    shapes = config.batches.spec(config.model)
     return Transforms(
         tuple(registries.transforms[name](config.sections[name], shapes) for name in transform_names(config))
     )

@@ -1,6 +1,7 @@
 """Scores of a language model on the tokens of a batch: log-probabilities, entropies, values."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +22,12 @@ def scores(
     batch: Mapping[str, jax.Array],
     *,
     entropy: bool,
-    more: Callable[[Outputs, Mapping[str, jax.Array]], Mapping[str, jax.Array]] | None = None,
+    more: Callable[[Any, Outputs, Mapping[str, jax.Array]], Mapping[str, jax.Array]] | None = None,
 ) -> dict[str, jax.Array]:
     """Scores the targets of a batch; see `Trainer.score`.
 
     Args:
-      more: computes additional scores from the model's outputs and the batch.
+      more: computes additional scores from the model, its outputs and the batch.
     """
     outputs, targets = model(batch["tokens"], batch["positions"], batch["segment_ids"]), batch["targets"]
     losses = model.head().cross_entropy(outputs.hidden, targets, ignore_index=IGNORED_TARGET, reduction="none")
@@ -35,7 +36,7 @@ def scores(
         found["entropy"] = _entropy(model.head(), outputs.hidden)
     if "values" in outputs.facts:
         found["values"] = outputs.facts["values"].astype(jnp.float32)
-    return found if more is None else {**found, **more(outputs, batch)}
+    return found if more is None else {**found, **more(model, outputs, batch)}
 
 
 def _entropy(head: Head, hidden: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq"]:

@@ -234,7 +234,7 @@ class Step:
         Args:
           variables: all variables of the model.
           batch: tokens, targets, positions and segment_ids, int32[batch, seq]; target -100 is ignored.
-          auxiliary: parameters of the trained auxiliary models; without them the objective's own scores are omitted.
+          auxiliary: parameters of the auxiliary models; without them the objective's own scores are omitted.
           entropy: also return the entropy at each position, which needs all logits, computed in chunks.
 
         Returns:
@@ -242,7 +242,7 @@ class Step:
           "values" if the model outputs values; and the arrays of `Objective.scores`.
         """
         more = None
-        if auxiliary or all(each.optimizer is None for each in self.auxiliary.values()):
+        if auxiliary or not self.auxiliary:
             models = {name: self.auxiliary[name].merge(tree, variables) for name, tree in (auxiliary or {}).items()}
             more = partial(self.objective.scores, **models)
         scored = partial(scores, entropy=entropy, more=more)

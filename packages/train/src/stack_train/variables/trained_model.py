@@ -22,7 +22,7 @@ from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.generation.generative import ModuleCheckpoint, generative_checkpoint, parameters_of
 from stack_train.objectives import as_objective
 from stack_train.optim.optax_optimizer import as_optimizer
-from stack_train.run.config import RunConfig, run_config
+from stack_train.run.config import RunConfig, batches_of, run_config
 from stack_train.run.model import abstract_model, holds_codes, stored_model
 from stack_train.run.resolve import with_tokenizer
 from stack_train.run.transforms import transform_names, transform_of
@@ -94,7 +94,7 @@ class TrainedLanguageModel:
     @cached_property
     def _data(self) -> Batches:
         data = with_tokenizer(self.config.data, self.tokenizer)
-        return data.build(seed=self.config.run.seed, model=self.config.model)
+        return batches_of(data, self.config.objective).build(seed=self.config.run.seed, model=self.config.model)
 
     @cached_property
     def _objective(self) -> Objective:

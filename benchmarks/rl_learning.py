@@ -30,8 +30,8 @@ def cell(name: str, steps: int, *settings: str) -> Sequence[str]:
 
 RECIPES: Mapping[str, Sequence[str]] = {
     "cell_grpo": (CELL,),
-    "cell_dr_grpo": cell("dr_grpo", 400, "--objective.entropy", "0.01"),
-    "cell_rloo": cell("rloo", 800, "--objective.entropy", "0.01"),
+    "cell_dr_grpo": cell("dr_grpo", 600, "--objective.entropy", "0.02"),
+    "cell_rloo": cell("rloo", 500, "--objective.entropy", "0.03"),
     "cell_reinforce_pp": cell("reinforce_pp", 400),
     "cell_dapo": cell("dapo", 2000, *SLOWER, "--objective.refill_rounds", "2"),
     "cell_gspo": cell("gspo", 1200),
@@ -61,7 +61,8 @@ def main() -> None:
         output = arguments.runs / f"{arguments.recipe}-{seed}"
         trained(arguments.recipe, seed, output)
         curves[f"seed {seed}"] = curve = evaluations(output, metric)
-        print(f"{arguments.recipe} seed {seed}: " + ", ".join(f"{step}: {value:.3f}" for step, value in curve))
+        points = ", ".join(f"{step}: {value:.3f}" for step, value in curve)
+        print(f"| {arguments.recipe} | {seed} | {points} |")  # a row of the table in docs/rl.md
     figure = arguments.figure or ROOT / "docs" / "figures" / f"{arguments.recipe}.svg"
     figure.parent.mkdir(parents=True, exist_ok=True)
     figure.write_text(drawn(arguments.recipe, metric, curves))

@@ -15,6 +15,7 @@ from stack_rl.contracts import Trajectory
 from stack_rl.experience import batch_of, batch_shapes, credited, update_batch
 from stack_rl.objectives.policy import PolicyConfig
 from stack_rl.updates import update_rows
+from stack_train.objectives import as_objective, check_inputs
 from stack_train.run.config import RunConfig
 from stack_train.run.program import build_program
 
@@ -63,8 +64,7 @@ NEEDED = {"kl": 0.1, "times": "logit_normal"}
 """What other fields act beside, which are refused without it."""
 
 VALUES = {
-    "advantage": "centred",
-    "correction": {"kind": "mask", "level": "geometric", "low": 0.5},
+    "correction": {"kind": "mask", "level": "sequence_mean", "low": 0.5},
     "critic_warmup_steps": 3,
     "dual_clip": 2.0,
     "epochs": 5,
@@ -98,6 +98,7 @@ def step(objective):
     model, data = RUNS.get(objective["name"], (DECODER, ROLLOUTS))
     try:
         config = parse(RunConfig, {"output": "none", "model": model, "data": data, "objective": objective})
+        check_inputs(as_objective(config.objective.build()), config.batches.spec(config.model))
     except ConfigError as error:
         return str(error)
     program = build_program(config)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import pytest
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -108,6 +108,17 @@ def test_settings_without_a_name_are_those_of_the_default():
 def test_sections_come_from_registered_classes():
     parsed = parse(Outer, {"output": "x", "profile": {"every": 7}})
     assert parsed.sections == {"profile": Profile(every=7)}
+
+
+@config
+class Moved:
+    steps: int = 1
+    moved_keys: ClassVar[dict[str, str]] = {"batches": "run.batches"}
+
+
+def test_a_key_that_moved_is_refused_with_its_new_place():
+    with pytest.raises(ConfigError, match=r"no key 'data.batches' any more: it is now run.batches"):
+        parse(Moved, {"batches": 3}, path="data")
 
 
 def test_a_resolved_config_survives_yaml(tmp_path):

@@ -119,7 +119,8 @@ def credited(
         batch["overlong"] = _in_rows(there, _excluded(algorithm, found) - extra, len(drawn)).astype(np.float32)
     k1 = np.zeros(drawn.shape)
     if algorithm.has_reward_kl:
-        reference = scores.get(REFERENCE_LOGPROBS, batch.get(REFERENCE_LOGPROBS))
+        # With `reference: data`, the data's reference has scored the batch already.
+        reference = scores[REFERENCE_LOGPROBS] if REFERENCE_LOGPROBS in scores else batch[REFERENCE_LOGPROBS]
         k1 = np.where(drawn, batch["behaviour_logprobs"].astype(np.float64) - reference, 0)
         batch["reward_kl"] = k1.sum(axis=1).astype(np.float32)
     if algorithm.has_old_logprobs:

@@ -109,7 +109,7 @@ class RunConfig:
 
     @property
     def batches(self) -> Any:
-        """The config of the run's batches: `data`, adapted to the objective if the data follows it."""
+        """Config of the batches: `data`, adapted to the objective if it depends on the objective."""
         return batches_of(self.data, self.objective)
 
 

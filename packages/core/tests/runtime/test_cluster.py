@@ -118,6 +118,8 @@ def test_a_driver_of_two_meshes_goes_on_when_a_process_of_either_is_killed(clust
         failed.get()
 
     training.close()
-    with pytest.raises(ClusterError, match=r"data 8 takes 8 devices, but its 2 hosts have 2 \(host 0: 1, host 1: 1\)"):
+    with pytest.raises(
+        ClusterError, match=r"data 8 does not fit the 2 devices of its 2 hosts \(host 0: 1, host 1: 1\)"
+    ):
         cluster.mesh({"data": 8}, hosts=2)
     assert isinstance(generation.put(table), RemoteArray)

@@ -6,7 +6,7 @@ import pytest
 
 from stack_core.abi.errors import ClusterError
 from stack_core.runtime.attribution import Failure, attributed
-from stack_core.runtime.formation import Formation, Member, formed
+from stack_core.runtime.formation import Formation, Member, formed, mesh_sizes
 from stack_core.runtime.supervisor import GiveUp, Restart, after
 
 RESET = {"type": "TrainingError", "message": "Process 0 has lost another process", "mendable": True}
@@ -30,6 +30,22 @@ def test_ranks_are_placed_on_the_lowest_free_hosts():
     assert formed(3, "a:1", {4, 1, 2}, 2).hosts == (1, 2)
     with pytest.raises(ClusterError, match=r"formation needs 4 hosts, but 2 are free \(hosts 0, 7\)"):
         formed(1, "a:1", {0, 7}, 4)
+
+
+@pytest.mark.parametrize(
+    ("axes", "devices", "processes", "sizes"),
+    [
+        ({"data": 4}, 4, 2, {"data": 4}),
+        ({"data": 2}, 4, 2, None),  # every process must hold a part
+        ({"data": 2}, 4, 1, {"data": 2}),
+        ({"data": 8}, 4, 1, None),
+        ({"data": 2, "tensor": -1}, 8, 2, {"data": 2, "tensor": 4}),
+        ({"data": 3, "tensor": -1}, 8, 1, {"data": 3, "tensor": 2}),
+        ({"data": 16, "tensor": -1}, 8, 1, None),
+    ],
+)
+def test_a_mesh_has_all_devices_of_its_processes_or_the_first_ones_of_its_only_process(axes, devices, processes, sizes):
+    assert mesh_sizes(axes, devices, processes=processes) == sizes
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,16 @@ class BenchmarkError(StackError): ...
 class ClusterError(StackError): ...
 
 
-class FormationLost(ClusterError): ...
+class FormationLost(ClusterError):
+    """Processes of a mesh that have ended, and everything that they held.
+
+    Attributes:
+      cause: how they ended, such as "rank 0 on host 0: ended by SIGKILL"; "" for arrays of an earlier formation.
+    """
+
+    def __init__(self, message: str, *, cause: str = "") -> None:
+        super().__init__(message)
+        self.cause = cause
 
 
 class RunAbandoned(ClusterError): ...

@@ -241,6 +241,8 @@ class ExportsStored(ModelFormat, Protocol):
 class GenerativeCheckpoint(Protocol):
     """A language model opened by a checkpoint format for text generation.
 
+    An engine in another process receives it pickled, without its parameters, which are sent separately.
+
     Attributes:
       name: name for people, and for clients that query the served model.
       parameters: shapes and dtypes of its parameters, a pytree of `jax.ShapeDtypeStruct`, available without reading

@@ -11,15 +11,17 @@
 
 Dispatch is asynchronous; `get` waits. When a process of a mesh ends, every use of the mesh's arrays raises
 `FormationLost`. `mesh.form()` then starts fresh processes, and the driver puts its last copies on them.
+
+A mesh of one process can also hold Python objects (`RemoteObject`), such as a generation engine. `mesh.pull` copies the
+driver's own arrays to the mesh.
 """
 
 import itertools
-import math
 import pickle
 import secrets
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +33,11 @@ from stack_core.abi.plugins import registries
 from stack_core.runtime.attribution import attributed
 from stack_core.runtime.channel import ChannelClosed, Link
 from stack_core.runtime.config import ClusterConfig
-from stack_core.runtime.formation import Formation, formed, updated
+from stack_core.runtime.formation import Formation, formed, mesh_sizes, updated
 from stack_core.runtime.hosts import Hosts
 from stack_core.runtime.record import read_token
-from stack_core.runtime.remote import RemoteArray
+from stack_core.runtime.remote import RemoteArray, transfer_plan
+from stack_core.runtime.transfer import Index, Transfers, owned_parts
 
 __all__ = ["Cluster", "RemoteMesh"]
 
@@ -42,10 +45,14 @@ _TURN_S = 0.1
 _GATHER_S = 0.15
 _LOOK_S = 0.05  # interval between polls of the agents while commands are dispatched
 _MOST_WAITING_BYTES = 64 << 20
+_LAST_OUTPUT_CHARACTERS = 2000
 
 
 class Cluster:
-    """Hosts with one agent each, and the meshes on them. Created by `connect`; use it from one thread."""
+    """Hosts with one agent each, and their meshes. Created by `connect`.
+
+    All methods except `wake` must be called from the same thread.
+    """
 
     def __init__(self, config: ClusterConfig, hosts: Hosts) -> None:
         self.config, self.hosts = config, hosts
@@ -81,17 +88,22 @@ class Cluster:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def mesh(self, axes: Mapping[str, int], *, hosts: int | None = None) -> "RemoteMesh":
+    def mesh(
+        self, axes: Mapping[str, int], *, hosts: int | None = None, environment: Mapping[str, str] | None = None
+    ) -> "RemoteMesh":
         """Forks a worker on each of several free hosts and joins all their devices into a mesh.
 
         Args:
-          axes: sizes by name; their product is the number of devices of these hosts.
+          axes: sizes by name; their product is the number of devices of these hosts. One size may be -1, which takes
+            the remaining devices. On a single host the mesh may have fewer devices, the first of that host.
           hosts: number of hosts; by default all free ones.
+          environment: environment variables of the workers, such as CUDA_VISIBLE_DEVICES, set before JAX uses a device.
+            Set variables that JAX reads when it is imported for the agents instead.
 
         Raises:
           ClusterError: there are not enough hosts or devices; the message lists the available ones.
         """
-        mesh = RemoteMesh(self, axes, len(self.free()) if hosts is None else hosts)
+        mesh = RemoteMesh(self, axes, len(self.free()) if hosts is None else hosts, environment or {})
         mesh.form()
         self._meshes.append(mesh)
         return mesh
@@ -117,6 +129,10 @@ class Cluster:
             for mesh in self._meshes:
                 mesh.hear(message)
 
+    def wake(self) -> None:
+        """Makes a `poll` that waits return; from any thread."""
+        self.hosts.wake()
+
     def forget(self, mesh: "RemoteMesh") -> None:
         self._meshes.remove(mesh)
 
@@ -125,15 +141,21 @@ class RemoteMesh:
     """Devices of other processes as a mesh with named axes; created by `Cluster.mesh`.
 
     Attributes:
+      axes: sizes by name; an axis given as -1 has its size once the mesh is formed.
       formation_number: number of its current formation; increases with each `form`.
     """
 
-    def __init__(self, cluster: Cluster, axes: Mapping[str, int], hosts: int) -> None:
+    def __init__(self, cluster: Cluster, axes: Mapping[str, int], hosts: int, environment: Mapping[str, str]) -> None:
         self.cluster, self.axes, self._count = cluster, dict(axes), hosts
+        self._environment = dict(environment)
         self.formation_number = 0
         self._formation: Formation | None = None
         self._links: dict[int, Link] = {}
         self._answers: dict[tuple[int, int], tuple[str | None, Any]] = {}
+        self._listeners: dict[int, Callable[[Any, Any], None]] = {}
+        self._needed_parts: dict[Any, list[list[Index]]] = {}
+        self._transfers: Transfers | None = None
+        self._last_output = ""
         self._unused: deque[int] = deque()
         self._lost_hosts: set[int] = set()
         self._looked_s = 0.0
@@ -167,6 +189,7 @@ class RemoteMesh:
         gone = [number for number in range(hosts.count) if number not in hosts.present]
         hosts.start(gone)
         self._lost_hosts.clear()
+        self._last_output = ""
         free = [number for number in self.cluster.free() if number not in own]
         wanted = own or formed(0, "", free, self._count).hosts
         first = hosts.present[wanted[0]]
@@ -175,7 +198,8 @@ class RemoteMesh:
         formation = formed(number, f"{at}:{hosts.ask(wanted[0], 'port')}", wanted, self._count)
         self._formation, self.formation_number = formation, number
         order = {"formation": number, "count": self._count, "coordinator": formation.coordinator}
-        target = {"target": "stack_core.runtime.mesh_worker:serve", "arguments": {"axes": self.axes}}
+        arguments = {"axes": self.axes, "environment": self._environment}
+        target = {"target": "stack_core.runtime.mesh_worker:serve", "arguments": arguments}
         for member in formation.members:
             hosts.tell(member.host, fork={**order, **target, "rank": member.rank})
         self._await_links(formation)
@@ -196,9 +220,62 @@ class RemoteMesh:
 
         return jax.tree.map(put, tree)
 
+    def pull(self, tree: Any, specs: Any = None) -> Any:
+        """Copies a pytree of the driver's own arrays to the mesh by the transfer, which bypasses the command stream.
+
+        Each process of the mesh pulls the parts that it needs. The arrays must not be donated or deleted before a later
+        command that uses the copies was answered.
+
+        Args:
+          tree: arrays of which this process holds all parts; host arrays are placed on the default device first.
+          specs: a partitioning for each array, in the structure of `tree`; by default every device holds a full copy.
+        """
+        import jax
+
+        leaves, structure = jax.tree.flatten(tree)
+        given = [()] * len(leaves) if specs is None else structure.flatten_up_to(specs)
+        return jax.tree.unflatten(structure, map(self._pull, leaves, given))
+
+    def _pull(self, leaf: Any, spec: Sequence[Any]) -> RemoteArray:
+        import jax
+
+        array = leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf)
+        result = RemoteArray(self, self.cluster.next_number(), array.shape, array.dtype)
+        if self._transfers is None:
+            link = next(iter(self._links.values()))
+            self._transfers = Transfers(link.socket.getsockname()[0])
+        key = (array.shape, tuple(spec))
+        if key not in self._needed_parts:
+            self._needed_parts[key] = self.ask("needed", *key)
+        parts = owned_parts(array)
+        held = [(self._transfers.address, list(parts))]
+        [offers], pulls = transfer_plan(held, self._needed_parts[key], self.cluster.next_number)
+        for index, number in offers:
+            self._transfers.offer(number, parts[index])
+        fixed = (result.number, array.shape, result.dtype.name, tuple(spec))
+        self.tell_each("pull", [(*fixed, each) for each in pulls])
+        return result
+
     def next_number(self) -> int:
         """Returns a number that is unique in this cluster."""
         return self.cluster.next_number()
+
+    def listen(self, receive: Callable[[Any, Any], None]) -> int:
+        """Returns a number under which processes send messages; `receive` gets the error and the value of each."""
+        number = self.cluster.next_number()
+        self._listeners[number] = receive
+        return number
+
+    def unlisten(self, number: int) -> None:
+        self._listeners.pop(number, None)
+
+    def check(self) -> None:
+        """Raises `FormationLost` if a process has ended, as far as the driver knows."""
+        if self._formation is None:
+            raise FormationLost(f"{self!r} has no processes; give it some by `mesh.form()`.")
+        self._flush()
+        if self._lost_hosts or self._formation.broken:
+            self._raise_lost()
 
     def tell(self, *command: Any) -> None:
         """Sends a command to all processes without waiting."""
@@ -219,7 +296,7 @@ class RemoteMesh:
         self.tell(question, number, *operands)
         ranks = range(self._count)
         while not all((number, rank) in self._answers for rank in ranks):
-            self._check()
+            self.check()
             self.cluster.poll(_TURN_S)
         answers = [self._answers.pop((number, rank)) for rank in ranks]
         for rank, (error, _) in enumerate(answers):
@@ -242,6 +319,8 @@ class RemoteMesh:
         # Arrays of the old formation have another number and are refused from now on.
         self._formation, self.formation_number = None, -1
         self._answers.clear()
+        self._listeners.clear()
+        self._needed_parts.clear()
         self._unused.clear()
 
     def close(self) -> None:
@@ -255,6 +334,8 @@ class RemoteMesh:
             return
         if "lost" in message and message["host"] in self._formation.hosts:
             self._lost_hosts.add(message["host"])
+        elif "log" in message and message["formation"] == self._formation.number:
+            self._last_output = (self._last_output + message["log"])[-_LAST_OUTPUT_CHARACTERS:]
         elif "worker" in message:
             updated(self._formation, message["worker"], self.cluster.config.stopped_s)
 
@@ -269,7 +350,7 @@ class RemoteMesh:
         if now_s - self._looked_s > _LOOK_S:
             self._looked_s = now_s
             self.cluster.poll(0.0)
-        self._check()
+        self.check()
         # Sent before the command, whose results may need the memory.
         freed = (
             _pickled(("forget", [self._unused.popleft() for _ in range(len(self._unused))])) if self._unused else b""
@@ -283,7 +364,7 @@ class RemoteMesh:
             self._raise_lost()
         # Bounds the driver's memory if it dispatches faster than the workers read.
         while any(link.waiting_bytes > _MOST_WAITING_BYTES for link in self._links.values()):
-            self._check()
+            self.check()
             self.cluster.poll(0.001)
             self._flush()
 
@@ -294,13 +375,6 @@ class RemoteMesh:
         except ChannelClosed:
             self._raise_lost()
 
-    def _check(self) -> None:
-        if self._formation is None:
-            raise FormationLost(f"{self!r} has no processes; give it some by `mesh.form()`.")
-        self._flush()
-        if self._lost_hosts or self._formation.broken:
-            self._raise_lost()
-
     def _raise_lost(self) -> None:
         until_s = time.monotonic() + _GATHER_S
         while time.monotonic() < until_s:
@@ -308,9 +382,11 @@ class RemoteMesh:
         assert self._formation is not None, "it is checked before"
         failure = attributed(self._formation, lost_hosts=self._lost_hosts)
         self.end()
+        output = f"\nThe workers printed last:\n{self._last_output.rstrip()}" if self._last_output else ""
         raise FormationLost(
             f"The mesh {self.axes} lost {failure}. Its arrays are gone: `mesh.form()` gives it fresh processes, on "
-            "which you put your last copies."
+            f"which you put your last copies.{output}",
+            cause=f"{failure.evidence}{output}",
         )
 
     def _await_links(self, formation: Formation) -> None:
@@ -335,15 +411,17 @@ class RemoteMesh:
                 hosts.watch(link, lambda link=link, rank=hello["rank"]: self._read(rank, link))
             if formation.broken or self._lost_hosts or time.monotonic() > until_s:
                 self._raise_lost()
-        there, wanted = sum(devices.values()), math.prod(self.axes.values())
-        if there != wanted:
+        there = sum(devices.values())
+        sizes = mesh_sizes(self.axes, there, processes=self._count)
+        if sizes is None:
             axes = " x ".join(f"{name} {size}" for name, size in self.axes.items())
             each = ", ".join(f"host {member.host}: {devices[member.rank]}" for member in formation.members)
             self.end()
             raise ClusterError(
-                f"A mesh of {axes} takes {wanted} devices, but its {self._count} hosts have {there} ({each}). The "
-                f"cluster has {hosts.count} hosts. Change the axes, or `hosts`."
+                f"A mesh of {axes} does not fit the {there} devices of its {self._count} hosts ({each}). The cluster "
+                f"has {hosts.count} hosts. Change the axes, or `hosts`."
             )
+        self.axes = sizes
 
     def _read(self, rank: int, link: Link) -> None:
         try:
@@ -354,7 +432,10 @@ class RemoteMesh:
         for message in messages:
             if isinstance(message, bytes):
                 number, error, answer = pickle.loads(message)  # authenticated: from a worker of this cluster
-                self._answers[number, rank] = (error, answer)
+                if number in self._listeners:
+                    self._listeners[number](error, answer)
+                else:
+                    self._answers[number, rank] = (error, answer)
 
 
 def _pickled(command: Sequence[Any]) -> bytes:

@@ -7,7 +7,9 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from stack_core.abi.config import config
 from stack_core.abi.errors import ConfigError
 
-__all__ = ["ClusterConfig", "parsed_address"]
+__all__ = ["ClusterConfig", "EngineProcessConfig", "parsed_address"]
+
+_ENGINE_ORPHAN_S = 1.0
 
 
 @config
@@ -44,6 +46,41 @@ class ClusterConfig:
     first_deadline_s: PositiveFloat = 3600.0
     orphan_s: NonNegativeFloat = 60.0
     most_failures: NonNegativeInt = 5
+
+
+@config
+class EngineProcessConfig:
+    """The process of a generation engine that does not share the trainer's process and devices.
+
+    Attributes:
+      launcher: name of the launcher that starts the agent whose worker runs the engine. "processes" is this machine.
+      address: "host:port" where this process listens for the agent and the worker; port 0 picks a free one.
+      token_file: file with the secret shared with the agent; None generates one.
+      resources: resources that the launcher reserves, such as {"GPU": 1} for ray.
+      environment: environment variables of the worker, set before JAX uses a device, such as CUDA_VISIBLE_DEVICES, with
+        which two processes of one machine divide its GPUs.
+      start_s: maximum seconds for the agent to start.
+    """
+
+    launcher: str = "processes"
+    address: str = "127.0.0.1:0"
+    token_file: str | None = None
+    resources: Mapping[str, float] = Field(default_factory=dict)
+    environment: Mapping[str, str] = Field(default_factory=dict)
+    start_s: PositiveFloat = 300.0
+
+    def __post_init__(self) -> None:
+        if late := sorted(name for name in self.environment if name.startswith("JAX_")):
+            raise ConfigError(
+                f"environment has {', '.join(late)}, which JAX reads when it is imported, before the worker is forked. "
+                f"Set {'it' if len(late) == 1 else 'them'} for the whole command."
+            )
+
+    @property
+    def cluster(self) -> ClusterConfig:
+        """The cluster of one host. An agent that loses its driver ends at once, since no other driver takes it over."""
+        shared = {name: getattr(self, name) for name in ("launcher", "address", "token_file", "resources", "start_s")}
+        return ClusterConfig(hosts=1, orphan_s=_ENGINE_ORPHAN_S, **shared)
 
 
 def parsed_address(address: str, field: str = "cluster.address") -> tuple[str, int]:

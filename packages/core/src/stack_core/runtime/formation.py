@@ -1,12 +1,13 @@
 """A formation: fresh processes on several hosts, joined into one JAX program, never repaired (pure)."""
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from stack_core.abi.errors import ClusterError
 
-__all__ = ["Formation", "Member", "formed", "updated"]
+__all__ = ["Formation", "Member", "formed", "mesh_sizes", "updated"]
 
 Status = Literal["starting", "running", "done", "dead"]
 
@@ -108,3 +109,19 @@ def formed(number: int, coordinator: str, free: Collection[int], count: int) -> 
             "Use a smaller mesh, end another one, or add hosts to the cluster."
         )
     return Formation(number, coordinator, [Member(rank, host) for rank, host in enumerate(hosts[:count])])
+
+
+def mesh_sizes(axes: Mapping[str, int], devices: int, *, processes: int) -> dict[str, int] | None:
+    """Returns the sizes of a mesh's axes over the devices of a formation; None for axes that do not fit.
+
+    A mesh of several processes has all their devices, since each process must hold a part of every array. A mesh of one
+    process may have fewer devices, the first of that process.
+
+    Args:
+      axes: sizes by name; at most one is -1 and takes the remaining devices.
+      devices: number of devices of all processes.
+    """
+    left = devices // math.prod(size for size in axes.values() if size != -1)
+    sizes = {name: left if size == -1 else size for name, size in axes.items()}
+    taken = math.prod(sizes.values())
+    return sizes if taken == devices or (processes == 1 and 0 < taken < devices) else None

@@ -79,6 +79,10 @@ class Hosts:
         self._selector = selectors.DefaultSelector()
         self._listener = _listening(parsed_address(address or config.address))
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._woken, self._waker = socket.socketpair()
+        for end in (self._woken, self._waker):
+            end.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ, self._wake_up)
         host, port = self._listener.getsockname()[:2]
         self.address = f"{host}:{port}"
         self.count = count
@@ -190,8 +194,14 @@ class Hosts:
         for link in tuple(self._greeting):
             self._drop(link)
         self._selector.close()
-        self._listener.close()
+        for each in (self._listener, self._woken, self._waker):
+            each.close()
         self._launcher.close()
+
+    def wake(self) -> None:
+        """Makes a `poll` that waits return; from any thread."""
+        with contextlib.suppress(OSError):  # a full buffer wakes it as well, and a closed cluster does not poll
+            self._waker.send(b"\0")
 
     def watch(self, link: Link, read: Callable[[], None]) -> None:
         """Calls `read` during `poll` whenever another connection is readable."""
@@ -203,6 +213,9 @@ class Hosts:
 
     def _is_there(self, number: int) -> bool:
         return number in self.present and self.present[number].imports_until_s is None
+
+    def _wake_up(self) -> None:
+        self._woken.recv(4096)
 
     def _accept(self) -> None:
         while True:

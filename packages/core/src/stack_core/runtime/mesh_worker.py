@@ -1,10 +1,18 @@
 """The worker that executes a single driver's commands: arrays stay in this process, commands arrive in a stream.
 
-Commands are executed in order; only questions are answered. An error is sticky: later commands are skipped, and the
-next question is answered with the error.
+Commands are executed in order; only questions and calls of objects are answered. An error of a command is sticky: later
+commands are skipped, and the next question is answered with the error. An exception of an object is not: it answers
+its call.
 """
 
+import contextlib
+import functools
+import io
+import math
+import os
 import pickle
+import select
+import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,17 +22,23 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from stack_core.runtime.channel import ChannelClosed, Link, dial
+from stack_core.runtime.formation import mesh_sizes
 from stack_core.runtime.processes import join
-from stack_core.runtime.transfer import Transfers
+from stack_core.runtime.raised import Raised
+from stack_core.runtime.transfer import Index, Transfers, owned_parts, plain_index
 from stack_core.runtime.worker import current_worker
 
 __all__ = ["serve"]
 
-Index = tuple[tuple[int, int], ...]
 
+def serve(axes: Mapping[str, int], environment: Mapping[str, str]) -> str:
+    """Joins this formation's processes, makes the mesh, and executes the driver's commands until it disconnects.
 
-def serve(axes: Mapping[str, int]) -> str:
-    """Joins this formation's processes, makes the mesh, and executes the driver's commands until it disconnects."""
+    Args:
+      axes: sizes of the mesh's axes, see `mesh_sizes`.
+      environment: environment variables to set before JAX uses a device.
+    """
+    os.environ.update(environment)
     worker = current_worker()
     assert worker is not None, "an agent forked this process"
     order = worker.order
@@ -34,24 +48,27 @@ def serve(axes: Mapping[str, int]) -> str:
     link.socket.setblocking(True)
     devices = len(jax.local_devices())
     link.send({"hello": {"role": "worker", "formation": order.formation, "rank": order.rank, "devices": devices}})
-    wanted = int(np.prod(list(axes.values())))
-    # Otherwise the driver, which compares the same numbers, raises the error.
-    if wanted == jax.device_count():
-        kinds = (AxisType.Auto,) * len(axes)
-        mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds)
+    sizes = mesh_sizes(axes, jax.device_count(), processes=order.count)
+    if sizes is not None:  # otherwise the driver, which has the numbers too, raises
+        kinds = (AxisType.Auto,) * len(sizes)
+        shape = tuple(sizes.values())
+        devices = jax.devices()[: math.prod(shape)]
+        mesh = jax.make_mesh(shape, tuple(sizes), axis_types=kinds, devices=devices)
         _Interpreter(mesh, link).run()
     link.close()
     return "done"
 
 
 class _Interpreter:
-    """The state of a command stream: arrays by number, functions by number, and the first error."""
+    """The state of a command stream: arrays, functions and objects by number, and the first error."""
 
     def __init__(self, mesh: jax.sharding.Mesh, link: Link) -> None:
         self._mesh = mesh
         self._link = link
         self._arrays: dict[int, jax.Array] = {}
         self._functions: dict[int, Callable[..., Any]] = {}
+        self._objects: dict[int, Any] = {}
+        self._sending = threading.Lock()  # threads of objects send as well
         self._error: str | None = None
         self._transfers = Transfers(link.socket.getsockname()[0])
         self._commands: dict[str, Callable[..., None]] = {
@@ -68,11 +85,15 @@ class _Interpreter:
             "needed": self._needed,
             "ready": self._ready,
         }
+        self._calls: dict[str, Callable[..., Any]] = {"build": self._build, "invoke": self._invoke}
 
     def run(self) -> None:
         while True:
+            # Waits without the lock, which `read` needs because it also flushes.
+            select.select((self._link,), (), ())
             try:
-                messages = self._link.read()
+                with self._sending:
+                    messages = self._link.read()
             except ChannelClosed:
                 return
             for message in messages:
@@ -85,7 +106,16 @@ class _Interpreter:
             answer = None
             if self._error is None:
                 answer = self._guarded(command, self._questions[command], rest)
-            self._link.send(pickle.dumps((number, self._error, answer), pickle.HIGHEST_PROTOCOL))
+            self._send(number, self._error, answer)
+        elif command in self._calls:
+            number, *rest = operands
+            answer, error = None, self._error
+            if error is None:
+                try:
+                    answer = self._calls[command](*rest)
+                except Exception as raised:  # a user's object may raise anything; the exception is sent to the driver
+                    error = Raised.of(raised)
+            self._send(number, error, answer)
         # Memory is freed also after an error.
         elif self._error is None or command == "forget":
             self._guarded(command, self._commands[command], operands)
@@ -96,6 +126,26 @@ class _Interpreter:
         except Exception as error:  # a user's function may raise anything; the error is sent to the driver
             self._error = f"{command}: {type(error).__name__}: {error}\n{traceback.format_exc()}"
             return None
+
+    def _send(self, number: int, error: Any, value: Any) -> None:
+        """Sends a value to the driver; from any thread."""
+        message = pickle.dumps((number, error, value), pickle.HIGHEST_PROTOCOL)
+        with self._sending, contextlib.suppress(ChannelClosed):  # without its driver, this process is about to end
+            self._link.send(message)
+
+    def _build(self, number: int, pickled: bytes, packed: bytes) -> None:
+        build, arguments = pickle.loads(pickled), self._unpacked(packed)
+        self._objects[number] = build(functools.partial(self._send, number, None), *arguments)
+
+    def _invoke(self, number: int, method: str, packed: bytes) -> Any:
+        arguments, keywords = self._unpacked(packed)
+        return getattr(self._objects[number], method)(*arguments, **keywords)
+
+    def _unpacked(self, packed: bytes) -> Any:
+        """Unpickles a value whose remote arrays are represented by their numbers."""
+        unpickler = pickle.Unpickler(io.BytesIO(packed))
+        unpickler.persistent_load = self._arrays.__getitem__  # pyrefly: ignore
+        return unpickler.load()
 
     def _sharding(self, spec: Sequence[Any]) -> NamedSharding:
         return NamedSharding(self._mesh, PartitionSpec(*spec))
@@ -129,28 +179,20 @@ class _Interpreter:
 
     def _get(self, number: int) -> list[tuple[Index, np.ndarray]]:
         array = self._arrays[number]
-        return [
-            (_plain(shard.index, array.shape), np.asarray(shard.data))
-            for shard in array.addressable_shards
-            # Replicas hold equal data.
-            if shard.replica_id == 0
-        ]
+        return [(index, np.asarray(part)) for index, part in owned_parts(array).items()]
 
     def _owned_parts(self, number: int) -> tuple[str, list[Index]]:
         """Returns this process's transfer address, and the parts of an array for which it holds the first replica."""
-        array = self._arrays[number]
-        shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
-        return self._transfers.address, [_plain(shard.index, array.shape) for shard in shards]
+        return self._transfers.address, list(owned_parts(self._arrays[number]))
 
     def _needed(self, shape: tuple[int, ...], spec: Sequence[Any]) -> list[Index]:
         indices = self._sharding(spec).addressable_devices_indices_map(shape).values()
-        return sorted({_plain(index or (), shape) for index in indices})
+        return sorted({plain_index(index or (), shape) for index in indices})
 
     def _offer(self, number: int, offers: Sequence[tuple[Index, int]]) -> None:
-        array = self._arrays[number]
-        shards = {_plain(shard.index, array.shape): shard.data for shard in array.addressable_shards}
+        parts = owned_parts(self._arrays[number])
         for index, key in offers:
-            self._transfers.offer(key, shards[index])
+            self._transfers.offer(key, parts[index])
 
     def _pull(
         self,
@@ -160,16 +202,16 @@ class _Interpreter:
         spec: Sequence[Any],
         parts: Sequence[tuple[str, int, Index]],
     ) -> None:
-        """Gathers the parts of an array that this process needs from the processes of another mesh."""
+        """Gathers the parts of an array that this process needs from other processes."""
+        whole_index, sharding = tuple((0, size) for size in shape), self._sharding(spec)
+        if [index for _, _, index in parts] == [whole_index] and sharding.is_fully_addressable:
+            array = self._transfers.pull(*parts[0][:2], shape, jax.numpy.dtype(dtype))
+            self._arrays[number] = jax.device_put(array, sharding)  # without a copy on the host
+            return
         # Parts of other processes stay uninitialized: `_put` reads only what this process needs.
         whole = np.empty(shape, jax.numpy.dtype(dtype))
         for address, key, index in parts:
             part_shape = tuple(stop - start for start, stop in index)
             region = tuple(slice(start, stop) for start, stop in index)
-            whole[region] = self._transfers.pull(address, key, part_shape, whole.dtype)
+            whole[region] = np.asarray(self._transfers.pull(address, key, part_shape, whole.dtype))
         self._put(number, whole, spec)
-
-
-def _plain(index: Sequence[slice], shape: tuple[int, ...]) -> Index:
-    """Converts an index of slices to numbers: (start, stop) for each axis."""
-    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))

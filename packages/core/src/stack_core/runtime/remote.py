@@ -1,16 +1,20 @@
-"""Handles to arrays and functions of a mesh in other processes, used by a single driver."""
+"""Handles to arrays, functions and objects of a mesh in other processes, used by a single driver."""
 
 import functools
+import io
+import pickle
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import numpy as np
 
 from stack_core.abi.errors import ArgumentError, ClusterError, FormationLost
+from stack_core.runtime.raised import Raised
+from stack_core.runtime.transfer import Index, overlap
 
-__all__ = ["ArrayMesh", "RemoteArray", "get", "remote"]
+__all__ = ["ArrayMesh", "RemoteArray", "RemoteObject", "get", "remote", "transfer_plan"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -30,6 +34,10 @@ class ArrayMesh(Protocol):
     def ask(self, question: str, *operands: Any) -> list[Any]: ...
 
     def unused(self, formation: int, number: int) -> None: ...
+
+    def listen(self, receive: Callable[[Any, Any], None]) -> int: ...
+
+    def unlisten(self, number: int) -> None: ...
 
 
 class RemoteArray:
@@ -92,15 +100,7 @@ class RemoteArray:
         self.check()
         held = self.mesh.ask("held", self.number)
         needed = mesh.ask("needed", self.shape, tuple(spec))
-        offers: list[list[Any]] = [[] for _ in held]
-        pulls: list[list[Any]] = [[] for _ in needed]
-        for source, (address, indices) in enumerate(held):
-            for index in indices:
-                for destination, regions in enumerate(needed):
-                    if any(_overlap(index, region) for region in regions):
-                        key = self.mesh.next_number()
-                        offers[source].append((index, key))
-                        pulls[destination].append((address, key, index))
+        offers, pulls = transfer_plan(held, needed, self.mesh.next_number)
         self.mesh.tell_each("offer", [(self.number, each) for each in offers])
         result = RemoteArray(mesh, mesh.next_number(), self.shape, self.dtype)
         name = self.dtype.name
@@ -156,15 +156,128 @@ def remote(mesh: ArrayMesh, *, donate_argnums: Sequence[int] = ()) -> Callable[[
 
 
 def _send(mesh: ArrayMesh, function: Callable[..., Any], tree: Any, donated: tuple[int, ...]) -> int:
+    number = mesh.next_number()
+    mesh.tell("function", number, _cloudpickle().dumps((function, tree)), donated)
+    return number
+
+
+def _cloudpickle() -> Any:
     try:
         import cloudpickle
     except ImportError as error:
         raise ClusterError(
-            "Functions are sent to workers by cloudpickle, which is not installed. Install stack-core[cluster]."
+            "Functions and objects are sent to workers by cloudpickle, which is not installed. Install "
+            "stack-core[cluster]."
         ) from error
-    number = mesh.next_number()
-    mesh.tell("function", number, cloudpickle.dumps((function, tree)), donated)
-    return number
+    return cloudpickle
+
+
+class RemoteObject:
+    """A Python object in the process of a mesh, next to the mesh's arrays.
+
+    Its methods run one at a time, in the order of the mesh's command stream: a call sees the effects of all earlier
+    commands. The driver does not wait. An exception of a method is passed to the caller and, unlike the error of a
+    function, does not stop the stream.
+
+    Args:
+      mesh: a mesh of one process.
+      build: function `build(emit, *arguments)` that returns the object, sent by cloudpickle. `emit(value)` sends a
+        picklable value to `receive`; it may be called from any thread at any time.
+      arguments: picklable values, in which remote arrays of this mesh stand for the arrays.
+      receive: called with each emitted value during `Cluster.poll`.
+      on_result: as for `call`, called when the object is built; its result is None.
+
+    Raises:
+      FormationLost: the mesh's process has ended, or a remote array is lost.
+      ClusterError: cloudpickle is not installed.
+    """
+
+    def __init__(
+        self,
+        mesh: ArrayMesh,
+        build: Callable[..., Any],
+        *arguments: Any,
+        receive: Callable[[Any], None],
+        on_result: Callable[[Any, Exception | None], None],
+    ) -> None:
+        self._mesh = mesh
+        self._number = mesh.listen(lambda error, value: receive(value))
+        function = _cloudpickle().dumps(build)
+        mesh.tell("build", self._expect(on_result), self._number, function, _packed(mesh, arguments))
+
+    def call(
+        self,
+        method: str,
+        arguments: Sequence[Any] = (),
+        keywords: Mapping[str, Any] | None = None,
+        *,
+        on_result: Callable[[Any, Exception | None], None],
+    ) -> None:
+        """Calls a method without waiting.
+
+        Args:
+          arguments: as for the constructor.
+          on_result: called during `Cluster.poll` with the result and None, or with None and the exception. If the
+            process ends first, it is not called, and `check` or the next command of the mesh raises `FormationLost`.
+        """
+        packed = _packed(self._mesh, (tuple(arguments), dict(keywords or {})))
+        self._mesh.tell("invoke", self._expect(on_result), self._number, method, packed)
+
+    def _expect(self, on_result: Callable[[Any, Exception | None], None]) -> int:
+        def receive(error: Any, value: Any) -> None:
+            self._mesh.unlisten(number)
+            if isinstance(error, Raised):
+                on_result(None, error.exception())
+            else:
+                on_result(value, None if error is None else ClusterError(f"{self._mesh!r} failed earlier, at {error}"))
+
+        number = self._mesh.listen(receive)
+        return number
+
+
+def _packed(mesh: ArrayMesh, value: Any) -> bytes:
+    """Pickles a value, with the numbers of its remote arrays in place of their contents."""
+    buffer = io.BytesIO()
+    _Pickler(mesh, buffer).dump(value)
+    return buffer.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, mesh: ArrayMesh, buffer: io.BytesIO) -> None:
+        super().__init__(buffer, pickle.HIGHEST_PROTOCOL)
+        self._mesh = mesh
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if not isinstance(obj, RemoteArray):
+            return None
+        obj.check(self._mesh)
+        return obj.number
+
+
+def transfer_plan(
+    sources: Sequence[tuple[str, Sequence[Index]]],
+    destinations: Sequence[Sequence[Index]],
+    next_number: Callable[[], int],
+) -> tuple[list[list[tuple[Index, int]]], list[list[tuple[str, int, Index]]]]:
+    """Plans the transfer of an array between processes: each process pulls every part that overlaps its own parts.
+
+    Args:
+      sources: address and parts of each source.
+      destinations: parts of each destination.
+
+    Returns:
+      For each source, the (part, key) pairs to offer; for each destination, the (address, key, part) triples to pull.
+    """
+    offers: list[list[tuple[Index, int]]] = [[] for _ in sources]
+    pulls: list[list[tuple[str, int, Index]]] = [[] for _ in destinations]
+    for source, (address, indices) in enumerate(sources):
+        for index in indices:
+            for destination, regions in enumerate(destinations):
+                if any(overlap(index, region) for region in regions):
+                    key = next_number()
+                    offers[source].append((index, key))
+                    pulls[destination].append((address, key, index))
+    return offers, pulls
 
 
 def _donated(arguments: Sequence[Any], donate_argnums: Sequence[int]) -> tuple[int, ...]:
@@ -180,7 +293,3 @@ def _shape(leaf: Any) -> Any:
 def _kind(leaf: Any) -> Any:
     """Returns the part of the cache key that a leaf contributes: a change retraces the function."""
     return (leaf.shape, np.dtype(leaf.dtype)) if hasattr(leaf, "shape") else type(leaf)
-
-
-def _overlap(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> bool:
-    return all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in zip(one, other, strict=True))

@@ -3,13 +3,17 @@
 Its sockets are neither authenticated nor encrypted; they listen only at the address that the cluster uses.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-__all__ = ["Transfers"]
+__all__ = ["Index", "Transfers", "overlap", "owned_parts", "plain_index"]
+
+Index: TypeAlias = tuple[tuple[int, int], ...]
+"""A part of an array: (start, stop) for each axis."""
 
 
 class Transfers:
@@ -33,8 +37,10 @@ class Transfers:
         """Holds an array on one device until another process pulls it, once, by its key."""
         self._started().await_pull(key, [array])
 
-    def pull(self, address: str, key: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Pulls the array offered under a key by the process at an address; it must have this shape and dtype.
+    def pull(self, address: str, key: int, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+        """Pulls the array offered under a key by the process at an address, to the first device.
+
+        Shape and dtype must be the offered array's.
 
         Raises:
           jax.errors.JaxRuntimeError: the process is gone.
@@ -43,7 +49,7 @@ class Transfers:
             self._connections[address] = self._started().connect(address)
         place = SingleDeviceSharding(jax.local_devices()[0])
         [array] = self._connections[address].pull(key, [jax.ShapeDtypeStruct(shape, dtype, sharding=place)])
-        return np.asarray(array)
+        return array
 
     def _started(self) -> Any:
         if self._server is None:
@@ -53,3 +59,19 @@ class Transfers:
             client = jax.local_devices()[0].client
             self._server = transfer.start_transfer_server(client, here, [here])
         return self._server
+
+
+def owned_parts(array: jax.Array) -> dict[Index, jax.Array]:
+    """Returns the parts of an array for which this process holds the first replica, each on one device."""
+    shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
+    return {plain_index(shard.index, array.shape): shard.data for shard in shards}
+
+
+def plain_index(index: Sequence[slice], shape: tuple[int, ...]) -> Index:
+    """Converts an index of slices to numbers."""
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
+def overlap(one: Index, other: Index) -> bool:
+    """Returns whether two parts of an array share an element."""
+    return all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in zip(one, other, strict=True))

@@ -39,6 +39,8 @@ _OF_HEADS = ("heads", "kv_heads")
 class ModuleCheckpoint:
     """A `GenerativeCheckpoint` of an `nnx.Module` that also implements `ReadsAdapters`.
 
+    When it is pickled, for an engine in another process, it leaves its parameters and adapters behind.
+
     Attributes:
       parameters: shapes and dtypes of the parameters, as nested dicts.
       dtype: compute dtype of the matrices.
@@ -63,6 +65,9 @@ class ModuleCheckpoint:
     graph: Any
     logical_axes: Any
     adapters_at: Callable[[str], Adapters]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "read": _read_nothing, "adapters_at": no_adapters}
 
     def read_adapters(self, address: str) -> Adapters:
         return self.adapters_at(address)
@@ -128,6 +133,11 @@ class ModuleCheckpoint:
         axes = axes or (None,) * len(shape)
         split = [axis if divides(axis, size) else None for axis, size in zip(axes, shape, strict=True)]
         return DEFAULT_RULES.sharding(mesh, split, shape)
+
+
+def _read_nothing(shardings: Any) -> Iterator[tuple[_Path, Any]]:
+    """Raises a GenerationError: a checkpoint that was pickled has no values."""
+    raise GenerationError("This checkpoint was pickled, which leaves its parameters behind. Open it again.")
 
 
 def no_adapters(address: str) -> Adapters:

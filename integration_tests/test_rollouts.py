@@ -17,7 +17,7 @@ import pytest
 from flax.nnx.traversals import flatten_mapping
 
 from stack_core.abi.config import apply_overrides, load_yaml, parse
-from stack_core.abi.errors import ConfigError, UnknownName
+from stack_core.abi.errors import ConfigError, StackError, UnknownName
 from stack_core.abi.policy import PolicyBatches
 from stack_rl.environments.prompts import PromptsConfig
 from stack_rl.objectives.presets import GRPOConfig
@@ -126,6 +126,17 @@ train(cell(Path(sys.argv[1])), resume=sys.argv[2] == "resume")
 """
 
 
+def _check_same_run(run, whole):
+    ours, theirs = ({each["step"]: each for each in records(path, "train")} for path in (run, whole))
+    assert sorted(ours) == sorted(theirs)
+    measured = ("loss", "reward", "grad_norm", "logprob", "flat_groups")
+    assert {step: [each[name] for name in measured] for step, each in ours.items()} == {
+        step: [each[name] for name in measured] for step, each in theirs.items()
+    }
+    digests = [_digests(path / "checkpoints" / "00000008") for path in (run, whole)]
+    assert digests[0] == digests[1] and len(digests[0]) > 10
+
+
 def test_a_killed_run_ends_bitwise_like_an_uninterrupted_one(whole, tmp_path):
     cut = tmp_path / "cut"
     command = [sys.executable, "-c", CHILD.format(tests=str(Path(__file__).parent)), str(cut), "begin"]
@@ -135,14 +146,26 @@ def test_a_killed_run_ends_bitwise_like_an_uninterrupted_one(whole, tmp_path):
         child.send_signal(signal.SIGKILL)
     assert child.returncode == -signal.SIGKILL, "the child ended by itself"
     train(cell(cut), resume=True)
-    ours, theirs = ({each["step"]: each for each in records(path, "train")} for path in (cut, whole))
-    assert sorted(ours) == sorted(theirs)
-    measured = ("loss", "reward", "grad_norm", "logprob", "flat_groups")
-    assert {step: [each[name] for name in measured] for step, each in ours.items()} == {
-        step: [each[name] for name in measured] for step, each in theirs.items()
-    }
-    digests = [_digests(path / "checkpoints" / "00000008") for path in (cut, whole)]
-    assert digests[0] == digests[1] and len(digests[0]) > 10
+    _check_same_run(cut, whole)
+
+
+def test_an_engine_in_another_process_plays_the_same_episodes_also_after_it_was_killed(whole, tmp_path):
+    elsewhere = cell(tmp_path / "elsewhere", "data.engine_process={}")
+    run = build(elsewhere)
+    take = run.data.update_weights
+
+    def kill(params, version, score):
+        take(params, version, score)
+        if version == 5:
+            os.kill(run.data._play.engine.pid, signal.SIGKILL)
+
+    run.data.update_weights = kill
+    with pytest.raises(StackError, match=r"The process of the engine 'static' \(pid \d+\) is gone: ended by SIGKILL"):
+        start(run)
+    train(elsewhere, resume=True)
+    _check_same_run(tmp_path / "elsewhere", whole)
+    steps = records(tmp_path / "elsewhere", "train")
+    assert max(each["largest_mismatch"] for each in steps) < 1e-4  # the worker samples with the newest weights
 
 
 SEVERAL = (
@@ -271,6 +294,7 @@ def _digests(checkpoint: Path) -> dict[str, str]:
     [
         ("data.group_sizes=4", ConfigError, r"Unknown key 'data.group_sizes'. Did you mean 'group_size'"),
         ("data.environment.name=cells", UnknownName, "Did you mean 'cell'"),
+        ("data.engine=statics", UnknownName, r"Unknown name 'statics' among engines. Did you mean 'static'"),
         ("data.environment.rows=4", ConfigError, "Unknown key 'data.environment.rows'"),
         ("data.group_size=1", ConfigError, "data.group_size"),
         ("data.seq_tokens=32", ConfigError, "seq_tokens is 32, but model.max_positions is 16"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from stack_core.abi.errors import ConfigError, EngineBusy, EnvironmentFailed, StackError
+from stack_core.abi.errors import ConfigError, EngineBusy, EngineStopped, EnvironmentFailed, StackError
 from stack_core.abi.generation import GenerationUpdate
 from stack_rl import episodes
 from stack_rl.concurrent import ConcurrentPlayer
@@ -182,6 +182,37 @@ def test_groups_are_played_beside_the_caller_and_tell_how_they_ended():
             assert sorted(tasks.closed) == [0, 1]
     seeds = [each.sampling.seed for each in engine.requests[:4]]
     assert len(set(seeds)) == 4
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_an_engine_that_has_failed_stops_the_run_even_if_failed_episodes_are_dropped(refuses):
+    engine, found = ScriptedEngine(lambda prompt: (5, 6)), queue.SimpleQueue()
+
+    def stopped(*ignored):
+        raise EngineStopped("the engine is gone")
+
+    engine.stats = stopped
+    engine.submit = lambda request, receive: (
+        stopped()
+        if refuses
+        else receive(GenerationUpdate(request_id=request.request_id, finish_reason="error", error="cut off"))
+    )
+    player = ConcurrentPlayer(
+        CountingTasks(turns=2),
+        engine,
+        seq_tokens=20,
+        seed=0,
+        on_failure="drop",
+        timeout_s=5.0,
+        sampling_filter=SamplingFilter(),
+    )
+    player.begin([Attempt(3, 0), Attempt(3, 1)], found.put, found.put)
+    assert isinstance(found.get(timeout=5), EngineStopped)
+    engine.stats = lambda: None  # the engine itself goes on: the request alone has failed
+    if not refuses:
+        player.begin([Attempt(3, 0)], found.put, found.put)
+        assert found.get(timeout=5) == [None]
+    player.close()
 
 
 def test_an_engine_may_answer_after_the_end_of_the_run():

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from stack_core.abi.engines import Engine
-from stack_core.abi.errors import EngineBusy, EnvironmentFailed
+from stack_core.abi.errors import EngineBusy, EngineStopped, EnvironmentFailed
 from stack_core.abi.generation import GenerationRequest, GenerationUpdate
 from stack_rl.contracts import Tasks, Trajectory
 from stack_rl.episodes import (
@@ -95,6 +95,8 @@ class ConcurrentPlayer:
         episode = Episode(attempt, self._tasks.episode(attempt.task))
         try:
             await self._turns(episode, place)
+        except EngineStopped:  # no failure of the environment, which may be dropped
+            raise
         except Exception as error:  # Environments are user code and may raise any exception.
             episode.failure = f"{type(error).__name__}: {error}"
             if self._on_failure == "stop" and not isinstance(error, Unchecked):
@@ -138,4 +140,6 @@ class ConcurrentPlayer:
             except EngineBusy as busy:
                 await asyncio.sleep(busy.retry_after_s)
         await ended
+        if updates[-1].finish_reason == "error":
+            self._engine.stats()  # raises if the engine itself has failed, and not only this request
         return joined(updates)

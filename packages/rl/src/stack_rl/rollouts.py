@@ -23,8 +23,10 @@ from stack_core.abi.mesh import MeshConfig
 from stack_core.abi.plugins import registries
 from stack_core.abi.policy import PolicyBatches
 from stack_core.abi.run_directory import RunDirectory
+from stack_core.runtime.config import EngineProcessConfig
 from stack_rl.concurrent import ConcurrentPlayer
 from stack_rl.contracts import Tasks, Trajectory
+from stack_rl.engine_process import open_in_process
 from stack_rl.environments.records import files_digest
 from stack_rl.episodes import STEP_TIMEOUT_S, Attempt, OnFailure, Player, SamplingFilter
 from stack_rl.experience import REFERENCE_LOGPROBS, batch_of, batch_shapes, credited, update_batch
@@ -75,7 +77,10 @@ class RolloutData:
       seq_tokens: maximum number of tokens per episode, including prompts and observations.
       engine: name of the generation engine, an entry of the registry `engines`.
       engine_mesh: mesh, over the machine's last devices, for the policy weights that generate. With None, the engine
-        "static" uses the trainer's mesh, `mesh`, which has all devices.
+        "static" uses the trainer's mesh, `mesh`, which has all devices. With `engine_process`, the mesh is over the
+        last devices of that process, and None is its first device.
+      engine_process: a process of its own for the engine, with its own devices, to which the weights are transferred.
+        None runs the engine in the trainer's process.
       reference: reference model on a separate mesh that scores every batch, for an objective with `reference: data`.
         None: the data has no reference.
       on_failure: handling of an episode whose environment or reward fails: "stop" ends the run, "drop" leaves the
@@ -98,6 +103,7 @@ class RolloutData:
     seq_tokens: PositiveInt = 256
     engine: str = "static"
     engine_mesh: MeshConfig | None = None
+    engine_process: EngineProcessConfig | None = None
     reference: ReferenceConfig | None = None
     on_failure: OnFailure = "stop"
     step_timeout_s: PositiveFloat = STEP_TIMEOUT_S
@@ -201,6 +207,8 @@ class PolicyRollouts:
                 "data.most_candidates would have no effect, because every token is a candidate. Set data.top_k or "
                 "data.top_p, or leave it out."
             )
+        if data.engine not in registries.engines:
+            raise registries.engines.unknown(data.engine)
         if data.reference is not None:
             data.reference.check()
         data.environment.check(model)
@@ -261,8 +269,11 @@ class RolloutBatches(PolicyBatches):
         if tasks.training == 0:
             raise DataError(f"The environment {settings.environment.name!r} has no task to train on.")
         reference = None if settings.reference is None else Reference(settings.reference, policy)
-        placed: Any = policy if settings.engine_mesh is None else ShardedCheckpoint(policy, settings.engine_mesh)
-        engine = checked_engine(settings.engine, registries.engines[settings.engine](placed))
+        if settings.engine_process is None:
+            placed: Any = policy if settings.engine_mesh is None else ShardedCheckpoint(policy, settings.engine_mesh)
+            engine = checked_engine(settings.engine, registries.engines[settings.engine](placed))
+        else:
+            engine = open_in_process(settings.engine, policy, settings.engine_process, mesh=settings.engine_mesh)
         engine.expect(settings.batch_size)
         engine.start()
         playing = {

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models
 
 from stack_core.abi.engines import Engine
 from stack_core.abi.errors import ConversionError, EngineStopped, GenerationError
-from stack_core.abi.generation import GenerationRequest, SamplingParams
+from stack_core.abi.generation import Constraint, GenerationRequest, SamplingParams
 from stack_train.generation.generate import TokenGenerator
 from stack_train.generation.generative import generative_checkpoint
 from stack_train.generation.sampling import SamplingConfig
@@ -202,6 +202,7 @@ def test_what_the_device_raises_ends_its_requests_and_no_others(engine, monkeypa
     [
         ({"stop": ("x",)}, "stop"),
         ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"constraint": Constraint(regex="a")}, "constraint"),
         ({"logprobs": 3}, "logprobs"),
         ({"stop_tokens": tuple(range(24)) + tuple(range(100, 109))}, "stop_tokens"),
         ({"logit_bias": {24: 1.0}}, "logit_bias"),

@@ -6,10 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-from stack_core.abi.errors import PluginError
+from stack_core.abi.errors import GenerationError, PluginError
 
 if TYPE_CHECKING:
-    from stack_core.abi.generation import EngineStats, GenerationRequest, GenerationUpdate
+    from stack_core.abi.generation import Constraint, EngineStats, GenerationRequest, GenerationUpdate
 
 __all__ = ["Engine", "checked_engine"]
 
@@ -36,6 +36,11 @@ class Engine(ABC):
 
     def warm_up(self) -> None:  # noqa: B027  optional
         """Compiles all programs that requests may need; call it before `start`, or not at all."""
+
+    def compile_constraint(self, constraint: Constraint) -> None:
+        """Compiles a constraint before `submit`, blocking for up to a second; raises a GenerationError if it cannot."""
+        message = "This engine does not support constraints. Leave it out, or use the engine 'llm'."
+        raise GenerationError(message, parameter="constraint")
 
     @abstractmethod
     def start(self) -> None:

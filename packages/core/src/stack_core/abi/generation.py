@@ -1,15 +1,19 @@
 """Requests to a generation engine and its responses: plain values shared by HTTP servers and rollouts."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
+from pydantic import BeforeValidator, Field, FiniteFloat, NonNegativeInt, PositiveInt
 
 from stack_core.abi.config import config
+from stack_core.abi.errors import GenerationError
 
 __all__ = [
     "MOST_STOP_CHARACTERS",
     "MOST_STOP_TEXTS",
+    "Constraint",
     "EngineStats",
     "FinishReason",
     "GenerationRequest",
@@ -26,15 +30,50 @@ MOST_STOP_TEXTS, MOST_STOP_CHARACTERS = 16, 256
 """Maximum number of stop texts and of characters in each; checking them costs time at every token."""
 
 _Penalty = Annotated[FiniteFloat, Field(ge=-2.0, le=2.0)]
+_LANGUAGES = ("json_schema", "regex", "choice", "grammar")
 _StopText = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
+
+
+def _json_text(schema: Any) -> Any:
+    return json.dumps(schema, ensure_ascii=False) if isinstance(schema, (Mapping, bool)) else schema
+
+
+@config
+class Constraint:
+    """A formal language that contains the text of a continuation; exactly one is given.
+
+    Each step samples among the tokens that continue a text of the language, and end tokens if the text is complete. The
+    continuation ends with the language, even with `ignore_eos` and before `min_tokens`.
+
+    Attributes:
+      json_schema: JSON Schema (mapping, boolean or JSON text); properties are generated in its order.
+      regex: regular expression of the whole text, without look-around and backreferences.
+      choice: texts, one of which is generated.
+      grammar: context-free grammar; the engine "llm" reads Lark's syntax and GBNF.
+      whitespace: regular expression of the space between JSON tokens; None lets the engine choose.
+    """
+
+    json_schema: Annotated[str | None, BeforeValidator(_json_text)] = None
+    regex: str | None = None
+    choice: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    grammar: str | None = None
+    whitespace: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in _LANGUAGES if getattr(self, name) is not None]
+        if len(given) != 1:
+            message = f"A constraint has exactly one of {', '.join(_LANGUAGES)}; given: {', '.join(given) or 'none'}."
+            raise GenerationError(message, parameter="constraint")
+        if self.whitespace is not None and self.json_schema is None:
+            raise GenerationError(f"whitespace needs json_schema, not {given[0]}. Omit it.", parameter="constraint")
 
 
 @config
 class SamplingParams:
     """Sampling and stopping settings of the continuations of a prompt.
 
-    Logits are processed in this order: bias, repetition penalty, frequency and presence penalty, temperature. Then
-    `top_k`, `min_p` and `top_p` filter the candidates, and one of them is sampled.
+    Logits are processed in this order: constraint, bias, repetition penalty, frequency and presence penalty,
+    temperature. Then `top_k`, `min_p` and `top_p` filter the candidates, and one of them is sampled.
 
     Attributes:
       max_tokens: maximum number of generated tokens; None means as many as there are positions.
@@ -66,6 +105,8 @@ class SamplingParams:
       candidates: whether to report the candidates of each sampled token, for callers that recompute the distribution.
       prompt_logprobs: number of most likely tokens reported with each prompt token, under the model's distribution; the
         first prompt token has no log-probability. None reports nothing.
+      constraint: language that contains the continuation; None allows any text. The log-probabilities of "model"
+        ignore it; in "processed", the tokens that it excludes have -inf.
     """
 
     max_tokens: PositiveInt | None = None
@@ -89,6 +130,7 @@ class SamplingParams:
     logprobs_of: Literal["model", "processed"] = "model"
     candidates: bool = False
     prompt_logprobs: NonNegativeInt | None = None
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

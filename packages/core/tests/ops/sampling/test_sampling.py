@@ -364,7 +364,9 @@ def test_a_continuation_draws_by_its_own_tokens_and_not_by_those_of_its_prompt()
 
 # Every field that is a matter of the device changes what is drawn.
 
-ON_THE_HOST = {"max_tokens", "stop", "include_stop", "ignore_eos", "skip_special_tokens", "n", "prompt_logprobs"}
+ON_THE_HOST = {
+    "max_tokens", "stop", "include_stop", "ignore_eos", "skip_special_tokens", "n", "prompt_logprobs", "constraint",
+}  # fmt: skip
 EFFECTS = {
     "min_tokens": {"min_tokens": 4},
     "temperature": {"temperature": 0.2},
@@ -572,6 +574,65 @@ def test_log_probabilities_can_be_those_of_the_distribution_that_is_drawn_from(c
     np.testing.assert_allclose(sampled.logprobs[0], expected[token], atol=1e-5)
     np.testing.assert_allclose(sampled.top_logprobs[0, :VOCAB], expected[sampled.top_tokens[0, :VOCAB]], atol=1e-5)
     np.testing.assert_allclose(sampled.logprobs[1], LOGITS[sampled.tokens[1]], atol=1e-5)
+
+
+def mask_of(*rows, words=1):
+    """Masks that allow the tokens of each row; None allows all tokens."""
+    bits = np.zeros((len(rows), 32 * words), bool)
+    for row, tokens in zip(bits, rows, strict=True):
+        row[slice(None) if tokens is None else list(tokens)] = True
+    return np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+
+
+MASKED = {
+    "plain": {},
+    "greedy": {"temperature": 0.0},
+    "filtered": {"top_k": 2, "top_p": 0.9, "temperature": 1.5},
+    "changed": {"logit_bias": {0: 90.0, 5: 1.0}, "repetition_penalty": 1.5, "presence_penalty": 0.5},
+}
+
+
+@pytest.mark.parametrize("changes", MASKED.values(), ids=MASKED)
+def test_a_mask_restricts_the_distribution_before_all_other_settings(changes):
+    allowed, rows = (2, 4, 5, 9), 4096
+    params = SamplingParams(**changes, logprobs=5, logprobs_of="processed")
+    shifted = LOGITS + np.float32(3)
+    expected = probabilities(np.where(np.isin(np.arange(VOCAB), allowed), shifted, -np.inf), params, **RICH)
+    row = SamplingSettings.row(params, seed=(0, 0), end_tokens=END_TOKENS, prompt_tokens=PROMPT_TOKENS)
+    settings = jax.tree.map(lambda value: np.broadcast_to(value, (rows, *value.shape)), row)
+    settings = dataclasses.replace(
+        settings, seed=settings.seed + np.stack([np.zeros(rows), np.arange(rows)], axis=1).astype(np.uint32)
+    )
+    arrays = [np.broadcast_to(value, (rows, *np.shape(value))) for value in (shifted, np.array(HISTORY, np.int32))]
+    lengths = np.full(rows, len(HISTORY), np.int32)
+    masked = jax.jit(functools.partial(sample, candidates=True))
+    sampled = masked(arrays[0], settings, arrays[1], lengths, mask=mask_of(*[allowed] * rows))
+    assert_drawn_from(np.asarray(sampled.tokens), expected)
+    np.testing.assert_array_equal(np.asarray(sampled.candidates[0]), expected > 0)
+    if params.temperature:
+        np.testing.assert_allclose(np.exp(sampled.logprobs), expected[np.asarray(sampled.tokens)], rtol=1e-4)
+
+
+def test_rows_without_a_constraint_sample_beside_masked_rows_what_they_sample_alone():
+    params = [SamplingParams(seed=7, logprobs=3), SamplingParams(seed=8, logprobs=3), SamplingParams(temperature=0.0)]
+    settings, lengths = settings_of(*params), np.zeros(3, np.int32)
+    logits, history = np.stack([LOGITS, LOGITS[::-1], LOGITS]), np.zeros((3, 4), np.int32)
+    alone, masked = jitted(logits, settings, history, lengths), mask_of(None, {0}, None)
+    beside = jitted(logits, settings, history, lengths, mask=masked)
+    for one, other in zip(jax.tree.leaves(alone), jax.tree.leaves(beside), strict=True):
+        np.testing.assert_array_equal(np.asarray(one)[[0, 2]], np.asarray(other)[[0, 2]])
+    assert beside.tokens[1] == 0 and np.all(beside.ok)
+    # The log-probability under the model is finite although the mask made the token certain.
+    assert beside.logprobs[1] == pytest.approx(LOGITS[-1], abs=1e-5)
+
+
+def test_a_mask_may_end_before_or_behind_the_vocabulary_and_an_empty_one_is_not_ok():
+    logits = np.linspace(0, 1, 70, dtype=np.float32)[None].repeat(3, axis=0)
+    given = (logits, greedy_rows(3), np.zeros((3, 4), np.int32), np.zeros(3, np.int32))
+    short = jitted(*given, mask=mask_of({31}, {3, 63}, set(), words=2))
+    long = jitted(*given, mask=mask_of({69, 95}, {64}, {80}, words=3))
+    assert np.asarray(short.tokens[:2]).tolist() == [31, 63] and np.asarray(long.tokens[:2]).tolist() == [69, 64]
+    assert np.asarray(short.ok).tolist() == np.asarray(long.ok).tolist() == [True, True, False]
 
 
 def test_settings_have_the_same_types_however_they_are_made():

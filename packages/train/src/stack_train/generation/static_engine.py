@@ -37,7 +37,7 @@ __all__ = ["StaticEngine", "StaticEngineConfig"]
 
 # Sizes in tokens. Small caches are cheap, and every size compiles one more program.
 _SMALLEST_PROMPT, _SMALLEST_CAPACITY = 4, 16
-_UNSUPPORTED = ("stop", "prompt_logprobs")
+_UNSUPPORTED = ("stop", "prompt_logprobs", "constraint")
 
 
 @config

@@ -1,4 +1,4 @@
-"""Per-token changes of logits: biases, and penalties for tokens that already occurred."""
+"""Per-token changes of logits: masks, biases, and penalties for tokens that already occurred."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-__all__ = ["add_at", "penalize"]
+__all__ = ["add_at", "allow", "penalize"]
 
 _CHUNK_TOKENS = 256
 
@@ -20,6 +20,14 @@ def add_at(
     rows = jnp.arange(len(logits))[:, None]
     # A negative index would count from the end; an index behind the end is dropped.
     return logits.at[rows, jnp.where(tokens < 0, logits.shape[1], tokens)].add(values, mode="drop")
+
+
+def allow(logits: Float[Array, "rows vocab"], mask: Int[Array, "rows words"]) -> Float[Array, "rows vocab"]:
+    """Sets the logits of tokens without a bit in the mask to -inf; tokens beyond the mask are not allowed."""
+    bits = (mask[:, :, None] >> jnp.arange(32, dtype=mask.dtype)) & 1
+    bits = bits.reshape(len(mask), -1)[:, : logits.shape[1]]
+    missing = logits.shape[1] - bits.shape[1]
+    return jnp.where(jnp.pad(bits, ((0, 0), (0, missing))) != 0, logits, -jnp.inf)
 
 
 def penalize(

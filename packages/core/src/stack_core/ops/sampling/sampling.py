@@ -17,9 +17,9 @@ from jaxtyping import Array, Bool, Float, Int
 from stack_core.abi.generation import SamplingParams
 from stack_core.ops.sampling.candidates import GROUPS, at_token, greedy_tokens, kth_largest, padded
 from stack_core.ops.sampling.logprobs import MOST_LOGPROBS, TokenLogprobs, token_logprobs
-from stack_core.ops.sampling.penalties import add_at, penalize
+from stack_core.ops.sampling.penalties import add_at, allow, penalize
 
-__all__ = ["MOST_BIASES", "MOST_STOP_TOKENS", "Sampled", "SamplingSettings", "sample"]
+__all__ = ["MOST_BIASES", "MOST_STOP_TOKENS", "Sampled", "SamplingSettings", "mask_words", "sample"]
 
 MOST_BIASES = 300
 """Maximum number of tokens in the logit bias of a request."""
@@ -167,12 +167,18 @@ class Sampled(TokenLogprobs):
     candidates: Any = None
 
 
+def mask_words(vocab_size: int) -> int:
+    """Returns the number of int32 words in a mask of tokens."""
+    return -(-vocab_size // 32)
+
+
 def sample(
     logits: Float[Array, "rows vocab"],
     settings: SamplingSettings,
     history: Int[Array, "rows max_tokens"],
     lengths: Int[Array, " rows"],
     *,
+    mask: Int[Array, "rows words"] | None = None,
     candidates: bool = False,
 ) -> Sampled:
     """Samples a token for each row according to `SamplingParams`.
@@ -185,17 +191,22 @@ def sample(
       settings: settings of each row.
       history: tokens of each row's prompt and continuation.
       lengths: number of tokens in each row of `history`, excluding the sampled token.
+      mask: tokens that the constraint of each row allows, bit `token % 32` of word `token // 32`, in `mask_words` words
+        of int32. All bits of a row without a constraint are set. None means that no row has one.
       candidates: whether to return the candidate tokens as well.
     """
     vocab, logits = logits.shape[1], padded(logits)
     generated = lengths - settings.prompt_tokens
     stopping = jnp.where(generated[:, None] < settings.min_tokens[:, None], settings.stop_tokens, -1)
+    is_masked = jnp.bool_(False) if mask is None else jnp.any(mask != -1)
 
     def changed() -> jax.Array:
+        # Each row keeps its bits if all tokens are allowed, so a row does not depend on the constraints of others.
+        allowed = logits if mask is None else lax.cond(is_masked, lambda: allow(logits, mask), lambda: logits)
         tokens = jnp.concatenate([settings.bias_tokens, stopping], axis=1)
         values = jnp.concatenate([settings.bias_values, jnp.full(stopping.shape, -jnp.inf, jnp.float32)], axis=1)
         return penalize(
-            add_at(logits, tokens, values),
+            add_at(allowed, tokens, values),
             history,
             prompt_tokens=settings.prompt_tokens,
             lengths=lengths,
@@ -205,7 +216,8 @@ def sample(
         )
 
     changes = (
-        jnp.any(settings.bias_tokens >= 0)
+        is_masked
+        | jnp.any(settings.bias_tokens >= 0)
         | jnp.any(stopping >= 0)
         | jnp.any(settings.repetition_penalty != 1)
         | jnp.any(settings.frequency_penalty != 0)

@@ -79,6 +79,14 @@ def test_a_step_of_single_tokens_is_repeated_up_to_the_last_of_each():
     assert long.ended and (state.pool.available, state.generated_tokens) == (64, 9)
 
 
+def test_a_step_with_a_constrained_sequence_is_not_repeated_until_it_ends():
+    state, plain, constrained = state_of(), sequence_of(0, 6, new=9), sequence_of(1, 6, new=2, is_constrained=True)
+    step(state, plain, constrained)
+    plan = step(state, repeats=4)
+    assert (plan.repeats, planned(plan)) == (1, [(0, 6, 1, 1), (1, 6, 1, 1)])
+    assert constrained.ended and step(state, repeats=4).repeats == 4
+
+
 def test_a_step_is_repeated_while_one_waits_that_could_not_begin_for_want_of_a_slot_or_of_pages():
     for full in ({"max_sequences": 1}, {"pages": 5}):
         state = state_of(**full)

@@ -36,8 +36,12 @@ def test_what_some_rows_sample_is_what_they_sample_among_all() -> None:
     hidden = jnp.linspace(-1, 1, 4 * EMBED).reshape(4, EMBED)
     rows = jnp.array([[0, 0, 2, 0, -1, 0], [1, 0, 3, 1, -1, 0], [2, 0, 4, 0, -1, 0], [3, 1, 2, 1, -1, 0]], jnp.int32)
     known_of_all, of_all = step.sample(params, known, settings, hidden, rows)
-    known_of_some, of_some = step.sample_some(params, known, settings, hidden, rows, jnp.array([1, 3, 4]))
+    chosen, mask = jnp.array([1, 3, 4]), np.full((3, 1), -1, np.int32)
+    known_of_some, of_some = step.sample_some(params, known, settings, hidden, rows, chosen, jnp.asarray(mask))
     np.testing.assert_array_equal(known_of_some, known_of_all)
     for some, every in zip(jax.tree.leaves(of_some), jax.tree.leaves(of_all), strict=True):
         np.testing.assert_allclose(some[:, [1, 3]], every[:, [1, 3]], rtol=1e-6)
         assert not np.any(some[:, [0, 2]])
+    mask[1] = 1 << 9
+    _, constrained = step.sample_some(params, known, settings, hidden, rows, chosen, jnp.asarray(mask))
+    assert constrained.tokens[0, 3] == 9 and constrained.tokens[0, 1] == of_all.tokens[0, 1]

@@ -95,7 +95,6 @@ def test_stop_texts_are_checked_one_by_one(server: Served, stop: Any, param: str
     [
         (COMPLETE, "tools", [{"type": "function"}], "Use tools of /v1/chat/completions"),
         (CHAT, "functions", [{"name": "f"}], "Use tools"),
-        (CHAT, "response_format", {"type": "json_object"}, "Ask for the format in the prompt"),
         (CHAT, "audio", {"voice": "x"}, "reads and writes text"),
         (CHAT, "modalities", ["text", "audio"], "reads and writes text"),
         (CHAT, "store", True, "Nothing is stored"),
@@ -103,7 +102,7 @@ def test_stop_texts_are_checked_one_by_one(server: Served, stop: Any, param: str
         (CHAT, "echo", True, "/v1/completions"),
         (COMPLETE, "suffix", "end", "Put the text that follows into the prompt"),
         (COMPLETE, "use_beam_search", True, "n continuations"),
-        (COMPLETE, "guided_regex", "a+", "Ask for the format"),
+        (COMPLETE, "guided_decoding_backend", "outlines", "llguidance compiles"),
         (COMPLETE, "temprature", 1, "Did you mean 'temperature'"),
         (COMPLETE, "x" * 5000, 1, "Unrecognized request argument"),
     ],

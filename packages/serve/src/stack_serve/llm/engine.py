@@ -18,10 +18,11 @@ from stack_core.abi.adapters import Adapters
 from stack_core.abi.engines import Engine
 from stack_core.abi.errors import EngineBusy, EngineStopped, GenerationError, nearest
 from stack_core.abi.formats import GenerativeCheckpoint
-from stack_core.abi.generation import EngineStats, GenerationRequest, GenerationUpdate
+from stack_core.abi.generation import Constraint, EngineStats, GenerationRequest, GenerationUpdate
 from stack_core.chips.machine import give_memory_back, resident_bytes
 from stack_serve.llm.adapters import AdapterShapes, HostAdapter, read_all
 from stack_serve.llm.config import EngineConfig
+from stack_serve.llm.constraints import ConstraintCompiler, is_installed
 from stack_serve.llm.dispatcher import Dispatcher, End
 from stack_serve.llm.limits import Limits
 from stack_serve.llm.loop import EngineLoop, KeysOfOldWeights
@@ -68,7 +69,16 @@ class LLMEngine(Engine):
         self._max_waiting = config.max_waiting
         self._checkpoint, self._parameters = checkpoint, checkpoint.parameters
         max_tokens, pages = self.limits.max_tokens, self.limits.pages
-        self._programs = Programs(checkpoint, config, max_tokens=max_tokens, pages=pages, adapters=self._shapes)
+        self._programs = Programs(
+            checkpoint,
+            config,
+            max_tokens=max_tokens,
+            pages=pages,
+            adapters=self._shapes,
+            constraints=is_installed() and checkpoint.tokenizer is not None,
+        )
+        self._compiler: ConstraintCompiler | None = None
+        self._compiler_lock = threading.Lock()
         give_memory_back()  # temporary host memory from loading the parameters
         self._dispatcher = Dispatcher(on_stop=self._stop, on_end=self._forget)
         self._loop = EngineLoop(checkpoint, config, self.limits, self._programs, self._dispatcher.put)
@@ -167,19 +177,26 @@ class LLMEngine(Engine):
         """Raises a GenerationError that names the invalid parameter if the request cannot be served."""
         self.limits.check(request)
         self._adapter(request.adapter)
+        if request.sampling.constraint is not None:
+            self.compile_constraint(request.sampling.constraint)
+
+    def compile_constraint(self, constraint: Constraint) -> None:
+        """Compiles a constraint into the cache of the engine; see `Engine`."""
+        self._constraint_compiler().matcher(constraint)
 
     def submit(self, request: GenerationRequest, receive: Callable[[GenerationUpdate], None] | None = None) -> None:
         """Queues a request; see `Engine`.
 
         Raises:
-          GenerationError: the request is invalid, or its id is in use.
+          GenerationError: the request is invalid, its constraint cannot be compiled, or its id is in use.
           EngineBusy: more than `max_waiting` continuations would wait. If none waits, any request is accepted.
           EngineStopped: the engine was closed or failed.
         """
         # Validation and the work's state are prepared before the lock, which the engine thread takes between steps.
         self.limits.check(request)
         updates = queue.SimpleQueue[GenerationUpdate]()
-        work = self._loop.work(request, receive or updates.put, self._adapter(request.adapter))
+        compiler = None if request.sampling.constraint is None else self._constraint_compiler()
+        work = self._loop.work(request, receive or updates.put, self._adapter(request.adapter), compiler)
         with self._lock:
             self._check_running()
             # A stream may outlive its request: its updates wait until they are read.
@@ -271,6 +288,19 @@ class LLMEngine(Engine):
         if self._failure is not None:
             self._check_running()
         return self._loop.stats
+
+    def _constraint_compiler(self) -> ConstraintCompiler:
+        """Returns the compiler of constraints, made at the first use, because it reads the whole vocabulary."""
+        with self._compiler_lock:
+            if self._compiler is None:
+                checkpoint = self._checkpoint
+                if checkpoint.tokenizer is None:
+                    raise GenerationError(
+                        f"{checkpoint.name} has no tokenizer, which constraints need. Leave the constraint out.",
+                        parameter="constraint",
+                    )
+                self._compiler = ConstraintCompiler(checkpoint.tokenizer, checkpoint.vocab_size, checkpoint.end_tokens)
+            return self._compiler
 
     def _adapter(self, name: str | None) -> HostAdapter | None:
         """Looks up an adapter by name; None selects the base model."""

@@ -30,7 +30,7 @@ class Limits:
       pages: number of cache pages.
       vocab_size: number of tokens in the vocabulary.
       end_tokens: number of end tokens of the model.
-      has_tokenizer: whether the model has a tokenizer, which stop texts require.
+      has_tokenizer: whether the model has a tokenizer, which stop texts and constraints require.
       priorities: whether requests may set a priority.
       prefix_caching: whether later requests can reuse the pages of a prompt with the same prefix.
     """
@@ -151,6 +151,12 @@ class Limits:
         if sampling.stop and not self.has_tokenizer:
             raise GenerationError(
                 "Stop texts need a tokenizer; the model has none. Give stop_tokens.", parameter="stop"
+            )
+
+        if sampling.constraint is not None and not self.has_tokenizer:
+            raise GenerationError(
+                "A constraint needs a tokenizer, since it describes text; the model has none. Leave it out.",
+                parameter="constraint",
             )
 
     def _check_count(self, name: str, count: int, maximum: int, unit: str) -> None:

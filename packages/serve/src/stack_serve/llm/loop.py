@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -15,10 +15,11 @@ from stack_core.ops.sampling.sampling import Sampled, SamplingSettings
 from stack_serve.llm.adapters import HostAdapter
 from stack_serve.llm.compilations import count_thread_compilations
 from stack_serve.llm.config import EngineConfig
+from stack_serve.llm.constraints import ConstraintCompiler
 from stack_serve.llm.dispatcher import End, OutputEvent, PromptScores, Tokens
 from stack_serve.llm.limits import Limits
 from stack_serve.llm.output import GOES_ON, Ending, Output
-from stack_serve.llm.programs import Programs, StepResult
+from stack_serve.llm.programs import ForwardResult, Programs, StepResult
 from stack_serve.llm.scheduler import Plan, Row, SchedulerState, finish, forget_prefixes, recompute, record, schedule
 from stack_serve.llm.sequence import Sequence
 from stack_serve.llm.work import Continuation, Work
@@ -40,14 +41,14 @@ class _StartedStep:
     Attributes:
       plan: rows of the step.
       version: version of the weights used by the step.
-      result: device arrays with the result of the step.
+      result: device arrays with the result of the step; of the forward pass alone until constrained rows are sampled.
       prompt_logprobs: log-probabilities of the token after each token of the step; None without such a request.
       started_s: launch time on the clock of `time.monotonic()`.
     """
 
     plan: Plan
     version: int
-    result: StepResult
+    result: StepResult | ForwardResult
     prompt_logprobs: TokenLogprobs | None
     started_s: float
 
@@ -87,6 +88,7 @@ class EngineLoop:
         self._arrivals: list[Sequence] = []
         self._continuations: dict[int, Continuation] = {}
         self._started: _StartedStep | None = None
+        self._compiler: ConstraintCompiler | None = None
         self._put = put
         self._undelivered: list[OutputEvent] = []
         self.done_waiting = 0
@@ -110,8 +112,13 @@ class EngineLoop:
         request: GenerationRequest,
         receive: Callable[[GenerationUpdate], None],
         adapter: HostAdapter | None = None,
+        compiler: ConstraintCompiler | None = None,
     ) -> Work:
-        """Creates the state of a request; any thread may call this."""
+        """Creates the state of a request; any thread may call this.
+
+        Args:
+          compiler: compiler of the request's constraint, if it has one.
+        """
         work = Work(request, receive, adapter)
         sampling = request.sampling
         # Client threads share the generator: NumPy's generators lock themselves.
@@ -130,6 +137,7 @@ class EngineLoop:
                 adapter=None if adapter is None else adapter.number,
                 # Cached pages lack the hidden states from which the log-probabilities of a prompt are computed.
                 cacheable=sampling.prompt_logprobs is None or index > 0,
+                is_constrained=sampling.constraint is not None,
                 leader=leader,
             )
             # The first continuation computes the prompt; the others wait for its pages (see the scheduler).
@@ -140,7 +148,11 @@ class EngineLoop:
             max_tokens = sequence.max_total_tokens - sequence.prompt_tokens
             ending = Ending(sampling, end_tokens=self._end_tokens, max_tokens=max_tokens)
             output = Output(request, index, tokenizer=self._tokenizer)
-            work.continuations.append(Continuation(sequence, settings, ending, output, work))
+            matcher = None
+            if sampling.constraint is not None:
+                assert compiler is not None
+                self._compiler, matcher = compiler, compiler.matcher(sampling.constraint)
+            work.continuations.append(Continuation(sequence, settings, ending, output, work, matcher))
         return work
 
     def begin(self, work: Work) -> None:
@@ -197,6 +209,9 @@ class EngineLoop:
         self.flush()
         if started is not None:
             self._read(started)
+        # The masks need the tokens just read. Until here the devices have run the forward pass of the next step.
+        if self._started is not None and isinstance(self._started.result, ForwardResult):
+            self._started = self._sample(self._started, self._started.result)
         # Before the results are sent: a client with its last token may ask for statistics at once.
         self.stats = self._state.stats(compilations=count_thread_compilations() - self._compilations_before)
         # No launch follows, so nothing would send the results just read until the next request.
@@ -223,15 +238,49 @@ class EngineLoop:
             assert adapter is not None
             self._programs.load_adapter(sequence.adapter_slot, adapter)
         tables = self._state.block_tables[[row.slot for row in plan.rows]]
-        result = self._programs.step([row[1:] for row in plan.rows], tables, repeats=plan.repeats)
+        rows = [row[1:] for row in plan.rows]
+        result: StepResult | ForwardResult
+        if any(row.samples and row.sequence.is_constrained for row in plan.rows):
+            result = self._programs.forward(rows, tables)
+        else:
+            result = self._programs.step(rows, tables, repeats=plan.repeats)
         return _StartedStep(plan, self._version, result, self._prompt_logprobs(plan.rows, result), now_s)
+
+    def _sample(self, step: _StartedStep, forward: ForwardResult) -> _StartedStep:
+        """Launches the sampling of a step with the masks of its constrained rows."""
+        assert self._compiler is not None
+        continuations = [self._continuations.get(step.plan.rows[place].sequence.id) for place in forward.places]
+        with jax.profiler.TraceAnnotation("masks"):
+            # A continuation that ended with the previous step has a row, too, whose token is dropped.
+            masks = self._compiler.masks([None if each is None else each.matcher for each in continuations])
+        for mask, continuation in zip(masks, continuations, strict=True):
+            end = None if continuation is None else self._end_without_token(continuation, mask)
+            if continuation is not None and end is not None:
+                self._undelivered.append(end)
+                self._drop(continuation)
+                mask[:] = -1
+        return replace(step, result=self._programs.sample(forward, masks))
+
+    def _end_without_token(self, continuation: Continuation, mask: np.ndarray) -> End | None:
+        """Returns the end of a constrained continuation if it cannot continue, otherwise None."""
+        if continuation.matcher is None:
+            return None
+        error = continuation.matcher.error
+        if error is not None:
+            return End(continuation, "error", f"The constraint cannot be followed after this text: {error}.")
+        if continuation.ending.allows_end_token:
+            return None
+        # `ignore_eos`, `min_tokens` or the model rules out the end tokens, so a complete text ends without one.
+        assert self._compiler is not None
+        mask &= self._compiler.text_tokens
+        return None if mask.any() else End(continuation, "stop")
 
     def _waits_no_more(self, work: Work) -> None:
         if work.waits:
             work.waits = False
             self.done_waiting += len(work.continuations)
 
-    def _prompt_logprobs(self, rows: tuple[Row, ...], result: StepResult) -> TokenLogprobs | None:
+    def _prompt_logprobs(self, rows: tuple[Row, ...], result: StepResult | ForwardResult) -> TokenLogprobs | None:
         if not any(self._needs_prompt_logprobs(row) for row in rows):
             return None
         targets: list[int] = []
@@ -249,6 +298,7 @@ class EngineLoop:
 
     def _read(self, step: _StartedStep) -> None:
         """Waits for the tokens of a step and collects the results to be sent."""
+        assert isinstance(step.result, StepResult)
         if step.prompt_logprobs is not None:
             self._read_prompts(step)
         # Also for steps without samples, whose duration `_set_repeats` measures.
@@ -272,6 +322,8 @@ class EngineLoop:
                 if finite[turn][place]:
                     new.append(token)
                     end = continuation.ending.push(token)
+                    if continuation.matcher is not None:
+                        continuation.matcher.advance(token)
                 else:
                     is_lost = True
                 if is_lost or end.reason is not None:
@@ -283,7 +335,7 @@ class EngineLoop:
                 figures = figures or _readable(sampled)
             self._undelivered.append(Tokens(continuation, new, step.version, end, figures, (slice(len(new)), place)))
             if is_lost:
-                error = "The model's logits are not finite after this text."
+                error = "The logits of all allowed tokens are NaN or infinite after this text."
                 self._undelivered.append(End(continuation, "error", error))
 
     def _set_repeats(self, step: _StartedStep) -> None:

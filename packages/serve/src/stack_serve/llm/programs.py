@@ -14,7 +14,7 @@ import numpy as np
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.ops.building import holds_values
 from stack_core.ops.sampling.logprobs import TokenLogprobs
-from stack_core.ops.sampling.sampling import Sampled, SamplingSettings
+from stack_core.ops.sampling.sampling import Sampled, SamplingSettings, mask_words
 from stack_serve.llm.adapters import AdapterShapes, HostAdapter, Weights, put, unusable
 from stack_serve.llm.buckets import Buckets
 from stack_serve.llm.cache import LayoutPreferences, empty_layers, supports_shared_pool
@@ -24,10 +24,27 @@ from stack_serve.llm.placement import Placement
 from stack_serve.llm.step import ROW_FIELDS, SlotState, Step, admit
 from stack_serve.llm.unstacking import Layers, layer_by_layer, loops_over, split_layers
 
-__all__ = ["Programs", "StepResult"]
+__all__ = ["ForwardResult", "Programs", "StepResult"]
 
 Key = tuple[str, *tuple[int, ...]]
 Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class ForwardResult:
+    """Result of the forward pass of a step whose rows are not sampled yet.
+
+    Attributes:
+      hidden: hidden states [tokens, 1, embed] as device array.
+      last: hidden state of each row's last token, [rows, embed], as device array.
+      packed: int32[rows, fields], packed rows.
+      places: indices of the rows that sample.
+    """
+
+    hidden: jax.Array
+    last: jax.Array
+    packed: np.ndarray
+    places: list[int]
 
 
 @dataclass(frozen=True)
@@ -53,6 +70,7 @@ class Programs:
       pages: number of cache pages.
       placement: placement of the arrays; None means the devices of this process.
       adapters: shapes of the adapter pool; None disables adapters.
+      constraints: whether `compile_all` includes the programs that only constrained rows use.
 
     Raises:
       GenerationError: the model cannot apply adapters to one of the parameters in `adapters`.
@@ -67,8 +85,11 @@ class Programs:
         pages: int,
         placement: Placement | None = None,
         adapters: AdapterShapes | None = None,
+        constraints: bool = False,
     ) -> None:
         self._config, self._checkpoint = config, checkpoint
+        self._constraints = constraints
+        self._unmasked: dict[int, jax.Array] = {}
         self._max_tokens = max_tokens
         self._row_fields = len(ROW_FIELDS) + -(-max_tokens // config.page_tokens)
         self._buckets = Buckets(config.max_sequences, config.step_tokens)
@@ -149,28 +170,59 @@ class Programs:
           repeats: number of decoding steps in the launch. Above 1, a row computes one token per step until it has
             computed all tokens of its field.
         """
-        known, settings = self._slots.tokens, self._slots.settings
-        tokens = sum(row[2] for row in rows)
         # Prompt chunks of one token run in a decode program, too.
-        if repeats > 1 or tokens == len(rows):
-            row_bucket = self._buckets.of_decoding(len(rows))
-            packed, decode = self._packed(rows, tables, row_bucket), self._program(("decode", row_bucket))
-            self._layers, hidden, known, sampled = decode(self._weights, self._layers, known, settings, packed)
-        else:
-            row_bucket = self._buckets.largest_rows
-            packed = self._packed(rows, tables, row_bucket)
-            prefill = self._program(("prefill", self._buckets.of_prompts(tokens)))
-            self._layers, hidden, last = prefill(self._weights, self._layers, known, packed)
-            sampled, places = None, [place for place, row in enumerate(rows) if row[3]]
-            if places:
-                chosen = np.full(self._buckets.of_samples(len(places)), row_bucket, np.int32)
-                chosen[: len(places)] = places
-                sample = self._program(("sample", len(chosen)))
-                known, sampled = sample(self._weights, known, settings, last, packed, chosen)
+        if repeats == 1 and sum(row[2] for row in rows) != len(rows):
+            return self.sample(self.forward(rows, tables))
+        known, settings = self._slots.tokens, self._slots.settings
+        row_bucket = self._buckets.of_decoding(len(rows))
+        packed, decode = self._packed(rows, tables, row_bucket), self._program(("decode", row_bucket))
+        self._layers, hidden, known, sampled = decode(self._weights, self._layers, known, settings, packed)
         self._slots = SlotState(known, settings)
         return StepResult(sampled, hidden)
 
-    def prompt_logprobs(self, result: StepResult, targets: Sequence[int]) -> TokenLogprobs:
+    def forward(self, rows: Sequence[tuple[int, ...]], tables: np.ndarray) -> ForwardResult:
+        """Launches the forward pass of a step; `sample` launches the rest. See `step` for the arguments."""
+        tokens = sum(row[2] for row in rows)
+        packed = given = self._packed(rows, tables, self._buckets.largest_rows)
+        if tokens == len(rows):
+            row_bucket = self._buckets.of_decoding(len(rows))
+            program, given = self._program(("forward", row_bucket)), packed[:row_bucket]
+        else:
+            program = self._program(("prefill", self._buckets.of_prompts(tokens)))
+        self._layers, hidden, last = program(self._weights, self._layers, self._slots.tokens, given)
+        return ForwardResult(hidden, last, packed, [place for place, row in enumerate(rows) if row[3]])
+
+    def sample(self, forward: ForwardResult, mask: np.ndarray | None = None) -> StepResult:
+        """Launches the sampling of a step.
+
+        Args:
+          forward: result of the forward pass of the last launched step.
+          mask: int32[places, words], tokens allowed by the constraint of each row that samples; None allows all.
+        """
+        places = forward.places
+        if not places:
+            return StepResult(None, forward.hidden)
+        size = self._buckets.of_samples(len(places))
+        chosen = np.full(size, len(forward.packed), np.int32)
+        chosen[: len(places)] = places
+        masks: Any = self._all_tokens(size)
+        if mask is not None:
+            masks = np.full(masks.shape, -1, np.int32)
+            masks[: len(places)] = mask
+        program = self._program(("sample", size))
+        known, settings = self._slots.tokens, self._slots.settings
+        known, sampled = program(self._weights, known, settings, forward.last, forward.packed, chosen, masks)
+        self._slots = SlotState(known, settings)
+        return StepResult(sampled, forward.hidden)
+
+    def _all_tokens(self, rows: int) -> jax.Array:
+        """Returns a device array of masks that allow all tokens, which costs no transfer in each step."""
+        if rows not in self._unmasked:
+            words = mask_words(self._checkpoint.vocab_size)
+            self._unmasked[rows] = self._placement.replicated(np.full((rows, words), -1, np.int32))
+        return self._unmasked[rows]
+
+    def prompt_logprobs(self, result: StepResult | ForwardResult, targets: Sequence[int]) -> TokenLogprobs:
         """Computes the log-probability of `targets[i]` after token i of a step."""
         padded = np.zeros(len(result.hidden), np.int32)
         padded[: len(targets)] = targets
@@ -226,6 +278,7 @@ class Programs:
             "prefill": buckets.prompts,
             # Decode and prefill programs pad their hidden states to these two sizes.
             "prompt_logprobs": sorted({buckets.largest_rows, buckets.largest_tokens}),
+            "forward": buckets.decoding if self._constraints else [],
         }
         loads: list[Key] = [] if self._adapters is None else [("adapter",)]
         return [("admit",), *loads, *((kind, size) for kind, sizes in of_kinds.items() for size in sizes)]
@@ -259,6 +312,16 @@ class Programs:
         jitted = jax.jit(decode, donate_argnums=(1, 2))
         return jitted.lower(self._weights, self._layers, slots.tokens, slots.settings, packed)
 
+    def _lowered_forward(self, rows: int) -> Any:
+        padded_rows = self._buckets.largest_rows
+
+        def forward(weights: Weights, layers: Any, known: Any, packed: Any) -> Any:
+            step = layer_by_layer(partial(self._step.forward, padded_rows=padded_rows))
+            return step(weights, layers, known, packed)
+
+        packed = _int32(rows, self._row_fields)
+        return jax.jit(forward, donate_argnums=1).lower(self._weights, self._layers, self._slots.tokens, packed)
+
     def _lowered_prefill(self, tokens: int) -> Any:
         padded_tokens = self._buckets.largest_tokens
 
@@ -270,14 +333,15 @@ class Programs:
         return jax.jit(prefill, donate_argnums=1).lower(self._weights, self._layers, self._slots.tokens, packed)
 
     def _lowered_sample(self, samples: int) -> Any:
-        def sample(weights: Weights, known: Any, settings: Any, last: Any, packed: Any, chosen: Any) -> Any:
-            return layer_by_layer(self._step.sample_some)(weights, known, settings, last, packed, chosen)
+        def sample(weights: Weights, known: Any, settings: Any, *rows: Any) -> Any:
+            return layer_by_layer(self._step.sample_some)(weights, known, settings, *rows)
 
         rows = self._buckets.largest_rows
         last = jax.ShapeDtypeStruct((rows, *self._hidden.shape[1:]), self._hidden.dtype)
         slots, packed = self._slots, _int32(rows, self._row_fields)
+        mask = _int32(samples, mask_words(self._checkpoint.vocab_size))
         jitted = jax.jit(sample, donate_argnums=1)
-        return jitted.lower(self._weights, slots.tokens, slots.settings, last, packed, _int32(samples))
+        return jitted.lower(self._weights, slots.tokens, slots.settings, last, packed, _int32(samples), mask)
 
     def _lowered_prompt_logprobs(self, tokens: int) -> Any:
         def prompt_logprobs(weights: Weights, hidden: Any, targets: Any, count: Any) -> Any:

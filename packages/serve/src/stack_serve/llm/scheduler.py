@@ -1,8 +1,9 @@
 """Scheduler of the engine. A plan depends only on host state, not on the model, the clock or random numbers.
 
 A step computes one token of each decoding sequence and chunks of prompts, up to `step_tokens` tokens in total. If all
-running sequences decode and no waiting one can start, a launch may repeat the step with the tokens that it samples. A
-step is planned while the previous one runs, so the newest tokens of a sequence may exist only on the devices.
+running sequences decode without a constraint and no waiting one can start, a launch may repeat the step with the tokens
+that it samples. A step is planned while the previous one runs, so the newest tokens of a sequence may exist only on the
+devices.
 
 Guarantees for any workload in which each sequence fits into an otherwise empty cache:
 
@@ -269,8 +270,14 @@ def _left(sequence: Sequence) -> int:
 
 
 def _repeats(state: SchedulerState, ready: list[Sequence], repeats: int) -> int:
-    """Limits the repeats of a step: more than one only if no sequence can start and pages suffice for all."""
+    """Limits the repeats of a step.
+
+    It is repeated only if no sequence is constrained, no sequence can start, and the pages suffice for all.
+    """
     if repeats == 1 or not all(map(_is_decode, ready)) or _next_to_begin(state) is not None:
+        return 1
+    # Its host would have to read each token before it can compute the mask of the next one.
+    if any(sequence.is_constrained for sequence in ready):
         return 1
     # No sequence needs more; rows that end earlier sample fewer tokens.
     repeats = min(repeats, max(map(_left, ready), default=1))

@@ -28,6 +28,7 @@ class Sequence:
       turn: scheduling key, lowest first; ties are broken by arrival.
       adapter: number of the adapter; None means the base model.
       cacheable: whether the prompt may use the prefix cache; False if prompt log-probabilities are requested.
+      is_constrained: whether the next token can be sampled only after the host has read the previous one.
       leader: first continuation of the request; this one waits for its prompt in order to share the pages.
       computed_tokens: number of tokens whose keys and values are in the pages after all planned steps.
       in_flight: number of tokens sampled by planned steps but not yet read by the host.
@@ -54,6 +55,7 @@ class Sequence:
     turn: int = 0
     adapter: int | None = None
     cacheable: bool = True
+    is_constrained: bool = False
     leader: Sequence | None = None
     computed_tokens: int = 0
     in_flight: int = 0

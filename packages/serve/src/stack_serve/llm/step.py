@@ -61,6 +61,20 @@ class Step:
     pages: int
     layout: PageLayout = ANY_LAYOUT
 
+    @jax.named_scope("forward")
+    def forward(
+        self,
+        weights: Weights,
+        layers: Any,
+        known: Int[Array, "slots max_tokens"],
+        rows: Int[Array, "rows fields"],
+        *,
+        padded_rows: int,
+    ) -> tuple[Any, Float[Array, "padded_rows 1 embed"], Float[Array, "padded_rows embed"]]:
+        """Runs a decoding step without sampling, which waits for the masks of constrained rows."""
+        layers, hidden, last = self(weights, layers, known, rows, tokens=len(rows), single=True)
+        return layers, _padded(hidden, padded_rows), _padded(last, padded_rows)
+
     @jax.named_scope("prefill")
     def prefill(
         self,
@@ -163,6 +177,7 @@ class Step:
         settings: Int[Array, "slots words"],
         hidden: Float[Array, "rows embed"],
         rows: Int[Array, "rows fields"],
+        mask: Int[Array, "rows mask_words"] | None = None,
     ) -> tuple[Int[Array, "slots max_tokens"], Sampled]:
         """Samples the next token of each row of a step.
 
@@ -172,6 +187,7 @@ class Step:
           settings: packed sampling settings of each slot.
           hidden: hidden state of the last token of each row.
           rows: packed rows.
+          mask: tokens allowed by the constraint of each row; None if no row has one.
 
         Returns:
           The updated tokens of each slot, and the sampled tokens [1, rows]; tokens of rows that do not sample are
@@ -182,7 +198,8 @@ class Step:
         # Rows that do not sample get greedy settings, which never trigger the costly parts of `sample`.
         row_settings = jnp.where((samples > 0)[:, None], settings[slot], SamplingSettings.greedy_row().packed())
         of_rows = SamplingSettings.unpacked(row_settings)
-        sampled = sample(self.checkpoint.model(weights.params).logits(hidden), of_rows, known[slot], lengths)
+        logits = self.checkpoint.model(weights.params).logits(hidden)
+        sampled = sample(logits, of_rows, known[slot], lengths, mask=mask)
         # Rows that do not sample get an index behind the end, which is dropped.
         target = jnp.where(samples > 0, slot, len(known))
         known = known.at[target, lengths].set(sampled.tokens, mode="drop")
@@ -196,18 +213,21 @@ class Step:
         hidden: Float[Array, "rows embed"],
         rows: Int[Array, "rows fields"],
         chosen: Int[Array, " samples"],
+        mask: Int[Array, "samples mask_words"],
     ) -> tuple[Int[Array, "slots max_tokens"], Sampled]:
         """Samples the next token of selected rows of a step; the tokens of the other rows are zeros.
 
         Steps with prompt chunks use this separate program because XLA takes about as long to compile sampling as eight
-        layers of a model. A combined program would be compiled for every bucket of prompt tokens.
+        layers of a model. A combined program would be compiled for every bucket of prompt tokens. Steps with
+        constrained rows use it because their masks depend on tokens that are read while the forward pass runs.
 
         Args:
           weights, known, settings, hidden, rows: as in `sample`.
           chosen: indices of the selected rows; `len(rows)` is padding.
+          mask: tokens allowed by the constraint of each selected row.
         """
-        selected = (jnp.take(array, chosen, axis=0, mode="fill", fill_value=0) for array in (hidden, rows))
-        known, sampled = self.sample(weights, known, settings, *selected)
+        hidden, chosen_rows = (jnp.take(array, chosen, axis=0, mode="fill", fill_value=0) for array in (hidden, rows))
+        known, sampled = self.sample(weights, known, settings, hidden, chosen_rows, mask)
 
         def scatter(figures: jax.Array) -> jax.Array:
             empty = jnp.zeros((1, len(rows), *figures.shape[2:]), figures.dtype)
@@ -270,8 +290,8 @@ class Step:
         return places, jnp.where(real, known[slot[row], position], 0), position, adapters
 
 
-def _padded(hidden: Float[Array, "tokens 1 embed"], size: int) -> Float[Array, "size 1 embed"]:
-    return jnp.pad(hidden, ((0, size - len(hidden)), (0, 0), (0, 0)))
+def _padded(hidden: Float[Array, "tokens ..."], size: int) -> Float[Array, "size ..."]:
+    return jnp.pad(hidden, ((0, size - len(hidden)), *[(0, 0)] * (hidden.ndim - 1)))
 
 
 def _of_turn(rows: jax.Array, number: Any) -> jax.Array:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from stack_core.abi.generation import GenerationRequest, GenerationUpdate, RequestTimes, TokenLogprob
 from stack_core.ops.sampling.sampling import SamplingSettings
 from stack_serve.llm.adapters import HostAdapter
+from stack_serve.llm.constraints import Matcher
 from stack_serve.llm.output import Ending, Output
 from stack_serve.llm.sequence import Sequence
 
@@ -22,6 +23,7 @@ class Continuation:
 
     Attributes:
       sequence, settings, ending: state used by the engine thread.
+      matcher: position in the language of the constraint, used by the engine thread; None without a constraint.
       output, has_ended: state used by the detokenization thread.
       work: state of the request.
     """
@@ -31,6 +33,7 @@ class Continuation:
     ending: Ending
     output: Output
     work: "Work"
+    matcher: Matcher | None = None
     has_ended: bool = False
 
 

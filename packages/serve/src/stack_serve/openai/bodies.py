@@ -35,7 +35,6 @@ class _Foreign:
 
 
 _TOOLS = "Use tools of /v1/chat/completions"
-_SHAPED = "Ask for the format in the prompt, and check the answer"
 _TEXT_ONLY = "The model reads and writes text: leave it out"
 _SPACES = "skip_special_tokens alone says whether special tokens are part of the text"
 _LEAVE = "Leave it out"
@@ -53,10 +52,7 @@ _FOREIGN: Mapping[str, _Foreign] = {
     "echo": _Foreign("Only /v1/completions has it", (False,)),
     "function_call": _Foreign(_TOOLS, ("none", "auto")),
     "functions": _Foreign(_TOOLS, ([],)),
-    "guided_choice": _Foreign(_SHAPED),
-    "guided_grammar": _Foreign(_SHAPED),
-    "guided_json": _Foreign(_SHAPED),
-    "guided_regex": _Foreign(_SHAPED),
+    "guided_decoding_backend": _Foreign("llguidance compiles all constraints", ("auto", "guidance", "llguidance")),
     "include_reasoning": _Foreign("The text contains the reasoning; /v1/chat/completions separates it", (True,)),
     "kv_transfer_params": _Foreign(_LEAVE),
     "length_penalty": _Foreign("It belongs to beam search, which is not served", (1, 1.0)),
@@ -67,11 +63,9 @@ _FOREIGN: Mapping[str, _Foreign] = {
     "prompt_embeds": _Foreign("Send the prompt as text or token ids"),
     "prompt_cache_retention": _Foreign(_LEAVE, ("in_memory",)),
     "reasoning_effort": _Foreign("Use /v1/chat/completions, whose prompts have a chat template"),
-    "response_format": _Foreign(_SHAPED, ({"type": "text"},)),
     "service_tier": _Foreign("Use priority", ("auto", "default")),
     "spaces_between_special_tokens": _Foreign(_SPACES, (True, False)),
     "store": _Foreign("Nothing is stored: keep the answers yourself", (False,)),
-    "structured_outputs": _Foreign(_SHAPED),
     "suffix": _Foreign("Put the text that follows into the prompt, as the model was trained to have it", ("",)),
     "tool_choice": _Foreign(_TOOLS, ("none", "auto")),
     "tools": _Foreign(_TOOLS, ([],)),

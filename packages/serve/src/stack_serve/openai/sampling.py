@@ -5,7 +5,7 @@ from typing import Any
 
 import pydantic
 
-from stack_core.abi.generation import MOST_STOP_CHARACTERS, MOST_STOP_TEXTS, SamplingParams
+from stack_core.abi.generation import MOST_STOP_CHARACTERS, MOST_STOP_TEXTS, Constraint, SamplingParams
 from stack_serve.openai.bodies import explain
 from stack_serve.openai.errors import bad_request
 from stack_serve.openai.schemas import GenerationBody
@@ -39,6 +39,7 @@ def sampling_params(
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None,
+    constraint: Constraint | None = None,
 ) -> SamplingParams:
     """Builds the sampling parameters of a request.
 
@@ -67,6 +68,7 @@ def sampling_params(
     # The model's own stop tokens end its turns, so a request extends the list.
     asked["stop_tokens"] = (*defaults.get("stop_tokens", ()), *body.stop_token_ids)
     asked |= {"n": generated, "max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+    asked["constraint"] = constraint
     try:
         return SamplingParams(**{**defaults, **asked})
     except pydantic.ValidationError as error:

@@ -13,7 +13,10 @@ __all__ = [
     "CompletionBody",
     "DetokenizeBody",
     "GenerationBody",
+    "JsonSchema",
+    "ResponseFormat",
     "StreamOptions",
+    "StructuredOutputs",
     "TokenizeBody",
     "TokenizeChatBody",
 ]
@@ -46,6 +49,49 @@ class StreamOptions(BaseModel):
     include_obfuscation: Literal[False] = False
 
 
+class JsonSchema(BaseModel):
+    """JSON Schema of an answer. It is enforced with and without `strict`; the name and description are ignored."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """Format of an answer."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(BaseModel):
+    """The constraint of an answer as in vLLM.
+
+    Attributes:
+      json_: JSON Schema, as an object, a boolean or JSON text.
+      json_object: whether any JSON object is valid.
+      disable_fallback: accepted without effect, because llguidance is the only backend.
+      disable_any_whitespace: whether JSON tokens follow each other without space.
+      whitespace_pattern: regular expression of the space between JSON tokens.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    json_: dict[str, Any] | str | bool | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_fallback: bool = False
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+
+
 class GenerationBody(Body):
     """Fields of both text interfaces of OpenAI, including vLLM's additions.
 
@@ -54,6 +100,8 @@ class GenerationBody(Body):
       best_of: number of continuations to generate; the answer contains the `n` with the highest mean
         log-probability.
       request_id: suffix of the answer's id.
+      response_format, structured_outputs, guided_json, guided_regex, guided_choice, guided_grammar: constraint of the
+        answer, at most one, as read by `constraint_and_field`.
       user, safety_identifier, prompt_cache_key, metadata, session_id: notes of the client, which the server ignores.
     """
 
@@ -77,6 +125,13 @@ class GenerationBody(Body):
     stop_token_ids: list[_Token] = []
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
     priority: _Int64 = 0
     request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     return_token_ids: bool = False

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from stack_core.abi.engines import Engine
 from stack_core.abi.errors import ConfigError, GenerationError
 from stack_core.abi.formats import GenerativeCheckpoint
-from stack_core.abi.generation import EngineStats, SamplingParams
+from stack_core.abi.generation import Constraint, EngineStats, SamplingParams
 from stack_core.text.chat_template import ChatTemplate
 from stack_core.text.detokenize import prompt_text
 from stack_serve.http.slices import maybe_in_thread
@@ -18,7 +18,8 @@ from stack_serve.openai.answer import Answer
 from stack_serve.openai.chat import ChatWriter
 from stack_serve.openai.completions import CompletionWriter
 from stack_serve.openai.config import OpenAIConfig
-from stack_serve.openai.errors import ApiError, bad_request
+from stack_serve.openai.constraints import constraint_and_field
+from stack_serve.openai.errors import ApiError, as_api_error, bad_request
 from stack_serve.openai.generation import Backend, Generation
 from stack_serve.openai.job import Job
 from stack_serve.openai.logprobs import LogprobWriter, TokenTexts
@@ -126,22 +127,28 @@ class Service:
         if len(asked) > 1:
             raise bad_request("max_tokens and max_completion_tokens differ; give the latter alone.", param="max_tokens")
         max_tokens = next(iter(asked), None)
+        constraint, field = constraint_and_field(body)
         sampling = sampling_params(
             body,
             self._defaults,
             max_tokens=max_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
+            constraint=constraint,
         )
+        await self._compile(constraint, field)
         tools = requested_tools(body.tools, body.tool_choice)
         prompt = await self.chat_prompt(body, tools)
-        start_parsing, sampling = self._format.parsing(body, tools, prompt, sampling)
+        start_parsing = None
+        if constraint is None:  # the text of a constrained answer has neither reasoning nor calls
+            start_parsing, sampling = self._format.parsing(body, tools, prompt, sampling)
         asked_as = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         self.prompts.check_room(prompt, max_tokens, "messages", max_tokens_param=asked_as)
         # Without a generation prompt, the last message is continued in its own role.
         role = "assistant" if body.add_generation_prompt else body.messages[-1]["role"]
         job = self._job(body, model, (prompt,), sampling, request_id)
         names = {"max_tokens": asked_as, "prompt": "messages", "logprobs": "top_logprobs"}
+        names |= {} if field is None else {"constraint": field}
         job = replace(job, id=f"chatcmpl-{job.id}", role=role, start_parsing=start_parsing)
         return self._answer(ChatWriter(job), names)
 
@@ -182,6 +189,7 @@ class Service:
             raise bad_request("max_tokens is 0, which needs echo: true. Ask for a token.", param="max_tokens")
         # OpenAI's echo with logprobs and vLLM's prompt_logprobs need the same figures; the larger count serves both.
         echoed = body.logprobs if body.echo else None
+        constraint, constraint_field = constraint_and_field(body)
         sampling = sampling_params(
             body,
             self._defaults,
@@ -189,7 +197,9 @@ class Service:
             max_tokens=body.max_tokens or 1,
             logprobs=body.logprobs,
             prompt_logprobs=max((most for most in (body.prompt_logprobs, echoed) if most is not None), default=None),
+            constraint=constraint,
         )
+        await self._compile(constraint, constraint_field)
         most = max(1, self.config.max_choices // sampling.n)
         field = body.prompt
         prompts = await self.prompts.of_field(field, max_prompts=most, add_special_tokens=body.add_special_tokens)
@@ -200,7 +210,22 @@ class Service:
             echo=await maybe_in_thread(size, self._texts_of, prompts) if body.echo else (),
             nothing_new=body.max_tokens == 0,
         )
-        return self._answer(CompletionWriter(replace(job, id=f"cmpl-{job.id}")), {})
+        names = {} if constraint_field is None else {"constraint": constraint_field}
+        return self._answer(CompletionWriter(replace(job, id=f"cmpl-{job.id}")), names)
+
+    async def _compile(self, constraint: Constraint | None, field: str | None) -> None:
+        """Compiles a constraint in a thread, because it may block for a second.
+
+        Raises:
+          ApiError: it cannot be compiled. The error names the field of the body.
+        """
+        if constraint is None or field is None:
+            return
+        engine = self._backend_now().engine
+        try:
+            await asyncio.to_thread(engine.compile_constraint, constraint)
+        except GenerationError as error:
+            raise as_api_error(error, {"constraint": field}) from None
 
     def _check_room(self, prompts: Sequence[Prompt], max_tokens: int | None) -> None:
         for prompt in prompts:

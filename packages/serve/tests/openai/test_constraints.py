@@ -1,0 +1,192 @@
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import openai
+import pydantic
+import pytest
+
+from stack_core.abi.generation import Constraint
+from stack_serve.llm.config import EngineConfig
+from stack_serve.llm.engine import LLMEngine
+from stack_serve.openai.bodies import parse
+from stack_serve.openai.constraints import constraint_and_field
+from stack_serve.openai.errors import ApiError
+from stack_serve.openai.schemas import ChatBody
+
+from ..llm.constrained import byte_checkpoint
+from .conftest import Served, starting
+
+COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"b": {"type": "string", "maxLength": 6}, "a": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["b", "a"],
+    "additionalProperties": False,
+}
+NAMED = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
+REGEX = Constraint(regex="[0-9]+")
+
+
+def constraint_of(**fields: Any) -> tuple[Constraint | None, str | None]:
+    return constraint_and_field(parse(ChatBody, {"messages": MESSAGES, **fields}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, {"json_schema": {"type": "object"}}),
+        ({"response_format": NAMED}, {"json_schema": SCHEMA}),
+        ({"response_format": {"type": "text"}, "guided_regex": "a"}, {"regex": "a"}),
+        ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": SCHEMA}),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, {"json_schema": SCHEMA}),
+        ({"structured_outputs": {"json_object": True}}, {"json_schema": {"type": "object"}}),
+        ({"structured_outputs": {"json": SCHEMA, "json_object": False}}, {"json_schema": SCHEMA}),
+        (
+            {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True, "disable_fallback": True}},
+            {"json_schema": SCHEMA, "whitespace": ""},
+        ),
+        (
+            {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " ?"}},
+            {"json_schema": SCHEMA, "whitespace": " ?"},
+        ),
+        ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, {"choice": ("a", "b")}),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, {"grammar": 'start: "a"'}),
+        ({"guided_json": SCHEMA, "guided_whitespace_pattern": ""}, {"json_schema": SCHEMA, "whitespace": ""}),
+        ({"guided_regex": "a+"}, {"regex": "a+"}),
+        ({"guided_choice": ["a", "b"], "guided_decoding_backend": "auto"}, {"choice": ("a", "b")}),
+        ({"guided_grammar": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
+    ],
+)
+def test_each_field_of_openai_and_vllm_is_a_constraint(fields: dict[str, Any], expected: dict[str, Any] | None) -> None:
+    constraint, field = constraint_of(**fields)
+    assert constraint == (None if expected is None else Constraint(**expected))
+    assert (field in fields) == (expected is not None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "problem"),
+    [
+        ({"response_format": NAMED, "guided_regex": "a"}, "guided_regex", "response_format and guided_regex both"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "given: regex, choice"),
+        ({"structured_outputs": {"json": {}, "json_object": True}}, "structured_outputs", "json and json_object"),
+        ({"structured_outputs": {}}, "structured_outputs", "has none of json, regex"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs", "has none of json, regex"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "not permitted"),
+        ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs", "needs json_schema"),
+        (
+            {"structured_outputs": {"json": {}, "whitespace_pattern": " ", "disable_any_whitespace": True}},
+            "structured_outputs",
+            "give one",
+        ),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "needs guided_json"),
+        ({"guided_choice": []}, "guided_choice", "at least 1"),
+        ({"guided_choice": "yes"}, "guided_choice", "valid list"),
+        ({"guided_regex": 5}, "guided_regex", "valid string"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "'json_schema'"),
+        ({"response_format": "json"}, "response_format", "dictionary"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema.schema is missing"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format", "is missing"),
+        ({"response_format": {**NAMED, "type": "json_object"}}, "response_format", "expected 'json_schema'"),
+    ],
+)
+def test_incomplete_and_contradictory_constraints_are_refused(fields: dict[str, Any], param: str, problem: str) -> None:
+    with pytest.raises(ApiError, match=problem) as caught:
+        constraint_of(**fields)
+    assert caught.value.status == 400 and caught.value.param == param
+
+
+@pytest.fixture(scope="module")
+def constrained_server() -> Iterator[Served]:
+    """A server of a random model."""
+    checkpoint = byte_checkpoint()
+    engine = LLMEngine(checkpoint, EngineConfig(max_sequences=4, step_tokens=16, page_tokens=4))
+    with starting() as start:
+        yield start(engine, model=checkpoint)
+
+
+@pytest.fixture(scope="module")
+def client(constrained_server: Served) -> Iterator[openai.OpenAI]:
+    host, port = constrained_server.address
+    with openai.OpenAI(base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+class Thing(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    kind: str = pydantic.Field(max_length=5)
+    counts: list[int] = pydantic.Field(max_length=2)
+
+
+# The numbers of a random model would not end.
+DIGITS = {str(ord(digit)): -30.0 for digit in "0123456789"}
+
+
+def test_the_openai_client_parses_whole_answers(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model="tiny", messages=MESSAGES, response_format=Thing, seed=1, n=2, max_tokens=150, logit_bias=DIGITS
+    )
+    assert [choice.finish_reason for choice in answer.choices] == ["stop", "stop"]
+    assert all(isinstance(choice.message.parsed, Thing) for choice in answer.choices)
+    text = client.completions.create(model="tiny", prompt="x", extra_body={"guided_choice": ["left", "right"]})
+    assert text.choices[0].text in ("left", "right")
+
+
+def test_the_openai_client_reads_streams(client: openai.OpenAI) -> None:
+    given = {"model": "tiny", "messages": MESSAGES, "response_format": NAMED, "seed": 3, "max_tokens": 150}
+    given |= {"logprobs": True, "top_logprobs": 2}
+    chunks = list(client.chat.completions.create(**given, stream=True))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    jsonschema.validate(json.loads(text), SCHEMA)
+    whole = client.chat.completions.create(**given)
+    assert whole.choices[0].message.content == text
+    parts = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
+    figures = [each for part in parts for each in part.content or []]
+    assert [each.token for each in figures] == [each.token for each in whole.choices[0].logprobs.content]
+    assert all(each.logprob <= 0 for each in figures)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "problem"),
+    [
+        (CHAT, {"response_format": {**NAMED, "json_schema": {"name": "x", "schema": {"not": {}}}}},
+         "response_format", 'Unimplemented keys: ["not"]'),
+        (CHAT, {"structured_outputs": {"regex": "a("}}, "structured_outputs", "unclosed group"),
+        (COMPLETE, {"guided_grammar": "start: x"}, "guided_grammar", "unknown name"),
+        (COMPLETE, {"guided_json": "{"}, "guided_json", "guided_json: The json_schema"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_compiled_is_answered_with_the_reason(
+    constrained_server: Served, path: str, fields: dict[str, Any], param: str, problem: str
+) -> None:
+    usual = {"messages": MESSAGES} if path == CHAT else {"prompt": "x"}
+    for stream in (False, True):
+        error = constrained_server.refused(path, **usual, **fields, stream=stream)
+        assert error["param"] == param and problem in error["message"]
+
+
+def test_a_client_that_leaves_frees_the_pages(constrained_server: Served) -> None:
+    body = {"prompt": "x", "n": 4, "max_tokens": 200, "stream": True, "guided_regex": "[a-z]*", "ignore_eos": True}
+    with constrained_server.client.stream("POST", COMPLETE, json=body) as answer:
+        assert next(answer.iter_lines()).startswith("data: ")
+        assert constrained_server.engine.stats().used_pages
+    constrained_server.wait_until(lambda: constrained_server.engine.stats().used_pages == 0)
+    assert constrained_server.complete(guided_choice=["yes"], max_tokens=9)["choices"][0]["text"] == "yes"
+
+
+def test_nothing_is_compiled_for_the_requests_of_a_warm_server(constrained_server: Served) -> None:
+    constrained_server.complete(guided_choice=["yes"])
+    assert constrained_server.engine.stats().compilations == 0
+
+
+def test_an_engine_without_constraints_refuses_them(server: Served) -> None:
+    error = server.refused(CHAT, messages=MESSAGES, response_format={"type": "json_object"})
+    assert error["param"] == "response_format" and "does not support constraints" in error["message"]
+    assert server.engine.submitted == []

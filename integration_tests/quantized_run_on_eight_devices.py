@@ -12,7 +12,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from stack_core.abi.mesh import DEFAULT_RULES, MeshConfig, make_mesh, use_mesh
+from stack_core.abi.mesh import DEFAULT_RULES, MeshConfig, use_mesh
+from stack_core.chips.device_mesh import make_mesh
 from stack_core.ops.building import is_quantized
 from stack_train.run.config import run_config
 from stack_train.variables.trained_model import RUN_FORMAT

@@ -35,7 +35,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from stack_core import ops
 from stack_core.chips import Target
 from stack_core.chips.targets import use_target
-from stack_core.abi.mesh import MeshConfig, make_mesh, use_mesh
+from stack_core.abi.mesh import MeshConfig, use_mesh
+from stack_core.chips.device_mesh import make_mesh
 
 def loss(x, scale):
     normed = ops.norm(x, scale, axes={"x": ("batch", None, None)}, implementation="acme_rows")

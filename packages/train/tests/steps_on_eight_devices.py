@@ -11,7 +11,8 @@ import jax
 import numpy as np
 from guided import GuidedConfig
 
-from stack_core.abi.mesh import MeshConfig, check_shardings, make_mesh
+from stack_core.abi.mesh import MeshConfig, check_shardings
+from stack_core.chips.device_mesh import make_mesh
 from stack_core.ops.definitions import linear_cross_entropy
 from stack_core.ops.references import attention_tiles
 from stack_core.programs.hlo import Execution, parse_hlo

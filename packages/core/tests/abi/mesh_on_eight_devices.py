@@ -13,10 +13,10 @@ from stack_core.abi.mesh import (
     MeshConfig,
     check_shardings,
     constrain,
-    make_mesh,
     parts_of,
     use_mesh,
 )
+from stack_core.chips.device_mesh import make_mesh
 
 
 def every_axis_is_there_and_auto():

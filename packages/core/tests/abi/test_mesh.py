@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from stack_core.abi import mesh as mesh_module
 from stack_core.abi.config import parse, to_mapping
 from stack_core.abi.errors import ConfigError, ShardingError
-from stack_core.abi.mesh import AXES, DEFAULT_RULES, MeshConfig, ShardingRules, constrain, make_mesh, use_mesh
+from stack_core.abi.mesh import AXES, DEFAULT_RULES, MeshConfig, ShardingRules, constrain, use_mesh
+from stack_core.chips import device_mesh
+from stack_core.chips.device_mesh import make_mesh
 
 EIGHT_DEVICES = Path(__file__).with_name("mesh_on_eight_devices.py")
 
@@ -46,7 +47,8 @@ def test_a_step_that_enters_its_mesh_is_traced_once():
         "-c",
         """if True:
         import jax
-        from stack_core.abi.mesh import MeshConfig, make_mesh, use_mesh
+        from stack_core.abi.mesh import MeshConfig, use_mesh
+        from stack_core.chips.device_mesh import make_mesh
 
         mesh, traced = make_mesh(MeshConfig()), []
 
@@ -63,7 +65,7 @@ def test_a_step_that_enters_its_mesh_is_traced_once():
 
 
 def test_the_default_takes_every_device():
-    assert mesh_module._axis_sizes(MeshConfig(), 6) == dict.fromkeys(AXES, 1) | {"fsdp": 6}
+    assert device_mesh._axis_sizes(MeshConfig(), 6) == dict.fromkeys(AXES, 1) | {"fsdp": 6}
 
 
 @pytest.mark.parametrize(
@@ -78,7 +80,7 @@ def test_the_default_takes_every_device():
 )
 def test_sizes_that_do_not_use_the_devices_name_those_that_would(sizes, devices, expected):
     with pytest.raises(ShardingError, match=expected):
-        mesh_module._axis_sizes(MeshConfig(**sizes), devices)
+        device_mesh._axis_sizes(MeshConfig(**sizes), devices)
 
 
 def test_make_mesh_raises_for_the_devices_it_is_given():
@@ -87,15 +89,15 @@ def test_make_mesh_raises_for_the_devices_it_is_given():
 
 
 def test_slices_are_spread_over_the_axes_with_the_least_traffic():
-    assert mesh_module._across_slices({"data": 6, "fsdp": 2, "tensor": 4, "stage": 2}, 4) == {
+    assert device_mesh._across_slices({"data": 6, "fsdp": 2, "tensor": 4, "stage": 2}, 4) == {
         "data": 2,
         "stage": 2,
         "fsdp": 1,
         "tensor": 1,
     }
-    assert set(mesh_module._across_slices({"data": 4, "fsdp": 2, "stage": 1}, 1).values()) == {1}
+    assert set(device_mesh._across_slices({"data": 4, "fsdp": 2, "stage": 1}, 1).values()) == {1}
     with pytest.raises(ShardingError, match=r"2 slices, .* data=1, stage=1, fsdp=1\. Set mesh\.data=2"):
-        mesh_module._across_slices({"data": 1, "fsdp": 1, "tensor": 8, "stage": 1}, 2)
+        device_mesh._across_slices({"data": 1, "fsdp": 1, "tensor": 8, "stage": 1}, 2)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +115,7 @@ def test_slices_are_spread_over_the_axes_with_the_least_traffic():
 )
 def test_slices_that_the_devices_do_not_have_are_refused(spans, sizes, slices, expected):
     with pytest.raises(ShardingError, match=expected):
-        mesh_module._check_slices(MeshConfig(**spans).slices, dict.fromkeys(AXES, 1) | sizes, slices)
+        device_mesh._slices_of(MeshConfig(**spans), dict.fromkeys(AXES, 1) | sizes, slices)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +284,7 @@ def test_a_size_is_accepted_exactly_where_the_mesh_divides_it(axes, sizes, size)
 def test_a_mesh_has_the_sizes_that_were_asked_for_and_uses_every_device(sizes, rest, devices):
     asked = {**dict.fromkeys(AXES, 1), **sizes, **({rest: -1} if rest else {})}
     try:
-        resolved = mesh_module._axis_sizes(MeshConfig(**asked), devices)
+        resolved = device_mesh._axis_sizes(MeshConfig(**asked), devices)
     except ShardingError:
         fixed = math.prod(size for axis, size in asked.items() if axis != rest)
         assert devices % fixed if rest else devices != fixed

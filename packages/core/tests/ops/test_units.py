@@ -9,10 +9,11 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from stack_core import ops
-from stack_core.abi.mesh import MeshConfig, make_mesh, use_mesh
+from stack_core.abi.mesh import MeshConfig, use_mesh
 from stack_core.abi.ops import OpImplementation, QView
 from stack_core.abi.plugins import registries
 from stack_core.chips import use_chip
+from stack_core.chips.device_mesh import make_mesh
 from stack_core.ops.units import as_units, unit_of
 
 X = jnp.linspace(-1, 1, 12).reshape(3, 4)

@@ -8,7 +8,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from stack_core.abi.errors import ConfigError, ShardingError
 from stack_core.abi.formats import GenerativeCheckpoint
-from stack_core.abi.mesh import MeshConfig, make_mesh
+from stack_core.abi.mesh import MeshConfig
+from stack_core.chips.device_mesh import make_mesh
 
 __all__ = ["ShardedCheckpoint"]
 

@@ -5,7 +5,8 @@ import math
 import jax
 import numpy as np
 
-from stack_core.abi.mesh import MeshConfig, check_shardings, make_mesh
+from stack_core.abi.mesh import MeshConfig, check_shardings
+from stack_core.chips.device_mesh import make_mesh
 from stack_train.diffusion import autoencoder_kl, dit, flux
 from stack_train.diffusion.objectives import EpsilonConfig, FlowMatchingConfig
 from stack_train.diffusion.reconstruction import ReconstructionConfig

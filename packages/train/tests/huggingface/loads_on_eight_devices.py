@@ -9,7 +9,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from stack_core.abi.mesh import MeshConfig, make_mesh
+from stack_core.abi.mesh import MeshConfig
+from stack_core.chips.device_mesh import make_mesh
 from stack_train.huggingface import FORMAT
 from stack_train.variables.trained_model import RUN_FORMAT
 

@@ -116,7 +116,7 @@ def test_a_run_starts_from_a_checkpoint_as_from_the_run_that_it_converts_to(conf
 @pytest.mark.parametrize(
     ("start", "model", "message"),
     [
-        ("hf:{}", {"rope_theta": 7.0}, r"not that of hf:.*\n  model\.rope_theta: 7\.0, not 10000\.0\n.*--allow model"),
+        ("hf:{}", {"rope_theta": 7.0}, r"differs from hf:.*\n  model\.rope_theta: 7\.0, not 10000\.0\n.*--allow model"),
         (
             "gguf:{}",
             {},

@@ -12,8 +12,9 @@ from flax import nnx
 
 from stack_core.abi.config import parse, to_mapping
 from stack_core.abi.errors import ConfigError, ConversionError
-from stack_core.abi.mesh import DEFAULT_RULES, MeshConfig, make_mesh
+from stack_core.abi.mesh import DEFAULT_RULES, MeshConfig
 from stack_core.abi.plugins import registries
+from stack_core.chips.device_mesh import make_mesh
 from stack_core.ops.kv_cache import DenseKVCache
 from stack_train.checkpoint import named_leaves
 from stack_train.models.weight_map import joined_tensors, shared_tensors

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.abi.mesh import MeshConfig, make_mesh, use_mesh
+from stack_core.abi.mesh import MeshConfig, use_mesh
+from stack_core.chips.device_mesh import make_mesh
 from stack_core.ops.definitions import linear_cross_entropy
 from stack_core.ops.references import attention_tiles
 from stack_core.programs.hlo import parse_hlo

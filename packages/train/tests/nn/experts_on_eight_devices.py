@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from stack_core.abi.mesh import DEFAULT_RULES, MeshConfig, make_mesh, use_mesh
+from stack_core.abi.mesh import DEFAULT_RULES, MeshConfig, use_mesh
 from stack_core.abi.plugins import registries
+from stack_core.chips.device_mesh import make_mesh
 from stack_core.programs.hlo import parse_hlo
 from stack_core.programs.hlo_costs import instruction_flops
 from stack_train.models.qwen3_moe import Qwen3MoeConfig

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from stack_core.abi.mesh import DEFAULT_RULES, MeshConfig, make_mesh, use_mesh
+from stack_core.abi.mesh import DEFAULT_RULES, MeshConfig, use_mesh
 from stack_core.abi.ops import OWN
 from stack_core.abi.plugins import registries
 from stack_core.abi.registry import Entry, Registry
+from stack_core.chips.device_mesh import make_mesh
 from stack_core.ops.dispatch.op import op_named
 from stack_train.models.deepseek_v3 import DeepseekV3Config
 from stack_train.models.qwen3_next import Qwen3NextConfig

@@ -10,7 +10,8 @@ import sys
 import jax
 import numpy as np
 
-from stack_core.abi.mesh import MeshConfig, make_mesh
+from stack_core.abi.mesh import MeshConfig
+from stack_core.chips.device_mesh import make_mesh
 from stack_core.programs.hlo import parse_hlo
 from stack_core.programs.hlo_costs import executed_flops
 from stack_train.models.llama import LlamaConfig

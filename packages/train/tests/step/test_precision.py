@@ -12,8 +12,9 @@ from flax import nnx
 
 from stack_core.abi.config import parse
 from stack_core.abi.errors import ConfigError, TrainingError
-from stack_core.abi.mesh import MeshConfig, make_mesh
+from stack_core.abi.mesh import MeshConfig
 from stack_core.abi.plugins import registries
+from stack_core.chips.device_mesh import make_mesh
 from stack_train.models.llama import LlamaConfig
 from stack_train.nn.linear import lookup, take_rows
 from stack_train.objectives import CausalLMConfig

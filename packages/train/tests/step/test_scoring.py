@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_core.abi.mesh import MeshConfig, make_mesh
+from stack_core.abi.mesh import MeshConfig
+from stack_core.chips.device_mesh import make_mesh
 from stack_train.models.llama import LlamaConfig
 from stack_train.objectives import CausalLMConfig
 from stack_train.optim import AdamWConfig

@@ -10,8 +10,9 @@ import pytest
 from flax import nnx
 
 from stack_core.abi.errors import ConfigError, ShardingError, StackError, TrainingError
-from stack_core.abi.mesh import MeshConfig, make_mesh
+from stack_core.abi.mesh import MeshConfig
 from stack_core.abi.metrics import Metric
+from stack_core.chips.device_mesh import make_mesh
 from stack_train.optim import AdamWConfig, GroupConfig, ScheduleConfig
 from stack_train.step.program import Program
 from stack_train.step.step import make_step

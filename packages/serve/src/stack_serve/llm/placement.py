@@ -12,7 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from stack_core.abi.caches import KeysValues
 from stack_core.abi.errors import HardwareError, ShardingError
 from stack_core.abi.formats import GenerativeCheckpoint
-from stack_core.abi.mesh import DEFAULT_RULES, MeshConfig, make_mesh, use_mesh
+from stack_core.abi.mesh import DEFAULT_RULES, MeshConfig, use_mesh
+from stack_core.chips.device_mesh import make_mesh
 from stack_core.runtime.huge_pages import in_one_block
 from stack_serve.llm.cache import SlotStates
 from stack_serve.llm.config import PageLayout

@@ -10,9 +10,10 @@ from jax.sharding import Mesh
 
 from stack_core.abi.errors import ConfigError, ShardingError, nearest
 from stack_core.abi.local_paths import local_path
-from stack_core.abi.mesh import MeshConfig, make_mesh
+from stack_core.abi.mesh import MeshConfig
 from stack_core.abi.objectives import Objective
 from stack_core.abi.plugins import registries
+from stack_core.chips.device_mesh import make_mesh
 from stack_core.programs.flops import Flops, model_flops_per_step
 from stack_train.nn.schedules import Schedule, schedule
 from stack_train.objectives import as_objective

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from stack_core.abi.mesh import MeshAxes, MeshConfig, ShardingRules, make_mesh, use_mesh
+from stack_core.abi.mesh import MeshAxes, MeshConfig, ShardingRules, use_mesh
 from stack_core.abi.metrics import Metrics
+from stack_core.chips.device_mesh import make_mesh
 from stack_train.objectives import check_inputs
 from stack_train.optim.placement import like_parameters
 from stack_train.step.auxiliary import INIT

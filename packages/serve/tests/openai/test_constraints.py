@@ -17,6 +17,7 @@ from stack_serve.openai.schemas import ChatBody
 
 from ..llm.constrained import byte_checkpoint
 from .conftest import Served, starting
+from .fake_engine import TEMPLATE
 
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -104,7 +105,8 @@ def test_incomplete_and_contradictory_constraints_are_refused(fields: dict[str, 
 @pytest.fixture(scope="module")
 def constrained_server() -> Iterator[Served]:
     """A server of a random model."""
-    checkpoint = byte_checkpoint()
+    names = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+    checkpoint = byte_checkpoint(chat_template=TEMPLATE + names)
     engine = LLMEngine(checkpoint, EngineConfig(max_sequences=4, step_tokens=16, page_tokens=4))
     with starting() as start:
         yield start(engine, model=checkpoint)
@@ -138,6 +140,53 @@ def test_the_openai_client_parses_whole_answers(client: openai.OpenAI) -> None:
     assert text.choices[0].text in ("left", "right")
 
 
+POINT = {"$ref": "#/$defs/Point"}
+TOOLS = [
+    {"type": "function", "function": {"name": "now"}},
+    {"type": "function", "function": {"name": "draw", "parameters": {
+        "type": "object", "properties": {"from": POINT, "to": POINT}, "required": ["from", "to"],
+        "additionalProperties": False, "$defs": {"Point": {"type": "integer", "minimum": 0, "maximum": 9}}}}},
+    {"type": "function", "function": {"name": "write", "parameters": Thing.model_json_schema()}},
+]  # fmt: skip
+PARAMETERS = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in TOOLS}
+
+
+def with_parameters(parameters: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+
+
+def check_calls(calls: Any) -> list[str]:
+    for call in calls:
+        jsonschema.validate(json.loads(call.function.arguments), PARAMETERS[call.function.name])
+    return [call.function.name for call in calls]
+
+
+def test_a_named_function_gets_its_arguments(client: openai.OpenAI) -> None:
+    given = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "seed": 5, "logit_bias": DIGITS, "max_tokens": 150}
+    given |= {"tool_choice": {"type": "function", "function": {"name": "write"}}}
+    (choice,) = client.chat.completions.create(**given).choices
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    assert check_calls(choice.message.tool_calls) == ["write"]
+    with client.chat.completions.stream(**given) as stream:
+        (streamed,) = stream.get_final_completion().choices
+    assert check_calls(streamed.message.tool_calls) == ["write"]
+    assert streamed.message.tool_calls[0].function.arguments == choice.message.tool_calls[0].function.arguments
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_required_call_is_of_any_of_the_tools(client: openai.OpenAI, parallel: bool) -> None:
+    names = set()
+    for seed in range(6):
+        given = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS[1:], "tool_choice": "required", "seed": seed}
+        given |= {"parallel_tool_calls": parallel, "max_tokens": 200, "logit_bias": DIGITS | {str(ord(",")): -30.0}}
+        (choice,) = client.chat.completions.create(**given).choices
+        assert choice.finish_reason == "tool_calls" and choice.message.content is None
+        found = check_calls(choice.message.tool_calls)
+        assert len(found) == 1 or parallel
+        names |= set(found)
+    assert names == {"draw", "write"}
+
+
 def test_the_openai_client_reads_streams(client: openai.OpenAI) -> None:
     given = {"model": "tiny", "messages": MESSAGES, "response_format": NAMED, "seed": 3, "max_tokens": 150}
     given |= {"logprobs": True, "top_logprobs": 2}
@@ -159,6 +208,10 @@ def test_the_openai_client_reads_streams(client: openai.OpenAI) -> None:
         (CHAT, {"response_format": {**NAMED, "json_schema": {"name": "x", "schema": {"not": {}}}}},
          "response_format", 'Unimplemented keys: ["not"]'),
         (CHAT, {"structured_outputs": {"regex": "a("}}, "structured_outputs", "unclosed group"),
+        (CHAT, {"tools": with_parameters({"type": "object", "not": {}}), "tool_choice": "required"},
+         "tools", 'Unimplemented keys: ["not"]'),
+        (CHAT, {"tools": TOOLS, "tool_choice": "required", "response_format": NAMED}, "response_format",
+         "tool_choice and response_format both"),
         (COMPLETE, {"guided_grammar": "start: x"}, "guided_grammar", "unknown name"),
         (COMPLETE, {"guided_json": "{"}, "guided_json", "guided_json: The json_schema"),
     ],

@@ -257,11 +257,12 @@ def with_parameters(parameters: Any) -> list[dict[str, Any]]:
             "tools.0.function.parameters.properties.x.anyOf",
             "expected a list of schemas",
         ),
-        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice", '"required" is not supported here'),
+        ({"tools": TOOLS, "tool_choice": "required"}, "tools", "does not support constraints"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "there are no tools"),
         (
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "add"}}},
-            "tool_choice",
-            "a named function is not supported here",
+            "tools",
+            "does not support constraints",
         ),
         (
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "sub"}}},

@@ -20,6 +20,7 @@ from stack_serve.openai.completions import CompletionWriter
 from stack_serve.openai.config import OpenAIConfig
 from stack_serve.openai.constraints import constraint_and_field
 from stack_serve.openai.errors import ApiError, as_api_error, bad_request
+from stack_serve.openai.forced_calls import forced_calls
 from stack_serve.openai.generation import Backend, Generation
 from stack_serve.openai.job import Job
 from stack_serve.openai.logprobs import LogprobWriter, TokenTexts
@@ -127,7 +128,13 @@ class Service:
         if len(asked) > 1:
             raise bad_request("max_tokens and max_completion_tokens differ; give the latter alone.", param="max_tokens")
         max_tokens = next(iter(asked), None)
+        tools = requested_tools(body.tools, body.tool_choice)
         constraint, field = constraint_and_field(body)
+        forced = forced_calls(tools, body.tool_choice, parallel=body.parallel_tool_calls)
+        if forced is not None:
+            if field is not None:
+                raise bad_request(f"tool_choice and {field} both constrain the answer; give one of them.", param=field)
+            constraint, field = forced.constraint, "tools"
         sampling = sampling_params(
             body,
             self._defaults,
@@ -137,9 +144,8 @@ class Service:
             constraint=constraint,
         )
         await self._compile(constraint, field)
-        tools = requested_tools(body.tools, body.tool_choice)
-        prompt = await self.chat_prompt(body, tools)
-        start_parsing = None
+        prompt = await self.chat_prompt(body, tools, parses_calls=forced is None)
+        start_parsing = None if forced is None else forced.start
         if constraint is None:  # the text of a constrained answer has neither reasoning nor calls
             start_parsing, sampling = self._format.parsing(body, tools, prompt, sampling)
         asked_as = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
@@ -152,11 +158,18 @@ class Service:
         job = replace(job, id=f"chatcmpl-{job.id}", role=role, start_parsing=start_parsing)
         return self._answer(ChatWriter(job), names)
 
-    async def chat_prompt(self, body: ChatBody | TokenizeChatBody, tools: Sequence[Mapping[str, Any]] | None) -> Prompt:
+    async def chat_prompt(
+        self,
+        body: ChatBody | TokenizeChatBody,
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        parses_calls: bool = True,
+    ) -> Prompt:
         """Renders messages to a prompt with the chat template.
 
         Args:
           tools: tools that the model may call.
+          parses_calls: whether its calls are parsed from the format of its chat template.
 
         Raises:
           ApiError: the model lacks a template, or the template rejects the messages.
@@ -169,7 +182,8 @@ class Service:
         check_results(body.messages)
         if tools is not None:
             self._template.options_of({"tools": tools})
-            self._format.check_tools()
+            if parses_calls:
+                self._format.check_tools()
         render = partial(
             self._template.render,
             body.messages,

@@ -22,7 +22,7 @@ def requested_tools(tools: Sequence[Mapping[str, Any]], choice: Any) -> list[dic
       choice: the field `tool_choice`; None is "auto" if there are tools.
 
     Raises:
-      ApiError: a tool is not a function with a JSON schema, or the choice is not supported.
+      ApiError: a tool is not a function with a JSON schema, or the choice is malformed or names no tool.
     """
     for place, tool in enumerate(tools):
         _check_tool(tool, f"tools.{place}")
@@ -34,7 +34,7 @@ def requested_tools(tools: Sequence[Mapping[str, Any]], choice: Any) -> list[dic
 
 
 def _check_choice(choice: Any, names: Sequence[str]) -> None:
-    """Rejects choices other than "none" and "auto"; others need constrained generation."""
+    """Rejects choices that are malformed, or name no tool."""
     if choice is None or choice in ("none", "auto"):
         return
     function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
@@ -46,11 +46,8 @@ def _check_choice(choice: Any, names: Sequence[str]) -> None:
         )
     if name is not None and name not in names:
         raise bad_request(f"tool_choice names {name[:100]!r}, which is not among the tools.", param="tool_choice")
-    shown = "a named function" if name is not None else '"required"'
-    raise bad_request(
-        f'tool_choice: {shown} is not supported here. Use "auto", and ask for the call in a message.',
-        param="tool_choice",
-    )
+    if not names:
+        raise bad_request('tool_choice is "required", but there are no tools. Give tools.', param="tool_choice")
 
 
 def check_results(messages: Sequence[Mapping[str, Any]]) -> None:

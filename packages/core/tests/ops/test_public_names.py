@@ -45,12 +45,14 @@ def test_public_names() -> None:
 def test_public_names_of_building() -> None:
     assert set(building.__all__) == {
         "ACTIVATIONS",
+        "BackwardCall",
         "QuantizedArray",
         "RowParts",
         "RunningSoftmax",
         "accurate_dtype",
         "add_tile",
         "answer",
+        "as_backward",
         "as_int32",
         "bounded_places",
         "by_group",

@@ -35,7 +35,7 @@ def from_frame(frame: Mapping[str, Any]) -> Event:
     for field in dataclasses.fields(kind):
         if field.type in (Path, "Path") and field.name in fields:
             fields[field.name] = Path(fields[field.name])
-        elif field.name in ("work", "shown_metrics") and field.name in fields:
+        elif str(field.type).startswith("tuple") and field.name in fields:  # JSON has only lists
             fields[field.name] = tuple(fields[field.name])
     try:
         return kind(**fields)

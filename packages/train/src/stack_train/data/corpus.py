@@ -99,7 +99,7 @@ def _write(folder: Path, documents: Iterable[Document], tokenizer: HuggingFaceTo
         raise DataError("The data source holds no text: every document is empty. Point data.source at files with text.")
     for name, values in (("offsets", offsets), ("digests", digests), ("name_offsets", name_offsets)):
         np.save(folder / f"{name}.npy", np.asarray(values))
-    content.update(np.asarray(offsets).tobytes() + np.asarray(digests).tobytes())
+    content.update(np.asarray(offsets, "<i8").tobytes() + np.asarray(digests, "<u8").tobytes())
     facts = {"dtype": dtype.str, "content_digest": content.hexdigest()}
     (folder / "corpus.json").write_text(json.dumps(facts), encoding="utf-8")
 

@@ -8,6 +8,7 @@ its members or derives from it, and uses it by importing it. Most protocols are 
 them.
 """
 
+import argparse
 import ast
 import sys
 from collections.abc import Iterator
@@ -132,10 +133,13 @@ def table() -> str:
 
 def main() -> int:
     """Writes the table, or with --check returns 1 if the page has another."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; return 1 if the file is out of date")
+    check = parser.parse_args().check
     before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
     old, after = rest.split(END)
     new = f"\n{table()}\n"
-    if "--check" in sys.argv:
+    if check:
         if old != new:
             print("The table of contracts in docs/abi.md is out of date: run `python tools/contracts.py`.")
         return int(old != new)

@@ -4,6 +4,7 @@ python tools/providers.py            # writes it; all packages must be installed
 python tools/providers.py --check    # fails if it is out of date; part of the integration tests
 """
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -39,8 +40,11 @@ def providers() -> dict[str, dict[str, str]]:
 
 def main() -> int:
     """Writes the file, or with --check returns 1 if it has other contents."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; return 1 if the file is out of date")
+    check = parser.parse_args().check
     text = json.dumps(providers(), indent=2) + "\n"
-    if "--check" not in sys.argv:
+    if not check:
         FILE.write_text(text, encoding="utf-8")
         return 0
     if differs := FILE.read_text(encoding="utf-8") != text:

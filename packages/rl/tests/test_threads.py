@@ -35,6 +35,7 @@ def test_a_call_that_exceeds_its_time_gives_up_its_place():
 
 HANGS = """
 import asyncio, threading
+from stack_core.text.parsers.hermes import HermesParser
 from stack_rl.environments.tools import _ToolConversation
 from stack_rl.episodes import EventLoop
 from stack_rl.threads import Threads
@@ -47,7 +48,7 @@ async def hang_elsewhere():
 
 async def call(name):
     tools = {"hang": hang, "hang_elsewhere": hang_elsewhere}
-    conversation = _ToolConversation({"prompt": "?"}, tools, [], 0.1, Threads(1))
+    conversation = _ToolConversation({"prompt": "?"}, tools, HermesParser, [], 0.1, Threads(1))
     text = '<tool_call>{"name": "%s"}</tool_call>' % name
     try:
         await conversation.reply(text, is_finished=True, tokens=())

@@ -107,6 +107,7 @@ def test_weights_sum_to_what_their_aggregation_says() -> None:
         "sequence": np.mean(means),
         "constant": np.sum(tokens) / (7 * 8),
         "prompt": np.mean([each.mean() for each in of_prompts]),
+        "sequence_sum": tokens.sum() / len(means),  # of the sequences with tokens
         "sum": tokens.sum(),
     }
     assert set(expected) == set(WEIGHTS)

@@ -231,7 +231,7 @@ def test_full_queues_and_deadlines_are_told(serve: Serve, monkeypatch: pytest.Mo
     first = ask()
     assert began.wait(30)
     second = ask(timeout=1)  # microseconds
-    # At least the second request's rows: by its measured costs, the lane may have left rows of the first for another call.
+    # At least the second request's rows: the lane may have left rows of the first for another call.
     served.wait_until(lambda: lane.waiting_rows >= 3)
     refused = served.client.post("/v2/models/digits/infer", json=body)
     assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1

@@ -4,6 +4,7 @@ As in vLLM, a constraint makes the answer JSON, whatever the format of the model
 the function is named, otherwise an array of calls. The format needs no parser of the model's calls.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +49,7 @@ def forced_calls(tools: Sequence[Mapping[str, Any]] | None, choice: Any, *, para
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {"type": "object"} for tool in tools}
     if choice != "required":
         function = choice["function"]["name"]
-        return ForcedCalls(Constraint(json_schema=schemas[function]), function)
+        return ForcedCalls(Constraint(json_schema=json.dumps(schemas[function])), function)
     calls = [
         {
             "type": "object",
@@ -60,7 +61,7 @@ def forced_calls(tools: Sequence[Mapping[str, Any]] | None, choice: Any, *, para
         for name, schema in schemas.items()
     ]
     array = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **({} if parallel else {"maxItems": 1})}
-    return ForcedCalls(Constraint(json_schema=array), None)
+    return ForcedCalls(Constraint(json_schema=json.dumps(array)), None)
 
 
 class _NamedCall(MessageParser):

@@ -40,7 +40,7 @@ def test_a_reference_of_the_data_holds_a_policy_as_one_of_the_trainer_does(first
         (("objective.reference=data",), ConfigError, "reads 'reference_logprobs' of a batch"),
         (("data.reference.source=run:FIRST",), ConfigError, r"objective.reference is 'init'. Set objective.kl"),
         (("data.reference.source=FIRST",), ConfigError, "name a run, such as the one that this run starts from"),
-        (("data.reference.source=run:nowhere",), ConfigError, "which is not a directory"),
+        (("objective.reference=data", "data.reference.source=run:nowhere"), ConfigError, "which is not a directory"),
     ],
 )
 def test_a_reference_that_cannot_be_asked_is_refused(

@@ -146,6 +146,13 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._descriptor, text.encode())
 
+    def interrupt_the_prompt(self) -> None:
+        # A signal that `input` gets between printing its prompt and waiting for keys waits for a key: press again.
+        while True:
+            self.process.send_signal(signal.SIGINT)
+            if select.select([self._descriptor], [], [], 2)[0]:
+                return
+
     def wait_for(self, pattern: str) -> None:
         end_s = time.monotonic() + 60
         while not (found := re.search(pattern, self._seen)):
@@ -179,7 +186,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(openai_server: Server) -> N
         typed.wait_for(r"\[stopped\]\s+> ")
         typed.type("/rest\n")
         typed.wait_for(r"Did you mean '/reset'[^>]*> ")
-        typed.process.send_signal(signal.SIGINT)
+        typed.interrupt_the_prompt()
         typed.wait_for("> ")
         typed.type("again\n")
         typed.wait_for("0 1 2 ")

@@ -37,7 +37,7 @@ def tune_in_child(
 
     Args:
       arguments: arguments of the command.
-      budget_s: wall seconds of all children together.
+      budget_s: wall seconds of all children together, without those spent on candidates that ended a child.
       again: the first child repeats known measurements.
       folder: folder in which the children store the table.
       say: called with one line about each child that was killed.
@@ -47,8 +47,8 @@ def tune_in_child(
       TuningError: a child died while timing candidates that had already run, so the cause is unknown.
     """
     end_s = time.monotonic() + budget_s
-    with tempfile.TemporaryDirectory() as name:
-        note = Path(name, "trying.json")
+    with tempfile.TemporaryDirectory() as directory:
+        note = Path(directory, "trying.json")
         while True:
             left_s = max(end_s - time.monotonic(), 0.0)
             options = [f"--budget-s={left_s}", *(["--again"] if again else [])]
@@ -57,7 +57,10 @@ def tune_in_child(
             if status is not None and status >= 0:
                 return status
             cause = signal.Signals(-status).name if status else "the time limit"
-            say(f"{_record_failure(note, cause, folder)}: {cause} ended the process; going on without it")
+            name, spent_s = _record_failure(note, cause, folder)
+            say(f"{name}: {cause} ended the process; going on without it")
+            # A candidate that hangs until the limit would leave nothing for the others.
+            end_s += spent_s
             # The next child continues, and need not repeat what this one measured.
             again = False
 
@@ -79,18 +82,19 @@ def _status(command: Sequence[str], environment: Mapping[str, str], limit_s: flo
                 return None
 
 
-def _record_failure(note: Path, cause: str, folder: Path | None) -> str:
-    """Moves the candidate in the note to the table, as failed; returns its name."""
+def _record_failure(note: Path, cause: str, folder: Path | None) -> tuple[str, float]:
+    """Moves the candidate in the note to the table, as failed; returns its name and the seconds spent on it."""
     if not note.exists():
         raise TuningError(
             f"The process that measured was ended by {cause} while it timed what it had tried before. What it had "
             "measured until then is kept; run the command again, and report it if it comes back."
         )
     tried = Table.read(note)
+    spent_s = max(time.time() - note.stat().st_mtime, 0.0)
     # The death of the next child must not be put down to this candidate.
     note.unlink()
     found = [dataclasses.replace(each, reason=f"{cause} ended the process") for each in tried.measurements]
     path = local_table_path(tried.chip, folder)
     # From the table the next child learns which candidate to leave out.
     (Table.read(path) if path.exists() else Table(tried.chip)).merge(found).write(path)
-    return ", ".join(each.implementation for each in found)
+    return ", ".join(each.implementation for each in found), spent_s

@@ -38,7 +38,7 @@ GAINS = (
 # Of these, tests find what others have compiled, also in processes of their own and in another package's session;
 # not of stack-profile, which looks at what is compiled.
 SHARES_PROGRAMS = ("core", "kernels", "quant", "train", "rl", "serve", "integration")
-RELEASE = ("matrix", "slow", "aot", "parity", "llama_cpp", "clients", "page", "lowest", "newest")
+RELEASE = ("matrix", "slow", "aot", "parity", "llama_cpp", "clients", "trackers", "page", "lowest", "newest")
 PARITY_PYTHON = "3.11"
 # With what needs it: in the group `parity` it would have `constraints/` pin PyTorch and CUDA's libraries.
 TORCH = ("torch==2.13.0", "peft==0.21.2", "trl==1.16.0")
@@ -57,6 +57,8 @@ LLAMA_CPP = "llama-cpp-python>=0.3.16,<0.4"
 NO_PARITY = "--ignore=integration_tests/parity"
 # Their messages need an older protobuf than `constraints/` pins.
 CLIENTS = ("tritonclient[http,grpc]>=2.73,<3", "kserve>=0.21,<0.22")
+# The whole of MLflow, whose database is the tracking server of the tests.
+TRACKERS = ("mlflow>=3,<4", "wandb>=0.21,<0.32")
 
 ROOT = Path(__file__).parent
 GROUPS = functools.partial(nox.project.dependency_groups, nox.project.load_toml(ROOT / "pyproject.toml"))
@@ -178,6 +180,13 @@ def clients(session: nox.Session) -> None:
     """Unmodified clients of the Open Inference Protocol, in an environment of their own."""
     session.install(*_wheels("core", "serve"), *GROUPS("test"), *CLIENTS)
     _pytest(session, ["integration_tests/clients"], "-m", "clients")
+
+
+@nox.session(default=False)
+def trackers(session: nox.Session) -> None:
+    """Runs that are followed by Weights & Biases (offline) and MLflow (a database), in an environment of their own."""
+    session.install(*_wheels("core", "train"), *GROUPS("test"), *TRACKERS)
+    _pytest(session, ["packages/train/tests/observers/test_trackers.py"])
 
 
 @nox.session(default=False, venv_backend="none")

@@ -86,6 +86,14 @@ def stack_register_observers(registry: Registrar) -> None:
     registry.add("history", "stack_train.observers.history:history_observer")
     registry.add("report", "stack_train.observers.report:report_observer")
     registry.add("tensorboard", "stack_train.observers.tensorboard:tensorboard_observer")
+    registry.add("wandb", "stack_train.observers.wandb:wandb_tracker")
+    registry.add("mlflow", "stack_train.observers.mlflow:mlflow_tracker")
+
+
+@hookimpl
+def stack_register_sections(registry: Registrar) -> None:
+    registry.add("wandb", "stack_train.observers.wandb:WandbConfig")
+    registry.add("mlflow", "stack_train.observers.mlflow:MlflowConfig")
 
 
 @hookimpl

@@ -7,6 +7,7 @@ from typing import Any
 
 from stack_core.abi.event_bus import ObserverContext
 from stack_core.abi.events import EvaluationFinished, Event, RunStarted, StepFinished
+from stack_train.observers.scalars import scalars
 
 __all__ = ["TensorBoardObserver", "tensorboard_observer"]
 
@@ -36,13 +37,8 @@ class TensorBoardObserver:
             case RunStarted():
                 self._unit = event.work[0]
                 self._open(purged_step=event.first_step + 1)
-            case StepFinished():
-                rates = {f"{self._unit}_per_s": event.work_per_s, "duration_s": event.duration_s}
-                if event.mfu is not None:
-                    rates["mfu"] = event.mfu
-                self._scalars("train", {**event.metrics, **rates}, event.step)
-            case EvaluationFinished():
-                self._scalars("validation", event.metrics, event.step)
+            case StepFinished() | EvaluationFinished():
+                self._write_scalars(scalars(event, self._unit), event.step)
 
     def close(self) -> None:
         if self._writer:
@@ -58,13 +54,13 @@ class TensorBoardObserver:
         self._write(purged_step, session_log={"status": "START"})
         self._writer.flush()
 
-    def _scalars(self, prefix: str, values: Mapping[str, float], step: int) -> None:
+    def _write_scalars(self, values: Mapping[str, float], step: int) -> None:
         if not self._writer:
             return
         from tensorboardX.summary import scalar
 
         for name, value in values.items():
-            self._write(step, summary=scalar(f"{prefix}/{name}", value))
+            self._write(step, summary=scalar(name, value))
         if time.monotonic() - self._flushed_s >= _FLUSH_S:
             self._flushed_s = time.monotonic()
             self._writer.flush()

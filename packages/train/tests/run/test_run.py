@@ -137,6 +137,16 @@ def test_a_resumed_run_ends_bitwise_like_an_uninterrupted_one(config_of, tmp_pat
     assert [record["loss"] for record in records(whole)] == [record["loss"] for record in records(cut)]
 
 
+def test_a_run_ends_at_its_limit_of_time_and_resumes(config_of, tmp_path):
+    config = config_of("run.minutes=1e-9", "checkpoint.every_steps=0")
+    stopped = run.train(config)
+    assert (stopped.step, stopped.stopped_by) == (0, "SIGALRM")
+    resumed = run.train(config_of("run.minutes=100", "checkpoint.every_steps=0"), resume=True)
+    assert (resumed.step, resumed.stopped_by) == (6, None)
+    with pytest.raises(ConfigError, match=r"run\.minutes .* cluster\.hosts"):
+        run.build(config_of(f"output={tmp_path / 'hosts'}", "run.minutes=1", "cluster.hosts=2"))
+
+
 @pytest.mark.parametrize(("held_out", "stopped_by"), [(0.0, None), (0.3, "SIGTERM")], ids=["nothing", "some"])
 def test_a_signal_in_the_last_step_cuts_only_an_evaluation(config_of, monkeypatch, held_out, stopped_by):
     def stop(self, dispatched, original=run.TrainingLoop._finish):

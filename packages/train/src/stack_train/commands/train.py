@@ -27,7 +27,7 @@ def train(
 ) -> None:
     """Train a model: stack train run.yaml --run.steps 300 --model.layers 6
 
-    SIGTERM saves and exits with status 0; Ctrl-C saves and exits with status 2.
+    SIGTERM and the limit run.minutes save and exit with status 0; Ctrl-C saves and exits with status 2.
 
     Args:
       config: YAML file of the run.
@@ -52,5 +52,10 @@ def train(
     if wanted.cluster.hosts is not None:
         from stack_train.run.cluster import train_on_cluster as run
     summary = run(wanted, resume=resume, allow=allow, terminal=sys.stderr.isatty())
-    if json and jax.process_index() == 0:
+    if jax.process_index() != 0:
+        return
+    if summary.stopped_by is not None:
+        cause = "the limit run.minutes" if summary.stopped_by == "SIGALRM" else summary.stopped_by
+        print(f"stopped by {cause} after step {summary.step}; it is saved, --resume continues", file=sys.stderr)
+    if json:
         print(json_format.dumps(dataclasses.asdict(summary), default=str))

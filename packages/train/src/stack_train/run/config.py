@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from stack_core.abi.config import (
     LocalAddress,
@@ -58,6 +58,8 @@ class RunSettings:
       accumulation_steps: number of microbatches per batch, whose gradients are accumulated before the update. It must
         divide the batch size; 1 computes the gradients of a batch in one pass.
       evaluate_every_steps: number of steps between evaluations; 0 evaluates only after the last step.
+      minutes: wall minutes after which the session saves its state and ends, as after SIGTERM; `--resume` continues the
+        run. Compilation counts. None sets no limit.
       seed: seed of the initial parameters, the order of the data and the random numbers of each step.
       init_from: run directory whose newest weights this run starts from, or hf:DIR for a Hugging Face checkpoint.
         None initializes the parameters randomly.
@@ -69,6 +71,7 @@ class RunSettings:
     steps: PositiveInt = 1000
     accumulation_steps: PositiveInt = 1
     evaluate_every_steps: NonNegativeInt = 0
+    minutes: PositiveFloat | None = None
     seed: NonNegativeInt = 0
     init_from: Annotated[LocalAddress, AfterValidator(lambda address: address.removeprefix("run:"))] | None = None
     adapters_from: LocalAddress | None = None

@@ -47,7 +47,8 @@ class RunSummary:
         was completed.
       work_unit: unit of the work of a step, such as "tokens".
       directory: run directory.
-      stopped_by: name of the signal that stopped the run; None if it ran to its last step.
+      stopped_by: name of the signal that stopped the run, "SIGALRM" for the limit `run.minutes`; None if it ran to its
+        last step.
       metrics, validation_metrics: the objective's `shown_metrics` of the last step and the last evaluation.
     """
 
@@ -131,7 +132,10 @@ class TrainingLoop:
         pending: _Dispatched | None = None
         self._clock_s = time.perf_counter()
         agreed = self.of.processes.name("stop")
-        while step < steps and not self.of.processes.agree_on_stop(agreed, step, stop):
+        while step < steps:
+            self._watch_time(stop)
+            if self.of.processes.agree_on_stop(agreed, step, stop):
+                break
             step += 1
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
                 batch, data_wait_s = self._next(batches, pending)
@@ -165,6 +169,12 @@ class TrainingLoop:
         metrics = combine_all(found)
         weighed = "loss" in metrics and metrics["loss"].weight
         return {name: float(metric) for name, metric in metrics.items()} if weighed else None
+
+    def _watch_time(self, stop: StopRequest) -> None:
+        """Requests a stop once the session has lasted `run.minutes`."""
+        minutes = self.of.config.run.minutes
+        if minutes is not None and not stop and time.perf_counter() - self.of.began_s >= 60 * minutes:
+            stop.received = signal.SIGALRM
 
     @staticmethod
     def _next(batches: Any, pending: _Dispatched | None) -> tuple[Any, float]:

@@ -52,8 +52,8 @@ def check_sections(config: RunConfig) -> None:
     check_inputs(as_objective(config.objective.build()), shapes)
     if config.run.minutes is not None and config.cluster.hosts is not None:
         raise ConfigError(
-            "run.minutes limits a session in one place, and cluster.hosts may start several: leave run.minutes out, and "
-            "stop the driver with SIGTERM."
+            "run.minutes limits one session, and cluster.hosts may start several. Leave run.minutes out, and stop the "
+            "driver with SIGTERM."
         )
     batch_size = next(iter(shapes.values())).shape[0]
     if batch_size % config.run.accumulation_steps:

@@ -24,6 +24,9 @@ os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 # What was measured on this machine changes which implementations are chosen; tests of that name tables of their own.
 os.environ["STACK_TUNED_TABLES"] = ""
 
+# No test depends on the Hugging Face hub; a name of a model there fails at once, with or without a network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

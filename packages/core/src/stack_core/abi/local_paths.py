@@ -59,12 +59,12 @@ def local_address(address: str) -> str:
 
 
 def hub_advice(address: str) -> str:
-    """Returns instructions to download a model if the address looks like a Hugging Face hub name, else ""."""
+    """Returns how to name a model of the Hugging Face hub if the address looks like one, else ""."""
     found = _HUB.fullmatch(address)
     if found is None or Path(found[1]).exists():
         return ""
     name = found[1]
     return (
-        f" If {name!r} is a model of the Hugging Face hub, fetch it first: `hf download {name} --local-dir "
-        f"{name.partition('/')[2]}`, then give the directory."
+        f" If {name!r} is a model of the Hugging Face hub, `hf:{name}` names it where a model is asked for; otherwise "
+        f"fetch it first: `hf download {name} --local-dir {name.partition('/')[2]}`, then give the directory."
     )

@@ -27,6 +27,7 @@ from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.diffusion.exchange import component_in, component_of, export_images, import_images
 from stack_train.generation.generative import ModuleCheckpoint, generative_checkpoint
 from stack_train.huggingface.blocks import QUANTIZATION
+from stack_train.huggingface.hub import on_disk
 from stack_train.huggingface.source import HuggingFaceSource, open_source, read_config
 from stack_train.models.weight_map import joined_tensors, shared_tensors
 from stack_train.optim.optax_optimizer import as_optimizer
@@ -55,7 +56,7 @@ _CONFIG, _GENERATION_CONFIG = "config.json", "generation_config.json"
 
 
 class HuggingFaceFormat:
-    """The model format `hf:DIR`.
+    """The model format `hf:DIR`, or `hf:ORG/MODEL` for a model of the hub, which is downloaded.
 
     An imported run keeps the tokenizer's files under `tokenizer/`. It also keeps `config.json` and
     `generation_config.json` under `huggingface/`, and exports write them back unchanged. Parameters are converted one
@@ -80,6 +81,7 @@ class HuggingFaceFormat:
           ConversionError: the checkpoint cannot be converted, with a list of all problems; or `run` exists.
           CheckpointError: the disk is full.
         """
+        directory = on_disk(directory)
         if component_in(directory):
             if ignore:
                 raise ConversionError(f"--ignore is for language models; {directory} is a directory of diffusers.")
@@ -164,6 +166,7 @@ class HuggingFaceFormat:
         Raises:
           ConversionError: `data` is None, or the checkpoint cannot be converted.
         """
+        directory = on_disk(directory)
         if data is None:
             raise ConversionError(
                 f"{directory} does not say what its model was trained on. Give documents to measure on: "
@@ -184,6 +187,7 @@ class HuggingFaceFormat:
         Raises:
           ConversionError: the checkpoint cannot be converted, or is a diffusers directory.
         """
+        directory = on_disk(directory)
         if component_in(directory):
             raise ConversionError(
                 f"Runs start from language models of Hugging Face; {directory} is a directory of diffusers. Convert "
@@ -201,6 +205,7 @@ class HuggingFaceFormat:
           GenerationError: the model cannot generate text, or its tokenizer does not match.
           DataError: its tokenizer is malformed.
         """
+        directory = on_disk(directory)
         source = _open_language_model(directory)
         return generative_checkpoint(
             abstract_model(source.config),

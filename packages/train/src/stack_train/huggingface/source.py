@@ -15,7 +15,6 @@ import numpy as np
 from stack_core.abi.config import parse
 from stack_core.abi.digest import array_digests
 from stack_core.abi.errors import ConfigError, ConversionError, nearest
-from stack_core.abi.local_paths import hub_advice
 from stack_core.abi.models import ConvertibleFamily, FitsTensors, IsPart
 from stack_core.abi.plugins import registries
 from stack_train.checkpoint import named_leaves
@@ -124,8 +123,6 @@ def read_config(family: Any, mapping: Mapping[str, Any], *, dtype: str = "float3
 
 def _read_config(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
-    if not directory.exists() and (advice := hub_advice(str(directory))):
-        raise ConversionError(f"hf:{directory}: there is no such directory.{advice}")
     try:
         mapping = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:

@@ -65,7 +65,8 @@ def open_start(source: str) -> Start:
     # The path of a run may contain a colon.
     if separator and "/" not in scheme and not Path(source).exists():
         published = _format(scheme, source).open_start(Path(path))
-        address = f"{scheme}:{Path(path).absolute()}"
+        # Not the path given, which may be a name of the hub.
+        address = f"{scheme}:{published.configs.absolute()}"
         return Start(address, published.config, published.tokenizer, published.configs, published=published)
     directory = RunDirectory(Path(source))
     if not directory.path.exists():

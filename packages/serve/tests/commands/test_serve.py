@@ -1,5 +1,6 @@
 import json
 import os
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,6 +90,17 @@ def test_options_reach_the_server(served: list[HttpServer], tmp_path: Path, caps
     out, err = capsys.readouterr()
     assert json.loads(out) == {"address": "http://127.0.0.1:8000", "model": "a", "process": os.getpid()}
     assert err == "stack: loading RUN\nstack: a is served at http://127.0.0.1:8000/v1\n"
+
+
+def test_a_person_is_shown_what_to_try(served: list[HttpServer], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    main(["serve", "RUN", "--model-name", "a"])
+    steps = [line.split(maxsplit=3)[3] for line in capsys.readouterr().err.splitlines() if line.startswith("  ")]
+    page, chat, curl = steps
+    assert (page, chat) == ("http://127.0.0.1:8000/", "stack chat http://127.0.0.1:8000")
+    command, address, *_, body = shlex.split(curl)
+    assert (command, address) == ("curl", "http://127.0.0.1:8000/v1/chat/completions")
+    assert json.loads(body)["model"] == "a"
 
 
 def test_a_key_of_the_environment_counts_where_none_is_given(

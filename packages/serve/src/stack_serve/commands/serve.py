@@ -194,6 +194,8 @@ def _serve(model: str, engine_name: str, config: Any, options: dict[str, Any], *
                 ready = {"address": address, "model": service.names[0], "process": os.getpid()}
                 print(json_format.dumps(ready), flush=True)
             _say(f"{service.names[0]} is served at {address}/v1")
+            if sys.stderr.isatty():
+                print(_next_steps(address, service.names[0]), file=sys.stderr, flush=True)
             if engine_name == "llm" and made is not None:
                 _say(f"memory: {made.memory()}")
 
@@ -247,3 +249,13 @@ def _log_access() -> None:
 
 def _say(message: str) -> None:
     print(f"stack: {message}", file=sys.stderr, flush=True)
+
+
+def _next_steps(address: str, model: str) -> str:
+    """Returns what to try with a server, for a person at a terminal."""
+    body = json_format.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
+    return (
+        f"  in a browser:  {address}/\n"
+        f"  in a terminal: stack chat {address}\n"
+        f"  from a script: curl {address}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+    )

@@ -23,12 +23,13 @@ from stack_serve.openai.bodies import decode, parse, read
 from stack_serve.openai.errors import INTERNAL, ApiError, as_api_error
 from stack_serve.openai.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, TokenizeChatBody
 from stack_serve.openai.service import Service
+from stack_serve.page import chat_page
 from stack_serve.openai.tools import requested_tools
 
 __all__ = ["make_app"]
 
-# Load balancers and Prometheus send no key.
-_OPEN = frozenset({"/health", "/ready", "/metrics", "/version"})
+# Load balancers and Prometheus send no key, and the chat page asks its user for one.
+_OPEN = frozenset({"/", "/health", "/ready", "/metrics", "/version"})
 _NO_KEY = ApiError(401, NO_KEY, headers={"WWW-Authenticate": "Bearer"})
 _LOG = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ def make_app(service: Service) -> Starlette:
         Route("/v1/models/{name:path}", handlers.model, methods=["GET"]),
         Route("/tokenize", handlers.tokenize, methods=["POST"]),
         Route("/detokenize", handlers.detokenize, methods=["POST"]),
+        Route("/", chat_page, methods=["GET"]),
         Route("/health", handlers.health, methods=["GET"]),
         Route("/ready", handlers.ready, methods=["GET"]),
         Route("/metrics", handlers.metrics, methods=["GET"]),

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import httpx2
 import pytest
-
 from packages.profile.tests.report.conftest import Browser, browser  # noqa: F401 - a fixture
 
 from .served import KEY, Served

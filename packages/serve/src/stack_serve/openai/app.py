@@ -23,8 +23,8 @@ from stack_serve.openai.bodies import decode, parse, read
 from stack_serve.openai.errors import INTERNAL, ApiError, as_api_error
 from stack_serve.openai.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, TokenizeChatBody
 from stack_serve.openai.service import Service
-from stack_serve.page import chat_page
 from stack_serve.openai.tools import requested_tools
+from stack_serve.page import chat_page
 
 __all__ = ["make_app"]
 

@@ -112,6 +112,15 @@ def stack_register_commands(registry: Registrar) -> None:
         "stack_train.commands.compile:compile_run",
         help="Compile a train step for hardware that need not be there.",
     )
+    registry.add(
+        "checkpoint ls", "stack_train.commands.checkpoint:list_checkpoints", help="List the checkpoints of a run."
+    )
+    registry.add("checkpoint verify", "stack_train.commands.checkpoint:verify", help="Verify every digest.")
+    registry.add("checkpoint diff", "stack_train.commands.checkpoint:diff", help="Compare two checkpoints.")
+    registry.add("checkpoint average", "stack_train.commands.checkpoint:average", help="Average parameters into a run.")
+    registry.add(
+        "checkpoint gc", "stack_train.commands.checkpoint:collect_garbage", help="Delete partial and old checkpoints."
+    )
     registry.add("models", "stack_train.commands.models:models", help="List the families of models.")
     registry.add("report", "stack_train.commands.report:report", help="Write the report of a run again.")
     registry.add(

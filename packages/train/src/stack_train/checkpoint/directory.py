@@ -40,6 +40,11 @@ class CheckpointDirectory:
         steps = ((path.name.removesuffix(_PARTIAL), path) for path in self._entries() if path.name.endswith(_PARTIAL))
         return tuple(sorted((int(step), path) for step, path in steps if step.isdecimal()))
 
+    def quarantined(self) -> tuple[tuple[int, Path], ...]:
+        """Returns the steps and paths of the checkpoints that were set aside."""
+        named = ((path.name.partition(_SET_ASIDE), path) for path in self._entries())
+        return tuple(sorted((int(step), path) for (step, mark, _), path in named if mark and step.isdecimal()))
+
     def prepare(self, step: int) -> None:
         """Prepares saving `step`: deletes partial checkpoints, and sets aside checkpoints of this and later steps."""
         self.root.mkdir(parents=True, exist_ok=True)

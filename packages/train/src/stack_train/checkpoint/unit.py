@@ -15,7 +15,7 @@ import tensorstore
 from stack_train.checkpoint.leaves import spec_of
 from stack_train.checkpoint.narrow import is_packed, splits_bytes, unpacked
 
-__all__ = ["Unit", "make_checkpointer", "read_array"]
+__all__ = ["Unit", "make_checkpointer", "read_array", "read_stored"]
 
 # Orbax aborts a save after this time. Its default of 20 minutes is too short for large states on slow disks.
 _TIMEOUT_S = 4 * 3600
@@ -92,9 +92,7 @@ def read_array(checkpoint: Path, part: int, name: str, leaf: Any) -> Any:
     This reads with TensorStore directly: on a damaged checkpoint, Orbax's reader leaves coroutines and callbacks
     behind that raise later, outside any `try`.
     """
-    files = {"driver": "file", "path": f"{_part_directory(checkpoint, part)}/"}
-    spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": files, "path": f"{name}/"}}
-    stored = tensorstore.open(spec, open=True, read=True).result()
+    stored = _opened(checkpoint, part, name)
     sharding = _sharding(leaf)
     wanted = spec_of(leaf)
     if is_packed(wanted.dtype):
@@ -103,6 +101,17 @@ def read_array(checkpoint: Path, part: int, name: str, leaf: Any) -> Any:
         array = unpacked(content, wanted.shape, wanted.dtype)
         return array if sharding is None else jax.device_put(array, sharding)
     return _like(_read_to(stored, sharding), leaf)
+
+
+def read_stored(checkpoint: Path, part: int, name: str) -> np.ndarray:
+    """Reads one array to the host in its stored form, see `stored_array`."""
+    return _read_to(_opened(checkpoint, part, name), None)
+
+
+def _opened(checkpoint: Path, part: int, name: str) -> Any:
+    files = {"driver": "file", "path": f"{_part_directory(checkpoint, part)}/"}
+    spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": files, "path": f"{name}/"}}
+    return tensorstore.open(spec, open=True, read=True).result()
 
 
 def _read_to(stored: Any, sharding: jax.sharding.Sharding | None) -> np.ndarray | jax.Array:

@@ -145,11 +145,12 @@ def averaged(checkpoints: Sequence[Path]) -> Iterator[tuple[str, np.ndarray]]:
     for name, spec in specs[0].items():
         if spec.dtype not in _FLOATS:
             raise CheckpointError(f"{name} is {spec}, which has no mean; average checkpoints of floats.")
-        total = np.zeros(spec.shape, np.float64)
+        total, dtype = np.zeros(spec.shape, np.float64), np.dtype(np.float64)
         for path, manifest in zip(checkpoints, manifests, strict=True):
             values = _leaf(path, manifest, name)
             total += values
-        yield name.partition("/")[2], (total / len(checkpoints)).astype(values.dtype)
+            dtype = values.dtype
+        yield name.partition("/")[2], (total / len(checkpoints)).astype(dtype)
 
 
 def _is_of_model(name: str) -> bool:

@@ -105,7 +105,7 @@ def read_array(checkpoint: Path, part: int, name: str, leaf: Any) -> Any:
 
 def read_stored(checkpoint: Path, part: int, name: str) -> np.ndarray:
     """Reads one array to the host in its stored form, see `stored_array`."""
-    return _read_to(_opened(checkpoint, part, name), None)
+    return np.asarray(_read_to(_opened(checkpoint, part, name), None))
 
 
 def _opened(checkpoint: Path, part: int, name: str) -> Any:

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import jax.numpy as jnp
 import numpy as np
 import openai
 import pytest
 from tokenizers import pre_tokenizers
+
+from stack_core.abi.model_formats import open_for_generation
 
 from .served import KEY, SPECIAL, Served, write_checkpoint
 
@@ -98,6 +101,27 @@ def test_the_streaming_helper_of_the_client(served: Served) -> None:
     with served.openai.chat.completions.stream(model="tiny", messages=messages, logit_bias=ends) as stream:
         final = stream.get_final_completion()
     assert final.choices[0].finish_reason == "stop" and final.choices[0].message.content == ""
+
+
+def test_embeddings_equal_the_hidden_states_of_the_model(served: Served, directory: Path) -> None:
+    checkpoint = open_for_generation(str(directory))
+    assert checkpoint.tokenizer is not None
+    texts = ["abc", "a", "Embeddings of " + 20 * "text "]
+    model = checkpoint.model(checkpoint.load_params())
+    expected = []
+    for text in texts:
+        tokens = jnp.array([checkpoint.tokenizer.encode(text)], jnp.int32)
+        last = np.asarray(model(tokens, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]).hidden[0, -1], np.float64)
+        expected.append(last / np.linalg.norm(last))
+    # The client asks for base64 unless it is given a format.
+    for encoding in ({}, {"encoding_format": "float"}):
+        answer = served.openai.embeddings.create(model="tiny", input=texts, **encoding)
+        np.testing.assert_allclose([item.embedding for item in answer.data], expected, atol=1e-5)
+    assert answer.usage.prompt_tokens == sum(len(checkpoint.tokenizer.encode(text)) for text in texts)
+    short = served.openai.embeddings.create(model="tiny", input="abc", dimensions=8).data[0].embedding
+    np.testing.assert_allclose(short, expected[0][:8] / np.linalg.norm(expected[0][:8]), atol=1e-5)
+    with pytest.raises(openai.BadRequestError, match="embeddings have 32"):
+        served.openai.embeddings.create(model="tiny", input="abc", dimensions=33)
 
 
 def test_seeds_and_n(served: Served) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from stack_core import ops
 from stack_core.abi.caches import AttentionSpec, KeysValues
 from stack_core.abi.models import Outputs
 from stack_core.ops import Head
@@ -38,11 +39,14 @@ class TinyModel:
             query, key, value = jnp.split(x @ weights["mix"], 3, axis=-1)
             heads = (*x.shape[:2], HEADS, EMBED // HEADS)
             query, key, value = (array.reshape(heads) for array in (query, key, value))
-            output, layer_cache = cache.attend(layer_cache, query, key, value, AttentionSpec())
+            if cache is None:
+                output = ops.attention(query, key, value, causal=True, segment_ids=segment_ids)
+            else:
+                output, layer_cache = cache.attend(layer_cache, query, key, value, AttentionSpec())
             return jnp.tanh(x + output.reshape(x.shape)), layer_cache
 
-        x, layers = jax.lax.scan(layer, x, (self.params["layers"], cache.layers))
-        return Outputs(x, cache.advance(layers, tokens.shape[1]))
+        x, layers = jax.lax.scan(layer, x, (self.params["layers"], None if cache is None else cache.layers))
+        return Outputs(x, None if cache is None else cache.advance(layers, tokens.shape[1]))
 
     def logits(self, hidden: Any) -> Any:
         return hidden @ self.params["head"]

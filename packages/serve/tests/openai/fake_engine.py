@@ -103,6 +103,7 @@ class FakeEngine(Engine):
       script: the tokens of a continuation.
       running: cleared, steps wait; set, they go on.
       submitted: all requests, in order.
+      embedded: prompts of each call of `embed`.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class FakeEngine(Engine):
         self.running = threading.Event()
         self.running.set()
         self.submitted: list[GenerationRequest] = []
+        self.embedded: list[list[tuple[int, ...]]] = []
         self.steps = 0
         self.stopped = False
         self._step_s = step_s
@@ -166,6 +168,12 @@ class FakeEngine(Engine):
         with self._lock:
             self._aborted.add(request_id)
             self._lock.notify_all()
+
+    def embed(self, prompts: Sequence[Sequence[int]], *, pooling: Any = "last") -> np.ndarray:
+        """Has the vector of a prompt depend on the number of its tokens and on its last token."""
+        self.embedded.append([tuple(prompt) for prompt in prompts])
+        self.running.wait(60)
+        return np.array([[3.0, len(prompt), prompt[-1] / 7, pooling == "mean"] for prompt in prompts], np.float32)
 
     def stream(self, request_id: str) -> Iterator[GenerationUpdate]:
         raise NotImplementedError

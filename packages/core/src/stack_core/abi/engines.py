@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from stack_core.abi.errors import GenerationError, PluginError
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from stack_core.abi.generation import Constraint, EngineStats, GenerationRequest, GenerationUpdate
 
-__all__ = ["Engine", "checked_engine"]
+__all__ = ["Engine", "Pooling", "checked_engine"]
+
+Pooling = Literal["last", "mean"]
+"""Vector of a prompt: the hidden state of its last token, or the mean over its tokens."""
 
 
 class Engine(ABC):
@@ -41,6 +46,25 @@ class Engine(ABC):
         """Compiles a constraint before `submit`, blocking for up to a second; raises a GenerationError if it cannot."""
         message = "This engine does not support constraints. Leave it out, or use the engine 'llm'."
         raise GenerationError(message, parameter="constraint")
+
+    def embed(self, prompts: Sequence[Sequence[int]], *, pooling: Pooling = "last") -> np.ndarray:
+        """Computes the pooled hidden states of prompts, blocking until they are there; does not need `start`.
+
+        The hidden states are the input of the head, computed with the current weights of the base model.
+
+        Args:
+          prompts: token ids of each prompt, at least one.
+          pooling: vector of a prompt.
+
+        Returns:
+          float32[prompts, embed], not normalized.
+
+        Raises:
+          GenerationError: a prompt or `pooling` is invalid, or the engine computes no embeddings.
+          EngineStopped: the engine was closed or failed.
+        """
+        message = "This engine computes no embeddings. Use the engine 'llm'."
+        raise GenerationError(message, parameter="input")
 
     @abstractmethod
     def start(self) -> None:

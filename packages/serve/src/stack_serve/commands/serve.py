@@ -41,6 +41,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
     chat_template: Path | None = None,
     tool_parser: str | None = None,
     reasoning_parser: str | None = None,
+    pooling: Literal["last", "mean"] | None = None,
     engine: str | None = None,
     timeout_s: float | None = None,
     drain_s: float | None = None,
@@ -58,6 +59,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
     cache_dtype: Literal["model", "float32", "bfloat16", "int8", "fp8_e4m3", "fp8_e5m2"] | None = None,
     tensor: int | None = None,
     prefix_caching: bool | None = None,
+    embeddings: bool | None = None,
     adapter: tuple[str, ...] = (),
     max_adapters: int | None = None,
     adapter_rank: int | None = None,
@@ -88,6 +90,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
       chat_template: file with a Jinja template for messages (the template of the model).
       tool_parser: format of the model's tool calls, e.g. hermes, or none (recognized by the chat template).
       reasoning_parser: format of the model's reasoning, e.g. qwen3, or none (recognized by the chat template).
+      pooling: embedding of a text: the hidden state of its last token, or the mean over its tokens (last).
       engine: generation engine (llm); only `llm` accepts the options from max-sequences to seed.
       timeout_s: timeout of a request in seconds, after which it ends with an error (no timeout).
       drain_s: maximum seconds to wait for running requests after SIGTERM (30).
@@ -105,6 +108,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
       cache_dtype: dtype of the cached keys and values (the dtype in which the model computes them).
       tensor: number of devices over which each layer is sharded (1).
       prefix_caching: reuse cache pages of prompts with the same prefix (yes, unless the model is recurrent).
+      embeddings: compile the programs of embeddings at the start (no: on first use).
       max_waiting: maximum number of waiting continuations; more are refused (1024).
       adapter: NAME=DIR, an adapter that requests select with NAME as their model; DIR is a run trained with adapters
         or a PEFT directory; may be repeated.

@@ -45,6 +45,7 @@ class EngineConfig:
       max_adapters: maximum number of adapters on the devices; the least recently used idle adapter is evicted first.
       adapter_rank: maximum rank of adapters loaded later. None means the largest rank in `adapters`, which is also the
         lower bound; the result is rounded up to a power of two.
+      embeddings: whether `warm_up` also compiles the programs of `embed`, which otherwise compile on first use.
       max_waiting: maximum number of waiting continuations (`n` per request); more are refused unless none is waiting.
       priorities: bound on request priorities, which are clipped to [-priorities, priorities] to prevent starvation;
         with 0, requests must not set a priority.
@@ -65,6 +66,7 @@ class EngineConfig:
     adapters: Mapping[str, str] = Field(default_factory=dict)
     max_adapters: _Count = 8
     adapter_rank: PositiveInt | None = None
+    embeddings: bool = False
     max_waiting: PositiveInt = 1024
     priorities: NonNegativeInt = 0
     seed: int | None = None

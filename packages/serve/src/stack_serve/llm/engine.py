@@ -8,14 +8,15 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, get_args
 
 import jax
+import numpy as np
 
 from stack_core import ops
 from stack_core.abi.adapters import Adapters
-from stack_core.abi.engines import Engine
+from stack_core.abi.engines import Engine, Pooling
 from stack_core.abi.errors import EngineBusy, EngineStopped, GenerationError, nearest
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.generation import Constraint, EngineStats, GenerationRequest, GenerationUpdate
@@ -27,6 +28,7 @@ from stack_serve.llm.dispatcher import Dispatcher, End
 from stack_serve.llm.limits import Limits
 from stack_serve.llm.loop import EngineLoop, KeysOfOldWeights
 from stack_serve.llm.new_weights import check_params
+from stack_serve.llm.pooling import PoolingPrograms
 from stack_serve.llm.programs import Programs, Progress
 from stack_serve.llm.work import Continuation, Work
 
@@ -77,6 +79,14 @@ class LLMEngine(Engine):
             adapters=self._shapes,
             constraints=is_installed() and checkpoint.tokenizer is not None,
         )
+        self._pooling = PoolingPrograms(
+            checkpoint,
+            self._programs.placement,
+            lambda: self._programs.params,
+            max_tokens=max_tokens,
+            batch_tokens=config.step_tokens,
+        )
+        self._compiles_pooling = config.embeddings
         self._compiler: ConstraintCompiler | None = None
         self._compiler_lock = threading.Lock()
         give_memory_back()  # temporary host memory from loading the parameters
@@ -96,6 +106,8 @@ class LLMEngine(Engine):
     def warm_up(self) -> None:
         """Compiles every program of a step, to keep requests from waiting for compilation."""
         self._programs.compile_all(self._progress)
+        if self._compiles_pooling:
+            self._pooling.compile_all(self._progress)
         give_memory_back()
         _LOG.info("Memory: %s", self.memory())
         _LOG.info("Pages: %s", self._programs.page_layout)
@@ -183,6 +195,22 @@ class LLMEngine(Engine):
     def compile_constraint(self, constraint: Constraint) -> None:
         """Compiles a constraint into the cache of the engine; see `Engine`."""
         self._constraint_compiler().matcher(constraint)
+
+    def embed(self, prompts: Sequence[Sequence[int]], *, pooling: Pooling = "last") -> np.ndarray:
+        """Computes the pooled hidden states of prompts on the caller's thread; see `Engine`.
+
+        Each shape of a batch is compiled on first use, or by `warm_up` with `EngineConfig.embeddings`.
+        """
+        if pooling not in (known := get_args(Pooling)):
+            expected = ", ".join(map(repr, known))
+            raise GenerationError(f"pooling={pooling!r}: expected one of {expected}.", parameter="pooling")
+        for prompt in prompts:
+            self.limits.check_input(prompt)
+        with self._lock:
+            self._check_running()
+        if not prompts:
+            raise GenerationError("No prompts were given; give at least one.", parameter="input")
+        return self._pooling.embed(prompts, pooling)
 
     def submit(self, request: GenerationRequest, receive: Callable[[GenerationUpdate], None] | None = None) -> None:
         """Queues a request; see `Engine`.

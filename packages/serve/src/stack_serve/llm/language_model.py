@@ -11,8 +11,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from stack_core.abi.adapters import Adapters
 from stack_core.abi.config import parse
+from stack_core.abi.engines import Pooling
 from stack_core.abi.errors import EngineBusy, GenerationError
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.generation import GenerationRequest, GenerationUpdate, SamplingParams, TokenLogprob
@@ -20,6 +23,7 @@ from stack_core.abi.model_formats import open_for_generation
 from stack_core.text.chat_template import ChatTemplate
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.engine import LLMEngine
+from stack_serve.llm.vectors import finished_vectors
 
 __all__ = ["LLM", "Completion", "Output", "Piece"]
 
@@ -170,6 +174,35 @@ class LLM:
             )
             for number, (request, text) in enumerate(zip(requests, texts, strict=True))
         ]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> np.ndarray:
+        """Computes an embedding of each prompt from the hidden states of the base model, without continuing it.
+
+        Args:
+          prompts: one prompt or a list of prompts.
+          pooling: hidden state of the "last" token of a prompt, or the "mean" over its tokens.
+          normalize: whether to scale each vector to length 1.
+          dimensions: number of first dimensions to return; None returns all.
+          chat_template_kwargs: as in `generate`.
+
+        Returns:
+          float32[prompts, dimensions], in the order of the prompts.
+
+        Raises:
+          GenerationError: a prompt, `pooling` or `dimensions` is invalid.
+        """
+        each: Sequence[Any] = [prompts] if _is_one(prompts) else prompts
+        tokens = [self._tokens(prompt, chat_template_kwargs)[0] for prompt in each]
+        vectors = self._engine.embed(tokens, pooling=pooling)
+        return finished_vectors(vectors, dimensions=dimensions, normalize=normalize)
 
     def stream(
         self,

@@ -1,5 +1,6 @@
 """Limits of an engine, and the validation of requests before they are queued."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,16 +101,28 @@ class Limits:
                 parameter="priority",
             )
 
-    def _check_prompt(self, request: GenerationRequest) -> None:
-        tokens = len(request.prompt)
-        if not tokens:
-            raise GenerationError("The prompt has no tokens; generation needs at least one.", parameter="prompt")
+    def check_input(self, prompt: Sequence[int]) -> None:
+        """Raises a GenerationError if a prompt without a continuation cannot be computed."""
+        self._check_tokens(prompt)
+        if len(prompt) > self.max_tokens:
+            raise GenerationError(
+                f"The prompt has {len(prompt)} tokens; the maximum is {self.max_tokens}. Shorten it.",
+                parameter="prompt",
+            )
+
+    def _check_tokens(self, prompt: Sequence[int]) -> None:
+        if not len(prompt):
+            raise GenerationError("The prompt has no tokens; at least one is needed.", parameter="prompt")
         # min and max run in C; a Python loop over a long prompt would block the event loop of a server.
-        if min(request.prompt) < 0 or max(request.prompt) >= self.vocab_size:
-            bad = next(token for token in request.prompt if not 0 <= token < self.vocab_size)
+        if min(prompt) < 0 or max(prompt) >= self.vocab_size:
+            bad = next(token for token in prompt if not 0 <= token < self.vocab_size)
             raise GenerationError(
                 f"The prompt has token {bad}; the model has tokens 0 to {self.vocab_size - 1}.", parameter="prompt"
             )
+
+    def _check_prompt(self, request: GenerationRequest) -> None:
+        tokens = len(request.prompt)
+        self._check_tokens(request.prompt)
         if tokens >= self.max_tokens:
             raise GenerationError(
                 f"The prompt has {tokens} tokens; the maximum for prompt and continuation is {self.max_tokens}. "

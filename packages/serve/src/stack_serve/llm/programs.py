@@ -123,6 +123,16 @@ class Programs:
         """Axis order of the page pools: `config.page_layout`, or the preferred layout of the chip's implementations."""
         return self._step.layout
 
+    @property
+    def placement(self) -> Placement:
+        """Placement of the arrays."""
+        return self._placement
+
+    @property
+    def params(self) -> Any:
+        """Current parameters of the base model; some may be `Layers`."""
+        return self._weights.params
+
     def compile_all(self, progress: Progress | None = None) -> None:
         """Compiles all programs.
 

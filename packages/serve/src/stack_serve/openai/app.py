@@ -20,8 +20,17 @@ from stack_serve.http.keys import NO_KEY, Keys
 from stack_serve.http.slices import Items, Members, batches, json_pieces, maybe_in_thread
 from stack_serve.openai.answer import Answer, JsonAnswer
 from stack_serve.openai.bodies import decode, parse, read
+from stack_serve.openai.embeddings import Embeddings
 from stack_serve.openai.errors import INTERNAL, ApiError, as_api_error
-from stack_serve.openai.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, TokenizeChatBody
+from stack_serve.openai.schemas import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    EmbeddingBody,
+    TokenizeBody,
+    TokenizeChatBody,
+)
 from stack_serve.openai.service import Service
 from stack_serve.openai.tools import requested_tools
 from stack_serve.page import chat_page
@@ -42,6 +51,7 @@ def make_app(service: Service) -> Starlette:
     routes = [
         Route("/v1/chat/completions", handlers.chat, methods=["POST"]),
         Route("/v1/completions", handlers.complete, methods=["POST"]),
+        Route("/v1/embeddings", handlers.embed, methods=["POST"]),
         Route("/v1/models", handlers.models, methods=["GET"]),
         # Names of models may contain slashes.
         Route("/v1/models/{name:path}", handlers.model, methods=["GET"]),
@@ -81,12 +91,17 @@ class _Handlers:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._embeddings = Embeddings(service)
 
     async def chat(self, request: Request) -> Answer:
         return await self._service.chat(await self._body(request, ChatBody), request.state.request_id)
 
     async def complete(self, request: Request) -> Answer:
         return await self._service.complete(await self._body(request, CompletionBody), request.state.request_id)
+
+    async def embed(self, request: Request) -> JsonAnswer:
+        body = await self._body(request, EmbeddingBody)
+        return await self._embeddings.create(body, request.state.request_id, request.is_disconnected)
 
     async def models(self, request: Request) -> Response:
         names = (*self._service.names, *self._service.adapters)

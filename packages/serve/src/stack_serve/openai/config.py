@@ -6,6 +6,7 @@ from typing import Annotated
 from pydantic import Field, PositiveInt
 
 from stack_core.abi.config import config
+from stack_core.abi.engines import Pooling
 from stack_serve.http.config import Seconds, ServerConfig
 
 __all__ = ["OpenAIConfig"]
@@ -23,7 +24,9 @@ class OpenAIConfig(ServerConfig):
       reasoning_parser: name of the format in which the model marks its reasoning, or "none". None lets the chat
         template decide.
       timeout_s: seconds after which a request ends with status 504. None sets no limit.
-      max_choices: maximum of a request's number of prompts times the continuations per prompt.
+      max_choices: maximum of a request's number of prompts times the continuations per prompt, and of the texts that
+        wait for their embeddings.
+      pooling: vector of a text in `/v1/embeddings`: the hidden state of its last token, or the mean over its tokens.
     """
 
     model_names: tuple[Annotated[str, Field(min_length=1)], ...] | None = None
@@ -32,3 +35,4 @@ class OpenAIConfig(ServerConfig):
     reasoning_parser: str | None = None
     timeout_s: Seconds | None = None
     max_choices: PositiveInt = 1024
+    pooling: Pooling = "last"

@@ -47,39 +47,55 @@ class Prompts:
         (prompt,) = await self._of_texts([text], add_special_tokens=add_special_tokens)
         return prompt
 
-    async def of_field(self, field: Any, *, max_prompts: int, add_special_tokens: bool) -> list[Prompt]:
-        """Reads the field `prompt` of `/v1/completions`.
+    async def of_field(
+        self,
+        field: Any,
+        *,
+        max_prompts: int,
+        add_special_tokens: bool,
+        param: str = "prompt",
+        keep_tokens: int | None = None,
+    ) -> list[Prompt]:
+        """Reads a field with prompts, such as `prompt` of `/v1/completions`.
 
         Args:
           max_prompts: prompts that are allowed.
+          param: name of the field.
+          keep_tokens: number of last tokens to keep of each prompt, as in `truncated`.
 
         Raises:
           ApiError: it is not of the four forms, or has too many prompts.
         """
-        prompts = await maybe_in_thread(_size(field), self._checked, field, max_prompts)
+        prompts = await maybe_in_thread(_size(field), self._checked, field, max_prompts, param)
         # All prompts or none: mixed lists were rejected.
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        read = [prompt for prompt in prompts if isinstance(prompt, Prompt)]
         if texts:
-            return await self._of_texts(texts, add_special_tokens=add_special_tokens)
-        return [prompt for prompt in prompts if isinstance(prompt, Prompt)]
+            read = await self._of_texts(texts, add_special_tokens=add_special_tokens)
+        return read if keep_tokens is None else [self.truncated(prompt, keep_tokens) for prompt in read]
 
-    def _checked(self, field: Any, max_prompts: int) -> list[Prompt | str]:
+    def truncated(self, prompt: Prompt, keep_tokens: int) -> Prompt:
+        """Returns a prompt's last tokens, whose text is unknown; -1 keeps as many as the model takes."""
+        count = self.max_tokens if keep_tokens < 0 else keep_tokens
+        return prompt if len(prompt.tokens) <= count else Prompt(prompt.tokens[-count:], None)
+
+    def _checked(self, field: Any, max_prompts: int, param: str) -> list[Prompt | str]:
         """Prompts of tokens, or texts to encode."""
         prompts: Any = [field] if isinstance(field, str) or _is_tokens(field) else field
         if not isinstance(prompts, list) or not prompts or not all(map(_of_one_form(prompts[0]), prompts)):
             raise bad_request(
-                "prompt is neither a text, nor a list of texts, nor a list of token ids, nor a list of such lists.",
-                param="prompt",
+                f"{param} is neither a text, nor a list of texts, nor a list of token ids, nor a list of such lists.",
+                param=param,
             )
         if len(prompts) > max_prompts:
             raise bad_request(
                 f"{len(prompts)} prompts were given; with so many continuations of each, one request takes "
                 f"{max_prompts}. Send several requests.",
-                param="prompt",
+                param=param,
             )
         if isinstance(prompts[0], str):
             return prompts
-        return [Prompt(self.known(tokens, "prompt"), None) for tokens in prompts]
+        return [Prompt(self.known(tokens, param), None) for tokens in prompts]
 
     async def _of_texts(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Prompt]:
         """Encodes texts; much text while other requests are answered."""
@@ -91,6 +107,23 @@ class Prompts:
             ]
 
         return await maybe_in_thread(_size(texts), encoded)
+
+    def check_lengths(self, prompts: Sequence[Prompt], param: str) -> None:
+        """Rejects prompts that are empty, or too long without a continuation.
+
+        Raises:
+          ApiError: a prompt is empty or too long.
+        """
+        for place, prompt in enumerate(prompts):
+            where = param if len(prompts) == 1 else f"{param}.{place}"
+            if not prompt.tokens:
+                raise bad_request(f"{where} has no tokens; at least one is needed.", param=where)
+            if len(prompt.tokens) > self.max_tokens:
+                raise _too_long(
+                    f"This model's maximum context length is {self.max_tokens} tokens. However, {where} has "
+                    f"{len(prompt.tokens)} tokens. Shorten it, or set truncate_prompt_tokens: -1.",
+                    where,
+                )
 
     def check_room(
         self, prompt: Prompt, max_tokens: int | None, param: str, *, max_tokens_param: str = "max_tokens"

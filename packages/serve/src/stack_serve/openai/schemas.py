@@ -5,13 +5,14 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 __all__ = [
     "Body",
     "ChatBody",
     "CompletionBody",
     "DetokenizeBody",
+    "EmbeddingBody",
     "GenerationBody",
     "JsonSchema",
     "ResponseFormat",
@@ -21,8 +22,16 @@ __all__ = [
     "TokenizeChatBody",
 ]
 
+
+def _not_zero(value: int) -> int:
+    if value == 0:
+        raise ValueError("expected at least 1, or -1 for as many as the model takes")
+    return value
+
+
 _Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 _Token = Annotated[int, Field(ge=0, lt=2**31)]
+_Kept = Annotated[int, Field(ge=-1, lt=2**31), AfterValidator(_not_zero)]
 _Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
 
 
@@ -184,6 +193,26 @@ class CompletionBody(GenerationBody):
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0)] | None = None
     add_special_tokens: bool = True
+
+
+class EmbeddingBody(Body):
+    """`POST /v1/embeddings`.
+
+    Attributes:
+      input: a text, texts, token ids, or lists of token ids.
+      dimensions: number of first dimensions to return; None returns all.
+      truncate_prompt_tokens: number of last tokens of each text that are used; -1 uses as many as the model takes.
+      normalize: whether vectors have length 1 (vLLM).
+      user: note of the client, which the server ignores.
+    """
+
+    input: Any
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    truncate_prompt_tokens: _Kept | None = None
+    add_special_tokens: bool = True
+    normalize: bool = True
+    user: str | None = None
 
 
 class TokenizeBody(Body):

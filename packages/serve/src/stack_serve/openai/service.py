@@ -117,6 +117,20 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
         return name or self.names[0]
 
+    def check_base_model(self, name: str | None) -> str:
+        """Returns the model name for an answer that only the base model can give.
+
+        Raises:
+          ApiError: the requested model is not served, or is an adapter.
+        """
+        name = self.check_model(name)
+        if name in self.adapters:
+            message = (
+                f"The model {name!r} is an adapter; embeddings are computed by the base model. Name {self.names[0]!r}."
+            )
+            raise bad_request(message, param="model")
+        return name
+
     async def chat(self, body: ChatBody, request_id: str) -> Answer:
         """The answer to messages."""
         model = self.check_model(body.model)
@@ -235,7 +249,7 @@ class Service:
         """
         if constraint is None or field is None:
             return
-        engine = self._backend_now().engine
+        engine = self.backend.engine
         try:
             await asyncio.to_thread(engine.compile_constraint, constraint)
         except GenerationError as error:
@@ -279,10 +293,16 @@ class Service:
         )
 
     def _answer(self, writer: Writer, names: Mapping[str, str]) -> Answer:
-        generation = Generation(writer.job, self._backend_now())
+        generation = Generation(writer.job, self.backend)
         return Answer(writer, generation, names=names)
 
-    def _backend_now(self) -> Backend:
+    @property
+    def backend(self) -> Backend:
+        """The engine and the state of its jobs.
+
+        Raises:
+          ApiError: the server is starting or shutting down.
+        """
         if self._backend is None or self.state != "ready":
             raise self.unavailable()
         return self._backend

@@ -1,4 +1,4 @@
-"""Tool calls through OpenAI's own client against `stack serve` of a tiny Llama whose weights force its answers."""
+"""Tool calls through the clients of OpenAI and Anthropic, to `stack serve` of a tiny Llama with forced answers."""
 
 import itertools
 import json
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import numpy as np
 import openai
 import pytest
@@ -135,3 +136,57 @@ def test_bad_tools_are_the_clients_error(served: Served) -> None:
         ask(served, [*MESSAGES, {"role": "tool", "content": "42"}])
     with pytest.raises(openai.BadRequestError, match="'sub', which is not among the tools"):
         ask(served, tool_choice={"type": "function", "function": {"name": "sub"}})
+
+
+# Anthropic's API.
+ANTHROPIC_TOOLS: Any = [{"name": name, "description": "x", "input_schema": PARAMETERS} for name in ("add", "mul")]
+
+
+@pytest.fixture(scope="module")
+def claude(served: Served) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=served.address, api_key="none", max_retries=0, timeout=180) as client:
+        yield client
+
+
+def send(served: Served, client: anthropic.Anthropic, messages: Any = MESSAGES, **options: Any) -> Any:
+    options = {"tools": ANTHROPIC_TOOLS, "max_tokens": 64, "extra_body": {"temperature": 0}, **options}
+    return client.messages.create(model=served.model, messages=messages, **options)
+
+
+def test_anthropics_client_gets_calls_and_the_turn_after_them(served: Served, claude: anthropic.Anthropic) -> None:
+    message = send(served, claude)
+    text, first, second = message.content
+    assert message.stop_reason == "tool_use" and text.text == "Let me see."
+    assert (first.type, first.name, first.input) == ("tool_use", "add", {"x": 17, "y": 25})
+    assert (second.name, second.input) == ("mul", {})
+    assert message.usage.output_tokens == len(CALL) + len(SECOND) + 1
+    results = [{"type": "tool_result", "tool_use_id": call.id, "content": "42"} for call in (first, second)]
+    turns = [*MESSAGES, {"role": "assistant", "content": message.content}, {"role": "user", "content": results}]
+    final = send(served, claude, turns, max_tokens=24)
+    thinking, answer = final.content
+    assert (thinking.type, thinking.thinking, answer.text) == ("thinking", "All done.", "It is 42.")
+    assert final.stop_reason == "end_turn"
+
+
+def test_anthropics_streaming_helper(served: Served, claude: anthropic.Anthropic) -> None:
+    with claude.messages.stream(
+        model=served.model, messages=MESSAGES, tools=ANTHROPIC_TOOLS, max_tokens=64, extra_body={"temperature": 0}
+    ) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_message()
+    whole = send(served, claude)
+    assert [block.model_dump(exclude={"id"}) for block in final.content] == [
+        block.model_dump(exclude={"id"}) for block in whole.content
+    ]
+    assert (final.stop_reason, final.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
+    assert kinds.count("input_json") > 3 and kinds[0] == "message_start" and kinds[-1] == "message_stop"
+
+
+def test_anthropics_client_counts_tokens_and_knows_the_errors(served: Served, claude: anthropic.Anthropic) -> None:
+    counted = claude.messages.count_tokens(model=served.model, messages=MESSAGES, tools=ANTHROPIC_TOOLS)
+    usage = send(served, claude, max_tokens=1).usage
+    assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+    with pytest.raises(anthropic.NotFoundError, match="does not exist"):
+        claude.messages.create(model="other", messages=MESSAGES, max_tokens=1)
+    with pytest.raises(anthropic.BadRequestError, match="'image', which is not supported"):
+        send(served, claude, [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}])

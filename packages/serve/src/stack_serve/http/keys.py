@@ -1,4 +1,4 @@
-"""Keys that clients send as bearer tokens."""
+"""Keys that clients send as bearer tokens, or in the header `x-api-key` as Anthropic's do."""
 
 import hashlib
 import hmac
@@ -28,14 +28,16 @@ class Keys:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Browsers send preflight requests (OPTIONS) without a key.
         is_open = scope["type"] != "http" or scope["path"] in self._open_paths or scope["method"] == "OPTIONS"
-        given = next((value for name, value in scope.get("headers", ()) if name == b"authorization"), b"")
-        await (self._app if is_open or self._knows(given) else self._refusal)(scope, receive, send)
+        headers = dict(reversed(scope.get("headers", ())))
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        keys = [key] if scheme.lower() == b"bearer" else []
+        keys.append(headers.get(b"x-api-key", b""))
+        await (self._app if is_open or any(map(self._knows, keys)) else self._refusal)(scope, receive, send)
 
-    def _knows(self, authorization: bytes) -> bool:
-        scheme, _, key = authorization.partition(b" ")
+    def _knows(self, key: bytes) -> bool:
         digest = _digest(key.strip())
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return scheme.lower() == b"bearer" and any(matches)
+        return any(matches)
 
 
 def _digest(key: bytes) -> bytes:

@@ -8,7 +8,7 @@ from starlette.types import Receive, Scope, Send
 from stack_serve.http.slices import Turns
 from stack_serve.openai.errors import INTERNAL, ApiError
 from stack_serve.openai.generation import Generation
-from stack_serve.openai.writer import Writer, error_event
+from stack_serve.openai.writer import Writer
 
 __all__ = ["Answer", "JsonAnswer"]
 
@@ -72,13 +72,13 @@ class Answer:
         except ApiError as error:
             if not body.started:
                 raise
-            await body.add([error_event(error)])
+            await body.add([writer.error_event(error)])
             await body.end()
         except Exception:  # Any error affects this answer only, and its client must receive it.
             if not body.started:
                 raise
             _LOG.exception("An answer failed after it had begun")
-            await body.add([error_event(INTERNAL)])
+            await body.add([writer.error_event(INTERNAL)])
             await body.end()
 
 

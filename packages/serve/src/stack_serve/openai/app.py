@@ -15,6 +15,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stack_core.abi.errors import EngineStopped, GenerationError
+from stack_serve.anthropic.answers import MessagesWriter, error_body
+from stack_serve.anthropic.bodies import CountBody, MessagesBody
+from stack_serve.anthropic.requests import chat_body
 from stack_serve.http.access import AccessLog
 from stack_serve.http.keys import NO_KEY, Keys
 from stack_serve.http.slices import Items, Members, batches, json_pieces, maybe_in_thread
@@ -31,7 +34,7 @@ from stack_serve.openai.schemas import (
     TokenizeBody,
     TokenizeChatBody,
 )
-from stack_serve.openai.service import Service
+from stack_serve.openai.service import AnswerForm, Service
 from stack_serve.openai.tools import requested_tools
 from stack_serve.page import chat_page
 
@@ -51,6 +54,8 @@ def make_app(service: Service) -> Starlette:
     routes = [
         Route("/v1/chat/completions", handlers.chat, methods=["POST"]),
         Route("/v1/completions", handlers.complete, methods=["POST"]),
+        Route("/v1/messages", handlers.messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", handlers.count_tokens, methods=["POST"]),
         Route("/v1/embeddings", handlers.embed, methods=["POST"]),
         Route("/v1/models", handlers.models, methods=["GET"]),
         # Names of models may contain slashes.
@@ -73,7 +78,7 @@ def make_app(service: Service) -> Starlette:
         )
         middleware.append(origins)
     if config.api_keys:
-        middleware.append(Middleware(Keys, keys=config.api_keys, open_paths=_OPEN, refusal=_response(_NO_KEY)))
+        middleware.append(Middleware(Keys, keys=config.api_keys, open_paths=_OPEN, refusal=_refuse_key))
     failures: Any = {
         ApiError: _api_error,
         EngineStopped: _engine_error,
@@ -98,6 +103,17 @@ class _Handlers:
 
     async def complete(self, request: Request) -> Answer:
         return await self._service.complete(await self._body(request, CompletionBody), request.state.request_id)
+
+    async def messages(self, request: Request) -> Answer:
+        body = await self._body(request, MessagesBody)
+        form = AnswerForm("msg_", MessagesWriter)
+        return await self._service.chat(chat_body(body, self._service), request.state.request_id, form)
+
+    async def count_tokens(self, request: Request) -> Response:
+        body = chat_body(await self._body(request, CountBody), self._service)
+        self._service.check_model(body.model)
+        prompt = await self._service.chat_prompt(body, requested_tools(body.tools, body.tool_choice))
+        return _json({"input_tokens": len(prompt.tokens)})
 
     async def embed(self, request: Request) -> JsonAnswer:
         body = await self._body(request, EmbeddingBody)
@@ -199,7 +215,7 @@ class _Outermost:
             if started:
                 raise
             _LOG.exception("%s %s failed", scope["method"], scope["path"])
-            await _response(INTERNAL)(scope, receive, counting)
+            await _response(INTERNAL, scope["path"])(scope, receive, counting)
 
 
 def _parsed(cls: type[B], content: bytes) -> B:
@@ -215,18 +231,25 @@ def _json(value: dict[str, Any]) -> Response:
     return Response(orjson.dumps(value), media_type="application/json")
 
 
-def _response(error: ApiError) -> Response:
-    return Response(error.body(), error.status, error.headers, media_type="application/json")
+def _response(error: ApiError, path: str) -> Response:
+    """Returns an error in the format of the interface to which a path belongs."""
+    is_message = path.startswith("/v1/messages")
+    content = error_body(error) if is_message else error.body()
+    return Response(content, error.status, error.headers, media_type="application/json")
+
+
+async def _refuse_key(scope: Scope, receive: Receive, send: Send) -> None:
+    await _response(_NO_KEY, scope["path"])(scope, receive, send)
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return _response(error)
+    return _response(error, request.url.path)
 
 
 async def _engine_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, EngineStopped | GenerationError)
-    return _response(as_api_error(error, {}))
+    return _response(as_api_error(error, {}), request.url.path)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -235,4 +258,4 @@ async def _http_error(request: Request, error: Exception) -> Response:
     what = f"{request.method} {request.url.path[:200]}"
     messages = {404: f"There is no {what}.", 405: f"{what}: this path takes another method."}
     message = messages.get(error.status_code, str(error.detail))
-    return _response(ApiError(error.status_code, message, headers=error.headers))
+    return _response(ApiError(error.status_code, message, headers=error.headers), request.url.path)

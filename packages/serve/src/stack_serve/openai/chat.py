@@ -15,7 +15,11 @@ __all__ = ["ChatWriter"]
 
 
 class ChatWriter(Writer):
-    """Writer of chat responses; parses them if the job has a parser."""
+    """Writer of chat responses; parses them if the job has a parser.
+
+    Attributes:
+      deltas: deltas of the last update.
+    """
 
     response_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
@@ -24,7 +28,7 @@ class ChatWriter(Writer):
         super().__init__(job)
         start = job.start_parsing
         self._messages = [] if start is None else [start() for _ in self.choices]
-        self._deltas: list[MessageDelta] = []
+        self.deltas: list[MessageDelta] = []
 
     def opening(self, prompt: int, number: int) -> bytes:
         """Returns the first chunk, which has the role and no text."""
@@ -42,10 +46,15 @@ class ChatWriter(Writer):
         )
 
     def read(self, number: int, update: GenerationUpdate) -> bool:
-        if not self._messages:
-            return super().read(number, update)
-        self._deltas = self._messages[number].push(update)
-        return bool(self._deltas)
+        if self._messages:
+            self.deltas = self._messages[number].push(update)
+        else:
+            self.deltas = [MessageDelta("content", update.text)] if update.text else []
+        return bool(self.deltas)
+
+    def call_id(self, call: int) -> str:
+        """Returns the id of a tool call of the first continuation."""
+        return self._messages[0].calls[call][0]
 
     def finish_reason(self, number: int) -> str | None:
         reason = self.choices[number].finish_reason
@@ -54,7 +63,7 @@ class ChatWriter(Writer):
     def delta(self, prompt: int, number: int, update: GenerationUpdate, *, first: bool) -> Iterable[bytes]:
         """Returns the delta with the text. It is empty in a chunk that only ends the message, as in OpenAI's API."""
         if self._messages:
-            text = orjson.dumps(self._messages[number].delta_members(self._deltas))[1:-1]
+            text = orjson.dumps(self._messages[number].delta_members(self.deltas))[1:-1]
         else:
             text = b'"content":' + orjson.dumps(update.text) if update.text or update.tokens else b""
         if not (self.job.wants_logprobs and update.logprobs):

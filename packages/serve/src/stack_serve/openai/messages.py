@@ -137,6 +137,11 @@ class MessageFormat:
         self._reasoning = choose_parser(registries.reasoning_parsers, template, reasoning_parser)
         self._special = None if tokenizer is None else SpecialTokens(tokenizer)
 
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether answers are parsed for reasoning."""
+        return self._reasoning is not None
+
     def check_tools(self) -> None:
         """Rejects tools if the model's calls cannot be parsed.
 

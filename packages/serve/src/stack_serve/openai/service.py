@@ -2,13 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 from stack_core.abi.engines import Engine
-from stack_core.abi.errors import ConfigError, GenerationError
+from stack_core.abi.errors import ChatTemplateError, ConfigError, GenerationError
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.generation import Constraint, EngineStats, SamplingParams
 from stack_core.text.chat_template import ChatTemplate
@@ -33,7 +33,23 @@ from stack_serve.openai.schemas import ChatBody, CompletionBody, GenerationBody,
 from stack_serve.openai.tools import check_results, requested_tools
 from stack_serve.openai.writer import Writer
 
-__all__ = ["Service"]
+__all__ = ["AnswerForm", "Service"]
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """The form in which an interface answers chat requests.
+
+    Attributes:
+      id_prefix: beginning of the ids of answers.
+      make_writer: makes the writer of a job's answer.
+    """
+
+    id_prefix: str
+    make_writer: Callable[[Job], ChatWriter]
+
+
+CHAT_FORM = AnswerForm("chatcmpl-", ChatWriter)
 
 
 class Service:
@@ -131,8 +147,8 @@ class Service:
             raise bad_request(message, param="model")
         return name
 
-    async def chat(self, body: ChatBody, request_id: str) -> Answer:
-        """The answer to messages."""
+    async def chat(self, body: ChatBody, request_id: str, form: AnswerForm = CHAT_FORM) -> Answer:
+        """Returns the answer to messages in the form of an interface."""
         model = self.check_model(body.model)
         _check_streaming(body)
         if body.top_logprobs is not None and not body.logprobs:
@@ -169,8 +185,20 @@ class Service:
         job = self._job(body, model, (prompt,), sampling, request_id)
         names = {"max_tokens": asked_as, "prompt": "messages", "logprobs": "top_logprobs"}
         names |= {} if field is None else {"constraint": field}
-        job = replace(job, id=f"chatcmpl-{job.id}", role=role, start_parsing=start_parsing)
-        return self._answer(ChatWriter(job), names)
+        job = replace(job, id=f"{form.id_prefix}{job.id}", role=role, start_parsing=start_parsing)
+        return self._answer(form.make_writer(job), names)
+
+    def sets_effort(self) -> bool:
+        """Returns whether the chat template has a variable for the effort of reasoning."""
+        try:
+            return self._template is not None and bool(self._template.effort_variables("medium"))
+        except ChatTemplateError:
+            return False
+
+    @property
+    def reasons(self) -> bool:
+        """Whether the format of the model's reasoning is known."""
+        return self._format.has_reasoning
 
     async def chat_prompt(
         self,

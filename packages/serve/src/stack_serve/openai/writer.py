@@ -14,7 +14,7 @@ from stack_serve.openai.errors import ApiError, error_object
 from stack_serve.openai.job import Job, Usage
 from stack_serve.openai.offsets import TextOffsets
 
-__all__ = ["DONE", "Choice", "Writer", "error_event"]
+__all__ = ["DONE", "Choice", "Writer"]
 
 DONE = b"data: [DONE]\n\n"
 
@@ -187,13 +187,12 @@ class Writer(ABC):
         tokens = self.job.prompts[prompt].tokens if self.job.wants_token_ids else None
         return {"prompt_logprobs": logprobs, "prompt_token_ids": tokens}
 
+    def error_event(self, error: ApiError) -> bytes:
+        """Returns the event that ends a failed stream, in the form that OpenAI's clients recognize."""
+        return b"data: %b\n\n%b" % (orjson.dumps(error_object(error)), DONE)
+
     def continuous_usage(self) -> bytes:
         """The member `usage` of a chunk, if each is to have one."""
         if not self.job.stream_options.continuous_usage_stats:
             return b""
         return b',"usage":' + orjson.dumps(self.usage.as_object())
-
-
-def error_event(error: ApiError) -> bytes:
-    """Returns the event that ends a failed stream, in the form that OpenAI's clients recognize."""
-    return b"data: %b\n\n%b" % (orjson.dumps(error_object(error)), DONE)

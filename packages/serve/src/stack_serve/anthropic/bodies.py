@@ -1,0 +1,85 @@
+"""Bodies of Anthropic's Messages API."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from stack_serve.openai.schemas import Body
+
+__all__ = ["CountBody", "MessagesBody", "OutputConfig", "Thinking", "ToolChoice"]
+
+
+class _Part(BaseModel):
+    """A nested object; unknown members and values of another type are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Thinking(_Part):
+    """Whether the model reasons before it answers.
+
+    Attributes:
+      budget_tokens: required by the API; accepted without effect, because `max_tokens` bounds the answer.
+      display: "omitted" leaves the text of thinking blocks out.
+    """
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class JsonFormat(_Part):
+    """JSON Schema of the text."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(_Part):
+    """Effort of reasoning, and format of the text."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: JsonFormat | None = None
+
+
+class ToolChoice(_Part):
+    """Whether the model may or has to call tools; `name` belongs to the type "tool"."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class CountBody(Body):
+    """`POST /v1/messages/count_tokens`: the fields that shape a prompt.
+
+    Attributes:
+      messages, tools: checked by `chat_body`.
+      cache_control: accepted without effect, because the engine finds common prefixes of prompts itself.
+    """
+
+    model: str
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: dict[str, Any] | None = None
+
+
+class MessagesBody(CountBody):
+    """`POST /v1/messages`.
+
+    Attributes:
+      metadata: note of the client, which the server ignores.
+    """
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    stop_sequences: list[str] = Field(default_factory=list)
+    stream: bool = False
+    temperature: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_p: float | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None

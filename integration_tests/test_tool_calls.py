@@ -190,3 +190,47 @@ def test_anthropics_client_counts_tokens_and_knows_the_errors(served: Served, cl
         claude.messages.create(model="other", messages=MESSAGES, max_tokens=1)
     with pytest.raises(anthropic.BadRequestError, match="'image', which is not supported"):
         send(served, claude, [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}])
+
+
+# OpenAI's Responses API.
+RESPONSE_TOOLS: Any = [{"type": "function", "strict": False, **tool["function"]} for tool in TOOLS]
+
+
+def respond(served: Served, field: Any = "17 + 25?", **options: Any) -> Any:
+    options = {"tools": RESPONSE_TOOLS, "max_output_tokens": 24, "temperature": 0, **options}
+    return served.openai.responses.create(model=served.model, input=field, **options)
+
+
+def test_responses_have_calls_and_continue(served: Served) -> None:
+    response = respond(served)
+    text, first, second = response.output
+    assert response.status == "completed" and response.output_text == "Let me see." == text.content[0].text
+    assert (first.type, first.name, json.loads(first.arguments)) == ("function_call", "add", {"x": 17, "y": 25})
+    assert (second.name, second.arguments) == ("mul", "{}")
+    results = [{"type": "function_call_output", "call_id": call.call_id, "output": "42"} for call in (first, second)]
+    final = respond(served, results, previous_response_id=response.id)
+    reasoning, _ = final.output
+    assert reasoning.content[0].text == "All done." and final.output_text == "It is 42."
+    assert final.usage.output_tokens_details.reasoning_tokens > 0
+    # The client may send the items of the first response back instead.
+    question = {"role": "user", "content": "17 + 25?"}
+    items = [item.model_dump(exclude_none=True) for item in response.output]
+    assert respond(served, [question, *items, *results], store=False).output_text == "It is 42."
+    assert served.openai.responses.retrieve(final.id).output_text == final.output_text
+    served.openai.responses.delete(final.id)
+    with pytest.raises(openai.NotFoundError, match="There is no response"):
+        respond(served, "And?", previous_response_id=final.id)
+
+
+def test_the_streaming_helper_of_responses(served: Served) -> None:
+    with served.openai.responses.stream(
+        model=served.model, input="17 + 25?", tools=RESPONSE_TOOLS, max_output_tokens=24, temperature=0
+    ) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    whole = respond(served)
+    assert final.output_text == whole.output_text
+    calls = [[item.arguments for item in each.output if item.type == "function_call"] for each in (final, whole)]
+    assert calls[0] == calls[1] and len(calls[0]) == 2
+    kinds = [event.type for event in events]
+    assert kinds.count("response.function_call_arguments.delta") > 3 and kinds[-1] == "response.completed"

@@ -209,6 +209,7 @@ USED = {"type": "tool_use", "id": "a", "name": "add", "input": {}}
         ),
         ({"messages": [*USER, {"role": "assistant", "content": [{**USED, "input": 3}]}]}, "input is not an object"),
         ({"messages": [*USER, {"role": "assistant", "content": [USED]}]}, "ends with a tool_use block"),
+        ({"system": 3}, "system is neither"),
         ({"system": [{"type": "document"}]}, "system.0 is of type 'document'"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search_20250305'; only tools"),
         ({"tools": [{"name": "add"}]}, "tools.0.input_schema is missing"),

@@ -54,13 +54,13 @@ class CountBody(Body):
     """`POST /v1/messages/count_tokens`: the fields that shape a prompt.
 
     Attributes:
-      messages, tools: checked by `chat_body`.
+      messages, system, tools: checked by `chat_body`.
       cache_control: accepted without effect, because the engine finds common prefixes of prompts itself.
     """
 
     model: str
     messages: list[dict[str, Any]] = Field(min_length=1)
-    system: str | list[dict[str, Any]] | None = None
+    system: Any = None
     tools: list[dict[str, Any]] = Field(default_factory=list)
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None

@@ -62,9 +62,11 @@ def _effort(body: CountBody, service: Service) -> str | None:
     return effort
 
 
-def _system(system: str | Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+def _system(system: Any) -> list[dict[str, Any]]:
     if system is None:
         return []
+    if not isinstance(system, str | list):
+        raise bad_request("system is neither a text nor a list of text blocks.", param="system")
     content = system if isinstance(system, str) else [_text(each, f"system.{n}") for n, each in enumerate(system)]
     return [{"role": "system", "content": content}] if content else []
 

@@ -42,6 +42,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
     tool_parser: str | None = None,
     reasoning_parser: str | None = None,
     pooling: Literal["last", "mean"] | None = None,
+    stored_responses: int | None = None,
     engine: str | None = None,
     timeout_s: float | None = None,
     drain_s: float | None = None,
@@ -91,6 +92,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
       tool_parser: format of the model's tool calls, e.g. hermes, or none (recognized by the chat template).
       reasoning_parser: format of the model's reasoning, e.g. qwen3, or none (recognized by the chat template).
       pooling: embedding of a text: the hidden state of its last token, or the mean over its tokens (last).
+      stored_responses: maximum number of responses in memory that later ones continue (256); 0 keeps none.
       engine: generation engine (llm); only `llm` accepts the options from max-sequences to seed.
       timeout_s: timeout of a request in seconds, after which it ends with an error (no timeout).
       drain_s: maximum seconds to wait for running requests after SIGTERM (30).

@@ -25,6 +25,7 @@ from stack_serve.openai.answer import Answer, JsonAnswer
 from stack_serve.openai.bodies import decode, parse, read
 from stack_serve.openai.embeddings import Embeddings
 from stack_serve.openai.errors import INTERNAL, ApiError, as_api_error
+from stack_serve.openai.job import new_id
 from stack_serve.openai.schemas import (
     Body,
     ChatBody,
@@ -37,6 +38,11 @@ from stack_serve.openai.schemas import (
 from stack_serve.openai.service import AnswerForm, Service
 from stack_serve.openai.tools import requested_tools
 from stack_serve.page import chat_page
+from stack_serve.responses.answers import ResponseWriter
+from stack_serve.responses.bodies import ResponsesBody
+from stack_serve.responses.requests import chat_body as responses_chat_body
+from stack_serve.responses.requests import input_messages, renamed_error
+from stack_serve.responses.store import ResponseStore
 
 __all__ = ["make_app"]
 
@@ -54,6 +60,8 @@ def make_app(service: Service) -> Starlette:
     routes = [
         Route("/v1/chat/completions", handlers.chat, methods=["POST"]),
         Route("/v1/completions", handlers.complete, methods=["POST"]),
+        Route("/v1/responses", handlers.respond, methods=["POST"]),
+        Route("/v1/responses/{name}", handlers.response, methods=["GET", "DELETE"]),
         Route("/v1/messages", handlers.messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", handlers.count_tokens, methods=["POST"]),
         Route("/v1/embeddings", handlers.embed, methods=["POST"]),
@@ -97,12 +105,33 @@ class _Handlers:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._embeddings = Embeddings(service)
+        self._responses = ResponseStore(service.config.stored_responses)
 
     async def chat(self, request: Request) -> Answer:
         return await self._service.chat(await self._body(request, ChatBody), request.state.request_id)
 
     async def complete(self, request: Request) -> Answer:
         return await self._service.complete(await self._body(request, CompletionBody), request.state.request_id)
+
+    async def respond(self, request: Request) -> Answer:
+        body, store = await self._body(request, ResponsesBody), self._responses
+        earlier = body.previous_response_id
+        before = () if earlier is None else store.get(earlier, param="previous_response_id").messages
+        messages = [*before, *input_messages(body.input)]
+        form = AnswerForm("resp_", lambda job: ResponseWriter(job, body, messages, store))
+        try:
+            # An id of its own, because the client may choose the request's.
+            return await self._service.chat(responses_chat_body(body, messages), new_id(), form)
+        except ApiError as error:
+            raise renamed_error(error) from None
+
+    async def response(self, request: Request) -> Response:
+        """Returns or deletes a stored response."""
+        name = request.path_params["name"]
+        if request.method == "DELETE":
+            self._responses.delete(name)
+            return _json({"id": name, "object": "response", "deleted": True})
+        return _json(dict(self._responses.get(name).response))
 
     async def messages(self, request: Request) -> Answer:
         body = await self._body(request, MessagesBody)

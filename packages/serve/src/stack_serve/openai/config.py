@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from stack_core.abi.config import config
 from stack_core.abi.engines import Pooling
@@ -26,6 +26,7 @@ class OpenAIConfig(ServerConfig):
       timeout_s: seconds after which a request ends with status 504. None sets no limit.
       max_choices: maximum of a request's number of prompts times the continuations per prompt, and of the texts that
         wait for their embeddings.
+      stored_responses: maximum number of responses of `/v1/responses` in memory, which `previous_response_id` may name.
       pooling: vector of a text in `/v1/embeddings`: the hidden state of its last token, or the mean over its tokens.
     """
 
@@ -36,3 +37,4 @@ class OpenAIConfig(ServerConfig):
     timeout_s: Seconds | None = None
     max_choices: PositiveInt = 1024
     pooling: Pooling = "last"
+    stored_responses: NonNegativeInt = 256

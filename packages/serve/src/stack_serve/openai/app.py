@@ -32,9 +32,12 @@ from stack_serve.openai.schemas import (
     CompletionBody,
     DetokenizeBody,
     EmbeddingBody,
+    RerankBody,
+    ScoreBody,
     TokenizeBody,
     TokenizeChatBody,
 )
+from stack_serve.openai.scores import rerank, score
 from stack_serve.openai.service import AnswerForm, Service
 from stack_serve.openai.tools import requested_tools
 from stack_serve.page import chat_page
@@ -65,6 +68,8 @@ def make_app(service: Service) -> Starlette:
         Route("/v1/messages", handlers.messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", handlers.count_tokens, methods=["POST"]),
         Route("/v1/embeddings", handlers.embed, methods=["POST"]),
+        *(Route(path, handlers.score, methods=["POST"]) for path in ("/v1/score", "/score")),
+        *(Route(path, handlers.rerank, methods=["POST"]) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
         Route("/v1/models", handlers.models, methods=["GET"]),
         # Names of models may contain slashes.
         Route("/v1/models/{name:path}", handlers.model, methods=["GET"]),
@@ -147,6 +152,14 @@ class _Handlers:
     async def embed(self, request: Request) -> JsonAnswer:
         body = await self._body(request, EmbeddingBody)
         return await self._embeddings.create(body, request.state.request_id, request.is_disconnected)
+
+    async def score(self, request: Request) -> JsonAnswer:
+        body = await self._body(request, ScoreBody)
+        return await score(self._embeddings, body, request.state.request_id, request.is_disconnected)
+
+    async def rerank(self, request: Request) -> JsonAnswer:
+        body = await self._body(request, RerankBody)
+        return await rerank(self._embeddings, body, request.state.request_id, request.is_disconnected)
 
     async def models(self, request: Request) -> Response:
         names = (*self._service.names, *self._service.adapters)

@@ -17,10 +17,10 @@ from stack_serve.llm.vectors import finished_vectors
 from stack_serve.openai.answer import JsonAnswer
 from stack_serve.openai.errors import ApiError, as_api_error
 from stack_serve.openai.prompts import Prompt
-from stack_serve.openai.schemas import EmbeddingBody
+from stack_serve.openai.schemas import EmbeddingBody, PromptFields
 from stack_serve.openai.service import Service
 
-__all__ = ["Embeddings"]
+__all__ = ["Embeddings", "IsGone"]
 
 IsGone = Callable[[], Awaitable[bool]]
 
@@ -48,7 +48,7 @@ class Embeddings:
         Raises:
           ApiError: a prompt or a field is invalid, or too many prompts wait.
         """
-        model = self._service.check_base_model(body.model)
+        model = self.check_model(body.model)
         prompts = await self.prompts(body.input, body, "input")
         vectors = await self.vectors(prompts, is_gone, dimensions=body.dimensions, normalize=body.normalize)
         tokens = sum(len(prompt.tokens) for prompt in prompts)
@@ -62,7 +62,11 @@ class Embeddings:
         }
         return JsonAnswer(json_pieces(Members(answer)))
 
-    async def prompts(self, field: Any, body: EmbeddingBody, param: str) -> list[Prompt]:
+    def check_model(self, name: str | None) -> str:
+        """Returns the model name for an answer; raises an ApiError as `Service.check_base_model` does."""
+        return self._service.check_base_model(name)
+
+    async def prompts(self, field: Any, body: PromptFields, param: str) -> list[Prompt]:
         """Reads texts, or token ids, of a field with the name `param`."""
         service = self._service
         prompts = await service.prompts.of_field(

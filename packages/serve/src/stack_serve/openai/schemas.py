@@ -15,7 +15,10 @@ __all__ = [
     "EmbeddingBody",
     "GenerationBody",
     "JsonSchema",
+    "PromptFields",
+    "RerankBody",
     "ResponseFormat",
+    "ScoreBody",
     "StreamOptions",
     "StructuredOutputs",
     "TokenizeBody",
@@ -195,24 +198,54 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool = True
 
 
-class EmbeddingBody(Body):
+class PromptFields(Body):
+    """Fields of requests for embeddings.
+
+    Attributes:
+      truncate_prompt_tokens: number of last tokens of each text that are used; -1 uses as many as the model takes.
+      user: note of the client, which the server ignores.
+    """
+
+    truncate_prompt_tokens: _Kept | None = None
+    add_special_tokens: bool = True
+    user: str | None = None
+
+
+class EmbeddingBody(PromptFields):
     """`POST /v1/embeddings`.
 
     Attributes:
       input: a text, texts, token ids, or lists of token ids.
       dimensions: number of first dimensions to return; None returns all.
-      truncate_prompt_tokens: number of last tokens of each text that are used; -1 uses as many as the model takes.
       normalize: whether vectors have length 1 (vLLM).
-      user: note of the client, which the server ignores.
     """
 
     input: Any
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    truncate_prompt_tokens: _Kept | None = None
-    add_special_tokens: bool = True
     normalize: bool = True
-    user: str | None = None
+
+
+class ScoreBody(PromptFields):
+    """`POST /v1/score`; each field is a text or a list of texts."""
+
+    text_1: Any
+    text_2: Any
+
+
+class RerankBody(PromptFields):
+    """`POST /v1/rerank`.
+
+    Attributes:
+      documents: texts, or objects with a text.
+      top_n: maximum number of documents to return.
+      return_documents: whether to return the texts of the documents, too.
+    """
+
+    query: str
+    documents: list[Any] = Field(min_length=1)
+    top_n: Annotated[int, Field(ge=1)] | None = None
+    return_documents: bool = True
 
 
 class TokenizeBody(Body):

@@ -289,3 +289,15 @@ def test_an_answers_id_can_be_chosen(server: Served) -> None:
     answers = [server.complete(request_id="mine") for _ in range(2)]
     assert [answer["id"] for answer in answers] == ["cmpl-mine", "cmpl-mine"]
     assert len({request.request_id for request in server.engine.submitted}) == 2, "the engine needs its own"
+
+
+def test_only_the_last_tokens_of_a_prompt_are_used(server: Served) -> None:
+    last = {"truncate_prompt_tokens": 2, "add_special_tokens": False}
+    assert server.complete(prompt="abcd", echo=True, **last)["choices"][0]["text"].startswith("cd")
+    assert server.engine.submitted[-1].prompt == (99, 100)
+    server.complete(prompt=[[97, 98, 99], [98]], truncate_prompt_tokens=1)
+    assert [request.prompt for request in server.engine.submitted[-2:]] == [(99,), (98,)]
+    server.complete(prompt="a" * 400, truncate_prompt_tokens=-1, max_tokens=6)
+    assert server.engine.submitted[-1].prompt == 250 * (97,)
+    server.chat("hello", truncate_prompt_tokens=3)
+    assert len(server.engine.submitted[-1].prompt) == 3

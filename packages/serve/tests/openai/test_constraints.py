@@ -13,11 +13,12 @@ from stack_serve.llm.engine import LLMEngine
 from stack_serve.openai.bodies import parse
 from stack_serve.openai.constraints import constraint_and_field
 from stack_serve.openai.errors import ApiError
+from stack_serve.openai.restrictions import restriction_and_field
 from stack_serve.openai.schemas import ChatBody
 
 from ..llm.constrained import byte_checkpoint
 from .conftest import Served, starting
-from .fake_engine import TEMPLATE
+from .fake_engine import EOS, TEMPLATE
 
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -100,6 +101,42 @@ def test_incomplete_and_contradictory_constraints_are_refused(fields: dict[str, 
     with pytest.raises(ApiError, match=problem) as caught:
         constraint_of(**fields)
     assert caught.value.status == 400 and caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "grammar"),
+    [
+        ({"allowed_token_ids": [7, 5, 6, 9, 9]}, "start: (<[5-7,9]>)*"),
+        ({"allowed_token_ids": [0]}, "start: (<[0]>)*"),
+        ({"bad_words": ["ab", "a/."]}, r"start: TEXT|TEXT: /(?s:.*)/ & ~/(?s:.*)(ab|a\x{2f}\x{2e})(?s:.*)/"),
+        ({"bad_words": []}, None),
+    ],
+)
+def test_restrictions_are_grammars(fields: dict[str, Any], grammar: str | None) -> None:
+    body = parse(ChatBody, {"messages": MESSAGES, **fields})
+    found, field = restriction_and_field(body, lambda tokens, param: tokens)
+    expected = None if grammar is None else Constraint(grammar=grammar.replace("|TEXT", "\nTEXT"))
+    assert found == expected and (field in fields) == (grammar is not None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "problem"),
+    [
+        ({"allowed_token_ids": []}, "allowed_token_ids", "is empty"),
+        ({"allowed_token_ids": [5, 999]}, "allowed_token_ids", "Token 999"),
+        ({"allowed_token_ids": [5], "bad_words": ["a"]}, "bad_words", "both restrict"),
+        ({"bad_words": [""]}, "bad_words", "1 to 128 characters"),
+        ({"bad_words": 65 * ["a"]}, "bad_words", "up to 64 texts"),
+        ({"bad_words": ["a"], "guided_regex": "a"}, "bad_words", "guided_regex and bad_words both constrain"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "greater than or equal to -1"),
+    ],
+)
+def test_bad_restrictions_are_refused(
+    constrained_server: Served, fields: dict[str, Any], param: str, problem: str
+) -> None:
+    for path, prompt in ((CHAT, {"messages": MESSAGES}), (COMPLETE, {"prompt": "x"})):
+        error = constrained_server.refused(path, **prompt, **fields)
+        assert error["param"] == param and problem in error["message"]
 
 
 @pytest.fixture(scope="module")
@@ -243,3 +280,22 @@ def test_an_engine_without_constraints_refuses_them(server: Served) -> None:
     error = server.refused(CHAT, messages=MESSAGES, response_format={"type": "json_object"})
     assert error["param"] == "response_format" and "does not support constraints" in error["message"]
     assert server.engine.submitted == []
+
+
+def test_only_the_allowed_tokens_are_generated(client: openai.OpenAI) -> None:
+    given = {"model": "tiny", "prompt": "x", "max_tokens": 30, "seed": 1}
+    (choice,) = client.completions.create(**given, extra_body={"allowed_token_ids": [97, 98, 261]}).choices
+    assert choice.finish_reason == "length", "the end token is not among them"
+    assert len(choice.text) >= 30 and set(choice.text.replace("hello", "")) <= {"a", "b"}
+    ending = {"allowed_token_ids": [97, EOS], "logit_bias": {str(EOS): 100}}
+    assert client.completions.create(**given, extra_body=ending).choices[0].finish_reason == "stop"
+
+
+def test_bad_words_are_not_in_the_answer(client: openai.OpenAI) -> None:
+    favored = {str(ord(letter)): 40.0 for letter in "ab/"}
+    given = {"model": "tiny", "messages": MESSAGES, "max_tokens": 60, "seed": 1, "logit_bias": favored}
+    (plain,) = client.chat.completions.create(**given).choices
+    assert "ab" in plain.message.content and "/" in plain.message.content
+    (choice,) = client.chat.completions.create(**given, extra_body={"bad_words": ["ab", "/"]}).choices
+    assert len(choice.message.content) == 60 and set(choice.message.content) <= {"a", "b"}
+    assert "ab" not in choice.message.content

@@ -43,9 +43,7 @@ _CHOICES = {"functions": "function_call"}
 """Fields that describe what the field behind them forbids, if it is "none"."""
 
 _FOREIGN: Mapping[str, _Foreign] = {
-    "allowed_token_ids": _Foreign("Use logit_bias"),
     "audio": _Foreign(_TEXT_ONLY),
-    "bad_words": _Foreign("Use logit_bias", ([],)),
     "background": _Foreign("Use stream", (False,)),
     "cache_salt": _Foreign("Start the server without prefix caching to keep prompts apart"),
     "chat_template": _Foreign("Start the server with --chat-template FILE"),
@@ -73,7 +71,7 @@ _FOREIGN: Mapping[str, _Foreign] = {
     "suffix": _Foreign("Put the text that follows into the prompt, as the model was trained to have it", ("",)),
     "tool_choice": _Foreign(_TOOLS, ("none", "auto")),
     "tools": _Foreign(_TOOLS, ([],)),
-    "truncate_prompt_tokens": _Foreign("Shorten the prompt; /tokenize counts its tokens"),
+    "truncate_prompt_tokens": _Foreign("Shorten the messages; /v1/messages/count_tokens counts their tokens"),
     "use_beam_search": _Foreign("Use n continuations and choose", (False,)),
     "verbosity": _Foreign("Ask for it in a message", ("medium",)),
     "vllm_xargs": _Foreign(_LEAVE, ({},)),

@@ -142,6 +142,12 @@ class MessageFormat:
         """Whether answers are parsed for reasoning."""
         return self._reasoning is not None
 
+    def has_special_markers(self) -> bool:
+        """Returns whether the model marks reasoning or calls by special tokens."""
+        found = [parser for parser in (self._reasoning, self._tools) if parser is not None]
+        special = self._special
+        return special is not None and any(special.has(marker) for parser in found for marker in parser.markers)
+
     def check_tools(self) -> None:
         """Rejects tools if the model's calls cannot be parsed.
 

@@ -55,13 +55,14 @@ class Prompts:
         add_special_tokens: bool,
         param: str = "prompt",
         keep_tokens: int | None = None,
+        reserved_tokens: int = 0,
     ) -> list[Prompt]:
         """Reads a field with prompts, such as `prompt` of `/v1/completions`.
 
         Args:
           max_prompts: prompts that are allowed.
           param: name of the field.
-          keep_tokens: number of last tokens to keep of each prompt, as in `truncated`.
+          keep_tokens, reserved_tokens: arguments of `truncated` for each prompt; None keeps the prompts.
 
         Raises:
           ApiError: it is not of the four forms, or has too many prompts.
@@ -72,11 +73,16 @@ class Prompts:
         read = [prompt for prompt in prompts if isinstance(prompt, Prompt)]
         if texts:
             read = await self._of_texts(texts, add_special_tokens=add_special_tokens)
-        return read if keep_tokens is None else [self.truncated(prompt, keep_tokens) for prompt in read]
+        return read if keep_tokens is None else [self.truncated(each, keep_tokens, reserved_tokens) for each in read]
 
-    def truncated(self, prompt: Prompt, keep_tokens: int) -> Prompt:
-        """Returns a prompt's last tokens, whose text is unknown; -1 keeps as many as the model takes."""
-        count = self.max_tokens if keep_tokens < 0 else keep_tokens
+    def truncated(self, prompt: Prompt, keep_tokens: int, reserved_tokens: int = 0) -> Prompt:
+        """Returns a prompt's last tokens, whose text is unknown.
+
+        Args:
+          keep_tokens: maximum number of tokens; -1 keeps as many as the model takes.
+          reserved_tokens: number of tokens of the continuation, for which -1 leaves room.
+        """
+        count = max(self.max_tokens - reserved_tokens, 1) if keep_tokens < 0 else keep_tokens
         return prompt if len(prompt.tokens) <= count else Prompt(prompt.tokens[-count:], None)
 
     def _checked(self, field: Any, max_prompts: int, param: str) -> list[Prompt | str]:

@@ -111,6 +111,10 @@ class GenerationBody(Body):
       stop: text or list of texts, checked by `sampling_params`.
       best_of: number of continuations to generate; the answer contains the `n` with the highest mean
         log-probability.
+      truncate_prompt_tokens: number of last tokens of each prompt that are used; -1 uses as many as leave room for the
+        continuation.
+      allowed_token_ids: the only tokens of the answer. Without an end token among them, it ends at its token limit.
+      bad_words: texts that the answer does not contain.
       request_id: suffix of the answer's id.
       response_format, structured_outputs, guided_json, guided_regex, guided_choice, guided_grammar: constraint of the
         answer, at most one, as read by `constraint_and_field`.
@@ -137,6 +141,9 @@ class GenerationBody(Body):
     stop_token_ids: list[_Token] = []
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    truncate_prompt_tokens: _Kept | None = None
+    allowed_token_ids: list[_Token] | None = None
+    bad_words: list[str] = []
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | bool | None = None

@@ -28,6 +28,7 @@ from stack_serve.openai.mailbox import PostOffice
 from stack_serve.openai.messages import MessageFormat
 from stack_serve.openai.metrics import Metrics
 from stack_serve.openai.prompts import Prompt, Prompts
+from stack_serve.openai.restrictions import restriction_and_field
 from stack_serve.openai.sampling import sampling_params
 from stack_serve.openai.schemas import ChatBody, CompletionBody, GenerationBody, StreamOptions, TokenizeChatBody
 from stack_serve.openai.tools import check_results, requested_tools
@@ -94,6 +95,7 @@ class Service:
         self._template = None if source is None else ChatTemplate(source, checkpoint.special_tokens)
         parsers = {"tool_parser": config.tool_parser, "reasoning_parser": config.reasoning_parser}
         self._format = MessageFormat(source, checkpoint.tokenizer, **parsers)
+        self._end_tokens = frozenset(checkpoint.end_tokens)
         self._defaults = dict(checkpoint.sampling_defaults)
         self._adapters = tuple(adapters)
         self._backend: Backend | None = None
@@ -165,6 +167,13 @@ class Service:
             if field is not None:
                 raise bad_request(f"tool_choice and {field} both constrain the answer; give one of them.", param=field)
             constraint, field = forced.constraint, "tools"
+        if body.bad_words and self._format.has_special_markers():
+            raise bad_request(
+                "bad_words excludes special tokens, by which this model marks its reasoning or calls. Use logit_bias.",
+                param="bad_words",
+            )
+        structure = constraint
+        constraint, field = self._restricted(body, constraint, field)
         sampling = sampling_params(
             body,
             self._defaults,
@@ -173,10 +182,14 @@ class Service:
             prompt_logprobs=body.prompt_logprobs,
             constraint=constraint,
         )
+        sampling = self._without_end(body, sampling)
         await self._compile(constraint, field)
         prompt = await self.chat_prompt(body, tools, parses_calls=forced is None)
+        if body.truncate_prompt_tokens is not None:
+            last = self.prompts.truncated(prompt, body.truncate_prompt_tokens, max_tokens or 1)
+            prompt = replace(last, text=prompt.text)  # which shows whether the answer begins with reasoning
         start_parsing = None if forced is None else forced.start
-        if constraint is None:  # the text of a constrained answer has neither reasoning nor calls
+        if structure is None:  # the text of a constrained answer has neither reasoning nor calls
             start_parsing, sampling = self._format.parsing(body, tools, prompt, sampling)
         asked_as = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         self.prompts.check_room(prompt, max_tokens, "messages", max_tokens_param=asked_as)
@@ -245,7 +258,7 @@ class Service:
             raise bad_request("max_tokens is 0, which needs echo: true. Ask for a token.", param="max_tokens")
         # OpenAI's echo with logprobs and vLLM's prompt_logprobs need the same figures; the larger count serves both.
         echoed = body.logprobs if body.echo else None
-        constraint, constraint_field = constraint_and_field(body)
+        constraint, constraint_field = self._restricted(body, *constraint_and_field(body))
         sampling = sampling_params(
             body,
             self._defaults,
@@ -255,10 +268,17 @@ class Service:
             prompt_logprobs=max((most for most in (body.prompt_logprobs, echoed) if most is not None), default=None),
             constraint=constraint,
         )
+        sampling = self._without_end(body, sampling)
         await self._compile(constraint, constraint_field)
         most = max(1, self.config.max_choices // sampling.n)
         field = body.prompt
-        prompts = await self.prompts.of_field(field, max_prompts=most, add_special_tokens=body.add_special_tokens)
+        prompts = await self.prompts.of_field(
+            field,
+            max_prompts=most,
+            add_special_tokens=body.add_special_tokens,
+            keep_tokens=body.truncate_prompt_tokens,
+            reserved_tokens=body.max_tokens or 1,
+        )
         size = sum(len(each.tokens) for each in prompts)
         await maybe_in_thread(size, self._check_room, prompts, body.max_tokens)
         job = replace(
@@ -268,6 +288,29 @@ class Service:
         )
         names = {} if constraint_field is None else {"constraint": constraint_field}
         return self._answer(CompletionWriter(replace(job, id=f"cmpl-{job.id}")), names)
+
+    def _restricted(
+        self, body: GenerationBody, constraint: Constraint | None, field: str | None
+    ) -> tuple[Constraint | None, str | None]:
+        """Returns a constraint and its field, or the restriction of the tokens or texts if there is none.
+
+        Raises:
+          ApiError: both are given, or the restriction is invalid.
+        """
+        restriction, restricting = restriction_and_field(body, self.prompts.known)
+        if restriction is None:
+            return constraint, field
+        if constraint is not None:
+            shown = "tool_choice" if field == "tools" else field
+            raise bad_request(f"{shown} and {restricting} both constrain the answer; give one.", param=restricting)
+        return restriction, restricting
+
+    def _without_end(self, body: GenerationBody, sampling: SamplingParams) -> SamplingParams:
+        """Excludes the end tokens if the request allows other tokens only."""
+        tokens = body.allowed_token_ids
+        return (
+            sampling if tokens is None or self._end_tokens.intersection(tokens) else replace(sampling, ignore_eos=True)
+        )
 
     async def _compile(self, constraint: Constraint | None, field: str | None) -> None:
         """Compiles a constraint in a thread, because it may block for a second.

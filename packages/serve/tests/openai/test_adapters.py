@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from stack_core.abi.errors import ConfigError
+from stack_core.abi.errors import ConfigError, ConversionError, GenerationError
 from stack_serve.openai.config import OpenAIConfig
 from stack_serve.openai.service import Service
 
@@ -18,6 +18,8 @@ class WithAdapters(FakeEngine):
     adapters = ("mine", "yours")
 
     def load_adapter(self, name: str, adapters: object) -> None:
+        if adapters == "missing":
+            raise ConversionError("missing cannot be read. Name another.")
         self.adapters = (*self.adapters, name)
 
     def unload_adapter(self, name: str) -> None:
@@ -52,3 +54,35 @@ def test_adapters_are_listed_with_their_base(serve: Callable[..., Served]) -> No
 def test_an_adapter_cannot_have_the_models_name() -> None:
     with pytest.raises(ConfigError, match="both called 'tiny'"):
         Service(checkpoint(), OpenAIConfig(), adapters=("mine", "tiny"))
+
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+def test_clients_load_and_unload_adapters_if_allowed(serve: Callable[..., Served]) -> None:
+    server = serve(WithAdapters(), adapter_loading=True)
+    answer = server.post(LOAD, lora_name="third", lora_path="runs/third")
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'third' added successfully.")
+    assert server.complete(model="third")["model"] == "third"
+    assert "is loaded already" in server.refused(LOAD, lora_name="third", lora_path="x")["message"]
+    assert server.post(LOAD, lora_name="third", lora_path="x", load_inplace=True).status_code == 200
+    assert "The model is called 'tiny'" in server.refused(LOAD, lora_name="tiny", lora_path="x")["message"]
+    error = server.refused(LOAD, lora_name="new", lora_path="missing")
+    assert error["param"] == "lora_path" and error["message"] == "missing cannot be read. Name another."
+    assert server.refused(LOAD, lora_name="new")["param"] == "lora_path"
+    answer = server.post(UNLOAD, lora_name="third")
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'third' removed successfully.")
+    assert server.refused("/v1/completions", 404, model="third", prompt="hello")["code"] == "model_not_found"
+    assert (
+        "There is no adapter 'third'. Loaded are: 'mine'" in server.refused(UNLOAD, 404, lora_name="third")["message"]
+    )
+
+
+def test_otherwise_adapters_stay_as_they_are(serve: Callable[..., Served]) -> None:
+    server = serve(WithAdapters())
+    for path, body in ((LOAD, {"lora_name": "a", "lora_path": "b"}), (UNLOAD, {"lora_name": "mine"})):
+        assert "--adapter-loading" in server.refused(path, 403, **body)["message"]
+    plain = serve(adapter_loading=True)
+    assert "loads no adapters" in plain.refused(LOAD, lora_name="a", lora_path="b")["message"]
+    with pytest.raises(GenerationError, match="has no adapters"):
+        plain.engine.unload_adapter("a")

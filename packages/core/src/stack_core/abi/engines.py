@@ -11,6 +11,7 @@ from stack_core.abi.errors import GenerationError, PluginError
 if TYPE_CHECKING:
     import numpy as np
 
+    from stack_core.abi.adapters import Adapters
     from stack_core.abi.generation import Constraint, EngineStats, GenerationRequest, GenerationUpdate
 
 __all__ = ["Engine", "Pooling", "checked_engine"]
@@ -35,6 +36,23 @@ class Engine(ABC):
     def adapters(self) -> tuple[str, ...]:
         """The names of adapters that requests may select."""
         return ()
+
+    def load_adapter(self, name: str, adapters: str | Adapters) -> None:
+        """Registers an adapter, or replaces it, for later requests.
+
+        Args:
+          name: name by which requests select the adapter.
+          adapters: address of the adapter, or its factors.
+
+        Raises:
+          GenerationError: the engine cannot apply adapters, or not this one.
+          StackError: the adapter cannot be read, or belongs to another model.
+        """
+        raise GenerationError("This engine loads no adapters. Use the engine 'llm'.", parameter="adapter")
+
+    def unload_adapter(self, name: str) -> None:
+        """Removes an adapter; requests submitted earlier still use it. Raises a GenerationError if it is unknown."""
+        raise GenerationError("This engine has no adapters. Use the engine 'llm'.", parameter="adapter")
 
     def expect(self, continuations: int) -> None:  # noqa: B027  optional
         """Sets the expected number of concurrent continuations, which may size batches; call it before `start`."""

@@ -43,6 +43,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
     reasoning_parser: str | None = None,
     pooling: Literal["last", "mean"] | None = None,
     stored_responses: int | None = None,
+    adapter_loading: bool | None = None,
     engine: str | None = None,
     timeout_s: float | None = None,
     drain_s: float | None = None,
@@ -93,6 +94,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
       reasoning_parser: format of the model's reasoning, e.g. qwen3, or none (recognized by the chat template).
       pooling: embedding of a text: the hidden state of its last token, or the mean over its tokens (last).
       stored_responses: maximum number of responses in memory that later ones continue (256); 0 keeps none.
+      adapter_loading: let clients load adapters from paths on this machine, and unload them (no).
       engine: generation engine (llm); only `llm` accepts the options from max-sequences to seed.
       timeout_s: timeout of a request in seconds, after which it ends with an error (no timeout).
       drain_s: maximum seconds to wait for running requests after SIGTERM (30).

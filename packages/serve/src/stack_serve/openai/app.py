@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -21,6 +21,7 @@ from stack_serve.anthropic.requests import chat_body
 from stack_serve.http.access import AccessLog
 from stack_serve.http.keys import NO_KEY, Keys
 from stack_serve.http.slices import Items, Members, batches, json_pieces, maybe_in_thread
+from stack_serve.openai.adapters import AdapterLoader
 from stack_serve.openai.answer import Answer, JsonAnswer
 from stack_serve.openai.bodies import decode, parse, read
 from stack_serve.openai.embeddings import Embeddings
@@ -32,10 +33,12 @@ from stack_serve.openai.schemas import (
     CompletionBody,
     DetokenizeBody,
     EmbeddingBody,
+    LoadAdapterBody,
     RerankBody,
     ScoreBody,
     TokenizeBody,
     TokenizeChatBody,
+    UnloadAdapterBody,
 )
 from stack_serve.openai.scores import rerank, score
 from stack_serve.openai.service import AnswerForm, Service
@@ -70,6 +73,8 @@ def make_app(service: Service) -> Starlette:
         Route("/v1/embeddings", handlers.embed, methods=["POST"]),
         *(Route(path, handlers.score, methods=["POST"]) for path in ("/v1/score", "/score")),
         *(Route(path, handlers.rerank, methods=["POST"]) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
+        Route("/v1/load_lora_adapter", handlers.load_adapter, methods=["POST"]),
+        Route("/v1/unload_lora_adapter", handlers.unload_adapter, methods=["POST"]),
         Route("/v1/models", handlers.models, methods=["GET"]),
         # Names of models may contain slashes.
         Route("/v1/models/{name:path}", handlers.model, methods=["GET"]),
@@ -109,6 +114,7 @@ class _Handlers:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._adapters = AdapterLoader(service)
         self._embeddings = Embeddings(service)
         self._responses = ResponseStore(service.config.stored_responses)
 
@@ -160,6 +166,12 @@ class _Handlers:
     async def rerank(self, request: Request) -> JsonAnswer:
         body = await self._body(request, RerankBody)
         return await rerank(self._embeddings, body, request.state.request_id, request.is_disconnected)
+
+    async def load_adapter(self, request: Request) -> Response:
+        return PlainTextResponse(await self._adapters.load(await self._body(request, LoadAdapterBody)))
+
+    async def unload_adapter(self, request: Request) -> Response:
+        return PlainTextResponse(await self._adapters.unload(await self._body(request, UnloadAdapterBody)))
 
     async def models(self, request: Request) -> Response:
         names = (*self._service.names, *self._service.adapters)

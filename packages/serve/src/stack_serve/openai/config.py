@@ -26,6 +26,7 @@ class OpenAIConfig(ServerConfig):
       timeout_s: seconds after which a request ends with status 504. None sets no limit.
       max_choices: maximum of a request's number of prompts times the continuations per prompt, and of the texts that
         wait for their embeddings.
+      adapter_loading: whether clients may load adapters from paths on this machine, and unload them.
       stored_responses: maximum number of responses of `/v1/responses` in memory, which `previous_response_id` may name.
       pooling: vector of a text in `/v1/embeddings`: the hidden state of its last token, or the mean over its tokens.
     """
@@ -37,4 +38,5 @@ class OpenAIConfig(ServerConfig):
     timeout_s: Seconds | None = None
     max_choices: PositiveInt = 1024
     pooling: Pooling = "last"
+    adapter_loading: bool = False
     stored_responses: NonNegativeInt = 256

@@ -12,9 +12,10 @@ from stack_core.abi.errors import EngineBusy, EngineStopped, GenerationError
 
 __all__ = ["INTERNAL", "ApiError", "as_api_error", "bad_request", "error_object"]
 
-_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _CODES = {
     401: "invalid_api_key",
+    403: "forbidden",
     404: "not_found",
     405: "method_not_allowed",
     408: "request_timeout",

@@ -15,6 +15,7 @@ __all__ = [
     "EmbeddingBody",
     "GenerationBody",
     "JsonSchema",
+    "LoadAdapterBody",
     "PromptFields",
     "RerankBody",
     "ResponseFormat",
@@ -23,6 +24,7 @@ __all__ = [
     "StructuredOutputs",
     "TokenizeBody",
     "TokenizeChatBody",
+    "UnloadAdapterBody",
 ]
 
 
@@ -253,6 +255,26 @@ class RerankBody(PromptFields):
     documents: list[Any] = Field(min_length=1)
     top_n: Annotated[int, Field(ge=1)] | None = None
     return_documents: bool = True
+
+
+class LoadAdapterBody(Body):
+    """`POST /v1/load_lora_adapter`.
+
+    Attributes:
+      lora_name: name that requests give as their model.
+      lora_path: run trained with adapters, or PEFT directory, on the server's machine.
+      load_inplace: whether an adapter of this name may be replaced.
+    """
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
+    lora_path: Annotated[str, Field(min_length=1)]
+    load_inplace: bool = False
+
+
+class UnloadAdapterBody(Body):
+    """`POST /v1/unload_lora_adapter`."""
+
+    lora_name: str
 
 
 class TokenizeBody(Body):

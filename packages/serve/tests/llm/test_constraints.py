@@ -135,3 +135,54 @@ def test_a_parser_that_gives_up_tells_why(compiler: ConstraintCompiler) -> None:
     matcher = compiler.matcher(Constraint(regex="a+"))
     matcher.advance(ord("b"))
     assert matcher.error is not None and "satisfy the grammar" in matcher.error and len(matcher.error) < 200
+
+
+LANGUAGES = [
+    ({"regex": "[0-9]+"}, b"17"),
+    ({"choice": ("1a", "1b")}, b"1a"),
+    ({"json_schema": {"const": 1}}, b"1"),
+    ({"grammar": 'start: "1" "a"'}, b"1a"),
+    ({"grammar": 'root ::= "1" "a"'}, b"1a"),
+]
+
+
+@pytest.mark.parametrize(("language", "text"), LANGUAGES)
+def test_a_language_begins_after_the_reasoning(
+    compiler: ConstraintCompiler, language: dict[str, Any], text: bytes
+) -> None:
+    begun = Constraint(**language, reasoning_end="</t>")
+    anything = allowed(compiler, begun)
+    assert {*b"x1</t>{", 261} <= anything and EOS not in anything
+    assert allowed(compiler, begun, b"1</x></t") >= {*b"x>"} and EOS not in allowed(compiler, begun, b"1")
+    after = allowed(compiler, begun, b"Hm. </t>")
+    assert after == {text[0], *b" \t\r\n"} | ({*b"0123456789"} if "regex" in language else set())
+    assert EOS in allowed(compiler, begun, b"Hm. </t>\n\n" + text)
+    assert ord("x") not in allowed(compiler, begun, b"Hm. </t>" + text)
+    # The reasoning is optional if the model itself begins it.
+    optional = Constraint(**language, reasoning_begin="<t>", reasoning_end="</t>")
+    assert allowed(compiler, optional) == after | {ord("<")}
+    assert EOS in allowed(compiler, optional, text)
+    assert allowed(compiler, optional, b"<t") == {ord(">")}
+    assert EOS in allowed(compiler, optional, b"\n<t>Hm.</t>" + text)
+
+
+def test_special_tokens_mark_reasoning(compiler: ConstraintCompiler) -> None:
+    begin, end = 258, 259
+    marked = Constraint(regex="[0-9]+", reasoning_end="<|assistant|>")
+    assert end in allowed(compiler, marked) and begin not in allowed(compiler, marked)
+    assert allowed(compiler, marked, bytes([120])) >= {end, *b"x1"}
+    matcher = compiler.matcher(Constraint(regex="1", reasoning_begin="<|user|>", reasoning_end="<|assistant|>"))
+    for token, expected in ((begin, {begin, *b"1 \t\r\n"}), (end, None), (ord("1"), {*b"1 \t\r\n"}), (EOS, {EOS})):
+        (mask,) = compiler.masks([matcher])
+        found = set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
+        assert token in found and expected in (None, found)
+        matcher.advance(token)
+
+
+def test_languages_are_refused_before_the_reasoning(compiler: ConstraintCompiler) -> None:
+    for language in ({"regex": r"[^\s\S]"}, {"json_schema": {"type": "text"}}, {"grammar": "start: missing"}):
+        with pytest.raises(GenerationError, match="cannot be compiled"):
+            compiler.matcher(Constraint(**language, reasoning_end="</t>"))
+    for fields in ({"reasoning_begin": "<t>"}, {"reasoning_end": ""}):
+        with pytest.raises(GenerationError, match="needs a reasoning_end, and neither may be empty"):
+            Constraint(regex="a", **fields)

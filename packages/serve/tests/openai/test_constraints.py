@@ -18,7 +18,7 @@ from stack_serve.openai.schemas import ChatBody
 
 from ..llm.constrained import byte_checkpoint
 from .conftest import Served, starting
-from .fake_engine import EOS, TEMPLATE
+from .fake_engine import EOS, SPECIAL, TEMPLATE, WORDS, ByteTokenizer
 
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -299,3 +299,51 @@ def test_bad_words_are_not_in_the_answer(client: openai.OpenAI) -> None:
     (choice,) = client.chat.completions.create(**given, extra_body={"bad_words": ["ab", "/"]}).choices
     assert len(choice.message.content) == 60 and set(choice.message.content) <= {"a", "b"}
     assert "ab" not in choice.message.content
+
+
+class Thinking(ByteTokenizer):
+    """A tokenizer with one token for the marker that ends reasoning."""
+
+    words = ("</think>", "<think>", *WORDS[2:])
+
+    def __init__(self) -> None:
+        self._longer = {text: 256 + place for place, text in enumerate((*SPECIAL, *self.words))}
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token]) if token < 256 else (*SPECIAL, *self.words)[token - 256].encode()
+
+
+@pytest.fixture(scope="module")
+def thinking_client() -> Iterator[openai.OpenAI]:
+    """A client of a random model whose prompts end with the beginning of reasoning, unless it is turned off."""
+    ending = (
+        "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>{% else %}<think>{% endif %}"
+    )
+    names = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+    checkpoint = byte_checkpoint(tokenizer=Thinking(), chat_template=names + TEMPLATE + ending)
+    engine = LLMEngine(checkpoint, EngineConfig(max_sequences=4, step_tokens=16, page_tokens=4))
+    with starting() as start:
+        host, port = start(engine, model=checkpoint).address
+        with openai.OpenAI(base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0) as client:
+            yield client
+
+
+END_OF_THOUGHTS = str(256 + len(SPECIAL))
+
+
+def test_a_constraint_begins_after_the_reasoning(thinking_client: openai.OpenAI) -> None:
+    given: Any = {"model": "tiny", "messages": MESSAGES, "seed": 1, "max_tokens": 120}
+    choices = {"guided_choice": ["left", "right"]}
+    thoughts = {"logit_bias": {END_OF_THOUGHTS: 7.0}}
+    (choice,) = thinking_client.chat.completions.create(**given, **thoughts, extra_body=choices).choices
+    message: Any = choice.message
+    assert choice.finish_reason == "stop" and message.content in choices["guided_choice"]
+    assert message.reasoning_content
+    chunks = list(thinking_client.chat.completions.create(**given, **thoughts, extra_body=choices, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == message.content
+    options = {"tools": TOOLS[:1], "tool_choice": {"type": "function", "function": {"name": "now"}}}
+    (choice,) = thinking_client.chat.completions.create(**{**given, "max_tokens": 60}, **thoughts, **options).choices
+    assert [call.function.name for call in choice.message.tool_calls or ()] == ["now"]
+    # Without reasoning, the constraint holds from the beginning.
+    (choice,) = thinking_client.chat.completions.create(**given, reasoning_effort="none", extra_body=choices).choices
+    assert choice.message.content in choices["guided_choice"] and choice.message.model_extra == {"reasoning": None}

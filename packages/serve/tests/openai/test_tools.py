@@ -313,7 +313,7 @@ def test_markers_that_are_special_tokens_reach_the_parser(skips: bool) -> None:
     tokenizer, sampling = Marking(), SamplingParams(skip_special_tokens=skips)
     body = ChatBody(messages=MESSAGES)
     found = MessageFormat("[TOOL_CALLS]", tokenizer)
-    start, changed = found.parsing(body, TOOLS, Prompt((1,), "x"), sampling)
+    start, changed = found.parsing(body, Prompt((1,), "x"), sampling, make_calls=found.calls(TOOLS))
     assert start is not None and not changed.skip_special_tokens
     text = '<|user|>Hi[TOOL_CALLS]add[ARGS]{"x": 1}'
     message = start()
@@ -323,7 +323,11 @@ def test_markers_that_are_special_tokens_reach_the_parser(skips: bool) -> None:
     members = message.message_members()
     assert members["content"] == ("Hi" if skips else "<|user|>Hi")
     assert members["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"x": 1}'}
-    ordinary, same = MessageFormat(TEMPLATE, ByteTokenizer()).parsing(body, TOOLS, Prompt((1,), "x"), sampling)
+    ordinary, same = MessageFormat(TEMPLATE, ByteTokenizer()).parsing(
+        body, Prompt((1,), "x"), sampling, make_calls=None
+    )
     assert ordinary is not None and same is sampling
-    assert MessageFormat(None, tokenizer).parsing(body, TOOLS, Prompt((1,), "x"), sampling) == (None, sampling)
+    nothing = MessageFormat(None, tokenizer)
+    assert nothing.calls(TOOLS) is None
+    assert nothing.parsing(body, Prompt((1,), "x"), sampling, make_calls=None) == (None, sampling)
     assert json.dumps(members)

@@ -51,6 +51,9 @@ class Constraint:
       choice: texts, one of which is generated.
       grammar: context-free grammar; the engine "llm" reads Lark's syntax and GBNF.
       whitespace: regular expression of the space between JSON tokens; None lets the engine choose.
+      reasoning_end: text that ends the reasoning before the language begins; None means that there is no reasoning. Any
+        text may precede it, and space may follow.
+      reasoning_begin: text that begins the reasoning, which may then be missing; None means that the prompt began it.
     """
 
     json_schema: Annotated[str | None, BeforeValidator(_json_text)] = None
@@ -58,6 +61,8 @@ class Constraint:
     choice: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     grammar: str | None = None
     whitespace: str | None = None
+    reasoning_end: str | None = None
+    reasoning_begin: str | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in _LANGUAGES if getattr(self, name) is not None]
@@ -66,6 +71,9 @@ class Constraint:
             raise GenerationError(message, parameter="constraint")
         if self.whitespace is not None and self.json_schema is None:
             raise GenerationError(f"whitespace needs json_schema, not {given[0]}. Omit it.", parameter="constraint")
+        if "" in (self.reasoning_end, self.reasoning_begin) or (self.reasoning_begin and not self.reasoning_end):
+            message = "reasoning_begin needs a reasoning_end, and neither may be empty. Omit both, or correct them."
+            raise GenerationError(message, parameter="constraint")
 
 
 @config

@@ -54,6 +54,14 @@ class MessageParser(ABC):
         """
         self._tools, self._prompt = tools, prompt
 
+    def reasoning_markers(self) -> tuple[str | None, str] | None:
+        """Returns the texts that begin and end reasoning of this message, for constraints on the answer after it.
+
+        The first is None if the prompt has it. None means that the message has no reasoning before its answer, or none
+        in such a form.
+        """
+        return None
+
     @classmethod
     @abstractmethod
     def matches_template(cls, template: str) -> bool:

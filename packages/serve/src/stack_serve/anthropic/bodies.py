@@ -16,7 +16,7 @@ class _Part(BaseModel):
 
 
 class Thinking(_Part):
-    """Whether the model reasons before it answers.
+    """Switch of the reasoning before the answer.
 
     Attributes:
       budget_tokens: required by the API; accepted without effect, because `max_tokens` bounds the answer.
@@ -43,7 +43,7 @@ class OutputConfig(_Part):
 
 
 class ToolChoice(_Part):
-    """Whether the model may or has to call tools; `name` belongs to the type "tool"."""
+    """Permission or duty to call tools; `name` belongs to the type "tool"."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None

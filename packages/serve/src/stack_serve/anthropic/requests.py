@@ -14,7 +14,7 @@ __all__ = ["chat_body"]
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _TOOL_FIELDS = frozenset({"type", "name", "description", "input_schema", "cache_control", "strict"})
-# Arguments are always streamed as they are generated.
+# Values without effect: arguments are streamed in any case.
 _NEUTRAL = {"eager_input_streaming": (True, False, None), "defer_loading": (False,), "input_examples": ([],)}
 
 
@@ -50,7 +50,7 @@ def _effort(body: CountBody, service: Service) -> str | None:
     if body.thinking is None:
         return effort
     if body.thinking.type == "disabled":
-        # A model whose reasoning is not known to its template has none that could be turned off.
+        # Without a variable and a parser, there is no reasoning to turn off.
         return "none" if service.sets_effort() or service.reasons else None
     if service.sets_effort():
         return effort or "medium"
@@ -99,7 +99,7 @@ def _checked_block(block: Any, where: str) -> Mapping[str, Any]:
 
 
 def _user(blocks: Sequence[Mapping[str, Any]], where: str) -> list[dict[str, Any]]:
-    """Returns a message for each tool result and for the texts between them."""
+    """Returns messages of tool results and of the texts between two results."""
     messages: list[dict[str, Any]] = []
     for number, block in enumerate(blocks):
         place = f"{where}.content.{number}"
@@ -120,7 +120,7 @@ def _result(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(content, str | list):
         raise bad_request(f"{where}.content is neither a text nor a list of text blocks.", param=where)
     parts = content if isinstance(content, str) else [_text(each, f"{where}.content") for each in content]
-    # Chat templates have no field for failures, which the model should nevertheless see.
+    # Chat templates lack a field for failures, but the model should see them.
     if block.get("is_error") and isinstance(parts, str):
         parts = f"Error: {parts}"
     elif block.get("is_error"):

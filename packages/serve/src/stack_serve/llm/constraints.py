@@ -9,7 +9,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -84,6 +84,7 @@ class ConstraintCompiler:
             tokens.append(b"<end of text>")
             ends = [vocab_size]
         vocabulary = _Vocabulary(tokenizer, tokens, special_token_ids=sorted(special.union(ends)), eos_token_id=ends[0])
+        self._vocabulary = vocabulary
         self._tokenizer = self._library.LLTokenizer(
             self._library.TokenizerWrapper(vocabulary), n_vocab=len(tokens), eos_token=ends
         )
@@ -125,8 +126,22 @@ class ConstraintCompiler:
             self._executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, masks[0].nbytes, len(masks))
         return np.ascontiguousarray(masks[:, : self._words])
 
+    def _terminal(self, marker: str | None) -> "_Terminal | None":
+        """Returns a marker for a grammar: special tokens are not text, and have to be named by their ids."""
+        if marker is None:
+            return None
+        tokens = self._vocabulary(marker)
+        is_special = len(tokens) == 1 and tokens[0] in self._vocabulary.special_token_ids
+        return _Terminal(f"<[{tokens[0]}]>" if is_special else _escaped(marker), is_special)
+
     def _compile(self, constraint: Constraint) -> Any:
         name, grammar = _grammar(self._library, constraint)
+        if constraint.reasoning_end is not None:
+            # The language alone first: behind the reasoning, an empty one would show only when it is reached.
+            self.matcher(replace(constraint, reasoning_end=None, reasoning_begin=None))
+            grammar = _after_reasoning(
+                grammar, *map(self._terminal, (constraint.reasoning_begin, constraint.reasoning_end))
+            )
         compiled = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         first = Matcher(compiled)
         if first.error is None:
@@ -190,6 +205,33 @@ def _json_grammar(library: Any, constraint: Constraint) -> str:
     space = _JSON_SPACE if constraint.whitespace is None else constraint.whitespace
     text = "{}" if schema is True else constraint.json_schema  # llguidance sets options in objects only
     return library.LLMatcher.grammar_from_json_schema(text, overrides={**_STRICT, "whitespace_pattern": space})
+
+
+@dataclass(frozen=True)
+class _Terminal:
+    """A marker in a grammar: the id of a special token, or a regular expression."""
+
+    pattern: str
+    is_special: bool
+
+
+def _escaped(text: str) -> str:
+    return "".join(each if each.isalnum() else f"\\x{{{ord(each):x}}}" for each in text)
+
+
+def _after_reasoning(grammar: str, begin: _Terminal | None, end: _Terminal | None) -> str:
+    """Returns the grammar of texts with reasoning, which is optional with a marker `begin`, before the language."""
+    assert end is not None
+    grammars = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
+    grammars[0]["name"] = "answer"
+    first = "" if begin is None else begin.pattern
+    if begin is not None and not begin.is_special:
+        first = f"/{begin.pattern}/"
+    # Lazy: the reasoning ends at the first marker. Special tokens are not text, so TEXT cannot contain the marker.
+    rest = f"TEXT? {end.pattern}\nTEXT: /(?s:.+)/" if end.is_special else f"rest\nrest[lazy]: /(?s:.*){end.pattern}/"
+    reasoning = "reasoning SPACE?" if begin is None else "(SPACE? reasoning SPACE?)?"
+    lark = f"start: {reasoning} @answer\nreasoning: {first} {rest}\nSPACE: /[ \\t\\r\\n]{{1,32}}/"
+    return json.dumps({"grammars": [{"lark_grammar": lark}, *grammars]})
 
 
 def _uncompilable(name: str, reason: str) -> GenerationError:

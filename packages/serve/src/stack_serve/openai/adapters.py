@@ -11,7 +11,7 @@ __all__ = ["AdapterLoader"]
 
 
 class AdapterLoader:
-    """Loads adapters into a server's engine, one after the other."""
+    """Loads and unloads the adapters of a server's engine, one at a time."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -21,7 +21,7 @@ class AdapterLoader:
         """Loads an adapter and returns a message for the client.
 
         Raises:
-          ApiError: loading is not allowed, the name is taken, or the adapter cannot be read or applied.
+          ApiError: loading is not allowed, the name is in use, or the adapter cannot be read or applied.
         """
         self._check_allowed()
         name, engine = body.lora_name, self._service.backend.engine

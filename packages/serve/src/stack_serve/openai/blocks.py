@@ -1,4 +1,4 @@
-"""Answers as lists of blocks: text, reasoning and tool calls in the order in which the model wrote them."""
+"""Answers as lists of blocks: text, reasoning and tool calls in the order of generation."""
 
 from abc import abstractmethod
 from collections.abc import Iterator

@@ -30,7 +30,7 @@ _PIECE_NUMBERS = 1024
 
 
 class Embeddings:
-    """Embeddings of one served model, computed one batch after the other on a thread of its own.
+    """Embeddings of one served model, computed batch by batch on a separate thread.
 
     Args:
       service: served model, whose base weights are used.

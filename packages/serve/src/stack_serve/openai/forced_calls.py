@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from stack_core.abi.generation import Constraint
-from stack_core.text.message_parsers import MessageDelta, MessageParser, ParserChain
+from stack_core.text.message_parsers import MessageDelta, MessageParser
 from stack_core.text.parsers.base import Reading, StreamParser
-from stack_serve.openai.messages import ParsedMessage
 
 __all__ = ["ForcedCalls", "forced_calls"]
 
@@ -29,11 +28,9 @@ class ForcedCalls:
     constraint: Constraint
     function: str | None
 
-    def start(self) -> ParsedMessage:
-        """Starts to parse an answer."""
-        parser = _RequiredCalls() if self.function is None else _NamedCall(self.function)
-        # Calls beyond the first are excluded by the constraint if the request does not allow them.
-        return ParsedMessage(ParserChain(None, parser), lambda token: "", parallel=True, has_reasoning=False)
+    def parser(self) -> MessageParser:
+        """Returns a parser of an answer, or of its part after the reasoning."""
+        return _RequiredCalls() if self.function is None else _NamedCall(self.function)
 
 
 def forced_calls(tools: Sequence[Mapping[str, Any]] | None, choice: Any, *, parallel: bool) -> ForcedCalls | None:

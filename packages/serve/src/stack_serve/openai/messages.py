@@ -2,7 +2,7 @@
 
 import secrets
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -162,36 +162,54 @@ class MessageFormat:
                 param="tools",
             )
 
+    def reasoning_markers(self, body: ChatBody, prompt: Prompt) -> tuple[str | None, str] | None:
+        """Returns the markers of reasoning that precedes a constrained answer; see `MessageParser`."""
+        if self._reasoning is None or body.reasoning_effort == "none" or body.continue_final_message:
+            return None
+        return self._reasoning(prompt=prompt.text or "").reasoning_markers()
+
     def parsing(
-        self, body: ChatBody, tools: list[dict[str, Any]] | None, prompt: Prompt, sampling: SamplingParams
+        self,
+        body: ChatBody,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        *,
+        make_calls: Callable[[], MessageParser] | None,
+        has_reasoning: bool = True,
     ) -> tuple[Callable[[], ParsedMessage] | None, SamplingParams]:
         """Returns a function that starts to parse an answer, or None, and the sampling parameters of its text.
 
         Markers that are special tokens must be in the text. Other special tokens are then removed here, unless the body
         requests special tokens.
+
+        Args:
+          make_calls: makes the parser of calls, as returned by `calls` or for forced calls; None parses no calls.
+          has_reasoning: whether the answer may contain reasoning.
         """
-        found: list[type[MessageParser]] = [] if self._reasoning is None else [self._reasoning]
-        if tools is not None and self._tools is not None:
-            found.append(self._tools)
-        if not found or self._special is None:
+        thinks = self._reasoning if has_reasoning else None
+        if self._special is None or (thinks is None and make_calls is None):
             return None, sampling
-        markers = {marker for parser in found for marker in parser.markers}
+        markers = set(() if thinks is None else thinks.markers)
+        markers |= set(() if make_calls is None else make_calls().markers)
         hidden: Callable[[int], str] = _nothing
         if sampling.skip_special_tokens and any(map(self._special.has, markers)):
             sampling = replace(sampling, skip_special_tokens=False)
             hidden = partial(_hidden, self._special, markers)
 
         def start() -> ParsedMessage:
-            reasoning = None if self._reasoning is None else self._reasoning(prompt=prompt.text or "")
+            reasoning = None if thinks is None else thinks(prompt=prompt.text or "")
             if reasoning is not None and body.continue_final_message:  # the message may end within its reasoning
                 reasoning = type(reasoning)()
                 content = body.messages[-1].get("content")
                 reasoning.feed(content.rstrip() if isinstance(content, str) else "")
-            parser = None if tools is None or self._tools is None else self._tools(tools=tools)
-            chain = ParserChain(reasoning, parser)
+            chain = ParserChain(reasoning, None if make_calls is None else make_calls())
             return ParsedMessage(chain, hidden, body.parallel_tool_calls, body.include_reasoning)
 
         return start, sampling
+
+    def calls(self, tools: Sequence[Mapping[str, Any]] | None) -> Callable[[], MessageParser] | None:
+        """Returns a function that makes the parser of the model's own calls, or None."""
+        return None if tools is None or self._tools is None else partial(self._tools, tools=tools)
 
 
 def _nothing(token: int) -> str:

@@ -18,7 +18,7 @@ __all__ = ["rerank", "score"]
 async def score(embeddings: Embeddings, body: ScoreBody, request_id: str, is_gone: IsGone) -> JsonAnswer:
     """Returns the similarity of each pair of texts, as vLLM's `/score`.
 
-    One text on a side is compared with each text on the other side.
+    A single text on one side is compared with each text of the second side.
 
     Raises:
       ApiError: the numbers of texts differ and none of them is 1, or a text is invalid.
@@ -31,7 +31,7 @@ async def score(embeddings: Embeddings, body: ScoreBody, request_id: str, is_gon
             param="text_1",
         )
     (first, second), tokens = await _vectors(embeddings, body, {"text_1": left, "text_2": right}, is_gone)
-    scores = np.sum(first * second, axis=1)  # one row is compared with all rows of the other side
+    scores = np.sum(first * second, axis=1)  # a single row is broadcast
     items = ({"index": place, "object": "score", "score": float(each)} for place, each in enumerate(scores))
     answer = {
         "id": f"score-{request_id}",

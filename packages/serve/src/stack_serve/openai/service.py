@@ -183,14 +183,23 @@ class Service:
             constraint=constraint,
         )
         sampling = self._without_end(body, sampling)
-        await self._compile(constraint, field)
         prompt = await self.chat_prompt(body, tools, parses_calls=forced is None)
         if body.truncate_prompt_tokens is not None:
             last = self.prompts.truncated(prompt, body.truncate_prompt_tokens, max_tokens or 1)
             prompt = replace(last, text=prompt.text)  # which shows whether the answer begins with reasoning
-        start_parsing = None if forced is None else forced.start
-        if structure is None:  # the text of a constrained answer has neither reasoning nor calls
-            start_parsing, sampling = self._format.parsing(body, tools, prompt, sampling)
+        markers = None if structure is None else self._format.reasoning_markers(body, prompt)
+        if structure is not None and markers is not None:  # the constraint begins after the reasoning
+            constraint = replace(structure, reasoning_begin=markers[0], reasoning_end=markers[1])
+            sampling = replace(sampling, constraint=constraint)
+        await self._compile(constraint, field)
+        calls = None if structure is not None else self._format.calls(tools)
+        start_parsing, sampling = self._format.parsing(
+            body,
+            prompt,
+            sampling,
+            make_calls=calls if forced is None else forced.parser,
+            has_reasoning=structure is None or markers is not None,
+        )
         asked_as = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         self.prompts.check_room(prompt, max_tokens, "messages", max_tokens_param=asked_as)
         # Without a generation prompt, the last message is continued in its own role.

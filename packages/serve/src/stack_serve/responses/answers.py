@@ -39,7 +39,7 @@ class ResponseWriter(BlockWriter):
 
     def read(self, number: int, update: GenerationUpdate) -> bool:
         changed = super().read(number, update)
-        # Tokens whose text is held back count as reasoning if the next text is reasoning.
+        # Tokens without text yet count as reasoning if the next text is reasoning.
         self._uncertain_tokens += len(update.tokens)
         if any(delta.kind == "reasoning" for delta in self.deltas):
             self._reasoning_tokens += self._uncertain_tokens
@@ -99,7 +99,7 @@ class ResponseWriter(BlockWriter):
         return response
 
     def _message(self) -> list[dict[str, Any]]:
-        """Returns the chat message of this response, none if it is empty."""
+        """Returns the chat message of this response in a list, which is empty without text and calls."""
         calls = [
             {"id": block.call_id, "type": "function", "function": {"name": block.name, "arguments": block.text or "{}"}}
             for block in self.blocks

@@ -33,7 +33,7 @@ class TextConfig(_Part):
 
 
 class Reasoning(_Part):
-    """Effort of reasoning; `summary: "auto"` has no effect, because items contain the reasoning itself."""
+    """Effort of reasoning; `summary: "auto"` is ignored, because items contain the reasoning itself."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     summary: Literal["auto"] | None = None
@@ -51,7 +51,7 @@ class ResponsesBody(Body):
 
     Attributes:
       input: a text, or items as checked by `chat_body`.
-      store: whether the response is kept in memory for `previous_response_id`.
+      store: whether to store the response in memory for `previous_response_id`.
       include: accepted without effect: reasoning items have no encrypted content, since they contain their text.
       tools, tool_choice: checked by `chat_body`.
       user, safety_identifier, prompt_cache_key, prompt_cache_retention: notes of the client, which the server ignores.

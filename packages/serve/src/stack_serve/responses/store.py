@@ -40,7 +40,7 @@ class ResponseStore:
         self._bytes = 0
 
     def put(self, name: str, stored: StoredResponse) -> None:
-        """Keeps a response and drops the least recently used ones that no longer fit."""
+        """Keeps a response and drops the least recently used until the limits hold."""
         # Conversations share messages in memory, so this is an upper bound.
         size = len(orjson.dumps(stored.response)) + len(orjson.dumps(stored.messages))
         self._stored[name] = stored, size
@@ -53,7 +53,7 @@ class ResponseStore:
         """Returns a response.
 
         Raises:
-          ApiError: 404, there is none of this id, or it was dropped.
+          ApiError: 404, the id is unknown, or its response was dropped.
         """
         if name not in self._stored:
             message = (

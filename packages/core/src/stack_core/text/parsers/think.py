@@ -20,6 +20,13 @@ class ThinkParser(StreamParser):
         """Returns whether the template ends or removes earlier reasoning by the closing tag."""
         return cls.markers[1] in template
 
+    def reasoning_markers(self) -> tuple[str | None, str] | None:
+        begin, end = self.markers
+        prompt = self._prompt.rstrip()
+        if prompt.endswith(end):  # templates write empty reasoning if it is turned off
+            return None
+        return None if prompt.endswith(begin) else begin, end
+
     def _parse(self) -> Reading[None]:
         begin, end = self.markers
         if not self._prompt.rstrip().endswith(begin):

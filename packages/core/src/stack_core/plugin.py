@@ -61,6 +61,7 @@ def stack_register_chips(registry: Registrar) -> None:
 @hookimpl
 def stack_register_tool_parsers(registry: Registrar) -> None:
     registry.add("deepseek_v3", "stack_core.text.parsers.deepseek:DeepSeekV3Parser")
+    registry.add("deepseek_v32", "stack_core.text.parsers.deepseek:DeepSeekV32Parser")
     registry.add("gpt_oss", "stack_core.text.parsers.harmony:HarmonyParser")
     registry.add("hermes", "stack_core.text.parsers.hermes:HermesParser")
     registry.add("llama3_json", "stack_core.text.parsers.llama3:Llama3Parser")

@@ -21,7 +21,7 @@ from stack_core.text.message_parsers import (
     merge_deltas,
     parse_calls,
 )
-from stack_core.text.parsers.deepseek import DeepSeekV3Parser
+from stack_core.text.parsers.deepseek import DeepSeekV3Parser, DeepSeekV32Parser
 from stack_core.text.parsers.harmony import HarmonyParser, HarmonyReasoningParser
 from stack_core.text.parsers.hermes import HermesParser
 from stack_core.text.parsers.json_scanner import JsonScanner
@@ -89,6 +89,22 @@ def write_deepseek_v31(calls: Calls) -> str:
     return f"{deepseek('tool calls begin')}{each}{deepseek('tool calls end')}"
 
 
+BAR = "\N{FULLWIDTH VERTICAL LINE}"
+
+
+def write_deepseek_v32(calls: Calls) -> str:
+    def parameter(key: str, value: Any) -> str:
+        is_text, written = isinstance(value, str), value if isinstance(value, str) else dumped(value)
+        name = f'<{BAR}DSML{BAR}parameter name="{key}" string="{str(is_text).lower()}">'
+        return f"{name}{written}</{BAR}DSML{BAR}parameter>\n"
+
+    invokes = "\n".join(
+        f'<{BAR}DSML{BAR}invoke name="{n}">\n{"".join(itertools.starmap(parameter, a.items()))}</{BAR}DSML{BAR}invoke>'
+        for n, a in calls
+    )
+    return f"<{BAR}DSML{BAR}function_calls>\n{invokes}\n</{BAR}DSML{BAR}function_calls>"
+
+
 def write_qwen3_coder(calls: Calls) -> str:
     def parameter(key: str, value: Any) -> str:
         return f"<parameter={key}>\n{value if isinstance(value, str) else dumped(value)}\n</parameter>\n"
@@ -120,6 +136,7 @@ WRITERS: list[tuple[type[MessageParser], Callable[[Calls], str]]] = [
     (MistralParser, write_mistral_ids),
     (DeepSeekV3Parser, write_deepseek_v3),
     (DeepSeekV3Parser, write_deepseek_v31),
+    (DeepSeekV32Parser, write_deepseek_v32),
     (Qwen3CoderParser, write_qwen3_coder),
     (HarmonyParser, write_harmony),
     (HarmonyParser, write_harmony_role),
@@ -133,6 +150,8 @@ PIECES = sorted(
         '{"name": "add", "arguments": {"text": "a\\u00e9\\n"}}',
         '{"arguments": "{\\"text\\": 1}", "name": "add"}',
         '{"name": "add", "parameters": null}',
+        *(f'<{BAR}DSML{BAR}invoke name="add">', f'<{BAR}DSML{BAR}parameter name="a" string="', 'true">', 'false">'),
+        *(f"</{BAR}DSML{BAR}parameter>", f"</{BAR}DSML{BAR}invoke>"),
         *("<function=add>", "<parameter=text>", "</parameter>", "</function>", " to=functions.add", "analysis"),
         *('{"name": ', '"add"', ', "arguments": ', "{", "}", "[", "]", ",", ":", ";", '"', "```json", "true", "-1.5e3"),
         *(" ", "\n", "é", "answer"),
@@ -227,7 +246,10 @@ def test_streamed_arguments_begin_some_json(text: str) -> None:
 def test_written_calls_are_read_back(
     parser: type[MessageParser], write: Callable[[Calls], str], calls: Calls, content: str, cuts: list[int]
 ) -> None:
-    if parser is Qwen3CoderParser:  # its values are plain text, which cannot hold the closing tag
+    if parser in (
+        Qwen3CoderParser,
+        DeepSeekV32Parser,
+    ):  # their values are plain text, which cannot hold the closing tag
         calls = [(n, {k: v for k, v in a.items() if not isinstance(v, str) or "<" not in v}) for n, a in calls]
     text = f"{content}\n{write(calls)}\n" if content else write(calls)
     deltas = run(parser(tools=TOOLS), split(text, cuts))
@@ -260,6 +282,9 @@ MALFORMED = [
     (MistralParser, "[TOOL_CALLS]add[ARGS]3"),
     (DeepSeekV3Parser, f"{deepseek('tool calls begin')}text"),
     (DeepSeekV3Parser, f"{deepseek('tool call begin')}function{deepseek('tool sep')}add\n```json\n3"),
+    (DeepSeekV32Parser, f"<{BAR}DSML{BAR}function_calls>\ntext"),
+    (DeepSeekV32Parser, f'<{BAR}DSML{BAR}invoke name="add">\ntext'),
+    (DeepSeekV32Parser, f'<{BAR}DSML{BAR}invoke name="add">\n<{BAR}DSML{BAR}parameter name="a">'),
     (Qwen3CoderParser, "<tool_call>\n<function=add>\ntext"),
     (Qwen3CoderParser, "<tool_call>text</tool_call>"),
     (Qwen3CoderParser, "<function=a b></function>"),
@@ -310,6 +335,22 @@ def test_values_of_xml_calls_have_the_types_of_the_schema() -> None:
     assert json.loads(wrong.arguments) == {"count": "two"}
 
 
+def test_values_of_deepseek_are_text_or_json() -> None:
+    values = {
+        "text": ("true", "1"),
+        "count": ("false", " 2 "),
+        "wrong": ("false", "two"),
+        "items": ("false", '["<a>"]'),
+    }
+    parameters = "".join(
+        f'<{BAR}DSML{BAR}parameter name="{key}" string="{flag}">{value}</{BAR}DSML{BAR}parameter>'
+        for key, (flag, value) in values.items()
+    )
+    text = f'<{BAR}DSML{BAR}invoke name="add">{parameters}</{BAR}DSML{BAR}invoke>'
+    _, (call,) = parse_calls(DeepSeekV32Parser(), text)
+    assert json.loads(call.arguments) == {"text": "1", "count": 2, "wrong": "two", "items": ["<a>"]}
+
+
 @pytest.mark.parametrize(
     ("text", "prompt", "expected"),
     [
@@ -358,6 +399,7 @@ def test_adjacent_deltas_are_merged() -> None:
         ("""{{ "<tool_call>\n" }}{{- '{"name": ' }}""", "hermes"),
         ("{{ '[TOOL_CALLS]' + tool.name }}", "mistral"),
         (f"{{{{ '{deepseek('tool call begin')}' }}}}", "deepseek_v3"),
+        (f"""{{{{ '<{BAR}DSML{BAR}invoke name=' }}}}""", "deepseek_v32"),
         ("<tool_call>\n<function=f>\n<parameter=p>", "qwen3_coder"),
         ('{{ "<|channel|>final<|message|>" }}', "gpt_oss"),
         ("""the format {"name": function name, "parameters": dictionary of argument name}""", "llama3_json"),

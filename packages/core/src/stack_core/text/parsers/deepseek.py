@@ -1,15 +1,24 @@
-"""Calls between DeepSeek's markers: DeepSeek V3, R1 and V3.1.
+"""Calls between DeepSeek's markers: DeepSeek V3, R1, V3.1 and V3.2.
 
 V3 and R1 write the type of the tool, the name and a JSON block: `function<sep>name`, a line end, and the arguments in a
 Markdown block of JSON. V3.1 writes `name<sep>{...}`. Both are in the chat templates of deepseek-ai/DeepSeek-V3-0324 and
-DeepSeek-V3.1. V3.2 has another format.
+DeepSeek-V3.1. V3.2 writes elements, of which a parameter marks whether its value is plain text or JSON:
+
+    <|DSML|function_calls>
+    <|DSML|invoke name="weather">
+    <|DSML|parameter name="city" string="true">Paris</|DSML|parameter>
+    </|DSML|invoke>
+    </|DSML|function_calls>
+
+with full-width bars. The format is in the folder `encoding` of deepseek-ai/DeepSeek-V3.2, which has no chat template.
 """
 
+import json
 from typing import ClassVar
 
 from stack_core.text.parsers.base import Reading, StreamParser
 
-__all__ = ["DeepSeekV3Parser"]
+__all__ = ["DeepSeekV3Parser", "DeepSeekV32Parser"]
 
 
 def _marker(words: str) -> str:
@@ -58,3 +67,86 @@ class DeepSeekV3Parser(StreamParser):
             return False
         self._begin_call(name.strip())
         return (yield from self._take_json(streams=True)) is not None
+
+
+def _element(tag: str, *, closes: bool = False) -> str:
+    """Returns the beginning of an element of V3.2, or its closing tag."""
+    bar = "\N{FULLWIDTH VERTICAL LINE}"
+    return f"</{bar}DSML{bar}{tag}>" if closes else f"<{bar}DSML{bar}{tag}"
+
+
+_BLOCK, _BLOCK_END = _element("function_calls") + ">", _element("function_calls", closes=True)
+_INVOKE, _INVOKE_END = _element("invoke") + ' name="', _element("invoke", closes=True)
+_PARAMETER, _PARAMETER_END = _element("parameter") + ' name="', _element("parameter", closes=True)
+
+
+class DeepSeekV32Parser(StreamParser):
+    """Parser of the elements of V3.2. Texts are streamed, other values come at once."""
+
+    markers: ClassVar[tuple[str, ...]] = (_BLOCK, _BLOCK_END)
+
+    @classmethod
+    def matches_template(cls, template: str) -> bool:
+        """Returns whether the template writes calls of earlier messages as elements."""
+        return _element("invoke") in template
+
+    def _parse(self) -> Reading[None]:
+        while marker := (yield from self._emit_until("content", (_BLOCK, _INVOKE))):
+            if marker == _BLOCK:
+                yield from self._skip_space()
+            if (marker == _INVOKE or (yield from self._take(_INVOKE))) and (yield from self._call()):
+                yield from self._end_call(_BLOCK_END)
+            else:
+                self._reject()
+
+    def _call(self) -> Reading[bool]:
+        """Reads a call after the beginning of its element."""
+        name = yield from self._take_until('">')
+        if not name:
+            return False
+        separator = "{"
+        while True:
+            yield from self._skip_space()
+            has_ended = yield from self._take(_INVOKE_END)
+            key = None
+            if not has_ended and (yield from self._take(_PARAMETER)):
+                key = yield from self._take_until('" string="')
+            is_text = key is not None and (yield from self._take('true">'))
+            if not has_ended and (key is None or not (is_text or (yield from self._take('false">')))):
+                return False
+            if separator == "{":
+                self._begin_call(name)
+            if key is None:
+                self._emit_arguments("{}" if separator == "{" else "}")
+                return True
+            self._emit_arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+            separator = ", "
+            self._drop()
+            if not (yield from self._value(is_text=is_text)):
+                return False
+
+    def _value(self, *, is_text: bool) -> Reading[bool]:
+        """Reads a value and its closing tag; a value that is not JSON is a text."""
+        if is_text:
+            self._emit_arguments('"')
+            if (yield from self._copy_until(self._emit_escaped, (_PARAMETER_END,))) is None:
+                return False
+            self._emit_arguments('"')
+        else:
+            text = yield from self._take_until(_PARAMETER_END, max_characters=None)
+            if text is None:
+                return False
+            self._emit_arguments(_json_or_text(text))
+        self._drop()
+        return True
+
+    def _emit_escaped(self, text: str) -> None:
+        self._emit_arguments(json.dumps(text, ensure_ascii=False)[1:-1])
+
+
+def _json_or_text(text: str) -> str:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    return text.strip()

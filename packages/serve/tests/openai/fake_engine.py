@@ -103,6 +103,7 @@ class FakeEngine(Engine):
       script: the tokens of a continuation.
       running: cleared, steps wait; set, they go on.
       submitted: all requests, in order.
+      slept: levels of the calls of `sleep`, and 0 for each call of `wake_up`.
       embedded: prompts of each call of `embed`.
     """
 
@@ -118,6 +119,7 @@ class FakeEngine(Engine):
         self.running = threading.Event()
         self.running.set()
         self.submitted: list[GenerationRequest] = []
+        self.slept: list[int] = []
         self.embedded: list[list[tuple[int, ...]]] = []
         self.steps = 0
         self.stopped = False
@@ -174,6 +176,15 @@ class FakeEngine(Engine):
         self.embedded.append([tuple(prompt) for prompt in prompts])
         self.running.wait(60)
         return np.array([[3.0, len(prompt), prompt[-1] / 7, pooling == "mean"] for prompt in prompts], np.float32)
+
+    def sleep(self, level: Any = 1) -> None:
+        self.running.wait(60)
+        if self._open:
+            raise EngineBusy("1 requests run.", retry_after_s=1.0)
+        self.slept.append(level)
+
+    def wake_up(self) -> None:
+        self.slept.append(0)
 
     def stream(self, request_id: str) -> Iterator[GenerationUpdate]:
         raise NotImplementedError

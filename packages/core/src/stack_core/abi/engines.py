@@ -37,6 +37,23 @@ class Engine(ABC):
         """The names of adapters that requests may select."""
         return ()
 
+    def sleep(self, level: Literal[1, 2] = 1) -> None:
+        """Frees the device memory of an engine without requests until `wake_up`; requests are refused meanwhile.
+
+        Args:
+          level: 1 keeps the weights in host memory, 2 drops them, too; `wake_up` then reads the checkpoint again, also
+            if other weights were set since.
+
+        Raises:
+          EngineBusy: requests run.
+          GenerationError: the engine cannot sleep, or sleeps already.
+        """
+        raise GenerationError("This engine cannot sleep. Use the engine 'llm'.", parameter="engine")
+
+    def wake_up(self) -> None:
+        """Allocates the memory again; has no effect on an engine that does not sleep."""
+        raise GenerationError("This engine cannot sleep. Use the engine 'llm'.", parameter="engine")
+
     def load_adapter(self, name: str, adapters: str | Adapters) -> None:
         """Registers an adapter, or replaces it, for later requests.
 

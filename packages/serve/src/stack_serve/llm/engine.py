@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
@@ -101,6 +101,8 @@ class LLMEngine(Engine):
         self._streams: dict[str, tuple[int, queue.SimpleQueue[GenerationUpdate]]] = {}
         self._thread: threading.Thread | None = None
         self._closing = False
+        self._sleeping = False
+        self._embedding = 0
         self._failure: BaseException | None = None
 
     def warm_up(self) -> None:
@@ -206,11 +208,59 @@ class LLMEngine(Engine):
             raise GenerationError(f"pooling={pooling!r}: expected one of {expected}.", parameter="pooling")
         for prompt in prompts:
             self.limits.check_input(prompt)
-        with self._lock:
-            self._check_running()
         if not prompts:
             raise GenerationError("No prompts were given; give at least one.", parameter="input")
-        return self._pooling.embed(prompts, pooling)
+        with self._lock:
+            self._check_awake()
+            self._embedding += 1
+        try:
+            return self._pooling.embed(prompts, pooling)
+        finally:
+            with self._lock:
+                self._embedding -= 1
+
+    def sleep(self, level: Literal[1, 2] = 1) -> None:
+        """Frees the device memory of an idle engine until `wake_up`; see `Engine`."""
+        if level not in (1, 2):
+            raise GenerationError(f"level={level!r}: expected 1 or 2.", parameter="level")
+        slept = threading.Event()
+
+        def sleep() -> None:
+            # A continuation that was ended by a stop text or its deadline may have steps in flight.
+            if self._loop.has_work:
+                with self._lock:
+                    self._post(sleep)
+                return
+            self._loop.forget_prefixes()
+            self._programs.sleep(keep_weights=level == 1)
+            with self._lock:
+                slept.set()
+                self._lock.notify_all()
+
+        with self._lock:
+            self._check_awake()
+            if running := len(self._work) + self._embedding:
+                raise EngineBusy(
+                    f"{running} requests run. Let them finish, or abort them, before the engine sleeps.",
+                    retry_after_s=_RETRY_AFTER_S,
+                )
+            self._sleeping = True
+            if self._thread is None:
+                sleep()
+            else:
+                self._post(sleep)
+            while not slept.is_set():
+                self._check_running()
+                self._lock.wait()
+        give_memory_back()
+
+    def wake_up(self) -> None:
+        """Allocates the memory again; see `Engine`. The engine thread has no work meanwhile."""
+        with self._lock:
+            self._check_running()
+            if self._sleeping:
+                self._programs.wake_up()
+                self._sleeping = False
 
     def submit(self, request: GenerationRequest, receive: Callable[[GenerationUpdate], None] | None = None) -> None:
         """Queues a request; see `Engine`.
@@ -226,7 +276,7 @@ class LLMEngine(Engine):
         compiler = None if request.sampling.constraint is None else self._constraint_compiler()
         work = self._loop.work(request, receive or updates.put, self._adapter(request.adapter), compiler)
         with self._lock:
-            self._check_running()
+            self._check_awake()
             # A stream may outlive its request: its updates wait until they are read.
             if request.request_id in self._work or request.request_id in self._streams:
                 raise GenerationError(
@@ -285,7 +335,7 @@ class LLMEngine(Engine):
             raise GenerationError(f"kv={kv!r}: expected one of {', '.join(map(repr, known))}.", parameter="kv")
         check_params(params, self._parameters)
         with self._lock:
-            self._check_running()
+            self._check_awake()
         # On the caller's thread, because the copy takes long and steps go on with the old weights.
         placed = self._programs.place(params, donate=donate)
         done = threading.Event()
@@ -359,6 +409,11 @@ class LLMEngine(Engine):
             raise EngineStopped(f"The engine failed: {self._failure}. Start another; see its log for the cause.")
         if self._closing:
             raise EngineStopped("The engine was closed. Start another.")
+
+    def _check_awake(self) -> None:
+        self._check_running()
+        if self._sleeping:
+            raise GenerationError("The engine sleeps. Wake it up first (wake_up).", parameter="engine")
 
     def _run(self) -> None:
         try:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -125,6 +125,14 @@ class LLM:
     def unload_adapter(self, name: str) -> None:
         """Removes an adapter."""
         self._engine.unload_adapter(name)
+
+    def sleep(self, level: Literal[1, 2] = 1) -> None:
+        """Frees the device memory until `wake_up`; see `Engine.sleep`."""
+        self._engine.sleep(level)
+
+    def wake_up(self) -> None:
+        """Allocates the memory again."""
+        self._engine.wake_up()
 
     def close(self) -> None:
         """Aborts running generation and releases the model."""

@@ -199,6 +199,10 @@ class EngineLoop:
         if kv == "recompute":
             recompute(self._state)
 
+    def forget_prefixes(self) -> None:
+        """Clears the prefix cache, whose pages are about to be freed."""
+        forget_prefixes(self._state)
+
     def turn(self) -> None:
         """Launches the next step, then reads the previous one, to keep the devices busy."""
         arrivals, self._arrivals = self._arrivals, list[Sequence]()

@@ -21,6 +21,7 @@ from stack_serve.llm.cache import LayoutPreferences, empty_layers, supports_shar
 from stack_serve.llm.config import ANY_LAYOUT, EngineConfig, PageLayout
 from stack_serve.llm.new_weights import leaves_by_path
 from stack_serve.llm.placement import Placement
+from stack_serve.llm.sleeping import HostWeights, delete_arrays
 from stack_serve.llm.step import ROW_FIELDS, SlotState, Step, admit
 from stack_serve.llm.unstacking import Layers, layer_by_layer, loops_over, split_layers
 
@@ -113,10 +114,12 @@ class Programs:
             (looped, looped_pools), _ = self._examined(weights)
         self._looped = looped.params
         empty, layout = self._empty, self._step.layout
-        self._layers = self._placement.pools(lambda: split_layers(empty(), looped_pools), layout)
+        self._make_pools = lambda: self._placement.pools(lambda: split_layers(empty(), looped_pools), layout)
+        self._layers = self._make_pools()
         params = self._placement.load(checkpoint, self._looped)
         held = None if adapters is None else self._placement.replicated(split_layers(adapters.pool(), looped.pool))
         self._weights, self._adapters = Weights(params, held), adapters
+        self._slept_params: HostWeights | None = None
 
     @property
     def page_layout(self) -> PageLayout:
@@ -264,6 +267,32 @@ class Programs:
         paths = leaves_by_path(self._checkpoint.parameters)
         leaves = [params.get(path, leaf) for path, leaf in zip(paths, old_leaves, strict=True)]
         self._weights = replace(self._weights, params=jax.tree.unflatten(structure, leaves))
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Frees the pages, and the weights or their place on the devices, until `wake_up`; no step may run.
+
+        Args:
+          keep_weights: whether the weights are copied to host memory, where they already are on CPUs. Otherwise
+            `wake_up` reads the checkpoint again.
+        """
+        jax.block_until_ready(self._layers)
+        params = self._weights.params
+        stays = keep_weights and jax.default_backend() == "cpu"
+        self._slept_params = HostWeights.of(params) if keep_weights and not stays else None
+        delete_arrays(self._layers if stays else (self._layers, params))
+
+    def wake_up(self) -> None:
+        """Creates the pages and places the weights again.
+
+        Raises:
+          StackError: the checkpoint cannot be read.
+        """
+        params = self._weights.params
+        if any(array.is_deleted() for array in jax.tree.leaves(params)):
+            kept = self._slept_params
+            params = self._placement.load(self._checkpoint, self._looped) if kept is None else kept.restored()
+        self._layers = self._make_pools()
+        self._weights, self._slept_params = replace(self._weights, params=params), None
 
     def load_adapter(self, slot: int, adapter: HostAdapter) -> None:
         """Writes an adapter to a slot of the pool, for use from the next step on."""

@@ -42,6 +42,7 @@ from stack_serve.openai.schemas import (
 )
 from stack_serve.openai.scores import rerank, score
 from stack_serve.openai.service import AnswerForm, Service
+from stack_serve.openai.sleep import Sleeper
 from stack_serve.openai.tools import requested_tools
 from stack_serve.page import chat_page
 from stack_serve.responses.answers import ResponseWriter
@@ -73,6 +74,9 @@ def make_app(service: Service) -> Starlette:
         Route("/v1/embeddings", handlers.embed, methods=["POST"]),
         *(Route(path, handlers.score, methods=["POST"]) for path in ("/v1/score", "/score")),
         *(Route(path, handlers.rerank, methods=["POST"]) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
+        Route("/sleep", handlers.sleep, methods=["POST"]),
+        Route("/wake_up", handlers.wake_up, methods=["POST"]),
+        Route("/is_sleeping", handlers.is_sleeping, methods=["GET"]),
         Route("/v1/load_lora_adapter", handlers.load_adapter, methods=["POST"]),
         Route("/v1/unload_lora_adapter", handlers.unload_adapter, methods=["POST"]),
         Route("/v1/models", handlers.models, methods=["GET"]),
@@ -115,6 +119,7 @@ class _Handlers:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._adapters = AdapterLoader(service)
+        self._sleeper = Sleeper(service)
         self._embeddings = Embeddings(service)
         self._responses = ResponseStore(service.config.stored_responses)
 
@@ -166,6 +171,17 @@ class _Handlers:
     async def rerank(self, request: Request) -> JsonAnswer:
         body = await self._body(request, RerankBody)
         return await rerank(self._embeddings, body, request.state.request_id, request.is_disconnected)
+
+    async def sleep(self, request: Request) -> Response:
+        await self._sleeper.sleep(request.query_params.get("level", "1"))
+        return Response()
+
+    async def wake_up(self, request: Request) -> Response:
+        await self._sleeper.wake_up()
+        return Response()
+
+    async def is_sleeping(self, request: Request) -> Response:
+        return _json({"is_sleeping": self._service.state == "sleeping"})
 
     async def load_adapter(self, request: Request) -> Response:
         return PlainTextResponse(await self._adapters.load(await self._body(request, LoadAdapterBody)))

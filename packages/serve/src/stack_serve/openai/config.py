@@ -27,6 +27,7 @@ class OpenAIConfig(ServerConfig):
       max_choices: maximum of a request's number of prompts times the continuations per prompt, and of the texts that
         wait for their embeddings.
       adapter_loading: whether clients may load adapters from paths on this machine, and unload them.
+      sleep_mode: whether clients may put the engine to sleep and wake it up.
       stored_responses: maximum number of responses of `/v1/responses` in memory, which `previous_response_id` may name.
       pooling: vector of a text in `/v1/embeddings`: the hidden state of its last token, or the mean over its tokens.
     """
@@ -39,4 +40,5 @@ class OpenAIConfig(ServerConfig):
     max_choices: PositiveInt = 1024
     pooling: Pooling = "last"
     adapter_loading: bool = False
+    sleep_mode: bool = False
     stored_responses: NonNegativeInt = 256

@@ -57,7 +57,7 @@ class Service:
     """A served model; used on one event loop.
 
     Attributes:
-      state: "starting" until `serve` receives an engine; "draining" rejects new jobs.
+      state: "starting" until `serve` receives an engine; "sleeping" and "draining" reject new jobs.
       progress: human-readable progress of the startup.
       names: names of the model for clients.
       max_tokens: maximum length of a prompt with its continuation.
@@ -79,7 +79,7 @@ class Service:
         max_tokens: int | None = None,
         adapters: Sequence[str] = (),
     ) -> None:
-        self.state: Literal["starting", "ready", "draining"] = "starting"
+        self.state: Literal["starting", "ready", "sleeping", "draining"] = "starting"
         self.progress = "loading the model"
         self.config = config
         self.names = config.model_names or (checkpoint.name,)
@@ -387,10 +387,17 @@ class Service:
             raise self.unavailable()
         return self._backend
 
+    def resume(self) -> None:
+        """Accepts jobs again after the engine slept, unless the server shuts down."""
+        if self.state == "sleeping":
+            self.state = "ready"
+
     def unavailable(self) -> ApiError:
         """Returns the reason why requests are rejected now."""
         if self.state == "draining":
             return ApiError(503, "The server is shutting down. Use another one.", code="draining")
+        if self.state == "sleeping":
+            return ApiError(503, "The engine sleeps. POST /wake_up wakes it up.", code="sleeping")
         message = f"The server is still starting: {self.progress}. /ready answers 200 when it has."
         return ApiError(503, message, code="starting", headers={"Retry-After": "5"})
 

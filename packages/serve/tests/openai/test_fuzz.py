@@ -19,7 +19,9 @@ from .conftest import Served
 from .fake_engine import VOCAB_SIZE, FakeEngine, checkpoint
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models", "/nothing")
-WORDS = ("prompt", "messages", "max_tokens", "n", "stop", "stream", "echo", "logprobs", "tokens", "temperature")
+PATHS += ("/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/embeddings", "/v1/score", "/v1/rerank")
+WORDS = ("input", "system", "documents", "previous_response_id", "tools", "dimensions", "bad_words", "thinking")
+WORDS += ("prompt", "messages", "max_tokens", "n", "stop", "stream", "echo", "logprobs", "tokens", "temperature")
 VALUES = (
     "hello",
     "",
@@ -42,6 +44,12 @@ VALUES = (
 USUAL = {
     "/v1/completions": {"prompt": "hello", "max_tokens": 20, "ignore_eos": True},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 20},
+    "/v1/messages": {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 20},
+    "/v1/messages/count_tokens": {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]},
+    "/v1/responses": {"input": "hello", "max_output_tokens": 20},
+    "/v1/embeddings": {"input": "hello"},
+    "/v1/score": {"text_1": "hello", "text_2": ["a", "b"]},
+    "/v1/rerank": {"query": "hello", "documents": ["a", "b"]},
     "/tokenize": {"prompt": "hello"},
     "/detokenize": {"tokens": [1, 2]},
 }

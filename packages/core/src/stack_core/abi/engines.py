@@ -38,15 +38,9 @@ class Engine(ABC):
         return ()
 
     def sleep(self, level: Literal[1, 2] = 1) -> None:
-        """Frees the device memory of an engine without requests until `wake_up`; requests are refused meanwhile.
+        """Frees the device memory until `wake_up`; raises EngineBusy if requests run, and refuses later ones.
 
-        Args:
-          level: 1 keeps the weights in host memory, 2 drops them, too; `wake_up` then reads the checkpoint again, also
-            if other weights were set since.
-
-        Raises:
-          EngineBusy: requests run.
-          GenerationError: the engine cannot sleep, or sleeps already.
+        Level 1 keeps the weights in host memory; level 2 drops them, and `wake_up` reads the checkpoint again.
         """
         raise GenerationError("This engine cannot sleep. Use the engine 'llm'.", parameter="engine")
 
@@ -55,15 +49,9 @@ class Engine(ABC):
         raise GenerationError("This engine cannot sleep. Use the engine 'llm'.", parameter="engine")
 
     def load_adapter(self, name: str, adapters: str | Adapters) -> None:
-        """Registers an adapter, or replaces it, for later requests.
+        """Registers an adapter, given by its address or its factors, or replaces it for later requests.
 
-        Args:
-          name: name by which requests select the adapter.
-          adapters: address of the adapter, or its factors.
-
-        Raises:
-          GenerationError: the engine cannot apply adapters, or not this one.
-          StackError: the adapter cannot be read, or belongs to another model.
+        Raises a StackError if the adapter cannot be read, belongs to another model, or cannot be applied.
         """
         raise GenerationError("This engine loads no adapters. Use the engine 'llm'.", parameter="adapter")
 
@@ -83,23 +71,11 @@ class Engine(ABC):
         raise GenerationError(message, parameter="constraint")
 
     def embed(self, prompts: Sequence[Sequence[int]], *, pooling: Pooling = "last") -> np.ndarray:
-        """Computes the pooled hidden states of prompts, blocking until they are there; does not need `start`.
+        """Computes float32[prompts, embed], the pooled inputs of the head, with the current weights of the base model.
 
-        The hidden states are the input of the head, computed with the current weights of the base model.
-
-        Args:
-          prompts: token ids of each prompt, at least one.
-          pooling: vector of a prompt.
-
-        Returns:
-          float32[prompts, embed], not normalized.
-
-        Raises:
-          GenerationError: a prompt or `pooling` is invalid, or the engine computes no embeddings.
-          EngineStopped: the engine was closed or failed.
+        It blocks, and does not need `start`. Raises a GenerationError for an invalid prompt or `pooling`.
         """
-        message = "This engine computes no embeddings. Use the engine 'llm'."
-        raise GenerationError(message, parameter="input")
+        raise GenerationError("This engine computes no embeddings. Use the engine 'llm'.", parameter="input")
 
     @abstractmethod
     def start(self) -> None:

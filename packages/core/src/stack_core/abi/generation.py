@@ -51,8 +51,7 @@ class Constraint:
       choice: texts, one of which is generated.
       grammar: context-free grammar; the engine "llm" reads Lark's syntax and GBNF.
       whitespace: regular expression of the space between JSON tokens; None lets the engine choose.
-      reasoning_end: text that ends the reasoning before the language begins; None means that there is no reasoning. Any
-        text may precede it, and space may follow.
+      reasoning_end: text that ends the reasoning before the language; None means that there is no reasoning.
       reasoning_begin: text that begins the reasoning, which may then be missing; None means that the prompt began it.
     """
 
@@ -72,7 +71,7 @@ class Constraint:
         if self.whitespace is not None and self.json_schema is None:
             raise GenerationError(f"whitespace needs json_schema, not {given[0]}. Omit it.", parameter="constraint")
         if "" in (self.reasoning_end, self.reasoning_begin) or (self.reasoning_begin and not self.reasoning_end):
-            message = "reasoning_begin needs a reasoning_end, and neither may be empty. Omit both, or correct them."
+            message = "reasoning_begin needs a reasoning_end, and neither may be empty."
             raise GenerationError(message, parameter="constraint")
 
 

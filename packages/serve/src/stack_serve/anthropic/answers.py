@@ -1,5 +1,6 @@
 """Answers and errors in the format of Anthropic's Messages API."""
 
+import contextlib
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -102,8 +103,7 @@ def _full(block: Block) -> dict[str, Any]:
         return {"type": "text", "text": block.text}
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": block.text, "signature": ""}
-    try:
+    arguments: dict[str, Any] = {}
+    with contextlib.suppress(ValueError, RecursionError):  # they may be cut off at the token limit
         arguments = json.loads(block.text or "{}")
-    except (ValueError, RecursionError):  # cut off at the token limit
-        arguments = {}
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}

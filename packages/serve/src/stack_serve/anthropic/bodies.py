@@ -58,7 +58,7 @@ class CountBody(Body):
       cache_control: accepted without effect, because the engine finds common prefixes of prompts itself.
     """
 
-    model: str
+    model: str | None = Field()
     messages: list[dict[str, Any]] = Field(min_length=1)
     system: Any = None
     tools: list[dict[str, Any]] = Field(default_factory=list)

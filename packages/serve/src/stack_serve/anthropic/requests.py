@@ -15,7 +15,11 @@ __all__ = ["chat_body"]
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _TOOL_FIELDS = frozenset({"type", "name", "description", "input_schema", "cache_control", "strict"})
 # Values without effect: arguments are streamed in any case.
-_NEUTRAL = {"eager_input_streaming": (True, False, None), "defer_loading": (False,), "input_examples": ([],)}
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "eager_input_streaming": (True, False, None),
+    "defer_loading": (False,),
+    "input_examples": ([],),
+}
 
 
 def chat_body(body: CountBody, service: Service) -> ChatBody:
@@ -65,7 +69,7 @@ def _effort(body: CountBody, service: Service) -> str | None:
 def _system(system: Any) -> list[dict[str, Any]]:
     if system is None:
         return []
-    if not isinstance(system, str | list):
+    if not isinstance(system, (str, list)):
         raise bad_request("system is neither a text nor a list of text blocks.", param="system")
     content = system if isinstance(system, str) else [_text(each, f"system.{n}") for n, each in enumerate(system)]
     return [{"role": "system", "content": content}] if content else []
@@ -117,7 +121,7 @@ def _result(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(block.get("tool_use_id"), str):
         raise bad_request(f"{where}.tool_use_id is missing; set it to the id of the tool_use block.", param=where)
     content = block.get("content") or ""
-    if not isinstance(content, str | list):
+    if not isinstance(content, (str, list)):
         raise bad_request(f"{where}.content is neither a text nor a list of text blocks.", param=where)
     parts = content if isinstance(content, str) else [_text(each, f"{where}.content") for each in content]
     # Chat templates lack a field for failures, but the model should see them.

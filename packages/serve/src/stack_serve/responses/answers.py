@@ -60,7 +60,7 @@ class ResponseWriter(BlockWriter):
             yield self._event("response.content_part.added", **self._place(block), part=_part(block, ""))
 
     def block_delta(self, block: Block, text: str) -> bytes:
-        extra = {"logprobs": []} if block.kind == "content" else {}
+        extra: dict[str, Any] = {"logprobs": []} if block.kind == "content" else {}
         return self._event(_DELTAS[block.kind], **self._place(block), delta=text, **extra)
 
     def block_stop(self, block: Block) -> Iterator[bytes]:
@@ -123,7 +123,7 @@ class ResponseWriter(BlockWriter):
         item: dict[str, Any] = {"id": self._item_id(block), "status": status}
         if block.kind == "call":
             return {**item, "type": "function_call", "call_id": block.call_id, "name": block.name, "arguments": text}
-        content = [] if empty else [_part(block, text)]
+        content: list[dict[str, Any]] = [] if empty else [_part(block, text)]
         if block.kind == "reasoning":
             return {**item, "type": "reasoning", "summary": [], "content": content, "encrypted_content": None}
         return {**item, "type": "message", "role": "assistant", "content": content}

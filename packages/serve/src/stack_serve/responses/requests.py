@@ -88,8 +88,8 @@ def _add(messages: list[Message], item: Mapping[str, Any], where: str) -> None:
         messages.append({"role": "assistant", "content": None, "reasoning_content": _reasoning(item, where)})
     elif kind == "function_call":
         if last is None:
-            last = {"role": "assistant", "content": None}
-            messages.append(last)
+            messages.append({"role": "assistant", "content": None})
+            last = messages[-1]
         last["tool_calls"] = [*_calls(last), _call(item, where)]
     elif kind == "function_call_output":
         messages.append(_output(item, where))

@@ -24,7 +24,7 @@ class StoredResponse:
     """
 
     response: Mapping[str, Any]
-    messages: Sequence[Mapping[str, Any]]
+    messages: Sequence[dict[str, Any]]
 
 
 class ResponseStore:

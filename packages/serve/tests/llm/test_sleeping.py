@@ -15,6 +15,7 @@ from stack_serve.llm.sleeping import HostWeights
 
 from .tiny_checkpoint import TinyCheckpoint, random_params
 
+PROMPT = list(range(1, 21))  # more than a page, which is kept as a prefix
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 
 
@@ -31,7 +32,7 @@ def arrays(llm: LLM) -> list[Any]:
 
 @pytest.mark.parametrize(("level", "keeps"), [(1, True), (2, False)])
 def test_an_engine_sleeps_and_answers_as_before(llm: LLM, level: Any, keeps: bool) -> None:
-    (before,) = llm.generate([[1, 2, 3]], GREEDY)
+    (before,) = llm.generate([PROMPT], GREEDY)
     llm.sleep(level)
     pages = jax.tree.leaves(llm._engine._programs._layers)
     assert all(page.is_deleted() for page in pages)
@@ -45,21 +46,21 @@ def test_an_engine_sleeps_and_answers_as_before(llm: LLM, level: Any, keeps: boo
     llm.wake_up()
     llm.wake_up()
     assert not any(each.is_deleted() for each in arrays(llm))
-    (after,) = llm.generate([[1, 2, 3]], GREEDY)
+    (after,) = llm.generate([PROMPT], GREEDY)
     assert after.outputs == before.outputs
     np.testing.assert_allclose(llm.embed([[1, 2]]), llm.embed([[1, 2]]))
 
 
 def test_level_two_returns_to_the_weights_of_the_checkpoint(llm: LLM) -> None:
-    (before,) = llm.generate([[1, 2, 3]], GREEDY)
+    (before,) = llm.generate([PROMPT], GREEDY)
     llm._engine.update_weights(random_params(1))
-    (other,) = llm.generate([[1, 2, 3]], GREEDY)
+    (other,) = llm.generate([PROMPT], GREEDY)
     llm.sleep(1)
     llm.wake_up()
-    assert llm.generate([[1, 2, 3]], GREEDY)[0].outputs == other.outputs
+    assert llm.generate([PROMPT], GREEDY)[0].outputs == other.outputs
     llm.sleep(2)
     llm.wake_up()
-    assert llm.generate([[1, 2, 3]], GREEDY)[0].outputs == before.outputs != other.outputs
+    assert llm.generate([PROMPT], GREEDY)[0].outputs == before.outputs != other.outputs
 
 
 def test_a_busy_engine_does_not_sleep(llm: LLM) -> None:

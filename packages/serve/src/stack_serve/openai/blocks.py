@@ -103,7 +103,7 @@ class BlockWriter(ChatWriter):
 
     def _continues(self, delta: MessageDelta) -> bool:
         block = self.blocks[-1] if self.blocks else None
-        return block is not None and (block.kind, block.call) == (delta.kind, delta.call) and delta.name is None
+        return block is not None and (block.kind, block.call) == (delta.kind, delta.call)
 
     def _new(self, delta: MessageDelta) -> Block:
         block = Block(delta.kind, len(self.blocks), delta.call)

@@ -1,14 +1,13 @@
 """Plans of rows: every token once, no document cut that fits into a row, and few places left empty."""
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stack_core.abi.data import IGNORED_TARGET
-from stack_train.data.best_fit import BestFitPacking, best_fit
+from stack_core.text.packing import best_fit
+from stack_train.data.best_fit import BestFitPacking
 from stack_train.data.examples import plan_rows
 
 LENGTHS = st.lists(st.integers(0, 25), min_size=1, max_size=30)
@@ -40,18 +39,6 @@ def test_every_target_is_there_once_behind_its_token(lengths: list[int], seq_tok
                 100 * piece.document + 1 + k for k in range(piece.start_token, piece.end_token)
             ]
             assert batch["positions"][row][mine].tolist() == list(range(mine.sum()))
-
-
-@given(st.lists(st.integers(1, 12), max_size=40), st.integers(12, 20))
-def test_rows_are_at_most_as_many_as_best_fit_decreasing_needs(lengths: list[int], capacity: int) -> None:
-    """11 / 9 of the best that could be, and one (Johnson, 1973); no two rows would fit into one."""
-    order, starts = best_fit(np.array(lengths, np.int64), capacity)
-    assert sorted(order.tolist()) == list(range(len(lengths)))
-    filled = [int(np.array(lengths)[order[a:b]].sum()) for a, b in itertools.pairwise(starts)]
-    assert all(0 < total <= capacity for total in filled)
-    least = -(-sum(lengths) // capacity)
-    assert len(filled) <= 11 / 9 * least + 4
-    assert all(one + other > capacity for i, one in enumerate(filled) for other in filled[:i])
 
 
 def test_documents_of_a_corpus_fill_their_rows() -> None:

@@ -1,1 +1,1 @@
-"""Text processing for language models: chat templates and detokenization."""
+"""Text processing for language models: chat templates, message parsers, detokenization and packing."""

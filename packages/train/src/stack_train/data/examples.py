@@ -9,7 +9,7 @@ from jaxtyping import Int32, Int64, Shaped
 
 from stack_core.abi.data import IGNORED_TARGET
 from stack_core.abi.errors import DataError
-from stack_train.data.best_fit import best_fit
+from stack_core.text.packing import best_fit
 from stack_train.data.conversations import Conversation
 
 __all__ = ["TooLong", "fitting", "laid_out", "plan_rows", "stacked"]

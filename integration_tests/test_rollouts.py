@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -85,6 +86,12 @@ def test_the_step_forms_no_logits_of_a_whole_batch_and_compiles_nothing_after_th
     assert 65536 * 16 <= largest < 4 * 4 * 64 * 65536  # the embedding's is the largest
 
     run = build(cell(tmp_path / "run", "run.steps=5", "run.evaluate_every_steps=0", "checkpoint.every_steps=0"))
+    at_step = _compilations(run)
+    assert len(at_step) == 6 and at_step[0] < at_step[2] == at_step[-1]
+
+
+def _compilations(run) -> list[int]:
+    """The number of compilations before each step of a run, and after the last one."""
     compiled, at_step = [], []
     take = run.data.update_weights  # before the first step, and after each
     run.data.update_weights = lambda *given: take(*given) or at_step.append(len(compiled))
@@ -98,7 +105,7 @@ def test_the_step_forms_no_logits_of_a_whole_batch_and_compiles_nothing_after_th
         start(run)
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
-    assert len(at_step) == 6 and at_step[0] < at_step[2] == at_step[-1]
+    return at_step
 
 
 @pytest.mark.slow  # compiles the step for five meshes
@@ -209,6 +216,24 @@ def test_after_two_epochs_of_four_minibatches_tokens_are_clipped_as_numpy_counts
         assert [each[name] for each in ours] == [each[name] for each in steps], name
     digests = [_digests(tmp_path / name / "checkpoints" / "00000012") for name in ("cut", "whole")]
     assert digests[0] == digests[1]
+
+
+def test_packed_rows_agree_with_the_sampler_resume_bitwise_and_compile_once(tmp_path):
+    wide = ("data.seq_tokens=12", "data.packed=true", "objective.minibatches=2", "run.evaluate_every_steps=0")
+    whole, cut = (cell(tmp_path / name, *wide, "run.steps=5", "checkpoint.every_steps=3") for name in ("whole", "cut"))
+    at_step = _compilations(build(whole))
+    assert len(at_step) == 6 and at_step[4] == at_step[5]  # two batches and a checkpoint have compiled everything
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "00000005")
+    train(cut, resume=True)  # from step 3, within the second batch
+    ours, theirs = ({each["step"]: each for each in records(tmp_path / name, "train")} for name in ("cut", "whole"))
+    # Two episodes of five tokens in each row of twelve.
+    assert [each["padding"] for each in ours.values()] == pytest.approx([1 / 6] * 5)
+    assert max(each["largest_mismatch"] for step, each in theirs.items() if step % 2) < 1e-4
+    for name in ("loss", "reward", "grad_norm", "logprob", "mismatch", "action_tokens", "flat_groups"):
+        assert [ours[step][name] for step in (4, 5)] == [theirs[step][name] for step in (4, 5)], name
+    digests = [_digests(tmp_path / name / "checkpoints" / "00000005") for name in ("cut", "whole")]
+    assert digests[0] == digests[1] and len(digests[0]) > 10
 
 
 @pytest.mark.slow  # a run

@@ -27,10 +27,11 @@ _TOKENS: Final = {
     "weights": np.float32,
     "behaviour_logprobs": np.float32,
 }
-# Objectives report the mean of each of these, as they do of every array[rows] except `real`, `dropped` and `share`.
+# Objectives report the mean over episodes of each of these, as of every array[rows] except `real`, `dropped` and
+# `share`. `real` is the number of episodes of a row; `padding` is the padding of the whole batch.
 _OF_EPISODES: Final = ("reward", "correct", "unchecked", "unparsed", "action_tokens", "staleness", "truncated")
 _OF_GROUPS: Final = ("flat_groups", "drawn_groups")
-_ROWS: Final = ("real", "dropped", "share", *_OF_EPISODES, *_OF_GROUPS)
+_ROWS: Final = ("real", "dropped", "share", "padding", *_OF_EPISODES, *_OF_GROUPS)
 
 
 def batch_shapes(
@@ -167,6 +168,8 @@ def update_batch(
     chosen["weights"] = np.zeros(drawn.shape, np.float32)
     chosen["weights"][there] = drawn[there] * (weigh * (lengths > 0))[:, None]
     chosen["share"] = np.full(len(rows), 1 / len(rows), np.float32)
+    # The same in all rows, so that its mean does not depend on the number of episodes in a row.
+    chosen["padding"] = np.full(len(rows), np.mean(chosen["segment_ids"] == 0), np.float32)
     return chosen
 
 

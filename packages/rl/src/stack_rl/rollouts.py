@@ -34,6 +34,7 @@ from stack_rl.groups import Ledger, trained_on
 from stack_rl.objectives.policy import OF_DATA, PolicyConfig
 from stack_rl.objectives.ppo import PPOConfig
 from stack_rl.pacing import Pacing
+from stack_rl.packing import PackedRows, row_counts
 from stack_rl.placing import ShardedCheckpoint
 from stack_rl.reference import Reference, ReferenceConfig
 from stack_rl.rollout_journal import RolloutJournal
@@ -53,10 +54,11 @@ class RolloutData:
     """Episodes of an environment, sampled from the current weights as groups of attempts at each task.
 
     The algorithm, `objective`, computes the advantages of the episodes and uses each batch for one or more updates. A
-    batch has one row per episode: the observed and sampled tokens, the log-probabilities at sampling time, and for
-    each token the advantage and its weight in the loss. The policy samples at temperature 1 from the whole vocabulary,
-    which is the distribution that the objective differentiates. With `top_p` or `top_k`, each token keeps the
-    candidates it was sampled from, and the objective differentiates the distribution over these candidates.
+    batch has one row per episode, or several episodes per row (`packed`): the observed and sampled tokens, the
+    log-probabilities at sampling time, and for each token the advantage and its weight in the loss. The policy samples
+    at temperature 1 from the whole vocabulary, which is the distribution that the objective differentiates. With
+    `top_p` or `top_k`, each token keeps the candidates it was sampled from, and the objective differentiates the
+    distribution over these candidates.
 
     With `max_staleness: 0`, a batch is sampled on request from the weights that it will train, and is a function of the
     seed, the batch number and the weights. Otherwise groups are sampled while the policy trains, up to `max_staleness`
@@ -94,6 +96,9 @@ class RolloutData:
         batch off-policy.
       stale_keys: handling of the KV cache when the engine receives new weights: "keep" its entries, or "recompute" them
         with the new weights.
+      packed: True packs several episodes into a row for training and scoring, as segments that do not attend to each
+        other. Batches then have fewer rows, and each new number of rows compiles another program, at most two per
+        halving of the rows. Evaluation and `reference` are not packed.
     """
 
     environment: Annotated[Any, Selected(registries.environments)]
@@ -112,6 +117,7 @@ class RolloutData:
     most_candidates: PositiveInt = 64
     max_staleness: NonNegativeInt = 0
     stale_keys: Literal["keep", "recompute"] = "keep"
+    packed: bool = False
 
     moved_keys: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
@@ -207,6 +213,8 @@ class PolicyRollouts:
                 "data.most_candidates would have no effect, because every token is a candidate. Set data.top_k or "
                 "data.top_p, or leave it out."
             )
+        if data.packed:
+            _check_positions(model, data.seq_tokens)
         if data.engine not in registries.engines:
             raise registries.engines.unknown(data.engine)
         if data.reference is not None:
@@ -215,6 +223,19 @@ class PolicyRollouts:
 
     def build(self, *, seed: int, model: Any) -> "RolloutBatches":
         return RolloutBatches(self, seed=seed)
+
+
+def _check_positions(model: Any, seq_tokens: int) -> None:
+    """Raises a ConfigError if the scaling of positions depends on the longest sequence of a row."""
+    scaling = getattr(model, "rope_scaling", None)
+    kind = getattr(scaling, "rope_type", None)
+    unscaled = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
+    if kind in unscaled and seq_tokens > (limit := getattr(scaling, unscaled[kind])):
+        raise ConfigError(
+            f"data.packed is true, but model.rope_scaling is {kind!r}, which depends on the longest sequence of a row: "
+            f"beyond {limit} tokens, episodes of a row would change each other's positions, and data.seq_tokens is "
+            f"{seq_tokens}. Set data.packed: false, or data.seq_tokens to at most {limit}."
+        )
 
 
 @dataclass(frozen=True)
@@ -257,6 +278,13 @@ class RolloutBatches(PolicyBatches):
         self._resumed_updates = 0
         self._journal: RolloutJournal | None = None
         self._directory: Path | None = None
+        self._row_counts: tuple[int, ...] = ()
+
+    def split_rows(self, parts: int) -> Sequence[int]:
+        """Returns the numbers of rows of packed batches; () if batches are not packed."""
+        if self._data.packed:
+            self._row_counts = row_counts(self._data.batch_size // self._algorithm.minibatches, parts)
+        return self._row_counts
 
     def take_policy(self, open_policy: Callable[[], GenerativeCheckpoint]) -> None:
         """Creates the tasks and the engine that plays them.
@@ -364,7 +392,8 @@ class RolloutBatches(PolicyBatches):
             current = self._current = self._new_batch()
             if "skipped_updates" in current.arrays:
                 current.arrays["skipped_updates"][:] = skipped
-        return current.take()
+        update = current.take()
+        return PackedRows.plan(update["segment_ids"], self._row_counts).pack(update) if self._data.packed else update
 
     def _exceeds_target_kl(self, current: CurrentBatch) -> bool:
         """Compares the policy's divergence, on the rows of the next update, with `objective.target_kl`."""
@@ -457,8 +486,11 @@ class RolloutBatches(PolicyBatches):
 
     def _scored(self, batch: Batch) -> Mapping[str, Any]:
         assert self._policy is not None, "update_weights has not been called"
-        scores = self._policy.score({name: batch[name] for name in _SCORED if name in batch})
-        return {name: scores[name] for name in ("policy_logprobs", REFERENCE_LOGPROBS, "values") if name in scores}
+        given = {name: batch[name] for name in _SCORED if name in batch}
+        plan = PackedRows.plan(batch["segment_ids"], self._row_counts) if self._data.packed else None
+        scores = self._policy.score(given if plan is None else plan.pack(given))
+        names = [name for name in ("policy_logprobs", REFERENCE_LOGPROBS, "values") if name in scores]
+        return {name: scores[name] if plan is None else plan.unpack(np.asarray(scores[name])) for name in names}
 
     @property
     def _version(self) -> int:

@@ -106,6 +106,26 @@ def test_another_batch_than_the_compiled_one_is_named(program, step):
     assert float(step(state, wide)[1]["loss"]) > 0, "NumPy's default integers are int32 on a device"
 
 
+def test_batches_with_fewer_rows_compile_once_per_announced_number_of_rows(program, monkeypatch):
+    batch, traced = make_batch(), []
+    fewer = {name: value[:2] for name, value in batch.items()}
+    compiled = program.trace(batch).lower().compile()
+    step = program.runnable(compiled, batch, row_counts=(2,))
+    trace = Program.trace
+    monkeypatch.setattr(Program, "trace", lambda self, shapes: traced.append(len(traced)) or trace(self, shapes))
+    state = program.init(key=jax.random.key(0))
+    for given in (fewer, batch, fewer):
+        state, metrics = step(state, given)
+    assert int(state.step) == 3 and traced == [0] and float(metrics["loss"]) > 0
+    for wrong in ({name: value[:1] for name, value in batch.items()}, fewer | {"tokens": fewer["tokens"][:, :3]}):
+        with pytest.raises(TrainingError, match=r"batch\['tokens'\] is int32\[.*compiled for int32\["):
+            step(state, wrong)
+
+
+def test_a_batch_is_split_by_microbatches():
+    assert make_program(accumulation_steps=3).batch_parts == 3
+
+
 def test_the_same_key_gives_the_same_state_and_another_gives_another(program):
     first, same, other = (leaves(program.init(key=jax.random.key(seed)).params) for seed in (0, 0, 1))
     assert all((first[name] == same[name]).all() for name in first)

@@ -143,6 +143,18 @@ class Batches(ABC):
         """
         return None
 
+    def split_rows(self, parts: int) -> Sequence[int]:
+        """Takes the number of equal parts into which devices and microbatches split each batch.
+
+        A run calls it once, before `train_iterator`.
+
+        Returns:
+          Numbers of rows that training batches may have besides the rows of `DataConfig.spec`, each smaller and a
+          multiple of `parts`. The first batch with each number compiles another program. Empty if all batches have the
+          rows of the spec.
+        """
+        return ()
+
     def write(self, directory: Path) -> None:  # noqa: B027  optional
         """Writes files that belong to the run, such as the tokenizer, each atomically. Existing files stay."""
 

@@ -71,6 +71,7 @@ class _Dispatched:
     metrics: Metrics
     row_ids: np.ndarray | None
     data_wait_s: float = 0.0
+    share_of_rows: float = 1.0  # rows of the batch, relative to the rows of `DataConfig.spec`
 
     @property
     def is_finished(self) -> bool:
@@ -189,7 +190,12 @@ class TrainingLoop:
         arrays, row_ids = self._to_device(batch, self.of.rows)
         self.bus.emit(StepStarted(step))
         state, metrics = self.compiled(state, arrays)
-        return state, _Dispatched(step, metrics, row_ids, data_wait_s)
+        return state, _Dispatched(step, metrics, row_ids, data_wait_s, self._share_of_rows(arrays))
+
+    def _share_of_rows(self, arrays: Mapping[str, jax.Array]) -> float:
+        """Returns the rows of a batch relative to the largest batch, whose FLOPs `ideal_step_s` counts."""
+        name, largest = next(iter(self.of.config.batches.spec(self.of.config.model).items()))
+        return arrays[name].shape[0] / largest.shape[0]
 
     def _hand_over(self, state: TrainState, step: int) -> None:
         """Passes the current weights to data that is sampled from the policy."""
@@ -230,7 +236,8 @@ class TrainingLoop:
             raise NonFiniteLoss(self._describe_non_finite(dispatched, metrics))
         self._last = metrics
         self._durations_s.append(duration_s)
-        mfu = None if self.ideal_step_s is None else self.ideal_step_s / duration_s
+        ideal_step_s = None if self.ideal_step_s is None else self.ideal_step_s * dispatched.share_of_rows
+        mfu = None if ideal_step_s is None else ideal_step_s / duration_s
         if mfu is not None and mfu > 1:  # a CPU's peak is measured; above 1, the CPU was busy then: unknown
             mfu = None
         rate = self._work / duration_s

@@ -131,6 +131,7 @@ def _train(
     bus: EventBus,
     stop: StopRequest,
 ) -> RunSummary:
+    row_counts = run.data.split_rows(run.program.batch_parts)
     batches = run.data.train_iterator()
     state, records, first_step = _first_state(run, store, batches)
     run.processes.check_alike("data", {"position": batches.get_state()} if run.processes.count > 1 else {})
@@ -139,7 +140,7 @@ def _train(
         open_policy: Any = partial(policy_of, run, run.program.step.variables(state))
         run.data.take_policy(open_policy)
     flops, ideal_step_s = _cost(run)
-    step = run.program.runnable(compiled, run.config.batches.spec(run.config.model))
+    step = run.program.runnable(compiled, run.config.batches.spec(run.config.model), row_counts)
     loop = TrainingLoop(run, step, store, bus, ideal_step_s, records)
     bus.emit(
         RunStarted(

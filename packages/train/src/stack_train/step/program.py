@@ -1,6 +1,7 @@
 """The program of a step: places its arrays on a mesh and compiles it."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, update_wrapper
 from typing import Any
@@ -77,17 +78,26 @@ class Program:
         return self.runnable(self.trace(batch).lower().compile(), batch)
 
     def runnable(
-        self, compiled: jax.stages.Compiled, batch: Mapping[str, Any]
+        self, compiled: jax.stages.Compiled, batch: Mapping[str, Any], row_counts: Sequence[int] = ()
     ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
         """Wraps the compiled step with a check that names the arrays of a batch with other shapes or dtypes.
+
+        A batch with one of `row_counts` rows compiles another program when that number first occurs.
 
         On CPUs, compiled programs reject committed 4-bit arrays, because JAX reports their layouts in two ways (jax
         0.10.2). A state with such arrays goes through `jax.jit`, which compiles again or hits the compilation cache.
         """
-        program: Any = self._jitted(batch) if self._has_subbyte_codes else compiled
-        expected = batch_shapes(batch)
+        first: Any = self._jitted(batch) if self._has_subbyte_codes else compiled
+        whole = batch_shapes(batch)
+        programs = {_rows(whole): (first, whole)}
 
         def step(state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, Metrics]:
+            rows = _rows(batch)
+            if rows not in programs and rows in row_counts:
+                shapes = {name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in whole.items()}
+                program = first if self._has_subbyte_codes else self.trace(shapes).lower().compile()
+                programs[rows] = program, shapes
+            program, expected = programs.get(rows, (first, whole))
             check_batch(batch, expected, "compile")
             stepped: tuple[TrainState, Metrics] = program(state, batch)
             return stepped
@@ -215,8 +225,19 @@ class Program:
         return self.mesh.devices.flat[0].platform == "cpu" and any(jnp.iinfo(dtype).bits < 8 for dtype in integers)
 
     @property
+    def batch_parts(self) -> int:
+        """Number of equal parts into which the devices and the microbatches split the rows of a batch."""
+        schedule = self.step.schedule
+        microbatches = self.step.accumulation_steps if schedule is None else schedule.microbatches
+        return microbatches * math.prod(self.mesh.shape[axis] for axis in self.sharding_rules.mesh_axes("batch"))
+
+    @property
     def _replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())
+
+
+def _rows(batch: Mapping[str, Any]) -> int:
+    return next((array.shape[0] for array in batch.values() if array.shape), 0)
 
 
 def _with_sharding(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

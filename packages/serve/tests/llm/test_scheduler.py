@@ -287,10 +287,10 @@ def test_pages_of_a_prompt_are_shared_once_an_earlier_step_computed_them():
     assert [planned(plan) for plan in plans] == [[(0, 8, 8, False)], [(0, 16, 4, True), (1, 16, 4, True)]]
 
 
-def test_rows_of_one_step_do_not_share():
+def test_rows_of_one_step_do_not_share_so_the_second_waits_for_the_next_one():
     state = state_of()
-    plan = step(state, sequence_of(0, range(8)), sequence_of(1, range(8)))
-    assert planned(plan) == [(0, 0, 8, True), (1, 0, 8, True)]
+    assert planned(step(state, sequence_of(0, range(8)), sequence_of(1, range(8)))) == [(0, 0, 8, True)]
+    assert planned(step(state)) == [(0, 8, 1, True), (1, 4, 4, True)]
 
 
 def test_pages_held_by_several_are_freed_by_the_last():
@@ -343,6 +343,33 @@ def test_continuations_share_the_prompt_that_the_first_computes():
     assert planned(step(state)) == [(0, 16, 4, True)]
     assert planned(step(state)) == [(0, 20, 1, True), (1, 16, 4, True), (2, 16, 4, True)]
     assert others[0].pages[:4] == others[1].pages[:4] == leader.pages[:4]
+
+
+def test_requests_that_arrive_together_share_the_prompt_that_the_first_computes():
+    """As the samples of a group do, which are requests of their own."""
+    state = state_of(step_tokens=64, max_sequences=8)
+    group = [sequence_of(n, range(18), new=8) for n in range(4)]
+    other = sequence_of(4, 18)
+    assert planned(step(state, *group, other)) == [(0, 0, 18, True), (4, 0, 18, True)]
+    computed = step(state)
+    assert planned(computed) == [(0, 18, 1, True), (4, 18, 1, True), *((n, 16, 2, True) for n in (1, 2, 3))]
+    assert len({tuple(each.pages[:4]) for each in group}) == 1
+    assert state.stats(compilations=0).prefix_hits_tokens == 3 * 16
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_requests_wait_only_for_pages_that_are_coming(ends):
+    state = state_of(step_tokens=8)
+    first, second = sequence_of(0, range(20)), sequence_of(1, range(20))
+    step(state, first, second)
+    assert arrivals_of(state.waiting) == [1]
+    if ends:
+        finish(state, first)
+        assert planned(step(state)) == [(1, 8, 8, False)]
+    else:
+        forget_prefixes(state)  # its pages have keys of old weights
+        step(state)
+        assert planned(step(state)) == [(0, 16, 4, True), (1, 0, 4, False)]
 
 
 def test_while_continuations_wait_for_the_first_others_go_on():

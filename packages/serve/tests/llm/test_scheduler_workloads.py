@@ -138,9 +138,17 @@ def check_who_runs(state, before, plan):
     for sequence in plan.admitted:
         assert any(row.sequence is sequence for row in plan.rows)
         for other in before.waiting:
-            assert other in plan.admitted or other in before.for_leader or order(other) > order(sequence)
+            waits = other in before.for_leader or shares_a_page(state, other)
+            assert other in plan.admitted or waits or order(other) > order(sequence)
     if not before.running and not any(sequence.in_flight for sequence in before.waiting):
         assert plan.admitted or not before.waiting
+
+
+def shares_a_page(state, waiting):
+    """Whether a running sequence begins with the same page, for which the waiting one may wait."""
+    first = waiting.tokens[: state.page_tokens]
+    may_share = state.prefix_caching and waiting.cacheable and len(waiting.tokens) > state.page_tokens
+    return may_share and any(each.tokens[: state.page_tokens] == first for each in state.running)
 
 
 def check_holdings(state):

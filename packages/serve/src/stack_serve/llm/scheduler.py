@@ -11,8 +11,9 @@ Guarantees for any workload in which each sequence fits into an otherwise empty 
     with the latest turn is preempted: it releases its pages and waits to be recomputed.
   - Waiting sequences start in the order of their turns. A turn is the arrival number, shifted by `PRIORITY_ARRIVALS`
     per level of priority. At most `2 priorities PRIORITY_ARRIVALS` later arrivals can therefore overtake a sequence.
-    Smaller sequences do not overtake the first one in the queue. The only exception is a continuation that waits for
-    the first continuation of its request to compute the prompt.
+    Smaller sequences do not overtake the first one in the queue. The only exceptions are a continuation that waits for
+    the first continuation of its request to compute the prompt, and a sequence that waits for a running one to compute
+    the next page of their common prefix.
   - A running sequence keeps the slot of its adapter. Waiting for an adapter slot blocks the queue in the same way as
     waiting for pages.
   - A waiting sequence never preempts a running one, whatever its priority.
@@ -22,6 +23,7 @@ Guarantees for any workload in which each sequence fits into an otherwise empty 
 
 from __future__ import annotations
 
+import itertools
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -372,7 +374,9 @@ def _next_to_begin(state: SchedulerState) -> tuple[Sequence, list[int]] | None:
     """
     if not state.free_slots:
         return None
-    sequence = next((sequence for sequence in state.waiting if not _waits_for_leader(state, sequence)), None)
+    coming = _coming_pages(state)
+    waits = lambda each: _waits_for_leader(state, each) or _waits_for_page(state, each, coming)
+    sequence = next(itertools.filterfalse(waits, state.waiting), None)
     # A preempted sequence restarts once the host has read its tokens in flight, which it must recompute.
     if sequence is None or sequence.in_flight or not state.adapters.can_hold(sequence.adapter):
         return None
@@ -388,6 +392,30 @@ def _waits_for_leader(state: SchedulerState, sequence: Sequence) -> bool:
         return False
     # The last prompt token is always computed, so only prompts of more than one page have a full page to share.
     return state.prefix_caching and sequence.cacheable and sequence.prompt_tokens > state.page_tokens
+
+
+def _coming_pages(state: SchedulerState) -> set[bytes]:
+    """Returns the digests of pages that running sequences are about to compute and register."""
+    if not state.prefix_caching:
+        return set()
+    return {
+        digest
+        for sequence in state.running
+        if sequence.weights_version == state.weights_version and sequence.cacheable
+        for digest in sequence.digests[sequence.registered_pages :]
+    }
+
+
+def _waits_for_page(state: SchedulerState, sequence: Sequence, coming: set[bytes]) -> bool:
+    """Returns whether a running sequence is about to compute the next page of this one's prefix.
+
+    Otherwise the prompts of a group of requests that arrive together, such as samples for one task, would all be
+    computed, because rows of a step cannot share pages that the same step computes.
+    """
+    if not coming or not sequence.cacheable:
+        return False
+    found = len(_find_prefix(state, sequence))
+    return found < len(sequence.digests) and sequence.digests[found] in coming
 
 
 def _find_prefix(state: SchedulerState, sequence: Sequence) -> list[int]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import queue
+import threading
 import time
 from dataclasses import dataclass, field, replace
 
@@ -317,6 +318,42 @@ def test_more_episodes_than_an_engine_queues_are_played():
         found.append([each.tokens.tolist() for each in player.play(attempts, seed=(0,), greedy=False)])
     assert found[0] == found[1] and len(found[0]) == 20
     assert engines[0].requests == engines[1].requests  # in the same order
+
+
+class NarrowEngine(ScriptedEngine):
+    """An engine with room for one request, which it answers a little later; it asks others to retry in a minute."""
+
+    is_busy = False
+
+    def submit(self, request, receive=None):
+        if self.is_busy:
+            raise EngineBusy("1 continuation waits already.", retry_after_s=60.0)
+        self.is_busy = True
+        super().submit(request)
+
+        def answer():
+            self.is_busy = False
+            for update in self.stream(request.request_id):
+                receive(update)
+
+        threading.Timer(0.01, answer).start()
+
+
+def test_an_episode_that_finds_the_queue_full_acts_as_soon_as_another_has_acted():
+    found = queue.SimpleQueue()
+    player = ConcurrentPlayer(
+        CountingTasks(turns=2),
+        NarrowEngine(lambda prompt: (5, 6)),
+        seq_tokens=20,
+        seed=0,
+        on_failure="stop",
+        timeout_s=5.0,
+        sampling_filter=SamplingFilter(),
+    )
+    player.begin([Attempt(0, task) for task in range(6)], found.put, found.put)
+    played = found.get(timeout=20)
+    player.close()
+    assert [each.tokens.tolist()[0] for each in played] == list(range(6))
 
 
 class Half(Counting):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -60,6 +61,8 @@ class ConcurrentPlayer:
         self._seq_tokens, self._on_failure, self._timeout_s = seq_tokens, on_failure, timeout_s
         self._loop = EventLoop()
         self._requests = itertools.count()
+        # Episodes that wait for room in the engine's queue, in order. Used on the event loop only.
+        self._queued: deque[asyncio.Future[None]] = deque()
 
     def begin(
         self,
@@ -126,6 +129,8 @@ class ConcurrentPlayer:
             # The future is already done if the episode was cancelled.
             if update.finish_reason is not None and not ended.done():
                 ended.set_result(None)
+            if len(updates) == 1 or update.finish_reason is not None:  # it has left the engine's queue, or its place
+                self._admit_next()
 
         def receive(update: GenerationUpdate) -> None:
             with contextlib.suppress(RuntimeError):  # the run has ended and its event loop is closed
@@ -138,8 +143,24 @@ class ConcurrentPlayer:
                 self._engine.submit(request, receive)
                 break
             except EngineBusy as busy:
-                await asyncio.sleep(busy.retry_after_s)
+                await self._wait_for_room(busy.retry_after_s)
         await ended
         if updates[-1].finish_reason == "error":
             self._engine.stats()  # raises if the engine itself has failed, and not only this request
         return joined(updates)
+
+    async def _wait_for_room(self, retry_after_s: float) -> None:
+        """Waits until a request has begun or finished, or for `retry_after_s`: the engine may have other callers."""
+        room = asyncio.get_running_loop().create_future()
+        self._queued.append(room)
+        try:
+            await asyncio.wait([room], timeout=retry_after_s)
+        finally:
+            if not room.done():
+                self._queued.remove(room)
+                room.cancel()
+
+    def _admit_next(self) -> None:
+        """Lets the episode that has waited longest submit its request again."""
+        if self._queued:
+            self._queued.popleft().set_result(None)

@@ -425,6 +425,14 @@ def test_a_full_queue_refuses(idle: LLMEngine) -> None:
     assert caught.value.retry_after_s > 0
 
 
+def test_as_many_as_expected_may_wait(idle: LLMEngine) -> None:
+    idle.expect(8)
+    for name in "abcdefgh":
+        idle.submit(request_of(name))
+    with pytest.raises(EngineBusy, match="8 continuations wait already; max_waiting=8"):
+        idle.submit(request_of("more"))
+
+
 def test_a_request_larger_than_the_queue_is_taken_where_none_wait(idle: LLMEngine) -> None:
     idle.submit(request_of("seven", n=7, max_tokens=1))
     with pytest.raises(EngineBusy, match="7 continuations wait already"):

@@ -105,6 +105,10 @@ class LLMEngine(Engine):
         self._embedding = 0
         self._failure: BaseException | None = None
 
+    def expect(self, continuations: int) -> None:
+        """Lets this many continuations wait, if `max_waiting` is less; see `Engine`."""
+        self._max_waiting = max(self._max_waiting, continuations)
+
     def warm_up(self) -> None:
         """Compiles every program of a step, to keep requests from waiting for compilation."""
         self._programs.compile_all(self._progress)

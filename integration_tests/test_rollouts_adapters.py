@@ -1,6 +1,9 @@
 """RL with adapters: the engine gets the adapter alone, and the reference is the base."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import pytest
@@ -81,3 +84,51 @@ def test_grpo_sends_the_adapter_alone_and_is_held_to_the_base(tmp_path, base, se
     assert max(each["largest_mismatch"] for each in steps) < 1e-4  # the sampler has the program's weights
     divergences = [each["kl"] for each in steps]
     assert divergences[0] == pytest.approx(0.0, abs=1e-6) and divergences[-1] > 0.0, json.dumps(steps[-1])
+
+
+# In a process of its own, since the wrappers that check types in tests cannot be pickled for the engine's process.
+CHILD = """
+import json, sys
+from pathlib import Path
+import jax
+from stack_core.runtime.engine_process import EngineProcess
+from stack_core.runtime.transfer import Transfers
+from stack_train.run.program import build_program
+from stack_train.run.train import train
+sys.path.insert(0, {tests!r})
+from test_rollouts import cell
+
+offered, updates = [0], []
+offer, update = Transfers.offer, EngineProcess.update_weights
+
+def counted_offer(transfers, number, part):
+    offered[0] += part.nbytes
+    offer(transfers, number, part)
+
+def counted_update(engine, params, **options):
+    before = offered[0]
+    update(engine, params, **options)
+    updates.append((before, offered[0] - before))
+
+Transfers.offer, EngineProcess.update_weights = counted_offer, counted_update
+config = cell(Path(sys.argv[1]), *sys.argv[2:])
+train(config)
+adapter = build_program(config).abstract_state.params
+print(json.dumps([updates, sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(adapter))]))
+"""
+
+
+@SLOW  # runs with an engine in another process
+@pytest.mark.parametrize(("engine", "quant"), [("static", NF4), ("llm", ())], ids=["static-nf4", "llm-float"])
+def test_an_engine_in_another_process_gets_the_adapter_alone_by_the_transfer(tmp_path, base, engine, quant):
+    """Counts the bytes that the trainer's process offers for transfer."""
+    more = (f"data.engine={engine}", "data.engine_process={}", f"run.init_from={base}", "run.steps=3")
+    command = [sys.executable, "-c", CHILD.format(tests=str(Path(__file__).parent)), str(tmp_path / "run")]
+    done = subprocess.run([*command, *quant, *LORA, *more], check=False, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    updates, adapter = json.loads(done.stdout.splitlines()[-1])
+    before_first, _ = updates[0]
+    assert before_first > 2 * adapter  # the whole model, once
+    assert [size for _, size in updates] == [adapter] * 4
+    steps = records(tmp_path / "run", "train")
+    assert max(each["largest_mismatch"] for each in steps) < 1e-4 and len({each["loss"] for each in steps}) > 1

@@ -11,13 +11,16 @@ from stack_rl.contracts import Trajectory
 from stack_rl.experience import batch_of, batch_shapes, credited, update_batch
 from stack_rl.math.weights import WEIGHTS
 from stack_rl.objectives.presets import GRPOConfig
+from stack_rl.packing import PackedRows, row_counts
 from stack_rl.rollouts import RolloutBatches
 from stack_train import build, start
 from stack_train.run.placing import shard_batch
 from stack_train.run.program import build_program
 
-ROWS, SEQ = 16, 12
+ROWS, SEQ = 16, 24
 MESHES = ("mesh.data=8,mesh.fsdp=1", "mesh.fsdp=8", "mesh.tensor=2,mesh.fsdp=4", "mesh.fsdp=2,run.accumulation_steps=4")
+PACKED = {"mesh.fsdp=1": 6, MESHES[3]: 8}
+"""Rows of the packed batch by mesh, a multiple of its devices and microbatches."""
 
 
 def main() -> None:
@@ -29,23 +32,34 @@ def main() -> None:
 def check_gradients(output: Path) -> None:
     """The largest difference from one device's gradient, of each aggregation, over the largest entry of the leaf."""
     expected = dict(zip(WEIGHTS, gradients(output, "mesh.fsdp=1"), strict=True))
-    for mesh in MESHES:
-        for name, found in zip(WEIGHTS, gradients(output, mesh), strict=True):
+    for mesh, rows in [*dict.fromkeys(MESHES).items(), *PACKED.items()]:
+        for name, found in zip(WEIGHTS, gradients(output, mesh, rows), strict=True):
             pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected[name]), strict=True)
             difference = max(float(np.abs(ours - right).max() / np.abs(right).max()) for ours, right in pairs)
-            sys.stdout.write(f"{mesh} {name}: {difference:.1e}\n")
+            sys.stdout.write(f"{mesh} {name} in {rows or ROWS} rows: {difference:.1e}\n")
             assert difference < 1e-6, (mesh, name, difference)
 
 
-def gradients(output: Path, mesh: str) -> list:
-    """Of one batch by each aggregation, on a mesh."""
-    sizes = (f"data.seq_tokens={SEQ}", "data.groups=4", "data.group_size=4", "objective.kl=0.1")
+def gradients(output: Path, mesh: str, rows: int | None = None) -> list:
+    """Of one batch by each aggregation, on a mesh; packed into `rows` if they are given."""
+    sizes = (
+        f"data.seq_tokens={SEQ}",
+        f"model.max_positions={SEQ}",
+        "data.groups=4",
+        "data.group_size=4",
+        "objective.kl=0.1",
+    )
     config = cell(output / "never", *sizes, *mesh.split(","))
     count = int(np.prod(list(config.mesh.sizes.values())))
     program = build_program(config, jax.devices()[:count])
     state = program.init(key=jax.random.key(0))
     differentiate = jax.jit(lambda state, batch: program.on_mesh(program.step.gradients)(state, batch)[0])
-    return [jax.device_get(differentiate(state, shard_batch(program, batch(name)))) for name in WEIGHTS]
+    batches = [batch(name) for name in WEIGHTS]
+    if rows is not None:
+        plan = PackedRows.plan(batches[0]["segment_ids"], row_counts(ROWS, program.batch_parts))
+        batches = [plan.pack(each) for each in batches]
+        assert {len(each["tokens"]) for each in batches} == {rows}, plan.shape
+    return [jax.device_get(differentiate(state, shard_batch(program, each))) for each in batches]
 
 
 def batch(aggregation: str) -> dict[str, np.ndarray]:
@@ -53,7 +67,7 @@ def batch(aggregation: str) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     found = []
     for row in range(ROWS - 3):
-        length, prompt = int(rng.integers(3, SEQ + 1)), int(rng.integers(1, 3))
+        length, prompt = int(rng.integers(3, SEQ // 2 + 1)), int(rng.integers(1, 3))
         sampled = np.arange(length) >= prompt
         trajectory = Trajectory(
             group=row // 4,

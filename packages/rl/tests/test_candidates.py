@@ -1,15 +1,18 @@
 """Candidates in trajectories, in their bytes and in batches."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from stack_core.abi.errors import DataError
-from stack_core.abi.generation import GenerationUpdate, TokenLogprob
+from stack_core.abi.generation import GenerationUpdate, SamplingParams, TokenLogprob
 from stack_rl.environments.cell import CellConfig
-from stack_rl.episodes import Attempt, Player, SamplingFilter
+from stack_rl.episodes import Attempt, Player, PolicySampling
 from stack_rl.experience import batch_of, batch_shapes
 from stack_rl.groups import Group
 from stack_rl.objectives.presets import DrGRPOConfig
+from stack_rl.rollouts import RolloutData
 
 from .scripted import Policy, ScriptedEngine
 
@@ -34,7 +37,7 @@ class Narrow(ScriptedEngine):
 def played():
     tasks = CellConfig().build(Policy(), seq_tokens=6, seed=0)
     player = Player(
-        tasks, Narrow(lambda prompt: ()), seq_tokens=6, on_failure="stop", sampling_filter=SamplingFilter(top_p=0.9)
+        tasks, Narrow(lambda prompt: ()), seq_tokens=6, on_failure="stop", policy_sampling=PolicySampling(top_p=0.9)
     )
     return player.play([Attempt(0, 0), Attempt(0, 0)], seed=(0,), greedy=False)
 
@@ -60,3 +63,35 @@ def test_batches_have_a_row_of_candidates_for_each_target():
         batch_of(played(), shapes=batch_shapes(2, 6, DrGRPOConfig(), candidates=1), version=0)
     assert "candidates" not in batch_of(played(), shapes=batch_shapes(2, 6, DrGRPOConfig()), version=0)
     assert np.asarray(batch["candidates"]).dtype == np.int32
+
+
+def test_the_settings_of_the_data_reach_the_engine_and_greedy_decoding_ignores_them():
+    settings = {"temperature": 0.7, "min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": -0.5}
+    data = RolloutData(environment=CellConfig(), repetition_penalty=1.2, top_k=3, **settings)
+    assert data.draw_digest != RolloutData(environment=CellConfig()).draw_digest
+    engine = ScriptedEngine(lambda prompt: (3,))
+    tasks = CellConfig().build(Policy(), seq_tokens=6, seed=0)
+    player = Player(tasks, engine, seq_tokens=6, on_failure="stop", policy_sampling=data.policy_sampling)
+    for greedy in (False, True):
+        player.play([Attempt(0, 0)], seed=(0,), greedy=greedy)
+    sampled, greedy = engine.requests[0].sampling, engine.requests[-1].sampling
+    for name, value in {**settings, "repetition_penalty": 1.2, "top_k": 3, "candidates": True}.items():
+        assert getattr(sampled, name) == value, name
+        assert getattr(greedy, name) == (0.0 if name == "temperature" else getattr(SamplingParams(), name)), name
+
+
+def test_batches_have_the_settings_and_the_place_of_each_target_in_its_action():
+    sampling = PolicySampling(temperature=0.7, presence_penalty=0.5)
+    shapes = batch_shapes(3, 6, DrGRPOConfig(), sampling=sampling)
+    (one, _) = played()
+    one = replace(one, sampled=np.asarray([False, False, False, True, True, True]), action_starts=(3, 4))
+    batch = batch_of([one], shapes=shapes, version=0, sampling=sampling)
+    assert batch["generated_tokens"][0].tolist() == [0, 0, 0, 0, 1, 0]
+    assert (batch["temperature"] == np.float32(0.7)).all() and (batch["penalties"] == np.float32([1, 0, 0.5])).all()
+    # Greedy episodes of an evaluation have the model's log-probabilities.
+    greedy = batch_of([one], shapes=shapes, version=0)
+    assert (greedy["temperature"] == 1).all() and (greedy["penalties"] == np.float32([1, 0, 0])).all()
+    plain = batch_shapes(3, 6, DrGRPOConfig())
+    assert not {"temperature", "penalties", "generated_tokens"} & set(plain)
+    (read,) = Group.from_bytes(0, Group(0, 0, "", [one]).to_bytes()).trajectories
+    assert list(read.action_starts) == [3, 4]

@@ -15,7 +15,7 @@ from stack_rl import episodes
 from stack_rl.concurrent import ConcurrentPlayer
 from stack_rl.contracts import Action, EnvironmentKind, Observation, StepResult, Tasks
 from stack_rl.environments.cell import CellConfig
-from stack_rl.episodes import Attempt, Player, SamplingFilter
+from stack_rl.episodes import Attempt, Player, PolicySampling
 from stack_rl.groups import Group
 from stack_rl.rewards.unchecked import Unchecked
 
@@ -171,7 +171,7 @@ def test_groups_are_played_beside_the_caller_and_tell_how_they_ended():
     for fails in ("", "reset"):
         tasks = CountingTasks(turns=2, fails=fails)
         player = ConcurrentPlayer(
-            tasks, engine, seq_tokens=20, seed=0, on_failure="stop", timeout_s=5.0, sampling_filter=SamplingFilter()
+            tasks, engine, seq_tokens=20, seed=0, on_failure="stop", timeout_s=5.0, policy_sampling=PolicySampling()
         )
         player.begin([Attempt(3, 1), Attempt(3, 0)], found.put, found.put)
         ended = found.get(timeout=5)
@@ -205,7 +205,7 @@ def test_an_engine_that_has_failed_stops_the_run_even_if_failed_episodes_are_dro
         seed=0,
         on_failure="drop",
         timeout_s=5.0,
-        sampling_filter=SamplingFilter(),
+        policy_sampling=PolicySampling(),
     )
     player.begin([Attempt(3, 0), Attempt(3, 1)], found.put, found.put)
     assert isinstance(found.get(timeout=5), EngineStopped)
@@ -226,7 +226,7 @@ def test_an_engine_may_answer_after_the_end_of_the_run():
         seed=0,
         on_failure="stop",
         timeout_s=5.0,
-        sampling_filter=SamplingFilter(),
+        policy_sampling=PolicySampling(),
     )
     ignore = lambda ended: None
     player.begin([Attempt(0, 0)], ignore, ignore)

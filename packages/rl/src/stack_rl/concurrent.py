@@ -17,7 +17,7 @@ from stack_rl.episodes import (
     Episode,
     EventLoop,
     OnFailure,
-    SamplingFilter,
+    PolicySampling,
     failure_message,
     joined,
     sampling_for,
@@ -42,7 +42,7 @@ class ConcurrentPlayer:
       seed: seed of the sampling.
       on_failure: handling of an episode whose environment or reward fails.
       timeout_s: time limit of each environment step in seconds.
-      sampling_filter: sampling restrictions.
+      policy_sampling: sampling settings of the policy.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class ConcurrentPlayer:
         seed: int,
         on_failure: OnFailure,
         timeout_s: float,
-        sampling_filter: SamplingFilter,
+        policy_sampling: PolicySampling,
     ) -> None:
-        self._sampling_filter = sampling_filter
+        self._policy_sampling = policy_sampling
         self._tasks, self._engine, self._seed = tasks, engine, seed
         self._seq_tokens, self._on_failure, self._timeout_s = seq_tokens, on_failure, timeout_s
         self._loop = EventLoop()
@@ -136,7 +136,7 @@ class ConcurrentPlayer:
             with contextlib.suppress(RuntimeError):  # the run has ended and its event loop is closed
                 loop.call_soon_threadsafe(arrive, update)
 
-        sampling = sampling_for(episode, self._sampling_filter, seed=seed, seq_tokens=self._seq_tokens)
+        sampling = sampling_for(episode, self._policy_sampling, seed=seed, seq_tokens=self._seq_tokens)
         request = GenerationRequest(request_id=name, prompt=tuple(episode.tokens), sampling=sampling)
         while True:
             try:

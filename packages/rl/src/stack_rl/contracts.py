@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, SupportsFloat, TypeAlias, runtime_checkable
 
@@ -197,9 +197,10 @@ class Trajectory:
       is_cut: True if the last action ended by its token limit instead of a stop or end token.
       limit_tokens: maximum number of tokens that the policy could have sampled, given its earlier actions; None if
         unknown.
+      action_starts: index of the first token of each action.
       facts: named measurements to report.
-      candidates: candidates of each token if sampling was restricted (`top_p`, `top_k`), else None: int32[tokens] with
-        the number per token, and int32[...] with the candidates of all tokens concatenated.
+      candidates: candidates of each token if sampling was restricted (`top_p`, `top_k`, `min_p`), else None:
+        int32[tokens] with the number per token, and int32[...] with the candidates of all tokens concatenated.
     """
 
     group: int
@@ -213,5 +214,6 @@ class Trajectory:
     is_truncated: bool = False
     is_cut: bool = False
     limit_tokens: int | None = None
+    action_starts: Sequence[int] = ()
     facts: Mapping[str, float] = field(default_factory=dict)
     candidates: tuple[np.ndarray, np.ndarray] | None = None

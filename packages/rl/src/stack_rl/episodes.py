@@ -22,13 +22,14 @@ from stack_rl.rewards.weighted import as_floats
 from stack_rl.threads import DaemonExecutor
 
 __all__ = [
+    "AS_MODEL",
     "STEP_TIMEOUT_S",
     "Attempt",
     "Episode",
     "EventLoop",
     "OnFailure",
     "Player",
-    "SamplingFilter",
+    "PolicySampling",
     "failure_message",
     "joined",
     "sampling_for",
@@ -56,16 +57,35 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class SamplingFilter:
-    """Sampling restrictions of the policy, named as in `SamplingParams`; the defaults allow all tokens."""
+class PolicySampling:
+    """Sampling settings of the policy, named and defined as in `SamplingParams`; the defaults sample from the model."""
 
+    temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
 
     @property
     def is_narrowed(self) -> bool:
         """Whether tokens may be excluded from sampling; trajectories then store the candidates."""
-        return self.top_p < 1 or self.top_k > 0
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def penalties(self) -> tuple[float, float, float]:
+        """Repetition, frequency and presence penalty."""
+        return self.repetition_penalty, self.frequency_penalty, self.presence_penalty
+
+    @property
+    def is_penalized(self) -> bool:
+        """Whether the logits depend on the tokens before."""
+        return self.penalties != (1.0, 0.0, 0.0)
+
+
+AS_MODEL: Final = PolicySampling()
+"""Settings that sample from the model's own distribution."""
 
 
 @dataclass
@@ -86,6 +106,7 @@ class Episode:
     is_truncated: bool = False
     is_cut: bool = False
     limit_tokens: int = 0
+    action_starts: list[int] = field(default_factory=list)
     facts: dict[str, float] = field(default_factory=dict)
     failure: str | None = None
 
@@ -120,6 +141,7 @@ class Episode:
         assert self.observation is not None and update.logprobs is not None and update.finish_reason is not None
         count = len(update.tokens)
         self.limit_tokens = sum(self.sampled) + min(self.observation.max_tokens, seq_tokens - len(self.tokens))
+        self.action_starts.append(len(self.tokens))
         self.tokens += update.tokens
         self.sampled += [True] * count
         self.logprobs += [each.logprob for each in update.logprobs]
@@ -154,6 +176,7 @@ class Episode:
             is_truncated=self.is_truncated,
             is_cut=self.is_cut,
             limit_tokens=self.limit_tokens,
+            action_starts=tuple(self.action_starts),
             facts=self.facts,
             candidates=_flat(self.candidates),
         )
@@ -177,7 +200,7 @@ class Player:
       seq_tokens: maximum number of tokens per episode, including prompts and observations.
       on_failure: handling of an episode whose environment or reward fails.
       timeout_s: time limit of each environment step in seconds; a longer step is a failure.
-      sampling_filter: sampling restrictions if decoding is not greedy.
+      policy_sampling: sampling settings if decoding is not greedy.
     """
 
     def __init__(
@@ -188,9 +211,9 @@ class Player:
         seq_tokens: int,
         on_failure: OnFailure,
         timeout_s: float = STEP_TIMEOUT_S,
-        sampling_filter: SamplingFilter = SamplingFilter(),
+        policy_sampling: PolicySampling = AS_MODEL,
     ) -> None:
-        self._sampling_filter = sampling_filter
+        self._policy_sampling = policy_sampling
         self._tasks, self._engine = tasks, engine
         self._seq_tokens, self._on_failure, self._timeout_s = seq_tokens, on_failure, timeout_s
         self._loop = EventLoop()
@@ -238,8 +261,8 @@ class Player:
         """Takes one action in each episode."""
         submitted = deque[tuple[Episode, str]]()
         for episode, seed in zip(acting, seeds, strict=True):
-            sampling_filter = None if greedy else self._sampling_filter
-            sampling = sampling_for(episode, sampling_filter, seed=int(seed), seq_tokens=self._seq_tokens)
+            policy_sampling = None if greedy else self._policy_sampling
+            sampling = sampling_for(episode, policy_sampling, seed=int(seed), seq_tokens=self._seq_tokens)
             name = f"rollout-{self._requests}"
             self._requests += 1
             request = GenerationRequest(request_id=name, prompt=tuple(episode.tokens), sampling=sampling)
@@ -278,19 +301,19 @@ class Player:
 
 
 def sampling_for(
-    episode: Episode, sampling_filter: SamplingFilter | None, *, seed: int, seq_tokens: int
+    episode: Episode, policy_sampling: PolicySampling | None, *, seed: int, seq_tokens: int
 ) -> SamplingParams:
-    """Returns the sampling parameters of an episode's next action: temperature 1, greedy without a filter."""
+    """Returns the sampling parameters of an episode's next action; without `policy_sampling`, it is greedy."""
     observation = episode.observation
     assert observation is not None
     tokens = {
         "max_tokens": min(observation.max_tokens, seq_tokens - len(episode.tokens)),
         "stop_tokens": observation.stop_tokens,
     }
-    if sampling_filter is None:
+    if policy_sampling is None:
         return SamplingParams(**tokens, seed=seed, temperature=0.0, logprobs=0)
-    drawn = {"top_p": sampling_filter.top_p, "top_k": sampling_filter.top_k, "candidates": sampling_filter.is_narrowed}
-    # With "processed", log-probabilities refer to the filtered distribution, from which the tokens are sampled.
+    drawn = {**vars(policy_sampling), "candidates": policy_sampling.is_narrowed}
+    # With "processed", log-probabilities refer to the processed distribution, from which the tokens are sampled.
     return SamplingParams(**tokens, **drawn, seed=seed, logprobs=0, logprobs_of="processed")
 
 

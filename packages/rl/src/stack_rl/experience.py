@@ -9,6 +9,7 @@ import numpy as np
 from stack_core.abi.data import IGNORED_TARGET, Shapes
 from stack_core.abi.errors import DataError
 from stack_rl.contracts import Trajectory
+from stack_rl.episodes import AS_MODEL, PolicySampling
 from stack_rl.math.advantages import ADVANTAGES, equal_groups, gae, kl_to_go, overlong, whitened_tokens
 from stack_rl.math.weights import token_weights
 from stack_rl.objectives.policy import PolicyConfig
@@ -35,7 +36,13 @@ _ROWS: Final = ("real", "dropped", "share", "padding", *_OF_EPISODES, *_OF_GROUP
 
 
 def batch_shapes(
-    rows: int, seq_tokens: int, algorithm: PolicyConfig, *, candidates: int = 0, reference: bool = False
+    rows: int,
+    seq_tokens: int,
+    algorithm: PolicyConfig,
+    *,
+    candidates: int = 0,
+    sampling: PolicySampling = AS_MODEL,
+    reference: bool = False,
 ) -> Shapes:
     """Returns the arrays of a batch: token arrays are [rows, seq_tokens], row arrays [rows].
 
@@ -45,6 +52,7 @@ def batch_shapes(
       algorithm: the algorithm, whose parts need further arrays.
       candidates: maximum number of candidates per target, stored as int32[rows, seq_tokens, candidates] and padded with
         -1. 0 omits the array, because all tokens are candidates.
+      sampling: sampling settings; a temperature and penalties need further arrays, see `sampled_figures`.
       reference: include the reference's log-probabilities of the targets.
     """
     more = {
@@ -57,6 +65,11 @@ def batch_shapes(
     tokens = {name: jax.ShapeDtypeStruct((rows, seq_tokens), np.dtype(dtype)) for name, dtype in dtypes.items()}
     if candidates:
         tokens["candidates"] = jax.ShapeDtypeStruct((rows, seq_tokens, candidates), np.dtype(np.int32))
+    if sampling.temperature != 1:
+        tokens["temperature"] = jax.ShapeDtypeStruct((rows, seq_tokens), np.dtype(np.float32))
+    if sampling.is_penalized:
+        tokens["penalties"] = jax.ShapeDtypeStruct((rows, seq_tokens, 3), np.dtype(np.float32))
+        tokens["generated_tokens"] = jax.ShapeDtypeStruct((rows, seq_tokens), np.dtype(np.int32))
     facts = {
         "reward_kl": algorithm.has_reward_kl,
         "overlong": algorithm.overlong is not None,
@@ -66,7 +79,13 @@ def batch_shapes(
     return tokens | {name: jax.ShapeDtypeStruct((rows,), np.dtype(np.float32)) for name in names}
 
 
-def batch_of(trajectories: Sequence[Trajectory | None], *, shapes: Shapes, version: int) -> dict[str, np.ndarray]:
+def batch_of(
+    trajectories: Sequence[Trajectory | None],
+    *,
+    shapes: Shapes,
+    version: int,
+    sampling: PolicySampling = AS_MODEL,
+) -> dict[str, np.ndarray]:
     """Lays out one trajectory per row, without advantages and weights; dropped trajectories (None) become padding.
 
     Padding is marked by ignored targets and segment 0, not by its token ids, so an end token that is also the padding
@@ -76,6 +95,7 @@ def batch_of(trajectories: Sequence[Trajectory | None], *, shapes: Shapes, versi
       trajectories: trajectories of the batch, at most one per row.
       shapes: shapes of the batch.
       version: version of the weights that the batch will train.
+      sampling: sampling settings of the episodes; AS_MODEL for greedy ones.
 
     Raises:
       DataError: the number of a token's candidates exceeds the batch's maximum.
@@ -85,6 +105,10 @@ def batch_of(trajectories: Sequence[Trajectory | None], *, shapes: Shapes, versi
     batch["drawn_groups"][:] = 1.0
     if "candidates" in batch:
         batch["candidates"][:] = -1
+    if "temperature" in batch:
+        batch["temperature"][:] = sampling.temperature
+    if "penalties" in batch:
+        batch["penalties"][:] = sampling.penalties
     batch["dropped"][: len(trajectories)] = [each is None for each in trajectories]
     there, found = _present(trajectories)
     for row, trajectory in zip(there, found, strict=True):
@@ -237,12 +261,22 @@ def _lay_out(batch: Mapping[str, np.ndarray], row: int, trajectory: Trajectory, 
         "staleness": version - trajectory.versions[trajectory.sampled].min(initial=version),
         "truncated": trajectory.is_truncated,
     }
+    if "generated_tokens" in batch:
+        of_tokens["generated_tokens"] = _generated_tokens(trajectory)[1:]
     if "candidates" in batch:
         _lay_out_candidates(batch["candidates"][row], trajectory)
     for name, values in of_tokens.items():
         batch[name][row, :count] = values
     for name, value in of_row.items():
         batch[name][row] = value
+
+
+def _generated_tokens(trajectory: Trajectory) -> np.ndarray:
+    """Returns the number of tokens of the same action before each sampled token; 0 elsewhere."""
+    places = np.arange(len(trajectory.tokens))
+    starts = np.zeros_like(places)
+    starts[list(trajectory.action_starts)] = trajectory.action_starts
+    return np.where(trajectory.sampled, places - np.maximum.accumulate(starts), 0)
 
 
 def _lay_out_candidates(into: np.ndarray, trajectory: Trajectory) -> None:
@@ -252,7 +286,7 @@ def _lay_out_candidates(into: np.ndarray, trajectory: Trajectory) -> None:
     if (most := int(counts.max(initial=0))) > into.shape[1]:
         raise DataError(
             f"A token was drawn from {most} candidates, but data.most_candidates is {into.shape[1]}. Raise it, or "
-            "lower data.top_p or data.top_k."
+            "lower data.top_p or data.top_k, or raise data.min_p."
         )
     ends = np.cumsum(counts)
     for target in np.flatnonzero(trajectory.sampled[1:]) + 1:

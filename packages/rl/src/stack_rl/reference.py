@@ -15,11 +15,12 @@ from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.mesh import MeshConfig
 from stack_core.abi.model_formats import open_for_generation
 from stack_rl.objectives.policy import target_figures
+from stack_rl.objectives.sampled import SAMPLING_INPUTS
 from stack_rl.placing import ShardedCheckpoint
 
 __all__ = ["Reference", "ReferenceConfig"]
 
-_READ: Final = ("tokens", "targets", "positions", "segment_ids", "behaviour_logprobs", "candidates")
+_READ: Final = ("tokens", "targets", "positions", "segment_ids", "behaviour_logprobs", *SAMPLING_INPUTS)
 
 
 @config
@@ -74,7 +75,7 @@ class Reference:
     def logprobs(self, batch: Batch) -> Float32[np.ndarray, "rows seq"]:
         """Computes log p(target) under the reference, or 0 at positions without a target.
 
-        If the batch has candidates, the reference's distribution is normalized over the candidates.
+        The reference's distribution is processed like the policy's when it sampled; see `sampled_figures`.
         """
         read = {name: batch[name] for name in _READ if name in batch}
         return np.asarray(jax.device_get(self._scores(self._params, read)), np.float32)

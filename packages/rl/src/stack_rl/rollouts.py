@@ -4,7 +4,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -28,11 +28,12 @@ from stack_rl.concurrent import ConcurrentPlayer
 from stack_rl.contracts import Tasks, Trajectory
 from stack_rl.engine_process import open_in_process
 from stack_rl.environments.records import files_digest
-from stack_rl.episodes import STEP_TIMEOUT_S, Attempt, OnFailure, Player, SamplingFilter
+from stack_rl.episodes import AS_MODEL, STEP_TIMEOUT_S, Attempt, OnFailure, Player, PolicySampling
 from stack_rl.experience import REFERENCE_LOGPROBS, batch_of, batch_shapes, credited, update_batch
 from stack_rl.groups import Ledger, trained_on
 from stack_rl.objectives.policy import OF_DATA, PolicyConfig
 from stack_rl.objectives.ppo import PPOConfig
+from stack_rl.objectives.sampled import SAMPLING_INPUTS
 from stack_rl.pacing import Pacing
 from stack_rl.packing import PackedRows, row_counts
 from stack_rl.placing import ShardedCheckpoint
@@ -45,7 +46,7 @@ from stack_rl.updates import CurrentBatch, check_minibatches, mean_kl
 __all__ = ["PolicyRollouts", "RolloutBatches", "RolloutData", "RolloutIterator"]
 
 JOURNAL_FILE = "rollouts.journal"
-_SCORED = ("tokens", "targets", "positions", "segment_ids", "behaviour_logprobs", "candidates")
+_SCORED = ("tokens", "targets", "positions", "segment_ids", "behaviour_logprobs", *SAMPLING_INPUTS)
 _HELD_OUT = 1
 
 
@@ -55,10 +56,10 @@ class RolloutData:
 
     The algorithm, `objective`, computes the advantages of the episodes and uses each batch for one or more updates. A
     batch has one row per episode, or several episodes per row (`packed`): the observed and sampled tokens, the
-    log-probabilities at sampling time, and for each token the advantage and its weight in the loss. The policy samples
-    at temperature 1 from the whole vocabulary, which is the distribution that the objective differentiates. With
-    `top_p` or `top_k`, each token keeps the candidates it was sampled from, and the objective differentiates the
-    distribution over these candidates.
+    log-probabilities at sampling time, and for each token the advantage and its weight in the loss. The objective
+    differentiates the distribution that the policy samples from, after penalties and temperature. With `top_p`, `top_k`
+    or `min_p`, each token keeps the candidates it was sampled from, and the distribution is normalized over them. Greedy
+    evaluation ignores these settings.
 
     With `max_staleness: 0`, a batch is sampled on request from the weights that it will train, and is a function of the
     seed, the batch number and the weights. Otherwise groups are sampled while the policy trains, up to `max_staleness`
@@ -88,8 +89,13 @@ class RolloutData:
       on_failure: handling of an episode whose environment or reward fails: "stop" ends the run, "drop" leaves the
         episode out and counts it.
       step_timeout_s: time limit of one environment step in seconds; a longer step is a failure.
+      temperature: divisor of the logits, as in `SamplingParams`.
       top_p: nucleus sampling threshold, as in `SamplingParams`; 1 samples from all tokens.
       top_k: number of most likely tokens to sample from, as in `SamplingParams`; 0 samples from all tokens.
+      min_p: minimum probability relative to the most likely token, as in `SamplingParams`; 0 samples from all tokens.
+      repetition_penalty: penalty of tokens of the episode so far, as in `SamplingParams`; 1 has no effect.
+      frequency_penalty: penalty of tokens of the action so far, for each occurrence, as in `SamplingParams`.
+      presence_penalty: penalty of tokens of the action so far, as in `SamplingParams`.
       most_candidates: maximum number of candidates per token; every batch reserves this many entries per token. A token
         with more candidates raises a DataError.
       max_staleness: maximum number of batches between the dispatch of a group and its use: 0 is synchronous, 1 is one
@@ -112,8 +118,13 @@ class RolloutData:
     reference: ReferenceConfig | None = None
     on_failure: OnFailure = "stop"
     step_timeout_s: PositiveFloat = STEP_TIMEOUT_S
+    temperature: PositiveFloat = 1.0
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     top_k: NonNegativeInt = 0
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    repetition_penalty: PositiveFloat = 1.0
+    frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
+    presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
     most_candidates: PositiveInt = 64
     max_staleness: NonNegativeInt = 0
     stale_keys: Literal["keep", "recompute"] = "keep"
@@ -139,7 +150,7 @@ class RolloutData:
     @property
     def draw_digest(self) -> str:
         """Digest of everything that sampled groups depend on except the weights: settings and task files."""
-        names = ("environment", "groups", "group_size", "seq_tokens", "top_p", "top_k")
+        names = ("environment", "groups", "group_size", "seq_tokens", *vars(self.policy_sampling))
         settings = {name: to_mapping(getattr(self, name)) for name in names}
         source = getattr(self.environment, "source", None)
         written = json.dumps([settings, files_digest(source) if isinstance(source, str) else None], sort_keys=True)
@@ -147,9 +158,9 @@ class RolloutData:
         return hashlib.sha256(written.encode()).hexdigest()[:16] + ":"
 
     @property
-    def sampling_filter(self) -> SamplingFilter:
-        """Sampling restrictions of the policy."""
-        return SamplingFilter(self.top_p, self.top_k)
+    def policy_sampling(self) -> PolicySampling:
+        """Sampling settings of the policy."""
+        return PolicySampling(**{each.name: getattr(self, each.name) for each in fields(PolicySampling)})
 
     def for_objective(self, objective: Any) -> "PolicyRollouts":
         """Returns the config of batches for an algorithm.
@@ -194,9 +205,9 @@ class PolicyRollouts:
     def shapes(self, rows: int) -> Shapes:
         """Returns the shapes of a batch with a number of rows."""
         data = self.data
-        candidates = data.most_candidates if data.sampling_filter.is_narrowed else 0
+        candidates = data.most_candidates if data.policy_sampling.is_narrowed else 0
         more = {"candidates": candidates, "reference": data.reference is not None}
-        return batch_shapes(rows, data.seq_tokens, self.algorithm, **more)
+        return batch_shapes(rows, data.seq_tokens, self.algorithm, sampling=data.policy_sampling, **more)
 
     def work(self) -> tuple[str, int]:
         return "episodes", self.data.batch_size // self.algorithm.minibatches
@@ -208,10 +219,10 @@ class PolicyRollouts:
                 f"data.seq_tokens is {data.seq_tokens}, but model.max_positions is {model.max_positions}. Lower the "
                 "first or raise the second."
             )
-        if not data.sampling_filter.is_narrowed and changed_fields(data, ("most_candidates",)):
+        if not data.policy_sampling.is_narrowed and changed_fields(data, ("most_candidates",)):
             raise ConfigError(
-                "data.most_candidates would have no effect, because every token is a candidate. Set data.top_k or "
-                "data.top_p, or leave it out."
+                "data.most_candidates would have no effect, because every token is a candidate. Set data.top_k, "
+                "data.top_p or data.min_p, or leave it out."
             )
         if data.packed:
             _check_positions(model, data.seq_tokens)
@@ -308,7 +319,7 @@ class RolloutBatches(PolicyBatches):
             "seq_tokens": settings.seq_tokens,
             "on_failure": settings.on_failure,
             "timeout_s": settings.step_timeout_s,
-            "sampling_filter": settings.sampling_filter,
+            "policy_sampling": settings.policy_sampling,
         }
         player = Player(tasks, engine, **playing)
         sizes = settings.groups, settings.group_size
@@ -366,7 +377,7 @@ class RolloutBatches(PolicyBatches):
             write_samples(self._directory, play.tasks, found[:shown], self._version)
             shown = max(shown - len(found), 0)
             # Evaluation reports rewards; no advantage may enter its loss, also not one from a critic.
-            whole = self._laid_out(found, self._version)
+            whole = self._laid_out(found, self._version, AS_MODEL)
             whole = credited(whole, found, self._algorithm, self._score(whole))
             whole["advantages"] = np.zeros_like(whole["advantages"])
             for part in np.split(np.arange(rows), self._algorithm.minibatches):
@@ -434,7 +445,7 @@ class RolloutBatches(PolicyBatches):
         found = [each for group in chosen for each in group.trajectories]
         if all(each is None for each in found):
             raise DataError("Every episode of a batch failed and was dropped; set data.on_failure: stop to see why.")
-        whole = self._laid_out(found, version)
+        whole = self._laid_out(found, version, self._data.policy_sampling)
         whole["drawn_groups"][:] = len(groups) / self._data.groups
         scores = self._score(whole) if recorded is None else recorded.scores
         if journal is not None and recorded is None:
@@ -469,9 +480,12 @@ class RolloutBatches(PolicyBatches):
     def _updates(self) -> list[int]:
         return [self._algorithm.epochs, self._algorithm.minibatches]
 
-    def _laid_out(self, found: Sequence[Trajectory | None], version: int) -> dict[str, np.ndarray]:
+    def _laid_out(
+        self, found: Sequence[Trajectory | None], version: int, sampling: PolicySampling
+    ) -> dict[str, np.ndarray]:
         """Lays out trajectories as a batch, with the log-probabilities of the data's reference."""
-        batch = batch_of(found, shapes=self._config.shapes(self._data.batch_size), version=version)
+        shapes = self._config.shapes(self._data.batch_size)
+        batch = batch_of(found, shapes=shapes, version=version, sampling=sampling)
         if (reference := self._playing().reference) is not None:
             batch[REFERENCE_LOGPROBS] = reference.logprobs(batch)
         return batch

@@ -13,7 +13,7 @@ from stack_core.abi.errors import ConfigError, EnvironmentFailed
 from stack_rl.concurrent import ConcurrentPlayer
 from stack_rl.contracts import EnvironmentKind, Score, Tasks
 from stack_rl.environments.agent import AgentConfig
-from stack_rl.episodes import Attempt, Player, SamplingFilter
+from stack_rl.episodes import Attempt, Player, PolicySampling
 
 from ..scripted import END, Letters, Policy, ScriptedEngine
 
@@ -97,7 +97,7 @@ def test_episodes_that_are_played_ahead_have_agents_too(tmp_path):
     )
     player = ConcurrentPlayer(
         tasks_of(tmp_path, two_turns), engine, seq_tokens=SEQ_TOKENS, seed=0, on_failure="stop", timeout_s=60.0,
-        sampling_filter=SamplingFilter(),
+        policy_sampling=PolicySampling(),
     )  # fmt: skip
     done, failed = [], []
     player.begin([Attempt(0, 0)] * 3, done.append, failed.append)

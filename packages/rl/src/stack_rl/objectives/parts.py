@@ -5,7 +5,7 @@ from typing import Final
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from stack_core.ops import Head
 from stack_core.ops.building import accurate_dtype
@@ -17,15 +17,15 @@ MAX_LOGITS: Final = 1 << 24
 
 
 def by_parts(
-    function: Callable[..., Float[Array, "batch part"]],
+    function: Callable[..., Float[Array, "batch part *figures"]],
     head: Head,
-    *hidden: Float[Array, "batch seq _"],
+    *hidden: Shaped[Array, "batch seq _"],
     max_logits: int = MAX_LOGITS,
-) -> Float[Array, "batch seq"]:
+) -> Float[Array, "batch seq *figures"]:
     """Maps `function(head, *part)` over chunks of the sequence, with recomputation in the backward pass.
 
     Args:
-      function: computes one number per token from the head and the chunks of `hidden`.
+      function: computes one or more numbers per token from the head and the chunks of `hidden`.
       head: output head; its gradients are summed over chunks in float32 or wider.
       hidden: arrays to split along the sequence.
       max_logits: maximum number of logits in memory; a chunk has at least one token per row.
@@ -44,4 +44,4 @@ def by_parts(
         return function(jax.tree.map(lambda x, original: x.astype(original.dtype), wide, head), *part)
 
     found = jax.lax.map(jax.checkpoint(of_part), parts)
-    return found.swapaxes(0, 1).reshape(batch, seq)
+    return found.swapaxes(0, 1).reshape(batch, seq, *found.shape[3:])

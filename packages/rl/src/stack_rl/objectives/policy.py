@@ -19,13 +19,11 @@ from stack_core.abi.errors import ConfigError
 from stack_core.abi.metrics import Metric, Metrics
 from stack_core.abi.models import LanguageModel, Outputs
 from stack_core.abi.objectives import Objective
-from stack_core.ops import Head
 from stack_rl.math import corrections
 from stack_rl.math.kl import corrected, estimator_in_loss
 from stack_rl.math.policy import log_ratio
-from stack_rl.objectives.candidates import among_candidates
-from stack_rl.objectives.entropy import token_entropies
 from stack_rl.objectives.heads import scalar_head
+from stack_rl.objectives.sampled import sampled_figures
 from stack_rl.objectives.settings import Correction, Overlong
 
 __all__ = [
@@ -329,12 +327,12 @@ class PolicyObjective(Objective):
         """Computes the host's inputs before the first update of a batch.
 
         Returns:
-          "policy_logprobs" of the targets, over their candidates if the batch has any; "reference_logprobs" for a KL
+          "policy_logprobs" of the targets as they were sampled; "reference_logprobs" for a KL
           divergence in the reward; the critic's "values" before each target. All float32[batch, seq].
         """
         found: dict[str, jax.Array] = {}
         if self.config.scores_policy:
-            found["policy_logprobs"] = target_logprobs(model.head(), outputs.hidden, batch)
+            found["policy_logprobs"] = sampled_figures(model.head(), outputs.hidden, batch).logprobs
         if self.config.has_reward_kl and "reference" in auxiliary:
             found["reference_logprobs"] = target_figures(auxiliary["reference"], batch).logprobs
         if self.config.has_critic:
@@ -362,30 +360,14 @@ class TargetFigures(NamedTuple):
 
 
 def target_figures(model: LanguageModel, batch: Mapping[str, jax.Array], *, entropies: bool = False) -> TargetFigures:
-    """Computes log-probabilities, and optionally entropies, of the targets, over their candidates if the batch has any.
+    """Computes log-probabilities, and optionally entropies, of the targets as they were sampled; see `sampled_figures`.
 
     The logits of a whole batch are never in memory.
     """
     hidden = model(batch["tokens"], batch["positions"], batch["segment_ids"]).hidden
-    dtype, head = batch["behaviour_logprobs"].dtype, model.head()
-    if "candidates" in batch:
-        # Ignored targets are -100, not a token id; callers mask their results.
-        logprobs, found = among_candidates(head, hidden, jnp.maximum(batch["targets"], 0), batch["candidates"])
-    else:
-        logprobs = target_logprobs(head, hidden, batch)
-        found = token_entropies(head, hidden) if entropies else None
-    return TargetFigures(
-        hidden, logprobs.astype(dtype), found.astype(dtype) if entropies and found is not None else None
-    )
-
-
-def target_logprobs(
-    head: Head, hidden: Float[Array, "batch seq embed"], batch: Mapping[str, jax.Array]
-) -> Float[Array, "batch seq"]:
-    """Computes log-probabilities of the targets, over their candidates if the batch has any."""
-    if "candidates" in batch:
-        return among_candidates(head, hidden, jnp.maximum(batch["targets"], 0), batch["candidates"])[0]
-    return -head.cross_entropy(hidden, batch["targets"], ignore_index=IGNORED_TARGET, reduction="none")
+    dtype = batch["behaviour_logprobs"].dtype
+    logprobs, found = sampled_figures(model.head(), hidden, batch, entropies=entropies)
+    return TargetFigures(hidden, logprobs.astype(dtype), None if found is None else found.astype(dtype))
 
 
 def _mean(values: jax.Array, mask: jax.Array, count: jax.Array) -> Metric:

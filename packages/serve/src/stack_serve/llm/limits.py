@@ -157,8 +157,8 @@ class Limits:
             )
         if sampling.candidates:
             raise GenerationError(
-                "This engine does not report the candidates of a sampled token. Sample from all tokens, with top_p: 1 "
-                "and top_k: 0, or use the engine 'static' of stack-train.",
+                "This engine does not report the candidates of a sampled token. Sample from all tokens, with top_p: 1, "
+                "top_k: 0 and min_p: 0, or use the engine 'static' of stack-train.",
                 parameter="candidates",
             )
         if sampling.stop and not self.has_tokenizer:

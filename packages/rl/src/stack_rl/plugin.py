@@ -54,6 +54,7 @@ def stack_register_data(registry: Registrar) -> None:
 @hookimpl
 def stack_register_environments(registry: Registrar) -> None:
     registry.add("cell", "stack_rl.environments.cell:CellConfig")
+    registry.add("sorting", "stack_rl.environments.sorting:SortingConfig")
     registry.add("prompts", "stack_rl.environments.prompts:PromptsConfig")
     registry.add("tools", "stack_rl.environments.tools:ToolsConfig")
     registry.add("gymnasium", "stack_rl.environments.gymnasium:GymnasiumConfig")

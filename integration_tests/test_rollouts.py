@@ -296,6 +296,24 @@ def test_with_top_p_the_trainer_has_the_distribution_that_was_drawn_from(tmp_pat
     assert 0.88 < ratios["without"] < 0.96
 
 
+@pytest.mark.slow  # two engines; packages/rl/tests/objectives/test_sampled.py has each setting
+def test_the_loss_has_the_distribution_of_every_sampling_setting_on_both_engines(tmp_path):
+    """Answers of several tokens; the evaluation is greedy, so its log-probabilities are the model's."""
+    sizes = ("data.environment={name: sorting, max_digits: 3, held_out: 8}", "data.seq_tokens=12", "run.steps=2")
+    changed = ("data.temperature=0.7", "data.presence_penalty=0.9", "data.frequency_penalty=0.5")
+    changed += ("data.repetition_penalty=1.4",)
+    for engine, more in {"static": ("data.min_p=0.02",), "llm": ()}.items():
+        run = build(cell(tmp_path / engine, *sizes, *changed, *more, f"data.engine={engine}"))
+        start(run)
+        steps = records(tmp_path / engine, "train")
+        assert max(each["largest_mismatch"] for each in steps) < 1e-4, engine
+        assert steps[0]["action_tokens"] > 2, engine
+        if engine == "llm":  # with candidates, a greedy token is its only one
+            assert records(tmp_path / engine, "evaluation")[-1]["largest_mismatch"] < 1e-4
+    with pytest.raises(StackError, match=r"does not report the candidates.* min_p: 0"):
+        start(build(cell(tmp_path / "refused", *sizes, "data.min_p=0.1", "data.engine=llm")))
+
+
 @pytest.mark.slow  # a run of a larger model
 def test_in_bfloat16_few_ratios_of_trainer_and_sampler_are_far_from_one(tmp_path):
     """At most 1.5% of tokens outside [0.9, 1.1], by logits that are unlike each other."""
@@ -374,14 +392,45 @@ def briefly(completion):
     return -float(len(completion.tokens))
 
 
-@pytest.mark.slow  # the README's example is the same flow
-def test_answers_to_prompts_start_from_a_run_and_keep_its_tokenizer(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "text.txt").write_text("one two buckle my shoe, three four knock at the door. " * 40)
+@pytest.fixture(scope="module")
+def text_run(tmp_path_factory):
+    """The config of a finished run on text, whose policy answers nothing that a reward can read."""
+    path = tmp_path_factory.mktemp("text")
+    (path / "text.txt").write_text("one two buckle my shoe, three four knock at the door. " * 40)
     model = {"name": "llama", "vocab_size": 270, "layers": 1, "embed": 16, "heads": 2, "mlp": 16, "dtype": "float32"}
-    text = {"source": f"text:{tmp_path}/text.txt", "seq_tokens": 16, "batch_size": 2, "validation_fraction": 0.0}
-    first = {"output": str(tmp_path / "first"), "model": model, "data": text, "run": {"steps": 2}}
-    train(parse(RunConfig, first))
+    text = {"source": f"text:{path}/text.txt", "seq_tokens": 16, "batch_size": 2, "validation_fraction": 0.0}
+    config = parse(RunConfig, {"output": str(path / "first"), "model": model, "data": text, "run": {"steps": 2}})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(path / "cache"))
+        train(config)
+    return config
+
+
+def test_a_run_whose_answers_cannot_be_parsed_says_so_once(text_run, tmp_path, capfd):
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "one and one is", "answer": "2"}\n' * 4)
+    rewards = ({"name": "math", "library": "none"},)
+    environment = PromptsConfig(source=str(tmp_path / "sums.jsonl"), rewards=rewards, max_tokens=4)
+    data = RolloutData(environment=environment, groups=2, group_size=2, seq_tokens=32)
+    settings = RunSettings(steps=5, init_from=str(text_run.output))
+    config = {"model": text_run.model, "data": data, "objective": GRPOConfig(kl=0.0), "run": settings}
+    with pytest.warns(UserWarning, match="learned nothing from the last 3 batches") as caught:
+        start(build(RunConfig(output=str(tmp_path / "run"), **config)))
+    (message,) = (str(each.message) for each in caught if "learned nothing" in str(each.message))
+    assert "An answer to" in message and "sums.jsonl:" in message and "prompt: 'one and one is'" in message
+    assert "100% unparsed" in message and "verdict unparsed" in message and "data.environment.rewards" in message
+    steps = records(tmp_path / "run", "train")
+    assert {(each["flat_groups"], each["unparsed"]) for each in steps} == {(1.0, 1.0)}
+    # 4 answers of at most 4 tokens, counted from the batch.
+    assert all(each["tokens"] == 4 * each["action_tokens"] for each in steps)
+    assert steps[0]["truncated"] > 0
+    line = next(line for line in capfd.readouterr().err.splitlines() if line.startswith("step 1/5"))
+    assert re.search(r"reward 0\.00  flat groups 1\.00  unparsed 1\.00  truncated .* episodes/s  .* tokens/s", line), (
+        line
+    )
+
+
+@pytest.mark.slow  # the README's example is the same flow
+def test_answers_to_prompts_start_from_a_run_and_keep_its_tokenizer(text_run, tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "one two"}\n{"prompt": "three four"}\n{"prompt": "my shoe"}')
     environment = PromptsConfig(
         source=str(tmp_path / "prompts.jsonl"),
@@ -390,11 +439,10 @@ def test_answers_to_prompts_start_from_a_run_and_keep_its_tokenizer(tmp_path, mo
         max_tokens=4,
     )
     data = RolloutData(environment=environment, groups=2, group_size=2, seq_tokens=32)
-    settings = RunSettings(steps=2, init_from=str(tmp_path / "first"))
-    model_config = parse(RunConfig, first).model
+    settings = RunSettings(steps=2, init_from=str(text_run.output))
     output = tmp_path / "second"
-    start(build(RunConfig(output=str(output), model=model_config, data=data, objective=GRPOConfig(), run=settings)))
-    tokenizers = [(path / "tokenizer" / "tokenizer.json").read_bytes() for path in (tmp_path / "first", output)]
+    start(build(RunConfig(output=str(output), model=text_run.model, data=data, objective=GRPOConfig(), run=settings)))
+    tokenizers = [(path / "tokenizer" / "tokenizer.json").read_bytes() for path in (Path(text_run.output), output)]
     assert tokenizers[0] == tokenizers[1]
     samples = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
     assert [each["turns"][0] for each in samples] == ["one two", "three four", "my shoe"]

@@ -62,12 +62,14 @@ class StepResult:
       observation: next observation; None ends the episode.
       verdict: result of checking the answer; None without a check.
       facts: named measurements to report, such as the terms of a reward.
+      parsed: part of the answer that was checked, for messages; None if unknown or if there is none.
     """
 
     reward: SupportsFloat = 0.0
     observation: Observation | None = None
     verdict: Verdict | None = None
     facts: Mapping[str, SupportsFloat] = field(default_factory=dict)
+    parsed: str | None = None
 
 
 @runtime_checkable
@@ -166,11 +168,15 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """A reward with an optional verdict and measurements to report; the numbers may come from any library."""
+    """A reward with an optional verdict and measurements to report; the numbers may come from any library.
+
+    `parsed` is the part of the answer that was checked, for messages.
+    """
 
     value: SupportsFloat
     verdict: Verdict | None = None
     facts: Mapping[str, SupportsFloat] = field(default_factory=dict)
+    parsed: str | None = None
 
 
 @runtime_checkable
@@ -193,6 +199,7 @@ class Trajectory:
       versions: int32, version of the weights that sampled each token; -1 elsewhere.
       rewards: float32, each stored at the last token of its action.
       verdict: result of checking the answer; None without a check.
+      parsed: part of the answer that was checked; None if unknown or if there is none.
       is_truncated: True if a token limit ended the episode.
       is_cut: True if the last action ended by its token limit instead of a stop or end token.
       limit_tokens: maximum number of tokens that the policy could have sampled, given its earlier actions; None if
@@ -211,6 +218,7 @@ class Trajectory:
     versions: np.ndarray
     rewards: np.ndarray
     verdict: Verdict | None = None
+    parsed: str | None = None
     is_truncated: bool = False
     is_cut: bool = False
     limit_tokens: int | None = None

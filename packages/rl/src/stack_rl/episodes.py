@@ -103,6 +103,7 @@ class Episode:
     candidates: list[tuple[int, ...]] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     verdict: Verdict | None = None
+    parsed: str | None = None
     is_truncated: bool = False
     is_cut: bool = False
     limit_tokens: int = 0
@@ -159,7 +160,8 @@ class Episode:
             raise ValueError(f"the reward is {reward}; it must be finite")
         # Before `show` appends the observation: the reward belongs to the last token of the action.
         self.rewards[-1] += reward
-        self.verdict = result.verdict or self.verdict
+        if result.verdict is not None:
+            self.verdict, self.parsed = result.verdict, result.parsed
         self.facts |= as_floats(result.facts)
         self.show(result.observation, seq_tokens)
 
@@ -173,6 +175,7 @@ class Episode:
             versions=np.asarray(self.versions, np.int32),
             rewards=np.asarray(self.rewards, np.float32),
             verdict=self.verdict,
+            parsed=self.parsed,
             is_truncated=self.is_truncated,
             is_cut=self.is_cut,
             limit_tokens=self.limit_tokens,

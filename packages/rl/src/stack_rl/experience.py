@@ -15,7 +15,7 @@ from stack_rl.math.weights import token_weights
 from stack_rl.objectives.policy import PolicyConfig
 from stack_rl.objectives.ppo import PPOConfig
 
-__all__ = ["REFERENCE_LOGPROBS", "batch_of", "batch_shapes", "credited", "update_batch"]
+__all__ = ["REFERENCE_LOGPROBS", "batch_of", "batch_shapes", "credited", "overlong_rewards", "update_batch"]
 
 REFERENCE_LOGPROBS: Final = "reference_logprobs"
 
@@ -138,7 +138,7 @@ def credited(
     there, found = _present(trajectories)
     rewards = _token_rewards(drawn.shape, trajectories)
     last = drawn & (np.cumsum(drawn[:, ::-1], axis=1)[:, ::-1] == 1)
-    extra = _overlong(algorithm, found)
+    extra = overlong_rewards(algorithm, found)
     rewards[there] += extra[:, None] * last[there]
     if algorithm.overlong is not None:
         batch["overlong"] = _in_rows(there, _excluded(algorithm, found) - extra, len(drawn)).astype(np.float32)
@@ -222,7 +222,7 @@ def _token_rewards(shape: tuple[int, ...], trajectories: Sequence[Trajectory | N
     return rewards
 
 
-def _overlong(algorithm: PolicyConfig, trajectories: Sequence[Trajectory]) -> np.ndarray:
+def overlong_rewards(algorithm: PolicyConfig, trajectories: Sequence[Trajectory]) -> np.ndarray:
     """Returns what long answers add to their reward: at most 0, and 0 for answers whose limit is unknown."""
     settings = algorithm.overlong
     lengths = np.asarray([int(each.sampled.sum()) for each in trajectories], np.float64)
@@ -259,7 +259,7 @@ def _lay_out(batch: Mapping[str, np.ndarray], row: int, trajectory: Trajectory, 
         "unparsed": trajectory.verdict == "unparsed",
         "action_tokens": sampled.sum(),
         "staleness": version - trajectory.versions[trajectory.sampled].min(initial=version),
-        "truncated": trajectory.is_truncated,
+        "truncated": trajectory.is_truncated or _is_cut(trajectory),
     }
     if "generated_tokens" in batch:
         of_tokens["generated_tokens"] = _generated_tokens(trajectory)[1:]
@@ -269,6 +269,12 @@ def _lay_out(batch: Mapping[str, np.ndarray], row: int, trajectory: Trajectory, 
         batch[name][row, :count] = values
     for name, value in of_row.items():
         batch[name][row] = value
+
+
+def _is_cut(trajectory: Trajectory) -> bool:
+    """Returns whether the last action was cut by its limit. An action with a limit of one token is complete."""
+    starts = trajectory.action_starts
+    return trajectory.is_cut and (not starts or int(trajectory.sampled[starts[-1] :].sum()) > 1)
 
 
 def _generated_tokens(trajectory: Trajectory) -> np.ndarray:

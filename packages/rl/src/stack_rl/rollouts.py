@@ -37,6 +37,7 @@ from stack_rl.objectives.sampled import SAMPLING_INPUTS
 from stack_rl.pacing import Pacing
 from stack_rl.packing import PackedRows, row_counts
 from stack_rl.placing import ShardedCheckpoint
+from stack_rl.progress import RewardMonitor
 from stack_rl.reference import Reference, ReferenceConfig
 from stack_rl.rollout_journal import RolloutJournal
 from stack_rl.samples import MOST_SAMPLES, SAMPLES_FILE, write_samples
@@ -259,6 +260,7 @@ class _Play:
       player: player of whole batches.
       supply: source of the groups of each batch.
       reference: reference model on a separate mesh; None if the data has none.
+      monitor: warns if the rewards contain nothing to learn.
     """
 
     tasks: Tasks
@@ -266,6 +268,7 @@ class _Play:
     player: Player
     supply: Supply
     reference: Reference | None
+    monitor: RewardMonitor
 
 
 @dataclass(frozen=True)
@@ -329,7 +332,7 @@ class RolloutBatches(PolicyBatches):
         if settings.max_staleness:
             in_background = ConcurrentPlayer(tasks, engine, seed=self._seed, **playing)
             supply = AheadSupply(rounds, in_background, Pacing(settings.groups, settings.max_staleness))
-        self._play = _Play(tasks, engine, player, supply, reference)
+        self._play = _Play(tasks, engine, player, supply, reference, RewardMonitor(tasks, self._algorithm))
 
     @property
     def takes_trained(self) -> bool:
@@ -445,6 +448,7 @@ class RolloutBatches(PolicyBatches):
         found = [each for group in chosen for each in group.trajectories]
         if all(each is None for each in found):
             raise DataError("Every episode of a batch failed and was dropped; set data.on_failure: stop to see why.")
+        play.monitor.check(found)
         whole = self._laid_out(found, version, self._data.policy_sampling)
         whole["drawn_groups"][:] = len(groups) / self._data.groups
         scores = self._score(whole) if recorded is None else recorded.scores

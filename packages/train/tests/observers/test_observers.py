@@ -162,12 +162,15 @@ def test_numbers_have_significant_digits(metrics, per_s, expected):
 
 def test_metrics_that_the_objective_selects_are_shown_beside_the_loss(tmp_path):
     observer, text = terminal(live=False)
-    metrics = {"loss": 0.0, "flat_groups": 0.75, "reward": 0.125, "unnamed": 1.0}
-    observer.observe(dataclasses.replace(started(tmp_path), shown_metrics=("reward", "flat_groups", "unparsed")))
+    metrics = {"loss": 0.0, "flat_groups": 0.75, "reward": 0.125, "unnamed": 1.0, "sampled_tokens": 700.0}
+    selected = {"shown_metrics": ("reward", "flat_groups", "unparsed"), "rate_metrics": ("sampled_tokens", "none")}
+    observer.observe(dataclasses.replace(started(tmp_path), **selected))
     observer.observe(StepFinished(10, metrics, 0.5, 128.0, None))
     observer.observe(EvaluationFinished(10, metrics, 0.5))
     step, evaluation = text.getvalue().splitlines()[1:]
-    assert step.startswith("step 10/10  loss 0.0000  reward 0.125  flat groups 0.750  128 tokens/s")
+    assert step.startswith(
+        "step 10/10  loss 0.0000  reward 0.125  flat groups 0.750  128 tokens/s  1,400 sampled tokens/s"
+    )
     assert evaluation == "step 10  validation loss 0.0000  reward 0.125  flat groups 0.750  (0.5 s)"
 
 

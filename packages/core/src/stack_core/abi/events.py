@@ -40,6 +40,7 @@ class RunStarted(Event):
       directory: the run's directory.
       setup_s: wall time since the run was requested, including `compile_s`.
       shown_metrics: names of the metrics to display next to the loss, see `Objective`.
+      rate_metrics: names of the metrics to display per second, see `Objective`.
       notes: lines about the objective, see `Objective`.
     """
 
@@ -53,6 +54,7 @@ class RunStarted(Event):
     directory: Path
     setup_s: float = 0.0
     shown_metrics: tuple[str, ...] = ()
+    rate_metrics: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 

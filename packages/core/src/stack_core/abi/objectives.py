@@ -27,6 +27,7 @@ class Objective(ABC):
       notes: lines to print at the start of a run, such as how an algorithm departs from its paper.
       shown_metrics: names of its metrics to display after the loss, in this order, for instance because the loss of a
         policy gradient is hard to interpret. Names without a metric in a batch are skipped.
+      rate_metrics: names of metrics that are amounts of a step, to display per second after `shown_metrics`.
       auxiliary_models: other models that the objective calls, passed as keyword arguments by name. A string is the
         source of a frozen model: "init", the trained model before the first step, or "run:DIRECTORY". A function
         `build(model_config, *, key)` returns a new model that is trained, an `nnx.Module` whose variables are all
@@ -35,6 +36,7 @@ class Objective(ABC):
 
     inputs: ClassVar[Mapping[str, str]] = MappingProxyType({})
     shown_metrics: ClassVar[tuple[str, ...]] = ()
+    rate_metrics: ClassVar[tuple[str, ...]] = ()
 
     @property
     def notes(self) -> Sequence[str]:

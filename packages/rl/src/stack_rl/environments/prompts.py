@@ -167,6 +167,6 @@ class _Episode:
             prompt_tokens=self.prompt.tokens,
         )
         score = await total_score(self.rewards, completion)
-        return StepResult(reward=score.value, verdict=score.verdict, facts=score.facts)
+        return StepResult(reward=score.value, verdict=score.verdict, facts=score.facts, parsed=score.parsed)
 
     async def close(self) -> None: ...

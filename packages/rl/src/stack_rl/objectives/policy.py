@@ -131,6 +131,7 @@ class PolicyConfig:
 
     has_critic: ClassVar[bool] = False
     reads_ratio: ClassVar[bool] = True
+    reads_rewards: ClassVar[bool] = True
     of_ratio: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
@@ -253,6 +254,7 @@ class PolicyObjective(Objective):
 
     config: PolicyConfig
     shown_metrics: ClassVar[tuple[str, ...]] = ("reward", "flat_groups", "unparsed", "truncated")
+    rate_metrics: ClassVar[tuple[str, ...]] = ("tokens",)
 
     @property
     def inputs(self) -> Mapping[str, str]:  # pyrefly: ignore  # depends on the config, unlike the class variable
@@ -317,6 +319,7 @@ class PolicyObjective(Objective):
             "loss": loss,
             **{name: _mean(values, drawn, count) for name, values in report.items()},
             "largest_mismatch": Metric.max(jnp.max(jnp.abs(mismatch))),
+            "tokens": Metric.sum(count),
             "effective_share": Metric.mean(corrections.effective_share(moved, drawn), count),
             **_row_means(batch),
         }

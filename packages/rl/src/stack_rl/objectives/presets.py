@@ -268,6 +268,7 @@ class DistillConfig(PolicyConfig):
     kl: PositiveFloat = 1.0
 
     reads_ratio: ClassVar[bool] = False
+    reads_rewards: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -57,7 +57,7 @@ class _Code:
     async def __call__(self, completion: Completion) -> Score:
         tests, program = completion.record.get("tests"), _program(completion.text)
         if not completion.is_finished or not program.strip():
-            return Score(value=0.0, verdict="unparsed")
+            return Score(value=0.0, verdict="unparsed", parsed=program or None)
         if isinstance(tests, str):
             return await self._asserted(program, tests)
         if not isinstance(tests, Sequence) or not tests or not all(map(_is_test, tests)):
@@ -77,6 +77,7 @@ class _Code:
         return Score(
             value=float(right) if self._settings.whole else share,
             verdict="correct" if right else "wrong",
+            parsed=program,
             facts={"passed": share},
         )
 
@@ -86,7 +87,7 @@ class _Code:
         if (score := self._unfinished(ended)) is not None:
             return score
         right = ended.succeeded and ended.output.decode(errors="replace").rstrip().endswith(word)
-        return Score(value=float(right), verdict="correct" if right else "wrong")
+        return Score(value=float(right), verdict="correct" if right else "wrong", parsed=program)
 
     async def _run(self, program: str, stdin: str = "") -> ProgramResult:
         encoded = stdin.encode(errors="surrogatepass")

@@ -8,7 +8,7 @@ __all__ = ["characters", "exact", "right_answer"]
 def exact(completion: Completion) -> Score:
     """Returns 1 if the stripped text equals the reference answer, else 0; an unfinished answer is wrong."""
     right = completion.is_finished and completion.text.strip() == right_answer(completion)
-    return Score(value=float(right), verdict="correct" if right else "wrong")
+    return Score(value=float(right), verdict="correct" if right else "wrong", parsed=completion.text.strip())
 
 
 def characters(completion: Completion) -> float:

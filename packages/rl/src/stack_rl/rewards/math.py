@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Final, Literal
@@ -107,14 +108,14 @@ class _Math:
     async def __call__(self, completion: Completion) -> Score:
         theirs, ours = right_answer(completion), extract(completion.text)
         if ours is None or not completion.is_finished:
-            return Score(value=0.0, verdict="unparsed")
+            return Score(value=0.0, verdict="unparsed", parsed=ours)
         same = is_same(ours, theirs, tolerance=self._settings.tolerance)
         if same is not None:
-            return Score(value=float(same), verdict="correct" if same else "wrong")
+            return Score(value=float(same), verdict="correct" if same else "wrong", parsed=ours)
         pair = {"ours": plain(ours), "theirs": plain(theirs)}
         if not self._uses_library or any(_SKIPPED.search(text) for text in pair.values()):
-            return Score(value=0.0, verdict="unparsed")
-        return await self._verified(pair)
+            return Score(value=0.0, verdict="unparsed", parsed=ours)
+        return replace(await self._verified(pair), parsed=ours)
 
     async def _verified(self, pair: Mapping[str, str]) -> Score:
         encoded = json.dumps(pair).encode()

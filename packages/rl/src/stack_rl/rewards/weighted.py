@@ -11,7 +11,7 @@ from stack_core.abi.data import Tokenizer
 from stack_core.abi.errors import ConfigError, EnvironmentFailed
 from stack_core.abi.local_paths import local_path
 from stack_core.abi.plugins import registries
-from stack_rl.contracts import Completion, Reward, Score, Verdict
+from stack_rl.contracts import Completion, Reward, Score
 from stack_rl.rewards.unchecked import Unchecked
 
 __all__ = [
@@ -130,20 +130,21 @@ def _kind(reward: Mapping[str, Any]) -> RewardKind:
 async def total_score(rewards: Sequence[tuple[str, Reward, float]], completion: Completion) -> Score:
     """Computes the weighted sum of the scores, with each score as a fact and the first verdict found.
 
+    `parsed` is the part of the answer that the same reward checked.
+
     Raises:
       EnvironmentFailed: a reward raised or returned a non-finite number; the message names the reward.
     """
-    total, facts, verdict = 0.0, dict[str, float](), None
+    total, facts, checked = 0.0, dict[str, float](), Score(value=0.0)
     for name, reward, weight in rewards:
-        value, found, measured = await _score(name, reward, completion)
-        total, verdict = total + weight * value, verdict or found
+        value, score, measured = await _score(name, reward, completion)
+        total += weight * value
+        checked = score if checked.verdict is None else checked
         facts |= {name: value, **measured}
-    return Score(value=total, verdict=verdict, facts=facts)
+    return Score(value=total, verdict=checked.verdict, facts=facts, parsed=checked.parsed)
 
 
-async def _score(
-    name: str, reward: Reward, completion: Completion
-) -> tuple[float, Verdict | None, Mapping[str, float]]:
+async def _score(name: str, reward: Reward, completion: Completion) -> tuple[float, Score, Mapping[str, float]]:
     """Scores an answer, and converts numbers of any library to Python floats."""
     try:
         found = reward(completion)
@@ -157,7 +158,7 @@ async def _score(
         raise EnvironmentFailed(f"reward {name!r} raised {type(error).__name__}: {error}") from error
     if not math.isfinite(number):
         raise EnvironmentFailed(f"reward {name!r} returned {number} for {completion.text!r}; it must be finite")
-    return number, score.verdict, facts
+    return number, score, facts
 
 
 def as_floats(measurements: Mapping[str, Any]) -> dict[str, float]:

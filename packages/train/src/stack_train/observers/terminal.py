@@ -46,6 +46,7 @@ class TerminalObserver:
         self._task = self._progress.add_task("compiling") if self._progress else None
         self._steps, self._unit = 0, "tokens"
         self._shown_metrics: tuple[str, ...] = ()
+        self._rate_metrics: tuple[str, ...] = ()
         self._smoothed_s: float | None = None
         self._last_line_s = -_SECONDS_BETWEEN_LINES
 
@@ -59,7 +60,8 @@ class TerminalObserver:
 
     @observe.register
     def _(self, event: RunStarted) -> None:
-        self._steps, self._unit, self._shown_metrics = event.steps, event.work[0], event.shown_metrics
+        self._steps, self._unit = event.steps, event.work[0]
+        self._shown_metrics, self._rate_metrics = event.shown_metrics, event.rate_metrics
         self._console.print(
             f"{event.parameters:,} parameters, {event.work[1]:,} {self._unit} a step, "
             f"steps {event.first_step + 1:,} to {event.steps:,} -> {event.directory}",
@@ -76,7 +78,8 @@ class TerminalObserver:
         before = event.duration_s if self._smoothed_s is None else self._smoothed_s
         self._smoothed_s = _SMOOTHING * before + (1 - _SMOOTHING) * event.duration_s
         left_s = (self._steps - event.step) * self._smoothed_s
-        line = describe(event, self._unit, left_s=left_s, shown_metrics=self._shown_metrics)
+        selected = {"shown_metrics": self._shown_metrics, "rate_metrics": self._rate_metrics}
+        line = describe(event, self._unit, left_s=left_s, **selected)
         if self._progress and self._task is not None:
             self._progress.update(self._task, completed=event.step, description=line)
         elif time.monotonic() - self._last_line_s >= _SECONDS_BETWEEN_LINES or event.step == self._steps:
@@ -117,11 +120,19 @@ class TerminalObserver:
         self._console.print(line, markup=False)
 
 
-def describe(event: StepFinished, unit: str, *, left_s: float, shown_metrics: Sequence[str] = ()) -> str:
-    """Formats a step in one line: loss, shown metrics, work a second, MFU if the chip's peak is known, time left."""
+def describe(
+    event: StepFinished,
+    unit: str,
+    *,
+    left_s: float,
+    shown_metrics: Sequence[str] = (),
+    rate_metrics: Sequence[str] = (),
+) -> str:
+    """Formats a step in one line: loss, shown metrics, rates, MFU if the chip's peak is known, time left."""
     parts = _figures(event.metrics, shown_metrics)
-    rate = f"{event.work_per_s:,.0f}" if event.work_per_s >= 100 else f"{event.work_per_s:.3g}"
-    parts.append(f"{rate} {unit}/s")
+    amounts = {name.replace("_", " "): event.metrics[name] for name in rate_metrics if name in event.metrics}
+    rates = {unit: event.work_per_s, **{name: amount / event.duration_s for name, amount in amounts.items()}}
+    parts += [f"{rate:,.0f} {name}/s" if rate >= 100 else f"{rate:.3g} {name}/s" for name, rate in rates.items()]
     if event.mfu is not None:
         parts.append(f"MFU {event.mfu:.1%}")
     minutes, seconds = divmod(round(left_s), 60)

@@ -154,6 +154,7 @@ def _train(
             directory=run.directory.path,
             setup_s=time.perf_counter() - run.began_s,
             shown_metrics=loop.shown_metrics,
+            rate_metrics=tuple(run.program.step.objective.rate_metrics),
             notes=loop.notes,
         )
     )

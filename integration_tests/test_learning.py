@@ -146,7 +146,7 @@ def test_any_model_plays_the_held_out_tasks_of_a_recipe(tiny, tmp_path, capsys):
     assert found["tasks"] == 8 and found["reward"] == found["worth"] and found["correct"] == 0
     main(["rl", "evaluate", str(recipe), "runs/tiny", "--samples", "2"])
     *samples, means = capsys.readouterr().out.splitlines()
-    assert len(samples) == 2 and samples[1].startswith("b:") and means.startswith("tasks 8, reward ")
+    assert len(samples) == 2 and samples[1].startswith("b:") and means.startswith("tasks 8, episodes 8, reward ")
     recipe.write_text(recipe.read_text().replace("letters:worth", "operator:truediv") + "  on_failure: drop\n")
     with pytest.raises(SystemExit):
         main(["rl", "evaluate", str(recipe), "runs/tiny"])

@@ -42,7 +42,7 @@ def stack_register_commands(registry: Registrar) -> None:
     registry.add(
         "rl evaluate",
         "stack_rl.commands.evaluate:evaluate",
-        help="Play the held-out tasks of a recipe with a model, greedily.",
+        help="Play the held-out tasks of a recipe with a model.",
     )
 
 

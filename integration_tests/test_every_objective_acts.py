@@ -33,7 +33,7 @@ DECODER = {
     "nope_dim": 6,
     "rope_dim": 4,
     "value_dim": 5,
-    "further_layers": 1,
+    "mtp_layers": 1,
     "experts": 4,
     "active_experts": 2,
     "expert_mlp": 16,

@@ -35,9 +35,9 @@ FAMILIES = {
     "olmo2": {},
     "gpt_oss": {"window": 6, **EXPERTS},
     "deepseek_v3": {"kv_heads": None, "query_rank": 12, "kv_rank": 12, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}
-    | {"expert_mlp": 24, "further_layers": 1, **EXPERTS},
+    | {"expert_mlp": 24, "mtp_layers": 1, **EXPERTS},
     "qwen3_next": {"period": 3, "key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 8, "expert_mlp": 24}
-    | {"initializer_std": 0.1, "shared_mlp": 20, "further_layers": 1, **EXPERTS},
+    | {"initializer_std": 0.1, "shared_mlp": 20, "mtp_layers": 1, **EXPERTS},
 }
 # Together these have windows, experts, sinks, soft caps, latents, recurrent states and quantized weights.
 DEFAULT = {"gemma3": "w8a8", "gpt_oss": "float", "deepseek_v3": "float", "qwen3_next": "float"}

@@ -263,7 +263,7 @@ def test_a_state_that_predicts_the_token_after_the_next(family, tokens, tmp_path
     save_file(load_file(family.directory / "model.safetensors") | own, tmp_path / "hf" / "model.safetensors")
     FORMAT.import_run(tmp_path / "hf", tmp_path / "run")
     read = run_config(tmp_path / "run").model
-    assert (read.further_layers, family.config.further_layers) == (1, 0)
+    assert (read.mtp_layers, family.config.mtp_layers) == (1, 0)
     model = model_of(read, read_params(tmp_path / "run", read)[0])
     (actual,) = jax.jit(lambda model: model(jnp.array(tokens), positions_of(tokens)).further)(model)
     np.testing.assert_allclose(actual[:, :-1], expected[:, :-1], atol=TOLERANCE, rtol=TOLERANCE)

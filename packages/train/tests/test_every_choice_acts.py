@@ -46,7 +46,7 @@ FAMILIES = {
         "value_dim": 5,
         "expert_groups": 2,
         "kept_groups": 1,
-        "further_layers": 1,
+        "mtp_layers": 1,
     },
     "qwen3_next": {
         **EXPERTS,
@@ -59,7 +59,7 @@ FAMILIES = {
         "key_dim": 6,
         "value_dim": 5,
         "shared_mlp": 12,
-        "further_layers": 1,
+        "mtp_layers": 1,
     },
 }
 VALUES = {

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from stack_core.abi.config import parse
 from stack_core.abi.data import IGNORED_TARGET
 from stack_core.abi.errors import ConfigError
 from stack_core.abi.plugins import registries
@@ -20,7 +21,7 @@ EXPERTS = {"experts": 3, "active_experts": 1, "expert_mlp": 6}
 FAMILIES = {
     "llama": {},
     "qwen3_moe": {**EXPERTS, "kv_heads": 1},
-    "deepseek_v3": {**EXPERTS, "kv_rank": 4, "nope_dim": 4, "rope_dim": 2, "value_dim": 4, "further_layers": 2},
+    "deepseek_v3": {**EXPERTS, "kv_rank": 4, "nope_dim": 4, "rope_dim": 2, "value_dim": 4, "mtp_layers": 2},
 }
 BATCH = {
     "tokens": jnp.array([[1, 2, 3, 4, 5, 6, 7, 8]]),
@@ -80,15 +81,15 @@ def test_states_that_predict_later_tokens_join_the_loss():
     targets = [{0: 3, 1: 4, 4: 7, 5: 8, 6: 9}, {0: 4, 4: 8, 5: 9}]
     of_depths = [[-logprobs[depth][each] for each in wanted.items()] for depth, wanted in enumerate(targets)]
     expected = np.mean(list(map(np.mean, of_depths)))
-    objective = CausalLMConfig(further_loss=0.25).build()
+    objective = CausalLMConfig(mtp_loss=0.25).build()
     loss, metrics = jax.jit(lambda model: objective(model, BATCH, key=jax.random.key(0)))(model)
-    np.testing.assert_allclose(metrics["further_loss"].value, expected, rtol=1e-5)
+    np.testing.assert_allclose(metrics["mtp_loss"].value, expected, rtol=1e-5)
     np.testing.assert_allclose(loss, metrics["loss"].value + 0.25 * expected, rtol=1e-5)
 
 
 def test_only_a_coefficient_trains_the_layers_that_predict_later_tokens():
     model = model_of("deepseek_v3")
-    plain, whole = (gradients_of(model, objective_loss(further_loss=weight)) for weight in (0.0, 0.25))
+    plain, whole = (gradients_of(model, objective_loss(mtp_loss=weight)) for weight in (0.0, 0.25))
     further = [name for name in plain if name.startswith("further/")]
     assert further and not any(plain[name].any() for name in further)
     learning = [name for name in further if "expert" not in name and "router" not in name]  # one expert weighs one
@@ -106,7 +107,7 @@ def test_later_states_depend_on_the_tokens_up_to_the_one_before_theirs():
         assert changed.tolist() == [place + depth >= 5 for place in range(8)]
 
 
-@pytest.mark.parametrize("coefficient", ["balance_loss", "router_z_loss", "further_loss"])
+@pytest.mark.parametrize("coefficient", ["balance_loss", "router_z_loss", "mtp_loss"])
 def test_a_coefficient_of_what_the_model_lacks_is_refused(coefficient):
     with pytest.raises(ConfigError, match=f"objective.{coefficient}=0.5.*model"):
         jax.eval_shape(objective_loss(**{coefficient: 0.5}), model_of("llama"))
@@ -117,4 +118,13 @@ def test_the_metrics_name_the_routers_facts_whatever_the_coefficients():
         lambda model: CausalLMConfig()(model, BATCH, key=jax.random.key(0))[1], model_of("qwen3_moe")
     )
     assert set(metrics) == {"loss", "balance_loss", "router_z"}
-    assert dataclasses.asdict(CausalLMConfig())["further_loss"] == 0.0
+    assert dataclasses.asdict(CausalLMConfig())["mtp_loss"] == 0.0
+
+
+def test_former_names_of_multi_token_prediction_are_refused_with_the_new_ones():
+    with pytest.raises(ConfigError, match=r"no key 'objective.further_loss' any more: it is now objective.mtp_loss"):
+        parse(CausalLMConfig, {"name": "causal_lm", "further_loss": 0.3}, path="objective")
+    for name in ("deepseek_v3", "qwen3_next"):
+        family = registries.models[name].config_class
+        with pytest.raises(ConfigError, match=r"no key 'model.further_layers' any more: it is now model.mtp_layers"):
+            parse(family, {"name": name, "further_layers": 1}, path="model")

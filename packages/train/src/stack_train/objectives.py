@@ -25,25 +25,26 @@ __all__ = ["CausalLMConfig", "as_objective", "check_inputs"]
 class CausalLMConfig(Objective):
     """Next-token cross-entropy, the mean over the targets that are not ignored.
 
-        loss + balance_loss * balance + router_z_loss * z + further_loss * mean of further losses
+        loss + balance_loss * balance + router_z_loss * z + mtp_loss * mtp
 
-    balance and z are the auxiliary losses of mixture-of-experts routers, see `stack_train.nn.experts`. A further loss
-    is the cross-entropy of multi-token prediction (`Outputs.further`), on targets in the same document.
+    balance and z are the auxiliary losses of mixture-of-experts routers, see `stack_train.nn.experts`. mtp is the mean
+    cross-entropy of multi-token prediction (`Outputs.further`), on targets in the same document.
 
     Attributes:
       name: selects this objective.
       z_loss: coefficient of mean(log Z ** 2), which keeps the scale of the logits stable (PaLM, section 5); 0 is off.
       balance_loss: coefficient of the load-balancing loss; 0.01 in Switch Transformers (arXiv:2101.03961).
       router_z_loss: coefficient that keeps router logits small; 0.001 in ST-MoE (arXiv:2202.08906).
-      further_loss: coefficient of multi-token prediction; 0.3, then 0.1 in DeepSeek-V3 (arXiv:2412.19437).
+      mtp_loss: coefficient of multi-token prediction; 0.3, then 0.1 in DeepSeek-V3 (arXiv:2412.19437).
     """
 
     name: Literal["causal_lm"] = "causal_lm"
     z_loss: NonNegativeFloat = 0.0
     balance_loss: NonNegativeFloat = 0.0
     router_z_loss: NonNegativeFloat = 0.0
-    further_loss: NonNegativeFloat = 0.0
+    mtp_loss: NonNegativeFloat = 0.0
 
+    moved_keys: ClassVar[Mapping[str, str]] = MappingProxyType({"further_loss": "objective.mtp_loss"})
     inputs: ClassVar[Mapping[str, str]] = MappingProxyType(
         dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), "batch seq")
     )
@@ -65,10 +66,10 @@ class CausalLMConfig(Objective):
                 metrics[fact] = Metric.mean(outputs.facts[fact], weight)
             if coefficient:
                 loss = loss + coefficient * self._fact(outputs, fact)
-        if self.further_loss:
-            further = self._mtp_loss(outputs, head, targets, batch["segment_ids"])
-            metrics["further_loss"] = Metric.mean(further, weight)
-            loss = loss + self.further_loss * further
+        if self.mtp_loss:
+            mtp = self._mtp_loss(outputs, head, targets, batch["segment_ids"])
+            metrics["mtp_loss"] = Metric.mean(mtp, weight)
+            loss = loss + self.mtp_loss * mtp
         return loss, metrics
 
     def _fact(self, outputs: Outputs, fact: str) -> jax.Array:
@@ -89,8 +90,8 @@ class CausalLMConfig(Objective):
         """
         if not outputs.further:
             raise ConfigError(
-                f"objective.further_loss={self.further_loss} is a coefficient of predicting later tokens, but the "
-                "model does not. Set it to 0, or give the model further layers (model.further_layers)."
+                f"objective.mtp_loss={self.mtp_loss} is the coefficient of multi-token prediction, but the model has "
+                "no layers for it. Set it to 0, or set model.mtp_layers."
             )
         losses = []
         for depth, hidden in enumerate(outputs.further, 1):

@@ -46,7 +46,7 @@ FAMILIES = {
         "expert_mlp": 16,
         "expert_groups": 3,
         "kept_groups": 2,
-        "further_layers": 2,
+        "mtp_layers": 2,
     },
     "qwen3_next": {
         "layers": 3,
@@ -60,7 +60,7 @@ FAMILIES = {
         "active_experts": 2,
         "expert_mlp": 16,
         "shared_mlp": 12,
-        "further_layers": 1,
+        "mtp_layers": 1,
     },
 }
 STATES = ("gemma3", "gpt_oss", "deepseek_v3", "qwen3_next")
@@ -150,7 +150,7 @@ def test_a_checkpoint_may_lack_the_layers_that_predict_later_tokens(name):
     family, config = registries.models[name], make_config(name)
     tensors = [each for rule in family.weight_rules(config) for each in rule.tensor_shapes((1, 1, 1, 1))]
     assert family.fitting(config, tensors) is config
-    without = dataclasses.replace(config, further_layers=0)
+    without = dataclasses.replace(config, mtp_layers=0)
     tensors = [each for rule in family.weight_rules(without) for each in rule.tensor_shapes((1, 1, 1, 1))]
     assert family.fitting(config, tensors) == family.fitting(without, tensors) == without
 

@@ -7,7 +7,9 @@ Source: DeepSeek-AI, DeepSeek-V3 Technical Report, 2024 (arXiv:2412.19437).
 """
 
 import math
-from typing import Any, Literal
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -48,7 +50,7 @@ class DeepseekV3Config(ExpertsConfig):
       normalized: normalizes the weights of a token's experts to a sum of 1.
       expert_scale: factor of the experts' weights.
       bias_rate: change of the experts' selection biases per step, which balances their load; see `Router`.
-      further_layers: number of multi-token prediction layers; see `MultiTokenLayer`.
+      mtp_layers: number of multi-token prediction layers; see `MultiTokenLayer`.
     """
 
     name: Literal["deepseek_v3"] = "deepseek_v3"
@@ -66,7 +68,9 @@ class DeepseekV3Config(ExpertsConfig):
     normalized: bool = True
     expert_scale: PositiveFloat = 1.0
     bias_rate: NonNegativeFloat = 0.001
-    further_layers: NonNegativeInt = 0
+    mtp_layers: NonNegativeInt = 0
+
+    moved_keys: ClassVar[Mapping[str, str]] = MappingProxyType({"further_layers": "model.mtp_layers"})
 
     def check_heads(self) -> None:
         """Raises a ConfigError if attention does not support these sizes."""
@@ -125,7 +129,7 @@ def spec(config: DeepseekV3Config) -> DecoderSpec:
     )
     kinds = [Gated(width=config.mlp) if layer < config.dense_layers else sparse for layer in range(config.layers)]
     layers = tuple(Layer(attention=attention, feed_forward=kind) for kind in kinds)
-    further = (Layer(attention=attention, feed_forward=sparse),) * config.further_layers
+    further = (Layer(attention=attention, feed_forward=sparse),) * config.mtp_layers
     return DecoderSpec(layers=layers, norm=Norm(epsilon=config.norm_epsilon), further=further)
 
 
@@ -183,7 +187,7 @@ FAMILY = DecoderFamily(
             Setting("kept_groups", ("topk_group",), 4),
             Setting("normalized", ("norm_topk_prob",), True),
             Setting("expert_scale", ("routed_scaling_factor",), 2.5),
-            Setting("further_layers", ("num_nextn_predict_layers", "num_mtp_layers"), 1),
+            Setting("mtp_layers", ("num_nextn_predict_layers", "num_mtp_layers"), 1),
         ),
         fixed={
             "hidden_act": "silu",

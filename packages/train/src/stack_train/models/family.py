@@ -84,4 +84,4 @@ class DecoderFamily:
             return config
         rules = [rule for rule in self.weight_rules(config) if rule.parameter.startswith("further/")]
         names = (rule.tensor.format(layer=rule.layers[0], expert=0) for rule in rules)
-        return config if any(name in tensors for name in names) else replace(config, further_layers=0)
+        return config if any(name in tensors for name in names) else replace(config, mtp_layers=0)

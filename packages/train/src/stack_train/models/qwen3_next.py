@@ -6,7 +6,9 @@ next one.
 Source: Qwen Team, Qwen3-Next, 2025.
 """
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -39,7 +41,7 @@ class Qwen3NextConfig(SparseConfig):
       value_dim: width of the delta rule's value heads.
       kernel: size of the delta rule's causal convolution in tokens.
       shared_mlp: hidden width of the shared expert, which is applied to every token; 0 has no shared expert.
-      further_layers: number of multi-token prediction layers (`MultiTokenLayer`), 0 or 1.
+      mtp_layers: number of multi-token prediction layers (`MultiTokenLayer`), 0 or 1.
     """
 
     name: Literal["qwen3_next"] = "qwen3_next"
@@ -51,7 +53,9 @@ class Qwen3NextConfig(SparseConfig):
     value_dim: PositiveInt = 64
     kernel: PositiveInt = 4
     shared_mlp: NonNegativeInt = 512
-    further_layers: Annotated[int, Field(ge=0, le=1)] = 0
+    mtp_layers: Annotated[int, Field(ge=0, le=1)] = 0
+
+    moved_keys: ClassVar[Mapping[str, str]] = MappingProxyType({"further_layers": "model.mtp_layers"})
 
 
 def spec(config: Qwen3NextConfig) -> DecoderSpec:
@@ -72,7 +76,7 @@ def spec(config: Qwen3NextConfig) -> DecoderSpec:
         return Layer(attention=linear if kind == _LINEAR else full, feed_forward=feed_forward)
 
     layers = tuple(layer(number, kind) for number, kind in enumerate(_kinds(config.layers, config.period)))
-    further = (layer(config.layers, _FULL),) * config.further_layers
+    further = (layer(config.layers, _FULL),) * config.mtp_layers
     return DecoderSpec(layers=layers, norm=Norm(epsilon=config.norm_epsilon, offset=1.0), further=further)
 
 
@@ -123,7 +127,7 @@ FAMILY = DecoderFamily(
             Setting("expert_mlp", ("moe_intermediate_size",), 512),
             Setting("normalized", ("norm_topk_prob",), True),
             Setting("shared_mlp", ("shared_expert_intermediate_size",), 512),
-            Setting("further_layers", ("num_nextn_predict_layers", "mtp_num_hidden_layers"), 1),
+            Setting("mtp_layers", ("num_nextn_predict_layers", "mtp_num_hidden_layers"), 1),
         ),
         fixed={"hidden_act": "silu", "attention_bias": False},
         read_others=_read,

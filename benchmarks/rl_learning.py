@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CELL, ADD = "examples/cell.yaml", "examples/add.yaml"
+CELL, ADD, SORTING = "examples/cell.yaml", "examples/add.yaml", "examples/sorting.yaml"
+SORTING_DAPO = ("--objective.minibatches", "2", "--objective.refill_rounds", "1", "--run.steps", "400")
 # Whitened advantages are as large when nothing is left to learn: at a constant rate they drive the policy off again.
 DECAYING = ("--optimizer.schedule.decay", "linear", "--optimizer.schedule.final_fraction", "0")
 SLOWER = ("--optimizer.learning_rate", "1e-3")
@@ -37,6 +38,8 @@ RECIPES: Mapping[str, Sequence[str]] = {
     "cell_gspo": cell("gspo", 1200),
     "cell_cispo": cell("cispo", 1200, *SLOWER),
     "cell_ppo": cell("ppo", 1200, *SLOWER, *DECAYING),
+    "sorting_grpo": (SORTING,),
+    "sorting_dapo": (SORTING, "--objective.name", "dapo", *SORTING_DAPO),
     "add_grpo": (ADD,),
     "add_distill": ("examples/add_distill.yaml",),
     "letters_ppo": ("examples/letters_ppo.yaml",),

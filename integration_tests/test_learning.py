@@ -217,3 +217,22 @@ def test_distillation_from_a_teacher_needs_fewer_samples_than_rewards(folder):
         each["run"]["steps"] * each["data"]["groups"] * each["data"]["group_size"] for each in samples
     )
     assert of_distillation <= of_grpo / 2
+
+
+DAPO = ("objective.name=dapo", "objective.minibatches=2", "objective.refill_rounds=1", "run.steps=400")
+
+
+@pytest.mark.slow  # about a minute of CPU each
+@pytest.mark.parametrize("overrides", [(), DAPO], ids=["grpo", "dapo"])
+def test_answers_of_uneven_lengths_are_learned_from_scratch(folder, overrides):
+    output = f"runs/sorting-{len(overrides)}"
+    run("sorting.yaml", *overrides, f"output={output}")
+    first, *_, last = evaluations(output)
+    assert first["correct"] < 0.7 and last["correct"] >= 0.9 and last["truncated"] <= 0.05
+    steps = [json.loads(line) for line in (Path(output) / "metrics.jsonl").read_text().splitlines()]
+    steps = [each for each in steps if each["kind"] == "train"]
+    # A random policy seldom ends its answers, a trained one has answers of 2 to 5 tokens, the end token included.
+    assert steps[0]["action_tokens"] > 6 and 2.5 < steps[-1]["action_tokens"] < 4.5
+    if overrides:
+        assert steps[0]["overlong"] > 0.5 and steps[-1]["overlong"] < 0.05
+        assert max(each["clipped"] for each in steps) > 0

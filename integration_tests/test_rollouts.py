@@ -413,7 +413,7 @@ def test_a_run_whose_answers_cannot_be_parsed_says_so_once(text_run, tmp_path, c
     data = RolloutData(environment=environment, groups=2, group_size=2, seq_tokens=32)
     settings = RunSettings(steps=5, init_from=str(text_run.output))
     config = {"model": text_run.model, "data": data, "objective": GRPOConfig(kl=0.0), "run": settings}
-    with pytest.warns(UserWarning, match="learned nothing from the last 3 batches") as caught:
+    with pytest.warns(UserWarning, match="learned nothing from the first 3 batches") as caught:
         start(build(RunConfig(output=str(tmp_path / "run"), **config)))
     (message,) = (str(each.message) for each in caught if "learned nothing" in str(each.message))
     assert "An answer to" in message and "sums.jsonl:" in message and "prompt: 'one and one is'" in message

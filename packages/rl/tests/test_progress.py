@@ -63,7 +63,7 @@ def test_a_run_whose_answers_cannot_be_parsed_names_an_answer_and_what_was_read_
     answers = played(tasks, "It is about 2 + 3 or so")
     number, message = warning(tasks, [answers] * 4)
     assert number == 3
-    assert "learned nothing from the last 3 batches" in message
+    assert "learned nothing from the first 3 batches" in message
     assert "Of 4 answers: 100% unparsed, 0% cut by a token limit, 0% correct; rewards 0 to 0." in message
     assert "prompts.jsonl:1" in message and "'How much is 2 + 3?'" in message
     assert "answer: 'It is about 2 + 3 or so'\n" in message
@@ -84,9 +84,9 @@ def test_what_was_read_and_cut_answers_are_named(tasks):
     assert "100% correct" in message and "use harder ones" in message and "partial credit" not in message
 
 
-def test_it_comes_once_and_only_after_consecutive_batches(tasks):
+def test_it_comes_once_and_only_at_the_start(tasks):
     flat, unequal = rewarded([0, 0, 1, 1]), rewarded([0, 1, 0, 0])
-    assert warning(tasks, [flat, flat, unequal, flat, flat]) == (None, "")
+    assert warning(tasks, [flat, flat, unequal, flat, flat, flat, flat]) == (None, "")
     monitor = RewardMonitor(tasks, GRPOConfig())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -104,8 +104,8 @@ def test_without_a_group_baseline_the_rewards_of_the_batch_count(tasks, algorith
 
 def test_penalties_of_long_answers_are_rewards_and_distillation_reads_none(tasks):
     answers = rewarded([0, 0, 0, 0], limit_tokens=2)
-    # One batch is sixteen updates of DAPO.
-    assert warning(tasks, [answers], DAPOConfig())[0] == 1
+    # Two batches are 32 updates of DAPO.
+    assert warning(tasks, [answers] * 2, DAPOConfig())[0] == 2
     answers[0].sampled[2] = False  # shorter than its sibling
     assert warning(tasks, [answers] * 4, DAPOConfig()) == (None, "")
     assert warning(tasks, [answers] * 4, DistillConfig(reference="run:teacher")) == (None, "")

@@ -62,7 +62,7 @@ class StepResult:
       observation: next observation; None ends the episode.
       verdict: result of checking the answer; None without a check.
       facts: named measurements to report, such as the terms of a reward.
-      parsed: part of the answer that was checked, for messages; None if unknown or if there is none.
+      parsed: part of the answer that was checked, for messages; None if unknown or missing.
     """
 
     reward: SupportsFloat = 0.0
@@ -199,7 +199,7 @@ class Trajectory:
       versions: int32, version of the weights that sampled each token; -1 elsewhere.
       rewards: float32, each stored at the last token of its action.
       verdict: result of checking the answer; None without a check.
-      parsed: part of the answer that was checked; None if unknown or if there is none.
+      parsed: part of the answer that was checked; None if unknown or missing.
       is_truncated: True if a token limit ended the episode.
       is_cut: True if the last action ended by its token limit instead of a stop or end token.
       limit_tokens: maximum number of tokens that the policy could have sampled, given its earlier actions; None if

@@ -80,7 +80,7 @@ class PolicySampling:
 
     @property
     def is_penalized(self) -> bool:
-        """Whether the logits depend on the tokens before."""
+        """True if the logits depend on earlier tokens."""
         return self.penalties != (1.0, 0.0, 0.0)
 
 

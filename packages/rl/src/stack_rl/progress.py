@@ -15,16 +15,18 @@ __all__ = ["RewardMonitor"]
 
 _STEPS: Final = 3
 """Number of steps without a difference between rewards before the warning."""
+_FEWEST_BATCHES: Final = 2
 _MOST_CHARACTERS: Final = 400
 _OF_GROUPS: Final = ("group", "centred", "leave_one_out", "whitened")
 _HALF: Final = 0.5
 
 
 class RewardMonitor:
-    """Warns once if the rewards of several batches in a row contain nothing to learn.
+    """Warns if the first batches of a process contain nothing to learn.
 
     This is the case if all rewards that the advantages compare are equal: within every group, or for an algorithm
     without a group baseline, within the batch. Their gradient is then 0, whatever the loss of KL and entropy terms is.
+    Later batches are not checked, because rewards are also equal once the policy solves all tasks.
 
     Args:
       tasks: tasks of the environment, which name and decode an answer.
@@ -33,16 +35,19 @@ class RewardMonitor:
 
     def __init__(self, tasks: Tasks, algorithm: PolicyConfig) -> None:
         self._tasks, self._algorithm = tasks, algorithm
-        self._limit = -(-_STEPS // algorithm.updates)
+        self._limit = max(-(-_STEPS // algorithm.updates), _FEWEST_BATCHES)
         self._flat = 0
         self._is_done = not algorithm.reads_rewards
 
     def check(self, trajectories: Sequence[Trajectory | None]) -> None:
-        """Counts a batch, and warns if it is the last of the number allowed."""
+        """Checks the next batch, and warns if it is the last of several without a difference between rewards."""
         if self._is_done:
             return
         found = [each for each in trajectories if each is not None]
-        self._flat = self._flat + 1 if self._is_flat(found) else 0
+        if not self._is_flat(found):
+            self._is_done = True
+            return
+        self._flat += 1
         if self._flat == self._limit:
             self._is_done = True
             warnings.warn(self._message(found), stacklevel=2)
@@ -66,7 +71,7 @@ class RewardMonitor:
         shown = next((each for each in found if each.verdict == kind), found[0])
         parts = ", ".join(f"{share:.0%} {name}" for name, share in shares.items())
         lines = [
-            f"The policy learned nothing from the last {self._limit} batches: in {scope}, all rewards were equal, so "
+            f"The policy learned nothing from the first {self._limit} batches: in {scope}, all rewards were equal, so "
             "their gradient is 0.",
             f"Of {len(found)} answers: {parts}; rewards {min(rewards):.4g} to {max(rewards):.4g}.",
             f"An answer to {self._tasks.name(shown.task)}:",

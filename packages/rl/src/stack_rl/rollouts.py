@@ -58,9 +58,8 @@ class RolloutData:
     The algorithm, `objective`, computes the advantages of the episodes and uses each batch for one or more updates. A
     batch has one row per episode, or several episodes per row (`packed`): the observed and sampled tokens, the
     log-probabilities at sampling time, and for each token the advantage and its weight in the loss. The objective
-    differentiates the distribution that the policy samples from, after penalties and temperature. With `top_p`, `top_k`
-    or `min_p`, each token keeps the candidates it was sampled from, and the distribution is normalized over them. Greedy
-    evaluation ignores these settings.
+    differentiates the sampling distribution, after penalties and temperature. With `top_p`, `top_k` or `min_p`, each
+    token keeps its candidates, and the distribution is normalized over them. Greedy evaluation ignores these settings.
 
     With `max_staleness: 0`, a batch is sampled on request from the weights that it will train, and is a function of the
     seed, the batch number and the weights. Otherwise groups are sampled while the policy trains, up to `max_staleness`

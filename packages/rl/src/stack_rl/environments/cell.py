@@ -2,13 +2,13 @@
 
 from typing import Annotated, Any, Literal
 
-import numpy as np
 from pydantic import Field, NonNegativeInt
 
 from stack_core.abi.config import config
 from stack_core.abi.errors import ConfigError
 from stack_core.abi.formats import GenerativeCheckpoint
-from stack_rl.contracts import Action, Environment, Observation, StepResult, Tasks
+from stack_rl.contracts import Action, Observation, StepResult, Tasks
+from stack_rl.environments.symbols import SymbolTasks
 
 __all__ = ["CellConfig"]
 
@@ -44,26 +44,8 @@ class CellConfig:
     def build(self, policy: GenerativeCheckpoint, *, seq_tokens: int, seed: int) -> Tasks:
         if seq_tokens < 6:
             raise ConfigError(f"data.seq_tokens is {seq_tokens}; an episode of 'cell' has 6 tokens.")
-        return _Cells(self, seed)
-
-
-class _Cells:
-    training: int | None = None
-
-    def __init__(self, config: CellConfig, seed: int) -> None:
-        self._config, self._seed = config, seed
-        self.held_out = config.held_out
-
-    def episode(self, task: int, *, held_out: bool = False) -> Environment:
-        drawn = np.random.default_rng([self._seed, held_out, task])
-        digits = drawn.integers(_DIGITS, size=self._config.cells)
-        return _Episode([int(digit) for digit in digits], int(drawn.integers(self._config.cells)))
-
-    def name(self, task: int, *, held_out: bool = False) -> str:
-        return f"cell {'held out ' if held_out else ''}{task}"
-
-    def text(self, tokens: tuple[int, ...]) -> str:
-        return " ".join(_NAMES[token] if token < len(_NAMES) else f"<{token}>" for token in tokens)
+        start = lambda rng: _Episode(rng.integers(_DIGITS, size=self.cells).tolist(), int(rng.integers(self.cells)))
+        return SymbolTasks(seed, self.held_out, start=start, label=self.name, symbols=_NAMES)
 
 
 class _Episode:

@@ -9,6 +9,7 @@ from stack_core.abi.config import config
 from stack_core.abi.errors import ConfigError
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_rl.contracts import Action, Environment, Observation, StepResult, Tasks
+from stack_rl.environments.symbols import SymbolTasks
 
 __all__ = ["SortingConfig"]
 
@@ -21,9 +22,9 @@ _NAMES = (*map(str, range(_DIGITS)), "|", ".")
 class SortingConfig:
     """A row of 1 to `max_digits` different digits; the task is to write them in ascending order and to end the answer.
 
-    The prompt is `3 1 2 |` and the right answer `1 2 3 .`. The reward is the fraction of the right answer, including
-    the end token, that matches before the first difference; an answer with more tokens has one. It is 1 for the right
-    answer alone. The model needs 12 tokens: the digits, `|` and the end token `.`.
+    The prompt is `3 1 2 |` and the right answer `1 2 3 .`. The reward is the number of tokens before the first
+    difference from the right answer, divided by its length with the end token: 1 for the right answer, and less for
+    every other one. The model needs 12 tokens: the digits, `|` and the end token `.`.
 
     Attributes:
       name: selects this environment.
@@ -65,27 +66,12 @@ class SortingConfig:
                 f"data.seq_tokens is {seq_tokens}; an episode of 'sorting' has up to {needed} tokens: "
                 f"{self.max_digits} digits, a separator and environment.max_tokens."
             )
-        return _Rows(self, seed)
+        return SymbolTasks(seed, self.held_out, start=self._start, label=self.name, symbols=_NAMES)
 
-
-class _Rows:
-    training: int | None = None
-
-    def __init__(self, config: SortingConfig, seed: int) -> None:
-        self._config, self._seed = config, seed
-        self.held_out = config.held_out
-
-    def episode(self, task: int, *, held_out: bool = False) -> Environment:
-        drawn = np.random.default_rng([self._seed, held_out, task])
-        count = int(drawn.integers(1, self._config.max_digits + 1))
-        digits = drawn.choice(self._config.symbols, size=count, replace=False)
-        return _Episode(tuple(map(int, digits)), self._config.max_tokens)
-
-    def name(self, task: int, *, held_out: bool = False) -> str:
-        return f"sorting {'held out ' if held_out else ''}{task}"
-
-    def text(self, tokens: tuple[int, ...]) -> str:
-        return " ".join(_NAMES[token] if token < len(_NAMES) else f"<{token}>" for token in tokens)
+    def _start(self, rng: np.random.Generator) -> Environment:
+        count = int(rng.integers(1, self.max_digits + 1))
+        digits = rng.choice(self.symbols, size=count, replace=False)
+        return _Episode(tuple(map(int, digits)), self.max_tokens)
 
 
 class _Episode:

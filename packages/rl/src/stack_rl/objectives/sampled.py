@@ -1,4 +1,4 @@
-"""Log-probabilities of targets under the distribution that they were sampled from."""
+"""Log-probabilities of targets under their sampling distributions."""
 
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
@@ -32,23 +32,23 @@ class SampledFigures(NamedTuple):
 def sampled_figures(
     head: Head, hidden: Float[Array, "batch seq embed"], batch: _Batch, *, entropies: bool = False
 ) -> SampledFigures:
-    """Computes log q(target) and the entropy of q, the policy's distribution after the sampler's changes.
+    """Computes log q(target) and the entropy of q, the policy's sampling distribution.
 
         q = softmax(penalized(z) / T) over the candidates K
 
     The logits z are the policy's, processed in the order of `SamplingParams`: repetition, frequency and presence
-    penalties, temperature, candidates. Without penalties, the logits of a whole batch are never in memory, and with
-    them only those of a chunk of tokens. A target without candidates, in a batch with candidates, gets 0.
+    penalties, temperature, candidates. The logits of the complete batch are never in memory. A target without
+    candidates, in a batch with candidates, gets 0.
 
     Args:
       head: output head of the policy.
       hidden: hidden states before the head.
-      batch: batch with `tokens`, `targets`, `segment_ids`, and those of SAMPLING_INPUTS that the sampling had:
+      batch: batch with `tokens`, `targets`, `segment_ids`, and an array of SAMPLING_INPUTS for each setting in use:
         candidates: int32[batch, seq, candidates], token ids of K, padded with -1.
         temperature: float32[batch, seq], T.
         penalties: float32[batch, seq, 3], repetition, frequency and presence penalty.
         generated_tokens: int32[batch, seq], with penalties: number of tokens sampled in the same action before the
-          target. Frequency and presence count these, the repetition penalty the whole segment.
+          target. Frequency and presence penalties count these tokens, the repetition penalty all of the segment.
       entropies: compute entropies as well.
     """
     temperature = batch.get("temperature")
@@ -121,5 +121,5 @@ def _of_processed_logits(
 
 
 def _divisor(temperature: jax.Array) -> jax.Array:
-    """Replaces the 0 of padding by 1."""
+    """Replaces 0, which padding has, by 1."""
     return jnp.where(temperature > 0, temperature, 1.0)

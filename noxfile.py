@@ -38,7 +38,21 @@ GAINS = (
 # Of these, tests find what others have compiled, also in processes of their own and in another package's session;
 # not of stack-profile, which looks at what is compiled.
 SHARES_PROGRAMS = ("core", "kernels", "quant", "train", "rl", "serve", "integration")
-RELEASE = ("matrix", "slow", "aot", "parity", "llama_cpp", "clients", "trackers", "page", "lowest", "newest")
+RELEASE = (
+    *(
+        "matrix",
+        "slow",
+        "aot",
+        "parity",
+        "llama_cpp",
+        "clients",
+        "environments",
+        "trackers",
+        "page",
+        "lowest",
+        "newest",
+    ),
+)
 PARITY_PYTHON = "3.11"
 # With what needs it: in the group `parity` it would have `constraints/` pin PyTorch and CUDA's libraries.
 TORCH = ("torch==2.13.0", "peft==0.21.2", "trl==1.16.0")
@@ -59,6 +73,8 @@ NO_PARITY = "--ignore=integration_tests/parity"
 CLIENTS = ("tritonclient[http,grpc]>=2.73,<3", "kserve>=0.21,<0.22")
 # The whole of MLflow, whose database is the tracking server of the tests.
 TRACKERS = ("mlflow>=3,<4", "wandb>=0.21,<0.32")
+# Extras of stack-rl with other people's environments; some pin versions that `constraints/` does not have.
+ENVIRONMENTS = ("gymnasium", "reasoning-gym")
 
 ROOT = Path(__file__).parent
 GROUPS = functools.partial(nox.project.dependency_groups, nox.project.load_toml(ROOT / "pyproject.toml"))
@@ -187,6 +203,16 @@ def trackers(session: nox.Session) -> None:
     """Runs that are followed by Weights & Biases (offline) and MLflow (a database), in an environment of their own."""
     session.install(*_wheels("core", "train"), *GROUPS("test"), *TRACKERS)
     _pytest(session, ["packages/train/tests/observers/test_trackers.py"])
+
+
+@nox.session(default=False)
+@nox.parametrize("extra", [nox.param(name, id=name) for name in ENVIRONMENTS])
+def environments(session: nox.Session, extra: str) -> None:
+    """Environments of other packages, each in an environment of its own, because their pins exclude one another."""
+    (core, rl) = _wheels("core", "rl")
+    session.install(core, f"{rl}[{extra}]", *TEST_NEEDS["rl"], *GROUPS("test"))
+    test = f"packages/rl/tests/environments/test_{extra.replace('-', '_')}.py"
+    _pytest(session, [test])
 
 
 @nox.session(default=False, venv_backend="none")

@@ -59,6 +59,7 @@ def stack_register_environments(registry: Registrar) -> None:
     registry.add("tools", "stack_rl.environments.tools:ToolsConfig")
     registry.add("gymnasium", "stack_rl.environments.gymnasium:GymnasiumConfig")
     registry.add("agent", "stack_rl.environments.agent:AgentConfig")
+    registry.add("reasoning_gym", "stack_rl.environments.reasoning_gym:ReasoningGymConfig")
 
 
 @hookimpl

@@ -9,7 +9,6 @@ import pytest
 from stack_core.abi.errors import ConfigError, DataError, EnvironmentFailed
 from stack_core.text.parsers.hermes import HermesParser
 from stack_rl.contracts import EnvironmentKind, Tasks
-from stack_rl.environments.gymnasium import GymnasiumConfig
 from stack_rl.environments.tools import ToolsConfig, _parser_of
 from stack_rl.episodes import Attempt, Player
 
@@ -161,38 +160,3 @@ def test_tools_need_a_place_in_the_template(tmp_path):
 def test_tools_that_do_not_fit_are_refused(tmp_path, tools, message):
     with pytest.raises(ConfigError, match=message):
         play(tmp_path, ["5"], tools=tools)
-
-
-def lake(answers, **fields):
-    pytest.importorskip("gymnasium", reason="needs gymnasium (stack-rl[gymnasium])")
-    config = GymnasiumConfig(id="FrozenLake-v1", options={"is_slippery": False}, **fields)
-    config.check(None)
-    tasks = config.build(policy(), seq_tokens=600, seed=0)
-    turns = iter(answers)
-    engine = ScriptedEngine(lambda prompt: (*map(ord, next(turns)), END))
-    player = Player(tasks, engine, seq_tokens=600, on_failure="stop")
-    (found,) = player.play([Attempt(0, 0)], seed=(0,), greedy=False)
-    return tasks.text(tuple(found.tokens.tolist())), found
-
-
-def test_an_environment_of_gymnasium_is_played_in_text():
-    text, found = lake(["1", "go 1", "2", "1", "2", "2"], instruction="0 left, 1 down, 2 right, 3 up.")
-    assert text.startswith(
-        "<user>0 left, 1 down, 2 right, 3 up.\n0\x00\n<assistant>1\x00\n<user>4\x00\n<assistant>go 1"
-    )
-    assert found.rewards.sum() == 1.0 and found.facts["turns"] == 6.0
-
-
-def test_text_that_is_no_action_ends_the_episode():
-    _, found = lake(["1", "9"], invalid_reward=-1.0)
-    assert found.verdict == "unparsed" and found.rewards.sum() == -1.0
-    _, found = lake(["1", "west"])
-    assert found.verdict == "unparsed" and found.rewards.sum() == 0.0
-
-
-def test_an_environment_that_gymnasium_does_not_have_is_named():
-    pytest.importorskip("gymnasium", reason="needs gymnasium (stack-rl[gymnasium])")
-    with pytest.raises(ConfigError, match="cannot make 'NoSuch-v0'"):
-        GymnasiumConfig(id="NoSuch-v0").check(None)
-    with pytest.raises(ConfigError, match="only Discrete and Text"):
-        GymnasiumConfig(id="Pendulum-v1").check(None)

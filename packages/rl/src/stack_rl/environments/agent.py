@@ -17,10 +17,11 @@ from stack_core.abi.formats import GenerativeCheckpoint
 from stack_rl.contracts import Action, Environment, Observation, Score, StepResult, Tasks
 from stack_rl.environments.endpoint import MODEL, ChatEndpoint, ChatRequest, ChatSession
 from stack_rl.environments.functions import imported
+from stack_rl.environments.listed import ListedTasks
 from stack_rl.environments.messages import History, Message, MessageEnvironment, Renderer, Reply, renderer_of
 from stack_rl.environments.records import Record, read_records
 
-__all__ = ["AgentAccess", "AgentConfig"]
+__all__ = ["AgentAccess", "AgentConfig", "AgentLimits", "agent_tasks"]
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ class AgentConfig:
         self._records()
 
     def build(self, policy: GenerativeCheckpoint, *, seq_tokens: int, seed: int) -> Tasks:
-        return _Tasks(self, self._function(), renderer_of(policy), seq_tokens, *self._records())
+        limits = AgentLimits(self.max_tokens, self.most_turns, self.history)
+        return agent_tasks(self._function(), *self._records(), limits=limits, policy=policy, seq_tokens=seq_tokens)
 
     def _function(self) -> Callable[..., Any]:
         return self.agent if callable(self.agent) else imported(self.agent, label="Agent")
@@ -84,37 +86,40 @@ class AgentConfig:
         return read_records(self.source, "data.environment.source"), held_out
 
 
-class _Tasks:
-    def __init__(
-        self,
-        settings: AgentConfig,
-        agent: Callable[..., Any],
-        renderer: Renderer,
-        seq_tokens: int,
-        training: Sequence[Record],
-        held_out: Sequence[Record],
-    ) -> None:
-        self._settings, self._agent, self._renderer, self._seq_tokens = settings, agent, renderer, seq_tokens
-        self._training, self._held_out = training, held_out
-        self.training, self.held_out = len(training), len(held_out)
-        self._endpoints: weakref.WeakKeyDictionary[Any, ChatEndpoint] = weakref.WeakKeyDictionary()
+@dataclass(frozen=True)
+class AgentLimits:
+    """Limits of an agent's episode; see `AgentConfig`."""
 
-    def episode(self, task: int, *, held_out: bool = False) -> Environment:
-        _, record = self._record(task, held_out=held_out)
-        return _Episode(self._settings, self._agent, record, self._renderer, self._seq_tokens, self._endpoint)
+    max_tokens: int
+    most_turns: int
+    history: History = "exact"
 
-    def name(self, task: int, *, held_out: bool = False) -> str:
-        return self._record(task, held_out=held_out)[0]
 
-    def text(self, tokens: tuple[int, ...]) -> str:
-        return self._renderer.written(tokens)
+def agent_tasks(
+    agent: Callable[..., Any],
+    training: Sequence[Record],
+    evaluation: Sequence[Record],
+    *,
+    limits: AgentLimits,
+    policy: GenerativeCheckpoint,
+    seq_tokens: int,
+) -> Tasks:
+    """Returns the tasks of an agent, a function of an `AgentAccess` and a record; see `AgentConfig`.
 
-    def _record(self, task: int, *, held_out: bool) -> Record:
-        return (self._held_out if held_out else self._training)[task]
+    Raises:
+      DataError: the policy cannot exchange messages.
+    """
+    renderer = renderer_of(policy)
+    endpoints: weakref.WeakKeyDictionary[Any, ChatEndpoint] = weakref.WeakKeyDictionary()
 
-    def _endpoint(self) -> ChatEndpoint:
+    def endpoint() -> ChatEndpoint:
         """Returns the endpoint of the running event loop, which its episodes share."""
-        return self._endpoints.setdefault(asyncio.get_running_loop(), ChatEndpoint())
+        return endpoints.setdefault(asyncio.get_running_loop(), ChatEndpoint())
+
+    def start(record: Record) -> Environment:
+        return _Episode(limits, agent, record[1], renderer, seq_tokens, endpoint)
+
+    return ListedTasks(training, evaluation, start=start, label=lambda record: record[0], renderer=renderer)
 
 
 @dataclass(frozen=True)
@@ -132,7 +137,7 @@ class _Episode:
 
     def __init__(
         self,
-        settings: AgentConfig,
+        settings: AgentLimits,
         agent: Callable[..., Any],
         record: Mapping[str, Any],
         renderer: Renderer,

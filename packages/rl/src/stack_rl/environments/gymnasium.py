@@ -12,9 +12,9 @@ from pydantic import NonNegativeInt, PositiveInt
 from stack_core.abi.config import config
 from stack_core.abi.errors import ConfigError
 from stack_core.abi.formats import GenerativeCheckpoint
-from stack_core.abi.installing import install_command
 from stack_rl.contracts import Environment, Tasks
 from stack_rl.environments.messages import History, Message, MessageEnvironment, Renderer, Reply, renderer_of
+from stack_rl.environments.optional import optional_module
 
 __all__ = ["GymnasiumConfig"]
 
@@ -62,11 +62,7 @@ class GymnasiumConfig:
           ConfigError: Gymnasium is not installed, has no environment with this id, or its actions are neither numbers
             nor text.
         """
-        try:
-            import gymnasium
-        except ImportError as error:
-            command = install_command("stack-rl[gymnasium]")
-            raise ConfigError(f"The environment 'gymnasium' needs Gymnasium: {command}") from error
+        gymnasium = optional_module("gymnasium", environment=self.name, extra="gymnasium")
         try:
             made = gymnasium.make(self.id, **self.options)
         except Exception as error:  # Gymnasium and its environments may raise any exception.
@@ -122,7 +118,18 @@ class _Game:
 
 
 def _as_text(observation: Any) -> str:
-    return observation if isinstance(observation, str) else " ".join(str(observation).split())
+    """Writes an observation: text as it is, numbers without their NumPy type, arrays in full on one line."""
+    if isinstance(observation, str):
+        return observation
+    if isinstance(observation, np.ndarray):  # str() would leave out the middle of an array with over 1,000 elements
+        return " ".join(np.array2string(observation, threshold=observation.size + 1).split())
+    if isinstance(observation, np.generic):  # str() of a tuple would contain "np.int64(4)"
+        return str(observation.item())
+    if isinstance(observation, Mapping):
+        return ", ".join(f"{name}: {_as_text(each)}" for name, each in observation.items())
+    if isinstance(observation, (tuple, list)):
+        return f"({', '.join(map(_as_text, observation))})"
+    return " ".join(str(observation).split())
 
 
 def _action(text: str, space: Any) -> Any:

@@ -166,7 +166,9 @@ class _Episode:
         if self._tokens + len(shown.tokens) < self._seq_tokens:
             return replace(outcome, observation=self._within_limits(shown))
         reply = await self._refuse_remaining(
-            f"The conversation has {self._tokens + len(shown.tokens)} tokens, of {self._seq_tokens} with an answer.",
+            # OpenAI's words, by which clients recognize the error.
+            f"This model's maximum context length is {self._seq_tokens} tokens, with an answer. However, your messages "
+            f"resulted in {self._tokens + len(shown.tokens)} tokens.",
             "context_length_exceeded",
         )
         # Returns the observation that does not fit, because the player then marks the episode as truncated.

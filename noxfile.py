@@ -74,7 +74,7 @@ CLIENTS = ("tritonclient[http,grpc]>=2.73,<3", "kserve>=0.21,<0.22")
 # The whole of MLflow, whose database is the tracking server of the tests.
 TRACKERS = ("mlflow>=3,<4", "wandb>=0.21,<0.32")
 # Extras of stack-rl with other people's environments; some pin versions that `constraints/` does not have.
-ENVIRONMENTS = ("gymnasium", "reasoning-gym", "verifiers")
+ENVIRONMENTS = ("gymnasium", "reasoning-gym", "verifiers", "openenv")
 
 ROOT = Path(__file__).parent
 GROUPS = functools.partial(nox.project.dependency_groups, nox.project.load_toml(ROOT / "pyproject.toml"))

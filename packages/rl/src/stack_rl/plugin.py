@@ -61,6 +61,7 @@ def stack_register_environments(registry: Registrar) -> None:
     registry.add("agent", "stack_rl.environments.agent:AgentConfig")
     registry.add("reasoning_gym", "stack_rl.environments.reasoning_gym:ReasoningGymConfig")
     registry.add("verifiers", "stack_rl.environments.verifiers:VerifiersConfig")
+    registry.add("openenv", "stack_rl.environments.openenv:OpenEnvConfig")
 
 
 @hookimpl

@@ -130,7 +130,7 @@ def test_what_cannot_be_played_is_refused(vf, monkeypatch):
         with pytest.raises(ConfigError, match=message):
             VerifiersConfig(env=env).check(None)
     monkeypatch.setattr(vf, "__version__", "0.4.0")
-    with pytest.raises(ConfigError, match="version 0.3 was the last to have it"):
+    with pytest.raises(ConfigError, match=r"version 0\.3 was the last to have it"):
         VerifiersConfig(env="any").check(None)
 
 

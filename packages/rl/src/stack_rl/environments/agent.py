@@ -17,9 +17,9 @@ from stack_core.abi.formats import GenerativeCheckpoint
 from stack_rl.contracts import Action, Environment, Observation, Score, StepResult, Tasks
 from stack_rl.environments.endpoint import MODEL, ChatEndpoint, ChatRequest, ChatSession
 from stack_rl.environments.functions import imported
-from stack_rl.environments.listed import ListedTasks
 from stack_rl.environments.messages import History, Message, MessageEnvironment, Renderer, Reply, renderer_of
 from stack_rl.environments.records import Record, read_records
+from stack_rl.environments.tasks import ListedTasks
 
 __all__ = ["AgentAccess", "AgentConfig", "AgentLimits", "agent_tasks"]
 

@@ -13,8 +13,9 @@ from stack_core.abi.config import config
 from stack_core.abi.errors import ConfigError
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_rl.contracts import Environment, Tasks
-from stack_rl.environments.messages import History, Message, MessageEnvironment, Renderer, Reply, renderer_of
+from stack_rl.environments.messages import History, Message, MessageEnvironment, Reply, renderer_of
 from stack_rl.environments.optional import optional_module
+from stack_rl.environments.tasks import SeededTasks
 
 __all__ = ["GymnasiumConfig"]
 
@@ -53,7 +54,13 @@ class GymnasiumConfig:
         self._made().close()
 
     def build(self, policy: GenerativeCheckpoint, *, seq_tokens: int, seed: int) -> Tasks:
-        return _Seeds(self, renderer_of(policy), seed)
+        renderer, limits = renderer_of(policy), {"max_tokens": self.max_tokens, "most_turns": self.most_turns}
+
+        def start(episode_seed: int) -> Environment:
+            game = _Game(self._made(), self, episode_seed)
+            return MessageEnvironment(game, renderer, **limits, history=self.history)
+
+        return SeededTasks(seed, self.held_out, start=start, label=self.id, renderer=renderer)
 
     def _made(self) -> Any:
         """Creates the Gymnasium environment.
@@ -71,27 +78,6 @@ class GymnasiumConfig:
         if not isinstance(space, (gymnasium.spaces.Discrete, gymnasium.spaces.Text)):
             raise ConfigError(f"The action space of {self.id!r} is {space}; only Discrete and Text are supported.")
         return made
-
-
-class _Seeds:
-    training: int | None = None
-
-    def __init__(self, settings: GymnasiumConfig, renderer: Renderer, seed: int) -> None:
-        self._settings, self._renderer, self._seed = settings, renderer, seed
-        self.held_out = settings.held_out
-
-    def episode(self, task: int, *, held_out: bool = False) -> Environment:
-        settings = self._settings
-        seed = int(np.random.default_rng([self._seed, held_out, task]).integers(1 << 31))
-        conversation = _Game(settings._made(), settings, seed)
-        budgets = {"max_tokens": settings.max_tokens, "most_turns": settings.most_turns}
-        return MessageEnvironment(conversation, self._renderer, **budgets, history=settings.history)
-
-    def name(self, task: int, *, held_out: bool = False) -> str:
-        return f"{self._settings.id} {'held out ' if held_out else ''}{task}"
-
-    def text(self, tokens: tuple[int, ...]) -> str:
-        return self._renderer.written(tokens)
 
 
 @dataclass

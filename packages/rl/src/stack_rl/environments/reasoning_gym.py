@@ -12,9 +12,9 @@ from stack_core.abi.config import config
 from stack_core.abi.errors import ConfigError, nearest
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_rl.contracts import Environment, Tasks
-from stack_rl.environments.listed import ListedTasks
 from stack_rl.environments.messages import Message, MessageEnvironment, Reply, renderer_of
 from stack_rl.environments.optional import optional_module
+from stack_rl.environments.tasks import ListedTasks
 
 __all__ = ["GeneratedTask", "ReasoningGymConfig"]
 

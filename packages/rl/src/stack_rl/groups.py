@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from stack_core.abi.errors import DataError
+from stack_rl.choosing import Memory
 from stack_rl.contracts import Trajectory
 
 __all__ = ["Group", "Ledger", "trained_on"]
@@ -120,12 +121,15 @@ class _Buffers:
 class Ledger:
     """The groups used by all batches so far: every group below `frontier`, and the groups in `beyond`.
 
+    `memory` is the memory of the tasks' choice after these batches; see `ChoosesTasks`.
+
     Invariant: `frontier` is the first unused group, so a group below it can be neither skipped nor used again.
     """
 
     batches: int = 0
     frontier: int = 0
     beyond: set[int] = field(default_factory=set)
+    memory: Memory = field(default_factory=dict)
 
     def use(self, numbers: Iterable[int]) -> None:
         """Marks the groups of the next batch as used."""
@@ -146,8 +150,10 @@ class Ledger:
         return (number for number in itertools.count(self.frontier) if number not in self.beyond)
 
     def state(self) -> dict[str, Any]:
-        return {"batches": self.batches, "frontier": self.frontier, "beyond": sorted(self.beyond)}
+        memory = {"memory": dict(self.memory)} if self.memory else {}
+        return {"batches": self.batches, "frontier": self.frontier, "beyond": sorted(self.beyond), **memory}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores the ledger from `state()`."""
         self.batches, self.frontier, self.beyond = state["batches"], state["frontier"], set(state["beyond"])
+        self.memory = state.get("memory", {})

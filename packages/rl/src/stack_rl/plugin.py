@@ -62,6 +62,7 @@ def stack_register_environments(registry: Registrar) -> None:
     registry.add("reasoning_gym", "stack_rl.environments.reasoning_gym:ReasoningGymConfig")
     registry.add("verifiers", "stack_rl.environments.verifiers:VerifiersConfig")
     registry.add("openenv", "stack_rl.environments.openenv:OpenEnvConfig")
+    registry.add("mix", "stack_rl.environments.mix:MixConfig")
 
 
 @hookimpl

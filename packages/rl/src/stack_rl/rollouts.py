@@ -24,6 +24,7 @@ from stack_core.abi.plugins import registries
 from stack_core.abi.policy import PolicyBatches
 from stack_core.abi.run_directory import RunDirectory
 from stack_core.runtime.config import EngineProcessConfig
+from stack_rl.choosing import ChoosesTasks
 from stack_rl.concurrent import ConcurrentPlayer
 from stack_rl.contracts import Tasks, Trajectory
 from stack_rl.engine_process import open_in_process
@@ -153,7 +154,10 @@ class RolloutData:
         names = ("environment", "groups", "group_size", "seq_tokens", *vars(self.policy_sampling))
         settings = {name: to_mapping(getattr(self, name)) for name in names}
         source = getattr(self.environment, "source", None)
-        written = json.dumps([settings, files_digest(source) if isinstance(source, str) else None], sort_keys=True)
+        # An environment of several others has several sources.
+        sources = getattr(self.environment, "sources", None)
+        files: Any = files_digest(source) if isinstance(source, str) else sources and [*map(files_digest, sources)]
+        written = json.dumps([settings, files], sort_keys=True)
         # A prefix of the digests in the journal; the colon separates it from the digest of the weights.
         return hashlib.sha256(written.encode()).hexdigest()[:16] + ":"
 
@@ -454,6 +458,9 @@ class RolloutBatches(PolicyBatches):
         if journal is not None and recorded is None:
             journal.note(number, [each.number for each in groups], weights.digest, weights.version, scores)
         self._ledger.use([each.number for each in groups])
+        if isinstance(play.tasks, ChoosesTasks):
+            learned = [each for group in groups for each in group.trajectories if each is not None]
+            self._ledger.memory = play.tasks.learn(learned, self._ledger.memory)
         whole = credited(whole, found, self._algorithm, scores)
         if isinstance(self._algorithm, PPOConfig) and version < self._algorithm.critic_warmup_steps:
             # During the warm-up, `returns` train the critic, and advantages of 0 keep rewards from the policy.

@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from stack_rl.choosing import choose_task
 from stack_rl.concurrent import ConcurrentPlayer
 from stack_rl.contracts import Tasks, Trajectory
 from stack_rl.episodes import Attempt, Player
@@ -18,7 +19,7 @@ from stack_rl.groups import Group, Ledger
 from stack_rl.pacing import Pacing
 from stack_rl.rollout_journal import RolloutJournal
 
-__all__ = ["AheadSupply", "Supply", "TogetherSupply", "Weights", "task_of"]
+__all__ = ["AheadSupply", "Supply", "TogetherSupply", "Weights"]
 
 # Second number of the sampling seed; held-out tasks have another, `_HELD_OUT` in `rollouts`.
 _TRAINING = 0
@@ -82,7 +83,7 @@ class Rounds:
     _has_warned: bool = False
 
     def attempts(self, number: int) -> list[Attempt]:
-        task = task_of(number, self.tasks, self.seed)
+        task = choose_task(number, self.tasks, self.ledger.memory, seed=self.seed)
         return [Attempt(number, task) for _ in range(self.group_size)]
 
     def write(self, groups: Sequence[Group]) -> None:
@@ -243,11 +244,3 @@ class AheadSupply:
             self._arrived.put(error)
         else:
             self._arrived.put(group)
-
-
-def task_of(group: int, tasks: Tasks, seed: int) -> int:
-    """Returns the task of a group; each epoch visits all tasks in its own random order."""
-    if tasks.training is None:
-        return group
-    epoch, place = divmod(group, tasks.training)
-    return int(np.random.default_rng([seed, epoch]).permutation(tasks.training)[place])

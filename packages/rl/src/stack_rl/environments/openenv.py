@@ -106,7 +106,7 @@ class _Session:
         except RuntimeError as error:
             raise EnvironmentFailed(_explained(error)) from error
         begin = f"{self.settings.instruction}\n" if self.settings.instruction else ""
-        return [{"role": "user", "content": begin + self._shown(result.observation)}]
+        return [{"role": "user", "content": begin + self._text(result.observation)}]
 
     async def reply(self, text: str, *, is_finished: bool, tokens: tuple[int, ...]) -> Reply:
         action = self._action(text) if is_finished else None
@@ -119,7 +119,7 @@ class _Session:
             if "(code: VALIDATION_ERROR)" in str(error):  # the client passes the code on in its message only
                 return invalid
             raise EnvironmentFailed(_explained(error)) from error
-        more = [] if result.done else [{"role": "user", "content": self._shown(result.observation)}]
+        more = [] if result.done else [{"role": "user", "content": self._text(result.observation)}]
         return Reply(messages=more, reward=float(result.reward or 0.0))
 
     async def close(self) -> None:
@@ -134,7 +134,7 @@ class _Session:
             return None
         return found if isinstance(found, dict) else None
 
-    def _shown(self, observation: Mapping[str, Any]) -> str:
+    def _text(self, observation: Mapping[str, Any]) -> str:
         name = self.settings.observation
         shown = _fields(observation) if name is None else observation[name]
         return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)

@@ -18,9 +18,10 @@ from stack_core.text.message_parsers import MessageParser, ToolCall, choose_pars
 from stack_core.text.parsers.hermes import HermesParser
 from stack_rl.contracts import Completion, Environment, Reward, Tasks
 from stack_rl.environments.functions import imported
-from stack_rl.environments.messages import History, Message, MessageEnvironment, Renderer, Reply, renderer_of
+from stack_rl.environments.messages import History, Message, MessageEnvironment, Reply, renderer_of
 from stack_rl.environments.prompts import weighted
 from stack_rl.environments.records import Record, read_records
+from stack_rl.environments.tasks import ListedTasks
 from stack_rl.rewards.weighted import WeightedReward, check_reward, resolved, total_score
 from stack_rl.threads import Threads
 
@@ -72,7 +73,14 @@ class ToolsConfig:
         renderer = renderer_of(policy, schemas)
         rewards = [(*resolved(each.reward), each.weight) for each in self.rewards]
         parser = functools.partial(_parser_of(policy), tools=schemas)
-        return _Tasks(self, functions, parser, rewards, renderer, *self._records())
+        threads = Threads(self.calls_at_once)
+        limits = {"max_tokens": self.max_tokens, "most_turns": self.most_turns}
+
+        def start(record: Record) -> Environment:
+            tools = _ToolConversation(record[1], functions, parser, rewards, self.tool_timeout_s, threads)
+            return MessageEnvironment(tools, renderer, **limits, history=self.history)
+
+        return ListedTasks(*self._records(), start=start, label=lambda record: record[0], renderer=renderer)
 
     def _functions(self) -> dict[str, Callable[..., Any]]:
         """Returns the tools by name.
@@ -116,41 +124,6 @@ def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     body = {"type": "object", "properties": properties, "required": required}
     description = inspect.getdoc(function) or ""
     return {"type": "function", "function": {"name": name, "description": description, "parameters": body}}
-
-
-class _Tasks:
-    def __init__(
-        self,
-        settings: ToolsConfig,
-        functions: Mapping[str, Callable[..., Any]],
-        parser: Callable[[], MessageParser],
-        rewards: Sequence[tuple[str, Reward, float]],
-        renderer: Renderer,
-        training: Sequence[Record],
-        held_out: Sequence[Record],
-    ) -> None:
-        self._settings, self._functions, self._parser, self._rewards = settings, functions, parser, rewards
-        self._renderer, self._training, self._held_out = renderer, training, held_out
-        self.training, self.held_out = len(training), len(held_out)
-        self._threads = Threads(settings.calls_at_once)
-
-    def episode(self, task: int, *, held_out: bool = False) -> Environment:
-        _, record = self._record(task, held_out=held_out)
-        settings = self._settings
-        conversation = _ToolConversation(
-            record, self._functions, self._parser, self._rewards, settings.tool_timeout_s, self._threads
-        )
-        budgets = {"max_tokens": settings.max_tokens, "most_turns": settings.most_turns}
-        return MessageEnvironment(conversation, self._renderer, **budgets, history=settings.history)
-
-    def name(self, task: int, *, held_out: bool = False) -> str:
-        return self._record(task, held_out=held_out)[0]
-
-    def text(self, tokens: tuple[int, ...]) -> str:
-        return self._renderer.written(tokens)
-
-    def _record(self, task: int, *, held_out: bool) -> Record:
-        return (self._held_out if held_out else self._training)[task]
 
 
 @dataclass

@@ -136,14 +136,14 @@ def _load(env: Any, args: Mapping[str, Any]) -> Any:
     else:
         make = env if callable(env) else imported(env, label="Environment")
     try:
-        with _kept_signals():
+        with _signal_guard():
             return make(**args)
     except Exception as error:  # environments are user code and may raise any exception
         raise ConfigError(f"verifiers cannot load {env!r}: {type(error).__name__}: {error}") from error
 
 
 @contextlib.contextmanager
-def _kept_signals() -> Iterator[None]:
+def _signal_guard() -> Iterator[None]:
     """Restores the handlers of SIGINT and SIGTERM, which each environment of verifiers replaces."""
     handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -40,7 +40,7 @@ def choose_task(group: int, tasks: Tasks, memory: Memory, *, seed: int) -> int:
 
 
 def permuted_task(number: int, tasks: Tasks, seed: int) -> int:
-    """Returns a task by its number in the random order; each epoch visits all tasks in an order of its own."""
+    """Returns a task by its number in the random order; each epoch visits all tasks in a new order."""
     if tasks.training is None:
         return number
     epoch, place = divmod(number, tasks.training)

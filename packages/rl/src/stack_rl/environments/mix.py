@@ -31,7 +31,7 @@ class WeightedEnvironment:
 
     Attributes:
       environment: environment config, an entry of the registry `environments`.
-      weight: share of the groups, relative to the other weights.
+      weight: share of the groups, relative to the sum of all weights.
     """
 
     environment: Annotated[Any, Selected(registries.environments)]
@@ -55,7 +55,7 @@ class CurriculumConfig:
     p_i: running success of environment i, 0.5 before its first group. s: successful attempts of a group, as a
     fraction. An attempt is successful if its verdict is "correct" or, without a verdict, if its reward is at least
     `success_reward`. With rewards of 0 and 1, p (1 - p) is the variance of the reward, and groups without variance
-    have no gradient.
+    contribute no gradient.
 
     Attributes:
       rate: step of the running success.
@@ -164,7 +164,7 @@ class MixedTasks:
         return permuted_task(number, self.parts[part], self.seed) * len(self.parts) + part
 
     def _place(self, task: int, is_evaluation: bool) -> tuple[Tasks, int]:
-        """Returns the environment of a task and the task's number within it."""
+        """Returns the environment of a task and the task's local number."""
         if not is_evaluation:
             return self.parts[task % len(self.parts)], task // len(self.parts)
         ends = list(accumulate(each.held_out for each in self.parts))
@@ -195,7 +195,7 @@ class CurriculumTasks(MixedTasks):
 
     def successes(self, memory: Memory) -> list[float]:
         """Returns the running success of each environment."""
-        found: Mapping[str, float] = memory.get("success", {})  # with text keys, as JSON has them
+        found: Mapping[str, float] = memory.get("success", {})  # JSON has text keys
         return [found.get(str(part), 0.5) for part in range(len(self.parts))]
 
     def learn(self, trajectories: Sequence[Trajectory], memory: Memory) -> Memory:

@@ -61,7 +61,7 @@ class OpenEnvConfig:
         try:
             with client:
                 found = client.reset(**self.reset, seed=0).observation
-        except Exception as error:  # the client raises errors of sockets, of websockets and its own
+        except Exception as error:  # errors of sockets, websockets or the client
             raise ConfigError(
                 f"The OpenEnv server at data.environment.url: {self.url!r} does not answer: {type(error).__name__}: "
                 f"{error}. Start it, or correct the address."
@@ -146,7 +146,7 @@ def _fields(observation: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _explained(error: RuntimeError) -> str:
-    """Formats a server's error, with the remedy if it has no session left."""
+    """Formats a server's error, with the remedy if all sessions are in use."""
     if "(code: CAPACITY_REACHED)" not in str(error):
         return f"the OpenEnv server reports: {error}"
     return f"{error}. Raise max_concurrent_envs of the server to data.groups * data.group_size, or lower these"

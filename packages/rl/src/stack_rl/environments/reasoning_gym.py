@@ -46,8 +46,8 @@ class ReasoningGymConfig:
     environments. Held-out questions have other numbers of the same generators. Generators with few
     possible questions may repeat a training question there.
 
-    The scorer receives the text of the last `answer_tag`, as in reasoning-gym's own evaluation. If the answer has no
-    such tag, a token limit cut the answer, or the scorer raises, the reward is the score of None and the verdict is
+    The scorer receives the text of the last `answer_tag`, as in reasoning-gym's own evaluation. If the answer lacks the
+    tag, a token limit cut the answer, or the scorer raises, the reward is the score of None and the verdict is
     "unparsed". Scorers run in the trainer's process, without a sandbox.
 
     Attributes:
@@ -90,7 +90,7 @@ class ReasoningGymConfig:
             number, place = question
             return f"{self.tasks[number].task} {place}"
 
-        # The generators alternate, so that each has the same share of any number of consecutive tasks.
+        # The generators alternate, which gives each the same share of consecutive tasks.
         places = [(number, place) for place in range(self.size + self.held_out) for number in range(len(datasets))]
         first = self.size * len(datasets)
         return ListedTasks(places[:first], places[first:], start=start, label=label, renderer=renderer)

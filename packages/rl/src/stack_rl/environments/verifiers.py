@@ -29,10 +29,10 @@ class VerifiersConfig:
     """Single-turn and multi-turn environments of verifiers, as `verifiers.load_environment` returns them.
 
     The environment plays each rollout itself, through an OpenAI client whose requests the policy answers, and its
-    rubric computes the reward. Each function of the rubric is a fact; one that raises counts as 0, as in verifiers. The
+    rubric computes the reward. Each function of the rubric is a fact; as in verifiers, an exception counts as 0. The
     verdict is "correct" from the environment's `pass_threshold` on.
 
-    If the environment has no evaluation dataset, its last `held_out` examples are not trained on. An error of the
+    Without an evaluation dataset, the environment's last `held_out` examples are not trained on. An error of the
     environment fails the episode. An empty answer, and a conversation without room for another answer, are scored by
     the rubric.
 
@@ -44,7 +44,7 @@ class VerifiersConfig:
       held_out: maximum number of evaluation examples.
       history: handling of chat templates that rewrite earlier turns; see `MessageEnvironment`.
 
-    Departures from verifiers: (1) environments with tools of the API or with rewards of whole groups are refused; (2)
+    Departures from verifiers: (1) environments with tools of the API or with rewards per group are refused; (2)
     environments of verifiers 0.4 and later (`verifiers.v1`) are not supported.
     """
 
@@ -73,7 +73,7 @@ class VerifiersConfig:
           ConfigError: verifiers is not installed or too new, or the environment cannot be loaded or is not supported.
         """
         verifiers = optional_module("verifiers", environment=self.name, extra="verifiers")
-        # `hasattr` would import everything that the package has, and fail if one of its own requirements is missing.
+        # `hasattr` would import everything that the package has, and fail if a requirement is missing.
         if tuple(map(int, verifiers.__version__.split(".")[:2])) >= (0, 4):
             raise ConfigError(
                 f"verifiers {verifiers.__version__} has no load_environment; version 0.3 was the last to have it. "

@@ -73,6 +73,8 @@ def stack_register_rewards(registry: Registrar) -> None:
     registry.add("code", "stack_rl.rewards.code:CodeConfig")
     registry.add("model", "stack_rl.rewards.model:ModelRewardConfig")
     registry.add("judge", "stack_rl.rewards.judge:JudgeConfig")
+    registry.add("pairwise", "stack_rl.rewards.pairwise:PairwiseConfig")
+    registry.add("rubric", "stack_rl.rewards.rubric:RubricConfig")
 
 
 @hookimpl

@@ -5,11 +5,14 @@ import os
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from stack_core.abi.errors import ConfigError, EnvironmentFailed
 from stack_rl.environments.tools import ToolsConfig
 from stack_rl.episodes import Attempt, Player
+from stack_rl.experience import batch_of, batch_shapes, credited
+from stack_rl.objectives.ppo import PPOConfig
 
 from ..scripted import END, ScriptedEngine
 from .playing import policy
@@ -191,6 +194,36 @@ def test_the_time_limit_of_a_call_does_not_include_its_wait_for_others(tmp_path,
     fields = {"tool_timeout_s": 4.0, "calls_at_once": 1}
     found = play(tmp_path, (f"{module}:sleep",), script, script, script, **fields)
     assert all("<tool>awake\x00" in text and each.facts["tool_timeouts"] == 0.0 for text, each in found)
+
+
+def worked(completion):
+    """A reward of a step: 0.5 for each call that did not fail."""
+    results, calls = completion.record["tool_results"], completion.record["tool_calls"]
+    assert len(results) == len(calls) and completion.text.startswith("<tool_call>") and completion.record["answer"]
+    return 0.5 * sum("Error" not in each for each in results)
+
+
+def test_a_step_s_reward_reaches_the_tokens_of_its_message(tmp_path, module):
+    script = [call("add", first=1) + call("add", first=2), call("add"), "done"]
+    fields = {"step_rewards": ({"reward": worked, "weight": 3},), "max_tokens": 300, "isolation": "thread"}
+    ((_, found),) = play(tmp_path, (f"{module}:add",), script, **fields)
+    ends = [place for place, token in enumerate(found.tokens) if token == END and found.sampled[place]]
+    assert found.rewards[ends].tolist() == [3.0, 0.0, 1.0] and found.rewards.sum() == 4.0
+    assert found.facts["step.worked"] == 1.0 and found.facts["calls"] == 3.0 and found.verdict == "correct"
+
+    shapes = batch_shapes(1, len(found.tokens), PPOConfig())
+    batch = batch_of([found], shapes=shapes, version=0)
+    scores = {"values": np.zeros(batch["targets"].shape, np.float32), "policy_logprobs": batch["behaviour_logprobs"]}
+    settings = PPOConfig(gae_lambda=1.0, gae_gamma=1.0, kl=0.0, whiten_advantages=False)
+    returns = credited(batch, [found], settings, scores)["returns"][0]
+    first, second, third = (returns[place - 1] for place in ends)
+    assert (first, second, third) == (4.0, 1.0, 1.0), "a message is credited with its own reward and later ones"
+
+
+def test_an_episode_that_ends_at_its_last_call_has_the_step_s_reward(tmp_path, module):
+    fields = {"step_rewards": (worked,), "isolation": "thread", "most_turns": 1}
+    ((_, found),) = play(tmp_path, (f"{module}:add",), [call("add", first=1)], **fields)
+    assert found.rewards.sum() == 0.5 and found.facts["step.worked"] == 0.5 and found.facts["calls"] == 1.0
 
 
 def test_what_a_process_cannot_import_is_refused(tmp_path, module):

@@ -13,15 +13,9 @@ from stack_core.abi.errors import ChatTemplateError, DataError
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_rl.contracts import Action, Completion, Environment, Observation, Reward, StepResult, Tasks
 from stack_rl.environments.records import Record, read_records
-from stack_rl.rewards.weighted import ReadsTokens, WeightedReward, check_reward, resolved, total_score
+from stack_rl.rewards.weighted import ReadsTokens, WeightedReward, as_weighted, check_reward, resolved, total_score
 
-__all__ = ["PromptsConfig", "weighted"]
-
-
-def weighted(reward: Any) -> Any:
-    """Wraps a reward without a weight in a `WeightedReward` of weight 1."""
-    is_whole = isinstance(reward, WeightedReward) or (isinstance(reward, Mapping) and "reward" in reward)
-    return reward if is_whole else WeightedReward(reward=reward)
+__all__ = ["PromptsConfig"]
 
 
 @config
@@ -42,7 +36,7 @@ class PromptsConfig:
     """
 
     source: str
-    rewards: Annotated[tuple[Annotated[WeightedReward, BeforeValidator(weighted)], ...], Field(min_length=1)]
+    rewards: Annotated[tuple[Annotated[WeightedReward, BeforeValidator(as_weighted)], ...], Field(min_length=1)]
     name: Literal["prompts"] = "prompts"
     held_out: str | None = None
     max_tokens: PositiveInt = 128

@@ -3,7 +3,7 @@
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
@@ -15,7 +15,6 @@ from stack_core.text.message_parsers import MessageParser, ToolCall, choose_pars
 from stack_core.text.parsers.hermes import HermesParser
 from stack_rl.contracts import Completion, Environment, Reward, Tasks
 from stack_rl.environments.messages import History, Message, MessageEnvironment, Reply, renderer_of
-from stack_rl.environments.prompts import weighted
 from stack_rl.environments.records import Record, read_records
 from stack_rl.environments.tasks import ListedTasks
 from stack_rl.environments.tool_execution import (
@@ -27,7 +26,7 @@ from stack_rl.environments.tool_execution import (
     ToolTimedOut,
 )
 from stack_rl.environments.tool_functions import Tool, read_tools
-from stack_rl.rewards.weighted import WeightedReward, check_reward, resolved, total_score
+from stack_rl.rewards.weighted import WeightedReward, as_weighted, check_reward, resolved, total_score
 from stack_rl.threads import Threads
 
 __all__ = ["ToolsConfig"]
@@ -54,6 +53,10 @@ class ToolsConfig:
       max_tokens: maximum number of tokens per message.
       most_turns: maximum number of messages of the policy, including the answer.
       tool_timeout_s: time limit of a call in seconds, from the start of the function.
+      step_rewards: rewards of each message with calls, in addition to `rewards`. The reward is stored at the message's
+        last token, from which `gae` computes advantages; other advantages use the sum of an episode's rewards. The
+        text is the message, and the record has `tool_calls` and `tool_results` as well. The sum over an episode is the
+        fact "step." and the reward's name.
       isolation: "process" runs tools in processes of their own, which import them and are killed after an exceeded time
         limit; each running episode with a class has one. "thread" runs tools in the trainer's process, in which a
         call that hangs cannot be stopped and keeps its thread.
@@ -63,19 +66,20 @@ class ToolsConfig:
     """
 
     source: str
-    rewards: Annotated[tuple[Annotated[WeightedReward, BeforeValidator(weighted)], ...], Field(min_length=1)]
+    rewards: Annotated[tuple[Annotated[WeightedReward, BeforeValidator(as_weighted)], ...], Field(min_length=1)]
     tools: Annotated[tuple[Any, ...], Field(min_length=1)]
     name: Literal["tools"] = "tools"
     held_out: str | None = None
     max_tokens: PositiveInt = 128
     most_turns: PositiveInt = 4
     tool_timeout_s: PositiveFloat = 30.0
+    step_rewards: tuple[Annotated[WeightedReward, BeforeValidator(as_weighted)], ...] = ()
     isolation: Literal["process", "thread"] = "process"
     calls_at_once: PositiveInt = 32
     history: History = "exact"
 
     def check(self, model: Any) -> None:
-        for each in self.rewards:
+        for each in (*self.rewards, *self.step_rewards):
             check_reward(each.reward)
         self._execution(read_tools(self.tools))
         self._records()
@@ -85,12 +89,16 @@ class ToolsConfig:
         execution = self._execution(tools)
         schemas = [each.schema for each in tools.values()]
         renderer = renderer_of(policy, schemas)
-        rewards = [(*resolved(each.reward), each.weight) for each in self.rewards]
+        rewards, step_rewards = (
+            [(*resolved(each.reward), each.weight) for each in several] for several in (self.rewards, self.step_rewards)
+        )
         parser = functools.partial(_parser_of(policy), tools=schemas)
         limits = {"max_tokens": self.max_tokens, "most_turns": self.most_turns}
 
         def start(record: Record) -> Environment:
-            conversation = _ToolConversation(record[1], execution.episode(), tuple(tools), parser, rewards)
+            conversation = _ToolConversation(
+                record[1], execution.episode(), tuple(tools), parser, rewards, step_rewards
+            )
             return MessageEnvironment(conversation, renderer, **limits, history=self.history)
 
         return ListedTasks(*self._records(), start=start, label=lambda record: record[0], renderer=renderer)
@@ -129,8 +137,8 @@ class _ToolConversation:
     names: Sequence[str]
     parser: Callable[[], MessageParser]
     rewards: Sequence[tuple[str, Reward, float]]
-    calls: int = 0
-    timeouts: int = 0
+    step_rewards: Sequence[tuple[str, Reward, float]] = ()
+    _facts: dict[str, float] = field(default_factory=lambda: {"calls": 0.0, "tool_timeouts": 0.0})
 
     async def begin(self) -> Sequence[Message]:
         prompt = self.record["prompt"]
@@ -143,18 +151,16 @@ class _ToolConversation:
         if is_finished and any(marker in content for marker in parser.markers):
             results.append(f"Error: a call is malformed; tools: {', '.join(self.names)}.")
         if results:
-            self.calls += len(results)
-            return Reply(messages=[{"role": "tool", "content": each} for each in results])
-        prompt = self.record["prompt"]
-        completion = Completion(
-            prompt=prompt if isinstance(prompt, str) else json.dumps(prompt),
-            text=text,
-            tokens=tokens,
-            is_finished=is_finished,
-            record={key: value for key, value in self.record.items() if key != "prompt"},
-        )
-        score = await total_score(self.rewards, completion)
-        return Reply(reward=score.value, verdict=score.verdict, facts={**score.facts, **self._counts()})
+            self._facts["calls"] += len(results)
+            made = [{"name": each.name, "arguments": each.arguments} for each in calls]
+            step = self._completion(text, tokens, is_finished, {"tool_calls": made, "tool_results": results})
+            score = await total_score(self.step_rewards, step)
+            for name, value in score.facts.items():
+                self._facts[f"step.{name}"] = self._facts.get(f"step.{name}", 0.0) + float(value)
+            messages = [{"role": "tool", "content": each} for each in results]
+            return Reply(messages=messages, reward=score.value, facts=dict(self._facts))
+        score = await total_score(self.rewards, self._completion(text, tokens, is_finished, {}))
+        return Reply(reward=score.value, verdict=score.verdict, facts={**score.facts, **self._facts})
 
     async def _called(self, call: ToolCall) -> str:
         """Executes a call and returns its result as text; errors of the call become text for the policy."""
@@ -167,11 +173,19 @@ class _ToolConversation:
         try:
             return await self.tools.call(call.name, arguments)
         except ToolFailed as error:
-            self.timeouts += isinstance(error, ToolTimedOut)
+            self._facts["tool_timeouts"] += isinstance(error, ToolTimedOut)
             return f"Error: {error}"
 
-    def _counts(self) -> dict[str, float]:
-        return {"calls": float(self.calls), "tool_timeouts": float(self.timeouts)}
+    def _completion(self, text: str, tokens: tuple[int, ...], is_finished: bool, more: Mapping[str, Any]) -> Completion:
+        """Returns a message of the policy as rewards receive it."""
+        prompt = self.record["prompt"]
+        return Completion(
+            prompt=prompt if isinstance(prompt, str) else json.dumps(prompt),
+            text=text,
+            tokens=tokens,
+            is_finished=is_finished,
+            record={**{key: value for key, value in self.record.items() if key != "prompt"}, **more},
+        )
 
     async def close(self) -> None:
         await self.tools.close()

@@ -20,7 +20,7 @@ from stack_rl.contracts import Completion, Reward, Score
 from stack_rl.rewards.unchecked import UncheckedPolicy, unchecked
 from stack_rl.threads import Threads
 
-__all__ = ["JudgeConfig"]
+__all__ = ["ChatJudge", "JudgeConfig"]
 
 _QUESTION: Final = """\
 Grade the answer to the question below, from 0 (useless or false) to {highest:g} (as good as can be).
@@ -109,23 +109,25 @@ class JudgeConfig:
             )
 
     def build(self) -> Reward:
-        return _Judge(self)
+        return ChatJudge(self)
 
 
-class _Judge:
+class ChatJudge:
+    """A chat model behind an OpenAI endpoint, which grades answers."""
+
     def __init__(self, settings: JudgeConfig) -> None:
         self._settings = settings
         self._threads = Threads(settings.at_once)
 
     async def __call__(self, completion: Completion) -> Score:
         settings = self._settings
-        reply = await self._ask(_filled(settings, completion))
+        reply = await self.ask(_filled(settings, completion))
         grade = _grade(settings, reply)
         if grade is None:
             return unchecked(settings.unchecked, "unparsed", f"no grade in the judge's answer {reply[-200:]!r}")
         return Score(value=grade / settings.highest)
 
-    async def _ask(self, question: str) -> str:
+    async def ask(self, question: str) -> str:
         """Sends a question to the judge and returns its answer.
 
         Raises:

@@ -20,6 +20,7 @@ __all__ = [
     "RewardKind",
     "WeightedReward",
     "as_floats",
+    "as_weighted",
     "check_reward",
     "resolved",
     "total_score",
@@ -38,6 +39,12 @@ class WeightedReward:
 
     reward: Any
     weight: float = 1.0
+
+
+def as_weighted(reward: Any) -> Any:
+    """Wraps a reward without a weight in a `WeightedReward` of weight 1."""
+    is_whole = isinstance(reward, WeightedReward) or (isinstance(reward, Mapping) and "reward" in reward)
+    return reward if is_whole else WeightedReward(reward=reward)
 
 
 @runtime_checkable

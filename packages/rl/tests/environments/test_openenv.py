@@ -91,5 +91,5 @@ def test_a_server_or_a_field_that_does_not_exist_is_named(url):
 def test_a_missing_package_is_named_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "openenv.core.generic_client", None)
     monkeypatch.setitem(sys.modules, "openenv", None)
-    with pytest.raises(ConfigError, match=r"(?s)'openenv' needs.*rl\[openenv\]"):
+    with pytest.raises(ConfigError, match=r"(?s)'openenv' needs.*rl.*\[openenv\]"):
         OpenEnvConfig(url="http://127.0.0.1:9").check(None)

@@ -95,7 +95,7 @@ class MixConfig:
     @property
     def sources(self) -> list[str]:
         """Globs of the task files of all environments."""
-        found = []
+        found = list[str]()
         for each in self.environments:
             source = getattr(each.environment, "source", None)
             found += getattr(each.environment, "sources", [source] if isinstance(source, str) else [])

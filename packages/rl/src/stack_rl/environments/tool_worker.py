@@ -51,7 +51,7 @@ def _serve(channel: socket.socket, runner: asyncio.Runner) -> None:
                 for each in instances.values():
                     if hasattr(each, "close"):
                         _value(each.close(), runner)
-                current, instances = episode, {}
+                current, instances = episode, dict[Any, Any]()
             result = "" if name is None else _call(tools[name], name, arguments, instances, runner)
         except Exception as error:  # tools are user code and may raise any exception
             _send(channel, [False, f"{type(error).__name__}: {error}"])

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 from stack_core.abi.config import config
 from stack_core.abi.data import Tokenizer
 from stack_core.abi.errors import ConfigError
-from stack_rl.contracts import Completion, Reward, Score
+from stack_rl.contracts import Completion, Reward, Score, Verdict
 from stack_rl.rewards.weighted import ReadsTokens, WeightedReward, as_weighted, check_reward, resolved, total_score
 
 __all__ = ["RubricConfig"]
@@ -74,7 +74,7 @@ class _Rubric:
 
     async def __call__(self, completion: Completion) -> Score:
         settings, total, facts = self.settings, 0.0, dict[str, float]()
-        verdicts, is_allowed = {}, True
+        verdicts, is_allowed = dict[str, Verdict | None](), True
         for name, criterion in settings.criteria.items():
             found = await total_score([(name, self.rewards[name], 1.0)], completion)
             score, verdicts[name] = float(found.value), found.verdict

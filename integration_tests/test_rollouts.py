@@ -444,6 +444,7 @@ def test_answers_to_prompts_start_from_a_run_and_keep_its_tokenizer(text_run, tm
     start(build(RunConfig(output=str(output), model=text_run.model, data=data, objective=GRPOConfig(), run=settings)))
     tokenizers = [(path / "tokenizer" / "tokenizer.json").read_bytes() for path in (Path(text_run.output), output)]
     assert tokenizers[0] == tokenizers[1]
+    assert all(each["reward.briefly"] == each["reward"] != 0 for each in records(output, "train"))
     samples = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
     assert [each["turns"][0] for each in samples] == ["one two", "three four", "my shoe"]
     assert {each["step"] for each in samples} == {2} and {len(each["turns"]) for each in samples} == {2}

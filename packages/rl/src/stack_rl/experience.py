@@ -14,6 +14,7 @@ from stack_rl.math.advantages import ADVANTAGES, equal_groups, gae, kl_to_go, ov
 from stack_rl.math.weights import token_weights
 from stack_rl.objectives.policy import PolicyConfig
 from stack_rl.objectives.ppo import PPOConfig
+from stack_rl.reward_parts import lay_out_parts
 
 __all__ = ["REFERENCE_LOGPROBS", "batch_of", "batch_shapes", "credited", "overlong_rewards", "update_batch"]
 
@@ -113,6 +114,7 @@ def batch_of(
     there, found = _present(trajectories)
     for row, trajectory in zip(there, found, strict=True):
         _lay_out(batch, int(row), trajectory, version)
+        lay_out_parts(batch, int(row), trajectory)
     if "old_logprobs" in batch:
         batch["old_logprobs"][:] = batch["behaviour_logprobs"]
     groups = _groups(found)

@@ -40,6 +40,7 @@ from stack_rl.packing import PackedRows, row_counts
 from stack_rl.placing import ShardedCheckpoint
 from stack_rl.progress import RewardMonitor
 from stack_rl.reference import Reference, ReferenceConfig
+from stack_rl.reward_parts import part_shapes
 from stack_rl.rollout_journal import RolloutJournal
 from stack_rl.samples import MOST_SAMPLES, SAMPLES_FILE, write_samples
 from stack_rl.supply import AheadSupply, Rounds, Supply, TogetherSupply, Weights
@@ -211,7 +212,8 @@ class PolicyRollouts:
         data = self.data
         candidates = data.most_candidates if data.policy_sampling.is_narrowed else 0
         more = {"candidates": candidates, "reference": data.reference is not None}
-        return batch_shapes(rows, data.seq_tokens, self.algorithm, sampling=data.policy_sampling, **more)
+        found = batch_shapes(rows, data.seq_tokens, self.algorithm, sampling=data.policy_sampling, **more)
+        return {**found, **part_shapes(data.environment, rows)}
 
     def work(self) -> tuple[str, int]:
         return "episodes", self.data.batch_size // self.algorithm.minibatches

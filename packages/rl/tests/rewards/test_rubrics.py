@@ -5,15 +5,22 @@ import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import numpy as np
 import pytest
 
 from stack_core.abi.config import parse, to_mapping
 from stack_core.abi.errors import ConfigError, EnvironmentFailed
-from stack_rl.contracts import Completion, Score
+from stack_rl.contracts import Completion, Score, Trajectory
+from stack_rl.environments.prompts import PromptsConfig
+from stack_rl.environments.tools import ToolsConfig
+from stack_rl.experience import batch_of
+from stack_rl.objectives.presets import GRPOConfig
+from stack_rl.reward_parts import reward_names
 from stack_rl.rewards.pairwise import PairwiseConfig
 from stack_rl.rewards.rubric import RubricConfig
 from stack_rl.rewards.unchecked import Unchecked
 from stack_rl.rewards.weighted import check_reward, resolved, total_score
+from stack_rl.rollouts import PolicyRollouts, RolloutData
 
 
 def scored(reward, text="42", **record) -> Score:
@@ -152,3 +159,20 @@ def test_settings_of_pairwise_that_do_not_fit_are_refused():
     ]:
         with pytest.raises(ConfigError, match=message):
             PairwiseConfig(model="m", **settings)
+
+
+def test_the_parts_of_a_reward_are_rows_of_a_batch_and_so_metrics(tmp_path):
+    rubric = {"name": "rubric", "criteria": {"right": "exact", "short": brief}}
+    rewards = ({"reward": rubric, "weight": 2}, brief, "operator:neg", "run:runs/reward")
+    fields = {"source": str(tmp_path / "none"), "rewards": rewards}
+    assert reward_names(PromptsConfig(**fields)) == ["rubric", "right", "short", "brief", "neg", "run:runs/reward"]
+    tools = ToolsConfig(**fields, tools=(brief,), step_rewards=(RubricConfig(criteria={"a": "exact"}),))
+    assert reward_names(tools)[-2:] == ["step.rubric", "step.a"] and reward_names(object()) == []
+    shapes = PolicyRollouts(RolloutData(environment=PromptsConfig(**fields), seq_tokens=4), GRPOConfig()).shapes(2)
+    arrays = {"tokens": np.arange(3), "sampled": np.array([False, True, True]), "logprobs": np.zeros(3)}
+    episode = Trajectory(
+        group=0, task=0, **arrays, versions=np.zeros(3), rewards=np.zeros(3), facts={"right": 1.0, "brief": 0.25}
+    )
+    batch = batch_of([episode], shapes=shapes, version=0)
+    assert batch["reward.right"].tolist() == [1.0, 0.0] and batch["reward.brief"].tolist() == [0.25, 0.0]
+    assert batch["reward.neg"].tolist() == [0.0, 0.0] and batch["reward"].tolist() == [0.0, 0.0]

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import signal
 import threading
 from collections.abc import Iterator, Mapping
@@ -162,12 +163,14 @@ async def _play(environment: Any, access: AgentAccess, record: Mapping[str, Any]
     """
     import httpx
     from openai import AsyncOpenAI
-    from verifiers.clients import OpenAIChatCompletionsClient
+
+    # By its name, because later versions of verifiers, which `_environment` refuses, lack the module.
+    clients = importlib.import_module("verifiers.clients")
 
     # Without certificates and proxies, because the endpoint is on this machine.
     async with httpx.AsyncClient(timeout=None, verify=False, trust_env=False) as connection:
         client = AsyncOpenAI(base_url=access.base_url, api_key=access.api_key, max_retries=0, http_client=connection)
-        output = await environment.run_rollout(record, OpenAIChatCompletionsClient(client), access.model, {})
+        output = await environment.run_rollout(record, clients.OpenAIChatCompletionsClient(client), access.model, {})
     error = output.get("error")
     # An empty answer is the policy's, and has been scored by the rubric.
     if error is not None and error["error"] != "EmptyModelResponseError":

@@ -212,8 +212,8 @@ class PolicyRollouts:
         data = self.data
         candidates = data.most_candidates if data.policy_sampling.is_narrowed else 0
         more = {"candidates": candidates, "reference": data.reference is not None}
-        found = batch_shapes(rows, data.seq_tokens, self.algorithm, sampling=data.policy_sampling, **more)
-        return {**found, **part_shapes(data.environment, rows)}
+        shapes = batch_shapes(rows, data.seq_tokens, self.algorithm, sampling=data.policy_sampling, **more)
+        return {**shapes, **part_shapes(data.environment, rows)}
 
     def work(self) -> tuple[str, int]:
         return "episodes", self.data.batch_size // self.algorithm.minibatches

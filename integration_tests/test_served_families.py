@@ -13,8 +13,9 @@ import pytest
 from stack_core.abi.errors import ConfigError
 from stack_core.abi.plugins import registries
 from stack_quant.model import quantize_model
-from stack_serve.llm.config import EngineConfig
+from stack_serve.llm.config import EngineConfig, SpeculationConfig
 from stack_serve.llm.engine import LLMEngine
+from stack_serve.llm.speculation import Speculation
 from stack_train.generation.generative import generative_checkpoint
 
 from .generation import Reference, complete, greedy
@@ -116,6 +117,27 @@ def test_the_engine_answers_as_the_model_does(engine_of, family, rules):
         ((continuation,),) = complete(engine, [branch], greedy(6))
         assert engine.stats().prefix_hits_tokens == REUSED_TOKENS[family]
         reference.assert_most_likely(branch, continuation.tokens, tolerance=TOLERANCE[rules])
+
+
+DRAFTED = [family for family in FAMILIES if family != "qwen3_next"]
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name == "gemma3" else pytest.mark.slow) for name in DRAFTED]
+)
+def test_drafts_change_no_answer(family, monkeypatch):
+    """Drafts cross the windows, and rejected ones leave keys or latents that later tokens replace."""
+    monkeypatch.setattr(Speculation, "_cost", lambda *_: 1e-9)  # drafts always pay
+    prompts = [[7, 8, 9] * 4, [5, 6] * 3]
+    reference = reference_of(family)
+    config = dataclasses.replace(PAIR, speculation=SpeculationConfig(tokens=4, min_match=1))
+    with LLMEngine(checkpoint_of(family), config) as engine:
+        found = complete(engine, prompts, greedy(20))
+        stats = engine.stats()
+    assert stats.drafted_tokens > stats.accepted_tokens
+    for prompt, (continuation,) in zip(prompts, found, strict=True):
+        assert len(continuation.tokens) == 20
+        reference.assert_most_likely(prompt, continuation.tokens)
 
 
 def test_a_preempted_sequence_begins_its_recurrent_state_anew(engine_of):

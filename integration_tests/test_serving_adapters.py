@@ -14,6 +14,7 @@ from stack_core.abi.generation import SamplingParams
 from stack_core.abi.model_formats import open_for_generation
 from stack_core.cli import main
 from stack_serve import LLM
+from stack_serve.llm.speculation import Speculation
 from stack_train.peft.writing import write_peft
 from stack_train.run.config import run_config
 
@@ -37,13 +38,17 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def llm(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("adapters")
-    adapters = {
+    return {
         "twice": written(root / "twice", base, rank=4, scale=2.0),
         "against": written(root / "against", base, rank=3, scale=-3.0),
         "strong": written(root / "strong", base, rank=2, scale=6.0),
     }
+
+
+@pytest.fixture(scope="module")
+def llm(base: Path, adapters: dict[str, str]) -> Any:
     with LLM(base, adapters=adapters, max_adapters=2, **SIZES) as found:
         found.warm_up()
         yield found
@@ -76,6 +81,18 @@ def test_what_is_served_is_what_is_merged(llm, base, tmp_path):
     main(["convert", str(tmp_path / "run"), f"hf:{tmp_path}/merged"])
     with LLM(f"hf:{tmp_path}/merged", **SIZES) as merged:
         assert answer(merged, None) == answer(llm, "twice")
+
+
+def test_drafts_are_verified_with_the_adapter_of_their_row(llm, base, adapters, monkeypatch):
+    monkeypatch.setattr(Speculation, "_cost", lambda *_: 1e-9)  # drafts always pay
+    sampling = SamplingParams(max_tokens=14, temperature=0.0, ignore_eos=True)
+    order = ["twice", None, "against", "twice"]
+    with LLM(base, adapters=adapters, speculation={"tokens": 3, "min_match": 1}, **SIZES) as drafting:
+        found = drafting.generate([PROMPT] * 4, sampling, adapter=order)
+        assert drafting._engine.stats().drafted_tokens > 5
+    expected = llm.generate([PROMPT] * 4, sampling, adapter=order)
+    assert [each.outputs[0].token_ids for each in found] == [each.outputs[0].token_ids for each in expected]
+    assert len({each.outputs[0].token_ids for each in expected}) == 3
 
 
 def test_adapters_come_and_go_while_it_serves(llm, base, tmp_path):

@@ -11,6 +11,7 @@ from stack_core.abi import model_formats
 from stack_core.abi.errors import PluginError
 from stack_core.cli import main
 from stack_serve.http.server import HttpServer
+from stack_serve.llm.config import SpeculationConfig
 
 from ..openai.fake_engine import FakeEngine, checkpoint
 
@@ -168,6 +169,27 @@ def test_the_engine_is_made_of_its_options(
         assert server._app.service.progress == f"compiled {done} of 9 programs, most recently decode of 8"
     lines = [f"stack: compiled {done} of 9 programs, most recently decode of 8" for done in (1, 9)]
     assert capsys.readouterr().err.splitlines() == lines, "off a terminal, a line now and then"
+
+
+@pytest.mark.parametrize("given", ["ngram", '{"method": "ngram", "tokens": 5}'])
+def test_speculation_is_a_method_or_settings(
+    served: list[HttpServer], monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    made: list[Any] = []
+    engines = {"llm": lambda *given, progress: made.extend(given) or FakeEngine()}
+    monkeypatch.setattr("stack_core.abi.plugins.registries", SimpleNamespace(engines=engines))
+    main(["serve", "RUN", "--port", "0", "--speculation", given])
+    served[0]._app.make_engine()
+    assert made[1].speculation == SpeculationConfig(tokens=5 if "tokens" in given else 7)
+
+
+def test_other_speculation_is_refused(served: list[HttpServer], capsys: Any) -> None:
+    assert "'ngram'" in refusal(capsys, "RUN", "--speculation", "eagle")
+    assert "token" in refusal(capsys, "RUN", "--speculation", '{"token": 5}')
+    assert "Give ngram, or its settings as JSON" in refusal(capsys, "RUN", "--speculation", "{method: ngram}")
+    assert "--speculation is for the engine llm" in refusal(
+        capsys, "RUN", "--engine", "static", "--speculation", "ngram"
+    )
 
 
 def test_whoever_may_reach_it_is_warned_of(served: list[HttpServer], capsys: Any) -> None:

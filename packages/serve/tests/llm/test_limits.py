@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
+from stack_core.abi.caches import Recurrent
 from stack_core.abi.errors import ConfigError, GenerationError
 from stack_core.abi.generation import GenerationRequest, SamplingParams
-from stack_serve.llm.config import EngineConfig
+from stack_serve.llm.config import EngineConfig, SpeculationConfig
 from stack_serve.llm.limits import Limits
 
 from .tiny_checkpoint import POSITIONS, VOCAB, TinyCheckpoint
@@ -94,3 +95,11 @@ def test_end_tokens_and_stop_tokens_share_the_places() -> None:
     limits.check(request_of(stop_tokens=tuple(range(5, 31))))
     with pytest.raises(GenerationError, match="stop_tokens"):
         limits.check(request_of(stop_tokens=tuple(range(2, 30))))
+
+
+def test_recurrent_models_are_not_speculated() -> None:
+    states = Recurrent(repeats=2, shapes=((4,),), dtypes=("float32",))
+    checkpoint: Any = dataclasses.replace(TinyCheckpoint(), states=states)
+    with pytest.raises(ConfigError, match="speculation: model 'tiny' has recurrent states"):
+        Limits.of(checkpoint, EngineConfig(speculation=SpeculationConfig()))
+    assert Limits.of(checkpoint, EngineConfig()).max_tokens == 48

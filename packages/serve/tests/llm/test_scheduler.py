@@ -1,7 +1,16 @@
 import pytest
 
 from stack_serve.llm.config import EngineConfig
-from stack_serve.llm.scheduler import PRIORITY_ARRIVALS, SchedulerState, finish, forget_prefixes, record, schedule
+from stack_serve.llm.scheduler import (
+    PRIORITY_ARRIVALS,
+    SchedulerState,
+    finish,
+    forget_prefixes,
+    recompute,
+    record,
+    reject,
+    schedule,
+)
 from stack_serve.llm.sequence import Sequence
 
 
@@ -518,3 +527,85 @@ def test_pages_are_shared_only_where_the_adapter_is_the_same():
         sequence = sequence_of(3 + arrival, prompt, new=1, adapter=adapter)
         step(state, sequence)
         assert sequence.cached_tokens == 8
+
+
+def verify(state, drafts, *, accepted=0, token=7):
+    """Plans a step with drafts and makes its tokens known: the accepted drafts of each row, then one more."""
+    plan = schedule(state, [], drafts=drafts)
+    for row, drafted in zip(plan.rows, plan.drafts, strict=True):
+        reject(state, row, accepted=min(accepted, len(drafted)))
+        for each in (*drafted[:accepted], token):
+            record(state, row.sequence, each)
+    return plan
+
+
+def test_a_step_computes_the_drafts_and_keeps_the_accepted_ones():
+    state, sequence = state_of(), sequence_of(0, 6, new=12)
+    step(state, sequence)
+    plan = verify(state, {0: (1, 2, 3, 4)}, accepted=2)
+    assert planned(plan) == [(0, 6, 5, 5)] and plan.drafts == ((1, 2, 3, 4),)
+    assert (sequence.tokens[6:], sequence.computed_tokens, sequence.in_flight) == ([7, 1, 2, 7], 9, 0)
+    assert len(sequence.pages) == 3
+    assert planned(step(state)) == [(0, 9, 1, 1)]
+    assert (state.drafts, state.drafted_tokens, state.accepted_tokens, state.generated_tokens) == (1, 4, 2, 5)
+
+
+def test_pages_of_rejected_drafts_are_free_again():
+    state, sequence = state_of(pages=16), sequence_of(0, 6, new=12)
+    step(state, sequence)
+    plan = schedule(state, [], drafts={0: tuple(range(8))})
+    assert len(sequence.pages) == 4 and state.pool.available == 12
+    reject(state, plan.rows[0], accepted=0)
+    assert len(sequence.pages) == 2 and state.pool.available == 14
+
+
+def test_drafts_are_cut_to_what_a_sequence_may_generate():
+    state, sequence = state_of(), sequence_of(0, 6, new=4)
+    step(state, sequence)
+    plan = verify(state, {0: (1, 2, 3, 4)}, accepted=4)
+    assert plan.drafts == ((1, 2),)
+    assert len(sequence.tokens) == sequence.max_total_tokens == 10
+    state, sequence = state_of(), sequence_of(0, 6, new=2)
+    step(state, sequence)
+    plan = schedule(state, [], drafts={0: (1, 2)})
+    assert (planned(plan), plan.drafts) == ([(0, 6, 1, 1)], ())
+
+
+def test_drafts_are_cut_to_the_tokens_of_a_step():
+    state = state_of(step_tokens=6)
+    for arrival in range(2):
+        step(state, sequence_of(arrival, 1, new=12))
+    assert schedule(state, [], drafts={0: (1, 2, 3), 1: (4, 5, 6)}).drafts == ((1, 2, 3), (4,))
+
+
+def test_drafts_take_no_pages_from_others():
+    state = state_of(pages=6, max_tokens=16)
+    first, second = sequence_of(0, 7, new=9), sequence_of(1, 7, new=9)
+    step(state, first, second)
+    assert state.pool.available == 2
+    for token in (7, 7):  # each needs a third page now
+        step(state, token=token)
+    assert state.pool.available == 0
+    plan = schedule(state, [], drafts={0: (1, 2, 3, 4, 5), 1: (1,)})
+    assert plan.drafts == ((1, 2), (1,)) and not plan.preempted
+
+
+def test_drafts_wait_while_prompts_are_computed_or_could_start():
+    state, long = state_of(), sequence_of(1, 20, new=9)
+    step(state, sequence_of(0, 6, new=12))
+    assert schedule(state, [long], drafts={0: (1, 2)}).drafts == ()
+    plan = schedule(state, [], drafts={0: (1, 2)})
+    assert plan.drafts == () and [row.sequence.arrival for row in plan.rows] == [0, 1]
+
+
+def test_drafts_of_a_preempted_or_ended_sequence_leave_nothing():
+    for end in (finish, lambda state, _: recompute(state)):
+        state, sequence = state_of(), sequence_of(0, 6, new=12)
+        step(state, sequence)
+        plan = schedule(state, [], drafts={0: (1, 2, 3)})
+        end(state, sequence)
+        reject(state, plan.rows[0], accepted=1)
+        for token in (1, 7):
+            record(state, sequence, token)
+        assert (sequence.in_flight, sequence.computed_tokens, sequence.pages) == (0, 0, [])
+        assert state.pool.available == 64

@@ -8,7 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stack_serve.llm.config import EngineConfig
-from stack_serve.llm.scheduler import PRIORITY_ARRIVALS, SchedulerState, finish, forget_prefixes, record, schedule
+from stack_serve.llm.scheduler import (
+    PRIORITY_ARRIVALS,
+    SchedulerState,
+    finish,
+    forget_prefixes,
+    record,
+    reject,
+    schedule,
+)
 from stack_serve.llm.sequence import Sequence
 
 
@@ -53,6 +61,22 @@ class Devices:
         for row, table in zip(rows, tables, strict=True):
             self.check_keys(row, table, row.start, row.start + row.tokens)
         return [(row.sequence, self.sample(row)) for row in rows if row.samples]
+
+    def run_drafts(self, plan):
+        """Returns the tokens sampled after each position of each row."""
+        for row, drafted in zip(plan.rows, plan.drafts, strict=True):
+            assert len(self.slots[row.slot]) == row.start + 1 and row.samples == row.tokens == 1 + len(drafted)
+            self.slots[row.slot] += drafted
+        tables = [self.state.block_tables[row.slot].tolist() for row in plan.rows]
+        for row, table in zip(plan.rows, tables, strict=True):
+            self.check_keys(row, table, 0, row.start)
+        for row, table in zip(plan.rows, tables, strict=True):
+            self.compute(row, table)
+        positions = [range(row.start, row.start + row.tokens) for row in plan.rows]
+        return [
+            [next_token(self.slots[row.slot][: position + 1]) for position in of_row]
+            for row, of_row in zip(plan.rows, positions, strict=True)
+        ]
 
     def place(self, table, position):
         page_tokens = self.state.page_tokens
@@ -253,6 +277,65 @@ def test_every_workload_ends_with_the_tokens_that_each_has_alone(sizes, requests
         assert sequence.tokens == expected[: len(sequence.tokens)]
         assert aborted_at is not None or len(sequence.tokens) == sequence.max_total_tokens
     assert (state.running, state.waiting, state.pool.available) == ([], [], pages)
+
+
+@given(SIZES, REQUESTS, st.randoms(use_true_random=False), st.sets(st.integers(0, 30), max_size=2))
+def test_drafts_change_no_token_of_any_workload(sizes, requests, random, new_weights_at):
+    config = EngineConfig(**{name: size for name, size in sizes.items() if name != "spare_pages"})
+    pages = -(-MAX_TOKENS // config.page_tokens) + sizes["spare_pages"]
+    state = SchedulerState.of(config, max_tokens=MAX_TOKENS, pages=pages)
+    devices, begun = Devices(state), []
+    everything = sequences_of(requests)
+    for step_number in range(1000):
+        arrivals = [sequence for at, _, sequence in everything if at == step_number]
+        begun += arrivals
+        if step_number in new_weights_at:
+            forget_prefixes(state)
+            devices.weights_version += 1
+        without = schedule(*copy.deepcopy((state, arrivals)))
+        plan = schedule(state, arrivals, drafts={s.id: draft_of(s, random) for s in state.running})
+        assert len(plan.preempted) == len(without.preempted) and len(plan.rows) == len(without.rows)
+        assert sum(row.tokens for row in plan.rows) <= state.step_tokens
+        check_holdings(state)
+        sampled = devices.run_drafts(plan) if plan.drafts else devices.run(plan)
+        aborted = [s for _, at, s in everything if at == step_number and s in begun]
+        for sequence in aborted:  # before its tokens are read
+            finish(state, sequence)
+        (read_drafts if plan.drafts else read)(state, devices, plan, sampled)
+        for sequence in begun:
+            if len(sequence.tokens) == sequence.max_total_tokens:
+                finish(state, sequence)
+        check_holdings(state)
+        if len(begun) == len(everything) and all(sequence.ended for sequence in begun):
+            break
+    for _, aborted_at, sequence in everything:
+        assert sequence.ended
+        expected = continued(sequence.tokens[: sequence.prompt_tokens], 12)
+        assert sequence.tokens == expected[: len(sequence.tokens)]
+        assert aborted_at is not None or len(sequence.tokens) == sequence.max_total_tokens
+    assert (state.running, state.waiting, state.pool.available) == ([], [], pages)
+    assert state.accepted_tokens <= state.drafted_tokens
+
+
+def draft_of(sequence, random):
+    """Tokens that will be accepted, then others that may be; none at times."""
+    right = continued(sequence.tokens, random.randrange(4))[len(sequence.tokens) :]
+    return (*right, *random.choices(range(3), k=3)) if random.random() < 0.7 else ()
+
+
+def read(state, devices, plan, sampled):
+    for sequence, token in sampled:
+        record(state, sequence, token)
+
+
+def read_drafts(state, devices, plan, sampled):
+    assert plan.repeats == 1 and not plan.admitted
+    for row, drafted, tokens in zip(plan.rows, plan.drafts, sampled, strict=True):
+        accepted = next((i for i, token in enumerate(drafted) if token != tokens[i]), len(drafted))
+        devices.slots[row.slot][row.start + 1 :] = tokens[: accepted + 1]
+        reject(state, row, accepted=accepted)
+        for token in tokens[: accepted + 1]:
+            record(state, row.sequence, token)
 
 
 @settings(max_examples=15)

@@ -60,6 +60,8 @@ def test_requests_are_counted(serve: Callable[..., Served]) -> None:
     assert 0.001 < found["vllm:inter_token_latency_seconds_sum", ""] / 16 < 10
     assert found["vllm:e2e_request_latency_seconds_count", ""] == 4
     assert found["http_requests_total", "200"] == found["http_requests_total", "400"] == 1
+    drafts = [found[f"vllm:spec_decode_num_{name}_total", ""] for name in ("drafts", "draft_tokens", "accepted_tokens")]
+    assert drafts == [6, 30, 18]
     assert found["vllm:prompt_tokens_total", ""] == 11 and found["vllm:prefix_cache_hits_total", ""] == 4
 
 

@@ -245,6 +245,9 @@ class EngineStats:
       prefix_hits_tokens: number of prompt tokens found in the prefix cache.
       preemptions: number of times a continuation lost its pages to another and was recomputed.
       compilations: number of programs compiled after the engine was ready.
+      drafts: number of times that drafted tokens of a continuation were verified (speculative decoding).
+      drafted_tokens: number of drafted tokens.
+      accepted_tokens: number of drafted tokens that were generated.
     """
 
     running: int
@@ -258,3 +261,11 @@ class EngineStats:
     prefix_hits_tokens: int
     preemptions: int
     compilations: int
+    drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+    @property
+    def acceptance(self) -> float | None:
+        """Fraction of the drafted tokens that were generated; None without drafts."""
+        return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else None

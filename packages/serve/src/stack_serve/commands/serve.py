@@ -69,6 +69,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
     max_waiting: int | None = None,
     priorities: int | None = None,
     seed: int | None = None,
+    speculation: str | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
     """Serve a language model with OpenAI's API, or bundles: stack serve RUN|HF_DIR | --repository DIR [--port 8000]
@@ -97,7 +98,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
       stored_responses: maximum number of responses in memory that later ones continue (256); 0 keeps none.
       adapter_loading: let clients load adapters from paths on this machine, and unload them (no).
       sleep_mode: let clients free the device memory by /sleep, until /wake_up (no).
-      engine: generation engine (llm); only `llm` accepts the options from max-sequences to seed.
+      engine: generation engine (llm); only `llm` accepts the options from max-sequences to speculation.
       timeout_s: timeout of a request in seconds, after which it ends with an error (no timeout).
       drain_s: maximum seconds to wait for running requests after SIGTERM (30).
       max_body_bytes: maximum size of a request body (8388608; with --repository, 268435456).
@@ -122,6 +123,8 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
       adapter_rank: maximum rank of adapters loaded later (the largest rank of the given adapters).
       priorities: N, the bound of request priorities, which range from -N to N (0: requests must not set one).
       seed: seed of the requests without one (random).
+      speculation: method of speculative decoding, ngram, or its settings as JSON, such as
+        '{"method": "ngram", "tokens": 5}' (no speculation). Outputs stay the same.
       json: when ready, print the address, model and process id to standard output as JSON.
     """
     options = {name: value for name, value in locals().items() if value is not None and value != ()}
@@ -161,8 +164,7 @@ def _serve(model: str, engine_name: str, config: Any, options: dict[str, Any], *
     from stack_serve.openai.served import OpenAIApp
     from stack_serve.openai.service import Service
 
-    adapters = _adapters_of(options.get("adapter", ()))
-    given = _only(EngineConfig, options) | ({"adapters": adapters} if adapters else {})
+    given = _engine_options(EngineConfig, options)
     if engine_name != "llm" and given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ConfigError(f"{flags} {'is' if len(given) == 1 else 'are'} for the engine llm, not for {engine_name}.")
@@ -220,6 +222,15 @@ def _only(cls: type, options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name in names}
 
 
+def _engine_options(cls: type, options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings of the engine among the options."""
+    adapters = _adapters_of(options.get("adapter", ()))
+    given = _only(cls, options) | ({"adapters": adapters} if adapters else {})
+    if "speculation" in given:
+        given["speculation"] = _speculation_of(given["speculation"])
+    return given
+
+
 def _adapters_of(arguments: Sequence[str]) -> dict[str, str]:
     """Parses NAME=DIR arguments into a mapping from adapter name to address."""
     found: dict[str, str] = {}
@@ -231,6 +242,16 @@ def _adapters_of(arguments: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"Two adapters have the name {name!r}. Give each a unique name.")
         found[name] = address
     return found
+
+
+def _speculation_of(argument: str) -> Any:
+    """Parses a method of speculation, or its settings as JSON."""
+    if not argument.startswith("{"):
+        return {"method": argument}
+    try:
+        return json_format.loads(argument)
+    except json_format.JSONDecodeError as error:
+        raise ConfigError(f"--speculation {argument}: {error}. Give ngram, or its settings as JSON.") from None
 
 
 def _keys_of(path: Path) -> list[str]:

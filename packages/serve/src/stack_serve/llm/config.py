@@ -8,7 +8,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from stack_core.abi.config import config
 from stack_core.abi.errors import ConfigError
 
-__all__ = ["ANY_LAYOUT", "CacheType", "EngineConfig", "PageLayout"]
+__all__ = ["ANY_LAYOUT", "CacheType", "EngineConfig", "PageLayout", "SpeculationConfig"]
 
 CacheType = Literal["model", "float32", "bfloat16", "int8", "fp8_e4m3", "fp8_e5m2"]
 PageLayout = Literal["phsd", "pshd", "hpsd", "psh2d"]
@@ -18,6 +18,30 @@ ANY_LAYOUT: Final[PageLayout] = "pshd"
 
 _Count = Annotated[int, Field(ge=1, le=2**16)]
 """Sizes of tables allocated at startup."""
+
+
+@config
+class SpeculationConfig:
+    """Settings of speculative decoding; the outputs are the same as without it.
+
+    Attributes:
+      method: source of the drafts. "ngram" copies the continuation of the latest earlier occurrence of the last tokens
+        in the prompt or the output.
+      tokens: maximum number of tokens drafted per sequence and step (vLLM: `num_speculative_tokens`).
+      min_match, max_match: minimum and maximum number of last tokens that an earlier occurrence must match; the longest
+        match is used (vLLM: `prompt_lookup_min`, `prompt_lookup_max`).
+    """
+
+    method: Literal["ngram"] = "ngram"
+    tokens: Annotated[int, Field(ge=1, le=63)] = 7
+    min_match: PositiveInt = 2
+    max_match: PositiveInt = 5
+
+    def __post_init__(self) -> None:
+        if self.min_match > self.max_match:
+            raise ConfigError(
+                f"speculation.min_match={self.min_match} is more than max_match={self.max_match}. Lower it."
+            )
 
 
 @config
@@ -50,6 +74,7 @@ class EngineConfig:
       priorities: bound on request priorities, which are clipped to [-priorities, priorities] to prevent starvation;
         with 0, requests must not set a priority.
       seed: seed of the generator that seeds requests without their own; None means a random seed.
+      speculation: settings of speculative decoding; None disables it.
     """
 
     max_sequences: _Count = 32
@@ -70,6 +95,7 @@ class EngineConfig:
     max_waiting: PositiveInt = 1024
     priorities: NonNegativeInt = 0
     seed: int | None = None
+    speculation: SpeculationConfig | None = None
 
     def __post_init__(self) -> None:
         if self.step_tokens < self.max_sequences:

@@ -66,6 +66,11 @@ class Limits:
                 f"page_layout={config.page_layout!r} stores keys and values of equal width in one pool; model "
                 f"{checkpoint.name!r} has latents, or values of another width. Leave it out."
             )
+        if config.speculation is not None and _is_recurrent(checkpoint):
+            raise ConfigError(
+                f"speculation: model {checkpoint.name!r} has recurrent states, which cannot be rewound to the token "
+                "before a rejected draft. Leave it out."
+            )
         needed = -(-max_tokens // config.page_tokens)
         pages = config.pages or min(needed * config.max_sequences, max(needed, _fitting_pages(checkpoint, config)))
         if pages < needed:
@@ -179,13 +184,17 @@ class Limits:
 
 def _keeps_prefixes(checkpoint: GenerativeCheckpoint, config: EngineConfig) -> bool:
     """Resolves `prefix_caching`; raises a ConfigError if it is True for a model with recurrent states."""
-    is_recurrent = any(isinstance(state, Recurrent) for state in jax.tree.leaves(checkpoint.states))
+    is_recurrent = _is_recurrent(checkpoint)
     if is_recurrent and config.prefix_caching:
         raise ConfigError(
             f"prefix_caching=True: model {checkpoint.name!r} has recurrent states, which cannot be "
             "rewound to the token where another prompt diverges. Leave it out."
         )
     return not is_recurrent and config.prefix_caching is not False
+
+
+def _is_recurrent(checkpoint: GenerativeCheckpoint) -> bool:
+    return any(isinstance(state, Recurrent) for state in jax.tree.leaves(checkpoint.states))
 
 
 def _fitting_pages(checkpoint: GenerativeCheckpoint, config: EngineConfig) -> int:

@@ -1,7 +1,10 @@
-"""Main loop of the engine thread: each turn plans and launches a step, then reads the tokens of the previous step."""
+"""Main loop of the engine thread: each turn plans and launches a step, then reads the tokens of the previous step.
+
+A turn that speculates reads the previous step first, because drafts continue its tokens.
+"""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -15,13 +18,25 @@ from stack_core.ops.sampling.sampling import Sampled, SamplingSettings
 from stack_serve.llm.adapters import HostAdapter
 from stack_serve.llm.compilations import count_thread_compilations
 from stack_serve.llm.config import EngineConfig
-from stack_serve.llm.constraints import ConstraintCompiler
+from stack_serve.llm.constraints import ConstraintCompiler, Matcher
 from stack_serve.llm.dispatcher import End, OutputEvent, PromptScores, Tokens
+from stack_serve.llm.drafts import Drafts
 from stack_serve.llm.limits import Limits
-from stack_serve.llm.output import GOES_ON, Ending, Output
+from stack_serve.llm.output import GOES_ON, Ending, EndOfTokens, Output
 from stack_serve.llm.programs import ForwardResult, Programs, StepResult
-from stack_serve.llm.scheduler import Plan, Row, SchedulerState, finish, forget_prefixes, recompute, record, schedule
+from stack_serve.llm.scheduler import (
+    Plan,
+    Row,
+    SchedulerState,
+    finish,
+    forget_prefixes,
+    recompute,
+    record,
+    reject,
+    schedule,
+)
 from stack_serve.llm.sequence import Sequence
+from stack_serve.llm.speculation import Speculation
 from stack_serve.llm.work import Continuation, Work
 
 __all__ = ["EngineLoop", "KeysOfOldWeights"]
@@ -32,6 +47,8 @@ KeysOfOldWeights = Literal["keep", "recompute", "abort"]
 _MOST_SEED = 2**32
 # Bounds the duration of a launch, because new requests and updates of clients wait until it ends.
 _MOST_REPEATED_S = 0.04
+# A longer pause before a launch was not spent on its plan.
+_MOST_PLANNED_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -44,6 +61,8 @@ class _StartedStep:
       result: device arrays with the result of the step; of the forward pass alone until constrained rows are sampled.
       prompt_logprobs: log-probabilities of the token after each token of the step; None without such a request.
       started_s: launch time on the clock of `time.monotonic()`.
+      drafts: drafts of each row that may be accepted; empty if no row has any. A constraint may shorten them.
+      is_ahead: whether the step was launched before the previous one was read.
     """
 
     plan: Plan
@@ -51,6 +70,8 @@ class _StartedStep:
     result: StepResult | ForwardResult
     prompt_logprobs: TokenLogprobs | None
     started_s: float
+    drafts: list[tuple[int, ...]]
+    is_ahead: bool
 
 
 class EngineLoop:
@@ -83,6 +104,10 @@ class EngineLoop:
         self._state = SchedulerState.of(
             config, max_tokens=limits.max_tokens, pages=limits.pages, prefix_caching=limits.prefix_caching
         )
+        self._drafting = config.speculation
+        self._speculation = None
+        if config.speculation is not None:
+            self._speculation = Speculation(programs.buckets, config.speculation.tokens)
         self._seeds = np.random.default_rng(config.seed)
         self._arrived = 0
         self._arrivals: list[Sequence] = []
@@ -152,7 +177,10 @@ class EngineLoop:
             if sampling.constraint is not None:
                 assert compiler is not None
                 self._compiler, matcher = compiler, compiler.matcher(sampling.constraint)
-            work.continuations.append(Continuation(sequence, settings, ending, output, work, matcher))
+            drafts = None
+            if self._drafting is not None:
+                drafts = Drafts(self._drafting, request.prompt, sequence.max_total_tokens)
+            work.continuations.append(Continuation(sequence, settings, ending, output, work, matcher, drafts))
         return work
 
     def begin(self, work: Work) -> None:
@@ -205,11 +233,19 @@ class EngineLoop:
 
     def turn(self) -> None:
         """Launches the next step, then reads the previous one, to keep the devices busy."""
+        speculates = self._speculates()
+        if speculates or (self._started is not None and self._started.drafts):
+            # The start of the next step depends on the number of accepted drafts.
+            started, self._started = self._started, None
+            if started is not None:
+                self._read(started)
         arrivals, self._arrivals = self._arrivals, list[Sequence]()
         with jax.profiler.TraceAnnotation("plan"):
-            plan = schedule(self._state, arrivals, repeats=self._repeats)
+            drafts = self._choose_drafts() if speculates else None
+            plan = schedule(self._state, arrivals, repeats=1 if speculates else self._repeats, drafts=drafts)
         # The next step is launched before the previous one is read: the devices compute while the host reads and plans.
-        started, self._started = self._started, self._start(plan) if plan.rows else None
+        started = self._started
+        self._started = self._start(plan, is_ahead=not speculates) if plan.rows else None
         self.flush()
         if started is not None:
             self._read(started)
@@ -228,7 +264,34 @@ class EngineLoop:
             events, self._undelivered = self._undelivered, list[OutputEvent]()
             self._put(events)
 
-    def _start(self, plan: Plan) -> _StartedStep:
+    def _speculates(self) -> bool:
+        """Returns whether the next step should verify drafts, for which the step in flight is read first."""
+        if self._speculation is None or self._arrivals or not self._state.running:
+            return False
+        # A step with prompts verifies no drafts.
+        if any(sequence.total_tokens - sequence.computed_tokens > 1 for sequence in self._state.running):
+            return False
+        return self._speculation.pays([drafts for _, drafts in self._drafters()])
+
+    def _drafters(self) -> list[tuple[Continuation, Drafts]]:
+        """Returns the running continuations with their drafters."""
+        running = (self._continuations[sequence.id] for sequence in self._state.running)
+        return [(continuation, continuation.drafts) for continuation in running if continuation.drafts is not None]
+
+    def _choose_drafts(self) -> dict[int, tuple[int, ...]]:
+        """Returns the drafts to verify in the next step by sequence id; the host knows all tokens."""
+        assert self._speculation is not None
+        drafters = self._drafters()
+        drafted = [drafts.draft() for _, drafts in drafters]
+        for place, (continuation, _) in enumerate(drafters):
+            if continuation.matcher is not None:
+                allowed = continuation.matcher.allowed(drafted[place], self._end_tokens)
+                drafted[place] = drafted[place][:allowed]
+        lengths = self._speculation.choose([drafts for _, drafts in drafters], list(map(len, drafted)))
+        chosen = zip(drafters, drafted, lengths, strict=True)
+        return {continuation.sequence.id: tokens[:length] for (continuation, _), tokens, length in chosen if length}
+
+    def _start(self, plan: Plan, *, is_ahead: bool) -> _StartedStep:
         now_s = time.monotonic()
         for sequence in plan.admitted:
             continuation = self._continuations[sequence.id]
@@ -244,11 +307,58 @@ class EngineLoop:
         tables = self._state.block_tables[[row.slot for row in plan.rows]]
         rows = [row[1:] for row in plan.rows]
         result: StepResult | ForwardResult
-        if any(row.samples and row.sequence.is_constrained for row in plan.rows):
+        drafts = list(plan.drafts)
+        if drafts:
+            tokens = [
+                token
+                for row, drafted in zip(plan.rows, drafts, strict=True)
+                for token in (row.sequence.tokens[-1], *drafted)
+            ]
+            result = self._programs.verify(rows, tables, tokens, self._masks_of_drafts(plan.rows, drafts))
+        elif any(row.samples and row.sequence.is_constrained for row in plan.rows):
             result = self._programs.forward(rows, tables)
         else:
             result = self._programs.step(rows, tables, repeats=plan.repeats)
-        return _StartedStep(plan, self._version, result, self._prompt_logprobs(plan.rows, result), now_s)
+        # A step with drafts has no prompts.
+        prompt_logprobs = None if plan.drafts else self._prompt_logprobs(plan.rows, result)
+        return _StartedStep(plan, self._version, result, prompt_logprobs, now_s, drafts, is_ahead)
+
+    def _masks_of_drafts(self, rows: tuple[Row, ...], drafts: list[tuple[int, ...]]) -> np.ndarray | None:
+        """Computes the masks of all positions of a step with drafts; shortens drafts after which a constraint ends.
+
+        Returns:
+          int32[tokens, words]; None if no row is constrained.
+        """
+        continuations = [self._continuations[row.sequence.id] for row in rows]
+        if self._compiler is None or not any(each.matcher for each in continuations):
+            return None
+        masks = []
+        for place, (row, continuation) in enumerate(zip(rows, continuations, strict=True)):
+            found = list[np.ndarray]()
+            if continuation.matcher is not None:
+                found, end = self._masks_along(continuation, drafts[place])
+                if end is not None and not found:
+                    self._undelivered.append(end)
+                    self._drop(continuation)
+                # A token is sampled after the last accepted draft, too, and needs a mask.
+                drafts[place] = drafts[place][: max(len(found) - 1, 0)]
+            masks += [*found, *self._compiler.masks([None] * (row.tokens - len(found)))]
+        return np.stack(masks)
+
+    def _masks_along(self, continuation: Continuation, drafted: tuple[int, ...]) -> tuple[list[np.ndarray], End | None]:
+        """Computes the masks before each drafted token and after the last, up to the end of the constraint."""
+        assert self._compiler is not None and continuation.matcher is not None
+        # A copy, because the limits of the parser may be reached after a draft that is rejected.
+        matcher, masks = continuation.matcher.copy(), list[np.ndarray]()
+        for ahead in range(len(drafted) + 1):
+            if ahead:
+                matcher.advance(drafted[ahead - 1])
+            (mask,) = self._compiler.masks([matcher])
+            end = self._end_without_token(continuation, matcher, mask, ahead=ahead)
+            if end is not None:
+                return masks, end
+            masks.append(mask)
+        return masks, None
 
     def _sample(self, step: _StartedStep, forward: ForwardResult) -> _StartedStep:
         """Launches the sampling of a step with the masks of its constrained rows."""
@@ -258,21 +368,27 @@ class EngineLoop:
             # A continuation that ended with the previous step has a row, too, whose token is dropped.
             masks = self._compiler.masks([None if each is None else each.matcher for each in continuations])
         for mask, continuation in zip(masks, continuations, strict=True):
-            end = None if continuation is None else self._end_without_token(continuation, mask)
-            if continuation is not None and end is not None:
+            if continuation is None or continuation.matcher is None:
+                continue
+            end = self._end_without_token(continuation, continuation.matcher, mask)
+            if end is not None:
                 self._undelivered.append(end)
                 self._drop(continuation)
                 mask[:] = -1
         return replace(step, result=self._programs.sample(forward, masks))
 
-    def _end_without_token(self, continuation: Continuation, mask: np.ndarray) -> End | None:
-        """Returns the end of a constrained continuation if it cannot continue, otherwise None."""
-        if continuation.matcher is None:
-            return None
-        error = continuation.matcher.error
-        if error is not None:
-            return End(continuation, "error", f"The constraint cannot be followed after this text: {error}.")
-        if continuation.ending.allows_end_token:
+    def _end_without_token(
+        self, continuation: Continuation, matcher: Matcher, mask: np.ndarray, *, ahead: int = 0
+    ) -> End | None:
+        """Returns the end of a constrained continuation if it cannot continue after `ahead` drafts, otherwise None.
+
+        Args:
+          matcher: position after the drafts.
+          mask: tokens that it allows; end tokens are removed if they cannot end the continuation.
+        """
+        if matcher.error is not None:
+            return End(continuation, "error", f"The constraint cannot be followed after this text: {matcher.error}.")
+        if continuation.ending.allows_end_token(ahead=ahead):
             return None
         # `ignore_eos`, `min_tokens` or the model rules out the end tokens, so a complete text ends without one.
         assert self._compiler is not None
@@ -312,45 +428,85 @@ class EngineLoop:
             self._read_sampled(step, step.result.sampled)
 
     def _read_sampled(self, step: _StartedStep, sampled: Sampled) -> None:
-        tokens, finite = np.asarray(sampled.tokens).tolist(), np.asarray(sampled.ok).tolist()
+        tokens, finite = np.asarray(sampled.tokens), np.asarray(sampled.ok)
         figures: Any = None
-        for place, row in enumerate(step.plan.rows):
+        for place, (row, index) in enumerate(self._generated(step, tokens)):
             continuation = self._continuations.get(row.sequence.id)
-            new, end, is_lost = list[int](), GOES_ON, False
-            for turn in range(row.samples):
-                token = tokens[turn][place]
-                # Also for ended sequences, whose tokens in flight the scheduler counts.
-                record(self._state, row.sequence, token)
-                if continuation is None or row.sequence.ended:
-                    continue
-                if finite[turn][place]:
-                    new.append(token)
-                    end = continuation.ending.push(token)
-                    if continuation.matcher is not None:
-                        continuation.matcher.advance(token)
-                else:
-                    is_lost = True
-                if is_lost or end.reason is not None:
-                    self._drop(continuation)
+            new, end, is_lost = self._record(row, continuation, tokens[index].tolist(), finite[index].tolist())
             if continuation is None or not row.samples:
                 continue
+            if continuation.drafts is not None:
+                continuation.drafts.extend(new, drafted=len(step.drafts[place]) if step.drafts else 0)
             if continuation.work.request.sampling.logprobs is not None:
                 # Copied once per step, and only if a row reports log-probabilities.
                 figures = figures or _readable(sampled)
-            self._undelivered.append(Tokens(continuation, new, step.version, end, figures, (slice(len(new)), place)))
+            self._undelivered.append(Tokens(continuation, new, step.version, end, figures, index))
             if is_lost:
                 error = "The logits of all allowed tokens are NaN or infinite after this text."
                 self._undelivered.append(End(continuation, "error", error))
+
+    def _generated(self, step: _StartedStep, tokens: np.ndarray) -> Iterator[tuple[Row, tuple[int | slice, ...]]]:
+        """Yields the rows of a step with the indices of their generated tokens in `tokens`; takes back other drafts."""
+        first = 0
+        for place, row in enumerate(step.plan.rows):
+            if not step.drafts:
+                yield row, (slice(row.samples), place)
+                continue
+            # A verification has one row of tokens: [1, tokens]. Tokens after the first that differs from its draft
+            # continue a text that was not generated.
+            drafted, found = step.drafts[place], tokens[0, first : first + row.samples].tolist()
+            accepted = next((i for i, token in enumerate(drafted) if token != found[i]), len(drafted))
+            reject(self._state, row, accepted=accepted)
+            yield row, (0, slice(first, first + accepted + 1))
+            first += row.tokens
+
+    def _record(
+        self, row: Row, continuation: Continuation | None, tokens: list[int], finite: list[bool]
+    ) -> tuple[list[int], EndOfTokens, bool]:
+        """Records the generated tokens of a row up to its end.
+
+        Returns:
+          The new tokens of the continuation, their end, and whether the logits of the next one were not finite.
+        """
+        new, end, is_lost = list[int](), GOES_ON, False
+        for token, is_finite in zip(tokens, finite, strict=True):
+            # Also for ended sequences, whose tokens in flight the scheduler counts.
+            record(self._state, row.sequence, token)
+            if continuation is None or row.sequence.ended:
+                continue
+            if is_finite:
+                new.append(token)
+                end = continuation.ending.push(token)
+                if continuation.matcher is not None:
+                    continuation.matcher.advance(token)
+            else:
+                is_lost = True
+            if is_lost or end.reason is not None:
+                self._drop(continuation)
+        return new, end, is_lost
 
     def _set_repeats(self, step: _StartedStep) -> None:
         """Sets the steps per program to fill `_MOST_REPEATED_S`, estimated from the last step."""
         now_s = time.monotonic()
         # A step begins when it is launched or when the previous one ends, whichever is later.
         took_s = now_s - max(step.started_s, self._read_s)
+        self._record_duration(step, now_s, took_s)
         self._read_s = now_s
+        if step.drafts:
+            return
         # The bound on the duration avoids a division by zero, and gives the maximum to very fast steps.
         fitting = _MOST_REPEATED_S * step.plan.repeats / max(took_s, _MOST_REPEATED_S / self._max_repeats)
         self._repeats = max(1, min(self._max_repeats, int(fitting)))
+
+    def _record_duration(self, step: _StartedStep, now_s: float, took_s: float) -> None:
+        if self._speculation is None or not step.plan.rows or any(row.samples == 0 for row in step.plan.rows):
+            return
+        tokens = sum(row.tokens for row in step.plan.rows)
+        if step.drafts:
+            # From the end of the previous step, since the host plans a verification after it.
+            self._speculation.record_verification(tokens, now_s - max(self._read_s, step.started_s - _MOST_PLANNED_S))
+        elif step.is_ahead and all(row.tokens == row.samples for row in step.plan.rows):
+            self._speculation.record_decoding(len(step.plan.rows), took_s / step.plan.repeats)
 
     def _read_prompts(self, step: _StartedStep) -> None:
         figures = _readable(step.prompt_logprobs)

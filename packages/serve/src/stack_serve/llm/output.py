@@ -50,10 +50,9 @@ class Ending:
                 return EndOfTokens("stop", token)
         return EndOfTokens("length") if self._tokens >= self._max_tokens else GOES_ON
 
-    @property
-    def allows_end_token(self) -> bool:
-        """Whether the next token may be an end token of the model that ends the continuation."""
-        return bool(self._end_tokens) and self._tokens >= self._min_tokens
+    def allows_end_token(self, *, ahead: int = 0) -> bool:
+        """Returns whether the token after `ahead` more tokens may be an end token that ends the continuation."""
+        return bool(self._end_tokens) and self._tokens + ahead >= self._min_tokens
 
 
 class _PendingToken(NamedTuple):

@@ -53,7 +53,7 @@ class StepResult:
     """Result of a step as device arrays, whose computation may still be running.
 
     Attributes:
-      sampled: sampled tokens [repeats, rows]; None if no row samples.
+      sampled: sampled tokens [repeats, rows], or [1, tokens] of a verification; None if no row samples.
       hidden: hidden states [tokens, 1, embed], from which prompt log-probabilities are computed.
     """
 
@@ -93,7 +93,8 @@ class Programs:
         self._unmasked: dict[int, jax.Array] = {}
         self._max_tokens = max_tokens
         self._row_fields = len(ROW_FIELDS) + -(-max_tokens // config.page_tokens)
-        self._buckets = Buckets(config.max_sequences, config.step_tokens)
+        drafts = 0 if config.speculation is None else config.speculation.tokens
+        self._buckets = Buckets(config.max_sequences, config.step_tokens, drafts)
         self._placement = Placement(checkpoint.states, config.tensor) if placement is None else placement
         self._compiled: dict[Key, Any] = {}
 
@@ -120,6 +121,11 @@ class Programs:
         held = None if adapters is None else self._placement.replicated(split_layers(adapters.pool(), looped.pool))
         self._weights, self._adapters = Weights(params, held), adapters
         self._slept_params: HostWeights | None = None
+
+    @property
+    def buckets(self) -> Buckets:
+        """Shapes of the programs."""
+        return self._buckets
 
     @property
     def page_layout(self) -> PageLayout:
@@ -228,6 +234,36 @@ class Programs:
         self._slots = SlotState(known, settings)
         return StepResult(sampled, forward.hidden)
 
+    def verify(
+        self,
+        rows: Sequence[tuple[int, ...]],
+        tables: np.ndarray,
+        drafted: Sequence[int],
+        mask: np.ndarray | None = None,
+    ) -> StepResult:
+        """Launches a step that verifies drafts.
+
+        Args:
+          rows, tables: as in `step`.
+          drafted: tokens that the rows compute, row by row: the newest token of each, then its drafts.
+          mask: int32[tokens, words], tokens allowed by a constraint at each of these positions; None allows all.
+        """
+        size = self._buckets.of_verification(len(drafted))
+        packed = self._packed(rows, tables, self._buckets.largest_rows)
+        padded = np.zeros(size, np.int32)
+        padded[: len(drafted)] = drafted
+        masks: Any = self._all_tokens(size)
+        if mask is not None:
+            masks = np.full(masks.shape, -1, np.int32)
+            masks[: len(mask)] = mask
+        program = self._program(("verify", size))
+        known, settings = self._slots.tokens, self._slots.settings
+        self._layers, hidden, known, sampled = program(
+            self._weights, self._layers, known, settings, packed, padded, masks
+        )
+        self._slots = SlotState(known, settings)
+        return StepResult(sampled, hidden)
+
     def _all_tokens(self, rows: int) -> jax.Array:
         """Returns a device array of masks that allow all tokens, which costs no transfer in each step."""
         if rows not in self._unmasked:
@@ -318,6 +354,7 @@ class Programs:
             # Decode and prefill programs pad their hidden states to these two sizes.
             "prompt_logprobs": sorted({buckets.largest_rows, buckets.largest_tokens}),
             "forward": buckets.decoding if self._constraints else [],
+            "verify": buckets.verification,
         }
         loads: list[Key] = [] if self._adapters is None else [("adapter",)]
         return [("admit",), *loads, *((kind, size) for kind, sizes in of_kinds.items() for size in sizes)]
@@ -370,6 +407,15 @@ class Programs:
 
         packed = _int32(self._buckets.largest_rows, self._row_fields)
         return jax.jit(prefill, donate_argnums=1).lower(self._weights, self._layers, self._slots.tokens, packed)
+
+    def _lowered_verify(self, tokens: int) -> Any:
+        def verify(weights: Weights, layers: Any, known: Any, settings: Any, *step: Any) -> Any:
+            return layer_by_layer(self._step.verify)(weights, layers, known, settings, *step)
+
+        slots, packed = self._slots, _int32(self._buckets.largest_rows, self._row_fields)
+        mask = _int32(tokens, mask_words(self._checkpoint.vocab_size))
+        jitted = jax.jit(verify, donate_argnums=(1, 2))
+        return jitted.lower(self._weights, self._layers, slots.tokens, slots.settings, packed, _int32(tokens), mask)
 
     def _lowered_sample(self, samples: int) -> Any:
         def sample(weights: Weights, known: Any, settings: Any, *rows: Any) -> Any:

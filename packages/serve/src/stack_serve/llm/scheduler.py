@@ -3,7 +3,8 @@
 A step computes one token of each decoding sequence and chunks of prompts, up to `step_tokens` tokens in total. If all
 running sequences decode without a constraint and no waiting one can start, a launch may repeat the step with the tokens
 that it samples. A step is planned while the previous one runs, so the newest tokens of a sequence may exist only on the
-devices.
+devices. A step may also verify drafts: guesses of the next tokens of decoding sequences, which it computes at once. The
+caller plans it without a step in flight, and takes back the rejected drafts with `reject` before it plans another.
 
 Guarantees for any workload in which each sequence fits into an otherwise empty cache:
 
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -46,6 +47,7 @@ __all__ = [
     "forget_prefixes",
     "recompute",
     "record",
+    "reject",
     "schedule",
 ]
 
@@ -61,7 +63,8 @@ class Row(NamedTuple):
       slot: slot of the sequence.
       start: position of the first token.
       tokens: number of tokens.
-      samples: number of sampled tokens: `tokens` when decoding, 1 for the last chunk of a prompt, 0 for other chunks.
+      samples: number of sampled tokens: `tokens` when decoding, including rejected ones; 1 for the last chunk of a
+        prompt, 0 for other chunks.
       adapter: slot of the sequence's adapter; -1 for the base model.
     """
 
@@ -84,6 +87,7 @@ class Plan:
       admitted: sequences that got a slot in this step. Each has a row, and the host knows all of its tokens.
       preempted: sequences that lost their slot in this step and therefore have no row.
       loading: admitted sequences whose adapters must be loaded into their adapter slots before the step.
+      drafts: drafted tokens of each row, which its first token precedes; empty if no row has any.
     """
 
     rows: tuple[Row, ...]
@@ -91,6 +95,7 @@ class Plan:
     admitted: tuple[Sequence, ...]
     preempted: tuple[Sequence, ...]
     loading: tuple[Sequence, ...] = ()
+    drafts: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(slots=True)
@@ -110,8 +115,8 @@ class SchedulerState:
       loading: sequences admitted to the current plan whose adapters must be loaded.
       waiting, running: sequences in the order of their turns.
       weights_version: number of calls of `forget_prefixes`.
-      steps, prompt_tokens, generated_tokens, prefix_queries_tokens, prefix_hits_tokens, preemptions: counters of
-        `EngineStats`; a prompt is counted once per continuation.
+      steps, prompt_tokens, generated_tokens, prefix_queries_tokens, prefix_hits_tokens, preemptions, drafts,
+        drafted_tokens, accepted_tokens: counters of `EngineStats`; a prompt is counted once per continuation.
     """
 
     page_tokens: int
@@ -132,6 +137,9 @@ class SchedulerState:
     prefix_queries_tokens: int = 0
     prefix_hits_tokens: int = 0
     preemptions: int = 0
+    drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @classmethod
     def of(cls, config: EngineConfig, *, max_tokens: int, pages: int, prefix_caching: bool = True) -> SchedulerState:
@@ -169,10 +177,19 @@ class SchedulerState:
             prefix_hits_tokens=self.prefix_hits_tokens,
             preemptions=self.preemptions,
             compilations=compilations,
+            drafts=self.drafts,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
         )
 
 
-def schedule(state: SchedulerState, arrivals: Iterable[Sequence], *, repeats: int = 1) -> Plan:
+def schedule(
+    state: SchedulerState,
+    arrivals: Iterable[Sequence],
+    *,
+    repeats: int = 1,
+    drafts: Mapping[int, tuple[int, ...]] | None = None,
+) -> Plan:
     """Plans the next step; the plan is empty if there is nothing to compute.
 
     Args:
@@ -180,13 +197,16 @@ def schedule(state: SchedulerState, arrivals: Iterable[Sequence], *, repeats: in
       arrivals: new sequences. Each must fit into an otherwise empty cache, with `max_total_tokens` above its length.
       repeats: maximum number of repeats. It is used if no sequence can start in the next step and enough pages are
         available.
+      drafts: drafted tokens by sequence id, used if all sequences decode and none can start. They are cut to the limits
+        of their sequences and the step, and never preempt a sequence.
     """
     for sequence in arrivals:
         level = max(-state.priorities, min(state.priorities, sequence.priority))
         sequence.turn = sequence.arrival + level * PRIORITY_ARRIVALS
         insort(state.waiting, sequence, key=_order)
     ready = [sequence for sequence in state.running if sequence.total_tokens < sequence.max_total_tokens]
-    repeats = _repeats(state, ready, repeats)
+    drafts = _fitting_drafts(state, ready, drafts) if drafts else {}
+    repeats = 1 if drafts else _repeats(state, ready, repeats)
     decodes, chunks, preempted, admitted = list[Row](), list[Row](), list[Sequence](), list[Sequence]()
     # Decoding sequences come first; prompts get the rest of the step.
     prompt_tokens = state.step_tokens - sum(_is_decode(sequence) for sequence in ready)
@@ -195,7 +215,10 @@ def schedule(state: SchedulerState, arrivals: Iterable[Sequence], *, repeats: in
             break  # this sequence and all later ones were preempted
         missing = sequence.total_tokens - sequence.computed_tokens
         # At most one running sequence has an incomplete prompt: the next is admitted once its last chunk is planned.
-        tokens = min(repeats, _left(sequence)) if missing == 1 else min(missing, prompt_tokens)
+        if missing == 1:
+            tokens = min(repeats, _left(sequence)) + len(drafts.get(sequence.id, ()))
+        else:
+            tokens = min(missing, prompt_tokens)
         # Making room may preempt this sequence itself.
         if not _make_room(state, sequence, tokens, preempted):
             continue
@@ -216,7 +239,8 @@ def schedule(state: SchedulerState, arrivals: Iterable[Sequence], *, repeats: in
         _register(state, row.sequence)
     state.steps += bool(rows)
     loading, state.loading = tuple(state.loading), list[Sequence]()
-    return Plan(rows, repeats, tuple(admitted), tuple(preempted), loading)
+    of_rows = tuple(drafts.get(row.sequence.id, ()) for row in rows) if drafts else ()
+    return Plan(rows, repeats, tuple(admitted), tuple(preempted), loading, of_rows if any(of_rows) else ())
 
 
 def record(state: SchedulerState, sequence: Sequence, token: int) -> None:
@@ -230,6 +254,27 @@ def record(state: SchedulerState, sequence: Sequence, token: int) -> None:
     sequence.tokens.append(token)
     state.generated_tokens += 1
     _register(state, sequence)
+
+
+def reject(state: SchedulerState, row: Row, *, accepted: int) -> None:
+    """Takes back the rejected drafts of a row: their tokens in flight, their keys and the pages only they needed.
+
+    Args:
+      state: state of the scheduler, which is updated.
+      row: row of a plan with drafts. Its step is read, but its tokens are not recorded yet.
+      accepted: number of its drafts that equal the sampled tokens; one more token was sampled after them.
+    """
+    sequence = row.sequence
+    state.drafts += row.samples > 1
+    state.drafted_tokens += row.samples - 1
+    state.accepted_tokens += accepted
+    sequence.in_flight -= row.samples - 1 - accepted
+    if sequence.slot is None:  # it ended or was preempted, which released its pages
+        return
+    sequence.computed_tokens = row.start + accepted + 1
+    needed = -(-sequence.computed_tokens // state.page_tokens)
+    state.pool.release(sequence.pages[needed:])
+    del sequence.pages[needed:]
 
 
 def finish(state: SchedulerState, sequence: Sequence) -> None:
@@ -287,6 +332,28 @@ def _repeats(state: SchedulerState, ready: list[Sequence], repeats: int) -> int:
     # A launch cannot allocate pages midway, so those of all its steps are needed now.
     pages = sum(-(-count // state.page_tokens) - len(sequence.pages) for sequence, count in tokens)
     return repeats if pages <= state.pool.available else 1
+
+
+def _fitting_drafts(
+    state: SchedulerState, ready: list[Sequence], drafts: Mapping[int, tuple[int, ...]]
+) -> dict[int, tuple[int, ...]]:
+    """Cuts drafts to the limits of their sequences, the tokens of a step and the available pages."""
+    if not all(map(_is_decode, ready)) or _next_to_begin(state) is not None:
+        return {}
+    pages = {sequence.id: -(-(sequence.computed_tokens + 1) // state.page_tokens) for sequence in ready}
+    free_pages = state.pool.available - sum(pages[sequence.id] - len(sequence.pages) for sequence in ready)
+    free_tokens = state.step_tokens - len(ready)
+    found = {}
+    for sequence in ready:
+        first = sequence.computed_tokens + 1
+        room = (pages[sequence.id] + max(free_pages, 0)) * state.page_tokens - first
+        # The token sampled after the last draft must fit, too.
+        drafted = drafts.get(sequence.id, ())[: max(min(_left(sequence) - 1, free_tokens, room), 0)]
+        free_tokens -= len(drafted)
+        free_pages -= -(-(first + len(drafted)) // state.page_tokens) - pages[sequence.id]
+        if drafted:
+            found[sequence.id] = drafted
+    return found
 
 
 def _advance_prompt(sequence: Sequence, tokens: int) -> Row:

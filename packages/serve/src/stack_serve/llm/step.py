@@ -205,6 +205,44 @@ class Step:
         known = known.at[target, lengths].set(sampled.tokens, mode="drop")
         return known, jax.tree.map(lambda array: array[None], sampled)
 
+    @jax.named_scope("verify")
+    def verify(
+        self,
+        weights: Weights,
+        layers: Any,
+        known: Int[Array, "slots max_tokens"],
+        settings: Int[Array, "slots words"],
+        rows: Int[Array, "rows fields"],
+        drafted: Int[Array, " tokens"],
+        mask: Int[Array, "tokens mask_words"],
+    ) -> tuple[Any, Float[Array, "tokens 1 embed"], Int[Array, "slots max_tokens"], Sampled]:
+        """Runs the forward pass over the newest token and the drafts of each row, and samples after each of them.
+
+        Each token is sampled with the random numbers of its position. If it equals the draft, the draft is accepted,
+        and the token sampled after it is the next one without speculation. Outputs are therefore equal, not only their
+        distribution. Acceptance has the probability p(draft), as in rejection sampling of a draft that is a point mass
+        (Leviathan et al., Fast Inference from Transformers via Speculative Decoding, 2023, arXiv:2211.17192).
+
+        Args:
+          weights, layers: as in `__call__`.
+          known: tokens of each slot. After a row's accepted tokens, entries of its slot are undefined.
+          settings: packed sampling settings of each slot.
+          rows: packed rows.
+          drafted: token at each position of the step; values after the last row are padding.
+          mask: tokens allowed by a constraint at each position.
+
+        Returns:
+          The updated layers, the hidden states, the updated tokens of each slot, and the tokens sampled at each
+          position, [1, tokens].
+        """
+        slot, position, real = self._positions(rows, len(drafted))
+        # Padding gets an index behind the end, which is dropped.
+        known = known.at[jnp.where(real, slot, len(known)), position].set(drafted, mode="drop")
+        layers, hidden, _ = self(weights, layers, known, rows, tokens=len(drafted))
+        single = jnp.stack([slot, position, jnp.ones_like(slot), real.astype(slot.dtype)], axis=1)
+        known, sampled = self.sample(weights, known, settings, hidden[:, 0], single, mask)
+        return layers, hidden, known, sampled
+
     def sample_some(
         self,
         weights: Weights,
@@ -272,6 +310,15 @@ class Step:
         )
         return jax.lax.fori_loop(0, -(-count // rows), add_block, empty)
 
+    def _positions(self, rows: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the slot and the position of each token of a step, and whether it is one."""
+        ends = jnp.cumsum(rows[:, 2], dtype=jnp.int32)
+        token = jnp.arange(tokens, dtype=jnp.int32)
+        row = _rows_of(token, ends)
+        real = token < ends[-1]
+        slot, start, count = (rows[row, field] for field in range(3))
+        return slot, jnp.where(real, start + token - (ends[row] - count), 0), real
+
     def _places(self, known: jax.Array, rows: jax.Array, tokens: int) -> tuple[Rows, jax.Array, jax.Array, jax.Array]:
         """Computes the cache addresses, token ids, positions and adapter slots of the tokens of a step."""
         slot, start, count = (rows[:, field] for field in range(3))
@@ -279,7 +326,7 @@ class Step:
         ends = jnp.cumsum(count, dtype=jnp.int32)
         query_starts = jnp.pad(ends, (1, 0))
         token = jnp.arange(tokens, dtype=jnp.int32)
-        row = jnp.minimum(jnp.sum(token[:, None] >= ends, axis=1, dtype=jnp.int32), len(rows) - 1)
+        row = _rows_of(token, ends)
         real = token < ends[-1]
         position = jnp.where(real, start[row] + token - query_starts[row], 0)
         page_tokens = self.config.page_tokens
@@ -288,6 +335,11 @@ class Step:
         places = Rows(tables, start + count, query_starts, page, position % page_tokens, slot)
         adapters = jnp.where(real, rows[row, ROW_FIELDS.index("adapter")], -1)
         return places, jnp.where(real, known[slot[row], position], 0), position, adapters
+
+
+def _rows_of(token: jax.Array, ends: jax.Array) -> jax.Array:
+    """Returns the row of each token; `ends` are the ends of the rows, ascending. Padding gets the last row."""
+    return jnp.minimum(jnp.sum(token[:, None] >= ends, axis=1, dtype=jnp.int32), len(ends) - 1)
 
 
 def _padded(hidden: Float[Array, "tokens ..."], size: int) -> Float[Array, "size ..."]:

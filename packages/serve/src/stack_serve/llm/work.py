@@ -9,6 +9,7 @@ from stack_core.abi.generation import GenerationRequest, GenerationUpdate, Reque
 from stack_core.ops.sampling.sampling import SamplingSettings
 from stack_serve.llm.adapters import HostAdapter
 from stack_serve.llm.constraints import Matcher
+from stack_serve.llm.drafts import Drafts
 from stack_serve.llm.output import Ending, Output
 from stack_serve.llm.sequence import Sequence
 
@@ -24,6 +25,7 @@ class Continuation:
     Attributes:
       sequence, settings, ending: state used by the engine thread.
       matcher: position in the language of the constraint, used by the engine thread; None without a constraint.
+      drafts: drafter of the sequence, used by the engine thread; None without speculation.
       output, has_ended: state used by the detokenization thread.
       work: state of the request.
     """
@@ -34,6 +36,7 @@ class Continuation:
     output: Output
     work: "Work"
     matcher: Matcher | None = None
+    drafts: Drafts | None = None
     has_ended: bool = False
 
 

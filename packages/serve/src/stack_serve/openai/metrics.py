@@ -172,6 +172,9 @@ class _EngineCollector:
             "prefix_cache_queries": ("Tokens of prompts that were looked up.", stats.prefix_queries_tokens),
             "prefix_cache_hits": ("Tokens of prompts that were found.", stats.prefix_hits_tokens),
             "prompt_tokens_cached": ("Tokens of prompts that were found.", stats.prefix_hits_tokens),
+            "spec_decode_num_drafts": ("Drafts that were verified.", stats.drafts),
+            "spec_decode_num_draft_tokens": ("Tokens of drafts.", stats.drafted_tokens),
+            "spec_decode_num_accepted_tokens": ("Tokens of drafts that were generated.", stats.accepted_tokens),
         }
         yield from self._families(GaugeMetricFamily, "vllm", gauges)
         yield from self._families(CounterMetricFamily, "vllm", counters)

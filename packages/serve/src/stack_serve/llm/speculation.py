@@ -1,0 +1,125 @@
+"""Decision when speculation pays, from the measured duration of steps and the acceptance of drafts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from stack_serve.llm.buckets import Buckets
+from stack_serve.llm.drafts import Drafts
+
+__all__ = ["Speculation"]
+
+# Assumed duration of a verification, relative to a decoding step, until both are measured.
+_ASSUMED_COST = 1.25
+# Speculation must be this much faster to begin, so that noise does not switch it on and off.
+_LEAST_GAIN = 1.15
+_NEW_WEIGHT = 0.2
+# A slow moment of the machine must not disable a size forever.
+_MOST_UNUSED_STEPS = 256
+
+
+@dataclass
+class _Duration:
+    """Moving average of the duration of a program.
+
+    Attributes:
+      mean_s: average; None until measured. The first run is not measured, because it touches new memory.
+      runs: number of runs.
+      unused: number of other steps since the last run.
+    """
+
+    mean_s: float | None = None
+    runs: int = 0
+    unused: int = 0
+
+    def add(self, took_s: float) -> None:
+        self.runs += 1
+        self.unused = 0
+        if self.runs > 1:
+            old_s = took_s if self.mean_s is None else self.mean_s
+            # One interrupted step counts as at most twice the average.
+            self.mean_s = old_s + _NEW_WEIGHT * (min(took_s, 2 * old_s) - old_s)
+
+    def age(self) -> None:
+        self.unused += 1
+        if self.unused == _MOST_UNUSED_STEPS:
+            self.mean_s = None
+            self.runs = 0
+
+
+@dataclass
+class Speculation:
+    """Chooses the drafts of each step so that the expected number of tokens per second is the highest.
+
+        (R + sum of E[accepted_r]) / (R t_verify(T) / t_decode(R)) > 1
+
+    R is the number of rows, T the token bucket of the verification, and t a measured duration per step, which includes
+    the host's. Without drafts, the engine plans a step while the previous one runs. Drafts continue the newest tokens,
+    so a step with drafts is planned after the previous one is read. The durations of verifications contain that delay.
+
+    Attributes:
+      buckets: shapes of the engine's programs.
+      tokens: maximum number of drafted tokens per row.
+      is_on: whether the last decision was to speculate.
+    """
+
+    buckets: Buckets
+    tokens: int
+    is_on: bool = True
+    _decoding: dict[int, _Duration] = field(default_factory=dict)
+    _verification: dict[int, _Duration] = field(default_factory=dict)
+
+    def pays(self, rows: Sequence[Drafts]) -> bool:
+        """Returns whether drafts are expected to pay, before the newest tokens of the rows are known."""
+        lengths = [self.tokens] * len(rows)
+        _, gain = self._best(rows, lengths)
+        self.is_on = gain > (1.0 if self.is_on else _LEAST_GAIN)
+        return self.is_on
+
+    def choose(self, rows: Sequence[Drafts], available: Sequence[int]) -> list[int]:
+        """Returns the number of tokens to verify of each draft.
+
+        Args:
+          rows: decoding rows.
+          available: number of drafted tokens of each row.
+        """
+        lengths, gain = self._best(rows, available)
+        return lengths if gain > 1.0 else [0] * len(rows)
+
+    def record_decoding(self, rows: int, took_s: float) -> None:
+        """Records the duration of a decoding step that was planned ahead."""
+        self._decoding.setdefault(self.buckets.of_decoding(rows), _Duration()).add(took_s)
+        for duration in self._verification.values():
+            duration.age()
+
+    def record_verification(self, tokens: int, took_s: float) -> None:
+        """Records the duration of a verification, from the end of the previous step."""
+        self._verification.setdefault(self.buckets.of_verification(tokens), _Duration()).add(took_s)
+
+    def _best(self, rows: Sequence[Drafts], available: Sequence[int]) -> tuple[list[int], float]:
+        """Returns the best draft lengths of one to all token buckets, and their speed relative to decoding."""
+        found, best = [0] * len(rows), 0.0
+        # Rows whose drafts are accepted most often get the tokens of a bucket first.
+        order = sorted(range(len(rows)), key=lambda row: -rows[row].rate)
+        for size in self.buckets.verification:
+            room = min(size, self.buckets.max_tokens) - len(rows)
+            lengths = [0] * len(rows)
+            for row in order:
+                lengths[row] = max(min(available[row], room), 0)
+                room -= lengths[row]
+            if not any(lengths):
+                continue  # no drafts, or too many rows for this bucket
+            tokens = len(rows) + sum(map(Drafts.expected_tokens, rows, lengths))
+            gain = tokens / (len(rows) * self._cost(len(rows), size))
+            if gain > best:
+                found, best = lengths, gain
+            if lengths == list(available):  # a larger bucket would hold the same drafts
+                break
+        return found, best
+
+    def _cost(self, rows: int, size: int) -> float:
+        """Returns the duration of a verification relative to a decoding step."""
+        decoding = self._decoding.get(self.buckets.of_decoding(rows), _Duration()).mean_s
+        # Until a size is measured, it is assumed to take as long as the smaller ones.
+        measured = [self._verification[each].mean_s for each in sorted(self._verification) if each <= size]
+        verification = max((each for each in measured if each is not None), default=None)
+        return _ASSUMED_COST if decoding is None or verification is None else verification / decoding

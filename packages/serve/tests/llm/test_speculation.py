@@ -1,0 +1,89 @@
+"""When speculation pays, for given durations of steps."""
+
+import pytest
+
+from stack_serve.llm.buckets import Buckets
+from stack_serve.llm.config import SpeculationConfig
+from stack_serve.llm.drafts import Drafts
+from stack_serve.llm.speculation import Speculation
+
+BUCKETS = Buckets(max_rows=8, max_tokens=64, max_drafts=7)
+
+
+def rows_of(*accepted):
+    """One row for each entry, whose last drafts of 7 tokens were accepted up to it."""
+    rows = []
+    for count in accepted:
+        drafts = Drafts(SpeculationConfig(), [1], 1000)
+        for _ in range(20):
+            drafts.extend([0] * (count + 1), drafted=7)
+        rows.append(drafts)
+    return rows
+
+
+def speculation_of(verification, decoding=0.010, rows=1):
+    """Durations in seconds, by tokens of the verification."""
+    speculation = Speculation(BUCKETS, 7)
+    for _ in range(9):
+        speculation.record_decoding(rows, decoding)
+        for tokens, took_s in verification.items():
+            speculation.record_verification(tokens, took_s)
+    return speculation
+
+
+def test_drafts_pay_if_the_accepted_tokens_outweigh_the_longer_step():
+    assert speculation_of({8: 0.015}).choose(rows_of(3), [7]) == [7]
+    assert speculation_of({8: 0.045}).choose(rows_of(3), [7]) == [0]
+    assert speculation_of({8: 0.011}).choose(rows_of(0), [7]) == [0]
+    assert speculation_of({8: 0.015}).choose(rows_of(3), [0]) == [0]
+
+
+def test_it_begins_only_with_a_margin():
+    speculation = speculation_of({8: 0.038})
+    barely = rows_of(4)
+    ratio = (1 + barely[0].expected_tokens(7)) / 3.8
+    assert 1.0 < ratio < 1.15
+    assert speculation.pays(barely)
+    assert not speculation.pays(rows_of(0))
+    assert not speculation.pays(barely)
+    assert speculation.pays(rows_of(7))
+    assert speculation.pays(barely)
+
+
+def test_rows_that_are_accepted_most_get_the_cheap_tokens_first():
+    rows = rows_of(0, 7, 1)
+    assert speculation_of({8: 0.012, 32: 0.100}, rows=3).choose(rows, [7, 7, 7]) == [0, 5, 0]
+    assert speculation_of({8: 0.012, 32: 0.012}, rows=3).choose(rows, [7, 7, 7]) == [7, 7, 7]
+    assert speculation_of({8: 0.012, 32: 0.012}, rows=3).choose(rows, [0, 0, 2]) == [0, 0, 2]
+
+
+def test_more_rows_than_a_bucket_holds_are_not_speculated_in_it():
+    assert speculation_of({8: 0.001, 32: 1.0}, rows=8).choose(rows_of(*[7] * 8), [7] * 8) == [0] * 8
+
+
+def test_one_slow_moment_disables_a_size_for_a_while_only():
+    speculation = speculation_of({8: 0.012})
+    for _ in range(20):
+        speculation.record_verification(8, 10.0)
+    assert not speculation.pays(rows_of(3))
+    for _ in range(256):
+        speculation.record_decoding(1, 0.010)
+    assert speculation.pays(rows_of(3))
+
+
+def test_the_first_run_of_a_program_is_not_measured():
+    speculation = Speculation(BUCKETS, 7)
+    speculation.record_decoding(1, 0.010)
+    speculation.record_verification(8, 100.0)
+    speculation.record_decoding(1, 0.010)
+    assert speculation.pays(rows_of(3))
+
+
+@pytest.mark.parametrize("drafts", [1, 7, 63])
+def test_buckets_of_verification_hold_every_step(drafts):
+    buckets = Buckets(max_rows=5, max_tokens=100, max_drafts=drafts)
+    sizes = buckets.verification
+    assert sizes == sorted(set(sizes)) and sizes[0] == 8
+    assert sizes[-1] >= min(5 * (1 + drafts), 100)
+    assert [buckets.of_verification(tokens) for tokens in (2, 8)] == [8, 8]
+    assert Buckets(max_rows=5, max_tokens=100).verification == []

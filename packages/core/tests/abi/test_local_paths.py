@@ -36,6 +36,7 @@ def work(tmp_path, monkeypatch):
         ("~/run", "{root}/home/run"),
         ("runs/mine", "runs/mine"),
         ("/runs/mine", "/runs/mine"),
+        ("file:///runs/mine", "/runs/mine"),
         ("12:30", "12:30"),
     ],
 )
@@ -47,11 +48,14 @@ def test_paths_are_resolved_alone_and_behind_a_format(work, given, expected):
     assert (parsed.output, parsed.start) == (expected, local_address(given))
 
 
-@pytest.mark.parametrize("address", ["gs://bucket/run", "s3://bucket/run", "gs:/bucket", "text:gs://bucket/*.txt"])
+REMOTE = ["gs://bucket/run", "s3://bucket/run", "gs:/bucket", "text:gs://bucket/*.txt", "GS://bucket", "jsonl:S3:/b"]
+
+
+@pytest.mark.parametrize("address", REMOTE)
 @pytest.mark.parametrize("key", ["output", "start", "name", "several"])
 def test_remote_storage_is_refused_in_every_text_of_a_config(address, key):
     mapping = {key: [address] if key == "several" else address}
-    with pytest.raises(ConfigError, match=rf"^{key}.*is an address of remote storage \((gs|s3)\), which is not supp"):
+    with pytest.raises(ConfigError, match=rf"^{key}.*is an address of remote storage \((?i:gs|s3)\), which is not supp"):
         parse(Paths, mapping)
     for read in (local_path, local_address, refuse_remote):
         with pytest.raises(ConfigError, match="Use a local path: mount the bucket"):
@@ -61,6 +65,15 @@ def test_remote_storage_is_refused_in_every_text_of_a_config(address, key):
 @pytest.mark.parametrize("text", ["https://host/v1", "runs/gs", "what is gs://x?", "mygs://x", "awgs:x", ""])
 def test_other_texts_are_no_remote_storage(text):
     assert refuse_remote(text) == text
+
+
+@pytest.mark.parametrize("address", ["https://host/run", "ftp://host/x", "Tape://x", "hf:http://host/model", "a+b://c"])
+def test_a_path_with_any_other_scheme_is_refused_by_its_name(address):
+    for key in ("output", "start"):
+        with pytest.raises(ConfigError, match=rf"^{key}.*is an address of scheme '\S+'; a local path was expected"):
+            parse(Paths, {key: address})
+    with pytest.raises(ConfigError, match="a local path was expected"):
+        local_path(address)
 
 
 def test_an_unknown_home_is_named():

@@ -5,9 +5,13 @@ from pathlib import Path
 
 from stack_core.abi.errors import ConfigError
 
-__all__ = ["hub_advice", "local_address", "local_path", "refuse_remote"]
+__all__ = ["hub_advice", "local_address", "local_path", "refuse_remote", "refuse_schemes"]
 
-_REMOTE = re.compile(r"(?:[a-z0-9_]+:)?(gs|gcs|s3|s3a|r2|hdfs|abfs|abfss|wasb|wasbs|az|adl|oss|cos|swift):/")
+_STORAGE = "gs|gcs|s3|s3a|s3n|r2|b2|hdfs|webhdfs|abfs|abfss|wasb|wasbs|az|adl|oss|oci|cos|swift|dbfs|memory"
+_REMOTE = re.compile(rf"(?:\w+:)?({_STORAGE}):/", re.IGNORECASE)
+# One letter is a drive of Windows.
+_SCHEME = re.compile(r"(?:\w+:)?([A-Za-z][A-Za-z0-9+.-]+)://")
+_FILE = re.compile(r"^(\w+:)??file:(?://(?:localhost)?)?/+(?=[^/])", re.IGNORECASE)
 _HUB = re.compile(r"(?:[a-z0-9_]+:)?([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)")
 
 
@@ -31,13 +35,29 @@ def refuse_remote(text: str) -> str:
     return text
 
 
+def refuse_schemes(path: str) -> str:
+    """Returns a path unchanged if it has no scheme such as "https://" or "ftp://", with or without a format prefix.
+
+    Raises:
+      ConfigError: the path has a scheme, from which `Path` would make a folder.
+    """
+    if found := _SCHEME.match(refuse_remote(path)):
+        raise _PathError(
+            f"{path!r} is an address of scheme {found[1]!r}; a local path was expected. Copy the files here and give "
+            "their path."
+        )
+    return path
+
+
 def local_path(path: str | Path) -> Path:
     """Resolves `~` and `..`, which not every library does; symbolic links before `..` are followed.
 
+    "file:///PATH" is the absolute PATH.
+
     Raises:
-      ConfigError: the path is an address of remote storage.
+      ConfigError: the path is an address of remote storage or of another scheme.
     """
-    found = Path(refuse_remote(str(path)))
+    found = Path(refuse_schemes(_FILE.sub("/", str(path))))
     if str(found).startswith("~"):
         try:
             found = found.expanduser()
@@ -52,9 +72,10 @@ def local_address(address: str) -> str:
     Raises:
       ConfigError: the address names remote storage.
     """
+    address = _FILE.sub(lambda found: f"{found[1] or ''}/", address)
     scheme, separator, path = address.partition(":")
     if separator and re.fullmatch(r"\w+", scheme) and path:
-        return f"{scheme}:{local_path(refuse_remote(address)[len(scheme) + 1 :])}"
+        return f"{scheme}:{local_path(refuse_schemes(address)[len(scheme) + 1 :])}"
     return str(local_path(address))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from stack_core.abi.errors import DataError
+from stack_core.abi.local_paths import local_path
 
 __all__ = ["expand_glob", "matching", "read_text", "stat_digest"]
 
@@ -37,7 +38,7 @@ def expand_glob(pattern: str, scheme: str) -> tuple[Path, ...]:
 def matching(pattern: str) -> list[str]:
     """Returns the files and folders that match a glob, unsorted; the list may be empty."""
     # `Path.glob` does not support absolute patterns.
-    return glob.glob(str(Path(pattern).expanduser()), recursive=True)  # noqa: PTH207
+    return glob.glob(str(local_path(pattern)), recursive=True)  # noqa: PTH207
 
 
 def read_text(path: Path) -> str:

@@ -55,7 +55,9 @@ REMOTE = ["gs://bucket/run", "s3://bucket/run", "gs:/bucket", "text:gs://bucket/
 @pytest.mark.parametrize("key", ["output", "start", "name", "several"])
 def test_remote_storage_is_refused_in_every_text_of_a_config(address, key):
     mapping = {key: [address] if key == "several" else address}
-    with pytest.raises(ConfigError, match=rf"^{key}.*is an address of remote storage \((?i:gs|s3)\), which is not supp"):
+    with pytest.raises(
+        ConfigError, match=rf"^{key}.*is an address of remote storage \((?i:gs|s3)\), which is not supp"
+    ):
         parse(Paths, mapping)
     for read in (local_path, local_address, refuse_remote):
         with pytest.raises(ConfigError, match="Use a local path: mount the bucket"):

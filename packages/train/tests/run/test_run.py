@@ -309,3 +309,23 @@ def test_rates_are_measured_between_completions(config_of, monkeypatch):
     durations_s = [event.duration_s for event in seen if isinstance(event, StepFinished)]
     assert len(durations_s) == 20
     assert 0 < sum(durations_s) < wall_s
+
+
+def test_a_mixture_reports_its_shares_and_resumes_only_with_its_files(config_of, tmp_path):
+    mix = {
+        name: {"source": f"text:{tmp_path}/texts/{glob}.txt", "weight": weight}
+        for name, glob, weight in (("early", "?", 3), ("late", "1?", 1))
+    }
+    config = config_of("data.source=stdlib", f"data.mix={json.dumps(mix)}", "run.steps=3")
+    run.train(config)
+    steps = [each for each in records(config) if "early_share" in each]
+    assert [(each["early_share"], each["late_share"]) for each in steps] == [(0.75, 0.25)] * 3
+    epochs = [each["late_epochs"] for each in steps]
+    assert epochs[0] > 0 and epochs == pytest.approx([epochs[0], 2 * epochs[0], 3 * epochs[0]])
+    (tmp_path / "texts" / "1x.txt").write_text("more")
+    with pytest.raises(ConfigError, match=r"data.mix.late.source: .*1x.txt was added"):
+        run.train(config, resume=True)
+    (tmp_path / "texts" / "1x.txt").unlink()
+    mix["late"]["weight"] = 2
+    with pytest.raises(ConfigError, match=r"data.mix.late.weight: 2.0, not 1.0"):
+        run.train(config_of("data.source=stdlib", f"data.mix={json.dumps(mix)}", "run.steps=3"), resume=True)

@@ -28,6 +28,7 @@ __all__ = [
     "DataSource",
     "Document",
     "FollowsObjective",
+    "MeasuresData",
     "Shapes",
     "Tokenizer",
 ]
@@ -107,6 +108,15 @@ class BatchIterator(Protocol):
         Raises:
           DataError: the state belongs to other data.
         """
+        ...
+
+
+@runtime_checkable
+class MeasuresData(Protocol):
+    """A `BatchIterator` with metrics of its own, such as the shares of a mixture."""
+
+    def data_metrics(self) -> Mapping[str, float]:
+        """Returns metrics of the last batch; called after each batch, they join the metrics of its step."""
         ...
 
 

@@ -1,7 +1,8 @@
 """The text pipeline: resumable training batches and validation batches from a `TextSettings`."""
 
+import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -13,15 +14,16 @@ from stack_core.abi.user_cache import user_cache_dir
 from stack_train.data.best_fit import BestFitPacking
 from stack_train.data.bpe import BPE_VOCAB_SIZE, trained_bpe
 from stack_train.data.corpus import Corpus, tokenize
+from stack_train.data.mixture import MixedBatches
 from stack_train.data.packing import Packing, Piece
 from stack_train.data.process_rows import ProcessRows
 from stack_train.data.rows import Batch, TrainIterator, filled, iterate_rows
-from stack_train.data.settings import TextSettings
-from stack_train.data.source import open_source
+from stack_train.data.settings import MixedSource, TextSettings
+from stack_train.data.source import ChainedSource, open_source
 from stack_train.data.split import split_documents
 from stack_train.data.tokenizer import HuggingFaceTokenizer, write_tokenizer
 
-__all__ = ["Pipeline", "build_pipeline"]
+__all__ = ["Pipeline", "build_mixture", "build_pipeline"]
 
 
 _PACKINGS = {"windows": Packing, "best_fit": BestFitPacking}
@@ -54,6 +56,38 @@ def build_pipeline(
     cache_dir = user_cache_dir() if cache_dir is None else cache_dir
     tokenizer = _make_tokenizer(config, source, cache_dir, max_tokens)
     return Pipeline(config, tokenizer, tokenize(source, tokenizer, cache_dir), seed=seed, packing=packing)
+
+
+def build_mixture(
+    config: TextSettings,
+    mix: Mapping[str, MixedSource],
+    *,
+    seed: int,
+    cache_dir: Path | None = None,
+    packing: str = "windows",
+    max_tokens: int = BPE_VOCAB_SIZE,
+) -> MixedBatches:
+    """Builds the pipeline of each source with a common tokenizer; see `build_pipeline`.
+
+    A new BPE is trained on the documents of all sources together, independent of the weights.
+    """
+    cache_dir = user_cache_dir() if cache_dir is None else cache_dir
+    configs = {
+        name: dataclasses.replace(config, source=each.source, text_field=each.text_field) for name, each in mix.items()
+    }
+    sources = {name: open_source(each) for name, each in configs.items()}
+    tokenizer = _make_tokenizer(config, ChainedSource(tuple(sources.values())), cache_dir, max_tokens)
+    pipelines = {
+        name: Pipeline(configs[name], tokenizer, tokenize(source, tokenizer, cache_dir), seed=seed, packing=packing)
+        for name, source in sources.items()
+    }
+    return MixedBatches(
+        pipelines,
+        {name: each.weight for name, each in mix.items()},
+        seed=seed,
+        batch_size=config.batch_size,
+        prefetch_batches=config.prefetch_batches,
+    )
 
 
 class Pipeline(ProcessRows):
@@ -107,13 +141,17 @@ class Pipeline(ProcessRows):
         """Returns an iterator over training batches, shuffled in each epoch; batch i depends only on (seed, i)."""
         return iterate_rows(
             self.train_rows,
-            self._training.batch,
+            self.train_batch,
             seed=self._seed,
             batch_size=self._config.batch_size,
             prefetch_batches=self._config.prefetch_batches,
             fingerprint=self.fingerprint,
             rows_of_batch=self.rows,
         )
+
+    def train_batch(self, row_ids: Int64[np.ndarray, " batch"]) -> Batch:
+        """Returns the arrays of training rows."""
+        return self._training.batch(row_ids)
 
     def validation_batches(self) -> Iterator[Batch]:
         """Yields all validation rows once, in a fixed order; the last batch is filled with rows of padding.

@@ -11,7 +11,7 @@ from stack_core.abi.config import differences
 from stack_core.abi.data import IGNORED_TARGET
 from stack_core.abi.errors import DataError
 
-__all__ = ["Batch", "TrainIterator", "filled", "iterate_rows"]
+__all__ = ["Batch", "TrainIterator", "filled", "iterate_batches", "iterate_rows", "row_order"]
 
 # Grain computes the number of batches in floating point, which overflows an index if the dataset is infinite.
 _ROWS_OF_A_RUN = 1 << 48
@@ -43,16 +43,38 @@ def iterate_rows(
       rows_of_batch: indices within a batch of the rows to make, such as one process's share; None makes all rows.
         `row_ids` always covers the complete batch.
     """
+    # Grain only takes seeds of 32 bits.
+    order = int(np.random.SeedSequence([seed]).generate_state(1)[0])
+    ids = row_order(rows, order).batch(batch_size)
+    batches = iterate_batches(ids, make_batch, prefetch_batches=prefetch_batches, rows_of_batch=rows_of_batch)
+    return TrainIterator(batches, fingerprint)
+
+
+def row_order(rows: int, seed: int) -> grain.MapDataset[np.int64]:
+    """Returns the ids of rows over many epochs, each in another order; see `iterate_rows`.
+
+    Args:
+      rows: number of rows in an epoch.
+      seed: seed of 32 bits.
+    """
+    return _RowIds(rows).seed(seed).shuffle(seed=seed).repeat(1 + _ROWS_OF_A_RUN // rows)
+
+
+def iterate_batches(
+    ids: grain.MapDataset[Any],
+    make_batch: Callable[[Int64[np.ndarray, " batch"]], Batch],
+    *,
+    prefetch_batches: int,
+    rows_of_batch: Int64[np.ndarray, " own"] | None = None,
+) -> grain.DatasetIterator[Batch]:
+    """Returns an iterator over batches whose row ids are the elements of a dataset; see `iterate_rows`."""
 
     def batch(ids: Int64[np.ndarray, " batch"]) -> Batch:
         own = ids if rows_of_batch is None else ids[rows_of_batch]
         return make_batch(own) | {"row_ids": np.asarray(ids, np.int64)}
 
-    # Grain only takes seeds of 32 bits.
-    order = int(np.random.SeedSequence([seed]).generate_state(1)[0])
-    ids = _RowIds(rows).seed(order).shuffle(seed=order).repeat(1 + _ROWS_OF_A_RUN // rows)
     options = grain.ReadOptions(num_threads=min(1, prefetch_batches), prefetch_buffer_size=prefetch_batches)
-    return TrainIterator(iter(ids.batch(batch_size).map(batch).to_iter_dataset(options)), fingerprint)
+    return iter(ids.map(batch).to_iter_dataset(options))
 
 
 class _RowIds(grain.MapDataset[np.int64]):

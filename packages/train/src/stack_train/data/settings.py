@@ -1,14 +1,67 @@
 """Settings of text data: documents, tokenizer and rows."""
 
-from typing import Annotated
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from stack_core.abi.config import config
+from stack_core.abi.errors import ConfigError
 
-__all__ = ["BPE", "TextSettings"]
+__all__ = ["BPE", "MixedSource", "TextSettings", "check_mix", "saved_addresses", "source_addresses"]
 
 BPE = "bpe"
+
+
+@config
+class MixedSource:
+    """A source of a mixture.
+
+    Attributes:
+      source: address of the source, as in `data.source`.
+      weight: weight of the source; its share of the rows is its weight divided by the sum of all weights.
+      text_field: key of a record's text, for sources of records; None uses the source's default.
+    """
+
+    source: str
+    weight: PositiveFloat = 1.0
+    text_field: str | None = None
+
+
+def check_mix(mix: Mapping[str, MixedSource], other: Mapping[str, Any]) -> None:
+    """Raises a ConfigError if a mixture is combined with settings of a single source, or a name fits no metric.
+
+    Args:
+      mix: sources by name.
+      other: settings without an effect beside a mixture that were set, by key.
+    """
+    for name in mix:
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise ConfigError(
+                f"data.mix names a source {name!r}; expected letters, digits, '_', '-' and '.', since metrics are "
+                "named after it. Rename it."
+            )
+    for key, value in other.items():
+        raise ConfigError(
+            f"{key} is {value!r}, but the sources are in data.mix ({', '.join(mix)}). Remove {key}, or data.mix."
+        )
+
+
+def source_addresses(data: Any) -> dict[str, str]:
+    """Returns the addresses of a data config's sources by key; empty if the data has none."""
+    if mix := getattr(data, "mix", None):
+        return {f"data.mix.{name}.source": each.source for name, each in mix.items()}
+    source = getattr(data, "source", None)
+    return {"data.source": source} if isinstance(source, str) else {}
+
+
+def saved_addresses(data: Mapping[str, Any]) -> dict[str, str]:
+    """Returns `source_addresses` of a saved config's section `data`."""
+    if mix := data.get("mix"):
+        return {f"data.mix.{name}.source": each["source"] for name, each in mix.items()}
+    source = data.get("source")
+    return {"data.source": source} if isinstance(source, str) else {}
 
 
 @config

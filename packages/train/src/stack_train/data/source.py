@@ -1,16 +1,32 @@
 """Opening and checking the data source of a config."""
 
 import inspect
+import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stack_core.abi.data import DataSource, Document
 from stack_core.abi.errors import ConfigError, DataError
 from stack_core.abi.plugins import registries
+from stack_train.data.cache import digest_of
 from stack_train.data.settings import TextSettings
 
-__all__ = ["check_unchanged", "documents_with_text", "open_source"]
+__all__ = ["ChainedSource", "check_unchanged", "documents_with_text", "open_source"]
+
+
+@dataclass(frozen=True)
+class ChainedSource:
+    """The documents of several sources, one source after the other."""
+
+    sources: tuple[DataSource, ...]
+
+    def documents(self) -> Iterator[Document]:
+        return itertools.chain.from_iterable(source.documents() for source in self.sources)
+
+    def fingerprint(self) -> str:
+        return digest_of("chained", *(source.fingerprint() for source in self.sources))
 
 
 def open_source(config: TextSettings) -> DataSource:

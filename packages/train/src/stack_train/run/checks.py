@@ -8,7 +8,7 @@ from stack_core.abi.adapters import AdaptsModels
 from stack_core.abi.config import differences, dotted_keys, is_under, to_mapping, with_current_keys
 from stack_core.abi.errors import ConfigError, nearest
 from stack_core.abi.plugins import registries
-from stack_train.data.settings import BPE
+from stack_train.data.settings import BPE, saved_addresses, source_addresses
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.objectives import as_objective, check_inputs
 from stack_train.run.config import RunConfig
@@ -147,7 +147,7 @@ def _changes(run: ResolvedRun, saved: Mapping[str, Any], allowed: tuple[str, ...
     data = run.config.data
     found = fixed_differences(run.config, saved)
     # Another source is already listed as a difference, and all its files would be new.
-    if getattr(data, "source", None) == saved.get("data", {}).get("source"):
+    if source_addresses(data) == saved_addresses(saved.get("data", {})):
         found += changed_files(data, run.directory)
     if changed := [line for line in found if not is_under(line, allowed)]:
         raise ConfigError(

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from stack_core.abi.config import to_yaml
+from stack_core.abi.data import MeasuresData
 from stack_core.abi.errors import Interrupted, NonFiniteLoss
 from stack_core.abi.event_bus import EventBus
 from stack_core.abi.events import EvaluationFinished, RunFinished, StepFinished, StepStarted
@@ -72,6 +73,7 @@ class _Dispatched:
     row_ids: np.ndarray | None
     data_wait_s: float = 0.0
     share_of_rows: float = 1.0  # rows of the batch, relative to the rows of `DataConfig.spec`
+    data_metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_finished(self) -> bool:
@@ -141,6 +143,8 @@ class TrainingLoop:
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
                 batch, data_wait_s = self._next(batches, pending)
                 state, dispatched = self._dispatch(step, state, batch, data_wait_s)
+                if isinstance(batches, MeasuresData):
+                    dispatched = replace(dispatched, data_metrics=batches.data_metrics())
                 self._hand_over(state, step)
                 self._finish(pending)
             pending = dispatched
@@ -228,7 +232,7 @@ class TrainingLoop:
         if dispatched is None:
             return
         results = jax.device_get(self.of.processes.ready(dispatched.metrics))
-        metrics = {name: float(value) for name, value in results.items()}
+        metrics = {name: float(value) for name, value in results.items()} | dict(dispatched.data_metrics)
         now_s = time.perf_counter()
         duration_s, self._clock_s = now_s - self._clock_s, now_s
         skipped = metrics.get("skipped", 0.0) > 0

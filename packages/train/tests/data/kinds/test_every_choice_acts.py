@@ -19,6 +19,7 @@ from stack_train.data.kinds.text import TextData
 ELSEWHERE = {
     "name": "the registry is chosen by it",
     "prefetch_batches": "batches are the same, and come sooner (test_pipeline)",
+    "mix": "takes the place of the source (test_mixture)",
 }
 MODEL = SimpleNamespace(vocab_size=300, max_positions=256)
 TEMPLATE = (

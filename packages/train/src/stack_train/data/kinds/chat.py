@@ -1,6 +1,6 @@
 """`data.name: chat`: conversations for supervised fine-tuning on the assistant's tokens."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -19,10 +19,12 @@ from stack_train.data.files import expand_glob, read_text
 from stack_train.data.jsonl import jsonl_records
 from stack_train.data.kinds.text import check_positions, check_vocabulary, language_model_shapes
 from stack_train.data.process_rows import ProcessRows
+from stack_train.data.settings import MixedSource, check_mix
 from stack_train.data.split import split_documents, text_digest
 from stack_train.data.tokenizer import HuggingFaceTokenizer, write_tokenizer
 
 if TYPE_CHECKING:
+    from stack_train.data.mixture import MixedBatches
     from stack_train.data.rows import Batch, TrainIterator
 
 __all__ = ["ChatBatches", "ChatData", "load_tokenizer"]
@@ -37,7 +39,7 @@ class ChatData:
     tokens. The chat template also receives a record's `tools` and `chat_template_kwargs`.
 
     Attributes:
-      source: glob of JSONL files, such as "chats/*.jsonl".
+      source: glob of JSONL files, such as "chats/*.jsonl"; required unless `mix` is set.
       name: selects this kind of data.
       tokenizer: directory of the tokenizer, or its `tokenizer.json`; None uses the tokenizer of `run.init_from`.
       chat_template: file with the Jinja source of a chat template; None uses the tokenizer's template.
@@ -47,9 +49,10 @@ class ChatData:
       batch_size: rows per batch, over all processes.
       validation_fraction: fraction of the conversations held out for validation.
       prefetch_batches: number of batches that a thread assembles ahead; 0 assembles them in the step's thread.
+      mix: globs of JSONL files by name, with weights, in place of `source`. Each row has conversations of one source.
     """
 
-    source: str
+    source: str | None = None
     name: Literal["chat"] = "chat"
     tokenizer: str | None = None
     chat_template: str | None = None
@@ -59,6 +62,7 @@ class ChatData:
     batch_size: PositiveInt = 8
     validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.05
     prefetch_batches: NonNegativeInt = 2
+    mix: Mapping[str, MixedSource] = Field(default_factory=dict)
 
     def spec(self, model: Any) -> Shapes:
         return language_model_shapes(self.batch_size, self.seq_tokens)
@@ -68,8 +72,14 @@ class ChatData:
 
     def check(self, model: Any) -> None:
         check_positions(self.seq_tokens, model)
+        if self.mix:
+            fields = {f"data.mix.{name}.text_field": each.text_field for name, each in self.mix.items()}
+            given = {"data.source": self.source, **fields}
+            check_mix(self.mix, {key: value for key, value in given.items() if value is not None})
+        elif self.source is None:
+            raise ConfigError("data.source is not set. Set it to a glob of JSONL files, or set data.mix to several.")
 
-    def build(self, *, seed: int, model: Any) -> "ChatBatches":
+    def build(self, *, seed: int, model: Any) -> "ChatBatches | MixedBatches":
         """Reads and tokenizes every conversation.
 
         Raises:
@@ -80,10 +90,25 @@ class ChatData:
         tokenizer = load_tokenizer(self.tokenizer, self.name, self.chat_template)
         check_vocabulary(tokenizer.vocab_size, model)
         tokenization = Tokenization.by_template_of(tokenizer)
-        paths = expand_glob(self.source, self.name)
-        conversations = [tokenization.conversation(name, record) for name, record in jsonl_records(paths)]
+        if not self.mix:
+            return self._batches(str(self.source), tokenizer, tokenization, seed)
+        from stack_train.data.mixture import MixedBatches  # imports Grain, which only a run needs
+
+        return MixedBatches(
+            {name: self._batches(each.source, tokenizer, tokenization, seed) for name, each in self.mix.items()},
+            {name: each.weight for name, each in self.mix.items()},
+            seed=seed,
+            batch_size=self.batch_size,
+            prefetch_batches=self.prefetch_batches,
+        )
+
+    def _batches(
+        self, source: str, tokenizer: HuggingFaceTokenizer, tokenization: Tokenization, seed: int
+    ) -> "ChatBatches":
+        records = jsonl_records(expand_glob(source, self.name))
+        conversations = [tokenization.conversation(name, record) for name, record in records]
         if not conversations:
-            raise DataError(f"{self.source} holds no conversation. Point data.source at files with some.")
+            raise DataError(f"{source} holds no conversation. Point data.source at files with some.")
         return ChatBatches(self, tokenizer, fitting(conversations, self.seq_tokens, self.too_long), seed=seed)
 
 
@@ -113,12 +138,17 @@ class ChatBatches(ProcessRows):
             "the conversations (digest)": digest_of([int(digest) for digest in digests]),
         }
 
+    @property
+    def train_rows(self) -> int:
+        """Number of rows in one epoch."""
+        return len(self._training)
+
     def train_iterator(self) -> "TrainIterator":
         from stack_train.data.rows import iterate_rows  # imports Grain, which only a run needs
 
         return iterate_rows(
-            len(self._training),
-            self._batch,
+            self.train_rows,
+            self.train_batch,
             seed=self._seed,
             batch_size=self._config.batch_size,
             prefetch_batches=self._config.prefetch_batches,
@@ -152,7 +182,8 @@ class ChatBatches(ProcessRows):
         lengths = np.asarray([len(self._conversations[index].tokens) - 1 for index in chosen], np.int64)
         return [chosen[row] for row in plan_rows(lengths, self._config.seq_tokens, packed=self._config.packed)]
 
-    def _batch(self, row_ids: Int64[np.ndarray, " batch"]) -> "Batch":
+    def train_batch(self, row_ids: Int64[np.ndarray, " batch"]) -> "Batch":
+        """Returns the arrays of training rows."""
         return self._rows(self._training, row_ids % len(self._training))
 
     def _rows(self, plan: Sequence[Any], rows: Int64[np.ndarray, " batch"]) -> "Batch":

@@ -1,17 +1,20 @@
 """`data.name: text`: documents packed into rows for next-token prediction."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
+from pydantic import Field
 
 from stack_core.abi.config import changed_fields, config
 from stack_core.abi.data import Shapes
 from stack_core.abi.errors import ConfigError
-from stack_train.data.settings import TextSettings
+from stack_train.data.settings import MixedSource, TextSettings, check_mix
 
 if TYPE_CHECKING:
+    from stack_train.data.mixture import MixedBatches
     from stack_train.data.pipeline import Pipeline
 
 __all__ = ["TextData", "check_positions", "check_vocabulary", "language_model_shapes"]
@@ -40,10 +43,14 @@ class TextData(TextSettings):
       name: selects this kind of data.
       packing: "windows" concatenates documents and cuts them at row boundaries, which fills every row. "best_fit" packs
         complete documents into rows and cuts only documents longer than a row.
+      mix: sources by name, with weights, in place of `source` and `text_field`. The row is the unit of the mixture:
+        each row has documents of one source. Shares are exact up to a row for each source, and metrics report each
+        source's share and epochs.
     """
 
     name: Literal["text"] = "text"
     packing: Literal["windows", "best_fit"] = "windows"
+    mix: Mapping[str, MixedSource] = Field(default_factory=dict)
 
     def spec(self, model: Any) -> Shapes:
         # An imported model may have fewer positions than a row; `check` rejects training on such rows.
@@ -54,19 +61,21 @@ class TextData(TextSettings):
 
     def check(self, model: Any) -> None:
         check_positions(self.seq_tokens, model)
+        if self.mix:
+            changed = changed_fields(self, ("source", "text_field"))
+            check_mix(self.mix, {f"data.{name}": getattr(self, name) for name in changed})
         if not self.trains_tokenizer and changed_fields(self, ("tokenizer_bytes",)):
             raise ConfigError(
                 f"data.tokenizer is {self.tokenizer!r}, so data.tokenizer_bytes would have no effect. Remove it, or "
                 "set data.tokenizer: bpe."
             )
 
-    def build(self, *, seed: int, model: Any, cache_dir: Path | None = None) -> "Pipeline":
+    def build(self, *, seed: int, model: Any, cache_dir: Path | None = None) -> "Pipeline | MixedBatches":
         """Reads, tokenizes and splits the source, reusing cached results."""
-        from stack_train.data.pipeline import build_pipeline  # imports Grain, which only a run needs
+        from stack_train.data.pipeline import build_mixture, build_pipeline  # imports Grain, which only a run needs
 
-        pipeline = build_pipeline(
-            self, seed=seed, cache_dir=cache_dir, packing=self.packing, max_tokens=model.vocab_size
-        )
+        options = {"seed": seed, "cache_dir": cache_dir, "packing": self.packing, "max_tokens": model.vocab_size}
+        pipeline = build_mixture(self, self.mix, **options) if self.mix else build_pipeline(self, **options)
         check_vocabulary(pipeline.tokenizer.vocab_size, model)
         return pipeline
 

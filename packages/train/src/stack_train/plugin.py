@@ -31,7 +31,10 @@ def stack_register_data_sources(registry: Registrar) -> None:
     registry.add("text", "stack_train.data.text:TextSource")
     registry.add("jsonl", "stack_train.data.jsonl:JsonlSource")
     registry.add("parquet", "stack_train.data.parquet:ParquetSource")
+    registry.add("arrayrecord", "stack_train.data.array_record:ArrayRecordSource")
+    registry.add("tar", "stack_train.data.tar:TarSource")
     registry.add("datasets", "stack_train.data.hf_datasets:DatasetsSource")
+    registry.add("stream", "stack_train.data.streamed:StreamSource")
 
 
 @hookimpl

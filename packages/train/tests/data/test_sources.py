@@ -1,8 +1,12 @@
 """What every data source must do, and the mistakes that each one names."""
 
+import io
 import json
 import os
 import re
+import sys
+import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,12 +14,15 @@ import pytest
 from stack_core.abi.data import DataSource
 from stack_core.abi.errors import ConfigError, DataError, UnknownName
 from stack_core.abi.plugins import registries
+from stack_train.data.array_record import ArrayRecordSource
 from stack_train.data.hf_datasets import DatasetsSource
 from stack_train.data.jsonl import JsonlSource
 from stack_train.data.kinds.text import TextData
 from stack_train.data.parquet import ParquetSource
 from stack_train.data.source import check_unchanged, open_source
 from stack_train.data.stdlib import StdlibSource
+from stack_train.data.streamed import StreamSource
+from stack_train.data.tar import TarSource
 from stack_train.data.text import TextSource
 
 
@@ -46,12 +53,79 @@ def dataset(tmp_path: Path) -> Path:
     return tmp_path / "dataset"
 
 
-@pytest.fixture(params=["stdlib", "text", "jsonl", "parquet", "datasets"])
+@pytest.fixture
+def write_records(tmp_path: Path) -> Callable[..., Path]:
+    """Writes an ArrayRecord file."""
+    module = pytest.importorskip("array_record.python.array_record_module", reason="needs stack-train[arrayrecord]")
+
+    def write(*records: bytes, name: str = "0.arrayrecord") -> Path:
+        writer = module.ArrayRecordWriter(str(tmp_path / name), "group_size:1")
+        for record in records:
+            writer.write(record)
+        writer.close()
+        return tmp_path / name
+
+    return write
+
+
+@pytest.fixture
+def write_tar(tmp_path: Path) -> Callable[..., Path]:
+    """Writes an archive of members; the mode of `tarfile` chooses the compression."""
+
+    def write(members: dict[str, str], name: str = "0.tar", mode: str = "w") -> Path:
+        with tarfile.open(tmp_path / name, mode) as archive:
+            for member, text in members.items():
+                info = tarfile.TarInfo(member)
+                info.size = len(text.encode())
+                archive.addfile(info, io.BytesIO(text.encode()))
+        return tmp_path / name
+
+    return write
+
+
+@pytest.fixture
+def records_in_groups(write_records: Callable[..., Path]) -> Path:
+    return write_records(*(f"text {number}".encode() for number in range(5)))
+
+
+@pytest.fixture
+def archive(write_tar: Callable[..., Path]) -> Path:
+    return write_tar({"a/1.txt": "one", "a/1.json": "{}", "b.txt": "two"})
+
+
+@pytest.fixture
+def folder_of_records(records: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with one JSONL file, which `datasets` streams without the hub."""
+    pytest.importorskip("datasets", reason="needs stack-train[datasets]")
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    folder = records.parent / "stream"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    return folder
+
+
+FIXTURES = {
+    "stdlib": None,
+    "text": "texts",
+    "jsonl": "records",
+    "parquet": "tables",
+    "arrayrecord": "records_in_groups",
+    "tar": "archive",
+    "datasets": "dataset",
+    "stream": "folder_of_records",
+}
+
+
+@pytest.fixture(params=list(FIXTURES))
 def source(request: pytest.FixtureRequest) -> DataSource:
-    fixture = {"text": "texts", "jsonl": "records", "parquet": "tables", "datasets": "dataset"}.get(request.param)
+    fixture = FIXTURES[request.param]
     path = "" if fixture is None else request.getfixturevalue(fixture)
     suffix = {"text": "/**/*", "parquet": "/*.parquet", "datasets": ":train"}.get(request.param, "")
     return registries.data_sources[request.param](f"{path}{suffix}")
+
+
+def test_every_registered_source_is_here() -> None:
+    assert set(FIXTURES) == set(registries.data_sources.names())
 
 
 class TestEverySource:
@@ -63,6 +137,12 @@ class TestEverySource:
     def test_names_each_document_differently(self, source: DataSource) -> None:
         names = [document.name for document in source.documents()]
         assert len(set(names)) == len(names)
+
+    def test_its_parts_are_the_documents(self, source: DataSource, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("stack_train.data.file_source._PART_BYTES", 1)
+        monkeypatch.setattr("stack_train.data.hf_datasets._ROWS_OF_A_PART", 1)
+        parts = getattr(source, "parts", lambda: [source])()
+        assert [document for part in parts for document in part.documents()] == list(source.documents())
 
     def test_fingerprint_stays(self, source: DataSource) -> None:
         assert source.fingerprint() == source.fingerprint()
@@ -186,7 +266,7 @@ class TestTables:
         with pytest.raises(DataError, match=r"no column 'txt'. Did you mean 'text'.*'text', 'body'"):
             list(ParquetSource(f"{tables}/*.parquet", text_field="txt").documents())
         (tables / "torn.parquet").write_bytes((tables / "0.parquet").read_bytes()[:-9])
-        with pytest.raises(DataError, match=r"torn.parquet' as Parquet"):
+        with pytest.raises(DataError, match=r"torn.parquet' as Parquet: .*It may be cut short"):
             list(ParquetSource(f"{tables}/torn.parquet").documents())
 
     def test_a_null_is_no_text(self, tables: Path) -> None:
@@ -206,3 +286,103 @@ class TestTables:
             DatasetsSource(f"{dataset.parent}/nothing")
         with pytest.raises(DataError, match="no column 'body'"):
             DatasetsSource(f"{dataset}:train", text_field="body")
+
+    def test_a_dataset_whose_file_was_cut_short(self, dataset: Path) -> None:
+        (file,) = (dataset / "train").glob("*.arrow")
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        with pytest.raises(DataError, match=r"is not a dataset on disk: .*all of its files complete"):
+            DatasetsSource(f"{dataset}:train")
+
+
+class TestArrayRecord:
+    def test_records_are_texts_or_objects(self, write_records: Callable[..., Path]) -> None:
+        path = write_records("né".encode(), b'{"body": "two"}')
+        assert [each.text for each in ArrayRecordSource(str(path)).documents()] == ["né", '{"body": "two"}']
+        with pytest.raises(DataError, match=r"0.arrayrecord:1: the line is not JSON"):
+            list(ArrayRecordSource(str(path), text_field="body").documents())
+        path = write_records(b'{"body": "two"}', name="1.arrayrecord")
+        assert [(each.name, each.text) for each in ArrayRecordSource(str(path), text_field="body").documents()] == [
+            (f"{path}:1", "two")
+        ]
+        with pytest.raises(DataError, match=r"there is no column 'bodi'. Did you mean 'body'"):
+            list(ArrayRecordSource(str(path), text_field="bodi").documents())
+
+    def test_a_file_cut_short_or_gone(self, write_records: Callable[..., Path]) -> None:
+        path = write_records(*(b"x" * 1000 for _ in range(200)))
+        contents = path.read_bytes()
+        for size in (len(contents) - 9, len(contents) // 2, 0):
+            path.write_bytes(contents[:size])
+            with pytest.raises(DataError, match=r"0.arrayrecord' as ArrayRecord: .*It may be cut short"):
+                list(ArrayRecordSource(str(path)).documents())
+        source = ArrayRecordSource(str(path))
+        path.unlink()
+        with pytest.raises(DataError, match=r"Cannot read .*0.arrayrecord': No such file"):
+            list(source.documents())
+
+
+class TestTar:
+    @pytest.mark.parametrize("mode", ["w", "w:gz"])
+    def test_members_are_chosen_by_their_extension(self, mode: str, write_tar: Callable[..., Path]) -> None:
+        path = write_tar({"1.txt": "né", "1.json": '{"body": "eins"}', "2.en.txt": "no"}, mode=mode)
+        assert [(each.name, each.text) for each in TarSource(str(path)).documents()] == [(f"{path}:1.txt", "né")]
+        assert [each.text for each in TarSource(str(path), text_field="json.body").documents()] == ["eins"]
+        with pytest.raises(DataError, match=r"no member with the extension 'md'; it has 'en.txt', 'json', 'txt'"):
+            list(TarSource(str(path), text_field="md").documents())
+
+    @pytest.mark.parametrize("mode", ["w", "w:gz"])
+    def test_an_archive_cut_short_anywhere(self, mode: str, write_tar: Callable[..., Path]) -> None:
+        path = write_tar({f"{number}.txt": f"{number}" * 700 for number in range(4)}, mode=mode)
+        contents = path.read_bytes()
+        # Between two members, within a header, and within a text.
+        for size in (
+            (0, 512 * 3, 512 * 3 + 100, 512 * 4 + 9) if mode == "w" else (0, len(contents) // 2, len(contents) - 9)
+        ):
+            path.write_bytes(contents[:size])
+            with pytest.raises(DataError, match=r"(?s)0.tar' as a tar archive: .*It may be cut short"):
+                list(TarSource(str(path)).documents())
+
+
+class TestStreams:
+    def test_splits_and_fields(self, folder_of_records: Path, advance_time: Callable[[Path], None]) -> None:
+        (folder_of_records / "test.jsonl").write_text('{"text": "three"}\n')
+        source = StreamSource(f"{folder_of_records}:test")
+        assert [(each.name, each.text) for each in source.documents()] == [(f"{folder_of_records}:1", "three")]
+        before = source.fingerprint()
+        assert before != StreamSource(f"{folder_of_records}").fingerprint()
+        advance_time(folder_of_records / "test.jsonl")
+        (folder_of_records / "test.jsonl").write_text('{"text": "four"}\n')
+        assert source.fingerprint() != before
+
+    def test_mistakes_are_named(self, folder_of_records: Path) -> None:
+        with pytest.raises(DataError, match=r"cannot be streamed: .*tset.*'train'.*Write 'stream:.*:SPLIT'"):
+            list(StreamSource(f"{folder_of_records}:tset").documents())
+        with pytest.raises(DataError, match=r"no column 'body'. Its columns: 'text'"):
+            list(StreamSource(str(folder_of_records), text_field="body").documents())
+        with pytest.raises(DataError, match="neither a folder of data files nor a dataset of the hub"):
+            StreamSource("Org/none")
+
+    def test_a_stream_that_breaks_off(self, folder_of_records: Path) -> None:
+        source = StreamSource(str(folder_of_records))
+        (folder_of_records / "a.jsonl").write_text('{"text": "one"}\n{"te')
+        with pytest.raises(DataError, match=r"The stream of .* broke off after row \d+: "):
+            list(source.documents())
+        (folder_of_records / "a.jsonl").unlink()
+        with pytest.raises(DataError, match="broke off after row 0: "):
+            list(source.documents())
+
+
+@pytest.mark.parametrize(
+    ("scheme", "module", "extra"),
+    [
+        ("parquet", "pyarrow", "parquet"),
+        ("arrayrecord", "array_record.python.array_record_module", "arrayrecord"),
+        ("datasets", "datasets", "datasets"),
+        ("stream", "datasets", "datasets"),
+    ],
+)
+def test_a_missing_package_is_answered_with_its_extra(
+    scheme: str, module: str, extra: str, records: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(DataError, match=rf"Install it: .*train\[{extra}\]"):
+        registries.data_sources[scheme](str(records))

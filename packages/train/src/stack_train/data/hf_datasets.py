@@ -1,16 +1,19 @@
 """The source `datasets:DIRECTORY`: a dataset saved by `Dataset.save_to_disk` of Hugging Face `datasets`."""
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from stack_core.abi.data import Document
+from stack_core.abi.data import DataSource, Document
 from stack_core.abi.errors import DataError, nearest
 from stack_core.abi.installing import install_command
 from stack_train.data.fields import check_field, text_of
 from stack_train.data.files import stat_digest
 
 __all__ = ["DatasetsSource"]
+
+_ROWS_OF_A_PART = 50_000
 
 
 class DatasetsSource:
@@ -26,11 +29,12 @@ class DatasetsSource:
         self._library = _datasets()
         self._text_field = text_field
         self._directory, self._dataset = self._opened(address)
+        self._first_row = 0
         check_field(str(self._directory), self._dataset.column_names, text_field)
 
     def documents(self) -> Iterator[Document]:
         column = self._dataset.select_columns([self._text_field])
-        for number, record in enumerate(column, start=1):
+        for number, record in enumerate(column, start=1 + self._first_row):
             name = f"{self._directory}:{number}"
             yield Document(name, text_of(name, record[self._text_field], self._text_field))
 
@@ -38,6 +42,16 @@ class DatasetsSource:
         files = sorted(path for path in self._directory.rglob("*") if path.suffix in {".arrow", ".json"})
         named = ((path.relative_to(self._directory).as_posix(), path) for path in files)
         return stat_digest(named, settings=[self._text_field])
+
+    def parts(self) -> Sequence[DataSource]:
+        """Splits the dataset into ranges of 50,000 rows."""
+        parts = []
+        for first in range(0, len(self._dataset), _ROWS_OF_A_PART):
+            part = copy.copy(self)
+            part._dataset = self._dataset.select(range(first, min(first + _ROWS_OF_A_PART, len(self._dataset))))
+            part._first_row = first
+            parts.append(part)
+        return parts
 
     def _opened(self, address: str) -> tuple[Path, Any]:
         """Loads a split; returns its directory and the dataset."""
@@ -49,7 +63,8 @@ class DatasetsSource:
             found = self._library.load_from_disk(str(directory))
         except (OSError, ValueError) as error:  # includes FileNotFoundError: missing, or not a dataset
             raise DataError(
-                f"{str(directory)!r} is not a dataset on disk: {error}. Pass a directory from Dataset.save_to_disk."
+                f"{str(directory)!r} is not a dataset on disk: {error}. Pass a directory from "
+                "Dataset.save_to_disk, with all of its files complete."
             ) from error
         if not isinstance(found, self._library.DatasetDict):
             if split:

@@ -7,27 +7,26 @@ from typing import Any
 from stack_core.abi.data import Document
 from stack_core.abi.errors import DataError, nearest
 from stack_core.text.json_records import parse_record
-from stack_train.data.files import expand_glob, stat_digest, unreadable
+from stack_train.data.file_source import FileSource
+from stack_train.data.files import unreadable
 
 __all__ = ["JsonlSource", "jsonl_records"]
 
 
-class JsonlSource:
+class JsonlSource(FileSource):
     """The records of all files that match a glob, in order and without blank lines.
 
     One line at a time is in memory. A document's name is "path:line", with lines counted from 1.
     """
 
+    scheme = "jsonl"
+
     def __init__(self, address: str = "", *, text_field: str = "text") -> None:
-        self._paths = expand_glob(address, "jsonl")
-        self._text_field = text_field
+        super().__init__(address, text_field)
 
-    def documents(self) -> Iterator[Document]:
-        for name, record in jsonl_records(self._paths):
-            yield Document(name, _text(name, record, self._text_field))
-
-    def fingerprint(self) -> str:
-        return stat_digest(((str(path), path) for path in self._paths), settings=[self._text_field])
+    def documents_of(self, path: Path) -> Iterator[Document]:
+        for name, record in jsonl_records([path]):
+            yield Document(name, _text(name, record, str(self._text_field)))
 
 
 def jsonl_records(paths: Iterable[Path]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -32,6 +32,7 @@ def stack_register_data_sources(registry: Registrar) -> None:
     registry.add("jsonl", "stack_train.data.jsonl:JsonlSource")
     registry.add("parquet", "stack_train.data.parquet:ParquetSource")
     registry.add("arrayrecord", "stack_train.data.array_record:ArrayRecordSource")
+    registry.add("prepared", "stack_train.data.prepared.source:PreparedSource")
     registry.add("tar", "stack_train.data.tar:TarSource")
     registry.add("datasets", "stack_train.data.hf_datasets:DatasetsSource")
     registry.add("stream", "stack_train.data.streamed:StreamSource")
@@ -124,6 +125,12 @@ def stack_register_commands(registry: Registrar) -> None:
     registry.add(
         "checkpoint gc", "stack_train.commands.checkpoint:collect_garbage", help="Delete partial and old checkpoints."
     )
+    registry.add(
+        "data prepare",
+        "stack_train.commands.data:prepare_data",
+        help="Tokenize documents once, in parallel, for runs of many processes.",
+    )
+    registry.add("data verify", "stack_train.commands.data:verify_data", help="Check the files of a prepared set.")
     registry.add("models", "stack_train.commands.models:models", help="List the families of models.")
     registry.add("report", "stack_train.commands.report:report", help="Write the report of a run again.")
     registry.add(

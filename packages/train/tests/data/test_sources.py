@@ -141,7 +141,7 @@ class TestEverySource:
     def test_its_parts_are_the_documents(self, source: DataSource, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("stack_train.data.file_source._PART_BYTES", 1)
         monkeypatch.setattr("stack_train.data.hf_datasets._ROWS_OF_A_PART", 1)
-        parts = getattr(source, "parts", lambda: [source])()
+        parts = getattr(source, "document_parts", lambda: [source])()
         assert [document for part in parts for document in part.documents()] == list(source.documents())
 
     def test_fingerprint_stays(self, source: DataSource) -> None:

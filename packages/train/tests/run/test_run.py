@@ -13,10 +13,14 @@ from stack_core.abi.config import apply_overrides, load_yaml, parse
 from stack_core.abi.errors import ConfigError, DataError, Interrupted, NonFiniteLoss, RunDirectoryError, ShardingError
 from stack_core.abi.events import StepFinished
 from stack_core.abi.run_directory import RunDirectory
+from stack_core.runtime.processes import Processes
 from stack_train.checkpoint import CheckpointStore, named_leaves
+from stack_train.data.kinds.text import TextData
+from stack_train.data.settings import MixedSource
 from stack_train.run import train as run
 from stack_train.run.config import RunConfig
 from stack_train.run.program import build_program
+from stack_train.run.run import build_data
 
 CONFIG = {
     "model": {
@@ -329,3 +333,19 @@ def test_a_mixture_reports_its_shares_and_resumes_only_with_its_files(config_of,
     mix["late"]["weight"] = 2
     with pytest.raises(ConfigError, match=r"data.mix.late.weight: 2.0, not 1.0"):
         run.train(config_of("data.source=stdlib", f"data.mix={json.dumps(mix)}", "run.steps=3"), resume=True)
+
+
+def test_no_process_waits_for_prepared_data():
+    calls = []
+
+    class Recorded(Processes):
+        def in_turn(self, label, function):
+            calls.append(label)
+            return function()
+
+    processes = Recorded()
+    assert build_data(processes, TextData(source="prepared:set"), lambda: 1) == 1
+    assert not calls
+    mixed = TextData(mix={name: MixedSource(source=f"{name}:set") for name in ("prepared", "text")})
+    assert build_data(processes, mixed, lambda: 2) == build_data(processes, TextData(), lambda: 2) == 2
+    assert calls == ["data", "data"]

@@ -8,6 +8,7 @@ from jaxtyping import Int64, Shaped, UInt
 from stack_core.abi.data import IGNORED_TARGET
 from stack_core.text.packing import best_fit
 from stack_train.data.packing import Piece
+from stack_train.data.prepared.tokens import ShardedTokens
 
 __all__ = ["BestFitPacking"]
 
@@ -27,7 +28,7 @@ class BestFitPacking:
 
     def __init__(
         self,
-        tokens: UInt[np.ndarray, " tokens"],
+        tokens: UInt[np.ndarray, " tokens"] | ShardedTokens,
         offsets: Int64[np.ndarray, " all_documents_and_1"],
         documents: Int64[np.ndarray, " documents"],
         *,

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int64, UInt, UInt8, UInt64
@@ -13,11 +14,12 @@ from jaxtyping import Int64, UInt, UInt8, UInt64
 from stack_core.abi.data import DataSource, Document
 from stack_core.abi.errors import DataError
 from stack_train.data.cache import cached, digest_of
+from stack_train.data.prepared.tokens import ShardedTokens
 from stack_train.data.source import check_unchanged, documents_with_text
 from stack_train.data.split import text_digest
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 
-__all__ = ["Corpus", "tokenize"]
+__all__ = ["Corpus", "Encoded", "check_eos", "encode_documents", "token_dtype", "tokenize"]
 
 # Part of the cache's key: raise it if equal documents give another corpus.
 _FORMAT = 1
@@ -38,7 +40,7 @@ class Corpus:
       content_digest: digest of tokens, offsets and digests, which is the same on all machines.
     """
 
-    tokens: UInt[np.ndarray, " tokens"]
+    tokens: UInt[np.ndarray, " tokens"] | ShardedTokens
     offsets: Int64[np.ndarray, " documents_and_1"]
     digests: UInt64[np.ndarray, " documents"]
     content_digest: str
@@ -61,40 +63,71 @@ def tokenize(source: DataSource, tokenizer: HuggingFaceTokenizer, cache_dir: Pat
       DataError: a document cannot be read, all documents are empty, the tokenizer lacks an end-of-text token, or the
         documents changed while they were read.
     """
-    eos_id = tokenizer.eos_id
-    if eos_id is None:
-        raise DataError(
-            "The tokenizer has no end-of-text token, which ends every training document. "
-            "Name one as eos_token in its tokenizer_config.json."
-        )
+    check_eos(tokenizer)
     fingerprint = source.fingerprint()
 
     def build(folder: Path) -> None:
-        _write(folder, documents_with_text(source), tokenizer, eos_id)
+        _write(folder, documents_with_text(source), tokenizer)
         check_unchanged(source, fingerprint)
 
     key = digest_of("corpus", _FORMAT, fingerprint, tokenizer.digest)
     return _open(cached(cache_dir / "corpora" / key, build))
 
 
-def _write(folder: Path, documents: Iterable[Document], tokenizer: HuggingFaceTokenizer, eos_id: int) -> None:
-    # Little-endian on all machines, because the content digest must be portable.
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32).newbyteorder("<")
+@dataclass(frozen=True)
+class Encoded:
+    """A tokenized document.
+
+    Attributes:
+      name: origin of the document, in UTF-8.
+      digest: digest of its text.
+      tokens: token ids as bytes of `token_dtype`, ending with the end-of-text token; b"" for an empty text.
+    """
+
+    name: bytes
+    digest: int
+    tokens: bytes
+
+
+def check_eos(tokenizer: HuggingFaceTokenizer) -> int:
+    """Returns the end-of-text token; raises a DataError if the tokenizer lacks it."""
+    if tokenizer.eos_id is None:
+        raise DataError(
+            "The tokenizer has no end-of-text token, which ends every training document. "
+            "Name one as eos_token in its tokenizer_config.json."
+        )
+    return tokenizer.eos_id
+
+
+def token_dtype(tokenizer: HuggingFaceTokenizer) -> np.dtype[Any]:
+    """Returns the dtype of stored token ids, little-endian on all machines because digests must be portable."""
+    return np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32).newbyteorder("<")
+
+
+def encode_documents(documents: Iterable[Document], tokenizer: HuggingFaceTokenizer) -> Iterator[Encoded]:
+    """Yields the tokens of each document; some megabytes of text are read ahead."""
+    eos_id, dtype = check_eos(tokenizer), token_dtype(tokenizer)
+    for group in _groups(documents):
+        for document, ids in zip(group, tokenizer.encode_batch([item.text for item in group]), strict=True):
+            # Paths may hold bytes that are not UTF-8, which Python represents by surrogates.
+            name = document.name.encode("utf-8", "backslashreplace")
+            tokens = _with_eos(ids, eos_id).astype(dtype).tobytes() if document.text else b""
+            yield Encoded(name, text_digest(document.text), tokens)
+
+
+def _write(folder: Path, documents: Iterable[Document], tokenizer: HuggingFaceTokenizer) -> None:
+    dtype = token_dtype(tokenizer)
     # Arrays of machine integers, since lists of Python's would take several times the memory per document.
     offsets, name_offsets, digests = array.array("q", [0]), array.array("q", [0]), array.array("Q")
     content = hashlib.sha256()
     with (folder / "tokens.bin").open("wb") as tokens_file, (folder / "names.bin").open("wb") as names_file:
-        for group in _groups(documents):
-            for document, ids in zip(group, tokenizer.encode_batch([item.text for item in group]), strict=True):
-                encoded = _with_eos(ids, eos_id).astype(dtype).tobytes()
-                content.update(encoded)
-                tokens_file.write(encoded)
-                offsets.append(offsets[-1] + len(encoded) // dtype.itemsize)
-                digests.append(text_digest(document.text))
-                # Paths may hold bytes that are not UTF-8, which Python represents by surrogates.
-                name = document.name.encode("utf-8", "backslashreplace")
-                names_file.write(name)
-                name_offsets.append(name_offsets[-1] + len(name))
+        for document in encode_documents(documents, tokenizer):
+            content.update(document.tokens)
+            tokens_file.write(document.tokens)
+            offsets.append(offsets[-1] + len(document.tokens) // dtype.itemsize)
+            digests.append(document.digest)
+            names_file.write(document.name)
+            name_offsets.append(name_offsets[-1] + len(document.name))
     if not digests:
         raise DataError("The data source holds no text: every document is empty. Point data.source at files with text.")
     for name, values in (("offsets", offsets), ("digests", digests), ("name_offsets", name_offsets)):

@@ -41,7 +41,7 @@ class FileSource:
         settings = [] if self._text_field is None else [self._text_field]
         return stat_digest(((str(path), path) for path in self._paths), settings=settings)
 
-    def parts(self) -> Sequence[DataSource]:
+    def document_parts(self) -> Sequence[DataSource]:
         """Splits the source between files, into parts of 64 MiB or a single larger file."""
         groups: list[list[Path]] = []
         size_bytes = _PART_BYTES

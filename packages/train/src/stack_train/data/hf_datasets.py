@@ -26,7 +26,6 @@ class DatasetsSource:
     def __init__(self, address: str = "", *, text_field: str = "text") -> None:
         if not address:
             raise DataError("Source 'datasets:' lacks its directory. Write 'datasets:DIRECTORY' or '...:SPLIT'.")
-        self._library = _datasets()
         self._text_field = text_field
         self._directory, self._dataset = self._opened(address)
         self._first_row = 0
@@ -43,7 +42,7 @@ class DatasetsSource:
         named = ((path.relative_to(self._directory).as_posix(), path) for path in files)
         return stat_digest(named, settings=[self._text_field])
 
-    def parts(self) -> Sequence[DataSource]:
+    def document_parts(self) -> Sequence[DataSource]:
         """Splits the dataset into ranges of 50,000 rows."""
         parts = []
         for first in range(0, len(self._dataset), _ROWS_OF_A_PART):
@@ -60,13 +59,13 @@ class DatasetsSource:
             folder, _, split = address.rpartition(":")
             directory = Path(folder).expanduser().absolute()
         try:
-            found = self._library.load_from_disk(str(directory))
+            found = _datasets().load_from_disk(str(directory))
         except (OSError, ValueError) as error:  # includes FileNotFoundError: missing, or not a dataset
             raise DataError(
                 f"{str(directory)!r} is not a dataset on disk: {error}. Pass a directory from "
                 "Dataset.save_to_disk, with all of its files complete."
             ) from error
-        if not isinstance(found, self._library.DatasetDict):
+        if not isinstance(found, _datasets().DatasetDict):
             if split:
                 raise DataError(f"{str(directory)!r} holds one dataset without splits. Remove ':{split}'.")
             return directory, found

@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Int32, Int64, Shaped, UInt
 
 from stack_core.abi.data import IGNORED_TARGET
+from stack_train.data.prepared.tokens import ShardedTokens
 
 __all__ = ["Packing", "Piece"]
 
@@ -50,7 +51,7 @@ class Packing:
 
     def __init__(
         self,
-        tokens: UInt[np.ndarray, " tokens"],
+        tokens: UInt[np.ndarray, " tokens"] | ShardedTokens,
         offsets: Int64[np.ndarray, " all_documents_and_1"],
         documents: Int64[np.ndarray, " documents"],
         *,

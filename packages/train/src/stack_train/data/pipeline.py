@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ from stack_train.data.bpe import BPE_VOCAB_SIZE, trained_bpe
 from stack_train.data.corpus import Corpus, tokenize
 from stack_train.data.mixture import MixedBatches
 from stack_train.data.packing import Packing, Piece
+from stack_train.data.prepared.source import PreparedSource
 from stack_train.data.process_rows import ProcessRows
 from stack_train.data.rows import Batch, TrainIterator, filled, iterate_rows
 from stack_train.data.settings import MixedSource, TextSettings
@@ -23,7 +24,7 @@ from stack_train.data.source import ChainedSource, open_source
 from stack_train.data.split import split_documents
 from stack_train.data.tokenizer import HuggingFaceTokenizer, write_tokenizer
 
-__all__ = ["Pipeline", "build_mixture", "build_pipeline"]
+__all__ = ["Pipeline", "build_mixture", "build_pipeline", "make_tokenizer"]
 
 
 _PACKINGS = {"windows": Packing, "best_fit": BestFitPacking}
@@ -54,8 +55,8 @@ def build_pipeline(
     """
     source = open_source(config)
     cache_dir = user_cache_dir() if cache_dir is None else cache_dir
-    tokenizer = _make_tokenizer(config, source, cache_dir, max_tokens)
-    return Pipeline(config, tokenizer, tokenize(source, tokenizer, cache_dir), seed=seed, packing=packing)
+    tokenizer = make_tokenizer(config, [source], cache_dir, max_tokens)
+    return Pipeline(config, tokenizer, _corpus_of(source, tokenizer, cache_dir), seed=seed, packing=packing)
 
 
 def build_mixture(
@@ -76,9 +77,9 @@ def build_mixture(
         name: dataclasses.replace(config, source=each.source, text_field=each.text_field) for name, each in mix.items()
     }
     sources = {name: open_source(each) for name, each in configs.items()}
-    tokenizer = _make_tokenizer(config, ChainedSource(tuple(sources.values())), cache_dir, max_tokens)
+    tokenizer = make_tokenizer(config, list(sources.values()), cache_dir, max_tokens)
     pipelines = {
-        name: Pipeline(configs[name], tokenizer, tokenize(source, tokenizer, cache_dir), seed=seed, packing=packing)
+        name: Pipeline(configs[name], tokenizer, _corpus_of(source, tokenizer, cache_dir), seed=seed, packing=packing)
         for name, source in sources.items()
     }
     return MixedBatches(
@@ -185,10 +186,38 @@ class Pipeline(ProcessRows):
         return f"{self._corpus.name(piece.document)} (lines {first}-{last})"
 
 
-def _make_tokenizer(config: TextSettings, source: DataSource, cache_dir: Path, max_tokens: int) -> HuggingFaceTokenizer:
+def _corpus_of(source: DataSource, tokenizer: HuggingFaceTokenizer, cache_dir: Path) -> Corpus:
+    if isinstance(source, PreparedSource):
+        return source.corpus(tokenizer)
+    return tokenize(source, tokenizer, cache_dir)
+
+
+def make_tokenizer(
+    config: TextSettings, sources: Sequence[DataSource], cache_dir: Path, max_tokens: int
+) -> HuggingFaceTokenizer:
+    """Loads the tokenizer of a config or of a prepared set, or trains a BPE on all sources together.
+
+    Args:
+      config: settings of the tokenizer.
+      sources: opened sources.
+      cache_dir: directory of cached tokenizers.
+      max_tokens: maximum vocabulary size of a BPE if `config.vocab_size` is None.
+
+    Raises:
+      ConfigError: the tokenizer does not have the configured size, or a new one was requested for a prepared set.
+      DataError: the tokenizer or a document cannot be read.
+    """
+    prepared = [source for source in sources if isinstance(source, PreparedSource)]
+    if prepared and config.trains_tokenizer:
+        if config.tokenizer is not None:
+            raise ConfigError(
+                f"data.tokenizer is {config.tokenizer!r}, but {str(prepared[0].directory)!r} was tokenized before. "
+                "Remove data.tokenizer, or read the documents that the set was prepared from."
+            )
+        return _with_size(config, prepared[0].tokenizer, str(prepared[0].directory))
     if config.trains_tokenizer:
         return trained_bpe(
-            source,
+            sources[0] if len(sources) == 1 else ChainedSource(tuple(sources)),
             vocab_size=config.vocab_size or max_tokens,
             # A size that was set must be reached, while the model's size is a maximum.
             fewer=config.vocab_size is None,
@@ -196,10 +225,13 @@ def _make_tokenizer(config: TextSettings, source: DataSource, cache_dir: Path, m
             validation_fraction=config.validation_fraction,
             cache_dir=cache_dir,
         )
-    tokenizer = HuggingFaceTokenizer.load(str(config.tokenizer))
+    return _with_size(config, HuggingFaceTokenizer.load(str(config.tokenizer)), str(config.tokenizer))
+
+
+def _with_size(config: TextSettings, tokenizer: HuggingFaceTokenizer, origin: str) -> HuggingFaceTokenizer:
     if config.vocab_size not in (None, tokenizer.vocab_size):
         raise ConfigError(
-            f"data.vocab_size is {config.vocab_size}, but tokenizer {config.tokenizer!r} has {tokenizer.vocab_size}. "
+            f"data.vocab_size is {config.vocab_size}, but tokenizer {origin!r} has {tokenizer.vocab_size}. "
             "Remove data.vocab_size, or choose another tokenizer."
         )
     return tokenizer

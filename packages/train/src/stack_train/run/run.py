@@ -1,7 +1,7 @@
 """Construction of a run from its config. All checks are done before anything is written."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from jaxtyping import Int64
 
 from stack_core import ops
 from stack_core.abi.config import to_mapping
-from stack_core.abi.data import Batches
+from stack_core.abi.data import Batches, BuildsAtOnce
 from stack_core.abi.errors import PluginError
 from stack_core.abi.run_directory import RunDirectory
 from stack_core.runtime.processes import ALONE, Processes, join
@@ -25,7 +25,7 @@ from stack_train.run.resolve import resolve
 from stack_train.run.start import Start
 from stack_train.step.program import Program
 
-__all__ = ["Run", "build"]
+__all__ = ["Run", "build", "build_data"]
 
 
 def build(config: RunConfig, *, resume: bool = False, allow: Sequence[str] = ()) -> "Run":
@@ -59,9 +59,8 @@ def _built(config: RunConfig, resume: bool, allowed: tuple[str, ...], processes:
     with naming_sizes(config):
         check_state(program)
     traced = traced_step(config, program)
-    # One process after the other: the first trains the tokenizer and tokenizes, the others read its cache.
     batches = batches_of(resolved.data, config.objective)
-    data = processes.in_turn("data", lambda: batches.build(seed=config.run.seed, model=config.model))
+    data = build_data(processes, batches, lambda: batches.build(seed=config.run.seed, model=config.model))
     rows = None
     if not isinstance(data, Batches):
         raise PluginError(
@@ -84,6 +83,16 @@ def _built(config: RunConfig, resume: bool, allowed: tuple[str, ...], processes:
         rows=rows,
         choices=ops.choices(),
     )
+
+
+def build_data(processes: Processes, batches: Any, build: Callable[[], Any]) -> Any:
+    """Builds data in the first process, which trains the tokenizer and tokenizes, then in the others from its cache.
+
+    Prepared data is only opened, for which no process waits.
+    """
+    if isinstance(batches, BuildsAtOnce) and batches.is_ready:
+        return build()
+    return processes.in_turn("data", build)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pydantic import Field
 from stack_core.abi.config import changed_fields, config
 from stack_core.abi.data import Shapes
 from stack_core.abi.errors import ConfigError
-from stack_train.data.settings import MixedSource, TextSettings, check_mix
+from stack_train.data.settings import MixedSource, TextSettings, check_mix, source_addresses
 
 if TYPE_CHECKING:
     from stack_train.data.mixture import MixedBatches
@@ -52,6 +52,11 @@ class TextData(TextSettings):
     packing: Literal["windows", "best_fit"] = "windows"
     mix: Mapping[str, MixedSource] = Field(default_factory=dict)
 
+    @property
+    def is_ready(self) -> bool:
+        """Returns True if all documents are tokenized, so that all processes of a run build the data at once."""
+        return all(source.partition(":")[0] == "prepared" for source in source_addresses(self).values())
+
     def spec(self, model: Any) -> Shapes:
         # An imported model may have fewer positions than a row; `check` rejects training on such rows.
         return language_model_shapes(self.batch_size, min(self.seq_tokens, model.max_positions))
@@ -64,6 +69,10 @@ class TextData(TextSettings):
         if self.mix:
             changed = changed_fields(self, ("source", "text_field"))
             check_mix(self.mix, {f"data.{name}": getattr(self, name) for name in changed})
+        if self.is_ready and changed_fields(self, ("tokenizer_bytes",)):
+            raise ConfigError(
+                "data.tokenizer_bytes would have no effect: the documents are tokenized already (prepared:). Remove it."
+            )
         if not self.trains_tokenizer and changed_fields(self, ("tokenizer_bytes",)):
             raise ConfigError(
                 f"data.tokenizer is {self.tokenizer!r}, so data.tokenizer_bytes would have no effect. Remove it, or "

@@ -1,0 +1,1 @@
+"""Prepared sets: documents tokenized once, in shards that every process of a run maps into memory."""

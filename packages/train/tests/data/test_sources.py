@@ -19,6 +19,9 @@ from stack_train.data.hf_datasets import DatasetsSource
 from stack_train.data.jsonl import JsonlSource
 from stack_train.data.kinds.text import TextData
 from stack_train.data.parquet import ParquetSource
+from stack_train.data.pipeline import Pipeline
+from stack_train.data.prepared.prepare import prepare
+from stack_train.data.settings import TextSettings
 from stack_train.data.source import check_unchanged, open_source
 from stack_train.data.stdlib import StdlibSource
 from stack_train.data.streamed import StreamSource
@@ -104,6 +107,13 @@ def folder_of_records(records: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.fixture
+def prepared_set(archive: Path, pipeline: Callable[..., Pipeline], tmp_path: Path) -> Path:
+    tokenizer = pipeline(source=f"tar:{archive}", vocab_size=259).tokenizer
+    prepare(TextSettings(source=f"tar:{archive}"), tokenizer, tmp_path / "set", workers=1, shard_tokens=3)
+    return tmp_path / "set"
+
+
 FIXTURES = {
     "stdlib": None,
     "text": "texts",
@@ -111,6 +121,7 @@ FIXTURES = {
     "parquet": "tables",
     "arrayrecord": "records_in_groups",
     "tar": "archive",
+    "prepared": "prepared_set",
     "datasets": "dataset",
     "stream": "folder_of_records",
 }

@@ -39,20 +39,9 @@ GAINS = (
 # not of stack-profile, which looks at what is compiled.
 SHARES_PROGRAMS = ("core", "kernels", "quant", "train", "rl", "serve", "integration")
 RELEASE = (
-    *(
-        "matrix",
-        "slow",
-        "aot",
-        "parity",
-        "llama_cpp",
-        "clients",
-        "environments",
-        "trackers",
-        "page",
-        "lowest",
-        "newest",
-    ),
-)
+    "matrix", "slow", "aot", "parity", "llama_cpp", "clients", "environments", "storage", "trackers", "page", "lowest",
+    "newest",
+)  # fmt: skip
 PARITY_PYTHON = "3.11"
 # With what needs it: in the group `parity` it would have `constraints/` pin PyTorch and CUDA's libraries.
 TORCH = ("torch==2.13.0", "peft==0.21.2", "trl==1.16.0")
@@ -75,6 +64,8 @@ CLIENTS = ("tritonclient[http,grpc]>=2.73,<3", "kserve>=0.21,<0.22")
 TRACKERS = ("mlflow>=3,<4", "wandb>=0.21,<0.32")
 # Extras of stack-rl with other people's environments; some pin versions that `constraints/` does not have.
 ENVIRONMENTS = ("gymnasium", "reasoning-gym", "verifiers", "openenv")
+# The AWS libraries need an older python-dateutil than `constraints/` pins.
+OBJECT_STORAGE = ("moto[s3,server]>=5.1,<6", "s3fs>=2025.3")
 
 ROOT = Path(__file__).parent
 GROUPS = functools.partial(nox.project.dependency_groups, nox.project.load_toml(ROOT / "pyproject.toml"))
@@ -213,6 +204,13 @@ def environments(session: nox.Session, extra: str) -> None:
     session.install(core, f"{rl}[{extra}]", *TEST_NEEDS["rl"], *GROUPS("test"))
     test = f"packages/rl/tests/environments/test_{extra.replace('-', '_')}.py"
     _pytest(session, [test])
+
+
+@nox.session(default=False)
+def storage(session: nox.Session) -> None:
+    """Runs in moto's S3 server on loopback, in an environment of its own."""
+    session.install(*_wheels("core", "train"), *GROUPS("test"), *OBJECT_STORAGE)
+    _pytest(session, ["packages/train/tests/storage"])
 
 
 @nox.session(default=False, venv_backend="none")

@@ -57,12 +57,12 @@ def test_paths_with_two_dots_lead_where_they_say(work: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("train", "base.yaml", "--output", "gs://bucket/run"),
-        ("train", "base.yaml", "--output", "s3://bucket/run"),
-        ("train", "base.yaml", "--run.init_from", "gs://bucket/run"),
+        ("train", "base.yaml", "--output", "hdfs://bucket/run"),
+        ("train", "base.yaml", "--run.init_from", "abfs://bucket/run"),
+        ("train", "base.yaml", "--run.init_from", "hf:s3://bucket/run"),
         ("train", "base.yaml", "--data.source", "text:s3://bucket/*.txt"),
         ("train", "gs://bucket/run.yaml"),
-        ("compile", "base.yaml", "--target", "h100:1x1x1", "--output", "gs://bucket/run"),
+        ("compile", "base.yaml", "--target", "h100:1x1x1", "--output", "az://bucket/run"),
         ("generate", "gs://bucket/run", "--prompt", "one"),
         ("convert", "hf:gs://bucket/model", "../run"),
         ("convert", "../base", "hf:s3://bucket/model"),

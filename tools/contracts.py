@@ -38,9 +38,7 @@ REASONS = {
     "ModelFamily": "a plugin's architecture; the examples' are values of `stack_train.models.family.DecoderFamily`",
     "ConfigReader": "an attribute of `ConvertibleFamily`",
     "Launcher": "a plugin's launcher; core has `processes`, `joined` and `ray`",
-    "BuildsAtOnce": "an optional ability of a plugin's data",
     "MeasuresData": "an optional ability of a plugin's batches",
-    "SplitsIntoParts": "an optional ability of a plugin's source",
     "Panel": "any function; five packages register panels",
 }
 

@@ -29,6 +29,7 @@ from stack_core.abi.registry import Registry
 __all__ = [
     "LocalAddress",
     "LocalPath",
+    "MayBeRemote",
     "Sections",
     "Selected",
     "apply_overrides",
@@ -50,6 +51,10 @@ LocalPath = Annotated[str, pydantic.AfterValidator(lambda path: str(local_path(p
 
 LocalAddress = Annotated[str, pydantic.AfterValidator(local_address)]
 """The address of a run, or "FORMAT:DIR"."""
+
+
+class MayBeRemote:
+    """Marks a string that may be an address of remote storage, which other strings of a config may not be."""
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(dataclasses.field, pydantic.Field))
@@ -372,6 +377,13 @@ def _strict(hint: Any) -> Any:
         return Annotated[hint, pydantic.Strict()]
     if hint is str:
         return Annotated[hint, pydantic.AfterValidator(refuse_remote)]
+    if _mark(hint, MayBeRemote) is None:
+        return _strict_parts(hint)
+    return hint
+
+
+def _strict_parts(hint: Any) -> Any:
+    """Applies `_strict` to the arguments of a type."""
     origin: Any = typing.get_origin(hint)
     arguments = typing.get_args(hint)
     if origin is Annotated:

@@ -24,14 +24,12 @@ __all__ = [
     "Batch",
     "BatchIterator",
     "Batches",
-    "BuildsAtOnce",
     "DataConfig",
     "DataSource",
     "Document",
     "FollowsObjective",
     "MeasuresData",
     "Shapes",
-    "SplitsIntoParts",
     "Tokenizer",
 ]
 
@@ -77,20 +75,6 @@ class DataConfig(Protocol):
           StackError: the data cannot be used; names it and a remedy.
         """
         ...
-
-
-@runtime_checkable
-class BuildsAtOnce(Protocol):
-    """A `DataConfig` whose `build` may run in all processes of a run at the same time.
-
-    Other data is built in the first process, which fills a cache, and then in the other processes.
-
-    Attributes:
-      is_ready: whether the data is prepared, so that `build` only opens files.
-    """
-
-    @property
-    def is_ready(self) -> bool: ...
 
 
 @runtime_checkable
@@ -212,15 +196,6 @@ class DataSource(Protocol):
 
     def fingerprint(self) -> str:
         """Returns a value that changes whenever the documents change; much cheaper than reading them all."""
-        ...
-
-
-@runtime_checkable
-class SplitsIntoParts(Protocol):
-    """A `DataSource` whose parts can be read in parallel."""
-
-    def document_parts(self) -> Sequence[DataSource]:
-        """Splits the documents, in order, into sources that can be pickled; the same parts on every machine."""
         ...
 
 

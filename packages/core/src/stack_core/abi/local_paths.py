@@ -5,7 +5,7 @@ from pathlib import Path
 
 from stack_core.abi.errors import ConfigError
 
-__all__ = ["hub_advice", "local_address", "local_path", "refuse_remote", "refuse_schemes"]
+__all__ = ["PathError", "hub_advice", "local_address", "local_path", "refuse_remote", "refuse_schemes"]
 
 _STORAGE = "gs|gcs|s3|s3a|s3n|r2|b2|hdfs|webhdfs|abfs|abfss|wasb|wasbs|az|adl|oss|oci|cos|swift|dbfs|memory"
 _REMOTE = re.compile(rf"(?:\w+:)?({_STORAGE}):/", re.IGNORECASE)
@@ -15,7 +15,7 @@ _FILE = re.compile(r"^(\w+:)??file:(?://(?:localhost)?)?/+(?=[^/])", re.IGNORECA
 _HUB = re.compile(r"(?:[a-z0-9_]+:)?([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)")
 
 
-class _PathError(ConfigError, ValueError):
+class PathError(ConfigError, ValueError):
     """A ConfigError that is also a ValueError, which pydantic attributes to the config key."""
 
 
@@ -28,7 +28,7 @@ def refuse_remote(text: str) -> str:
       ConfigError: the text is an address of remote storage.
     """
     if found := _REMOTE.match(text):
-        raise _PathError(
+        raise PathError(
             f"{text!r} is an address of remote storage ({found[1]}), which is not supported. Use a local path: mount "
             "the bucket, or copy the files."
         )
@@ -42,7 +42,7 @@ def refuse_schemes(path: str) -> str:
       ConfigError: the path has a scheme, from which `Path` would make a folder.
     """
     if found := _SCHEME.match(refuse_remote(path)):
-        raise _PathError(
+        raise PathError(
             f"{path!r} is an address of scheme {found[1]!r}; a local path was expected. Copy the files here and give "
             "their path."
         )
@@ -62,7 +62,7 @@ def local_path(path: str | Path) -> Path:
         try:
             found = found.expanduser()
         except RuntimeError as error:
-            raise _PathError(f"{str(path)!r}: {error} Write out the full path.") from error
+            raise PathError(f"{str(path)!r}: {error} Write out the full path.") from error
     return found.resolve() if ".." in found.parts else found
 
 

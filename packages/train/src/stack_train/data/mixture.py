@@ -31,8 +31,10 @@ class Source(Protocol):
     """
 
     tokenizer: HuggingFaceTokenizer
-    train_rows: int
     fingerprint: dict[str, Any]
+
+    @property
+    def train_rows(self) -> int: ...
 
     def train_batch(self, row_ids: Int64[np.ndarray, " batch"]) -> Batch: ...
 
@@ -73,7 +75,8 @@ class Selection:
     def counts(self, rows: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, "n sources"]:
         """Returns the number of rows of each source among the first `rows` rows of the mixture."""
         periods, left = np.divmod(rows, _PERIOD)
-        remaining, found = _PERIOD, []
+        remaining = _PERIOD
+        found: list[np.ndarray] = []
         for part in self.parts.tolist():
             kept = left * (remaining - part) // remaining
             found.append(periods * part + left - kept)
@@ -149,7 +152,8 @@ class MixedBatches(ProcessRows):
 
     def describe_rows(self, row_ids: Int64[np.ndarray, " rows"]) -> list[str]:
         """Names the source and the documents of each row."""
-        names, found = list(self.sources), []
+        names = list(self.sources)
+        found: list[str] = []
         for row_id in map(int, row_ids):
             row, number = divmod(row_id if row_id >= 0 else -1 - row_id, len(names))
             (text,) = self._list[number].describe_rows(np.asarray([row if row_id >= 0 else -1 - row]))

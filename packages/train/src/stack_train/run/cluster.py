@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stack_core.abi.config import parse, to_mapping
+from stack_core.abi.errors import ConfigError
 from stack_core.abi.event_bus import EventBus
 from stack_core.abi.run_directory import RunDirectory
 from stack_core.runtime.compile_cache import keep_compiled
@@ -18,6 +19,7 @@ from stack_train.observers.terminal import TerminalObserver
 from stack_train.run.config import RunConfig
 from stack_train.run.loop import RunSummary
 from stack_train.run.train import train
+from stack_train.storage.address import is_storage
 
 __all__ = ["train_on_cluster", "worker"]
 
@@ -36,6 +38,11 @@ def train_on_cluster(
       RunAbandoned: the run keeps failing.
       StackError: the config, the data, the directory, a checkpoint or a host is not usable.
     """
+    if is_storage(config.output):
+        raise ConfigError(
+            f"output is {config.output!r}, but cluster.hosts is set: runs on several hosts need a directory that "
+            "all of them share. Mount the bucket, or set output to a shared directory."
+        )
     arguments = {"config": to_mapping(config), "resume": resume, "allow": list(allow)}
     job = Job("stack_train.run.cluster:worker", arguments, _PRELOAD)
     with stop_requests() as stop, EventBus([TerminalObserver(live=terminal)]) as bus:

@@ -8,7 +8,6 @@ from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, Posit
 
 from stack_core.abi.config import (
     LocalAddress,
-    LocalPath,
     Sections,
     Selected,
     config,
@@ -28,6 +27,7 @@ from stack_train.nn.schedules import ScheduleName
 from stack_train.objectives import CausalLMConfig
 from stack_train.optim import AdamWConfig
 from stack_train.step.precision import Precision
+from stack_train.storage.address import StorageAddress, StoragePath
 
 __all__ = ["PipelineConfig", "RunConfig", "RunSettings", "batches_of", "run_config", "saved_config"]
 
@@ -61,8 +61,8 @@ class RunSettings:
       minutes: wall minutes after which the session saves its state and ends, as after SIGTERM; `--resume` continues the
         run. Compilation counts. None sets no limit.
       seed: seed of the initial parameters, the order of the data and the random numbers of each step.
-      init_from: run directory whose newest weights this run starts from, or hf:DIR for a Hugging Face checkpoint.
-        None initializes the parameters randomly.
+      init_from: run, in a directory or in object storage, whose newest weights this run starts from; or hf:DIR for a
+        Hugging Face checkpoint. None initializes the parameters randomly.
       adapters_from: run or PEFT directory (`peft:DIR`) with the initial adapters. None creates new adapters if a
         section of the config adds any.
       pipeline: pipeline schedule, used if `mesh.stage` is more than 1.
@@ -73,7 +73,7 @@ class RunSettings:
     evaluate_every_steps: NonNegativeInt = 0
     minutes: PositiveFloat | None = None
     seed: NonNegativeInt = 0
-    init_from: Annotated[LocalAddress, AfterValidator(lambda address: address.removeprefix("run:"))] | None = None
+    init_from: Annotated[StorageAddress, AfterValidator(lambda address: address.removeprefix("run:"))] | None = None
     adapters_from: LocalAddress | None = None
     pipeline: PipelineConfig = PipelineConfig()
 
@@ -83,7 +83,8 @@ class RunConfig:
     """Config of a training run.
 
     Attributes:
-      output: directory of the run, which no other run may use.
+      output: directory of the run, which no other run may use; or "s3://BUCKET/FOLDER" or "gs://BUCKET/FOLDER", with a
+        local copy in the user's cache.
       model: model config; `name` selects a registered model family.
       data: training and validation data; `name` selects a registered kind of data. Text by default.
       objective: training objective, selected by `name`; next-token prediction by default.
@@ -97,7 +98,7 @@ class RunConfig:
       sections: configs of installed packages by section name, such as `profile` or `lora`.
     """
 
-    output: LocalPath
+    output: StoragePath
     model: Annotated[Any, Selected(registries.models, former="family")]
     data: Annotated[Any, Selected(registries.data, former="kind")] = TextData()
     objective: Annotated[Any, Selected(registries.objectives)] = CausalLMConfig()

@@ -12,6 +12,7 @@ from stack_train.data.settings import BPE
 from stack_train.run.config import RunConfig, saved_config
 from stack_train.run.start import Start, open_start
 from stack_train.run.transforms import transform_of
+from stack_train.storage.remote_run import run_path
 from stack_train.transform import Transforms
 from stack_train.variables.model_variables import sharding_rules
 
@@ -64,7 +65,7 @@ def resolve(config: RunConfig, *, resume: bool = False) -> ResolvedRun:
       StackError: the starting point or the resumed run is not usable.
     """
     start = None if config.run.init_from is None else open_start(config.run.init_from)
-    directory, data = RunDirectory(Path(config.output)), config.data
+    directory, data = RunDirectory(run_path(config.output)), config.data
     # "" stands for data without this field, None for a tokenizer that is not set.
     if start is not None and start.tokenizer is not None and getattr(data, "tokenizer", "") is None:
         data = replace(data, tokenizer=str(start.tokenizer))

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,10 +11,11 @@ from jaxtyping import Int64
 
 from stack_core import ops
 from stack_core.abi.config import to_mapping
-from stack_core.abi.data import Batches, BuildsAtOnce
-from stack_core.abi.errors import PluginError
+from stack_core.abi.data import Batches
+from stack_core.abi.errors import ConfigError, PluginError
 from stack_core.abi.run_directory import RunDirectory
 from stack_core.runtime.processes import ALONE, Processes, join
+from stack_train.data.abilities import BuildsAtOnce
 from stack_train.run.checks import check
 from stack_train.run.config import RunConfig, batches_of
 from stack_train.run.memory import check_state
@@ -24,12 +24,14 @@ from stack_train.run.program import build_program, naming_sizes, traced_step
 from stack_train.run.resolve import resolve
 from stack_train.run.start import Start
 from stack_train.step.program import Program
+from stack_train.storage.address import is_storage
+from stack_train.storage.remote_run import RemoteRun, run_path
 
 __all__ = ["Run", "build", "build_data"]
 
 
 def build(config: RunConfig, *, resume: bool = False, allow: Sequence[str] = ()) -> "Run":
-    """Builds a run without writing anything.
+    """Builds a run without writing anything, except for the local copy of a run in object storage.
 
     Args:
       config: config of the run.
@@ -49,8 +51,9 @@ def _built(config: RunConfig, resume: bool, allowed: tuple[str, ...], processes:
     # The id is the only setting that must differ between processes.
     mapping = to_mapping(replace(config, processes=replace(config.processes, id=None)))
     processes.check_alike("config", mapping | {"--resume": resume, "--allow": list(allowed)})
+    remote = _opened_storage(config, resume, processes)
     if processes.first:
-        RunDirectory(Path(config.output)).check(resume=resume)
+        RunDirectory(run_path(config.output)).check(resume=resume)
     resolved = resolve(config, resume=resume)
     changes = check(resolved, allowed)
     config = resolved.config
@@ -82,7 +85,22 @@ def _built(config: RunConfig, resume: bool, allowed: tuple[str, ...], processes:
         processes=processes,
         rows=rows,
         choices=ops.choices(),
+        remote=remote,
     )
+
+
+def _opened_storage(config: RunConfig, resume: bool, processes: Processes) -> RemoteRun | None:
+    """Checks the object storage of a run, and makes its local copy; returns None for a run without."""
+    if not is_storage(config.output):
+        return None
+    if processes.count > 1:
+        raise ConfigError(
+            f"output is {config.output!r}, but the run has {processes.count} processes, which need a directory "
+            "that all of them share. Mount the bucket, or set output to a shared directory."
+        )
+    remote = RemoteRun(config.output, keep=config.checkpoint.keep)
+    remote.prepare(resume=resume)
+    return remote
 
 
 def build_data(processes: Processes, batches: Any, build: Callable[[], Any]) -> Any:
@@ -111,6 +129,7 @@ class Run:
       processes: processes that train together.
       rows: rows of the global training batch that `data` yields in this process; None if it yields all rows.
       choices: op implementations that the step uses, from `ops.choices()`.
+      remote: object storage of the run; None for a run in a directory.
       began_s: `time.perf_counter()` when `build` was called.
     """
 
@@ -125,4 +144,5 @@ class Run:
     processes: Processes = ALONE
     rows: Int64[np.ndarray, " own"] | None = None
     choices: Sequence[Mapping[str, Any]] = ()
+    remote: RemoteRun | None = None
     began_s: float = field(default_factory=time.perf_counter)

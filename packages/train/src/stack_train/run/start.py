@@ -13,6 +13,8 @@ from stack_core.abi.plugins import registries
 from stack_core.abi.run_directory import RunDirectory
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.run.config import RunConfig, run_config
+from stack_train.storage.address import is_storage
+from stack_train.storage.remote_run import local_copy
 
 __all__ = ["Start", "model_differences", "open_start"]
 
@@ -60,6 +62,8 @@ def open_start(source: str) -> Start:
       ConfigError: `source` is neither, or runs cannot start from its format.
       StackError: the run or the checkpoint is not usable.
     """
+    if is_storage(source):
+        source = str(local_copy(source))
     source = local_address(source).removeprefix("run:")
     scheme, separator, path = source.partition(":")
     # The path of a run may contain a colon.

@@ -76,9 +76,13 @@ def start(run: Run, *, terminal: bool = False, last: contextlib.ExitStack | None
         compile_s = time.perf_counter() - started_s
         processes.from_each("compiled", True)  # a barrier: no process writes before the step fits on all
         last.enter_context(_opened(run))
+        if run.remote is not None:
+            last.enter_context(run.remote)  # uploads the last files, before the lock is released
         # `ending` and `out_of_memory` again, inside the observers, so that they see the converted exception.
         with _observed(run, last, terminal=terminal) as bus, _released(run), ending(), out_of_memory():
             processes.in_turn("files", lambda: _write_files(run))
+            if run.remote is not None:
+                run.remote.upload_files()
             directory, settings = run.directory.checkpoints, run.config.checkpoint
             tell = partial(_tell, run, bus)
             with _closing(run), CheckpointStore(directory, settings, emit=tell, processes=processes) as store:
@@ -97,6 +101,8 @@ def _closing(run: Run) -> Iterator[None]:
 def _tell(run: Run, bus: EventBus, event: Event) -> None:
     """Emits a checkpoint event to observers, and notifies the run's data of each durable checkpoint."""
     if isinstance(event, CheckpointSaved):
+        if run.remote is not None:
+            run.remote.checkpoint_saved(event.step)
         run.data.checkpoint_saved(event.step, CheckpointDirectory(run.directory.checkpoints).steps())
     bus.emit(event)
 

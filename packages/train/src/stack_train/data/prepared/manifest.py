@@ -107,7 +107,8 @@ def read_manifest(directory: Path) -> Manifest:
             f"The prepared set in {str(directory)!r} has format {fields.get('format')!r}; this version reads {FORMAT}. "
             "Prepare it again."
         )
-    return Manifest(**{**fields, "shards": tuple(Shard(**shard) for shard in fields["shards"])})
+    shards: Any = tuple(Shard(**shard) for shard in fields.pop("shards"))
+    return Manifest(shards=shards, **fields)
 
 
 def open_corpus(directory: Path) -> Corpus:
@@ -117,7 +118,8 @@ def open_corpus(directory: Path) -> Corpus:
       DataError: the set is incomplete, or the size of a file differs from the manifest.
     """
     manifest = read_manifest(directory)
-    dtype, shards = np.dtype(manifest.dtype), []
+    dtype = np.dtype(manifest.dtype)
+    shards: list[np.ndarray] = []
     for shard in manifest.shards:
         path = directory / shard.file
         try:

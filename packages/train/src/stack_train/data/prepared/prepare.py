@@ -24,8 +24,9 @@ from pathlib import Path
 import numpy as np
 
 from stack_core.abi.config import differences
-from stack_core.abi.data import DataSource, SplitsIntoParts
+from stack_core.abi.data import DataSource
 from stack_core.abi.errors import DataError
+from stack_train.data.abilities import SplitsIntoParts
 from stack_train.data.corpus import Encoded, check_eos, encode_documents, token_dtype
 from stack_train.data.prepared.manifest import FORMAT, INDEX_FILES, Manifest, Shard, read_manifest, sha256_of
 from stack_train.data.settings import TextSettings
@@ -87,7 +88,7 @@ def prepare(
     source = open_source(config)
     fingerprint = source.fingerprint()
     count = len(_parts(source))
-    plan = {
+    plan: dict[str, object] = {
         "format": FORMAT,
         "source": config.source,
         "text_field": config.text_field,

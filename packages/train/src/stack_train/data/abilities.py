@@ -1,0 +1,31 @@
+"""Optional abilities of data and of its sources, which a plugin's classes may have as well."""
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from stack_core.abi.data import DataSource
+
+__all__ = ["BuildsAtOnce", "SplitsIntoParts"]
+
+
+@runtime_checkable
+class BuildsAtOnce(Protocol):
+    """A `DataConfig` whose `build` may run in all processes of a run at the same time.
+
+    Other data is built in the first process, which fills a cache, and then in the other processes.
+
+    Attributes:
+      is_ready: whether the data is prepared, so that `build` only opens files.
+    """
+
+    @property
+    def is_ready(self) -> bool: ...
+
+
+@runtime_checkable
+class SplitsIntoParts(Protocol):
+    """A `DataSource` whose parts can be read in parallel."""
+
+    def document_parts(self) -> Sequence[DataSource]:
+        """Splits the documents, in order, into sources that can be pickled; the same parts on every machine."""
+        ...

@@ -61,6 +61,7 @@ FAMILIES = {
         "shared_mlp": 12,
         "mtp_layers": 1,
     },
+    "smollm3": {"layers": 4, "nope_interval": 2, "attention_bias": True},
 }
 VALUES = {
     "heads": 2,

@@ -1,6 +1,6 @@
 """Published checkpoints made small: the publishers' configs, and their tensors by name and shape.
 
-`published/NAME/` has `config.json` and `generation_config.json` as published, key by key. The tensors are spelled out
+`published/NAME/` has `config.json` and, for most models, `generation_config.json` as published, key by key. The tensors are spelled out
 here apart from the code under test.
 """
 
@@ -27,6 +27,7 @@ SMALL = {
 }
 SMALL_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 8}
 OWN_SIZES: dict[str, dict[str, int]] = {
+    "SmolLM3-3B": {"num_hidden_layers": 4},
     "gemma-3-4b-it": {"num_hidden_layers": 6},
     "gpt-oss-20b": {"intermediate_size": 64},
     "DeepSeek-V3": {"num_key_value_heads": 4, "n_group": 4, "topk_group": 2, "q_lora_rank": 12, "kv_lora_rank": 16}
@@ -54,8 +55,9 @@ def small_config(name: str) -> dict[str, Any]:
     for key in ("num_experts_per_tok", "experts_per_token"):
         if key in config:
             config[key] = 2
-    if "layer_types" in config:
-        config["layer_types"] = config["layer_types"][: config["num_hidden_layers"]]
+    for key in ("layer_types", "no_rope_layers"):
+        if key in config:
+            config[key] = config[key][: config["num_hidden_layers"]]
     return whole
 
 
@@ -202,8 +204,9 @@ def small_checkpoint(name: str, directory: Path, *, files: int = 3) -> dict[str,
         beside |= {"multi_modal_projector.mm_input_projection_weight": np.ones((6, 32), ml_dtypes.bfloat16)}
         beside |= {"vision_tower.vision_model.post_layernorm.bias": np.ones(6, ml_dtypes.bfloat16)}
     _write(directory, config, {**coded, **beside}, files)
-    for source in FOLDER.joinpath(name).glob("generation_config.json"):
-        (directory / source.name).write_bytes(source.read_bytes())
+    generation = FOLDER / name / "generation_config.json"
+    text = generation.read_text() if generation.exists() else '{"do_sample": true}\n'
+    (directory / "generation_config.json").write_text(text)
     words = Tokenizer(models.WordLevel({"a": 0, "<s>": 1, "</s>": 2}, unk_token="a"))
     (directory / "tokenizer.json").write_text(words.to_str())
     (directory / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}\n')

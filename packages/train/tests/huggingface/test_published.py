@@ -42,6 +42,7 @@ PARAMETERS = {
     "gpt-oss-20b": ("gpt_oss", 20_914_757_184),
     "DeepSeek-V3": ("deepseek_v3", 682_636_487_424),  # with its layer of multi-token prediction
     "Qwen3-Next-80B-A3B-Instruct": ("qwen3_next", 81_324_862_720),
+    "SmolLM3-3B": ("smollm3", 3_075_098_624),
 }
 """Family and parameters of each model; the publishers' indices have the same numbers."""
 FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")

@@ -62,6 +62,7 @@ FAMILIES = {
         "shared_mlp": 12,
         "mtp_layers": 1,
     },
+    "smollm3": {"layers": 4, "nope_interval": 2, "attention_bias": True},
 }
 STATES = ("gemma3", "gpt_oss", "deepseek_v3", "qwen3_next")
 """Families whose layers keep every kind of state, alone and beside others, and with sinks."""

@@ -89,7 +89,7 @@ class Attention:
       heads: number of query heads.
       kv_heads: number of key-value heads, each shared by a group of query heads.
       head_dim: width of a head.
-      rope: rotary positions.
+      rope: rotary positions; None has no positional encoding (NoPE; Kazemnejad et al., 2023, arXiv:2305.19466).
       window: size of the attention window in tokens, the query included; None attends to all tokens.
       softcap: soft cap of the scores, or None.
       scale: scale of the scores; None is head_dim ** -0.5.
@@ -105,7 +105,7 @@ class Attention:
     heads: int
     kv_heads: int
     head_dim: int
-    rope: Rope
+    rope: Rope | None
     window: int | None = None
     softcap: float | None = None
     scale: float | None = None
@@ -191,7 +191,7 @@ class GroupedAttention(nnx.Module):
 
     def _rotated(self, x: jax.Array, scale: Parameter | None, rows: Rows, axes: LogicalAxes) -> jax.Array:
         normed = self.norm(x, scale, axes) if self.spec.head_norms else x
-        return self.spec.rope(normed, rows.positions, axes[2])
+        return normed if self.spec.rope is None else self.spec.rope(normed, rows.positions, axes[2])
 
     def _normed(self, x: jax.Array, scale: Parameter | None, axis: str) -> jax.Array:
         return self.norm(x, scale, ("batch", "seq", axis)) if self.spec.whole_norms else x

@@ -70,6 +70,15 @@ def test_it_is_near_attention_in_float(kind: str, spec: AttentionSpec) -> None:
         assert (0 if kind == "model" else 1e-3) <= error(layer, expected) <= MOST[kind]
 
 
+def test_chunks_attend_to_themselves() -> None:
+    query, key, value = tokens()
+    output, _ = run(empty("model"), [7, 1, 1, 3], AttentionSpec(window=(3, 0), chunk=4))
+    segments = jnp.broadcast_to(jnp.arange(SEQ) // 4, (3, SEQ))
+    expected = ops.attention(query, key, value, causal=True, segment_ids=segments)
+    for layer in output:
+        np.testing.assert_allclose(layer, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_tokens_are_rounded_once_whatever_the_parts() -> None:
     outputs = [run(empty(), parts)[0] for parts in ([12], [5, 7], [1] * 12)]
     for output in outputs[1:]:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from stack_core.abi.caches import AttentionSpec, KeysValues, Latent, Recurrent
+from stack_core.abi.errors import ConfigError
 from stack_core.ops.building import is_quantized
 from stack_core.ops.references.paged_pools import LAYOUTS
 from stack_serve.llm import cache as cache_module
@@ -139,3 +140,9 @@ def test_a_rows_state_goes_on_where_its_sequence_stood(piece_tokens: int, monkey
     for row in (0, 1):
         np.testing.assert_allclose(np.stack(found[row]), np.cumsum(np.stack(inputs[row]), axis=0), atol=1e-5)
     assert layer.arrays[1].tolist() == [7, 5, 7]  # sequences lie in slots 0 and 1; nothing touched slot 2
+
+
+def test_chunked_attention_is_refused_by_name():
+    state = KeysValues(repeats=1, kv_heads=2, key_dim=4, value_dim=4, dtype="float32", window=8, chunk=8)
+    with pytest.raises(ConfigError, match=r"no chunked attention.*chunks of 8 tokens.*static"):
+        empty_layers([[state]], pages=4, page_tokens=2, slots=1, layout="pshd")

@@ -1,7 +1,7 @@
 """Published checkpoints made small: the publishers' configs, and their tensors by name and shape.
 
-`published/NAME/` has `config.json` and, for most models, `generation_config.json` as published, key by key. The tensors are spelled out
-here apart from the code under test.
+`published/NAME/` has `config.json` as published, key by key, or as public copies of it say, and for most models
+`generation_config.json`. The tensors are spelled out here apart from the code under test.
 """
 
 import json
@@ -28,6 +28,12 @@ SMALL = {
 SMALL_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 8}
 OWN_SIZES: dict[str, dict[str, int]] = {
     "SmolLM3-3B": {"num_hidden_layers": 4},
+    "Olmo-3-7B-Instruct": {"num_hidden_layers": 4},
+    "GLM-4.5-Air": {"n_group": 1, "topk_group": 1},
+    "DeepSeek-V2-Lite": {"num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
+    | {"v_head_dim": 8},
+    "Kimi-K2-Instruct": {"num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8}
+    | {"qk_rope_head_dim": 4, "v_head_dim": 8},
     "gemma-3-4b-it": {"num_hidden_layers": 6},
     "gpt-oss-20b": {"intermediate_size": 64},
     "DeepSeek-V3": {"num_key_value_heads": 4, "n_group": 4, "topk_group": 2, "q_lora_rank": 12, "kv_lora_rank": 16}
@@ -51,11 +57,11 @@ def small_config(name: str) -> dict[str, Any]:
     sizes = {**SMALL, **SMALL_EXPERTS, **OWN_SIZES.get(name, {})}
     added = ("hidden_size", "vocab_size", "head_dim", "num_attention_heads", "num_key_value_heads")
     implied = {key: sizes[key] for key in added if "text_config" in whole}  # which text_config leaves to defaults
-    config |= {key: value for key, value in sizes.items() if key in config} | implied
+    config |= {key: value for key, value in sizes.items() if config.get(key) is not None} | implied
     for key in ("num_experts_per_tok", "experts_per_token"):
         if key in config:
             config[key] = 2
-    for key in ("layer_types", "no_rope_layers"):
+    for key in ("layer_types", "no_rope_layers", "attn_type_list"):
         if key in config:
             config[key] = config[key][: config["num_hidden_layers"]]
     return whole
@@ -78,9 +84,9 @@ def tensor_shapes(name: str, config: dict[str, Any]) -> Shapes:
 
 
 def _predicts_later_tokens(config: dict[str, Any]) -> Shapes:
-    """The layer of multi-token prediction, which DeepSeek-V3 has behind the others and Qwen3-Next under `mtp`."""
+    """The layer of multi-token prediction, behind the others or, of Qwen3-Next, under `mtp`."""
     kind, embed, number = config["model_type"], config["hidden_size"], config["num_hidden_layers"]
-    if kind not in ("deepseek_v3", "qwen3_next"):
+    if kind not in ("deepseek_v3", "glm4_moe", "qwen3_next"):
         return {}
     full = config.get("full_attention_interval", 1) - 1
     layer = {**_norms(kind, embed), **_attention(config, full), **_feed_forward(config, number)}
@@ -99,19 +105,23 @@ def _norms(kind: str, embed: int) -> Shapes:
     names = ["input_layernorm", "post_attention_layernorm"]
     if kind.startswith("gemma"):
         names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-    if kind == "olmo2":
+    if kind in ("olmo2", "olmo3"):
         names = ["post_attention_layernorm", "post_feedforward_layernorm"]
     return {f"{name}.weight": (embed,) for name in names}
 
 
 def _attention(config: dict[str, Any], number: int) -> Shapes:
     kind, embed, heads = config["model_type"], config["hidden_size"], config["num_attention_heads"]
-    if kind == "deepseek_v3":
+    if kind in ("deepseek_v2", "deepseek_v3", "kimi_k2"):
         nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
-        return {
-            "self_attn.q_a_proj.weight": (config["q_lora_rank"], embed),
-            "self_attn.q_a_layernorm.weight": (config["q_lora_rank"],),
-            "self_attn.q_b_proj.weight": (heads * (nope + rope), config["q_lora_rank"]),
+        queries: Shapes = {"self_attn.q_proj.weight": (heads * (nope + rope), embed)}
+        if config["q_lora_rank"]:
+            queries = {
+                "self_attn.q_a_proj.weight": (config["q_lora_rank"], embed),
+                "self_attn.q_a_layernorm.weight": (config["q_lora_rank"],),
+                "self_attn.q_b_proj.weight": (heads * (nope + rope), config["q_lora_rank"]),
+            }
+        return queries | {
             "self_attn.kv_a_proj_with_mqa.weight": (config["kv_lora_rank"] + rope, embed),
             "self_attn.kv_a_layernorm.weight": (config["kv_lora_rank"],),
             "self_attn.kv_b_proj.weight": (heads * (nope + value), config["kv_lora_rank"]),
@@ -131,17 +141,22 @@ def _attention(config: dict[str, Any], number: int) -> Shapes:
         }
     size = config.get("head_dim") or embed // heads
     queries, keys = heads * size, config["num_key_value_heads"] * size
+    if kind == "phi3":
+        return {"self_attn.qkv_proj.weight": (queries + 2 * keys, embed), "self_attn.o_proj.weight": (embed, queries)}
     gate = 2 if kind == "qwen3_next" else 1
     outs = {"q_proj": (gate * queries, embed), "k_proj": (keys, embed), "v_proj": (keys, embed)}
     outs["o_proj"] = (embed, queries)
     shapes: Shapes = {f"self_attn.{name}.weight": shape for name, shape in outs.items()}
-    biased = {"gpt_oss": tuple(outs), "qwen2": ("q_proj", "k_proj", "v_proj")}.get(kind, ())
+    inputs = ("q_proj", "k_proj", "v_proj")
+    biased = {"gpt_oss": tuple(outs), **dict.fromkeys(("qwen2", "qwen2_moe", "seed_oss", "glm4_moe"), inputs)}.get(
+        kind, ()
+    )
     shapes |= {f"self_attn.{name}.bias": outs[name][:1] for name in biased}
     if kind == "gpt_oss":
         shapes["self_attn.sinks"] = (heads,)
     if kind in ("qwen3", "qwen3_moe", "qwen3_next", "gemma3_text"):
         shapes |= {f"self_attn.{name}_norm.weight": (size,) for name in ("q", "k")}
-    if kind == "olmo2":
+    if kind in ("olmo2", "olmo3", "minimax_m2"):
         shapes |= {"self_attn.q_norm.weight": (queries,), "self_attn.k_norm.weight": (keys,)}
     return shapes
 
@@ -154,19 +169,14 @@ def _gated(prefix: str, embed: int, mlp: int, names: tuple[str, str, str] = ("ga
 def _feed_forward(config: dict[str, Any], number: int) -> Shapes:
     kind, embed, mlp = config["model_type"], config["hidden_size"], config["intermediate_size"]
     count = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts")
-    if count is None or (kind == "deepseek_v3" and number < config["first_k_dense_replace"]):
+    if kind in ("phi3", "gpt_oss", "granitemoe"):
+        return _joined(kind, embed, mlp, count)
+    if count is None or number < config.get("first_k_dense_replace", 0):
         return _gated("mlp", embed, mlp)
-    if kind == "gpt_oss":
-        return {
-            "mlp.router.weight": (count, embed),
-            "mlp.router.bias": (count,),
-            "mlp.experts.gate_up_proj": (count, embed, 2 * mlp),
-            "mlp.experts.gate_up_proj_bias": (count, 2 * mlp),
-            "mlp.experts.down_proj": (count, mlp, embed),
-            "mlp.experts.down_proj_bias": (count, embed),
-        }
-    if kind == "mixtral":
+    if kind in ("mixtral", "minimax_m2"):
         shapes: Shapes = {"block_sparse_moe.gate.weight": (count, embed)}
+        if kind == "minimax_m2":
+            shapes["block_sparse_moe.e_score_correction_bias"] = (count,)
         for expert in range(count):
             shapes |= _gated(f"block_sparse_moe.experts.{expert}", embed, mlp, ("w1", "w3", "w2"))
         return shapes
@@ -174,13 +184,34 @@ def _feed_forward(config: dict[str, Any], number: int) -> Shapes:
     shapes = {"mlp.gate.weight": (count, embed)}
     for expert in range(count):
         shapes |= _gated(f"mlp.experts.{expert}", embed, width)
-    if kind == "deepseek_v3":
+    if kind in ("deepseek_v3", "kimi_k2", "glm4_moe"):
         shapes["mlp.gate.e_score_correction_bias"] = (count,)
+    if "n_shared_experts" in config:
         shapes |= _gated("mlp.shared_experts", embed, config["n_shared_experts"] * width)
-    if kind == "qwen3_next":
+    if "shared_expert_intermediate_size" in config:
         shapes["mlp.shared_expert_gate.weight"] = (1, embed)
         shapes |= _gated("mlp.shared_expert", embed, config["shared_expert_intermediate_size"])
     return shapes
+
+
+def _joined(kind: str, embed: int, mlp: int, count: int | None) -> Shapes:
+    """The feed-forward layers with gate and up projections in one tensor."""
+    if count is None:
+        return {"mlp.gate_up_proj.weight": (2 * mlp, embed), "mlp.down_proj.weight": (embed, mlp)}
+    if kind == "granitemoe":
+        return {
+            "block_sparse_moe.router.layer.weight": (count, embed),
+            "block_sparse_moe.input_linear.weight": (count, 2 * mlp, embed),
+            "block_sparse_moe.output_linear.weight": (count, embed, mlp),
+        }
+    return {
+        "mlp.router.weight": (count, embed),
+        "mlp.router.bias": (count,),
+        "mlp.experts.gate_up_proj": (count, embed, 2 * mlp),
+        "mlp.experts.gate_up_proj_bias": (count, 2 * mlp),
+        "mlp.experts.down_proj": (count, mlp, embed),
+        "mlp.experts.down_proj_bias": (count, embed),
+    }
 
 
 def small_checkpoint(name: str, directory: Path, *, files: int = 3) -> dict[str, np.ndarray]:
@@ -192,9 +223,9 @@ def small_checkpoint(name: str, directory: Path, *, files: int = 3) -> dict[str,
     }
     if name == "Qwen3-0.6B":
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-    if name == "DeepSeek-V3":
-        for each in [each for each in tensors if each.endswith("e_score_correction_bias")]:
-            tensors[each] = tensors[each].astype(np.float32)
+    for each in [each for each in tensors if each.endswith("e_score_correction_bias")]:
+        tensors[each] = tensors[each].astype(np.float32)
+    if name in ("DeepSeek-V3", "GLM-4.5-Air"):
         tensors["model.layers.2.embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
         tensors["model.layers.2.shared_head.head.weight"] = tensors["lm_head.weight"]
     coded = _coded(tensors, config.get("quantization_config"))

@@ -17,7 +17,7 @@ from stack_core.ops.definitions import linear_cross_entropy
 from stack_core.ops.references import attention_tiles
 from stack_core.programs.hlo import parse_hlo
 from stack_core.programs.hlo_costs import executed_flops
-from stack_train.models import deepseek_v3, gemma3, llama
+from stack_train.models import deepseek_v3, gemma3, llama, llama4
 from stack_train.nn.context import from_zigzag, to_zigzag
 from stack_train.objectives import CausalLMConfig
 from stack_train.optim import SgdConfig
@@ -31,6 +31,9 @@ LATENT = deepseek_v3.DeepseekV3Config(
     **SIZES, layers=2, heads=2, mlp=32, experts=4, active_experts=2, expert_mlp=16, kv_rank=16, nope_dim=8, rope_dim=4
 )
 GROUPED = llama.LlamaConfig(**SIZES, layers=2, heads=4, kv_heads=2, mlp=64, context_keys="gathered")
+CHUNKED = llama4.Llama4Config(
+    **SIZES, layers=2, heads=4, kv_heads=2, mlp=64, sparse_step=3, nope_interval=2, chunk=6, temperature_tokens=5
+)
 GATHERED = dataclasses.replace(WINDOWED, context_keys="gathered")
 FEW = (
     (gemma3.FAMILY, WINDOWED, {"context": 2, "tensor": 2, "data": 2}),
@@ -44,6 +47,8 @@ ALL = (
     (gemma3.FAMILY, WINDOWED, {"context": 2, "tensor": 2}),
     (gemma3.FAMILY, WINDOWED, {"context": 4, "data": 2}),
     (llama.FAMILY, GROUPED, {"context": 4, "tensor": 2}),
+    (llama4.FAMILY, CHUNKED, {"context": 4}),
+    (llama4.FAMILY, dataclasses.replace(CHUNKED, context_keys="gathered"), {"context": 2}),
     (deepseek_v3.FAMILY, LATENT, {"context": 2, "expert": 2}),
     (deepseek_v3.FAMILY, dataclasses.replace(LATENT, context_keys="gathered"), {"context": 2}),
 )

@@ -29,7 +29,7 @@ def first_layer(module):
     return nnx.merge(graph, jax.tree.map(lambda leaf: leaf[0], state))
 
 
-def by_hand(layer, x, router):
+def by_hand(layer, x, router, *, scaled_inputs=False):
     """Token by token in NumPy."""
     gate, up, down = (np.asarray(each[...]) for each in (layer.expert_gate, layer.expert_up, layer.expert_down))
     outputs = []
@@ -38,17 +38,24 @@ def by_hand(layer, x, router):
         scores = 1 / (1 + np.exp(-logits)) if router.score == "sigmoid" else np.exp(logits) / np.exp(logits).sum()
         choice = scores if layer.selection_bias is None else scores + np.asarray(layer.selection_bias[...])
         groups = choice.reshape(router.groups, -1)
-        best = np.argsort(-np.sort(groups, axis=1)[:, -2:].sum(axis=1))[: router.kept_groups]
+        best = np.argsort(-np.sort(groups, axis=1)[:, -router.group_best :].sum(axis=1))[: router.kept_groups]
         allowed = np.isin(np.arange(router.experts) // groups.shape[1], best)
         chosen = np.argsort(-np.where(allowed, choice, -np.inf))[: router.active]
         weights = scores[chosen] / scores[chosen].sum() if router.normalized else scores[chosen]
-        hidden = [(h := token @ gate[e]) / (1 + np.exp(-h)) * (token @ up[e]) @ down[e] for e in chosen]
-        outputs.append(router.scale * sum(w * h for w, h in zip(weights, hidden, strict=True)))
+        before, after = (weights, np.ones_like(weights)) if scaled_inputs else (np.ones_like(weights), weights)
+        inputs = [w * token for w in before]
+        hidden = [
+            (h := x @ gate[e]) / (1 + np.exp(-h)) * (x @ up[e]) @ down[e] for x, e in zip(inputs, chosen, strict=True)
+        ]
+        outputs.append(router.scale * sum(w * h for w, h in zip(after, hidden, strict=True)))
     return np.array(outputs).reshape(x.shape)
 
 
+BEST = Router(experts=6, active=2, normalized=False, groups=3, kept_groups=2, group_best=1)
+
+
 @pytest.mark.parametrize(
-    "router", [Router(experts=5, active=2), Router(experts=4, active=3, normalized=False), GROUPED], ids=str
+    "router", [Router(experts=5, active=2), Router(experts=4, active=3, normalized=False), GROUPED, BEST], ids=str
 )
 def test_a_mixture_is_the_sum_over_each_tokens_experts(router):
     layer = first_layer(build(Experts(router=router, width=12)))
@@ -56,6 +63,12 @@ def test_a_mixture_is_the_sum_over_each_tokens_experts(router):
         layer.selection_bias[...] = jnp.array([0.5, -0.5, 0.0, 0.3, 0.0, -0.2])
     expected = by_hand(layer, X, router)
     np.testing.assert_allclose(layer(X, ROWS)[0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_of_inputs_act_before_the_experts():
+    router = Router(experts=4, active=2, score="sigmoid", normalized=False)
+    layer = first_layer(build(Experts(router=router, width=12, scaled_inputs=True)))
+    np.testing.assert_allclose(layer(X, ROWS)[0], by_hand(layer, X, router, scaled_inputs=True), rtol=1e-4, atol=1e-5)
 
 
 def test_the_bias_chooses_and_does_not_weigh():

@@ -29,11 +29,14 @@ class AttentionSpec:
       window: (left, right) window of visible tokens, or None.
       softcap: soft cap of the attention logits, or None.
       scale: factor of the attention logits; None is the default of `ops.attention`.
+      chunk: number of consecutive positions, from 0 on, that attend only to each other; None has no chunks. The window
+        of such a layer is (chunk - 1, 0).
     """
 
     window: tuple[int | None, int | None] | None = None
     softcap: float | None = None
     scale: float | None = None
+    chunk: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,7 @@ class KeysValues:
       value_dim: features per value.
       dtype: dtype of both arrays.
       window: number of tokens visible to a query, itself included; older ones may be dropped. None means all.
+      chunk: see `AttentionSpec`.
     """
 
     repeats: int
@@ -55,6 +59,7 @@ class KeysValues:
     value_dim: int
     dtype: str
     window: int | None = None
+    chunk: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -197,6 +197,12 @@ class DenseKVCache:
         return DenseKVCache(layers, self.lengths + (tokens if self.expected is None else self.expected))
 
     def _attention(self, query: Any, keys: Any, values: Any, spec: AttentionSpec, sinks: Any) -> Any:
+        segment_ids = None
+        if spec.chunk is not None:
+            # The window reaches into one earlier chunk at most, which has the other parity.
+            at = self.lengths[:, None] + jnp.arange(query.shape[1]), jnp.arange(keys.shape[2])[None]
+            of_query, of_keys = (positions // spec.chunk % 2 for positions in at)
+            segment_ids = (of_query, jnp.broadcast_to(of_keys, (len(of_query), keys.shape[2])))
         return ops.attention(
             query,
             keys.swapaxes(1, 2),
@@ -205,6 +211,7 @@ class DenseKVCache:
             query_offset=self.lengths,
             kv_lengths=self.lengths + query.shape[1],
             window=spec.window,
+            segment_ids=segment_ids,
             softcap=spec.softcap,
             scale=spec.scale,
             sinks=sinks,

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from stack_core import ops
 from stack_core.abi.caches import AttentionSpec, KeysValues, Latent, LayerState, Recurrent, Transition
+from stack_core.abi.errors import ConfigError
 from stack_core.ops.building import holds_values, stack_key_value
 from stack_core.ops.kv_cache import CODE_DTYPES, CodedVectors, coded
 from stack_serve.llm.config import ANY_LAYOUT, CacheType, PageLayout
@@ -300,6 +301,9 @@ def empty_layers(
       slots: number of slots for recurrent states.
       layout: axis order of the pools.
       dtype: dtype of keys, values and latents; recurrent states always have the dtype given by the model.
+
+    Raises:
+      ConfigError: a layer has chunked attention.
     """
 
     def pool(state: KeysValues | Latent, kv_heads: int, features: int) -> Any:
@@ -311,6 +315,11 @@ def empty_layers(
 
     def layer(state: LayerState) -> PagedLayer | SlotStates:
         match state:
+            case KeysValues(chunk=int(chunk)):
+                raise ConfigError(
+                    f"The paged engine has no chunked attention, which this model has (chunks of {chunk} tokens). "
+                    "Serve it with the engine static."
+                )
             case KeysValues(kv_heads=heads, key_dim=key_dim, value_dim=value_dim):
                 value = None if holds_values(layout) else pool(state, heads, value_dim)
                 return PagedLayer(pool(state, heads, key_dim), value)

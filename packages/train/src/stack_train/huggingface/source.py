@@ -135,9 +135,15 @@ def _read_config(directory: Path) -> dict[str, Any]:
 def _family_of(mapping: Mapping[str, Any], directory: Path) -> Any:
     families = [registries.models[name] for name in registries.models]
     known = {family.config_map.architecture: family for family in families if isinstance(family, ConvertibleFamily)}
-    parts = {name: family for family in families if isinstance(family, IsPart) for name in family.published_in}
+    parts: list[tuple[str, Any]] = [
+        (name, family) for family in families if isinstance(family, IsPart) for name in family.published_in
+    ]
+    # Language models of several families are published in the same larger architecture; `model_type` tells them apart.
+    text = mapping.get("text_config")
+    kind = text.get("model_type") if isinstance(text, Mapping) else None
+    parts.sort(key=lambda part: part[1].config_map.model_type == kind)  # the last one of a name is kept
     # An architecture of its own takes precedence over the same name as a part of a larger model.
-    known = parts | known
+    known = dict(parts) | known
     if (architecture := _architecture(mapping)) not in known:
         raise ConversionError(
             f"{directory} is of architecture {architecture!r}, which no installed model has."

@@ -115,19 +115,21 @@ class DecoderConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A decoder layer, h = x + attention(norm(x)); y = h + feed_forward(norm(h)).
+    """A decoder layer, h = x + scale attention(norm(x)); y = h + scale feed_forward(norm(h)).
 
     Attributes:
       attention: specification of the layer that mixes tokens.
       feed_forward: specification of the feed-forward layer.
       input_norms: normalizes the inputs of attention and feed-forward layer.
       output_norms: normalizes their outputs, before the residual sum.
+      residual_scale: scale of their outputs in the residual sum.
     """
 
     attention: Mixer
     feed_forward: TokenLayer
     input_norms: bool = True
     output_norms: bool = False
+    residual_scale: float = 1.0
 
     def build(self, build: Build) -> "Block":
         return Block(self, build)
@@ -142,6 +144,7 @@ class DecoderSpec:
       norm: RMS norm of all layers.
       further: identical multi-token prediction layers; see `MultiTokenLayer`.
       embedding_scale: factor of embedded tokens.
+      logit_scale: factor of the logits; see `Head`.
       logit_softcap: soft cap of the logits; see `Head`.
     """
 
@@ -149,6 +152,7 @@ class DecoderSpec:
     norm: Norm
     further: tuple[Layer, ...] = ()
     embedding_scale: float = 1.0
+    logit_scale: float = 1.0
     logit_softcap: float | None = None
 
 
@@ -156,7 +160,7 @@ class Block(nnx.Module):
     """Module of a `Layer`. Its parameters are stacked, [repeats, ...]; a call uses the slice of one layer."""
 
     def __init__(self, spec: Layer, build: Build) -> None:
-        self.norm = build.norm
+        self.norm, self.residual_scale = build.norm, spec.residual_scale
         self.attention_norm = build.scale(build.embed) if spec.input_norms else None
         self.attention = spec.attention.build(build.child())
         self.attention_output_norm = build.scale(build.embed) if spec.output_norms else None
@@ -182,7 +186,8 @@ class Block(nnx.Module):
 
     def _add(self, x: jax.Array, added: jax.Array, scale: Parameter | None) -> ResidualStream:
         added = shard_residual(added)
-        return ResidualStream(x, added if scale is None else self.norm(added, scale, STREAM))
+        added = added if scale is None else self.norm(added, scale, STREAM)
+        return ResidualStream(x, added if self.residual_scale == 1.0 else added * self.residual_scale)
 
 
 class MultiTokenLayer(nnx.Module):
@@ -228,7 +233,8 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: DecoderConfig, spec: DecoderSpec, *, key: jax.Array) -> None:
         self.config, self.norm_spec = config, spec.norm
-        self.embedding_scale, self.logit_softcap = spec.embedding_scale, spec.logit_softcap
+        self.embedding_scale = spec.embedding_scale
+        self.logit_scale, self.logit_softcap = spec.logit_scale, spec.logit_softcap
         self.groups = groups_of(spec.layers)
         # Keys 0 and 1 are for embedding and head, so tying the head leaves the values of the layers unchanged.
         self.embedding = self._matrix((config.vocab_size, config.embed), ("vocab", "embed"), jax.random.fold_in(key, 0))
@@ -314,7 +320,7 @@ class Decoder(nnx.Module):
         weight = self.embedding[...].T if self.lm_head is None else self.lm_head[...]
         # Gathered once here; otherwise the loss would gather it in every iteration of its loop over chunks of rows.
         weight = constrain(weight.astype(self.config.dtype), "act_embed", "act_vocab", name="head")
-        return Head(weight, softcap=self.logit_softcap)
+        return Head(weight, scale=self.logit_scale, softcap=self.logit_softcap)
 
     def logits(self, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         """Returns float32 logits[..., vocab] of hidden[..., embed]."""

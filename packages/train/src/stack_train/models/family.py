@@ -27,7 +27,7 @@ class DecoderFamily:
       config_class: config class of the family.
       config_map: mapping between the config and `config.json`.
       spec: function from a config to its architecture.
-      names: tensor names that differ from the default names.
+      names: tensor names that differ from the default names, or a function from a config to them.
       further_prefix: prefix of the tensor names of multi-token prediction layers; None numbers them after the other
         layers.
       redundant: see `redundant_tensors`.
@@ -40,7 +40,7 @@ class DecoderFamily:
     config_class: type
     config_map: ConfigMap
     spec: Callable[[Any], DecoderSpec]
-    names: Names = field(default_factory=dict)
+    names: Names | Callable[[Any], Names] = field(default_factory=dict)
     further_prefix: str | None = None
     redundant: Mapping[str, str | None] = field(default_factory=dict)
     published_in: tuple[str, ...] = ()
@@ -52,20 +52,21 @@ class DecoderFamily:
 
     def weight_rules(self, config: DecoderConfig) -> tuple[WeightRule, ...]:
         """Returns one rule per parameter, in the order in which a checkpoint is read and written."""
-        groups = groups_of(self.spec(config).layers)
+        spec = self.spec(config)
+        groups, names = groups_of(spec.layers), self.names(config) if callable(self.names) else self.names
         # Only the paths are needed, so nothing is allocated.
         model = nnx.eval_shape(lambda: self.build(config, key=jax.random.key(0)))
         paths: list[Any] = [path for path, _ in nnx.to_flat_state(nnx.state(model))]
-        return tuple(self._rule(path, groups, self.spec(config)) for path in paths)
+        return tuple(self._rule(path, groups, spec, names) for path in paths)
 
-    def _rule(self, path: Any, groups: Any, spec: DecoderSpec) -> WeightRule:
+    def _rule(self, path: Any, groups: Any, spec: DecoderSpec, names: Names) -> WeightRule:
         if path[0] == "blocks":
-            return weight_rule(path, groups[path[1]].layers(path[2]), self.names)
+            return weight_rule(path, groups[path[1]].layers(path[2]), names)
         if path[0] != "further":
-            return weight_rule(path, (), self.names)
+            return weight_rule(path, (), names)
         first = len(spec.layers) if self.further_prefix is None else 0
         prefix = {} if self.further_prefix is None else {"prefix": self.further_prefix}
-        return weight_rule(path, range(first, first + len(spec.further)), self.names, **prefix)
+        return weight_rule(path, range(first, first + len(spec.further)), names, **prefix)
 
     def redundant_tensors(self, config: DecoderConfig) -> Mapping[str, str | None]:
         """Returns optional tensors of a checkpoint, each with the tensor that it repeats, or None if it is unused.

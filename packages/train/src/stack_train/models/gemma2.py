@@ -13,7 +13,7 @@ from stack_core.abi.config import config
 from stack_train.models.decoder import DecoderConfig, DecoderSpec, Layer
 from stack_train.models.family import DecoderFamily
 from stack_train.models.gemma3 import GEMMA_NAMES, GEMMA_SETTINGS
-from stack_train.models.reader import ConfigMap, Reader, Setting, alternating, read_rope, write_rope
+from stack_train.models.reader import ConfigMap, Reader, Setting, periodic, read_rope, write_rope
 from stack_train.nn.feed_forward import Gated
 from stack_train.nn.residual import Norm
 
@@ -56,12 +56,12 @@ def spec(config: Gemma2Config) -> DecoderSpec:
 
 
 def _read(reader: Reader) -> dict[str, Any]:
-    reader.expect_layers(alternating(reader.get("num_hidden_layers", default=26)))
+    reader.expect_layers(periodic(reader.get("num_hidden_layers", default=26), 2))
     return read_rope(reader)
 
 
 def _write(config: Gemma2Config) -> dict[str, Any]:
-    return {**write_rope(config), "layer_types": alternating(config.layers)}
+    return {**write_rope(config), "layer_types": periodic(config.layers, 2)}
 
 
 FAMILY = DecoderFamily(

@@ -12,7 +12,7 @@ from pydantic import PositiveFloat, PositiveInt
 from stack_core.abi.config import config
 from stack_train.models.decoder import DecoderConfig, DecoderSpec, Layer
 from stack_train.models.family import DecoderFamily
-from stack_train.models.reader import ConfigMap, Reader, Setting, read_rope, write_rope
+from stack_train.models.reader import ConfigMap, Reader, Setting, periodic, read_rope, write_rope
 from stack_train.models.weight_map import Names
 from stack_train.nn.attention import Rope
 from stack_train.nn.feed_forward import Gated
@@ -57,20 +57,16 @@ def spec(config: Gemma3Config) -> DecoderSpec:
         return Layer(attention=config.attention(**fields, **local), feed_forward=feed_forward, output_norms=True)
 
     return DecoderSpec(
-        layers=tuple(map(layer, _kinds(config.layers, config.period))),
+        layers=tuple(map(layer, periodic(config.layers, config.period))),
         norm=Norm(epsilon=config.norm_epsilon, offset=1.0),
         embedding_scale=config.embed**0.5,
         logit_softcap=config.logit_softcap,
     )
 
 
-def _kinds(layers: int, period: int) -> list[str]:
-    return [_LOCAL if (layer + 1) % period else _GLOBAL for layer in range(layers)]
-
-
 def _read(reader: Reader) -> dict[str, Any]:
     period = reader.get("sliding_window_pattern", "_sliding_window_pattern", default=6)
-    reader.expect_layers(_kinds(reader.get("num_hidden_layers", default=26), period))
+    reader.expect_layers(periodic(reader.get("num_hidden_layers", default=26), period))
     local = (reader.get("rope_parameters") or {}).get(_LOCAL, {})
     if local.get("rope_type", "default") != "default":
         reader.problems.append(f"rope_parameters.{_LOCAL}={local!r}, not of rope_type 'default'")
@@ -84,7 +80,7 @@ def _write(config: Gemma3Config) -> dict[str, Any]:
     return {
         **write_rope(config),
         "sliding_window_pattern": config.period,
-        "layer_types": _kinds(config.layers, config.period),
+        "layer_types": periodic(config.layers, config.period),
         "rope_local_base_freq": config.local_theta,
     }
 

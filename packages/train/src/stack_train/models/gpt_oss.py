@@ -14,7 +14,7 @@ from stack_core.abi.config import config
 from stack_train.models.decoder import DecoderSpec, Layer
 from stack_train.models.family import DecoderFamily
 from stack_train.models.mixtral import ExpertsConfig
-from stack_train.models.reader import ConfigMap, Reader, Setting, alternating, read_rope, write_rope
+from stack_train.models.reader import ConfigMap, Reader, Setting, periodic, read_rope, write_rope
 from stack_train.models.weight_map import Stored
 from stack_train.nn.experts import Experts, Router
 from stack_train.nn.residual import Norm
@@ -65,13 +65,13 @@ def spec(config: GptOssConfig) -> DecoderSpec:
 
 
 def _read(reader: Reader) -> dict[str, Any]:
-    reader.expect_layers(alternating(reader.get("num_hidden_layers", default=36)))
+    reader.expect_layers(periodic(reader.get("num_hidden_layers", default=36), 2))
     reader.expect("experts_per_token", reader.get("num_experts_per_tok", default=4))  # published as a duplicate
     return read_rope(reader, theta=150_000.0)
 
 
 def _write(config: GptOssConfig) -> dict[str, Any]:
-    return {**write_rope(config), "layer_types": alternating(config.layers)}
+    return {**write_rope(config), "layer_types": periodic(config.layers, 2)}
 
 
 _EXPERTS = "mlp.experts."

@@ -15,10 +15,11 @@ from stack_core.abi.errors import ConfigError
 from stack_train.models.decoder import DecoderConfig, DecoderSpec, Layer
 from stack_train.models.family import DecoderFamily
 from stack_train.models.reader import ConfigMap, Setting, read_rope
+from stack_train.models.weight_map import Names
 from stack_train.nn.experts import Experts, Router
 from stack_train.nn.residual import Norm
 
-__all__ = ["FAMILY", "ExpertsConfig", "MixtralConfig"]
+__all__ = ["FAMILY", "MIXTRAL_NAMES", "ExpertsConfig", "MixtralConfig"]
 
 
 @config
@@ -69,6 +70,14 @@ def spec(config: MixtralConfig) -> DecoderSpec:
     return DecoderSpec(layers=(layer,) * config.layers, norm=Norm(epsilon=config.norm_epsilon))
 
 
+MIXTRAL_NAMES: Names = {
+    "feed_forward/router": "block_sparse_moe.gate",
+    "feed_forward/expert_gate": "block_sparse_moe.experts.{expert}.w1.weight",
+    "feed_forward/expert_down": "block_sparse_moe.experts.{expert}.w2.weight",
+    "feed_forward/expert_up": "block_sparse_moe.experts.{expert}.w3.weight",
+}
+"""Tensor names of the mixtures."""
+
 FAMILY = DecoderFamily(
     name="mixtral",
     config_class=MixtralConfig,
@@ -88,12 +97,7 @@ FAMILY = DecoderFamily(
         read_others=partial(read_rope, theta=1_000_000.0),
     ),
     spec=spec,
-    names={
-        "feed_forward/router": "block_sparse_moe.gate",
-        "feed_forward/expert_gate": "block_sparse_moe.experts.{expert}.w1.weight",
-        "feed_forward/expert_down": "block_sparse_moe.experts.{expert}.w2.weight",
-        "feed_forward/expert_up": "block_sparse_moe.experts.{expert}.w3.weight",
-    },
+    names=MIXTRAL_NAMES,
     sizes=("8x7B", "8x22B"),
     tested=("logits", "greedy", "conversion", "pages", "w8a8 pages"),
 )

@@ -13,10 +13,11 @@ from stack_core.abi.config import config
 from stack_train.models.decoder import DecoderConfig, DecoderSpec, Layer
 from stack_train.models.family import DecoderFamily
 from stack_train.models.reader import ConfigMap, Setting
+from stack_train.models.weight_map import Names
 from stack_train.nn.feed_forward import Gated
 from stack_train.nn.residual import Norm
 
-__all__ = ["FAMILY", "Olmo2Config"]
+__all__ = ["FAMILY", "OLMO_NAMES", "Olmo2Config"]
 
 
 @config
@@ -45,6 +46,12 @@ def spec(config: Olmo2Config) -> DecoderSpec:
     return DecoderSpec(layers=(layer,) * config.layers, norm=Norm(epsilon=config.norm_epsilon))
 
 
+OLMO_NAMES: Names = {
+    "attention_output_norm": "post_attention_layernorm.weight",
+    "feed_forward_output_norm": "post_feedforward_layernorm.weight",
+}
+"""Tensor names of the norms in layers that normalize outputs only."""
+
 FAMILY = DecoderFamily(
     name="olmo2",
     config_class=Olmo2Config,
@@ -59,10 +66,7 @@ FAMILY = DecoderFamily(
         fixed={"hidden_act": "silu"},
     ),
     spec=spec,
-    names={
-        "attention_output_norm": "post_attention_layernorm.weight",
-        "feed_forward_output_norm": "post_feedforward_layernorm.weight",
-    },
+    names=OLMO_NAMES,
     sizes=("1B", "7B", "13B", "32B"),
     tested=("logits", "greedy", "conversion", "pages"),
 )

@@ -14,11 +14,12 @@ from stack_train.models.decoder import DecoderSpec, Layer
 from stack_train.models.family import DecoderFamily
 from stack_train.models.mixtral import ExpertsConfig
 from stack_train.models.reader import ConfigMap, Reader, Setting, read_rope, write_rope
+from stack_train.models.weight_map import Names
 from stack_train.nn.experts import Experts, Router
 from stack_train.nn.feed_forward import Gated, TokenLayer
 from stack_train.nn.residual import Norm
 
-__all__ = ["FAMILY", "QWEN_EXPERTS", "Qwen3MoeConfig", "SparseConfig"]
+__all__ = ["FAMILY", "QWEN_EXPERTS", "SHARED_NAMES", "Qwen3MoeConfig", "SparseConfig"]
 
 
 @config
@@ -88,6 +89,12 @@ QWEN_EXPERTS = (
     Setting("normalized", ("norm_topk_prob",), False),
 )
 """The settings of a `SparseConfig`."""
+
+SHARED_NAMES: Names = {
+    "feed_forward/shared_gate": "mlp.shared_expert_gate",
+    **{f"feed_forward/shared/{name}": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")},
+}
+"""Tensor names of a shared expert and its gate."""
 
 FAMILY = DecoderFamily(
     name="qwen3_moe",

@@ -1,6 +1,6 @@
 """Conversion between model configs and Hugging Face `config.json` files of transformers 4 and 5."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -9,7 +9,7 @@ from stack_core.abi.config import parse, to_mapping
 from stack_core.abi.errors import ConfigError, ConversionError, nearest
 from stack_train.models.harmless_keys import HARMLESS_KEYS
 
-__all__ = ["COMMON", "ConfigMap", "Reader", "Setting", "alternating", "read_rope", "write_rope"]
+__all__ = ["COMMON", "ConfigMap", "Reader", "Setting", "periodic", "read_rope", "read_rotary_share", "write_rope"]
 
 _SCALINGS = {
     "linear": ops.LinearScaling,
@@ -17,6 +17,7 @@ _SCALINGS = {
     "llama3": ops.Llama3Scaling,
     "yarn": ops.YarnScaling,
     "longrope": ops.LongRopeScaling,
+    "su": ops.LongRopeScaling,  # former name
 }
 
 
@@ -96,13 +97,18 @@ COMMON = (
 """Settings of all decoders; a family's settings of the same name override them."""
 
 
-def alternating(layers: int) -> list[str]:
-    """Returns the `layer_types` of a decoder with a sliding window in the first layer and every second one after it."""
-    return ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
+def periodic(layers: int, period: int) -> list[str]:
+    """Returns the `layer_types` of a decoder with a sliding window in all but every `period`-th layer."""
+    return ["sliding_attention" if (layer + 1) % period else "full_attention" for layer in range(layers)]
 
 
 def read_rope(
-    reader: Reader, *, theta: float = 10_000.0, kind: str | None = None, partial: bool = False
+    reader: Reader,
+    *,
+    theta: float = 10_000.0,
+    kind: str | None = None,
+    original: int | None = None,
+    handled: Collection[str] = (),
 ) -> dict[str, Any]:
     """Reads `rope_theta` and `rope_scaling`, from transformers 5's `rope_parameters` or the keys of transformers 4.
 
@@ -110,24 +116,32 @@ def read_rope(
       reader: the `config.json`.
       theta: default of transformers for `rope_theta`.
       kind: kind of layer whose entry is read if `rope_parameters` has one per kind.
-      partial: the caller handles `partial_rotary_factor`, which must be 1 otherwise.
+      original: pretrained context length for scalings without `original_max_position_embeddings`.
+      handled: keys of `rope_parameters` that the caller reads.
     """
     nested = reader.get("rope_parameters") or {}
     # One entry for each kind of layer, or one for all.
     rope = {**(reader.get("rope_scaling") or {}), **nested.get(kind, nested)}
-    found = rope.pop("rope_theta", None) or reader.get("rope_theta") or theta
+    outer = reader.get("rope_theta")
+    found = rope.pop("rope_theta", None) or outer or theta
     # Older files have `type` instead of `rope_type`.
     legacy_type = rope.pop("type", "default")
     rope_type = rope.pop("rope_type", legacy_type)
     share = rope.pop("partial_rotary_factor", None)
-    if not partial and share not in (None, 1.0):
+    if "partial_rotary_factor" not in handled and share not in (None, 1.0):
         reader.problems.append(f"partial_rotary_factor={share}, not 1.0")
-    rope = {name: value for name, value in rope.items() if value is not None}
+    rope = {name: value for name, value in rope.items() if value is not None and name not in handled}
     positions = reader.get("max_position_embeddings")
-    return {"rope_theta": float(found), "rope_scaling": _scaling(rope_type, rope, positions)}
+    return {"rope_theta": float(found), "rope_scaling": _scaling(rope_type, rope, positions, original)}
 
 
-def _scaling(rope_type: str, rope: dict[str, Any], positions: int | None) -> Any:
+def read_rotary_share(reader: Reader, default: float) -> float:
+    """Reads `partial_rotary_factor`, the fraction of a head's features with rotary positions, which may be nested."""
+    nested, outer = reader.get("rope_parameters", "rope_scaling") or {}, reader.get("partial_rotary_factor")
+    return float(nested.get("partial_rotary_factor") or outer or default)
+
+
+def _scaling(rope_type: str, rope: dict[str, Any], positions: int | None, original: int | None) -> Any:
     if rope_type == "default":
         return None
     if rope_type not in _SCALINGS:
@@ -139,7 +153,7 @@ def _scaling(rope_type: str, rope: dict[str, Any], positions: int | None) -> Any
     if rope_type == "dynamic":
         rope = {"factor": rope.get("factor"), "max_position_embeddings": positions}
     elif rope_type != "linear":
-        original = rope.setdefault("original_max_position_embeddings", positions)
+        original = rope.setdefault("original_max_position_embeddings", original or positions)
         # transformers derives a missing factor from the two lengths.
         if rope_type != "llama3" and original:
             rope.setdefault("factor", (positions or original) / original)

@@ -16,7 +16,7 @@ from stack_train.models.reader import ConfigMap, Reader, Setting, read_rope, wri
 from stack_train.nn.feed_forward import Gated
 from stack_train.nn.residual import Norm
 
-__all__ = ["FAMILY", "SmolLM3Config"]
+__all__ = ["FAMILY", "SmolLM3Config", "rope_layers"]
 
 
 @config
@@ -45,18 +45,18 @@ def spec(config: SmolLM3Config) -> DecoderSpec:
         attention = config.attention(bias=config.attention_bias, output_bias=config.attention_bias, **positions)
         return Layer(attention=attention, feed_forward=Gated(width=config.mlp, bias=config.mlp_bias))
 
-    layers = tuple(map(layer, _rope_layers(config.layers, config.nope_interval)))
+    layers = tuple(map(layer, rope_layers(config.layers, config.nope_interval)))
     return DecoderSpec(layers=layers, norm=Norm(epsilon=config.norm_epsilon))
 
 
-def _rope_layers(layers: int, interval: int) -> list[int]:
+def rope_layers(layers: int, interval: int) -> list[int]:
     """Returns `no_rope_layers` of config.json, which is 1 for layers with rotary positions and 0 for the others."""
     return [int((layer + 1) % interval != 0) for layer in range(layers)]
 
 
 def _read(reader: Reader) -> dict[str, Any]:
     layers, interval = reader.get("num_hidden_layers", default=36), reader.get("no_rope_layer_interval", default=4)
-    reader.expect("no_rope_layers", _rope_layers(layers, interval))
+    reader.expect("no_rope_layers", rope_layers(layers, interval))
     reader.expect_layers(["full_attention"] * layers)
     reader.get("sliding_window", "max_window_layers")  # ignored: transformers reads them with use_sliding_window only
     return {**read_rope(reader, theta=2_000_000.0), "nope_interval": interval}
@@ -67,7 +67,7 @@ def _write(config: SmolLM3Config) -> dict[str, Any]:
     return {
         **write_rope(config),
         "no_rope_layer_interval": interval,
-        "no_rope_layers": _rope_layers(config.layers, interval),
+        "no_rope_layers": rope_layers(config.layers, interval),
     }
 
 

@@ -13,15 +13,17 @@ __all__ = ["Names", "Stored", "WeightRule", "joined_tensors", "shared_tensors", 
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """A tensor that contains a parameter as a part, without transposition.
+    """A tensor that contains a parameter as a part.
 
     Attributes:
       name: name of the tensor within a layer.
-      part, part_axis, interleaved: see `WeightRule`.
+      transposed, part, units, part_axis, interleaved: see `WeightRule`.
     """
 
     name: str
+    transposed: bool = False
     part: tuple[int, int] = (0, 1)
+    units: int = 1
     part_axis: Literal[-2, -1] = -1
     interleaved: bool = False
 
@@ -70,7 +72,9 @@ class WeightRule:
         [layers, experts, ...].
       layers: layer of the model for each index of the parameter's first axis; empty if it is not stacked.
       transposed: True if the last two axes are swapped in the tensor; torch stores linear weights as [d_out, d_in].
-      part: (i, n) if the parameter is the i-th of n equal parts of the tensor; (0, 1) is the complete tensor.
+      part: (i, n) if the parameter starts at the i-th of n equal parts of the tensor; (0, 1) is the complete tensor.
+      units: number of these parts that the parameter has, such as the query heads per key head in a tensor of queries,
+        keys and values.
       part_axis: axis of the tensor along which it is divided into parts.
       interleaved: True if the parameter is every n-th entry from the i-th on, instead of a contiguous slice.
       fused: location in checkpoints of another layout, which is read but never written.
@@ -81,6 +85,7 @@ class WeightRule:
     layers: Sequence[int] = ()
     transposed: bool = False
     part: tuple[int, int] = (0, 1)
+    units: int = 1
     part_axis: Literal[-2, -1] = -2
     interleaved: bool = False
     fused: "WeightRule | None" = None
@@ -98,7 +103,7 @@ class WeightRule:
             tensor_shape = (*tensor_shape[:-2], tensor_shape[-1], tensor_shape[-2])
         sizes = list(tensor_shape)
         if self.part[1] > 1:
-            sizes[self.part_axis] *= self.part[1]
+            sizes[self.part_axis] = sizes[self.part_axis] // self.units * self.part[1]
         return dict.fromkeys(names.flat, tuple(sizes))
 
     def part_of(self, tensor: np.ndarray) -> np.ndarray:
@@ -107,7 +112,7 @@ class WeightRule:
         if count == 1:
             return tensor
         size = tensor.shape[self.part_axis] // count
-        wanted = slice(index, None, count) if self.interleaved else slice(index * size, (index + 1) * size)
+        wanted = slice(index, None, count) if self.interleaved else slice(index * size, (index + self.units) * size)
         # A view, because `joined_tensors` writes into it through this function.
         return tensor[(..., wanted, *[slice(None)] * (-1 - self.part_axis))]
 
@@ -178,9 +183,9 @@ def weight_rule(path: Sequence[str | int], layers: Sequence[int], names: Names, 
     names = {**_LAYER_NAMES, **names}
     place = _place(path)
     match names.get(place):
-        case Stored(name=name, part=part, part_axis=axis, interleaved=interleaved):
-            options: Any = {"part": part, "part_axis": axis, "interleaved": interleaved}
-            return WeightRule(parameter, prefix + name, layers, **options)
+        case Stored() as stored:
+            options: Any = {name: value for name, value in vars(stored).items() if name != "name"}
+            return WeightRule(parameter, prefix + stored.name, layers, **options)
         case str(name) if place in _FUSED:
             whole, part = _FUSED[place]
             fused = WeightRule(parameter, prefix + whole, layers, transposed=True, part=part)

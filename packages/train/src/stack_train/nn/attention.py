@@ -10,12 +10,13 @@ from jaxtyping import Array, Float, Int
 
 from stack_core import ops
 from stack_core.abi.caches import AttentionSpec, KeysValues, KVCache, LayerState
+from stack_core.abi.errors import ConfigError
 from stack_core.abi.mesh import LogicalAxes, constrain
 from stack_train.nn.build import Build, Parameter
 from stack_train.nn.context import ContextKeys, attend
 from stack_train.nn.residual import Hidden, Rows
 
-__all__ = ["Attention", "GroupedAttention", "Mixer", "Rope"]
+__all__ = ["Attention", "GroupedAttention", "Mixer", "Rope", "Temperature"]
 
 _HEADS, _KV_HEADS = ("batch", "seq", "act_heads", None), ("batch", "seq", "act_kv_heads", None)
 _AXES: Final[dict[str, LogicalAxes]] = {"query": _HEADS, "key": _KV_HEADS, "value": _KV_HEADS}
@@ -82,6 +83,31 @@ class Rope:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Temperature:
+    """Scale of queries that grows with their position p, 1 + rate ln(1 + floor((p + offset) / tokens)).
+
+    Attributes:
+      rate: growth of the scale.
+      tokens: number of first positions with the scale 1, counted from -offset.
+      offset: number added to positions.
+
+    Source: Nakanishi, Scalable-Softmax Is Superior for Attention, 2025 (arXiv:2501.19399), in the variant of Llama 4.
+    """
+
+    rate: float
+    tokens: int
+    offset: int = 0
+
+    def __call__(
+        self, query: Float[Array, "batch seq heads head_dim"], positions: Int[Array, "batch seq"]
+    ) -> Float[Array, "batch seq heads head_dim"]:
+        """Multiplies queries by the scales of their positions."""
+        steps = (positions + self.offset) // self.tokens
+        scale = 1 + self.rate * jnp.log1p(steps.astype(jnp.float32))
+        return query * scale[:, :, None, None].astype(query.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Attention:
     """Causal grouped-query attention, y = softmax(scale rope(norm(x Q)) rope(norm(x K))^T) (x V) O.
 
@@ -91,12 +117,16 @@ class Attention:
       head_dim: width of a head.
       rope: rotary positions; None has no positional encoding (NoPE; Kazemnejad et al., 2023, arXiv:2305.19466).
       window: size of the attention window in tokens, the query included; None attends to all tokens.
+      chunk: number of consecutive tokens of a document that attend only to each other, instead of `window`; None has no
+        chunks.
       softcap: soft cap of the scores, or None.
       scale: scale of the scores; None is head_dim ** -0.5.
+      temperature: scale of queries by their position, or None.
       bias: adds biases to queries, keys and values.
       output_bias: adds a bias to the output.
       head_norms: applies an RMS norm to each head of queries and keys.
       whole_norms: applies an RMS norm to queries and keys over all heads together.
+      unit_norms: applies an RMS norm without a scale to each head of queries and keys, after their rotation.
       sinks: adds a learned logit per head to the softmax's denominator.
       gated: multiplies the output by the sigmoid of a gate, which is the second half of each projected query head.
       context_keys: see `ContextKeys`.
@@ -107,15 +137,22 @@ class Attention:
     head_dim: int
     rope: Rope | None
     window: int | None = None
+    chunk: int | None = None
     softcap: float | None = None
     scale: float | None = None
+    temperature: Temperature | None = None
     bias: bool = False
     output_bias: bool = False
     head_norms: bool = False
     whole_norms: bool = False
+    unit_norms: bool = False
     sinks: bool = False
     gated: bool = False
     context_keys: ContextKeys = "ring"
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.chunk is not None:
+            raise ConfigError(f"Attention has window={self.window} and chunk={self.chunk}; leave one of them out.")
 
     def build(self, build: Build) -> "GroupedAttention":
         return GroupedAttention(self, build)
@@ -126,7 +163,8 @@ class Attention:
             kv_heads=self.kv_heads,
             key_dim=self.head_dim,
             value_dim=self.head_dim,
-            window=self.window,
+            window=self._visible,
+            chunk=self.chunk,
             dtype=dtype,
         )
 
@@ -134,8 +172,21 @@ class Attention:
     def op_spec(self) -> AttentionSpec:
         """The options of `ops.attention`."""
         # The config counts the query's own token, `ops.attention` only earlier tokens.
-        window = None if self.window is None else (self.window - 1, 0)
-        return AttentionSpec(window=window, softcap=self.softcap, scale=self.scale)
+        window = None if self._visible is None else (self._visible - 1, 0)
+        return AttentionSpec(window=window, softcap=self.softcap, scale=self.scale, chunk=self.chunk)
+
+    @property
+    def _visible(self) -> int | None:
+        """The most tokens that a query attends to, itself included; None if unlimited."""
+        return self.window if self.chunk is None else self.chunk
+
+    def segments(self, rows: Rows) -> Int[Array, "batch seq"] | None:
+        """Returns ids of tokens that may attend to each other."""
+        if self.chunk is None:
+            return rows.segment_ids
+        # Adjacent chunks of a document differ, and the window hides all others.
+        parity = rows.positions // self.chunk % 2
+        return parity if rows.segment_ids is None else 2 * rows.segment_ids + parity
 
 
 class GroupedAttention(nnx.Module):
@@ -159,6 +210,7 @@ class GroupedAttention(nnx.Module):
         if spec.gated:
             query, gate = jnp.split(query, 2, axis=-1)
         query = self._rotated(query, self.query_norm, rows, _HEADS)
+        query = query if spec.temperature is None else spec.temperature(query, rows.positions)
         key = self._normed(self.key(x), self.key_norm, "act_kv_heads")
         key = self._rotated(self._heads(key, "act_kv_heads", "keys"), self.key_norm, rows, _KV_HEADS)
         value = self._heads(self.value(x), "act_kv_heads", "values")
@@ -169,7 +221,7 @@ class GroupedAttention(nnx.Module):
                 query,
                 key,
                 value,
-                segment_ids=rows.segment_ids,
+                segment_ids=spec.segments(rows),
                 window=how.window,
                 softcap=how.softcap,
                 scale=how.scale,
@@ -191,7 +243,11 @@ class GroupedAttention(nnx.Module):
 
     def _rotated(self, x: jax.Array, scale: Parameter | None, rows: Rows, axes: LogicalAxes) -> jax.Array:
         normed = self.norm(x, scale, axes) if self.spec.head_norms else x
-        return normed if self.spec.rope is None else self.spec.rope(normed, rows.positions, axes[2])
+        rotated = normed if self.spec.rope is None else self.spec.rope(normed, rows.positions, axes[2])
+        if not self.spec.unit_norms:
+            return rotated
+        found: Any = ops.norm(rotated, epsilon=self.norm.epsilon, axes={"x": axes})
+        return found
 
     def _normed(self, x: jax.Array, scale: Parameter | None, axis: str) -> jax.Array:
         return self.norm(x, scale, ("batch", "seq", axis)) if self.spec.whole_norms else x

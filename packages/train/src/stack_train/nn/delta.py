@@ -41,6 +41,8 @@ class DeltaAttention:
       key_dim: width of query and key heads.
       value_dim: width of value heads.
       kernel: size of the convolution in tokens, the current token included.
+      separate: stores x [Q K V], z, x B and x D in four matrices (Qwen3.5), instead of x [Q K V z] and x [B D] in two
+        whose columns are ordered by key head (Qwen3-Next).
     """
 
     key_heads: int
@@ -48,6 +50,7 @@ class DeltaAttention:
     key_dim: int
     value_dim: int
     kernel: int
+    separate: bool = False
 
     @property
     def mixed(self) -> int:
@@ -70,8 +73,15 @@ class GatedDelta(nnx.Module):
         embed, values = build.embed, spec.value_heads * spec.value_dim
         # This norm's scales start at 1 in Qwen3-Next, although its other norms have an offset.
         self.spec, self.norm_spec = spec, Norm(epsilon=build.norm.epsilon)
-        self.query_key_value_gate = build.linear((embed, spec.mixed + values), ("embed", "heads"))
-        self.beta_decay = build.linear((embed, 2 * spec.value_heads), ("embed", "heads"))
+        # The n-th matrix has the n-th key, so each layout creates its own ones only.
+        if spec.separate:
+            self.query_key_value = build.linear((embed, spec.mixed), ("embed", "heads"))
+            self.gate = build.linear((embed, values), ("embed", "heads"))
+            self.beta = build.linear((embed, spec.value_heads), ("embed", "heads"))
+            self.decay = build.linear((embed, spec.value_heads), ("embed", "heads"))
+        else:
+            self.query_key_value_gate = build.linear((embed, spec.mixed + values), ("embed", "heads"))
+            self.beta_decay = build.linear((embed, 2 * spec.value_heads), ("embed", "heads"))
         self.convolution = build.normal((spec.mixed, 1, spec.kernel), ("heads", None, None))
         self.log_rate = build.full(spec.value_heads, "heads", 0.0)
         self.step = build.full(spec.value_heads, "heads", 1.0)
@@ -98,17 +108,24 @@ class GatedDelta(nnx.Module):
     def _projected(self, x: Hidden) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Returns concatenated queries, keys and values, [batch, seq, mixed], and each head's gate, beta and decay."""
         spec, shape = self.spec, x.shape[:2]
-        shared = spec.value_heads // spec.key_heads
-        wide = shared * spec.value_dim
-        # Checkpoints order the features by key head: query, key, values and gates of one head are adjacent.
+        if spec.separate:
+            mixed, gate, beta, decay = self.query_key_value(x), self.gate(x), self.beta(x), self.decay(x)
+        else:
+            mixed, gate, beta, decay = self._split_by_key_head(x)
+        beta, decay = (part.astype(jnp.float32) for part in (beta, decay))
+        rate = -jnp.exp(self.log_rate[...].astype(jnp.float32))
+        decay = rate * jax.nn.softplus(decay + self.step[...].astype(jnp.float32))
+        return mixed, gate.reshape(*shape, spec.value_heads, -1), jax.nn.sigmoid(beta), decay
+
+    def _split_by_key_head(self, x: Hidden) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        spec, shape = self.spec, x.shape[:2]
+        wide = spec.value_heads // spec.key_heads * spec.value_dim
+        # Query, key, value and gates of one key head are adjacent.
         parts = self.query_key_value_gate(x).reshape(*shape, spec.key_heads, -1)
         query, key, value, gate = jnp.split(parts, [spec.key_dim, 2 * spec.key_dim, 2 * spec.key_dim + wide], axis=-1)
         mixed = jnp.concatenate([part.reshape(*shape, -1) for part in (query, key, value)], axis=-1)
         beta, decay = jnp.split(self.beta_decay(x).reshape(*shape, spec.key_heads, -1), 2, axis=-1)
-        beta, decay = (part.reshape(*shape, -1).astype(jnp.float32) for part in (beta, decay))
-        rate = -jnp.exp(self.log_rate[...].astype(jnp.float32))
-        decay = rate * jax.nn.softplus(decay + self.step[...].astype(jnp.float32))
-        return mixed, gate.reshape(*shape, spec.value_heads, -1), jax.nn.sigmoid(beta), decay
+        return mixed, gate, beta.reshape(*shape, -1), decay.reshape(*shape, -1)
 
     def _recur(
         self,

@@ -35,8 +35,8 @@ class Router:
       normalized: normalizes the weights of a token's experts to a sum of 1.
       scale: factor of the weights.
       groups: number of groups that the experts are divided into.
-      kept_groups: number of groups from which a token's experts are chosen. A group is scored by the sum of its two
-        best experts.
+      kept_groups: number of groups from which a token's experts are chosen.
+      group_best: number of a group's best experts whose scores add up to the group's score.
       bias_rate: step of the selection biases, which affect the choice of experts but not the weights. The forward pass
         raises the bias of an expert whose load is below the mean, and lowers the bias of one whose load is above it
         (Wang et al., 2024, arXiv:2408.15664). None uses no bias.
@@ -49,6 +49,7 @@ class Router:
     scale: float = 1.0
     groups: int = 1
     kept_groups: int = 1
+    group_best: int = 2
     bias_rate: float | None = None
 
 
@@ -60,7 +61,7 @@ def route(
     choice = scores if bias is None else scores + bias
     if router.groups > 1:
         grouped = choice.reshape(len(choice), router.groups, -1)
-        best = jnp.sum(lax.top_k(grouped, 2)[0], axis=-1)
+        best = jnp.sum(lax.top_k(grouped, router.group_best)[0], axis=-1)
         kept = jax.nn.one_hot(lax.top_k(best, router.kept_groups)[1], router.groups, dtype=bool).any(axis=1)
         # -inf instead of 0, because a selection bias can make the scores of chosen groups negative.
         choice = jnp.where(kept[:, :, None], grouped, -math.inf).reshape(choice.shape)
@@ -83,6 +84,7 @@ class Experts:
       limit, up_offset: options of the gated product; see `ops.gated_linear_unit`.
       shared: hidden width of the shared expert, a gated layer for every token; 0 has no shared expert.
       shared_gate: multiplies the shared expert's output by sigmoid(x w).
+      scaled_inputs: multiplies the inputs of a token's experts by their weights, instead of their outputs.
       buffer: capacity of a device's receive buffer in expert parallelism, as a multiple of the rows it sends. Excess
         rows are dropped and reported as the fact "dropped". None has room for the rows of all devices.
     """
@@ -95,6 +97,7 @@ class Experts:
     up_offset: float = 0.0
     shared: int = 0
     shared_gate: bool = False
+    scaled_inputs: bool = False
     buffer: float | None = None
 
     def build(self, build: Build) -> "Mixture":
@@ -184,21 +187,33 @@ def _mixed_part(
     facts = _statistics(spec.router, logits, scores, chosen, counted.reshape(-1))
     # Gathered before the grouped products, which read complete rows of each kernel (fully sharded data parallelism).
     parameters |= {name: _gathered(parameters[name], axis) for name, axis in (("gate", 1), ("up", 1), ("down", 2))}
-    outputs, dropped = _outputs_of_experts(spec, rows, chosen, parameters)
-    y = jnp.einsum("tkd,tk->td", outputs, weights.astype(x.dtype), preferred_element_type=jnp.float32).astype(x.dtype)
+    weights, ones = weights.astype(x.dtype), jnp.ones(weights.shape, x.dtype)
+    before, after = (weights, ones) if spec.scaled_inputs else (None, weights)
+    outputs, dropped = _outputs_of_experts(spec, rows, chosen, before, parameters)
+    y = jnp.einsum("tkd,tk->td", outputs, after, preferred_element_type=jnp.float32).astype(x.dtype)
     y = lax.psum(y, axes_of("mlp")) if axes_of("mlp") else y  # these devices split every expert
     return y.reshape(x.shape), facts if dropped is None else {**facts, "dropped": dropped}
 
 
 def _outputs_of_experts(
-    spec: Experts, rows: jax.Array, chosen: jax.Array, parameters: Mapping[str, jax.Array]
+    spec: Experts,
+    rows: jax.Array,
+    chosen: jax.Array,
+    weights: jax.Array | None,
+    parameters: Mapping[str, jax.Array],
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the outputs of each token's experts, [tokens, active, embed], and the fraction of dropped rows."""
+    """Returns the outputs of each token's experts, [tokens, active, embed], and the fraction of dropped rows.
+
+    Args:
+      weights: factors of the inputs, [tokens, active], or None.
+    """
     axis, active = axes_of("experts"), chosen.shape[-1]
     # Rows are sorted by expert for the grouped products, exchanged if experts are split, and put back in order.
     order = jnp.argsort(chosen.reshape(-1), stable=True)
     # Entry i of the flattened choices belongs to token i // active.
     sent = rows[order // active]
+    if weights is not None:
+        sent = sent * weights.reshape(-1, 1)[order]
     sizes = jnp.bincount(chosen.reshape(-1), length=spec.router.experts)
     if not axis:
         outputs, dropped = _gated(spec, sent, parameters, sizes), None

@@ -40,6 +40,7 @@ FAMILIES = {
     "qwen3_next": {"period": 3, "key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 8, "expert_mlp": 24}
     | {"initializer_std": 0.1, "shared_mlp": 20, "mtp_layers": 1, **EXPERTS},
     "smollm3": {"nope_interval": 2},
+    "olmo3": {"period": 2, "window": 6},
 }
 # Together these have windows, experts, sinks, soft caps, latents, recurrent states and quantized weights.
 DEFAULT = {"gemma3": "w8a8", "gpt_oss": "float", "deepseek_v3": "float", "qwen3_next": "float"}

@@ -51,6 +51,10 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
+OLMO_ROPE = {
+    "full_attention": {"rope_theta": 500000.0, **{name: YARN[name] for name in list(YARN)[:3]}},
+    "sliding_attention": {"rope_theta": 500000.0, "rope_type": "default"},
+}
 LIMIT = 7.0 if transformers.__version__.startswith("4.") else 0.4  # 4 has this one, whatever the config says
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -84,6 +88,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "shared_expert_intermediate_size": 20},
     ),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "attention_bias": True, "mlp_bias": True}),
+    "olmo3": (
+        "Olmo3",
+        {"sliding_window": 6, "attention_bias": True, "rope_parameters": OLMO_ROPE}
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]},
+    ),
 }
 
 

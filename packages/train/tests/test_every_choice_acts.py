@@ -62,6 +62,7 @@ FAMILIES = {
         "mtp_layers": 1,
     },
     "smollm3": {"layers": 4, "nope_interval": 2, "attention_bias": True},
+    "olmo3": {"layers": 4, "period": 2, "window": 5, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
 }
 VALUES = {
     "heads": 2,

@@ -63,6 +63,7 @@ FAMILIES = {
         "mtp_layers": 1,
     },
     "smollm3": {"layers": 4, "nope_interval": 2, "attention_bias": True},
+    "olmo3": {"layers": 3, "period": 2, "window": 5, "attention_bias": True},
 }
 STATES = ("gemma3", "gpt_oss", "deepseek_v3", "qwen3_next")
 """Families whose layers keep every kind of state, alone and beside others, and with sinks."""

@@ -41,6 +41,7 @@ FAMILIES = {
     | {"initializer_std": 0.1, "shared_mlp": 20, "mtp_layers": 1, **EXPERTS},
     "smollm3": {"nope_interval": 2},
     "olmo3": {"period": 2, "window": 6},
+    "phi3": {"window": 6, "rotary_share": 0.5},
 }
 # Together these have windows, experts, sinks, soft caps, latents, recurrent states and quantized weights.
 DEFAULT = {"gemma3": "w8a8", "gpt_oss": "float", "deepseek_v3": "float", "qwen3_next": "float"}

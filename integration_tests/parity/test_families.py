@@ -93,6 +93,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"sliding_window": 6, "attention_bias": True, "rope_parameters": OLMO_ROPE}
         | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]},
     ),
+    "phi3": (
+        "Phi3",
+        {"sliding_window": 9, "partial_rotary_factor": 0.75, "original_max_position_embeddings": 48}
+        | {"rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.5, 2.0, 3.0]}},
+    ),
 }
 
 

@@ -44,6 +44,7 @@ PARAMETERS = {
     "Qwen3-Next-80B-A3B-Instruct": ("qwen3_next", 81_324_862_720),
     "SmolLM3-3B": ("smollm3", 3_075_098_624),
     "Olmo-3-7B-Instruct": ("olmo3", 7_298_011_136),
+    "Phi-3-mini-4k-instruct": ("phi3", 3_821_079_552),
 }
 """Family and parameters of each model; the publishers' indices have the same numbers."""
 FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")

@@ -98,6 +98,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"sliding_window": 9, "partial_rotary_factor": 0.75, "original_max_position_embeddings": 48}
         | {"rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.5, 2.0, 3.0]}},
     ),
+    "granite": (
+        "Granite",
+        {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.4, "logits_scaling": 0.7}
+        | {"attention_bias": True, "mlp_bias": True},
+    ),
 }
 
 

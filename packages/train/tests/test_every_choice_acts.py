@@ -64,6 +64,13 @@ FAMILIES = {
     "smollm3": {"layers": 4, "nope_interval": 2, "attention_bias": True},
     "olmo3": {"layers": 4, "period": 2, "window": 5, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     "phi3": {"layers": 2, "window": 5, "rotary_share": 0.67},
+    "granite": {
+        "layers": 2,
+        "embedding_scale": 3.0,
+        "attention_scale": 0.3,
+        "residual_scale": 0.4,
+        "logit_divisor": 2.0,
+    },
 }
 VALUES = {
     "heads": 2,

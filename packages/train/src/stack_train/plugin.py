@@ -21,6 +21,7 @@ def stack_register_models(registry: Registrar) -> None:
     registry.add("olmo2", "stack_train.models.olmo2:FAMILY")
     registry.add("olmo3", "stack_train.models.olmo3:FAMILY")
     registry.add("phi3", "stack_train.models.phi3:FAMILY")
+    registry.add("granite", "stack_train.models.granite:FAMILY")
     registry.add("smollm3", "stack_train.models.smollm3:FAMILY")
     registry.add("deepseek_v3", "stack_train.models.deepseek_v3:FAMILY")
     registry.add("dit", "stack_train.diffusion.dit:FAMILY")

@@ -65,6 +65,13 @@ FAMILIES = {
     "smollm3": {"layers": 4, "nope_interval": 2, "attention_bias": True},
     "olmo3": {"layers": 3, "period": 2, "window": 5, "attention_bias": True},
     "phi3": {"layers": 2, "window": 5, "rotary_share": 0.67},
+    "granite": {
+        "layers": 2,
+        "embedding_scale": 3.0,
+        "attention_scale": 0.3,
+        "residual_scale": 0.4,
+        "logit_divisor": 2.0,
+    },
 }
 STATES = ("gemma3", "gpt_oss", "deepseek_v3", "qwen3_next")
 """Families whose layers keep every kind of state, alone and beside others, and with sinks."""

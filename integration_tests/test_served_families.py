@@ -43,6 +43,13 @@ FAMILIES = {
     "olmo3": {"period": 2, "window": 6},
     "phi3": {"window": 6, "rotary_share": 0.5},
     "granite": {"embedding_scale": 3.0, "attention_scale": 0.3, "residual_scale": 0.4, "logit_divisor": 2.0},
+    "granite_moe": {
+        "embedding_scale": 3.0,
+        "attention_scale": 0.3,
+        "residual_scale": 0.4,
+        "logit_divisor": 2.0,
+        **EXPERTS,
+    },
 }
 # Together these have windows, experts, sinks, soft caps, latents, recurrent states and quantized weights.
 DEFAULT = {"gemma3": "w8a8", "gpt_oss": "float", "deepseek_v3": "float", "qwen3_next": "float"}

@@ -103,6 +103,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.4, "logits_scaling": 0.7}
         | {"attention_bias": True, "mlp_bias": True},
     ),
+    "granite_moe": (
+        "GraniteMoe",
+        {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.4, "logits_scaling": 0.7}
+        | {"num_local_experts": 6, "num_experts_per_tok": 3, "attention_bias": True},
+    ),
 }
 
 

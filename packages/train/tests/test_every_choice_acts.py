@@ -71,6 +71,14 @@ FAMILIES = {
         "residual_scale": 0.4,
         "logit_divisor": 2.0,
     },
+    "granite_moe": {
+        "layers": 2,
+        "experts": 5,
+        "active_experts": 2,
+        "embedding_scale": 3.0,
+        "attention_scale": 0.3,
+        "residual_scale": 0.4,
+    },
 }
 VALUES = {
     "heads": 2,

@@ -46,6 +46,7 @@ PARAMETERS = {
     "Olmo-3-7B-Instruct": ("olmo3", 7_298_011_136),
     "Phi-3-mini-4k-instruct": ("phi3", 3_821_079_552),
     "granite-3.3-2b-instruct": ("granite", 2_533_539_840),
+    "granite-3.0-1b-a400m-instruct": ("granite_moe", 1_334_628_352),
 }
 """Family and parameters of each model; the publishers' indices have the same numbers."""
 FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")

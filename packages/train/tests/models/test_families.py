@@ -72,6 +72,14 @@ FAMILIES = {
         "residual_scale": 0.4,
         "logit_divisor": 2.0,
     },
+    "granite_moe": {
+        "layers": 2,
+        "experts": 5,
+        "active_experts": 2,
+        "embedding_scale": 3.0,
+        "attention_scale": 0.3,
+        "residual_scale": 0.4,
+    },
 }
 STATES = ("gemma3", "gpt_oss", "deepseek_v3", "qwen3_next")
 """Families whose layers keep every kind of state, alone and beside others, and with sinks."""

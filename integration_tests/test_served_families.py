@@ -50,6 +50,7 @@ FAMILIES = {
         "logit_divisor": 2.0,
         **EXPERTS,
     },
+    "seed_oss": {"output_bias": True},
 }
 # Together these have windows, experts, sinks, soft caps, latents, recurrent states and quantized weights.
 DEFAULT = {"gemma3": "w8a8", "gpt_oss": "float", "deepseek_v3": "float", "qwen3_next": "float"}

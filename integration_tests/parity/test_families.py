@@ -108,6 +108,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.4, "logits_scaling": 0.7}
         | {"num_local_experts": 6, "num_experts_per_tok": 3, "attention_bias": True},
     ),
+    "seed_oss": ("SeedOss", {"head_dim": 10, "attention_out_bias": True, "mlp_bias": True}),
 }
 
 

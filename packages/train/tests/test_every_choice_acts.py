@@ -79,6 +79,7 @@ FAMILIES = {
         "attention_scale": 0.3,
         "residual_scale": 0.4,
     },
+    "seed_oss": {"layers": 2, "head_dim": 8, "output_bias": True},
 }
 VALUES = {
     "heads": 2,

@@ -22,6 +22,7 @@ def stack_register_models(registry: Registrar) -> None:
     registry.add("olmo3", "stack_train.models.olmo3:FAMILY")
     registry.add("phi3", "stack_train.models.phi3:FAMILY")
     registry.add("granite", "stack_train.models.granite:FAMILY")
+    registry.add("seed_oss", "stack_train.models.seed_oss:FAMILY")
     registry.add("granite_moe", "stack_train.models.granite_moe:FAMILY")
     registry.add("smollm3", "stack_train.models.smollm3:FAMILY")
     registry.add("deepseek_v3", "stack_train.models.deepseek_v3:FAMILY")

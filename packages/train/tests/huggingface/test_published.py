@@ -47,6 +47,7 @@ PARAMETERS = {
     "Phi-3-mini-4k-instruct": ("phi3", 3_821_079_552),
     "granite-3.3-2b-instruct": ("granite", 2_533_539_840),
     "granite-3.0-1b-a400m-instruct": ("granite_moe", 1_334_628_352),
+    "Seed-OSS-36B-Instruct": ("seed_oss", 36_151_104_512),
 }
 """Family and parameters of each model; the publishers' indices have the same numbers."""
 FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")

@@ -80,6 +80,7 @@ FAMILIES = {
         "attention_scale": 0.3,
         "residual_scale": 0.4,
     },
+    "seed_oss": {"layers": 2, "head_dim": 8, "output_bias": True},
 }
 STATES = ("gemma3", "gpt_oss", "deepseek_v3", "qwen3_next")
 """Families whose layers keep every kind of state, alone and beside others, and with sinks."""

@@ -51,6 +51,11 @@ FAMILIES = {
         **EXPERTS,
     },
     "seed_oss": {"output_bias": True},
+    "ministral3": {
+        "window": 9,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4},
+        "temperature_rate": 0.3,
+    },
 }
 # Together these have windows, experts, sinks, soft caps, latents, recurrent states and quantized weights.
 DEFAULT = {"gemma3": "w8a8", "gpt_oss": "float", "deepseek_v3": "float", "qwen3_next": "float"}

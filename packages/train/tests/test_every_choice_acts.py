@@ -80,6 +80,13 @@ FAMILIES = {
         "residual_scale": 0.4,
     },
     "seed_oss": {"layers": 2, "head_dim": 8, "output_bias": True},
+    "ministral3": {
+        "layers": 2,
+        "head_dim": 8,
+        "window": 5,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4},
+        "temperature_rate": 0.3,
+    },
 }
 VALUES = {
     "heads": 2,

@@ -50,12 +50,14 @@ PARAMETERS = {
     "Seed-OSS-36B-Instruct": ("seed_oss", 36_151_104_512),
 }
 """Family and parameters of each model; the publishers' indices have the same numbers."""
+UNPUBLISHED = {"ministral3"}
+"""Families whose published files are not here; `integration_tests/parity` reads what transformers writes."""
 FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
 def test_every_family_has_a_published_checkpoint():
     families = [name for name in registries.models if isinstance(registries.models[name], DecoderFamily)]
-    assert {family for family, _ in PARAMETERS.values()} == set(families)
+    assert {family for family, _ in PARAMETERS.values()} | UNPUBLISHED == set(families)
     assert {path.name for path in FOLDER.iterdir()} == PARAMETERS.keys()
 
 

@@ -81,6 +81,12 @@ FAMILIES = {
         "residual_scale": 0.4,
     },
     "seed_oss": {"layers": 2, "head_dim": 8, "output_bias": True},
+    "ministral3": {
+        "layers": 2,
+        "head_dim": 8,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4},
+        "temperature_rate": 0.3,
+    },
 }
 STATES = ("gemma3", "gpt_oss", "deepseek_v3", "qwen3_next")
 """Families whose layers keep every kind of state, alone and beside others, and with sinks."""

@@ -56,6 +56,15 @@ FAMILIES = {
         "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4},
         "temperature_rate": 0.3,
     },
+    "qwen3_5": {
+        "period": 3,
+        "key_heads": 2,
+        "value_heads": 4,
+        "key_dim": 8,
+        "value_dim": 8,
+        "initializer_std": 0.1,
+        "further_layers": 1,
+    },
 }
 # Together these have windows, experts, sinks, soft caps, latents, recurrent states and quantized weights.
 DEFAULT = {"gemma3": "w8a8", "gpt_oss": "float", "deepseek_v3": "float", "qwen3_next": "float"}

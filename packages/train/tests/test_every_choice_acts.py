@@ -87,6 +87,16 @@ FAMILIES = {
         "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4},
         "temperature_rate": 0.3,
     },
+    "qwen3_5": {
+        "layers": 5,
+        "period": 2,
+        "head_dim": 16,
+        "key_heads": 2,
+        "value_heads": 4,
+        "key_dim": 6,
+        "value_dim": 5,
+        "further_layers": 1,
+    },
 }
 VALUES = {
     "heads": 2,

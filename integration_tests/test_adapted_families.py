@@ -48,6 +48,17 @@ NARROW = {
     | {"experts": 4, "active_experts": 2, "expert_mlp": 64, "shared_mlp": 64},
     "granite_moe": {"experts": 4, "active_experts": 2},
     "qwen3_5": {"layers": 3, "period": 2, "key_heads": 2, "value_heads": 2, "key_dim": 32, "value_dim": 32},
+    "qwen3_5_moe": {
+        "layers": 3,
+        "period": 2,
+        "key_heads": 2,
+        "value_heads": 2,
+        "key_dim": 32,
+        "value_dim": 32,
+        "experts": 4,
+        "active_experts": 2,
+        "shared_mlp": 64,
+    },
 }
 
 

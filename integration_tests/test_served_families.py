@@ -65,6 +65,17 @@ FAMILIES = {
         "initializer_std": 0.1,
         "further_layers": 1,
     },
+    "qwen3_5_moe": {
+        "period": 3,
+        "key_heads": 2,
+        "value_heads": 4,
+        "key_dim": 8,
+        "value_dim": 8,
+        "initializer_std": 0.1,
+        "shared_mlp": 20,
+        "further_layers": 1,
+        **EXPERTS,
+    },
 }
 # Together these have windows, experts, sinks, soft caps, latents, recurrent states and quantized weights.
 DEFAULT = {"gemma3": "w8a8", "gpt_oss": "float", "deepseek_v3": "float", "qwen3_next": "float"}

@@ -118,9 +118,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 8, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
         | {"linear_key_head_dim": 8, "linear_value_head_dim": 8},
     ),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        {"num_hidden_layers": 8, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, **EXPERTS}
+        | {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "shared_expert_intermediate_size": 20},
+    ),
 }
 
-PARTS = ("Gemma3", "Qwen3_5")
+PARTS = ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
 """Language models of larger ones, which have the shorter name of the config."""
 
 
@@ -146,7 +151,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     their_config = config_class(**{**SIZES, **sizes}, attn_implementation="eager")  # 4 caps no scores in its others
     torch_model = getattr(transformers, f"{theirs}ForCausalLM")(their_config).eval()
     # Unit vectors and norms of narrow heads magnify rounding: with 0.25, 1e-7 of the embedding moves logits by 2e-4.
-    std = 0.1 if request.param in ("qwen3_next", "qwen3_5") else 0.25
+    std = 0.1 if request.param in ("qwen3_next", "qwen3_5", "qwen3_5_moe") else 0.25
     biases = [buffer for name, buffer in torch_model.named_buffers() if "correction_bias" in name]
     with torch.no_grad():  # far from equal logits, so that greedy generation has no ties; no scale or bias at its start
         for parameter in (*torch_model.parameters(), *biases):

@@ -97,6 +97,19 @@ FAMILIES = {
         "value_dim": 5,
         "further_layers": 1,
     },
+    "qwen3_5_moe": {
+        "layers": 5,
+        "period": 2,
+        "head_dim": 16,
+        "key_heads": 2,
+        "value_heads": 4,
+        "key_dim": 6,
+        "value_dim": 5,
+        "shared_mlp": 12,
+        "experts": 4,
+        "active_experts": 2,
+        "further_layers": 1,
+    },
 }
 VALUES = {
     "heads": 2,

@@ -16,6 +16,7 @@ def stack_register_models(registry: Registrar) -> None:
     registry.add("qwen3_moe", "stack_train.models.qwen3_moe:FAMILY")
     registry.add("qwen3_next", "stack_train.models.qwen3_next:FAMILY")
     registry.add("qwen3_5", "stack_train.models.qwen3_5:FAMILY")
+    registry.add("qwen3_5_moe", "stack_train.models.qwen3_5_moe:FAMILY")
     registry.add("gemma2", "stack_train.models.gemma2:FAMILY")
     registry.add("gemma3", "stack_train.models.gemma3:FAMILY")
     registry.add("gpt_oss", "stack_train.models.gpt_oss:FAMILY")

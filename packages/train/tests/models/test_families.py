@@ -97,6 +97,19 @@ FAMILIES = {
         "value_dim": 5,
         "further_layers": 1,
     },
+    "qwen3_5_moe": {
+        "layers": 3,
+        "period": 2,
+        "head_dim": 8,
+        "key_heads": 2,
+        "value_heads": 4,
+        "key_dim": 6,
+        "value_dim": 5,
+        "experts": 4,
+        "active_experts": 2,
+        "shared_mlp": 12,
+        "further_layers": 1,
+    },
 }
 STATES = ("gemma3", "gpt_oss", "deepseek_v3", "qwen3_next")
 """Families whose layers keep every kind of state, alone and beside others, and with sinks."""

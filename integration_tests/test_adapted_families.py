@@ -59,6 +59,7 @@ NARROW = {
         "active_experts": 2,
         "shared_mlp": 64,
     },
+    "qwen2_moe": {"experts": 4, "active_experts": 2, "expert_mlp": 64, "shared_mlp": 64},
 }
 
 

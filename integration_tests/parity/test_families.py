@@ -123,6 +123,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 8, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, **EXPERTS}
         | {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "shared_expert_intermediate_size": 20},
     ),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {"mlp_only_layers": [0], "shared_expert_intermediate_size": 20, **EXPERTS, "norm_topk_prob": False},
+    ),
 }
 
 PARTS = ("Gemma3", "Qwen3_5", "Qwen3_5Moe")

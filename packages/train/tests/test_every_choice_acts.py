@@ -110,6 +110,7 @@ FAMILIES = {
         "active_experts": 2,
         "further_layers": 1,
     },
+    "qwen2_moe": {"layers": 3, "dense_layers": (0,), "shared_mlp": 12, **EXPERTS},
 }
 VALUES = {
     "heads": 2,

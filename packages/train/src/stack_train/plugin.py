@@ -12,6 +12,7 @@ def stack_register_models(registry: Registrar) -> None:
     registry.add("mistral", "stack_train.models.mistral:FAMILY")
     registry.add("mixtral", "stack_train.models.mixtral:FAMILY")
     registry.add("qwen2", "stack_train.models.qwen2:FAMILY")
+    registry.add("qwen2_moe", "stack_train.models.qwen2_moe:FAMILY")
     registry.add("qwen3", "stack_train.models.qwen3:FAMILY")
     registry.add("qwen3_moe", "stack_train.models.qwen3_moe:FAMILY")
     registry.add("qwen3_next", "stack_train.models.qwen3_next:FAMILY")

@@ -48,6 +48,7 @@ PARAMETERS = {
     "granite-3.3-2b-instruct": ("granite", 2_533_539_840),
     "granite-3.0-1b-a400m-instruct": ("granite_moe", 1_334_628_352),
     "Seed-OSS-36B-Instruct": ("seed_oss", 36_151_104_512),
+    "Qwen1.5-MoE-A2.7B": ("qwen2_moe", 14_315_784_192),
 }
 """Family and parameters of each model; the publishers' indices have the same numbers."""
 UNPUBLISHED = {"ministral3", "qwen3_5", "qwen3_5_moe"}

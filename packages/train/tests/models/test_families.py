@@ -110,6 +110,14 @@ FAMILIES = {
         "shared_mlp": 12,
         "further_layers": 1,
     },
+    "qwen2_moe": {
+        "layers": 3,
+        "dense_layers": (0,),
+        "experts": 6,
+        "active_experts": 3,
+        "expert_mlp": 16,
+        "shared_mlp": 12,
+    },
 }
 STATES = ("gemma3", "gpt_oss", "deepseek_v3", "qwen3_next")
 """Families whose layers keep every kind of state, alone and beside others, and with sinks."""

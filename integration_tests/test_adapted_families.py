@@ -60,6 +60,7 @@ NARROW = {
         "shared_mlp": 64,
     },
     "qwen2_moe": {"experts": 4, "active_experts": 2, "expert_mlp": 64, "shared_mlp": 64},
+    "glm4_moe": {"experts": 4, "active_experts": 2, "expert_mlp": 64},
 }
 
 

@@ -77,6 +77,7 @@ FAMILIES = {
         **EXPERTS,
     },
     "qwen2_moe": {"dense_layers": (0,), "expert_mlp": 24, "shared_mlp": 20, **EXPERTS},
+    "glm4_moe": {"expert_mlp": 24, "further_layers": 1, "head_norms": True, **EXPERTS},
 }
 # Together these have windows, experts, sinks, soft caps, latents, recurrent states and quantized weights.
 DEFAULT = {"gemma3": "w8a8", "gpt_oss": "float", "deepseek_v3": "float", "qwen3_next": "float"}

@@ -127,6 +127,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2Moe",
         {"mlp_only_layers": [0], "shared_expert_intermediate_size": 20, **EXPERTS, "norm_topk_prob": False},
     ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {"head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_group": 4}
+        | {"topk_group": 2, "routed_scaling_factor": 1.5, "use_qk_norm": True, "attention_bias": True},
+    ),
 }
 
 PARTS = ("Gemma3", "Qwen3_5", "Qwen3_5Moe")

@@ -111,6 +111,7 @@ FAMILIES = {
         "further_layers": 1,
     },
     "qwen2_moe": {"layers": 3, "dense_layers": (0,), "shared_mlp": 12, **EXPERTS},
+    "glm4_moe": {"layers": 3, "head_dim": 16, "expert_groups": 2, "kept_groups": 1, "further_layers": 1, **EXPERTS},
 }
 VALUES = {
     "heads": 2,

@@ -118,6 +118,16 @@ FAMILIES = {
         "expert_mlp": 16,
         "shared_mlp": 12,
     },
+    "glm4_moe": {
+        "layers": 3,
+        "head_dim": 8,
+        "experts": 6,
+        "active_experts": 2,
+        "expert_mlp": 16,
+        "expert_groups": 3,
+        "kept_groups": 2,
+        "further_layers": 1,
+    },
 }
 STATES = ("gemma3", "gpt_oss", "deepseek_v3", "qwen3_next")
 """Families whose layers keep every kind of state, alone and beside others, and with sinks."""

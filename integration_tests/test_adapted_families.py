@@ -61,6 +61,15 @@ NARROW = {
     },
     "qwen2_moe": {"experts": 4, "active_experts": 2, "expert_mlp": 64, "shared_mlp": 64},
     "glm4_moe": {"experts": 4, "active_experts": 2, "expert_mlp": 64},
+    "deepseek_v2": {
+        "kv_rank": 64,
+        "nope_dim": 16,
+        "rope_dim": 8,
+        "value_dim": 16,
+        "experts": 4,
+        "active_experts": 2,
+        "expert_mlp": 64,
+    },
 }
 
 

@@ -78,6 +78,15 @@ FAMILIES = {
     },
     "qwen2_moe": {"dense_layers": (0,), "expert_mlp": 24, "shared_mlp": 20, **EXPERTS},
     "glm4_moe": {"expert_mlp": 24, "further_layers": 1, "head_norms": True, **EXPERTS},
+    "deepseek_v2": {
+        "kv_heads": None,
+        "kv_rank": 12,
+        "nope_dim": 8,
+        "rope_dim": 4,
+        "value_dim": 8,
+        "expert_mlp": 24,
+        **EXPERTS,
+    },
 }
 # Together these have windows, experts, sinks, soft caps, latents, recurrent states and quantized weights.
 DEFAULT = {"gemma3": "w8a8", "gpt_oss": "float", "deepseek_v3": "float", "qwen3_next": "float"}

@@ -132,6 +132,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_group": 4}
         | {"topk_group": 2, "routed_scaling_factor": 1.5, "use_qk_norm": True, "attention_bias": True},
     ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": None,
+            "kv_lora_rank": 12,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 8,
+        }
+        | {"v_head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+        | {"n_shared_experts": 2, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"}
+        | {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "rope_scaling": {**YARN, "mscale": 0.7}},
+    ),
 }
 
 PARTS = ("Gemma3", "Qwen3_5", "Qwen3_5Moe")

@@ -112,6 +112,18 @@ FAMILIES = {
     },
     "qwen2_moe": {"layers": 3, "dense_layers": (0,), "shared_mlp": 12, **EXPERTS},
     "glm4_moe": {"layers": 3, "head_dim": 16, "expert_groups": 2, "kept_groups": 1, "further_layers": 1, **EXPERTS},
+    "deepseek_v2": {
+        "kv_heads": None,
+        "layers": 3,
+        "query_rank": 10,
+        "kv_rank": 7,
+        "nope_dim": 6,
+        "rope_dim": 4,
+        "value_dim": 5,
+        "expert_groups": 2,
+        "kept_groups": 1,
+        **EXPERTS,
+    },
 }
 VALUES = {
     "heads": 2,

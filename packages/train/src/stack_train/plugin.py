@@ -30,6 +30,7 @@ def stack_register_models(registry: Registrar) -> None:
     registry.add("granite_moe", "stack_train.models.granite_moe:FAMILY")
     registry.add("smollm3", "stack_train.models.smollm3:FAMILY")
     registry.add("deepseek_v3", "stack_train.models.deepseek_v3:FAMILY")
+    registry.add("deepseek_v2", "stack_train.models.deepseek_v2:FAMILY")
     registry.add("glm4_moe", "stack_train.models.glm4_moe:FAMILY")
     registry.add("dit", "stack_train.diffusion.dit:FAMILY")
     registry.add("flux", "stack_train.diffusion.flux:FAMILY")

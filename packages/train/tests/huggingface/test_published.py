@@ -42,6 +42,7 @@ PARAMETERS = {
     "OLMo-2-0425-1B-Instruct": ("olmo2", 1_484_916_736),
     "gpt-oss-20b": ("gpt_oss", 20_914_757_184),
     "DeepSeek-V3": ("deepseek_v3", 682_636_487_424),  # with its layer of multi-token prediction
+    "Kimi-K2-Instruct": ("deepseek_v3", 1_026_408_232_448),
     "Qwen3-Next-80B-A3B-Instruct": ("qwen3_next", 81_324_862_720),
     "SmolLM3-3B": ("smollm3", 3_075_098_624),
     "Olmo-3-7B-Instruct": ("olmo3", 7_298_011_136),
@@ -51,6 +52,7 @@ PARAMETERS = {
     "Seed-OSS-36B-Instruct": ("seed_oss", 36_151_104_512),
     "Qwen1.5-MoE-A2.7B": ("qwen2_moe", 14_315_784_192),
     "GLM-4.5-Air": ("glm4_moe", 110_468_824_832),
+    "DeepSeek-V2-Lite": ("deepseek_v2", 15_706_484_224),
 }
 """Family and parameters of each model; the publishers' indices have the same numbers."""
 UNPUBLISHED = {"ministral3", "qwen3_5", "qwen3_5_moe"}

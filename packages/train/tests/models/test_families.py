@@ -128,6 +128,20 @@ FAMILIES = {
         "kept_groups": 2,
         "further_layers": 1,
     },
+    "deepseek_v2": {
+        "kv_heads": None,
+        "layers": 3,
+        "query_rank": 10,
+        "kv_rank": 7,
+        "nope_dim": 6,
+        "rope_dim": 4,
+        "value_dim": 5,
+        "experts": 6,
+        "active_experts": 2,
+        "expert_mlp": 16,
+        "expert_groups": 6,
+        "kept_groups": 3,
+    },
 }
 STATES = ("gemma3", "gpt_oss", "deepseek_v3", "qwen3_next")
 """Families whose layers keep every kind of state, alone and beside others, and with sinks."""

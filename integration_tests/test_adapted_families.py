@@ -70,6 +70,7 @@ NARROW = {
         "active_experts": 2,
         "expert_mlp": 64,
     },
+    "minimax_m2": {"experts": 4, "active_experts": 2},
 }
 
 

@@ -87,6 +87,7 @@ FAMILIES = {
         "expert_mlp": 24,
         **EXPERTS,
     },
+    "minimax_m2": {"rotary_dim": 4, **EXPERTS},
 }
 # Together these have windows, experts, sinks, soft caps, latents, recurrent states and quantized weights.
 DEFAULT = {"gemma3": "w8a8", "gpt_oss": "float", "deepseek_v3": "float", "qwen3_next": "float"}

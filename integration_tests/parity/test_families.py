@@ -145,6 +145,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_shared_experts": 2, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"}
         | {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "rope_scaling": {**YARN, "mscale": 0.7}},
     ),
+    "minimax_m2": ("MiniMaxM2", {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 3}),
 }
 
 PARTS = ("Gemma3", "Qwen3_5", "Qwen3_5Moe")

@@ -124,6 +124,7 @@ FAMILIES = {
         "kept_groups": 1,
         **EXPERTS,
     },
+    "minimax_m2": {"layers": 2, "head_dim": 8, "rotary_dim": 4, "experts": 4, "active_experts": 2},
 }
 VALUES = {
     "heads": 2,

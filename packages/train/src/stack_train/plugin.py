@@ -11,6 +11,7 @@ def stack_register_models(registry: Registrar) -> None:
     registry.add("llama", "stack_train.models.llama:FAMILY")
     registry.add("mistral", "stack_train.models.mistral:FAMILY")
     registry.add("mixtral", "stack_train.models.mixtral:FAMILY")
+    registry.add("minimax_m2", "stack_train.models.minimax_m2:FAMILY")
     registry.add("qwen2", "stack_train.models.qwen2:FAMILY")
     registry.add("qwen2_moe", "stack_train.models.qwen2_moe:FAMILY")
     registry.add("qwen3", "stack_train.models.qwen3:FAMILY")

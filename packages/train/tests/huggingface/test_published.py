@@ -53,6 +53,7 @@ PARAMETERS = {
     "Qwen1.5-MoE-A2.7B": ("qwen2_moe", 14_315_784_192),
     "GLM-4.5-Air": ("glm4_moe", 110_468_824_832),
     "DeepSeek-V2-Lite": ("deepseek_v2", 15_706_484_224),
+    "MiniMax-M2.5": ("minimax_m2", 228_689_764_864),
 }
 """Family and parameters of each model; the publishers' indices have the same numbers."""
 UNPUBLISHED = {"ministral3", "qwen3_5", "qwen3_5_moe"}

@@ -142,6 +142,7 @@ FAMILIES = {
         "expert_groups": 6,
         "kept_groups": 3,
     },
+    "minimax_m2": {"layers": 2, "head_dim": 8, "rotary_dim": 4, "experts": 5, "active_experts": 2},
 }
 STATES = ("gemma3", "gpt_oss", "deepseek_v3", "qwen3_next")
 """Families whose layers keep every kind of state, alone and beside others, and with sinks."""

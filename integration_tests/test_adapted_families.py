@@ -71,6 +71,7 @@ NARROW = {
         "expert_mlp": 64,
     },
     "minimax_m2": {"experts": 4, "active_experts": 2},
+    "llama4": {"experts": 4, "active_experts": 2, "expert_mlp": 64},
 }
 
 

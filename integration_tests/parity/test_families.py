@@ -146,9 +146,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "rope_scaling": {**YARN, "mscale": 0.7}},
     ),
     "minimax_m2": ("MiniMaxM2", {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 3}),
+    "llama4": (
+        "Llama4",
+        {"head_dim": 16, "intermediate_size": 24, "intermediate_size_mlp": 40, "num_local_experts": 6, "floor_scale": 5}
+        | {"num_experts_per_tok": 2, "interleave_moe_layer_step": 2, "attention_chunk_size": 7, "attn_scale": 0.3}
+        | {"no_rope_layers": [1, 0, 1, 0], "attention_bias": True},
+    ),
 }
 
-PARTS = ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
+PARTS = ("Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe")
 """Language models of larger ones, which have the shorter name of the config."""
 
 

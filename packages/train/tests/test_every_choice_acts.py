@@ -125,6 +125,15 @@ FAMILIES = {
         **EXPERTS,
     },
     "minimax_m2": {"layers": 2, "head_dim": 8, "rotary_dim": 4, "experts": 4, "active_experts": 2},
+    "llama4": {
+        "layers": 4,
+        "head_dim": 8,
+        "nope_interval": 2,
+        "sparse_step": 2,
+        "chunk": 5,
+        "temperature_tokens": 3,
+        **EXPERTS,
+    },
 }
 VALUES = {
     "heads": 2,

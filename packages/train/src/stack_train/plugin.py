@@ -9,6 +9,7 @@ STACK_ABI_MINOR = 0
 @hookimpl
 def stack_register_models(registry: Registrar) -> None:
     registry.add("llama", "stack_train.models.llama:FAMILY")
+    registry.add("llama4", "stack_train.models.llama4:FAMILY")
     registry.add("mistral", "stack_train.models.mistral:FAMILY")
     registry.add("mixtral", "stack_train.models.mixtral:FAMILY")
     registry.add("minimax_m2", "stack_train.models.minimax_m2:FAMILY")

@@ -56,7 +56,7 @@ PARAMETERS = {
     "MiniMax-M2.5": ("minimax_m2", 228_689_764_864),
 }
 """Family and parameters of each model; the publishers' indices have the same numbers."""
-UNPUBLISHED = {"ministral3", "qwen3_5", "qwen3_5_moe"}
+UNPUBLISHED = {"llama4", "ministral3", "qwen3_5", "qwen3_5_moe"}
 """Families whose published files are not here; `integration_tests/parity` reads what transformers writes."""
 FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 

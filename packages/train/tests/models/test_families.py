@@ -143,6 +143,17 @@ FAMILIES = {
         "kept_groups": 3,
     },
     "minimax_m2": {"layers": 2, "head_dim": 8, "rotary_dim": 4, "experts": 5, "active_experts": 2},
+    "llama4": {
+        "layers": 3,
+        "head_dim": 8,
+        "nope_interval": 2,
+        "sparse_step": 2,
+        "chunk": 5,
+        "temperature_tokens": 3,
+        "experts": 4,
+        "active_experts": 2,
+        "expert_mlp": 16,
+    },
 }
 STATES = ("gemma3", "gpt_oss", "deepseek_v3", "qwen3_next")
 """Families whose layers keep every kind of state, alone and beside others, and with sinks."""

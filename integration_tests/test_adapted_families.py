@@ -46,19 +46,7 @@ NARROW = {
     "autoencoder_kl": {"image_size": 8, "widths": (64, 64), "groups": 4},
     "qwen3_next": {"layers": 3, "period": 2, "key_heads": 2, "value_heads": 2, "key_dim": 32, "value_dim": 32}
     | {"experts": 4, "active_experts": 2, "expert_mlp": 64, "shared_mlp": 64},
-    "granite_moe": {"experts": 4, "active_experts": 2},
     "qwen3_5": {"layers": 3, "period": 2, "key_heads": 2, "value_heads": 2, "key_dim": 32, "value_dim": 32},
-    "qwen3_5_moe": {
-        "layers": 3,
-        "period": 2,
-        "key_heads": 2,
-        "value_heads": 2,
-        "key_dim": 32,
-        "value_dim": 32,
-        "experts": 4,
-        "active_experts": 2,
-        "shared_mlp": 64,
-    },
     "qwen2_moe": {"experts": 4, "active_experts": 2, "expert_mlp": 64, "shared_mlp": 64},
     "glm4_moe": {"experts": 4, "active_experts": 2, "expert_mlp": 64},
     "deepseek_v2": {
@@ -70,7 +58,19 @@ NARROW = {
         "active_experts": 2,
         "expert_mlp": 64,
     },
+    "granite_moe": {"experts": 4, "active_experts": 2},
     "minimax_m2": {"experts": 4, "active_experts": 2},
+    "qwen3_5_moe": {
+        "layers": 3,
+        "period": 2,
+        "key_heads": 2,
+        "value_heads": 2,
+        "key_dim": 32,
+        "value_dim": 32,
+        "experts": 4,
+        "active_experts": 2,
+        "shared_mlp": 64,
+    },
     "llama4": {"experts": 4, "active_experts": 2, "expert_mlp": 64},
 }
 

@@ -103,11 +103,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.4, "logits_scaling": 0.7}
         | {"attention_bias": True, "mlp_bias": True},
     ),
-    "granite_moe": (
-        "GraniteMoe",
-        {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.4, "logits_scaling": 0.7}
-        | {"num_local_experts": 6, "num_experts_per_tok": 3, "attention_bias": True},
-    ),
     "seed_oss": ("SeedOss", {"head_dim": 10, "attention_out_bias": True, "mlp_bias": True}),
     "ministral3": (
         "Ministral3",
@@ -117,11 +112,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3_5",
         {"num_hidden_layers": 8, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
         | {"linear_key_head_dim": 8, "linear_value_head_dim": 8},
-    ),
-    "qwen3_5_moe": (
-        "Qwen3_5Moe",
-        {"num_hidden_layers": 8, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, **EXPERTS}
-        | {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "shared_expert_intermediate_size": 20},
     ),
     "qwen2_moe": (
         "Qwen2Moe",
@@ -145,7 +135,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_shared_experts": 2, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"}
         | {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "rope_scaling": {**YARN, "mscale": 0.7}},
     ),
+    "granite_moe": (
+        "GraniteMoe",
+        {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.4, "logits_scaling": 0.7}
+        | {"num_local_experts": 6, "num_experts_per_tok": 3, "attention_bias": True},
+    ),
     "minimax_m2": ("MiniMaxM2", {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 3}),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        {"num_hidden_layers": 8, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, **EXPERTS}
+        | {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "shared_expert_intermediate_size": 20},
+    ),
     "llama4": (
         "Llama4",
         {"head_dim": 16, "intermediate_size": 24, "intermediate_size_mlp": 40, "num_local_experts": 6, "floor_scale": 5}
@@ -241,6 +241,7 @@ def test_loss_and_gradients(family, tokens):
     assert not missing, missing
 
 
+@pytest.mark.filterwarnings("ignore:.* generates up to 48 of its 64 positions")  # longrope of Phi-3
 @pytest.mark.parametrize("prompt_tokens", [1, 9])
 def test_greedy_generation(family, tokens, prompt_tokens):
     prompt = tokens[0, :prompt_tokens].tolist()
@@ -310,7 +311,7 @@ def test_every_family_is_here():
         assert {"logits", "greedy", "conversion"} <= set(registries.models[name].tested)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"], indirect=True)
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5"], indirect=True)
 def test_a_state_that_predicts_the_token_after_the_next(family, tokens, tmp_path):
     """transformers has the layer alone, and no model that is saved with it."""
     layers = pytest.importorskip("transformers.modeling_layers")
@@ -345,7 +346,7 @@ def test_a_state_that_predicts_the_token_after_the_next(family, tokens, tmp_path
 
 def _further_name(family: str, name: str) -> str:
     """What published checkpoints call a tensor of transformers' layer."""
-    if family == "deepseek_v3":
+    if family in ("deepseek_v3", "glm4_moe"):
         return "model.layers.4." + name.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
     own = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "post_norm": "norm"}
     module = name.split(".", maxsplit=1)[0]

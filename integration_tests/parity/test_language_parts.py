@@ -37,8 +37,36 @@ def of_gemma3():
     return transformers.Gemma3ForConditionalGeneration(config)
 
 
-def of_mistral3(*, tied):
-    text = transformers.MistralConfig(**TEXT, sliding_window=None, tie_word_embeddings=False)
+def of_ministral3():
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
+    given = {**TEXT, "rope_parameters": rope | {"llama_4_scaling_beta": 0.3}}
+    del given["rope_scaling"]
+    return of_mistral3(tied=False, text=transformers.Ministral3Config(**given))
+
+
+def of_llama4():
+    experts = {"num_local_experts": 4, "intermediate_size_mlp": 40, "interleave_moe_layer_step": 2}
+    text = {**TEXT, **experts, "attention_chunk_size": 7, "pad_token_id": None}
+    vision = VISION | {"intermediate_size": 64, "vision_output_dim": 16, "image_size": 28, "patch_size": 14}
+    config = transformers.Llama4Config(
+        text_config=text, vision_config=vision | {"projector_input_dim": 16, "projector_output_dim": 16}
+    )
+    return transformers.Llama4ForConditionalGeneration(config)
+
+
+def of_qwen3_5():
+    delta = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+    text = TEXT | delta | {"linear_value_head_dim": 8, "head_dim": 16}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+    text["rope_parameters"] = rope
+    del text["rope_scaling"]
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision | {"num_position_embeddings": 16})
+    return transformers.Qwen3_5ForConditionalGeneration(config)
+
+
+def of_mistral3(*, tied, text=None):
+    text = text or transformers.MistralConfig(**TEXT, sliding_window=None, tie_word_embeddings=False)
     vision = transformers.PixtralVisionConfig(**VISION, head_dim=8, image_size=28, patch_size=14)
     config = transformers.Mistral3Config(
         text_config=text, vision_config=vision, image_token_index=96, tie_word_embeddings=False
@@ -46,25 +74,33 @@ def of_mistral3(*, tied):
     return transformers.Mistral3ForConditionalGeneration(config)
 
 
+TOWER = {"vision_tower", "multi_modal_projector"}
+
+
 @pytest.mark.parametrize(
-    ("family", "make"),
+    ("family", "make", "left_out"),
     [
-        ("gemma3", of_gemma3),
-        ("mistral", partial(of_mistral3, tied=False)),
-        ("mistral", partial(of_mistral3, tied=True)),
+        ("gemma3", of_gemma3, TOWER),
+        ("mistral", partial(of_mistral3, tied=False), TOWER),
+        ("mistral", partial(of_mistral3, tied=True), TOWER),
+        ("ministral3", of_ministral3, TOWER),
+        ("qwen3_5", of_qwen3_5, {"visual"}),
+        ("llama4", of_llama4, {"vision_model", "multi_modal_projector"}),
     ],
 )
-def test_logits_of_text_are_those_of_the_larger_model(family, make, tmp_path):
+def test_logits_of_text_are_those_of_the_larger_model(family, make, left_out, tmp_path):
     torch.manual_seed(0)
     theirs = make().eval()
     with torch.no_grad():
         for parameter in theirs.parameters():
             noise = torch.randn_like(parameter)
-            parameter.copy_(0.25 * noise if parameter.ndim > 1 else parameter + 0.1 * noise)
+            parameter.copy_(
+                (0.1 if family == "qwen3_5" else 0.25) * noise if parameter.ndim > 1 else parameter + 0.1 * noise
+            )
         expected = theirs(torch.tensor(TOKENS)).logits.numpy()
     theirs.save_pretrained(tmp_path / "hf")
     result = FORMAT.import_run(tmp_path / "hf", tmp_path / "run")
-    assert {each.partition(" ")[0] for each in result.left_out} == {"vision_tower", "multi_modal_projector"}
+    assert {each.partition(" ")[0] for each in result.left_out} == left_out
     config = run_config(tmp_path / "run").model
     assert config.name == family
     ours = model_of(config, read_params(tmp_path / "run", config)[0])

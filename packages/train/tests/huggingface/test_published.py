@@ -41,21 +41,24 @@ PARAMETERS = {
     "gemma-2-2b-it": ("gemma2", 2_614_341_888),
     "OLMo-2-0425-1B-Instruct": ("olmo2", 1_484_916_736),
     "gpt-oss-20b": ("gpt_oss", 20_914_757_184),
-    "DeepSeek-V3": ("deepseek_v3", 682_636_487_424),  # with its layer of multi-token prediction
+    "DeepSeek-V3": ("deepseek_v3", 682_636_487_424),  # with its layer of multi-token prediction, without copies
     "Kimi-K2-Instruct": ("deepseek_v3", 1_026_408_232_448),
     "Qwen3-Next-80B-A3B-Instruct": ("qwen3_next", 81_324_862_720),
     "SmolLM3-3B": ("smollm3", 3_075_098_624),
     "Olmo-3-7B-Instruct": ("olmo3", 7_298_011_136),
     "Phi-3-mini-4k-instruct": ("phi3", 3_821_079_552),
     "granite-3.3-2b-instruct": ("granite", 2_533_539_840),
-    "granite-3.0-1b-a400m-instruct": ("granite_moe", 1_334_628_352),
     "Seed-OSS-36B-Instruct": ("seed_oss", 36_151_104_512),
     "Qwen1.5-MoE-A2.7B": ("qwen2_moe", 14_315_784_192),
-    "GLM-4.5-Air": ("glm4_moe", 110_468_824_832),
+    "GLM-4.5-Air": ("glm4_moe", 109_227_310_848),
     "DeepSeek-V2-Lite": ("deepseek_v2", 15_706_484_224),
+    "granite-3.0-1b-a400m-instruct": ("granite_moe", 1_334_628_352),
     "MiniMax-M2.5": ("minimax_m2", 228_689_764_864),
 }
-"""Family and parameters of each model; the publishers' indices have the same numbers."""
+"""Family and parameters of each model, as counted by the publishers' indices, without tensors that repeat others.
+
+The indices of Kimi K2 and MiniMax-M2.5 count scales, too; their numbers are sums of the shapes.
+"""
 UNPUBLISHED = {"llama4", "ministral3", "qwen3_5", "qwen3_5_moe"}
 """Families whose published files are not here; `integration_tests/parity` reads what transformers writes."""
 FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")

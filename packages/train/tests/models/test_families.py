@@ -72,14 +72,6 @@ FAMILIES = {
         "residual_scale": 0.4,
         "logit_divisor": 2.0,
     },
-    "granite_moe": {
-        "layers": 2,
-        "experts": 5,
-        "active_experts": 2,
-        "embedding_scale": 3.0,
-        "attention_scale": 0.3,
-        "residual_scale": 0.4,
-    },
     "seed_oss": {"layers": 2, "head_dim": 8, "output_bias": True},
     "ministral3": {
         "layers": 2,
@@ -95,19 +87,6 @@ FAMILIES = {
         "value_heads": 4,
         "key_dim": 6,
         "value_dim": 5,
-        "further_layers": 1,
-    },
-    "qwen3_5_moe": {
-        "layers": 3,
-        "period": 2,
-        "head_dim": 8,
-        "key_heads": 2,
-        "value_heads": 4,
-        "key_dim": 6,
-        "value_dim": 5,
-        "experts": 4,
-        "active_experts": 2,
-        "shared_mlp": 12,
         "further_layers": 1,
     },
     "qwen2_moe": {
@@ -142,7 +121,28 @@ FAMILIES = {
         "expert_groups": 6,
         "kept_groups": 3,
     },
+    "granite_moe": {
+        "layers": 2,
+        "experts": 5,
+        "active_experts": 2,
+        "embedding_scale": 3.0,
+        "attention_scale": 0.3,
+        "residual_scale": 0.4,
+    },
     "minimax_m2": {"layers": 2, "head_dim": 8, "rotary_dim": 4, "experts": 5, "active_experts": 2},
+    "qwen3_5_moe": {
+        "layers": 3,
+        "period": 2,
+        "head_dim": 8,
+        "key_heads": 2,
+        "value_heads": 4,
+        "key_dim": 6,
+        "value_dim": 5,
+        "experts": 4,
+        "active_experts": 2,
+        "shared_mlp": 12,
+        "further_layers": 1,
+    },
     "llama4": {
         "layers": 3,
         "head_dim": 8,
@@ -155,8 +155,8 @@ FAMILIES = {
         "expert_mlp": 16,
     },
 }
-STATES = ("gemma3", "gpt_oss", "deepseek_v3", "qwen3_next")
-"""Families whose layers keep every kind of state, alone and beside others, and with sinks."""
+STATES = ("gemma3", "gpt_oss", "deepseek_v3", "qwen3_next", "ministral3", "granite_moe")
+"""Families with every kind of state, alone and beside others, with sinks, temperatures and scaled residual sums."""
 SEQ = 12
 ONE_DEVICE = make_mesh(MeshConfig(), jax.devices()[:1])
 
@@ -237,7 +237,7 @@ def test_parameters_become_tensors_and_come_back(name):
         np.testing.assert_array_equal(read, leaves[rule.parameter])
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5"])
 def test_a_checkpoint_may_lack_the_layers_that_predict_later_tokens(name):
     family, config = registries.models[name], make_config(name)
     tensors = [each for rule in family.weight_rules(config) for each in rule.tensor_shapes((1, 1, 1, 1))]

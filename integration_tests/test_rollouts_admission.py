@@ -9,7 +9,7 @@ import pytest
 from stack_core.abi.errors import EngineBusy
 from stack_rl.concurrent import ConcurrentPlayer
 from stack_rl.contracts import Action, Environment, Observation, StepResult, Tasks
-from stack_rl.episodes import Attempt, Player, SamplingFilter
+from stack_rl.episodes import Attempt, Player, PolicySampling
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.engine import LLMEngine
 
@@ -68,7 +68,7 @@ def together(engine):
 def ahead(engine):
     found = queue.SimpleQueue()
     settings = {"seq_tokens": SEQ_TOKENS, "on_failure": "stop", "timeout_s": 60.0}
-    player = ConcurrentPlayer(RepeatingTasks(), engine, seed=0, sampling_filter=SamplingFilter(), **settings)
+    player = ConcurrentPlayer(RepeatingTasks(), engine, seed=0, policy_sampling=PolicySampling(), **settings)
     for group in range(GROUPS):
         player.begin(ATTEMPTS[group * GROUP_SIZE :][:GROUP_SIZE], found.put, found.put)
     groups = [found.get(timeout=120) for _ in range(GROUPS)]

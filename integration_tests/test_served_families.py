@@ -56,10 +56,10 @@ FAMILIES = {
         "key_dim": 8,
         "value_dim": 8,
         "initializer_std": 0.1,
-        "further_layers": 1,
+        "mtp_layers": 1,
     },
     "qwen2_moe": {"dense_layers": (0,), "expert_mlp": 24, "shared_mlp": 20, **EXPERTS},
-    "glm4_moe": {"expert_mlp": 24, "further_layers": 1, "head_norms": True, **EXPERTS},
+    "glm4_moe": {"expert_mlp": 24, "mtp_layers": 1, "head_norms": True, **EXPERTS},
     "deepseek_v2": {
         "kv_heads": None,
         "kv_rank": 12,
@@ -85,7 +85,7 @@ FAMILIES = {
         "value_dim": 8,
         "initializer_std": 0.1,
         "shared_mlp": 20,
-        "further_layers": 1,
+        "mtp_layers": 1,
         **EXPERTS,
     },
 }

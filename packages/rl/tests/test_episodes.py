@@ -348,7 +348,7 @@ def test_an_episode_that_finds_the_queue_full_acts_as_soon_as_another_has_acted(
         seed=0,
         on_failure="stop",
         timeout_s=5.0,
-        sampling_filter=SamplingFilter(),
+        policy_sampling=PolicySampling(),
     )
     player.begin([Attempt(0, task) for task in range(6)], found.put, found.put)
     played = found.get(timeout=20)

@@ -87,7 +87,7 @@ FAMILIES = {
         "value_heads": 4,
         "key_dim": 6,
         "value_dim": 5,
-        "further_layers": 1,
+        "mtp_layers": 1,
     },
     "qwen2_moe": {"layers": 3, "dense_layers": (0,), "shared_mlp": 12, **EXPERTS},
     "glm4_moe": {
@@ -96,7 +96,7 @@ FAMILIES = {
         "rotary_share": 0.25,
         "expert_groups": 2,
         "kept_groups": 1,
-        "further_layers": 1,
+        "mtp_layers": 1,
         **EXPERTS,
     },
     "deepseek_v2": {
@@ -131,7 +131,7 @@ FAMILIES = {
         "shared_mlp": 12,
         "experts": 4,
         "active_experts": 2,
-        "further_layers": 1,
+        "mtp_layers": 1,
     },
     "llama4": {
         "layers": 4,

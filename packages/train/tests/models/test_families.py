@@ -87,7 +87,7 @@ FAMILIES = {
         "value_heads": 4,
         "key_dim": 6,
         "value_dim": 5,
-        "further_layers": 1,
+        "mtp_layers": 1,
     },
     "qwen2_moe": {
         "layers": 3,
@@ -105,7 +105,7 @@ FAMILIES = {
         "expert_mlp": 16,
         "expert_groups": 3,
         "kept_groups": 2,
-        "further_layers": 1,
+        "mtp_layers": 1,
     },
     "deepseek_v2": {
         "kv_heads": None,
@@ -141,7 +141,7 @@ FAMILIES = {
         "experts": 4,
         "active_experts": 2,
         "shared_mlp": 12,
-        "further_layers": 1,
+        "mtp_layers": 1,
     },
     "llama4": {
         "layers": 3,

@@ -75,7 +75,7 @@ FAMILY = DecoderFamily(
             Setting("kept_groups", ("topk_group",), 1),
             Setting("normalized", ("norm_topk_prob",), True),
             Setting("expert_scale", ("routed_scaling_factor",), 1.0),
-            Setting("further_layers", ("num_nextn_predict_layers", "num_mtp_layers"), 1),
+            Setting("mtp_layers", ("num_nextn_predict_layers", "num_mtp_layers"), 1),
             Setting("attention_bias", ("attention_bias",), False),
             Setting("head_norms", ("use_qk_norm",), False),
         ),

@@ -1,7 +1,8 @@
 """Settings and tensor names of decoders with grouped and shared experts, which several families share."""
 
 from collections.abc import Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -89,17 +90,19 @@ class BalancedConfig(GroupedExpertsConfig):
     Attributes:
       normalized: normalizes the weights of a token's experts to a sum of 1.
       bias_rate: change of the experts' selection biases per step, which balances their load; see `Router`.
-      further_layers: number of multi-token prediction layers; see `MultiTokenLayer`.
+      mtp_layers: number of multi-token prediction layers; see `MultiTokenLayer`.
     """
 
     normalized: bool = True
     bias_rate: NonNegativeFloat = 0.001
-    further_layers: NonNegativeInt = 0
+    mtp_layers: NonNegativeInt = 0
+
+    moved_keys: ClassVar[Mapping[str, str]] = MappingProxyType({"further_layers": "model.mtp_layers"})
 
     def balanced(self, attention: Mixer) -> DecoderSpec:
         """Returns the architecture with this attention."""
         sparse = self.mixture(score="sigmoid", normalized=self.normalized, bias_rate=self.bias_rate)
-        return self.decoder(attention, sparse, self.further_layers)
+        return self.decoder(attention, sparse, self.mtp_layers)
 
 
 _SHARED = "mlp.shared_experts."

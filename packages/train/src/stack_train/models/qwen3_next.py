@@ -6,8 +6,9 @@ next one.
 Source: Qwen Team, Qwen3-Next, 2025.
 """
 
-from collections.abc import Callable, Collection
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -60,6 +61,8 @@ class DeltaConfig(DecoderConfig):
     value_dim: PositiveInt = 64
     kernel: PositiveInt = 4
     mtp_layers: Annotated[int, Field(ge=0, le=1)] = 0
+
+    moved_keys: ClassVar[Mapping[str, str]] = MappingProxyType({"further_layers": "model.mtp_layers"})
 
 
 @config
@@ -143,7 +146,7 @@ DELTA_SETTINGS = (
     Setting("key_dim", ("linear_key_head_dim",), 128),
     Setting("value_dim", ("linear_value_head_dim",), 128),
     Setting("kernel", ("linear_conv_kernel_dim",), 4),
-    Setting("further_layers", ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"), 1),
+    Setting("mtp_layers", ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"), 1),
 )
 """Settings of a `DeltaConfig` with the same defaults in Qwen3-Next and Qwen3.5."""
 

@@ -23,8 +23,8 @@ class MlflowConfig:
     """The `mlflow:` section of a run. Needs the extra `mlflow`.
 
     Attributes:
-      tracking_uri: server, such as "http://host:5000", for which the package `mlflow-skinny` suffices, or database, such
-        as "sqlite:///mlflow.db"; None is the environment variable MLFLOW_TRACKING_URI.
+      tracking_uri: server, such as "http://host:5000", for which `mlflow-skinny` suffices, or database, such as
+        "sqlite:///mlflow.db"; None is the environment variable MLFLOW_TRACKING_URI.
       experiment: experiment of the run, which is created if it does not exist.
       name: name of the run; None is the name of its directory.
       tags: tags of the run.

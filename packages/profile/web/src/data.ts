@@ -19,6 +19,8 @@ export interface Kind {
   readonly contains?: boolean; // of an operation: it runs others, as loops do, or is of no program
   readonly flops?: number | null;
   readonly bytes?: number;
+  readonly ideal?: number; // seconds of one execution at the chip's peaks
+  readonly bound?: string;
 }
 
 export interface Frame {
@@ -43,6 +45,32 @@ export interface Lane {
   readonly limit: number; // after its last event
 }
 
+/** One device's part of the chip's peaks. */
+export interface Roof {
+  readonly chip: string | null;
+  readonly note: string;
+  readonly flops_s: Readonly<Record<string, number>>; // by dtype
+  readonly bytes_s: number | null;
+}
+
+export interface ProgramMemory {
+  readonly program: string;
+  readonly facts: Readonly<Record<string, number | string | null>>;
+  readonly notes: readonly string[];
+  readonly rows: readonly (readonly [name: string, kind: string, size: number, layer: string, line: string])[];
+  readonly moments: readonly (readonly [position: number, instruction: string, live: number, line: string])[];
+  readonly peak_at: number; // index of the moment; -1 without any
+}
+
+export interface Allocator {
+  readonly device: string;
+  readonly name: string;
+  readonly time: Float64Array;
+  readonly allocated: Float64Array;
+  readonly available: Float64Array;
+  readonly peak: Float64Array;
+}
+
 /** All times are in picoseconds since the start of the trace; event `i` is element `i` of each column. */
 export interface Capture {
   readonly lanes: readonly Lane[];
@@ -51,6 +79,10 @@ export interface Capture {
   readonly stacks: readonly (readonly number[])[];
   readonly sources: ReadonlyMap<string, Source>;
   readonly leftOut: number;
+  readonly roof: Roof | null;
+  readonly memory: readonly ProgramMemory[];
+  readonly allocators: readonly Allocator[];
+  readonly failures: Readonly<Record<string, string>>; // error messages of missing tables
   readonly start: Float64Array;
   readonly end: Float64Array;
   readonly self: Float64Array;
@@ -74,6 +106,10 @@ interface Tables {
   readonly stacks: readonly (readonly number[])[];
   readonly sources: Readonly<Record<string, Source>>;
   readonly left_out: number;
+  readonly roof?: Roof;
+  readonly memory?: readonly ProgramMemory[];
+  readonly allocators?: readonly { device: string; name: string; history: Packed }[];
+  readonly failures: Readonly<Record<string, string>>;
 }
 
 export async function readCapture(text: string): Promise<Capture> {
@@ -86,8 +122,18 @@ export async function readCapture(text: string): Promise<Capture> {
     lanes.push({ ...lane, index: lanes.length, first, limit: first + count });
     first += count;
   }
+  const allocators = await Promise.all(
+    (found.allocators ?? []).map(async ({ device, name, history }): Promise<Allocator> => {
+      const [time, allocated, available, peak] = [...(await unpack(history)).values()] as Float64Array[];
+      return { device, name, time: time!, allocated: allocated!, available: available!, peak: peak! };
+    }),
+  );
   return {
     ...timed(lanes, columns),
+    roof: found.roof ?? null,
+    memory: found.memory ?? [],
+    allocators,
+    failures: found.failures,
     lanes,
     kinds: found.kinds,
     frames: found.frames.map(([file, line, name, isUsers]) => ({ file, line, function: name, isUsers })),

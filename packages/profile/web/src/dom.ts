@@ -8,6 +8,7 @@ interface Attributes {
   type?: string;
   role?: string;
   href?: string;
+  placeholder?: string;
   hidden?: boolean;
   data?: Readonly<Record<string, string>>;
   aria?: Readonly<Record<string, string>>;

@@ -35,7 +35,7 @@ class Instrument {
       readPalette(capture),
       {
         window: (window) => this.change({ window }, false),
-        selection: (selection) => this.change({ selection, step: "", window: this.timeline.visible, tab: this.view.tab === "event" ? "totals" : this.view.tab }),
+        selection: (selection) => this.change({ selection, step: "", window: this.timeline.visible, tab: this.view.tab === "event" ? "ops" : this.view.tab }),
         event: (event) => this.choose(event),
       },
       this.view,
@@ -71,6 +71,11 @@ class Instrument {
       if (link?.getAttribute("href") === location.hash) this.arrive();
     });
     document.addEventListener("keydown", (event) => this.key(event));
+    let resizing = 0;
+    addEventListener("resize", () => {
+      clearTimeout(resizing);
+      resizing = window.setTimeout(() => this.render(), 200);
+    });
     this.render();
     if (parseView(location.hash)) this.arrive();
   }
@@ -238,7 +243,7 @@ class Instrument {
       p: () => this.step(-1),
       "0": () => this.change({ window: this.range ? this.timeline.whole : null }),
       "/": () => this.search.focus(),
-      Escape: () => this.change({ selection: null, step: "", event: null, where: {}, query: "", tab: this.view.tab === "event" ? "totals" : this.view.tab }),
+      Escape: () => this.change({ selection: null, step: "", event: null, where: {}, query: "", tab: this.view.tab === "event" ? "ops" : this.view.tab }),
     };
     const here: Readonly<Record<string, () => void>> = {
       ArrowLeft: () => this.beside(-1, "column"),

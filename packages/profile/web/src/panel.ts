@@ -5,14 +5,20 @@ import { button, h, select } from "./dom";
 import { bytes, count, flops, picoseconds, share } from "./format";
 import { flamePanel, flameTree } from "./flame";
 import { sourcePanel } from "./source";
-import { type Sums, totals, valueOf } from "./query";
-import { rowKey, sortTables, type TableRow, visit } from "./tables";
+import { type Column, grid } from "./grid";
+import { memoryPanel } from "./memory";
+import { type Sums, type Total, totals, valueOf } from "./query";
+import { rooflinePanel } from "./roofline";
+import { rowKey, type TableRow, visit } from "./tables";
 import { type Field, GROUPINGS, type Range, type Tab, TABS, type View } from "./view";
 
 export interface PanelActions {
   change(view: Partial<View>): void;
   filter(field: Field, value: string): void;
   fit(range: Range): void;
+  line(kind: Kind): HTMLElement | string; // as a link to its source
+  place(line: string): HTMLElement | string; // "file:line" as a link to its source
+  operation(program: string, name: string): HTMLElement | string; // as a link to its events
 }
 
 export interface Shown {
@@ -22,20 +28,28 @@ export interface Shown {
   readonly busy: number; // of all events in the range, in picoseconds
 }
 
-const NAMES: Readonly<Record<Tab, string>> = { totals: "Totals", event: "Event", source: "Source", flame: "Flame" };
-const MOST_ROWS = 400;
+const NAMES: Readonly<Record<Tab, string>> = { ops: "Ops", event: "Event", source: "Source", flame: "Flame", roofline: "Roofline", memory: "Memory" };
 
 export class Panel {
   readonly element: HTMLElement;
   private readonly body = h("div", { class: "body", role: "tabpanel" });
+  private readonly actions: PanelActions;
+  private readonly operations: ReadonlySet<string>;
   private readonly tabs: ReadonlyMap<Tab, HTMLButtonElement>;
 
   constructor(
     private readonly capture: Capture,
     private readonly rows: ReadonlyMap<string, readonly TableRow[]>,
-    private readonly actions: PanelActions,
+    actions: Pick<PanelActions, "change" | "filter" | "fit">,
   ) {
-    this.tabs = new Map(TABS.map((tab) => [tab, button(NAMES[tab], () => actions.change({ tab }), { role: "tab" })]));
+    this.actions = {
+      ...actions,
+      line: (kind) => this.line(kind),
+      place: (place) => this.place(place),
+      operation: (program, name) => this.operation(program, name),
+    };
+    this.operations = new Set(capture.kinds.filter((kind) => kind.type === "operation").map((kind) => valueOf(kind, "op")));
+    this.tabs = new Map(TABS.map((tab) => [tab, button(NAMES[tab], () => actions.change({ tab, sort: "", rows: "" }), { role: "tab" })]));
     const list = h("div", { class: "tabs", role: "tablist", aria: { label: "Details" } }, ...this.tabs.values());
     list.addEventListener("keydown", (event) => this.turn(event));
     this.element = h("div", { class: "panel" }, list, this.body);
@@ -48,8 +62,27 @@ export class Panel {
       element.tabIndex = name === tab ? 0 : -1;
     }
     this.body.setAttribute("aria-label", NAMES[tab]);
-    const contents = { totals: () => this.totals(shown), event: () => this.event(shown), source: () => this.source(shown), flame: () => this.flame(shown) };
-    this.body.replaceChildren(contents[tab]());
+    const contents: Readonly<Record<Tab, () => HTMLElement>> = {
+      ops: () => this.ops(shown),
+      event: () => this.event(shown),
+      source: () => this.source(shown),
+      flame: () => this.flame(shown),
+      roofline: () => rooflinePanel(this.capture, shown, this.actions),
+      memory: () => memoryPanel(this.capture, shown, this.actions),
+    };
+    this.keepingFocus(() => this.body.replaceChildren(contents[tab]()));
+  }
+
+  /** Rebuilds the contents; the control that has the keyboard keeps it. */
+  private keepingFocus(rebuild: () => void): void {
+    const active = this.body.contains(document.activeElement) ? (document.activeElement as HTMLElement) : null;
+    const name = active?.dataset["focus"];
+    const caret = active instanceof HTMLInputElement ? active.selectionStart : null;
+    rebuild();
+    const next = name && [...this.body.querySelectorAll<HTMLElement>("[data-focus]")].find((each) => each.dataset["focus"] === name);
+    if (!next) return;
+    next.focus({ preventScroll: true });
+    if (next instanceof HTMLInputElement && caret !== null) next.setSelectionRange(caret, caret);
   }
 
   private turn(event: KeyboardEvent): void {
@@ -59,11 +92,12 @@ export class Panel {
     event.preventDefault();
     event.stopPropagation();
     const tab = TABS[(place + step + TABS.length) % TABS.length]!;
-    this.actions.change({ tab });
+    this.actions.change({ tab, sort: "", rows: "" });
     this.tabs.get(tab)!.focus();
   }
 
-  private totals({ view, range, found, busy }: Shown): HTMLElement {
+  /** Sums of the selection by name, line, file, layer, scope, category, pass or module. */
+  private ops({ view, range, found, busy }: Shown): HTMLElement {
     const { actions, capture } = this;
     const isHost = view.of === "thread";
     const by = isHost ? "op" : view.by;
@@ -73,43 +107,43 @@ export class Panel {
       { class: "controls" },
       select("time of", [["operations", "devices"], ["thread", "host threads"]], view.of, (of) => actions.change({ of: of as View["of"] })),
       isHost ? null : select("by", GROUPINGS.map((each) => [each, each === "op" ? "name" : each]), view.by, (value) => actions.change({ by: value as View["by"] })),
-      h("span", { class: "help" }, `${sumText(found.busy, busy)} in ${rangeText(range)}, ${count(groups.length)} rows`),
+      h("span", { class: "help" }, `${sumText(found.busy, busy)} in ${rangeText(range)}`),
     );
     if (!groups.length) return h("div", {}, controls, h("p", { class: "empty" }, "No event of the selection matches."));
-    const columns: readonly (readonly [string, string])[] = [
-      ["text", isHost || by === "op" ? "name" : by],
-      ["number", "self"],
-      ["number", "% of busy"],
-      ["number", "occurrences"],
-      ...(isHost ? [] : ([["number", "FLOPs"], ["number", "bytes"], ["text", by === "line" ? "example" : "line"]] as const)),
+    const name = (group: Total) => group.name || "(none)";
+    const part = (group: Total) => (busy ? group.self / busy : 0);
+    const costs: readonly Column<Total>[] = [
+      { key: "flops", title: "FLOPs", kind: "number", value: (group) => group.flops, show: (group) => flops(group.flops!) },
+      { key: "bytes", title: "bytes", kind: "number", value: (group) => group.bytes, show: (group) => bytes(group.bytes!) },
+      by === "line"
+        ? { key: "example", title: "example", kind: "text", value: (group) => group.kind.name }
+        : { key: "line", title: "line", kind: "text", value: (group) => group.kind.line ?? group.kind.package_line ?? "", show: (group) => this.line(group.kind) },
     ];
-    const heads = columns.map(([kind, title]) => h("th", { class: kind }, button(title, () => undefined)));
-    heads[1]!.setAttribute("aria-sort", "descending");
-    const rows = groups.slice(0, MOST_ROWS).map((group) => {
-      const cells = [
-        h("td", { class: "text" }, button(group.name || "(none)", () => actions.filter(by, group.name), { class: "link", title: "Show only these events" })),
-        number(group.self * 1e-12, picoseconds(group.self)),
-        number(busy ? group.self / busy : 0, share(busy ? group.self / busy : 0)),
-        number(group.count, count(group.count)),
-      ];
-      if (!isHost) {
-        cells.push(number(group.flops, group.flops === null ? "-" : flops(group.flops)));
-        cells.push(number(group.bytes, group.bytes === null ? "-" : bytes(group.bytes)));
-        cells.push(h("td", { class: "text" }, by === "line" ? group.kind.name : this.line(group.kind)));
-      }
-      return h("tr", {}, ...cells);
-    });
-    const table = h("table", { class: "sums" }, h("thead", {}, h("tr", {}, ...heads)), h("tbody", {}, ...rows));
-    sortTables(table);
-    const more = groups.length > MOST_ROWS ? h("p", { class: "empty" }, `The largest ${MOST_ROWS} of ${count(groups.length)} rows.`) : null;
-    return h("div", {}, controls, h("div", { class: "scroll" }, table, more));
+    const columns: readonly Column<Total>[] = [
+      { key: "name", title: isHost || by === "op" ? "name" : by, kind: "text", value: name, show: (group) => button(name(group), () => actions.filter(by, group.name), { class: "link", title: "Show only these events" }) },
+      { key: "self", title: "self", kind: "number", value: (group) => group.self * 1e-12, show: (group) => picoseconds(group.self) },
+      { key: "share", title: "% of busy", kind: "number", value: part, show: (group) => share(part(group)) },
+      { key: "occurrences", title: "occurrences", kind: "number", value: (group) => group.count, show: (group) => count(group.count) },
+      ...(isHost ? [] : costs),
+    ];
+    return h("div", {}, controls, grid("ops", groups, columns, view, actions, "-self"));
   }
 
   /** A kind's line as a link to its source, with the line in a package below it. */
   private line(kind: Kind): HTMLElement | string {
     if (!kind.line) return kind.package_line ?? "";
-    if (!kind.file || !this.capture.sources.has(kind.file)) return kind.line;
-    return button(kind.line, () => this.actions.change({ tab: "source", source: kind.line! }), { class: "link", title: "Show the source" });
+    return this.place(kind.line);
+  }
+
+  private place(line: string): HTMLElement | string {
+    if (!this.capture.sources.has(line.replace(/:\d+$/, ""))) return line;
+    return button(line, () => this.actions.change({ tab: "source", source: line }), { class: "link", title: "Show the source" });
+  }
+
+  private operation(program: string, name: string): HTMLElement | string {
+    const value = `${program}: ${name}`;
+    if (!this.operations.has(value)) return name || "(none)";
+    return button(name, () => this.actions.filter("op", value), { class: "link", title: "Show only these events" });
   }
 
   private event({ view }: Shown): HTMLElement {
@@ -227,6 +261,3 @@ const rangeText = (range: Range | null): string =>
 
 const sumText = (part: number, whole: number): string =>
   whole - part > 1e-6 * whole ? `${picoseconds(part)} of ${picoseconds(whole)}` : picoseconds(whole);
-
-const number = (value: number | null, text: string): HTMLTableCellElement =>
-  h("td", { class: "number", data: value === null ? {} : { value: String(value) } }, text);

@@ -42,7 +42,9 @@ export function matchingKinds(capture: Capture, view: View): Uint8Array {
 }
 
 /** Lanes of a view: of one device or host, or all. */
-export const isChosen = (lane: Lane, view: View): boolean => !view.device || lane.group === view.device;
+export const isChosen = (lane: Lane, view: View): boolean => isGroup(lane.group, view);
+
+export const isGroup = (group: string, view: View): boolean => !view.device || group === view.device;
 
 export interface Sums {
   readonly self: Float64Array; // picoseconds by kind

@@ -2,9 +2,11 @@
 
 export const FIELDS = ["op", "name", "line", "file", "layer", "scope", "under", "category", "pass", "module", "frame"] as const;
 export type Field = (typeof FIELDS)[number];
-export const TABS = ["totals", "event", "source", "flame"] as const;
+export const TABS = ["ops", "event", "source", "flame", "roofline", "memory"] as const;
 export type Tab = (typeof TABS)[number];
 export const GROUPINGS = ["op", "line", "file", "layer", "scope", "category", "pass", "module"] as const;
+export const ARRAYS = ["buffer", "line", "layer", "kind"] as const;
+export const POINTS = ["op", "line"] as const;
 export type Range = readonly [number, number];
 
 export interface View {
@@ -20,6 +22,11 @@ export interface View {
   readonly by: (typeof GROUPINGS)[number];
   readonly source: string; // open file, with ":line" to scroll to
   readonly flame: "scope" | "stack";
+  readonly points: (typeof POINTS)[number]; // of the roofline
+  readonly program: string; // whose memory is shown; "" for the one with the most time
+  readonly arrays: (typeof ARRAYS)[number]; // grouping of a program's memory
+  readonly sort: string; // column of the tab's table, "-" before it sorts from the largest; "" for the table's own
+  readonly rows: string; // filter of the tab's table
 }
 
 export const EMPTY: View = {
@@ -30,11 +37,16 @@ export const EMPTY: View = {
   where: {},
   query: "",
   event: null,
-  tab: "totals",
+  tab: "ops",
   of: "operations",
   by: "op",
   source: "",
   flame: "scope",
+  points: "op",
+  program: "",
+  arrays: "buffer",
+  sort: "",
+  rows: "",
 };
 
 /** Reads an address; null for one that is not of a view, such as a section's. */
@@ -63,6 +75,11 @@ export function parseView(hash: string): View | null {
     by: one("by", GROUPINGS, EMPTY.by),
     source: found.get("source") ?? "",
     flame: one("flame", ["scope", "stack"], EMPTY.flame),
+    points: one("points", POINTS, EMPTY.points),
+    program: found.get("program") ?? "",
+    arrays: one("arrays", ARRAYS, EMPTY.arrays),
+    sort: found.get("sort") ?? "",
+    rows: found.get("rows") ?? "",
   };
 }
 
@@ -88,6 +105,11 @@ export function formatView(view: View): string {
   add("by", view.by, EMPTY.by);
   add("source", view.source);
   add("flame", view.flame, EMPTY.flame);
+  add("points", view.points, EMPTY.points);
+  add("program", view.program);
+  add("arrays", view.arrays, EMPTY.arrays);
+  add("sort", view.sort);
+  add("rows", view.rows);
   const written = (value: string) => encodeURIComponent(value).replaceAll("%2F", "/").replaceAll("%3A", ":");
   return parts.map(([name, value]) => `${name}=${written(value)}`).join("&");
 }

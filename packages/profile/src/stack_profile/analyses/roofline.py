@@ -25,7 +25,32 @@ if TYPE_CHECKING:
     from stack_core.chips import Chip
     from stack_core.programs.hlo_costs import InstructionCost
 
-__all__ = ["RooflineRow", "roofline", "roofline_of"]
+__all__ = ["Roof", "RooflineRow", "roof_of", "roofline", "roofline_of"]
+
+
+@dataclass(frozen=True)
+class Roof:
+    """Peaks that the operations of a trace are compared with.
+
+    Attributes:
+      chip: the chip; None if unknown.
+      sharing: number of the trace's devices that share its peaks.
+      note: origin of the peaks, or the reason why they are unknown.
+    """
+
+    chip: "Chip | None"
+    sharing: int
+    note: str
+
+    def ideal(self, operation: Operation) -> tuple[float | None, str | None]:
+        """Returns the seconds of one execution at the peaks, and the binding peak, "compute" or "memory"."""
+        return _ideal(operation, self.chip, self.sharing)
+
+
+def roof_of(trace: Trace) -> Roof:
+    """Returns the peaks of the trace's own chip."""
+    chip, note = _chip_of(trace)
+    return Roof(chip, _sharing(chip, len(trace.devices)), note)
 
 
 @dataclass(frozen=True)
@@ -193,10 +218,7 @@ def _row(measured: _Measured, chip: "Chip | None", sharing: int) -> RooflineRow:
     flops = None if operation.flops is None else operation.flops * count
     traffic = cost.traffic_bytes * count if cost else None
     # Devices that share a chip reach only their part of its peaks.
-    compute_s, memory_s = _ideals(cost, chip, count * sharing)
-    if flops is None:
-        compute_s = None
-    ideal_s = None if compute_s is None or memory_s is None else max(compute_s, memory_s)
+    ideal_s, bound = _ideal(operation, chip, count * sharing)
     source = operation.instruction.source() if operation.instruction else None
     return RooflineRow(
         name=operation.name,
@@ -211,10 +233,19 @@ def _row(measured: _Measured, chip: "Chip | None", sharing: int) -> RooflineRow:
         rate_flops_s=_ratio(flops, self_s),
         rate_bytes_s=_ratio(traffic, self_s),
         intensity=_ratio(flops, traffic),
-        bound=("compute" if compute_s == ideal_s else "memory") if ideal_s else None,
+        bound=bound,
         ideal_s=ideal_s,
         ideal_self_share=_ratio(ideal_s, self_s),
     )
+
+
+def _ideal(operation: Operation, chip: "Chip | None", times: int) -> tuple[float | None, str | None]:
+    """Computes the seconds of some executions at the chip's peaks, and the binding peak; None if unknown."""
+    compute_s, memory_s = _ideals(operation.cost, chip, times)
+    if operation.flops is None or compute_s is None or memory_s is None:
+        return None, None
+    ideal_s = max(compute_s, memory_s)
+    return ideal_s, ("compute" if compute_s == ideal_s else "memory") if ideal_s else None
 
 
 def _ideals(cost: "InstructionCost | None", chip: "Chip | None", times: int) -> tuple[float | None, float | None]:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from stack_profile.analyses.roofline import roof_of
 from stack_profile.captures.processes import names_of
 from stack_profile.traces.categories import category
 from stack_profile.traces.instructions import Frame, Instruction
@@ -120,6 +121,7 @@ class _Collector:
 
     def __init__(self, trace: Trace, paths: ShortPaths) -> None:
         self._trace, self._paths = trace, paths
+        self._roof = roof_of(trace)
         self._recorded = Recorded()
         self._frames: dict[Frame, int] = {}
         self._stacks: dict[tuple[Frame, ...], int] = {}
@@ -168,6 +170,8 @@ class _Collector:
             kind["contains"] = True
         if cost := operation.cost:
             kind |= {"flops": operation.flops, "bytes": cost.traffic_bytes}
+            ideal_s, bound = self._roof.ideal(operation)
+            kind |= {"ideal": ideal_s, "bound": bound} if ideal_s is not None else {}
         return kind | self._place(instruction) if instruction is not None else kind
 
     def _place(self, instruction: Instruction) -> dict[str, Any]:

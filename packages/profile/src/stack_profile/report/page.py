@@ -23,6 +23,7 @@ from stack_profile.report.encoding import pack, pack_json
 from stack_profile.report.events import EVENTS, Recorded, recorded_events
 from stack_profile.report.links import Links
 from stack_profile.report.sources import sources
+from stack_profile.report.views import views
 from stack_profile.traces.short_paths import ShortPaths, short_paths
 from stack_profile.traces.trace import Trace
 
@@ -90,7 +91,7 @@ def page(trace: Trace, found: Sequence[Section], *, limit: int = 200, events: in
         # Filled and shown by the script.
         element("div", id="instrument", hidden="", role="region", aria_label="Events"),
         element("main", *map(writer.section, found)),
-        element("script", Markup(_data(recorded, trace)), id="capture", type="application/json"),
+        element("script", Markup(_data(recorded, trace, paths)), id="capture", type="application/json"),
         script=_resource("page.js"),
         style=_resource("page.css"),
     )
@@ -108,7 +109,7 @@ def _resource(name: str) -> str:
     return resources.files("stack_profile.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _data(recorded: Recorded, trace: Trace) -> str:
+def _data(recorded: Recorded, trace: Trace, paths: ShortPaths) -> str:
     """Returns the data of the interactive view; base64 keeps its texts from being read as markup."""
     tables = {
         "lanes": recorded.lane_table,
@@ -117,6 +118,7 @@ def _data(recorded: Recorded, trace: Trace) -> str:
         "stacks": recorded.stacks,
         "sources": sources(recorded.files, trace.about),
         "left_out": recorded.left_out,
+        **views(trace, paths),
     }
     return json.dumps({"tables": pack_json(tables), "events": pack(recorded.columns)})
 

@@ -38,12 +38,14 @@ _EVENT_METADATA, _EVENT_OFFSET, _EVENT_DURATION, _EVENT_STATS, _EVENT_OCCURRENCE
 _STAT_METADATA, _STAT_DOUBLE, _STAT_UINT, _STAT_INT, _STAT_STRING, _STAT_BYTES, _STAT_REFERENCE = 1, 2, 3, 4, 5, 6, 7
 _METADATA_NAME, _METADATA_DISPLAY_NAME, _METADATA_STATS = 2, 4, 5
 
-# Statistics of single events that become columns. They join an operation with its program, its run and its end, and
-# hold times on a TPU's own clock.
-_TEXT: Final = ("hlo_op", "hlo_module", "tf_op", "_ipl_stage_name", "_ipl_stage_cat", "_ipl_dataset_name")
+# Statistics of single events that become columns. They join an operation with its program, its run, its end and its
+# launch on the host, and hold times on a TPU's own clock and the state of an allocator.
+_TEXT: Final = (
+    "hlo_op", "hlo_module", "tf_op", "_ipl_stage_name", "_ipl_stage_cat", "_ipl_dataset_name", "allocator_name",
+)  # fmt: skip
 _NUMBERS: Final = (
     "program_id", "run_id", "device_ordinal", "step_num", "group_id", "_pt", "_p", "_ct", "_c", "device_offset_ps",
-    "device_duration_ps",
+    "device_duration_ps", "correlation_id", "bytes_allocated", "bytes_available", "peak_bytes_in_use",
 )  # fmt: skip
 _CHUNK: Final = 1 << 17  # events per chunk, to bound the memory for statistics
 

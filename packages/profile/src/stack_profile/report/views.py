@@ -1,0 +1,98 @@
+"""Data of the page's views that events do not have: the chip's peaks, the memory of programs and allocators.
+
+A part that fails is missing with its error message, so that a damaged program costs only its own view.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from stack_profile.analyses.memory import MomentRow, memory_of, schedule_of
+from stack_profile.analyses.roofline import roof_of
+from stack_profile.report.encoding import pack
+from stack_profile.traces.allocator import allocator_histories
+from stack_profile.traces.short_paths import ShortPaths
+from stack_profile.traces.trace import Trace
+
+__all__ = ["views"]
+
+_MOST_MOMENTS: Final = 20_000
+
+
+def views(trace: Trace, paths: ShortPaths) -> dict[str, Any]:
+    """Returns the tables of the views by name, and under "failures" the error messages of the missing ones."""
+    parts: Mapping[str, Callable[[Trace, ShortPaths], Any]] = {
+        "roof": _roof,
+        "memory": _memory,
+        "allocators": _allocators,
+    }
+    found: dict[str, Any] = {}
+    failures: dict[str, str] = {}
+    for name, part in parts.items():
+        try:
+            found[name] = part(trace, paths)
+        except Exception as error:  # Damage of any kind costs its own view alone, as with the sections.
+            failures[name] = f"{type(error).__name__}: {error}"
+    return {**found, "failures": failures}
+
+
+def _roof(trace: Trace, paths: ShortPaths) -> dict[str, Any]:
+    roof = roof_of(trace)
+    chip = roof.chip
+    return {
+        "chip": chip.kind if chip else None,
+        "note": roof.note,
+        # One device's part of the peaks, to compare with the rate of an operation on one device.
+        "flops_s": {dtype: peak / roof.sharing for dtype, peak in chip.peak_flops.items()} if chip else {},
+        "bytes_s": (chip.hbm_bandwidth_bytes_s or 0.0) / roof.sharing if chip else None,
+    }
+
+
+def _memory(trace: Trace, paths: ShortPaths) -> list[dict[str, Any]]:
+    """Returns the arrays at the peak and the schedule of each program that ran; of equal names, the largest program."""
+    ran = {operation.module for each in trace.devices for operation in each.operations}
+    by_size = sorted((each for each in trace.programs if each.name in ran), key=lambda each: len(each.proto))
+    found = []
+    for program in {program.name: program for program in by_size}.values():
+        answer = memory_of(program)
+        if not answer.rows:
+            continue
+        moments, peak_at = _thinned(schedule_of(program).rows)
+        found.append(
+            {
+                "program": program.name,
+                "facts": answer.facts,
+                "notes": [paths.text(note) for note in answer.notes],
+                "rows": [[row.name, row.kind, row.size_bytes, row.layer, paths.text(row.line)] for row in answer.rows],
+                "moments": [[row.position, row.instruction, row.live_bytes, paths.text(row.line)] for row in moments],
+                "peak_at": peak_at,
+            }
+        )
+    return found
+
+
+def _thinned(rows: Sequence[MomentRow]) -> tuple[Sequence[MomentRow], int]:
+    """Returns at most `_MOST_MOMENTS` rows, of each part of the schedule the highest, and the index of the peak."""
+    size = -(-len(rows) // _MOST_MOMENTS)
+    parts = (rows[first : first + size] for first in range(0, len(rows), size or 1))
+    kept = [max(part, key=lambda row: row.live_bytes) for part in parts]
+    return kept, max(range(len(kept)), key=lambda place: kept[place].live_bytes, default=-1)
+
+
+def _allocators(trace: Trace, paths: ShortPaths) -> list[dict[str, Any]]:
+    return [
+        {
+            "device": each.device,
+            "name": each.allocator,
+            "history": pack(
+                {
+                    "time": each.time_ps.astype(np.int64),
+                    "allocated": each.allocated_bytes.astype(np.int64),
+                    "available": each.available_bytes.astype(np.int64),
+                    "peak": each.peak_bytes.astype(np.int64),
+                }
+            ),
+        }
+        for each in allocator_histories(trace.spaces, trace.base_ns)
+    ]

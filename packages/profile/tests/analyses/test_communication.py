@@ -4,7 +4,6 @@ import subprocess
 import sys
 
 import pytest
-from jax._src.lib import hlo
 
 from stack_core.abi.errors import UnknownName
 from stack_profile.analyses.communication import communication
@@ -12,65 +11,7 @@ from stack_profile.errors import ProfileError
 from stack_profile.traces.trace import load_trace, trace_of
 from stack_profile.traces.xplane import read_space
 
-HLO = """HloModule jit_step, is_scheduled=true, num_partitions=8
-
-%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %sum = f32[] add(%a, %b)
-}
-
-%scattered (p: f32[64,4]) -> f32[16,4] {
-  %p = f32[64,4]{1,0} parameter(0)
-  %reduced = f32[64,4]{1,0} all-reduce(%p), replica_groups=[2,4]<=[4,2]T(1,0), channel_id=3, use_global_device_ids=true, to_apply=%add
-  %zero = s32[] constant(0)
-  ROOT %mine = f32[16,4]{1,0} dynamic-slice(%reduced, %zero, %zero), dynamic_slice_sizes={16,4}
-}
-
-ENTRY %main (x: f32[16,4]) -> f32[16,4] {
-  %x = f32[16,4]{1,0} parameter(0)
-  %all-gather-start.1 = (f32[16,4]{1,0}, f32[64,4]{1,0}) all-gather-start(%x), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}, channel_id=1, use_global_device_ids=true
-  %copy.5 = f32[16,4]{1,0} copy(%x)
-  %all-gather-done.1 = f32[64,4]{1,0} all-gather-done(%all-gather-start.1)
-  %all-reduce.2 = f32[16,4]{1,0} all-reduce(%copy.5), replica_groups={{0,1},{2,3},{4,5},{6,7}}, channel_id=2, use_global_device_ids=true, to_apply=%add
-  ROOT %fusion.7 = f32[16,4]{1,0} fusion(%all-gather-done.1), kind=kCustom, calls=%scattered
-}
-"""  # noqa: E501 - a line of HLO is a line
-
 GATHERED_BYTES = 64 * 4 * 4
-# Name, start and duration in microseconds: start and end of the gather surround a copy, the others are alone.
-TPU_EVENTS = (
-    ("all-gather-start.1", 0, 1),
-    ("copy.5", 1, 60),
-    ("all-gather-done.1", 61, 9),
-    ("all-reduce.2", 70, 20),
-    ("fusion.7", 90, 10),
-)
-
-
-@pytest.fixture(scope="module")
-def tpu_trace(build):
-    """Two steps of two devices of eight, on which the second is late by 5 us to the reduction."""
-    proto = build.message((1, hlo.hlo_module_from_text(HLO).as_serialized_hlo_module_proto()))
-    planes = [build.metadata_plane([("jit_step", 7, proto)])]
-    for late in (0, 5):
-        plane = build.plane(f"/device:TPU:{late}")
-        for name, _, _ in TPU_EVENTS:
-            plane.metadata(name, program_id=7)
-        plane.line("XLA Modules", *(plane.event("jit_step(7)", at, 105) for at in (0, 200)))
-        events = [
-            (
-                name,
-                at + start + (late if name == "all-reduce.2" else 0),
-                duration - (late if name == "all-reduce.2" else 0),
-            )
-            for at in (0, 200)
-            for name, start, duration in TPU_EVENTS
-        ]
-        plane.line("XLA Ops", *(plane.event(*event) for event in events))
-        planes.append(plane)
-    about = {"device_kind": "TPU v5p", "devices": 8, "meshes": [{"fsdp": 4, "tensor": 2}]}
-    return trace_of([read_space(build.space(*planes))], about=about)
 
 
 def test_an_asynchronous_collective_lasts_until_its_end_and_is_exposed_where_it_is_alone(tpu_trace):

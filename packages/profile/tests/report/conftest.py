@@ -8,6 +8,7 @@ import select
 import shutil
 import subprocess
 import time
+from urllib.parse import unquote
 
 import pytest
 
@@ -80,6 +81,25 @@ class Browser:
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
+
+    def values(self, selector, expression):
+        """The value of a JavaScript expression for `each` element of a selector."""
+        found = f"[...document.querySelectorAll({json.dumps(selector)})].map(each => {expression})"
+        return json.loads(self.evaluate(f"JSON.stringify({found})"))
+
+    def rows(self):
+        """The rows of the panel's table, by the titles of its columns; numbers are exact."""
+        heads = self.values(".panel .sums th", "each.textContent")
+        number = "cell.dataset.value === undefined ? null : Number(cell.dataset.value)"
+        cells = f"[...each.cells].map(cell => cell.className === 'number' ? ({number}) : cell.textContent)"
+        return [dict(zip(heads, row, strict=True)) for row in self.values(".panel .sums tbody tr", cells)]
+
+    def changed(self, action):
+        """Does something, waits until the address is another, and returns it."""
+        before = self.evaluate("location.hash")
+        action()
+        self.wait_for(f"location.hash !== {json.dumps(before)}")
+        return unquote(self.evaluate("location.hash"))
 
     def _read(self):
         while b"\0" not in self._buffer:

@@ -10,7 +10,6 @@ from urllib.parse import unquote
 import numpy as np
 import pytest
 
-from stack_profile.analyses.memory import memory
 from stack_profile.analyses.ops import GROUPINGS, ops
 from stack_profile.analyses.overview import overview
 from stack_profile.analyses.roofline import roofline
@@ -63,14 +62,6 @@ def window(browser):
     return [int(each) for each in re.search(r"[#&]t=(-?\d+)-(-?\d+)", browser.evaluate("location.hash")).groups()]
 
 
-def changed(browser, action):
-    """Does something, and waits until the address is another."""
-    before = browser.evaluate("location.hash")
-    action()
-    browser.wait_for(f"location.hash !== {json.dumps(before)}")
-    return unquote(browser.evaluate("location.hash"))
-
-
 @pytest.mark.parametrize("by", ["op", "line", "file", *(each for each in GROUPINGS if each != "op")])
 def test_totals_are_the_numbers_of_the_analysis(browser, report, trace, by):
     browser.open(report, f"#by={by}")
@@ -93,116 +84,6 @@ def test_totals_have_the_flops_and_bytes_of_the_roofline(browser, report, trace)
     assert any(flops for flops, _ in expected.values())
 
 
-def rows_of(browser):
-    """The rows of the panel's table, by the titles of its columns."""
-    heads = json.loads(browser.evaluate("JSON.stringify([...document.querySelectorAll('.sums th')].map(each => each.textContent))"))  # fmt: skip
-    return [dict(zip(heads, row, strict=True)) for row in table(browser)]
-
-
-def test_the_roofline_has_the_numbers_of_the_analysis(browser, report, trace):
-    browser.open(report, "#tab=roofline")
-    answer = roofline(trace)
-    expected = {f"{row.program}: {row.name}": row for row in answer.rows}
-    found = rows_of(browser)
-    assert [row["name"] for row in found] == [f"{row.program}: {row.name}" for row in answer.rows], "in the same order"
-    titles = {
-        "FLOPs": "flops", "bytes": "traffic_bytes", "FLOP/s": "rate_flops_s", "B/s": "rate_bytes_s",
-        "FLOPs per byte": "intensity", "ideal": "ideal_s", "ideal % of self": "ideal_self_share", "self": "self_s",
-    }  # fmt: skip
-    for row in found:
-        for name, field in titles.items():
-            value = getattr(expected[row["name"]], field)
-            assert row[name] == (None if value is None else pytest.approx(value, rel=1e-9))
-        assert row["bound"] == (expected[row["name"]].bound or "")
-    drawn = [row for row in answer.rows if row.flops and row.traffic_bytes and row.self_s]
-    dots = json.loads(browser.evaluate("JSON.stringify([...document.querySelectorAll('.chart .dot')].map(each => each.ariaLabel))"))  # fmt: skip
-    assert [text.partition(",")[0] for text in dots] == [f"{row.program}: {row.name}" for row in drawn]
-    peaks = browser.evaluate("document.querySelector('.chart').textContent")
-    assert all(dtype in peaks for dtype in answer.facts["peak_flops_s"]) and "memory" in peaks
-    click = "document.querySelector('.chart .dot').dispatchEvent(new MouseEvent('click'))"
-    assert f"op={drawn[0].program}: {drawn[0].name}" in changed(browser, lambda: browser.evaluate(click))
-    assert [row["name"] for row in rows_of(browser)] == [f"{drawn[0].program}: {drawn[0].name}"]
-
-
-def test_the_roofline_of_lines_and_of_a_step_sums_its_operations(browser, report, trace):
-    browser.open(report, "#tab=roofline&points=line")
-    sums = {}
-    for row in roofline(trace).rows:
-        line = short_paths(trace).text(row.line) or "(none)"
-        sums[line] = sums.get(line, 0) + (row.flops or 0)
-    assert {row["line"]: row["FLOPs"] or 0 for row in rows_of(browser)} == sums
-    step = overview(trace).rows[1]
-    browser.open(report, f"#tab=roofline&device={step.device}&step={step.step_number}")
-    found = rows_of(browser)
-    assert sum(row["self"] for row in found) == pytest.approx(step.busy_s, rel=1e-6)
-    assert sum(row["FLOPs"] or 0 for row in found) == pytest.approx(sum(sums.values()) / len(overview(trace).rows))
-
-
-@pytest.mark.parametrize("by", ["buffer", "line", "layer", "kind"])
-def test_the_memory_view_has_the_arrays_of_the_analysis(browser, report, trace, by):
-    browser.open(report, f"#tab=memory&arrays={by}")
-    answer, short = memory(trace, by=by), short_paths(trace).text
-    expected = sorted((short(row.name) or "(none)", row.size_bytes, row.buffers) for row in answer.rows)
-    title = "array" if by == "buffer" else by
-    found = rows_of(browser)
-    assert sorted((row[title], row["size"], row["buffers"]) for row in found) == expected
-    assert [row["% of total"] for row in found] == pytest.approx([row.total_share for row in answer.rows])
-    if by == "buffer":
-        assert {row["line"] for row in found} == {short(row.line) for row in answer.rows}
-    facts = json.loads(browser.evaluate("JSON.stringify(Object.fromEntries([...document.querySelectorAll('[data-fact]')].map(each => [each.dataset.fact, Number(each.dataset.value)])))"))  # fmt: skip
-    assert facts == {name: value for name, value in answer.facts.items() if name.endswith("_bytes")}
-    assert f"at {answer.facts['peak_at']}" in browser.evaluate("document.querySelector('.chart').textContent")
-
-
-def test_the_history_of_an_allocator_is_drawn_for_its_device_and_time(browser, build, tmp_path):
-    host, device = build.plane("/host:CPU"), build.plane("/device:GPU:0")
-    device.line("Stream #1", device.event("fusion", 0, 900, hlo_op="fusion", hlo_module="jit_f", program_id=1))
-    sizes = ((100, 1024), (300, 4096), (500, 2048))
-    host.line("python", *(
-        host.event("MemoryAllocation", at, 0, allocator_name="GPU_0_bfc", bytes_allocated=size, bytes_available=10_000,
-                   peak_bytes_in_use=8192) for at, size in sizes
-    ))  # fmt: skip
-    trace = trace_of([read_space(build.space(device, host))])
-    write([page(trace, [])], tmp_path / "page.html")
-    text = "document.querySelector('.panel .drawing')?.textContent ?? ''"
-    browser.open(tmp_path / "page.html", "#tab=memory")
-    assert "GPU_0_bfc" in browser.evaluate(text)
-    assert "3 states in this range: 1 KiB to 4 KiB in use; at most 8 KiB" in browser.evaluate(text)
-    browser.open(tmp_path / "page.html", "#tab=memory&s=400000000-600000000")
-    assert "2 states in this range: 2 KiB to 4 KiB" in browser.evaluate(text)
-    assert browser.complaints == []
-
-
-def test_sorting_and_filtering_a_table_are_in_the_address(browser, report):
-    browser.open(report, "#tab=roofline")
-    head = "[...document.querySelectorAll('.sums th button')].find(each => each.textContent === 'FLOPs')"
-    assert "sort=-flops" in changed(browser, lambda: browser.evaluate(f"{head}.click()"))
-    values = [row["FLOPs"] for row in rows_of(browser) if row["FLOPs"] is not None]
-    assert values == sorted(values, reverse=True)
-    browser.evaluate("document.querySelector('.panel input[type=search]').focus()")
-    assert "rows=dot" in changed(browser, lambda: browser.press("d", "o", "t"))
-    found = rows_of(browser)
-    assert found and all("dot" in f"{row['name']} {row['line']}" for row in found)
-    assert browser.evaluate("document.activeElement.getAttribute('aria-label')") == "Filter rows of roofline"
-    browser.open(report, browser.evaluate("location.hash"))
-    assert rows_of(browser) == found
-    browser.open(report, "#tab=roofline&sort=flops")
-    assert [row["FLOPs"] for row in rows_of(browser) if row["FLOPs"] is not None] == values[::-1]
-
-
-TABS = ("ops", "event", "source", "flame", "roofline", "memory")
-
-
-@pytest.mark.parametrize("width", [1280, 1920])
-def test_every_tab_fits_the_screen_and_names_its_controls(browser, report, width):
-    for tab in TABS:
-        browser.open(report, f"#tab={tab}&event=0", width=width)
-        assert browser.evaluate("document.scrollingElement.scrollWidth") <= width, tab
-        cut = "[...document.querySelectorAll('.panel .scroll')].some(each => each.scrollWidth > each.clientWidth)"
-        assert not browser.evaluate(cut), tab
-        assert browser.evaluate(NAMELESS) == 0 and browser.complaints == [], tab
-
-
 def test_every_cell_of_the_plain_tables_is_the_number_of_its_row(browser, report, trace):
     browser.open(report)
     for section in sections(trace):
@@ -222,7 +103,7 @@ def test_every_cell_of_the_plain_tables_is_the_number_of_its_row(browser, report
 def test_dragging_selects_a_time_whose_sums_are_of_the_parts_of_events_in_it(browser, report, trace):
     browser.open(report)
     left, top, width = canvas(browser)
-    address = changed(browser, lambda: browser.drag((left + 0.4 * width, top + 60), (left + 0.6 * width, top + 60)))
+    address = browser.changed(lambda: browser.drag((left + 0.4 * width, top + 60), (left + 0.6 * width, top + 60)))
     start, end = (int(each) for each in re.search(r"[#&]s=(\d+)-(\d+)", address).groups())
     (device,) = trace.devices
     rows = np.flatnonzero((device.end_ps > start) & (device.start_ps < end))
@@ -258,39 +139,39 @@ def test_a_search_counts_and_marks_its_events_and_goes_through_them_in_order(bro
     starts = []
     browser.evaluate("document.querySelector('.lanes canvas').focus()")
     for _ in range(3):
-        event = changed(browser, lambda: browser.press("n"))
+        event = browser.changed(lambda: browser.press("n"))
         starts.append(int(re.search(r"event=(\d+)", event)[1]))
     assert starts == sorted(set(starts))
-    assert f"event={starts[1]}" in changed(browser, lambda: browser.press("p")).split("&")
+    assert f"event={starts[1]}" in browser.changed(lambda: browser.press("p")).split("&")
     drawn = set(browser.evaluate(LEGEND)) & set(browser.evaluate(PIXELS))
     assert len(drawn) == 1, "only the category of the match has its full colour"
 
 
 def test_keys_and_the_wheel_zoom_and_pan_the_window(browser, report):
     browser.open(report)
-    changed(browser, lambda: browser.press("w"))
+    browser.changed(lambda: browser.press("w"))
     first = window(browser)
-    changed(browser, lambda: browser.press("d"))
+    browser.changed(lambda: browser.press("d"))
     second = window(browser)
     assert second[1] - second[0] == pytest.approx(first[1] - first[0], rel=1e-6) and second[0] > first[0]
-    changed(browser, lambda: browser.press("a"))
+    browser.changed(lambda: browser.press("a"))
     assert window(browser) == pytest.approx(first, rel=1e-6)
     left, top, width = canvas(browser)
     x = left + 0.75 * width
-    changed(browser, lambda: browser.mouse("mouseWheel", x, top + 60, deltaX=0, deltaY=-120))
+    browser.changed(lambda: browser.mouse("mouseWheel", x, top + 60, deltaX=0, deltaY=-120))
     third = window(browser)
     assert third[1] - third[0] < 0.9 * (first[1] - first[0])
     share = (0.75 * width - 176) / (width - 176)
     at = [each[0] + share * (each[1] - each[0]) for each in (first, third)]
     assert at[0] == pytest.approx(at[1], rel=1e-3), "the time at the pointer stays there"
-    changed(browser, lambda: browser.press("s"))
-    assert changed(browser, lambda: browser.press("0")) == ""
+    browser.changed(lambda: browser.press("s"))
+    assert browser.changed(lambda: browser.press("0")) == ""
 
 
 def test_a_link_opens_the_same_view(browser, report):
     browser.open(report, "#by=category")
-    changed(browser, lambda: browser.press("w", "w", "d"))
-    address = changed(browser, lambda: browser.evaluate("document.querySelector('.sums button.link').click()"))
+    browser.changed(lambda: browser.press("w", "w", "d"))
+    address = browser.changed(lambda: browser.evaluate("document.querySelector('.sums button.link').click()"))
     assert re.fullmatch(r"#t=\d+-\d+&category=[\w ]+&by=category", address)
     chips = "document.querySelector('.chips').textContent"
     before = table(browser), browser.evaluate(chips)
@@ -320,7 +201,7 @@ def test_rows_of_tables_lead_to_their_events_and_events_to_their_rows(browser, r
         assert rows == links > 0, name
     assert linked["memory"][1] > 0 and linked["graph"][1] > 0
     row = roofline(trace).rows[0]
-    changed(browser, lambda: browser.evaluate("document.querySelector('#roofline tbody a').click()"))
+    browser.changed(lambda: browser.evaluate("document.querySelector('#roofline tbody a').click()"))
     (only,) = table(browser)
     assert only[0] == f"{row.program}: {row.name}" and only[1] == pytest.approx(row.self_s)
     browser.evaluate("[...document.querySelectorAll('[role=tab]')].find(each => each.textContent === 'Event').click()")
@@ -354,7 +235,7 @@ def test_the_source_has_the_time_flops_and_bytes_of_each_line(browser, report, t
     assert totals[around] >= totals[inside] > 0
     events = totals[around] * PICOSECOND
     click = f"document.querySelector('.listing tr[data-line=\"{around}\"] button').click()"
-    assert f"frame={name}:{around}" in changed(browser, lambda: browser.evaluate(click))
+    assert f"frame={name}:{around}" in browser.changed(lambda: browser.evaluate(click))
     browser.evaluate("[...document.querySelectorAll('[role=tab]')].find(each => each.textContent === 'Ops').click()")
     assert sum(row[1] for row in table(browser)) == pytest.approx(events)
 
@@ -380,7 +261,7 @@ def test_the_flame_view_divides_the_busy_time(browser, report, trace, by):
         assert next(total for name, total, _ in nodes if name == "mlp") * PICOSECOND == pytest.approx(scopes["mlp"])
         click = "[...document.querySelectorAll('.flame button')].find(each => each.dataset.name === 'mlp').click()"
         browser.evaluate(click)
-        assert "under=jit_step/mlp" in changed(browser, lambda: browser.evaluate(click))
+        assert "under=jit_step/mlp" in browser.changed(lambda: browser.evaluate(click))
         assert browser.evaluate("document.querySelector('.panel .help').textContent").count(" of ") == 1
     else:
         assert any(name.startswith("loss") and "conftest.py:" in name for name, *_ in nodes)
@@ -393,9 +274,7 @@ def test_the_flame_view_divides_the_busy_time(browser, report, trace, by):
 def test_the_keyboard_reaches_events_and_a_reader_hears_them(browser, report):
     browser.open(report)
     browser.evaluate("document.querySelector('.lanes canvas').focus()")
-    addresses = [
-        changed(browser, functools.partial(browser.press, key)) for key in ("Enter", "ArrowRight", "ArrowDown")
-    ]
+    addresses = [browser.changed(functools.partial(browser.press, key)) for key in ("Enter", "ArrowRight", "ArrowDown")]
     assert len(set(addresses)) == 3
     assert re.search(r", .+ at .+", browser.evaluate(STATUS))
     browser.press("Escape")
@@ -423,7 +302,7 @@ def test_no_name_of_a_trace_becomes_an_element_of_the_view(browser, build, tmp_p
     host.line(name, host.event(f"PjitFunction({name})", 0, 50), host.event(name, 20, 70))
     trace = trace_of([read_space(build.space(plane, host, host=name))])
     write([page(trace, list(sections(trace)))], tmp_path / "page.html")
-    for tab in (*TABS, "flame"):
+    for tab in ("ops", "event", "source", "roofline", "memory", "graph", "communication", "input", "compile", "flame"):
         browser.open(tmp_path / "page.html", f"#tab={tab}&event=0")
         assert browser.evaluate("document.querySelector('#instrument img, #instrument script')") is None
         assert browser.evaluate("document.title").startswith("Profile of ") and browser.complaints == []

@@ -1,7 +1,7 @@
 // The capture that the page embeds: events in typed arrays, and the tables that they refer to.
 
 export interface Kind {
-  readonly type: "step" | "operation" | "host";
+  readonly type: "step" | "operation" | "host" | "collective" | "compile" | "input";
   readonly name: string;
   readonly module?: string;
   readonly category?: string;
@@ -21,6 +21,12 @@ export interface Kind {
   readonly bytes?: number;
   readonly ideal?: number; // seconds of one execution at the chip's peaks
   readonly bound?: string;
+  readonly collective?: string; // "all-reduce", ...
+  readonly axis?: string;
+  readonly array_bytes?: number | null;
+  readonly sent_bytes?: number | null;
+  readonly detail?: string; // of an input stage
+  readonly calling?: boolean; // of an input stage: on the thread that calls JAX
 }
 
 export interface Frame {
@@ -39,7 +45,7 @@ export interface Lane {
   readonly index: number;
   readonly group: string;
   readonly name: string;
-  readonly type: "steps" | "operations" | "thread";
+  readonly type: "steps" | "operations" | "thread" | "collectives" | "compile" | "input";
   readonly rows: number;
   readonly first: number; // of its events
   readonly limit: number; // after its last event
@@ -71,6 +77,38 @@ export interface Allocator {
   readonly peak: Float64Array;
 }
 
+/** Instructions of a program: the index of a fusion for those inside of it, otherwise -1, and the indices of operands and users. */
+export interface Program {
+  readonly program: string;
+  readonly nodes: readonly (readonly [
+    name: string,
+    opcode: string,
+    shape: string,
+    size: number,
+    flops: number | null,
+    traffic: number | null,
+    line: string,
+    fusion: number,
+    operands: readonly number[],
+    users: readonly number[],
+  ])[];
+}
+
+export interface Compile {
+  readonly rows: readonly (readonly [name: string, programs: number, why: string, isKnown: boolean])[];
+  readonly notes: readonly string[];
+}
+
+export interface Communication {
+  readonly link_bytes_s: number | null;
+  readonly notes: readonly string[];
+}
+
+export interface Input {
+  readonly processes: readonly { readonly group: string; readonly start: number; readonly end: number }[]; // of their steps
+  readonly notes: readonly string[];
+}
+
 /** All times are in picoseconds since the start of the trace; event `i` is element `i` of each column. */
 export interface Capture {
   readonly lanes: readonly Lane[];
@@ -82,7 +120,12 @@ export interface Capture {
   readonly roof: Roof | null;
   readonly memory: readonly ProgramMemory[];
   readonly allocators: readonly Allocator[];
+  readonly graphs: readonly Program[];
+  readonly compile: Compile | null;
+  readonly communication: Communication | null;
+  readonly input: Input | null;
   readonly failures: Readonly<Record<string, string>>; // error messages of missing tables
+  readonly extra: Float64Array; // a further time of events of derived lanes, -1 if unknown
   readonly start: Float64Array;
   readonly end: Float64Array;
   readonly self: Float64Array;
@@ -109,6 +152,10 @@ interface Tables {
   readonly roof?: Roof;
   readonly memory?: readonly ProgramMemory[];
   readonly allocators?: readonly { device: string; name: string; history: Packed }[];
+  readonly graphs?: readonly Program[];
+  readonly compile?: Compile;
+  readonly communication?: Communication;
+  readonly input?: Input;
   readonly failures: Readonly<Record<string, string>>;
 }
 
@@ -132,6 +179,11 @@ export async function readCapture(text: string): Promise<Capture> {
     ...timed(lanes, columns),
     roof: found.roof ?? null,
     memory: found.memory ?? [],
+    graphs: found.graphs ?? [],
+    compile: found.compile ?? null,
+    communication: found.communication ?? null,
+    input: found.input ?? null,
+    extra: columns.get("extra")!,
     allocators,
     failures: found.failures,
     lanes,
@@ -205,6 +257,9 @@ async function inflate(text: string): Promise<Uint8Array> {
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
+
+/** Whether the events of a lane are other events' too, so that counts and searches leave them out. */
+export const isDerived = (lane: Lane): boolean => lane.type === "collectives" || lane.type === "compile" || lane.type === "input";
 
 /** Index of the lane's first event that may end after `time`. */
 export function firstEndingAfter(capture: Capture, lane: Lane, time: number): number {

@@ -1,7 +1,7 @@
 // Puts the interactive view above the page's plain sections.
 
 import { css, readPalette } from "./colours";
-import { type Capture, laneOf, readCapture } from "./data";
+import { type Capture, isDerived, laneOf, readCapture } from "./data";
 import { button, h, select } from "./dom";
 import { count, picoseconds } from "./format";
 import { Panel, type Shown } from "./panel";
@@ -44,6 +44,7 @@ class Instrument {
       change: (change) => this.change(change),
       filter: (field, value) => this.change({ where: { ...this.view.where, [field]: value } }),
       fit: (range) => this.timeline.fit(range),
+      event: (event) => this.choose(event, this.view.tab),
     });
     this.search.type = "search";
     this.search.placeholder = "name, line, layer, ... ( / )";
@@ -186,8 +187,9 @@ class Instrument {
     else if (isFocused) this.bar.querySelector<HTMLElement>(`[data-control="${isFocused}"]`)?.focus();
     this.bar.querySelectorAll<HTMLElement>("select").forEach((each, i) => (each.dataset["control"] = `select${i}`));
     this.chips.replaceChildren(...this.filters());
+    const own = capture.lanes.reduce((sum, lane) => sum + (isDerived(lane) ? 0 : lane.limit - lane.first), 0);
     const isFiltered = view.query || Object.keys(view.where).length;
-    this.status.textContent = isFiltered ? `${count(matchCount(capture, view, this.mask))} of ${count(capture.kind.length)} events match` : `${count(capture.kind.length)} events`;
+    this.status.textContent = isFiltered ? `${count(matchCount(capture, view, this.mask))} of ${count(own)} events match` : `${count(own)} events`;
   }
 
   private filters(): HTMLElement[] {

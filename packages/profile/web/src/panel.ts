@@ -1,11 +1,13 @@
 // The panel below the timeline: totals of the selection, the chosen event, the source, the flame view.
 
+import { communicationPanel, compilePanel, inputPanel } from "./communication";
 import { type Capture, type Frame, type Kind, laneOf } from "./data";
 import { button, h, select } from "./dom";
 import { bytes, count, flops, picoseconds, share } from "./format";
 import { flamePanel, flameTree } from "./flame";
 import { sourcePanel } from "./source";
 import { type Column, grid } from "./grid";
+import { graphPanel } from "./graph";
 import { memoryPanel } from "./memory";
 import { type Sums, type Total, totals, valueOf } from "./query";
 import { rooflinePanel } from "./roofline";
@@ -16,6 +18,7 @@ export interface PanelActions {
   change(view: Partial<View>): void;
   filter(field: Field, value: string): void;
   fit(range: Range): void;
+  event(event: number): void; // chooses and reveals it, without leaving the tab
   line(kind: Kind): HTMLElement | string; // as a link to its source
   place(line: string): HTMLElement | string; // "file:line" as a link to its source
   operation(program: string, name: string): HTMLElement | string; // as a link to its events
@@ -28,7 +31,7 @@ export interface Shown {
   readonly busy: number; // of all events in the range, in picoseconds
 }
 
-const NAMES: Readonly<Record<Tab, string>> = { ops: "Ops", event: "Event", source: "Source", flame: "Flame", roofline: "Roofline", memory: "Memory" };
+const NAMES: Readonly<Record<Tab, string>> = { ops: "Ops", event: "Event", source: "Source", flame: "Flame", roofline: "Roofline", memory: "Memory", graph: "Graph", communication: "Communication", input: "Input", compile: "Compile" };
 
 export class Panel {
   readonly element: HTMLElement;
@@ -40,7 +43,7 @@ export class Panel {
   constructor(
     private readonly capture: Capture,
     private readonly rows: ReadonlyMap<string, readonly TableRow[]>,
-    actions: Pick<PanelActions, "change" | "filter" | "fit">,
+    actions: Pick<PanelActions, "change" | "filter" | "fit" | "event">,
   ) {
     this.actions = {
       ...actions,
@@ -69,6 +72,10 @@ export class Panel {
       flame: () => this.flame(shown),
       roofline: () => rooflinePanel(this.capture, shown, this.actions),
       memory: () => memoryPanel(this.capture, shown, this.actions),
+      graph: () => graphPanel(this.capture, shown, this.actions),
+      communication: () => communicationPanel(this.capture, shown, this.actions),
+      input: () => inputPanel(this.capture, shown, this.actions),
+      compile: () => compilePanel(this.capture, shown, this.actions),
     };
     this.keepingFocus(() => this.body.replaceChildren(contents[tab]()));
   }

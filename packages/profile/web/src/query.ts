@@ -1,12 +1,12 @@
 // Which events a view means, and their sums.
 
-import { type Capture, firstEndingAfter, type Kind, type Lane } from "./data";
+import { type Capture, firstEndingAfter, isDerived, type Kind, type Lane } from "./data";
 import { cutSelfTimes } from "./self_times";
 import { FIELDS, type Field, type Range, type View } from "./view";
 
 /** Value of a field of a kind; "" if the kind has none. */
 export function valueOf(kind: Kind, field: Field): string {
-  if (field === "op") return kind.type === "operation" ? `${kind.module}: ${kind.name}` : kind.name;
+  if (field === "op") return kind.type === "operation" || kind.type === "collective" ? `${kind.module}: ${kind.name}` : kind.name;
   if (field === "under" || field === "frame") return "";
   return kind[field] ?? "";
 }
@@ -111,7 +111,7 @@ export function totals(capture: Capture, found: Sums, field: Field): Total[] {
 export function nextMatch(capture: Capture, view: View, mask: Uint8Array, time: number, event: number | null, sign: 1 | -1): number | null {
   let best: number | null = null;
   for (const lane of capture.lanes) {
-    if (!isChosen(lane, view)) continue;
+    if (!isChosen(lane, view) || isDerived(lane)) continue;
     for (let i = lane.first; i < lane.limit; i++) {
       if (!mask[capture.kind[i]!] || i === event) continue;
       const order = capture.start[i]! - time || i - (event ?? -1);
@@ -126,7 +126,7 @@ export function nextMatch(capture: Capture, view: View, mask: Uint8Array, time: 
 export function longestMatch(capture: Capture, view: View, mask: Uint8Array, range: Range | null): number | null {
   let best: number | null = null;
   for (const lane of capture.lanes) {
-    if (!isChosen(lane, view)) continue;
+    if (!isChosen(lane, view) || isDerived(lane)) continue;
     for (let i = lane.first; i < lane.limit; i++) {
       if (!mask[capture.kind[i]!] || (range && (capture.end[i]! <= range[0] || capture.start[i]! >= range[1]))) continue;
       if (best === null || capture.end[i]! - capture.start[i]! > capture.end[best]! - capture.start[best]!) best = i;
@@ -138,7 +138,7 @@ export function longestMatch(capture: Capture, view: View, mask: Uint8Array, ran
 export function matchCount(capture: Capture, view: View, mask: Uint8Array): number {
   let found = 0;
   for (const lane of capture.lanes) {
-    if (!isChosen(lane, view)) continue;
+    if (!isChosen(lane, view) || isDerived(lane)) continue;
     for (let i = lane.first; i < lane.limit; i++) found += mask[capture.kind[i]!]!;
   }
   return found;

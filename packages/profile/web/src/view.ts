@@ -2,10 +2,12 @@
 
 export const FIELDS = ["op", "name", "line", "file", "layer", "scope", "under", "category", "pass", "module", "frame"] as const;
 export type Field = (typeof FIELDS)[number];
-export const TABS = ["ops", "event", "source", "flame", "roofline", "memory"] as const;
+export const TABS = ["ops", "event", "source", "flame", "roofline", "memory", "graph", "communication", "input", "compile"] as const;
 export type Tab = (typeof TABS)[number];
 export const GROUPINGS = ["op", "line", "file", "layer", "scope", "category", "pass", "module"] as const;
 export const ARRAYS = ["buffer", "line", "layer", "kind"] as const;
+export const COLLECTIVES = ["op", "kind", "axis", "line", "layer"] as const;
+export const DEPTHS = ["1", "2", "3", "4"] as const;
 export const POINTS = ["op", "line"] as const;
 export type Range = readonly [number, number];
 
@@ -25,6 +27,9 @@ export interface View {
   readonly points: (typeof POINTS)[number]; // of the roofline
   readonly program: string; // whose memory is shown; "" for the one with the most time
   readonly arrays: (typeof ARRAYS)[number]; // grouping of a program's memory
+  readonly collectives: (typeof COLLECTIVES)[number]; // grouping of collectives
+  readonly node: string; // instruction of the graph, as "program: name"; "" for the chosen event's
+  readonly depth: (typeof DEPTHS)[number]; // of the graph
   readonly sort: string; // column of the tab's table, "-" before it sorts from the largest; "" for the table's own
   readonly rows: string; // filter of the tab's table
 }
@@ -45,6 +50,9 @@ export const EMPTY: View = {
   points: "op",
   program: "",
   arrays: "buffer",
+  collectives: "op",
+  node: "",
+  depth: "2",
   sort: "",
   rows: "",
 };
@@ -78,6 +86,9 @@ export function parseView(hash: string): View | null {
     points: one("points", POINTS, EMPTY.points),
     program: found.get("program") ?? "",
     arrays: one("arrays", ARRAYS, EMPTY.arrays),
+    collectives: one("collectives", COLLECTIVES, EMPTY.collectives),
+    node: found.get("node") ?? "",
+    depth: one("depth", DEPTHS, EMPTY.depth),
     sort: found.get("sort") ?? "",
     rows: found.get("rows") ?? "",
   };
@@ -108,6 +119,9 @@ export function formatView(view: View): string {
   add("points", view.points, EMPTY.points);
   add("program", view.program);
   add("arrays", view.arrays, EMPTY.arrays);
+  add("collectives", view.collectives, EMPTY.collectives);
+  add("node", view.node);
+  add("depth", view.depth, EMPTY.depth);
   add("sort", view.sort);
   add("rows", view.rows);
   const written = (value: string) => encodeURIComponent(value).replaceAll("%2F", "/").replaceAll("%3A", ":");

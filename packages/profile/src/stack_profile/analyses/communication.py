@@ -26,7 +26,7 @@ from stack_profile.traces.trace import Trace
 if TYPE_CHECKING:
     from stack_core.chips import Chip
 
-__all__ = ["CommunicationGrouping", "CommunicationRow", "communication"]
+__all__ = ["CommunicationGrouping", "CommunicationRow", "communication", "link_bytes_s"]
 
 CommunicationGrouping = Literal["op", "kind", "axis", "line", "layer"]
 
@@ -103,7 +103,7 @@ def communication(
     for each, wait in chosen:
         groups.setdefault(key(each), []).append((each, wait))
     busy_s = sum((each.busy_s for each in devices), 0.0)
-    links = _link_bytes_s(trace, chip)
+    links = link_bytes_s(trace, chip)
     rows = [_row(name, members, line, len(devices), busy_s, links) for name, members in groups.items()]
     # In the total, collectives that overlap count once.
     time_s = sum((_covered_s(found[each.device]) for each in devices), 0.0)
@@ -128,7 +128,7 @@ def _key(by: CommunicationGrouping, line: Callable[[Operation], str]) -> Callabl
     return lambda each: group(each.operation)
 
 
-def _link_bytes_s(trace: Trace, name: str | None) -> float | None:
+def link_bytes_s(trace: Trace, name: str | None) -> float | None:
     """Returns the bandwidth of a chip's links, or None for CPUs and unknown chips."""
     from stack_core.abi.plugins import registries
     from stack_core.chips.devices import row_name

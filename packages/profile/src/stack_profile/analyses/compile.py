@@ -20,7 +20,7 @@ from stack_profile.traces.trace import Trace
 if TYPE_CHECKING:
     from stack_core.programs.hlo import ArrayShape
 
-__all__ = ["CompileRow", "argument_differences", "compilations"]
+__all__ = ["CompileRow", "argument_differences", "compilation_events", "compilations"]
 
 _COMPILE: Final = "backend_compile"  # JAX's event around compiling a module with XLA or loading it from the disk cache
 _CALL: Final = re.compile(r"PjitFunction\((?:jit\()?([^()]+)\)*")
@@ -96,18 +96,24 @@ def _notes(rows: Sequence[CompileRow]) -> Iterator[str]:
 
 def _events(host: HostEvents) -> Mapping[str, list[float]]:
     """Collects the seconds of each compilation by module name; "" if the function is not known."""
+    found: dict[str, list[float]] = {}
+    for name, start_ps, end_ps in compilation_events(host):
+        found.setdefault(name, []).append(float(end_ps - start_ps) * PICOSECOND)
+    return found
+
+
+def compilation_events(host: HostEvents) -> Iterator[tuple[str, int, int]]:
+    """Yields module name, start and end in picoseconds of each compilation; "" if the function is not known."""
     kinds = np.array([name.startswith(_COMPILE) for name in host.names], bool)
     calls = {row: match[1] for row, name in enumerate(host.names) if (match := _CALL.match(name))}
     of_calls = np.flatnonzero(np.isin(host.which, list(calls)))
-    found: dict[str, list[float]] = {}
     for row in np.flatnonzero(kinds[host.which]) if len(host.names) else ():
         # Compilation events do not name their function, but they lie inside its call.
         around = of_calls[(host.start_ps[of_calls] <= host.start_ps[row]) & (host.end_ps[of_calls] >= host.end_ps[row])]
         # Calls may nest, and the latest start is the innermost.
         innermost = around[np.argmax(host.start_ps[around])] if len(around) else None
         name = "" if innermost is None else _module_name(calls[int(host.which[innermost])])
-        found.setdefault(name, []).append(float(host.end_ps[row] - host.start_ps[row]) * PICOSECOND)
-    return found
+        yield name, int(host.start_ps[row]), int(host.end_ps[row])
 
 
 def _module_name(function: str) -> str:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from stack_core.programs.hlo import ArrayShape, Computation, Instruction, Module
     from stack_core.programs.hlo_costs import InstructionCost
 
-__all__ = ["GraphRow", "dot", "graph"]
+__all__ = ["GraphRow", "dot", "graph", "nodes_of"]
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,27 @@ def graph(
         rows=rows,
         notes=("FLOPs and bytes are of one execution, times of all; shares are of busy.", *trace.problems),
     )
+
+
+def nodes_of(program: Program) -> Iterator[tuple[GraphRow, Sequence[str]]]:
+    """Yields every instruction that `graph` may show and its users; the contents of fusions come without users.
+
+    Times are None; a program that this version of XLA cannot read has no rows.
+    """
+    if program.module is None:
+        return
+    nodes = _Nodes.of(program, {}, 0.0)
+    fused = {name for each in nodes.home for name in nodes.fused_computations(each)}
+    names: dict[str, None] = {}
+    for computation in program.module.computations.values():
+        for name, instruction in computation.instructions.items() if computation.name not in fused else ():
+            is_root = name == computation.root.name
+            if _is_visible(instruction) and (is_root or instruction.opcode not in _PASSED):
+                # Parts of a loop's state are operands, although other tuples pass values through.
+                names |= dict.fromkeys((*nodes.reads(name), name, *nodes.readers(name)))
+    for name in names:
+        yield nodes.row(name, 0, ""), nodes.readers(name)
+        yield from ((row, ()) for row in nodes.fused(name, 0))
 
 
 def dot(answer: Answer[GraphRow]) -> Iterator[str]:
@@ -269,8 +290,8 @@ class _Nodes:
     ) -> Iterator[GraphRow]:
         """Yields the row of `node` (name, distance) and those below; `indent` is the tree's prefix of the two."""
         name, distance = node
-        yield self._row(name, distance, indent[0])
-        inside = self._fused(name, distance) if fusions else []
+        yield self.row(name, distance, indent[0])
+        inside = self.fused(name, distance) if fusions else []
         below = children.get(name, [])
         for row in inside:
             last = row is inside[-1] and not below
@@ -279,6 +300,11 @@ class _Nodes:
             own, further = ("└─ ", "   ") if child is below[-1] else ("├─ ", "│  ")
             way = "reads" if child[1] < 0 else "read by"
             yield from self._branch(child, children, (f"{indent[1]}{own}{way}", indent[1] + further), fusions=fusions)
+
+    def fused_computations(self, name: str) -> Sequence[str]:
+        """Returns the computation inside of a fusion, and none for another instruction."""
+        instruction = self.home[name].instructions[name]
+        return instruction.called("calls") if instruction.operation == "fusion" else ()
 
     def reads(self, name: str) -> list[str]:
         """Returns an instruction's operands, through tuples and bitcasts; for loops and their states, single values."""
@@ -299,7 +325,7 @@ class _Nodes:
             found.update(dict.fromkeys(self.readers(user.name) if passed else [user.name]))
         return list(found)
 
-    def _row(self, name: str, distance: int, tree: str) -> GraphRow:
+    def row(self, name: str, distance: int, tree: str) -> GraphRow:
         instruction, known = self.home[name].instructions[name], self.program.instructions.get(name)
         took, cost = self.measured.get(name), self.costs.get(name)
         source = known.source() if known else None
@@ -321,7 +347,7 @@ class _Nodes:
             operands=tuple(self.reads(name)),
         )
 
-    def _fused(self, name: str, distance: int) -> list[GraphRow]:
+    def fused(self, name: str, distance: int) -> list[GraphRow]:
         """Returns a fusion's instructions in program order, without constants, indices and bitcasts."""
         from stack_core.programs.hlo_costs import instruction_flops  # imports jax
 
@@ -331,7 +357,7 @@ class _Nodes:
         outside = dict(zip(self._parameters(fusion), self.home[name].operands(fusion), strict=False))
         rows = []
         for part, computation in self.module.inside(fusion):
-            row = self._row(part.name, distance, "")
+            row = self.row(part.name, distance, "")
             is_index = row.result_bytes <= _INDEX_BYTES and part.shapes[0].dtype in _INDICES
             # A broadcast constant, which has lost its operand with the constants.
             is_filled = part.opcode == "broadcast" and not row.operands

@@ -21,7 +21,7 @@ from stack_profile.traces.intervals import gaps, self_times, union
 from stack_profile.traces.operations import PICOSECOND, Ops, Step
 from stack_profile.traces.trace import Trace
 
-__all__ = ["InputRow", "InputWait", "input_pipeline", "input_wait"]
+__all__ = ["InputProcess", "InputRow", "InputWait", "input_pipeline", "input_processes", "input_wait"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def input_pipeline(trace: Trace, *, annotation: str = ANNOTATION, device: str | 
     Raises:
       UnknownName: the trace does not have the device.
     """
-    parts = list(_processes(trace, chosen_devices(trace, device), annotation))
+    parts = list(input_processes(trace, chosen_devices(trace, device), annotation))
     steps_s = sum((part.steps_s for part in parts), 0.0)
     rows = sorted(_rows(parts, steps_s), key=lambda row: (-row.idle_s, -row.waited_s, -row.self_s))
     wait = _wait(parts)
@@ -105,14 +105,16 @@ BOUND_SHARE: Final = 0.1
 
 def input_wait(trace: Trace, devices: Sequence[Ops]) -> InputWait | None:
     """Computes the waiting time for input, or returns None for a trace without steps or input stages."""
-    return _wait(list(_processes(trace, devices, ANNOTATION)))
+    return _wait(list(input_processes(trace, devices, ANNOTATION)))
 
 
 @dataclass(frozen=True)
-class _Process:
+class InputProcess:
     """Pipeline stages of one process during its steps.
 
     Attributes:
+      prefix: start of the names of the process's devices.
+      start_ps, end_ps: start of the first step and end of the last.
       events: executions of stages on all threads.
       inside: rows of `events` that overlap the steps.
       self_ps, idle_ps: self time of each event, and its part in which a device was idle, on any thread.
@@ -121,6 +123,9 @@ class _Process:
       device_idle_s: time in which at least one device was idle.
     """
 
+    prefix: str
+    start_ps: int
+    end_ps: int
     events: StageEvents
     inside: np.ndarray
     self_ps: np.ndarray
@@ -141,16 +146,17 @@ class _Process:
         return bool(kinds - {"transfer"})
 
 
-def _processes(trace: Trace, devices: Sequence[Ops], annotation: str) -> Iterator[_Process]:
+def input_processes(trace: Trace, devices: Sequence[Ops], annotation: str = ANNOTATION) -> Iterator[InputProcess]:
+    """Yields the stages of each process that has steps, during these steps."""
     for space, prefix in zip(trace.spaces, names_of(trace.spaces), strict=True):
         # A pipeline feeds only the devices of its process.
         own = [each for each in devices if each.device.startswith(prefix) and trace.steps[each.device]]
         if own:
             steps = [trace.steps[each.device] for each in own]
-            yield _process(stage_events(space, trace.base_ns, annotation), own, steps)
+            yield _process(prefix, stage_events(space, trace.base_ns, annotation), own, steps)
 
 
-def _process(events: StageEvents, devices: Sequence[Ops], steps: Sequence[Sequence[Step]]) -> _Process:
+def _process(prefix: str, events: StageEvents, devices: Sequence[Ops], steps: Sequence[Sequence[Step]]) -> InputProcess:
     first, last = min(each[0].start_ps for each in steps), max(each[-1].end_ps for each in steps)
     # A device that is idle for input loses time, even if another one is busy.
     free = np.concatenate([gaps(each.covered, first, last) for each in devices])
@@ -166,7 +172,10 @@ def _process(events: StageEvents, devices: Sequence[Ops], steps: Sequence[Sequen
         depth = np.concatenate([np.full(len(working), -1), events.depth[rows]])
         begins, ends = np.concatenate([working[:, 0], start]), np.concatenate([working[:, 1], end])
         idle_ps[rows] = self_times(begins, ends, depth)[len(working) :]
-    return _Process(
+    return InputProcess(
+        prefix=prefix,
+        start_ps=first,
+        end_ps=last,
         events=events,
         inside=inside,
         self_ps=self_ps,
@@ -177,7 +186,7 @@ def _process(events: StageEvents, devices: Sequence[Ops], steps: Sequence[Sequen
     )
 
 
-def _wait(parts: Sequence[_Process]) -> InputWait | None:
+def _wait(parts: Sequence[InputProcess]) -> InputWait | None:
     if not parts or not any(part.is_known for part in parts):
         return None
     return InputWait(
@@ -187,7 +196,7 @@ def _wait(parts: Sequence[_Process]) -> InputWait | None:
     )
 
 
-def _rows(parts: Sequence[_Process], steps_s: float) -> Iterator[InputRow]:
+def _rows(parts: Sequence[InputProcess], steps_s: float) -> Iterator[InputRow]:
     stages = dict.fromkeys(stage for part in parts for stage in part.events.stages)
     for stage in stages:
         threads = calls = 0
@@ -207,13 +216,13 @@ def _rows(parts: Sequence[_Process], steps_s: float) -> Iterator[InputRow]:
             yield InputRow(stage.name, stage.kind, threads, calls, *times, stage.detail)
 
 
-def _are(part: _Process, stage: Stage) -> np.ndarray:
+def _are(part: InputProcess, stage: Stage) -> np.ndarray:
     """Returns the mask of the events of a stage."""
     known = part.events.stages
     return part.events.which == (known.index(stage) if stage in known else -1)
 
 
-def _totals(parts: Sequence[_Process], rows: Sequence[InputRow], wait: InputWait | None) -> dict[str, Any]:
+def _totals(parts: Sequence[InputProcess], rows: Sequence[InputRow], wait: InputWait | None) -> dict[str, Any]:
     return {
         "steps": sum(part.steps for part in parts) or None,
         "all_steps_s": sum((part.steps_s for part in parts), 0.0) if parts else None,
@@ -227,7 +236,7 @@ def _totals(parts: Sequence[_Process], rows: Sequence[InputRow], wait: InputWait
     }
 
 
-def _notes(parts: Sequence[_Process], rows: Sequence[InputRow], wait: InputWait | None) -> Iterator[str]:
+def _notes(parts: Sequence[InputProcess], rows: Sequence[InputRow], wait: InputWait | None) -> Iterator[str]:
     if not parts:
         yield "No data: steps are not known, and so not what happened between them."
         return

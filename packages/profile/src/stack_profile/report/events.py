@@ -6,7 +6,7 @@ properties of all executions of an operation, or of all host events with one nam
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from stack_profile.analyses.roofline import roof_of
 from stack_profile.captures.processes import names_of
+from stack_profile.report.lanes import Lane, derived_lanes
 from stack_profile.traces.categories import category
 from stack_profile.traces.instructions import Frame, Instruction
 from stack_profile.traces.intervals import nesting, self_times, tracks
@@ -22,43 +23,11 @@ from stack_profile.traces.short_paths import ShortPaths
 from stack_profile.traces.trace import Trace, is_jax_call
 from stack_profile.traces.xplane import MISSING, Line, Plane, Space
 
-__all__ = ["EVENTS", "Lane", "Recorded", "recorded_events"]
+__all__ = ["EVENTS", "Recorded", "recorded_events"]
 
 EVENTS: Final = 1_000_000  # default limit of events on a page
 _BOOKKEEPING: Final = ("ThreadpoolListener::", "end: ")
 _MOST_ROWS: Final = np.iinfo(np.uint16).max
-
-
-@dataclass(frozen=True)
-class Lane:
-    """A strip of the timeline.
-
-    Attributes:
-      group: name of the device, or of the host.
-      name: name of the strip in its group.
-      type: "steps", "operations" or "thread".
-      rows: number of rows; events of one row do not overlap.
-      start_ps, duration_ps, self_ps, kind, row: columns of the events, in order of their start. `kind` is an index of
-        `Recorded.kinds`, `self_ps` the time without the events that an event contains.
-    """
-
-    group: str
-    name: str
-    type: str
-    rows: int
-    start_ps: np.ndarray
-    duration_ps: np.ndarray
-    self_ps: np.ndarray
-    kind: np.ndarray
-    row: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.kind)
-
-    def keep(self, rows: np.ndarray) -> "Lane":
-        """Returns the lane with some of its events."""
-        columns = (each[rows] for each in (self.start_ps, self.duration_ps, self.self_ps, self.kind, self.row))
-        return Lane(self.group, self.name, self.type, self.rows, *columns)
 
 
 @dataclass
@@ -102,6 +71,9 @@ class Recorded:
             "inside": _joined(parts, np.float64),
             "kind": _joined([each.kind for each in lanes], np.uint32),
             "row": _joined([each.row for each in lanes], np.uint16),
+            "extra": _joined(
+                [np.zeros(len(each)) if each.extra_ps is None else each.extra_ps for each in lanes], np.float64
+            ),
         }
 
 
@@ -137,7 +109,17 @@ class _Collector:
             group = prefix.removesuffix(":") or next(iter(space.hosts), "") or "host"
             recorded.lanes += self._threads(space, f"host {group}")
         self._leave_out(limit)
+        if self._recorded.lanes:
+            self._insert(derived_lanes(trace, self._kinds, self._place))
         return recorded
+
+    def _insert(self, derived: Iterable[Lane]) -> None:
+        """Puts derived lanes at the top of their groups, below the steps."""
+        lanes = self._recorded.lanes
+        for lane in derived:
+            own = [place for place, each in enumerate(lanes) if each.group == lane.group]
+            steps = [place for place in own if lanes[place].type not in ("operations", "thread")]
+            lanes.insert(steps[-1] + 1 if steps else own[0] if own else len(lanes), lane)
 
     def _steps(self, device: str, steps: Sequence[Step]) -> Lane:
         first = self._kinds([{"type": "step", "name": f"step {step.number}", "module": step.program} for step in steps])

@@ -1,4 +1,4 @@
-"""Data of the page's views that events do not have: the chip's peaks, the memory of programs and allocators.
+"""Data of the page's views that events do not have: the chip's peaks, memory, graphs of programs, and notes.
 
 A part that fails is missing with its error message, so that a damaged program costs only its own view.
 """
@@ -8,9 +8,14 @@ from typing import Any, Final
 
 import numpy as np
 
+from stack_profile.analyses.communication import communication, link_bytes_s
+from stack_profile.analyses.compile import compilations
+from stack_profile.analyses.graph import nodes_of
+from stack_profile.analyses.input_pipeline import input_pipeline, input_processes
 from stack_profile.analyses.memory import MomentRow, memory_of, schedule_of
 from stack_profile.analyses.roofline import roof_of
 from stack_profile.report.encoding import pack
+from stack_profile.report.lanes import host_group
 from stack_profile.traces.allocator import allocator_histories
 from stack_profile.traces.short_paths import ShortPaths
 from stack_profile.traces.trace import Trace
@@ -18,6 +23,7 @@ from stack_profile.traces.trace import Trace
 __all__ = ["views"]
 
 _MOST_MOMENTS: Final = 20_000
+_MOST_NODES: Final = 40_000
 
 
 def views(trace: Trace, paths: ShortPaths) -> dict[str, Any]:
@@ -26,6 +32,10 @@ def views(trace: Trace, paths: ShortPaths) -> dict[str, Any]:
         "roof": _roof,
         "memory": _memory,
         "allocators": _allocators,
+        "graphs": _graphs,
+        "compile": _compile,
+        "communication": _communication,
+        "input": _input,
     }
     found: dict[str, Any] = {}
     failures: dict[str, str] = {}
@@ -78,6 +88,57 @@ def _thinned(rows: Sequence[MomentRow]) -> tuple[Sequence[MomentRow], int]:
     parts = (rows[first : first + size] for first in range(0, len(rows), size or 1))
     kept = [max(part, key=lambda row: row.live_bytes) for part in parts]
     return kept, max(range(len(kept)), key=lambda place: kept[place].live_bytes, default=-1)
+
+
+def _graphs(trace: Trace, paths: ShortPaths) -> list[dict[str, Any]]:
+    """Returns the instructions of each program that ran, up to `_MOST_NODES` of all of them."""
+    found: dict[str, dict[str, Any]] = {}
+    left = _MOST_NODES
+    for program in sorted(trace.ran, key=lambda each: -len(each.proto)):
+        if program.name in found:
+            continue
+        rows = list(nodes_of(program))
+        if not rows or len(rows) > left:
+            continue
+        left -= len(rows)
+        places = {row.name: place for place, (row, _) in enumerate(rows)}
+        nodes = [
+            [
+                row.name,
+                row.opcode,
+                row.shape,
+                row.result_bytes,
+                row.flops,
+                row.traffic_bytes,
+                paths.text(row.line),
+                places.get(row.fusion, -1),
+                [places[name] for name in row.operands if name in places],
+                [places[name] for name in users if name in places],
+            ]
+            for row, users in rows
+        ]
+        found[program.name] = {"program": program.name, "nodes": nodes}
+    return list(found.values())
+
+
+def _compile(trace: Trace, paths: ShortPaths) -> dict[str, Any]:
+    answer = compilations(trace)
+    rows = [[row.name, row.programs, row.why, row.compilations is not None] for row in answer.rows]
+    return {"rows": rows, "notes": answer.notes}
+
+
+def _communication(trace: Trace, paths: ShortPaths) -> dict[str, Any]:
+    answer = communication(trace)
+    return {"link_bytes_s": link_bytes_s(trace, None), "notes": [paths.text(note) for note in answer.notes]}
+
+
+def _input(trace: Trace, paths: ShortPaths) -> dict[str, Any]:
+    """Returns the time of each process's steps, of which the view's shares are."""
+    processes = [
+        {"group": host_group(trace, each.prefix), "start": each.start_ps, "end": each.end_ps}
+        for each in input_processes(trace, trace.devices)
+    ]
+    return {"processes": processes, "notes": input_pipeline(trace).notes}
 
 
 def _allocators(trace: Trace, paths: ShortPaths) -> list[dict[str, Any]]:

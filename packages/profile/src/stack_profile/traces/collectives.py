@@ -18,7 +18,7 @@ from stack_profile.traces.trace import Trace
 if TYPE_CHECKING:
     from stack_core.programs.hlo_costs import Collective
 
-__all__ = ["Axes", "Collectives", "Kind", "Wait", "collectives_of", "waits_of"]
+__all__ = ["Axes", "Collectives", "Kind", "Wait", "collectives_of", "event_waits_of", "waits_of"]
 
 
 @dataclass(frozen=True)
@@ -136,16 +136,36 @@ def waits_of(found: Mapping[str, Sequence[Collectives]]) -> Mapping[str, Mapping
 
     The device that arrives last does not wait, so the shortest time is the duration without waiting.
     """
+    waits: dict[str, dict[tuple[str, int, str], Wait]] = {device: {} for device in found}
+    by_event = event_waits_of(found)
+    for device, collectives in found.items():
+        for each in collectives:
+            wait_of_each = by_event[device][each.identity]
+            known = np.flatnonzero(wait_of_each >= 0)
+            if len(known):
+                wait_ps = int(wait_of_each[known].sum())
+                time_ps = int(each.duration_ps[known].sum())
+                waits[device][each.identity] = Wait(len(known), time_ps * PICOSECOND, wait_ps * PICOSECOND)
+    return waits
+
+
+def event_waits_of(
+    found: Mapping[str, Sequence[Collectives]],
+) -> Mapping[str, Mapping[tuple[str, int, str], np.ndarray]]:
+    """Computes the waiting time of each execution in picoseconds; -1 if other devices do not have the execution."""
     together: dict[tuple[str, int, str], dict[str, Collectives]] = {}
     for device, collectives in found.items():
         for each in collectives:
             together.setdefault(each.identity, {})[device] = each
-    waits: dict[str, dict[tuple[str, int, str], Wait]] = {device: {} for device in found}
+    waits: dict[str, dict[tuple[str, int, str], np.ndarray]] = {device: {} for device in found}
     for identity, members in together.items():
-        durations = _aligned(list(members.values()))
-        least = durations.min(axis=0)
-        for device, row in zip(members, durations, strict=True) if len(members) > 1 and len(least) else ():
-            waits[device][identity] = Wait(len(row), int(row.sum()) * PICOSECOND, int((row - least).sum()) * PICOSECOND)
+        kept = _aligned(list(members.values()))
+        durations = np.stack([each.duration_ps[rows] for each, rows in zip(members.values(), kept, strict=True)])
+        is_known = len(members) > 1 and durations.shape[1] > 0
+        for place, (device, each) in enumerate(members.items()):
+            waits[device][identity] = np.full(len(each.start_ps), -1, np.int64)
+            if is_known:
+                waits[device][identity][kept[place]] = durations[place] - durations.min(axis=0)
     return waits
 
 
@@ -235,8 +255,8 @@ def _exposed(
     return np.split(self_times(starts, ends, depth)[len(others) :], np.cumsum(counts)[:-1])
 
 
-def _aligned(found: Sequence[Collectives]) -> np.ndarray:
-    """Returns durations [device, execution] in the runs in which all devices have the same number of executions."""
+def _aligned(found: Sequence[Collectives]) -> list[np.ndarray]:
+    """Returns each device's executions in the runs in which all devices have the same number of them, in one order."""
     counts = []
     for each in found:
         runs, executions = np.unique(each.run, return_counts=True)
@@ -246,5 +266,5 @@ def _aligned(found: Sequence[Collectives]) -> np.ndarray:
     rows = []
     for each in found:
         kept = np.flatnonzero(np.isin(each.run, common))
-        rows.append(each.duration_ps[kept[np.argsort(each.run[kept], kind="stable")]])
-    return np.stack(rows)
+        rows.append(kept[np.argsort(each.run[kept], kind="stable")])
+    return rows

@@ -93,6 +93,33 @@ def test_threads_have_neither_bookkeeping_nor_what_is_on_a_device(build):
     ]
 
 
+@pytest.mark.parametrize("kind", ["correlation_id", "run_id"])
+def test_operations_have_the_event_of_the_host_that_dispatched_them(build, kind):
+    host = build.plane("/host:CPU")
+    about = {"hlo_module": "jit_f", "program_id": 1}
+    operations = [("dot.1", 20, 7), ("add.2", 40, 7), ("dot.1", 60, 8), ("add.2", 80, 9)]
+    host.line("python", *(host.event("launch", 10 * key - 65, 5, **{kind: key}) for key in (7, 8)))
+    device = build.plane("/device:GPU:0") if kind == "correlation_id" else host
+    events = [device.event(name, at, 10, hlo_op=name, **about, **{kind: key}) for name, at, key in operations]
+    device.line("Stream #1" if device is not host else "worker", *events)
+    recorded = recorded_events(
+        trace_of([read_space(build.space(*{id(p): p for p in (host, device)}.values()))]), ShortPaths([], "")
+    )
+    names, sources = [], recorded.dispatched_by.tolist()
+    for lane in recorded.lanes:
+        names += [
+            (lane.type, recorded.kinds[each]["name"], start)
+            for each, start in zip(lane.kind, lane.start_ps, strict=True)
+        ]
+    found = {names[place][1:]: names[source - 1][2] for place, source in enumerate(sources) if source}
+    base = min(start for _, _, start in names)
+    at = {
+        (name, (start - 5) * 1_000_000 + base): (10 * key - 70) * 1_000_000 + base
+        for name, start, key in operations[:3]
+    }
+    assert found == at
+
+
 def test_beyond_the_limit_the_shortest_events_go_those_of_threads_first(trace):
     whole = recorded_events(trace, short_paths(trace))
     operations = sum(len(lane) for lane in whole.lanes if lane.type != "thread")

@@ -24,6 +24,11 @@ NAMELESS = """[...document.querySelectorAll('#instrument :is(button, select, inp
   each => !(each.textContent || each.title || each.ariaLabel || each.ariaHidden || each.closest('label'))).length"""
 
 
+DARK_PIXELS = """(() => { const canvas = document.querySelector('.lanes canvas');
+  const { data } = canvas.getContext('2d').getImageData(400, 20, 200, canvas.height - 20);
+  return data.filter((each, i) => i % 4 === 0 && each < 130).length; })()"""
+
+
 def written(trace, folder):
     write([page(trace, list(sections(trace)))], folder / "report.html")
     return folder / "report.html"
@@ -155,7 +160,6 @@ def test_communication_of_one_device_and_step_is_a_part(browser, tpu_trace, tmp_
     assert {row["name"]: row["wait"] for row in browser.rows()} == pytest.approx(expected)
     browser.open(path, "#tab=communication&device=TPU%3A0&step=1")
     assert {row["occurrences"] for row in browser.rows()} == {1}
-    assert f"event={0}" not in browser.evaluate("location.hash")
     click = "document.querySelector('.sums button.link').click()"
     assert "event=" in browser.changed(lambda: browser.evaluate(click))
     assert browser.evaluate("document.querySelector('[role=tab][aria-selected=true]').textContent") == "Communication"
@@ -240,6 +244,46 @@ def test_the_graph_follows_a_click_and_draws_the_inside_of_a_fusion(browser, rep
     assert len(browser.values(".drawing", "each")) == 2
     inside = browser.values(".drawing:last-of-type .node", "each.ariaLabel")
     assert any(text.startswith(f"{fusion.name}, ") for text in inside)
+
+
+def test_arrows_lead_from_a_dispatch_to_its_operations_and_back(browser, build, tmp_path):
+    host, device = build.plane("/host:CPU"), build.plane("/device:GPU:0")
+    host.line("python", host.event("launch", 0, 50, correlation_id=4))
+    about = {"hlo_module": "jit_f", "program_id": 1, "correlation_id": 4}
+    device.line(
+        "Stream #1", *(device.event(name, at, 20, hlo_op=name, **about) for name, at in (("dot", 200), ("add", 300)))
+    )
+    trace = trace_of([read_space(build.space(device, host))])
+    write([page(trace, [])], tmp_path / "page.html")
+    browser.open(tmp_path / "page.html", "#tab=event&event=2")
+    text = "document.querySelector('.panel').textContent"
+    assert "Dispatched by launch300 us before it starts" in browser.evaluate(text)
+    link = (
+        "[...document.querySelectorAll('.panel p button.link')].find(each => each.textContent.startsWith('{}')).click()"
+    )
+    assert "event=3" in browser.changed(lambda: browser.evaluate(link.format("launch")))
+    assert "Dispatches dot on GPU:0, 200 us later" in browser.evaluate(text)
+    dark = DARK_PIXELS
+    drawn = browser.evaluate(dark)
+    assert "event=1" in browser.changed(lambda: browser.evaluate(link.format("dot")))
+    browser.open(tmp_path / "page.html", "#device=GPU%3A0")
+    assert drawn > browser.evaluate(dark), "the arrow goes with the host's lane"
+
+
+def test_the_memory_of_an_allocator_is_a_lane(browser, build, tmp_path):
+    host, device = build.plane("/host:CPU"), build.plane("/device:GPU:0")
+    device.line("Stream #1", device.event("fusion", 0, 900, hlo_op="fusion", hlo_module="jit_f", program_id=1))
+    about = {"allocator_name": "GPU_0_bfc", "bytes_available": 9, "peak_bytes_in_use": 4096}
+    sizes = ((0, 1024), (450, 4096))
+    events = (host.event("MemoryAllocation", at, 0, bytes_allocated=size, **about) for at, size in sizes)
+    host.line("python", *events)
+    write([page(trace_of([read_space(build.space(device, host))]), [])], tmp_path / "page.html")
+    browser.open(tmp_path / "page.html")
+    box = "document.querySelector('.lanes canvas').getBoundingClientRect()"
+    left, top, width = (browser.evaluate(f"{box}.{side}") for side in ("left", "top", "width"))
+    for share, size in ((0.25, "1 KiB"), (0.75, "4 KiB")):
+        browser.mouse("mouseMoved", left + 176 + share * (width - 176), top + 20 + 19 + 15)
+        browser.wait_for(f"document.querySelector('.timeline .tip').textContent === '{size} in use GPU_0_bfc'")
 
 
 def test_sorting_and_filtering_a_table_are_in_the_address(browser, report):

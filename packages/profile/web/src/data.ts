@@ -125,6 +125,8 @@ export interface Capture {
   readonly communication: Communication | null;
   readonly input: Input | null;
   readonly failures: Readonly<Record<string, string>>; // error messages of missing tables
+  readonly dispatchedBy: Uint32Array; // 1 + the event of the host that dispatched it, or 0
+  readonly dispatched: ReadonlyMap<number, readonly number[]>; // the first event of each lane that an event dispatched
   readonly extra: Float64Array; // a further time of events of derived lanes, -1 if unknown
   readonly start: Float64Array;
   readonly end: Float64Array;
@@ -184,6 +186,8 @@ export async function readCapture(text: string): Promise<Capture> {
     communication: found.communication ?? null,
     input: found.input ?? null,
     extra: columns.get("extra")!,
+    dispatchedBy: Uint32Array.from(columns.get("dispatched_by")!),
+    dispatched: firstDispatched(lanes, columns.get("dispatched_by")!),
     allocators,
     failures: found.failures,
     lanes,
@@ -220,6 +224,20 @@ function timed(lanes: readonly Lane[], columns: Columns) {
     to = Math.max(to, latest);
   }
   return { start, end, self, reached, from: from < to ? from : 0, to: from < to ? to : 1 };
+}
+
+function firstDispatched(lanes: readonly Lane[], by: Float64Array): ReadonlyMap<number, readonly number[]> {
+  const found = new Map<number, number[]>();
+  for (const lane of lanes) {
+    const seen = new Set<number>();
+    for (let i = lane.first; i < lane.limit; i++) {
+      const source = by[i]! - 1;
+      if (source < 0 || seen.has(source)) continue;
+      seen.add(source);
+      found.set(source, [...(found.get(source) ?? []), i]);
+    }
+  }
+  return found;
 }
 
 type Columns = ReadonlyMap<string, Float64Array>;

@@ -183,7 +183,21 @@ export class Panel {
       kind.type === "step" ? null : button(`All of this name: ${this.executions(event)}`, () => actions.filter(kind.type === "host" ? "name" : "op", valueOf(kind, "op"))),
       kind.line ? button("All of this line", () => actions.filter("line", kind.line!)) : null,
     );
-    return h("div", { class: "scroll" }, doing, list, this.tableLinks(kind), this.stack(kind));
+    return h("div", { class: "scroll" }, doing, list, this.dispatch(event), this.tableLinks(kind), this.stack(kind));
+  }
+
+  /** Links along the arrows: to the event that dispatched this one, and to the first operations that it dispatched. */
+  private dispatch(event: number): HTMLElement | null {
+    const { capture, actions } = this;
+    const source = capture.dispatchedBy[event]! - 1;
+    const targets = capture.dispatched.get(event) ?? [];
+    const name = (each: number) => capture.kinds[capture.kind[each]!]!.name;
+    const link = (each: number, text: string) => button(text, () => actions.event(each), { class: "link" });
+    const later = (from: number, to: number) => picoseconds(capture.start[to]! - capture.start[from]!);
+    if (source >= 0) return h("p", { class: "controls" }, "Dispatched by ", link(source, name(source)), `${later(source, event)} before it starts.`);
+    if (!targets.length) return null;
+    const links = targets.map((each) => link(each, `${name(each)} on ${laneOf(capture, each).group}, ${later(event, each)} later`));
+    return h("p", { class: "controls" }, "Dispatches ", ...links);
   }
 
   /** The number of executions with their shortest, mean and longest duration. */

@@ -4,10 +4,11 @@
 // same however many events are narrower than a pixel. Labels are drawn over them.
 
 import { type Colour, css, inkOn, mix, type Palette, pixel } from "./colours";
-import { type Capture, firstEndingAfter, type Lane, laneOf } from "./data";
+import { type Allocator, type Capture, firstEndingAfter, type Lane, laneOf } from "./data";
 import { h } from "./dom";
-import { picoseconds } from "./format";
-import { isChosen } from "./query";
+import { bytes, picoseconds } from "./format";
+import { isChosen, isGroup } from "./query";
+import { stepPath } from "./svg";
 import type { Range, View } from "./view";
 
 const GUTTER = 176; // CSS pixels of the lanes' names
@@ -15,6 +16,8 @@ const RULER = 20;
 const ROW = 15;
 const FOLDED = 5; // height of a row of a folded lane
 const HEAD = 19; // height of a group's name
+const MEMORY = 30; // height of an allocator's memory
+const MOST_ARROWS = 60; // of a window; the chosen event has its arrows in any case
 const PAD = 3; // below a lane
 const NARROWEST_LABEL = 28;
 const MOST_LABELS = 2500;
@@ -26,7 +29,8 @@ const FONT = "11px system-ui, sans-serif";
 
 interface Strip {
   readonly group: string;
-  readonly lane: Lane | null; // null for the name of a group
+  readonly lane: Lane | null; // null for the name of a group, and for the memory of an allocator
+  readonly memory?: Allocator;
   readonly top: number;
   readonly row: number; // height of a row
   readonly height: number;
@@ -199,12 +203,23 @@ export class Timeline {
     const strips: Strip[] = [];
     let top = 0;
     let group: string | null = null;
+    const head = (name: string) => {
+      strips.push({ group: name, lane: null, top, row: HEAD, height: HEAD });
+      top += HEAD;
+    };
+    const memory = (allocators: readonly Allocator[]) => {
+      for (const each of allocators) {
+        strips.push({ group: each.device, lane: null, memory: each, top, row: MEMORY, height: MEMORY + PAD });
+        top += MEMORY + PAD;
+      }
+    };
+    const groups = new Set(this.ordered.map((lane) => lane.group));
     for (const lane of this.ordered) {
       if (!isChosen(lane, this.view)) continue;
       if (lane.group !== group) {
         group = lane.group;
-        strips.push({ group, lane: null, top, row: HEAD, height: HEAD });
-        top += HEAD;
+        head(group);
+        if (!this.toggled.has(`${lane.group}\0`)) memory(this.capture.allocators.filter((each) => each.device === lane.group));
       }
       if (this.toggled.has(`${group}\0`)) continue;
       const row = this.isFolded(lane) ? FOLDED : ROW;
@@ -212,6 +227,11 @@ export class Timeline {
       const height = (this.isFolded(lane) ? 13 : row * lane.rows) + PAD;
       strips.push({ group, lane, top, row, height });
       top += height;
+    }
+    for (const each of this.capture.allocators) {
+      if (groups.has(each.device) || !isGroup(each.device, this.view)) continue;
+      head(each.device);
+      if (!this.toggled.has(`${each.device}\0`)) memory([each]);
     }
     this.strips = strips;
     this.spacer.style.height = `${top + RULER}px`;
@@ -245,7 +265,9 @@ export class Timeline {
     context.putImageData(this.image, 0, 0);
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
     this.label(context, labels, ratio);
+    this.allocators(context, width);
     this.names(context, width, height);
+    this.arrows(context, width, height);
     this.marks(context, width, height);
     this.ruler(context, width);
     this.drawOverview(width, ratio);
@@ -326,7 +348,11 @@ export class Timeline {
     for (const strip of this.strips) {
       const top = strip.top + RULER - this.scroller.scrollTop;
       if (top > height || top + strip.height < RULER) continue;
-      if (strip.lane) {
+      if (strip.memory) {
+        context.fillStyle = css(palette.faint);
+        context.fillText("memory", 18, top + 9);
+        context.fillText(`to ${bytes(Math.max(...strip.memory.allocated))}`, 18, top + 22);
+      } else if (strip.lane) {
         context.fillStyle = css(palette.faint);
         context.fillText(shortened(strip.lane.name, 22), 18, top + Math.min(strip.height - PAD, ROW) / 2 + 0.5);
         const canFold = strip.lane.rows > 1 || this.isFolded(strip.lane);
@@ -342,6 +368,74 @@ export class Timeline {
     }
     context.fillStyle = css(palette.rule);
     context.fillRect(GUTTER - 1, 0, 1, height);
+  }
+
+  /** Fills the memory in use of each allocator, between its least and its most. */
+  private allocators(context: CanvasRenderingContext2D, width: number): void {
+    context.save();
+    context.beginPath();
+    context.rect(GUTTER, RULER, width - GUTTER, this.scroller.clientHeight);
+    context.clip();
+    for (const { memory, top } of this.strips) {
+      if (!memory) continue;
+      const bottom = top + RULER - this.scroller.scrollTop + MEMORY;
+      const [low, high] = [Math.min(...memory.allocated), Math.max(...memory.allocated)];
+      const y = (value: number) => bottom - 2 - ((value - low) / (high - low || 1)) * (MEMORY - 6);
+      const places = Array.from(memory.time, (time, i) => [this.x(time, width), y(memory.allocated[i]!)] as const);
+      if (!places.length) continue;
+      const path = new Path2D(stepPath([...places, [Math.max(this.x(this.capture.to, width), places.at(-1)![0]), places.at(-1)![1]]], bottom));
+      context.fillStyle = css(mix(this.palette.accent, this.palette.paper, 0.45));
+      context.fill(path);
+    }
+    context.restore();
+  }
+
+  /** Draws arrows from dispatches to the first operation on each device: of the chosen event, and of a window with few. */
+  private arrows(context: CanvasRenderingContext2D, width: number, height: number): void {
+    const { capture } = this;
+    const { event } = this.view;
+    const [from, to] = this.window;
+    const pairs: (readonly [number, number])[] = [];
+    for (const [source, targets] of capture.dispatched) {
+      if (capture.start[source]! > to) continue;
+      for (const target of targets) {
+        if (capture.start[target]! >= from && capture.start[source]! <= to && pairs.length <= MOST_ARROWS) pairs.push([source, target]);
+      }
+    }
+    const own: (readonly [number, number])[] = event === null ? [] : [...(capture.dispatched.get(event) ?? []).map((target) => [event, target] as const)];
+    if (event !== null && capture.dispatchedBy[event]) own.push([capture.dispatchedBy[event]! - 1, event]);
+    context.save();
+    context.beginPath();
+    context.rect(GUTTER, RULER, width - GUTTER, height);
+    context.clip();
+    if (pairs.length <= MOST_ARROWS) for (const pair of pairs) this.arrow(context, width, pair, 0.4);
+    for (const pair of own) this.arrow(context, width, pair, 1);
+    context.restore();
+  }
+
+  private arrow(context: CanvasRenderingContext2D, width: number, [source, target]: readonly [number, number], opacity: number): void {
+    const places = [source, target].map((event) => {
+      const strip = this.strips.find((each) => each.lane === laneOf(this.capture, event));
+      if (!strip) return null;
+      const row = this.isFolded(strip.lane!) ? 0 : this.capture.row[event]! * strip.row;
+      return [this.x(this.capture.start[event]!, width), strip.top + RULER - this.scroller.scrollTop + row + 6] as const;
+    });
+    const [a, b] = places;
+    if (!a || !b) return; // a lane that the view leaves out
+    const bend = Math.max(14, Math.min(60, Math.abs(b[0] - a[0]) / 2));
+    context.globalAlpha = opacity;
+    context.strokeStyle = context.fillStyle = css(this.palette.ink);
+    context.lineWidth = opacity === 1 ? 1.6 : 1;
+    context.beginPath();
+    context.moveTo(a[0], a[1]);
+    context.bezierCurveTo(a[0] + bend, a[1], b[0] - bend, b[1], b[0] - 4, b[1]);
+    context.stroke();
+    context.beginPath();
+    context.moveTo(b[0], b[1]);
+    context.lineTo(b[0] - 6, b[1] - 3);
+    context.lineTo(b[0] - 6, b[1] + 3);
+    context.fill();
+    context.globalAlpha = 1;
   }
 
   /** Draws the selection and the frame of the chosen event. */
@@ -536,8 +630,8 @@ export class Timeline {
     if (event.button > 1) return;
     const { offsetX: x, offsetY: y } = event;
     const strip = this.stripAt(y);
-    if (x < GUTTER || (strip && !strip.lane)) {
-      if (strip) this.toggle(strip);
+    if (x < GUTTER || (strip && !strip.lane && !strip.memory)) {
+      if (strip && !strip.memory) this.toggle(strip);
       return;
     }
     this.canvas.setPointerCapture(event.pointerId);
@@ -582,13 +676,24 @@ export class Timeline {
 
   private showTip(x: number, y: number): void {
     const found = this.eventAt(x, y);
-    this.tip.hidden = found === null;
+    const memory = x < GUTTER ? undefined : this.stripAt(y)?.memory;
+    this.tip.hidden = found === null && !memory;
     this.canvas.style.cursor = found === null && x >= GUTTER ? "crosshair" : "default";
+    if (memory) {
+      let place = 0;
+      while (place + 1 < memory.time.length && memory.time[place + 1]! <= this.time(x)) place++;
+      this.tip.replaceChildren(h("b", {}, `${bytes(memory.allocated[place]!)} in use`), ` ${memory.name}`);
+      this.placeTip(x, y);
+    }
     if (found === null) return;
     const kind = this.capture.kinds[this.capture.kind[found]!]!;
     const duration = picoseconds(this.capture.end[found]! - this.capture.start[found]!);
     const more = [kind.category, kind.layer, kind.line].filter(Boolean).join(" · ");
     this.tip.replaceChildren(h("b", {}, duration), ` ${shortened(kind.name, 90)}`, h("div", {}, more));
+    this.placeTip(x, y);
+  }
+
+  private placeTip(x: number, y: number): void {
     const box = this.element.getBoundingClientRect();
     const top = this.canvas.getBoundingClientRect().top - box.top + y;
     this.tip.style.left = `${Math.min(x + 14, box.width - Math.min(this.tip.offsetWidth + 8, box.width))}px`;

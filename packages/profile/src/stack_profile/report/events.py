@@ -14,7 +14,8 @@ import numpy as np
 
 from stack_profile.analyses.roofline import roof_of
 from stack_profile.captures.processes import names_of
-from stack_profile.report.lanes import Lane, derived_lanes
+from stack_profile.report.flows import dispatches, launches_of
+from stack_profile.report.lanes import Lane, derived_lanes, host_group
 from stack_profile.traces.categories import category
 from stack_profile.traces.instructions import Frame, Instruction
 from stack_profile.traces.intervals import nesting, self_times, tracks
@@ -41,6 +42,7 @@ class Recorded:
       stacks: indices of `frames`, innermost first.
       files: the user's files by their short names.
       left_out: number of events dropped because of the limit.
+      dispatched_by: for each event 1 + the index of the host's event that dispatched it, or 0.
     """
 
     lanes: list[Lane] = field(default_factory=list)
@@ -49,6 +51,7 @@ class Recorded:
     stacks: list[list[int]] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
     left_out: int = 0
+    dispatched_by: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint32))
 
     @property
     def lane_table(self) -> list[Mapping[str, Any]]:
@@ -71,6 +74,7 @@ class Recorded:
             "inside": _joined(parts, np.float64),
             "kind": _joined([each.kind for each in lanes], np.uint32),
             "row": _joined([each.row for each in lanes], np.uint16),
+            "dispatched_by": self.dispatched_by,
             "extra": _joined(
                 [np.zeros(len(each)) if each.extra_ps is None else each.extra_ps for each in lanes], np.float64
             ),
@@ -105,12 +109,13 @@ class _Collector:
             steps = trace.steps[each.device]
             recorded.lanes += [self._steps(each.device, steps)] if steps else []
             recorded.lanes.append(self._operations(each))
-        for space, prefix in zip(trace.spaces, names_of(trace.spaces), strict=True):
-            group = prefix.removesuffix(":") or next(iter(space.hosts), "") or "host"
-            recorded.lanes += self._threads(space, f"host {group}")
+        for process, (space, prefix) in enumerate(zip(trace.spaces, names_of(trace.spaces), strict=True)):
+            threads = self._threads(space, host_group(trace, prefix))
+            recorded.lanes += [dataclasses.replace(lane, process=process) for lane in threads]
         self._leave_out(limit)
         if self._recorded.lanes:
             self._insert(derived_lanes(trace, self._kinds, self._place))
+        recorded.dispatched_by = dispatches(recorded.lanes)
         return recorded
 
     def _insert(self, derived: Iterable[Lane]) -> None:
@@ -136,9 +141,13 @@ class _Collector:
         row = np.where(outer, ops.tracks // 2, loops + ops.tracks // 2).clip(max=_MOST_ROWS)
         duration = ops.end_ps - ops.start_ps
         rows = int(row.max(initial=0)) + 1
-        return Lane(
-            ops.device, "operations", "operations", rows, ops.start_ps, duration, ops.self_ps, first + ops.which, row
+        columns = (ops.start_ps, duration, ops.self_ps, first + ops.which, row)
+        prefixes = names_of(self._trace.spaces)
+        process = max(
+            range(len(prefixes)), key=lambda each: len(prefixes[each]) * ops.device.startswith(prefixes[each])
         )
+        keys = np.stack([launches_of(self._trace, ops), ops.run])
+        return Lane(ops.device, "operations", "operations", rows, *columns, process=process, keys=keys)
 
     def _operation(self, operation: Operation) -> dict[str, Any]:
         instruction = operation.instruction
@@ -220,7 +229,9 @@ class _Collector:
         kinds = np.array([self._host_kind(plane.event_names[key]) for key in keys.tolist()], np.int64)
         self_ps = self_times(start, end, depth)
         rows_ = int(row.max()) + 1
-        return Lane(group, line.name or "thread", "thread", rows_, start, end - start, self_ps, kinds[inverse], row)
+        keys_ = np.stack([events.stats[name][rows] for name in ("correlation_id", "run_id")])
+        columns = (start, end - start, self_ps, kinds[inverse], row)
+        return Lane(group, line.name or "thread", "thread", rows_, *columns, keys=keys_)
 
     def _host_kind(self, name: str) -> int:
         if name not in self._host_kinds:

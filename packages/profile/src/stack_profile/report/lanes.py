@@ -29,6 +29,8 @@ class Lane:
       start_ps, duration_ps, self_ps, kind, row: columns of the events, in order of their start. `kind` is an index of
         `Recorded.kinds`, `self_ps` the time without the events that an event contains.
       extra_ps: a further time of each event by the type of its lane, or None.
+      process: index of the process.
+      keys: correlation id and run id of each event, shape [2, events], see `stack_profile.report.flows`; or None.
     """
 
     group: str
@@ -41,6 +43,8 @@ class Lane:
     kind: np.ndarray
     row: np.ndarray
     extra_ps: np.ndarray | None = None
+    process: int = 0
+    keys: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.kind)
@@ -48,7 +52,8 @@ class Lane:
     def keep(self, rows: np.ndarray) -> "Lane":
         """Returns the lane with some of its events."""
         columns = (each[rows] for each in (self.start_ps, self.duration_ps, self.self_ps, self.kind, self.row))
-        return Lane(self.group, self.name, self.type, self.rows, *columns)
+        keys = None if self.keys is None else self.keys[:, rows]
+        return Lane(self.group, self.name, self.type, self.rows, *columns, process=self.process, keys=keys)
 
 
 AddKinds = Callable[[Sequence[dict[str, Any]]], int]  # adds kinds, and returns the index of the first
@@ -121,7 +126,7 @@ def _compilations(trace: Trace, add: AddKinds) -> Iterator[Lane]:
 def _input(trace: Trace, process: InputProcess, add: AddKinds) -> Iterator[Lane]:
     """Yields a lane per thread; times are those within the steps, and extra times are waits with an idle device."""
     events, group = process.events, host_group(trace, process.prefix)
-    for thread in np.unique(events.thread[process.inside]).tolist():
+    for thread in sorted(np.unique(events.thread[process.inside]).tolist(), key=lambda each: each != events.calling):
         rows = process.inside[events.thread[process.inside] == thread]
         start, end = events.start_ps[rows].clip(process.start_ps), events.end_ps[rows].clip(max=process.end_ps)
         order = np.lexsort((-(end - start), start))

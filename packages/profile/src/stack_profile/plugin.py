@@ -21,6 +21,7 @@ def stack_register_sections(registry: Registrar) -> None:
 def stack_register_analyses(registry: Registrar) -> None:
     """Registers the analyses; each becomes a command `stack profile NAME` and a section of the report."""
     registry.add("overview", "stack_profile.analyses.overview:overview", help="Time the steps, and what they wait for.")
+    registry.add("advice", "stack_profile.analyses.advice:advice", help="Show what takes avoidable time, and a remedy.")
     registry.add("ops", "stack_profile.analyses.ops:ops", help="Show where the devices' time went.")
     registry.add("timeline", "stack_profile.analyses.timeline:timeline", help="Show what ran when, in a step.")
     registry.add(

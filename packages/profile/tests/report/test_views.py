@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import stack_profile
+from stack_profile.analyses.advice import advice
 from stack_profile.analyses.communication import communication
 from stack_profile.analyses.compile import compilations
 from stack_profile.analyses.graph import graph
@@ -286,6 +287,20 @@ def test_the_memory_of_an_allocator_is_a_lane(browser, build, tmp_path):
         browser.wait_for(f"document.querySelector('.timeline .tip').textContent === '{size} in use GPU_0_bfc'")
 
 
+def test_the_advice_has_the_gains_of_the_analysis_and_links_to_events_and_lines(browser, looped, tmp_path):
+    browser.open(written(looped, tmp_path), "#tab=advice")
+    rows = advice(looped).rows
+    found = browser.values(".advice li", "[each.dataset.cause, Number(each.dataset.gain)]")
+    assert found == [[row.cause, row.gain_s] for row in rows] and rows
+    short = short_paths(looped).text
+    texts = browser.values(".advice li", "each.textContent")
+    assert all(short(row.evidence) in text and row.change in text for row, text in zip(rows, texts, strict=True))
+    (place,) = (place for place, row in enumerate(rows) if row.cause == "slow input")
+    click = f"document.querySelectorAll('.advice li')[{place}].querySelector('a').click()"
+    assert "name=next_batch" in browser.changed(lambda: browser.evaluate(click))
+    assert browser.evaluate("document.querySelector('#instrument [role=status]').textContent").startswith("next_batch")
+
+
 def test_sorting_and_filtering_a_table_are_in_the_address(browser, report):
     browser.open(report, "#tab=roofline")
     head = "[...document.querySelectorAll('.sums th button')].find(each => each.textContent === 'FLOPs')"
@@ -303,7 +318,7 @@ def test_sorting_and_filtering_a_table_are_in_the_address(browser, report):
     assert [row["FLOPs"] for row in browser.rows() if row["FLOPs"] is not None] == flops[::-1]
 
 
-TABS = ("ops", "event", "source", "flame", "roofline", "memory", "graph", "communication", "input", "compile")
+TABS = ("ops", "advice", "event", "source", "flame", "roofline", "memory", "graph", "communication", "input", "compile")
 
 
 @pytest.mark.parametrize("width", [1280, 1920])

@@ -109,6 +109,21 @@ export interface Input {
   readonly notes: readonly string[];
 }
 
+export interface Advice {
+  readonly rows: readonly {
+    readonly cause: string;
+    readonly gain_s: number;
+    readonly gain_elapsed_share: number | null;
+    readonly evidence: string;
+    readonly change: string;
+    readonly line: string;
+    readonly program: string;
+    readonly event: string;
+    readonly address: string | null; // of its events
+  }[];
+  readonly notes: readonly string[];
+}
+
 /** All times are in picoseconds since the start of the trace; event `i` is element `i` of each column. */
 export interface Capture {
   readonly lanes: readonly Lane[];
@@ -124,6 +139,7 @@ export interface Capture {
   readonly compile: Compile | null;
   readonly communication: Communication | null;
   readonly input: Input | null;
+  readonly advice: Advice | null;
   readonly failures: Readonly<Record<string, string>>; // error messages of missing tables
   readonly dispatchedBy: Uint32Array; // 1 + the event of the host that dispatched it, or 0
   readonly dispatched: ReadonlyMap<number, readonly number[]>; // the first event of each lane that an event dispatched
@@ -158,6 +174,7 @@ interface Tables {
   readonly compile?: Compile;
   readonly communication?: Communication;
   readonly input?: Input;
+  readonly advice?: Advice;
   readonly failures: Readonly<Record<string, string>>;
 }
 
@@ -185,6 +202,7 @@ export async function readCapture(text: string): Promise<Capture> {
     compile: found.compile ?? null,
     communication: found.communication ?? null,
     input: found.input ?? null,
+    advice: found.advice ?? null,
     extra: columns.get("extra")!,
     dispatchedBy: Uint32Array.from(columns.get("dispatched_by")!),
     dispatched: firstDispatched(lanes, columns.get("dispatched_by")!),

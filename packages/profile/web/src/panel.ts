@@ -1,5 +1,6 @@
 // The panel below the timeline: totals of the selection, the chosen event, the source, the flame view.
 
+import { advicePanel } from "./advice";
 import { communicationPanel, compilePanel, inputPanel } from "./communication";
 import { type Capture, type Frame, type Kind, laneOf } from "./data";
 import { button, h, select } from "./dom";
@@ -31,7 +32,7 @@ export interface Shown {
   readonly busy: number; // of all events in the range, in picoseconds
 }
 
-const NAMES: Readonly<Record<Tab, string>> = { ops: "Ops", event: "Event", source: "Source", flame: "Flame", roofline: "Roofline", memory: "Memory", graph: "Graph", communication: "Communication", input: "Input", compile: "Compile" };
+const NAMES: Readonly<Record<Tab, string>> = { ops: "Ops", advice: "Advice", event: "Event", source: "Source", flame: "Flame", roofline: "Roofline", memory: "Memory", graph: "Graph", communication: "Communication", input: "Input", compile: "Compile" };
 
 export class Panel {
   readonly element: HTMLElement;
@@ -67,6 +68,7 @@ export class Panel {
     this.body.setAttribute("aria-label", NAMES[tab]);
     const contents: Readonly<Record<Tab, () => HTMLElement>> = {
       ops: () => this.ops(shown),
+      advice: () => advicePanel(this.capture, this.actions),
       event: () => this.event(shown),
       source: () => this.source(shown),
       flame: () => this.flame(shown),

@@ -2,7 +2,7 @@
 
 export const FIELDS = ["op", "name", "line", "file", "layer", "scope", "under", "category", "pass", "module", "frame"] as const;
 export type Field = (typeof FIELDS)[number];
-export const TABS = ["ops", "event", "source", "flame", "roofline", "memory", "graph", "communication", "input", "compile"] as const;
+export const TABS = ["ops", "advice", "event", "source", "flame", "roofline", "memory", "graph", "communication", "input", "compile"] as const;
 export type Tab = (typeof TABS)[number];
 export const GROUPINGS = ["op", "line", "file", "layer", "scope", "category", "pass", "module"] as const;
 export const ARRAYS = ["buffer", "line", "layer", "kind"] as const;

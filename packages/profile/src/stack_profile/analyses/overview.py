@@ -16,7 +16,7 @@ from stack_core.report.plots import Chart, Series
 from stack_profile.analyses.input_pipeline import InputWait, input_wait
 from stack_profile.analyses.ops import chosen_devices, ops
 from stack_profile.answer import Answer
-from stack_profile.traces.intervals import gaps, union
+from stack_profile.traces.intervals import gaps, overlap, union
 from stack_profile.traces.operations import PICOSECOND, HostEvents, Ops, Step
 from stack_profile.traces.trace import Trace
 
@@ -113,16 +113,16 @@ class _Waits:
         # Idle times of several devices overlap, and the host's time counts once.
         idle = union(idle[:, 0], idle[:, 1])
         calls = host.jax_calls
-        inside_ps = int(_overlap(union(host.start_ps[calls], host.end_ps[calls]), idle).sum())
+        inside_ps = int(overlap(union(host.start_ps[calls], host.end_ps[calls]), idle).sum())
         idle_ps = int(np.sum(idle[:, 1] - idle[:, 0]))
-        each_ps = _overlap(np.stack([host.start_ps, host.end_ps], axis=1), idle)
+        each_ps = overlap(np.stack([host.start_ps, host.end_ps], axis=1), idle)
         # Nested events of one name count several times here: take twice as many candidates, and rank them by their
         # union.
         longest = np.argsort(-np.bincount(host.which, each_ps, minlength=len(host.names)))[: 2 * _SHOWN]
         by_name: list[tuple[str, float]] = []
         for row in longest.tolist():
             events = np.flatnonzero(host.which == row)  # events of one name may nest; the union counts their time once
-            seconds = _overlap(union(host.start_ps[events], host.end_ps[events]), idle).sum() * PICOSECOND
+            seconds = overlap(union(host.start_ps[events], host.end_ps[events]), idle).sum() * PICOSECOND
             by_name += [(host.names[row], float(seconds))] if seconds else []
         by_name.sort(key=lambda pair: -pair[1])
         return cls(
@@ -153,22 +153,6 @@ def _row(ops_: Ops, step: Step) -> OverviewRow:
 def _idle(ops_: Ops, steps: Sequence[Step]) -> np.ndarray:
     """Returns the idle intervals of a device between the start of its first step and the end of its last."""
     return gaps(ops_.covered, steps[0].start_ps, steps[-1].end_ps) if steps else np.zeros((0, 2), np.int64)
-
-
-def _overlap(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Computes how much of each row (start, end) of `first` is covered by `second`, disjoint rows in order of time."""
-    if not len(second):
-        return np.zeros(len(first), np.int64)
-    before = np.concatenate([[0], np.cumsum(second[:, 1] - second[:, 0])])
-
-    # Covered time before an instant: complete intervals, and a part of the latest.
-    def until(time: np.ndarray) -> np.ndarray:
-        place = np.searchsorted(second[:, 0], time, "right")
-        # Keeps the index valid; `where` discards these rows.
-        last = np.maximum(place - 1, 0)
-        return np.where(place > 0, before[last] + np.minimum(time, second[last, 1]) - second[last, 0], 0)
-
-    return until(first[:, 1]) - until(first[:, 0])
 
 
 def _totals(devices: Sequence[Ops], rows: Sequence[OverviewRow], waits: _Waits) -> dict[str, Any]:

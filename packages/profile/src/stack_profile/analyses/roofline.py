@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from stack_core.chips import Chip
     from stack_core.programs.hlo_costs import InstructionCost
 
-__all__ = ["Roof", "RooflineRow", "roof_of", "roofline", "roofline_of"]
+__all__ = ["Roof", "RooflineRow", "chip_of", "roof_of", "roofline", "roofline_of"]
 
 
 @dataclass(frozen=True)
@@ -100,15 +100,24 @@ def roofline(trace: Trace, *, chip: str | None = None, device: str | None = None
     Raises:
       UnknownName: the chip or the device is unknown.
     """
-    if chip is not None:
-        return roofline_of(trace, _registered_chip(chip), device=device)
-    found, said = _chip_of(trace)
-    return _roofline(trace, found, said, device)
+    return _roofline(trace, *chip_of(trace, chip), device)
 
 
 def roofline_of(trace: Trace, chip: "Chip", *, device: str | None = None) -> Answer[RooflineRow]:
     """Computes the roofline against a chip that need not be registered."""
     return _roofline(trace, chip, f"Peaks: {chip.provenance}.", device)
+
+
+def chip_of(trace: Trace, name: str | None = None) -> "tuple[Chip | None, str]":
+    """Returns a chip that `stack chips` lists, by default the trace's own or None, and a note about its peaks.
+
+    Raises:
+      UnknownName: the chip is not registered.
+    """
+    if name is None:
+        return _chip_of(trace)
+    chip = _registered_chip(name)
+    return chip, f"Peaks: {chip.provenance}."
 
 
 def _registered_chip(name: str) -> "Chip":

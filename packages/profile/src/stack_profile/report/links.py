@@ -1,8 +1,8 @@
 """Links from rows of analyses to their events on the page's timeline, by the names of the rows' fields.
 
-A row of a step (`device`, `step_number`), of a part of a window (`start_s`, `duration_s` and the fact `start_s`), of an
-operation (`name`, with `program` if the row has it) or of a host event (`name` or `stage`) links to these events;
-any other row with a `line` links to the events of the line. A third party's analysis links by the same fields.
+A row of a step (`device`, `step_number`), of a part of a window (`start_s`, `duration_s` and the fact `start_s`), or of
+an operation or host event (`name`, `stage` or `event`, with `program` if the row has it) links to these events; any
+other row with a `line` links to the events of the line. A third party's analysis links by the same fields.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class Links:
         self._operations = {
             f"{kind['module']}: {kind['name']}" for kind in recorded.kinds if kind["type"] == "operation"
         }
-        self._names = {kind["name"] for kind in recorded.kinds if kind["type"] != "step"}
+        self._names = {kind["name"] for kind in recorded.kinds if kind["type"] in ("operation", "host")}
         self._lines = {kind["line"] for kind in recorded.kinds if "line" in kind}
         self._steps = {
             (lane.group, recorded.kinds[k]["name"])
@@ -53,7 +53,9 @@ class Links:
         return self._named(values) or self._of_line(values["line"])
 
     def _named(self, values: Mapping[str, Any]) -> str | None:
-        for name in (name for name in (values["name"], values["stage"]) if isinstance(name, str) and name):
+        for name in (
+            name for name in (values["name"], values["stage"], values["event"]) if isinstance(name, str) and name
+        ):
             program = values["program"] or values["module"]
             operation = f"{program}: {name}" if program else name
             if operation in self._operations:
@@ -71,7 +73,18 @@ class Links:
         return _address(line=short) if short in self._lines else None
 
 
-_FIELDS: Final = ("device", "step_number", "start_s", "duration_s", "name", "stage", "program", "module", "line")
+_FIELDS: Final = (
+    "device",
+    "step_number",
+    "start_s",
+    "duration_s",
+    "name",
+    "stage",
+    "event",
+    "program",
+    "module",
+    "line",
+)
 
 
 def _address(**parts: str | None) -> str:

@@ -29,7 +29,7 @@ from stack_profile.traces.trace import Trace
 
 __all__ = ["Section", "page", "sections"]
 
-_FIRST: Final = ("overview", "ops", "timeline", "roofline", "memory", "communication")
+_FIRST: Final = ("overview", "advice", "ops", "timeline", "roofline", "memory", "communication")
 _LONGEST_TEXT: Final = 240
 
 
@@ -91,7 +91,7 @@ def page(trace: Trace, found: Sequence[Section], *, limit: int = 200, events: in
         # Filled and shown by the script.
         element("div", id="instrument", hidden="", role="region", aria_label="Events"),
         element("main", *map(writer.section, found)),
-        element("script", Markup(_data(recorded, trace, paths)), id="capture", type="application/json"),
+        element("script", Markup(_data(recorded, trace, writer)), id="capture", type="application/json"),
         script=_resource("page.js"),
         style=_resource("page.css"),
     )
@@ -109,7 +109,7 @@ def _resource(name: str) -> str:
     return resources.files("stack_profile.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _data(recorded: Recorded, trace: Trace, paths: ShortPaths) -> str:
+def _data(recorded: Recorded, trace: Trace, writer: "_Writer") -> str:
     """Returns the data of the interactive view; base64 keeps its texts from being read as markup."""
     tables = {
         "lanes": recorded.lane_table,
@@ -118,7 +118,7 @@ def _data(recorded: Recorded, trace: Trace, paths: ShortPaths) -> str:
         "stacks": recorded.stacks,
         "sources": sources(recorded.files, trace.about),
         "left_out": recorded.left_out,
-        **views(trace, paths),
+        **views(trace, writer.paths, writer.links),
     }
     return json.dumps({"tables": pack_json(tables), "events": pack(recorded.columns)})
 

@@ -3,11 +3,13 @@
 A part that fails is missing with its error message, so that a damaged program costs only its own view.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 
+from stack_profile.analyses.advice import advice
 from stack_profile.analyses.communication import communication, link_bytes_s
 from stack_profile.analyses.compile import compilations
 from stack_profile.analyses.graph import nodes_of
@@ -16,6 +18,7 @@ from stack_profile.analyses.memory import MomentRow, memory_of, schedule_of
 from stack_profile.analyses.roofline import roof_of
 from stack_profile.report.encoding import pack
 from stack_profile.report.lanes import host_group
+from stack_profile.report.links import Links
 from stack_profile.traces.allocator import allocator_histories
 from stack_profile.traces.short_paths import ShortPaths
 from stack_profile.traces.trace import Trace
@@ -26,7 +29,7 @@ _MOST_MOMENTS: Final = 20_000
 _MOST_NODES: Final = 40_000
 
 
-def views(trace: Trace, paths: ShortPaths) -> dict[str, Any]:
+def views(trace: Trace, paths: ShortPaths, links: Links) -> dict[str, Any]:
     """Returns the tables of the views by name, and under "failures" the error messages of the missing ones."""
     parts: Mapping[str, Callable[[Trace, ShortPaths], Any]] = {
         "roof": _roof,
@@ -36,6 +39,7 @@ def views(trace: Trace, paths: ShortPaths) -> dict[str, Any]:
         "compile": _compile,
         "communication": _communication,
         "input": _input,
+        "advice": lambda trace, paths: _advice(trace, paths, links),
     }
     found: dict[str, Any] = {}
     failures: dict[str, str] = {}
@@ -88,6 +92,20 @@ def _thinned(rows: Sequence[MomentRow]) -> tuple[Sequence[MomentRow], int]:
     parts = (rows[first : first + size] for first in range(0, len(rows), size or 1))
     kept = [max(part, key=lambda row: row.live_bytes) for part in parts]
     return kept, max(range(len(kept)), key=lambda place: kept[place].live_bytes, default=-1)
+
+
+def _advice(trace: Trace, paths: ShortPaths, links: Links) -> dict[str, Any]:
+    answer = advice(trace)
+    rows = [
+        {
+            **dataclasses.asdict(row),
+            "evidence": paths.text(row.evidence),
+            "line": paths.text(row.line),
+            "address": links.address(row, answer.facts),
+        }
+        for row in answer.rows
+    ]
+    return {"rows": rows, "notes": [paths.text(note) for note in answer.notes]}
 
 
 def _graphs(trace: Trace, paths: ShortPaths) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import heapq
 
 import numpy as np
 
-__all__ = ["gaps", "nesting", "self_times", "tracks", "union"]
+__all__ = ["gaps", "nesting", "overlap", "self_times", "tracks", "union"]
 
 
 def union(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -28,6 +28,22 @@ def gaps(covered: np.ndarray, start: int, end: int) -> np.ndarray:
     """Returns the parts of [start, end] outside of the disjoint rows of `covered`, as rows (start, end)."""
     edges = np.concatenate([[start], np.clip(covered, start, end).reshape(-1), [end]]).reshape(-1, 2)
     return edges[edges[:, 1] > edges[:, 0]]
+
+
+def overlap(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Computes how much of each row (start, end) of `first` is covered by `second`, disjoint rows in order of time."""
+    if not len(second):
+        return np.zeros(len(first), np.int64)
+    before = np.concatenate([[0], np.cumsum(second[:, 1] - second[:, 0])])
+
+    # Covered time before an instant: complete intervals, and a part of the latest.
+    def until(time: np.ndarray) -> np.ndarray:
+        place = np.searchsorted(second[:, 0], time, "right")
+        # Keeps the index valid; `where` discards these rows.
+        last = np.maximum(place - 1, 0)
+        return np.where(place > 0, before[last] + np.minimum(time, second[last, 1]) - second[last, 0], 0)
+
+    return until(first[:, 1]) - until(first[:, 0])
 
 
 def self_times(starts: np.ndarray, ends: np.ndarray, depth: np.ndarray) -> np.ndarray:

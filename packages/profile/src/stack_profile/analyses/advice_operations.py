@@ -1,0 +1,267 @@
+"""Avoidable work of devices: float32 products, casts, layout copies, padding, small products, exposed collectives.
+
+Each rule yields findings per line of the program. Times are sums over devices.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from stack_core.report.fields import number
+from stack_profile.traces.categories import category
+from stack_profile.traces.collectives import Axes, collectives_of
+from stack_profile.traces.operations import PICOSECOND, Operation, Ops
+from stack_profile.traces.trace import Trace
+
+if TYPE_CHECKING:
+    from stack_core.chips import Chip
+
+__all__ = ["Finding", "find_in_operations"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Avoidable time of one cause at one place.
+
+    Attributes:
+      cause: name of the cause.
+      gain_s: estimated time that the change saves, summed over devices.
+      evidence: measured facts.
+      change: change to try.
+      line: Python line, or "".
+      program: name of the program, or "".
+      event: operation or host event that shows it, or "".
+    """
+
+    cause: str
+    gain_s: float
+    evidence: str
+    change: str
+    line: str = ""
+    program: str = ""
+    event: str = ""
+
+
+@dataclass(frozen=True)
+class _Part:
+    operation: Operation
+    self_s: float
+    count: int
+    gain_s: float
+    detail: str = ""
+
+
+_Gain = Callable[[Operation, float, int], "tuple[float, str] | None"]
+
+
+def find_in_operations(trace: Trace, devices: Sequence[Ops], chip: "Chip | None") -> Iterator[Finding]:
+    """Yields the findings of all rules about operations.
+
+    Args:
+      devices: devices to examine.
+      chip: chip with the peaks; None leaves out the rules that compare with them.
+    """
+    rules: tuple[tuple[str, str, _Gain], ...] = (
+        (
+            "float32 products",
+            "Compute these products in bfloat16: cast the operands once, outside of the step, and keep float32 only in "
+            "sums, norms and the optimizer.",
+            lambda *each: _float32(chip, *each),
+        ),
+        (
+            "casts",
+            "Keep the array in one dtype: cast parameters once per update and not per step or layer, and create inputs "
+            "in the dtype of the computation.",
+            _cast,
+        ),
+        (
+            "layout copies",
+            "Avoid the copy: express the transposition in the product's dimensions (jnp.einsum), keep arrays in the "
+            "order in which the step reads them, and donate arguments that are updated.",
+            _layout_copy,
+        ),
+        (
+            "padding",
+            "Choose sizes that are multiples of the chip's tile, or pad once outside of the step.",
+            lambda *each: _padding(chip, *each),
+        ),
+        (
+            "small products",
+            "Batch the products: stack the weights or inputs and multiply once, or vmap the loop.",
+            lambda *each: _small_product(chip, *each),
+        ),
+    )
+    for cause, change, gain in rules:
+        yield from _by_line(cause, change, gain, devices)
+    yield from _exposed(trace, devices)
+
+
+def _by_line(cause: str, change: str, gain: _Gain, devices: Sequence[Ops]) -> Iterator[Finding]:
+    groups: dict[str, list[_Part]] = {}
+    for operation, self_s, count in (total for each in devices for total in each.totals()):
+        if (found := gain(operation, self_s, count)) is not None and found[0] > 0:
+            groups.setdefault(_line(operation), []).append(_Part(operation, self_s, count, *found))
+    for line, parts in groups.items():
+        heaviest = max(parts, key=lambda part: part.gain_s)
+        names = list(dict.fromkeys(part.operation.name for part in parts))
+        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        self_s, count = sum(part.self_s for part in parts), sum(part.count for part in parts)
+        details = "; ".join(dict.fromkeys(part.detail for part in parts if part.detail))
+        evidence = f"{listed}: {number('_s', self_s)} in {count:,} executions{f'; {details[:200]}' if details else ''}"
+        yield Finding(
+            cause,
+            sum(part.gain_s for part in parts),
+            evidence,
+            change,
+            line,
+            heaviest.operation.module,
+            heaviest.operation.name,
+        )
+
+
+def _line(operation: Operation) -> str:
+    source = operation.instruction.source() if operation.instruction else None
+    return str(source) if source else ""
+
+
+_PRODUCTS: Final = ("matrix product", "convolution")
+
+
+def _float32(chip: "Chip | None", operation: Operation, self_s: float, count: int) -> tuple[float, str] | None:
+    """Estimates the gain of bfloat16 as the fraction by which the binding peak time shrinks."""
+    cost = operation.cost
+    if chip is None or cost is None or set(cost.flops.by_dtype) != {"float32"} or not chip.hbm_bandwidth_bytes_s:
+        return None
+    wide, narrow = chip.peak_flops.get("float32"), chip.peak_flops.get("bfloat16")
+    if not wide or not narrow or narrow <= wide or category(operation.instruction) not in _PRODUCTS:
+        return None
+    memory_s = cost.traffic_bytes / chip.hbm_bandwidth_bytes_s
+    before = max(cost.flops.total / wide, memory_s)
+    after = max(cost.flops.total / narrow, memory_s / 2)
+    return self_s * (
+        1 - after / before
+    ), f"the peak is {number('_flops_s', narrow)}FLOP/s in bfloat16, not {number('_flops_s', wide)}"
+
+
+_PASSIVE: Final = frozenset(
+    {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "copy", "reshape", "broadcast", "slice"}
+)
+_SLICES: Final = frozenset({"dynamic-slice", "dynamic-update-slice", "transpose"})
+
+
+def _cast(operation: Operation, self_s: float, count: int) -> tuple[float, str] | None:
+    """All time of operations that only convert between dtypes."""
+    instruction = operation.instruction
+    if (
+        instruction is None
+        or "convert" not in instruction.opcodes
+        or instruction.opcodes - _PASSIVE - _SLICES - {"convert", "fusion"}
+    ):
+        return None
+    shapes = _shapes(operation)
+    return self_s, f"writes {', '.join(shapes)}" if shapes else ""
+
+
+def _layout_copy(operation: Operation, self_s: float, count: int) -> tuple[float, str] | None:
+    """All time of operations that only move an array into another order of its dimensions."""
+    instruction = operation.instruction
+    if instruction is None or category(instruction) != "copy and layout":
+        return None
+    if not instruction.opcodes & {"copy", "transpose", "reverse"}:
+        return None
+    shapes = _shapes(operation)
+    return self_s, f"copies {', '.join(shapes)}" if shapes else ""
+
+
+def _shapes(operation: Operation) -> list[str]:
+    module = operation.program.module if operation.program else None
+    name = operation.name.removeprefix("%")
+    for computation in module.computations.values() if module else ():
+        if name in computation.instructions:
+            shapes = computation.instructions[name].shapes
+            return [f"{each.dtype}[{','.join(map(str, each.dims))}]" for each in shapes[:2]]
+    return []
+
+
+_TILES: Final = {"tpu": (8, 128), "gpu": (8, 8)}  # rows and columns of the smallest product without waste
+
+
+def _padding(chip: "Chip | None", operation: Operation, self_s: float, count: int) -> tuple[float, str] | None:
+    """Time of operations that pad, and of products the share of their results that fills tiles."""
+    instruction = operation.instruction
+    if instruction is None:
+        return None
+    if "pad" in instruction.opcodes and category(instruction) == "slice and update":
+        return self_s, f"pads to {', '.join(_shapes(operation))}"
+    tile = _TILES.get(_platform(operation, chip))
+    if (
+        tile is None
+        or category(instruction) != "matrix product"
+        or operation.program is None
+        or operation.program.module is None
+    ):
+        return None
+    dims = _result_dims(operation)
+    if len(dims) < 2:
+        return None
+    shares = [size / (math.ceil(size / part) * part) for size, part in zip(dims[-2:], tile, strict=True)]
+    used = math.prod(shares)
+    return (self_s * (1 - used), f"{dims[-2]} x {dims[-1]} fills {used:.0%} of its tiles") if used < _FULL else None
+
+
+_FULL: Final = 0.9
+
+
+def _platform(operation: Operation, chip: "Chip | None") -> str:
+    kind = chip.kind if chip is not None else ""
+    return "tpu" if kind.startswith(("tpu", "v")) else "gpu" if kind[:1] in ("h", "a", "b") else ""
+
+
+def _result_dims(operation: Operation) -> tuple[int, ...]:
+    module = operation.program.module if operation.program else None
+    name = operation.name.removeprefix("%")
+    for computation in module.computations.values() if module else ():
+        if name in computation.instructions:
+            return computation.instructions[name].shapes[0].dims
+    return ()
+
+
+def _small_product(chip: "Chip | None", operation: Operation, self_s: float, count: int) -> tuple[float, str] | None:
+    """Time above the peaks of products that are shorter than `_SMALL_S` and run many times in one run."""
+    cost = operation.cost
+    if chip is None or cost is None or category(operation.instruction) != "matrix product":
+        return None
+    if not cost.times or cost.times < _MANY or self_s / count > _SMALL_S:
+        return None
+    ideal_s = cost.flops.ideal_s(chip)
+    gain_s = None if ideal_s is None else self_s - ideal_s * count
+    return None if gain_s is None else (gain_s / 2, f"{number('_s', self_s / count)} each, {cost.times} times in a run")
+
+
+_MANY: Final = 16
+_SMALL_S: Final = 1e-5
+
+
+def _exposed(trace: Trace, devices: Sequence[Ops]) -> Iterator[Finding]:
+    """Yields exposed collectives by line."""
+    found = collectives_of(trace.devices, Axes.of(trace))
+    groups: dict[str, list[tuple[Operation, str, float, float]]] = {}
+    for device in devices:
+        for each in found[device.device]:
+            exposed_s, time_s = float(each.exposed_ps.sum()) * PICOSECOND, int(each.duration_ps.sum()) * PICOSECOND
+            groups.setdefault(_line(each.operation), []).append((each.operation, each.kind.name, exposed_s, time_s))
+    for line, parts in groups.items():
+        operation = max(parts, key=lambda part: part[2])[0]
+        exposed_s, time_s = sum(part[2] for part in parts), sum(part[3] for part in parts)
+        kinds = ", ".join(dict.fromkeys(part[1] for part in parts))
+        yield Finding(
+            "exposed collectives",
+            exposed_s,
+            f"{kinds}: {number('_s', exposed_s)} of {number('_s', time_s)} run beside no other operation",
+            "Overlap them with computation: XLA's latency-hiding scheduler, a larger batch per device, or a mesh whose "
+            "axis sends less.",
+            line,
+            operation.module,
+            operation.name,
+        )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from stack_core.abi.installing import install_command
 from stack_core.report.fields import number, title
 from stack_core.report.plots import Plot
+from stack_profile.answer_table import fitted_lines, fitted_table
 from stack_profile.errors import ProfileError
 
 if TYPE_CHECKING:
@@ -72,42 +73,49 @@ class Answer(Generic[Row]):
     def columns(self) -> list[str]:
         return [field.name for field in dataclasses.fields(self.row_type)]  # pyrefly: ignore
 
-    def table(self, limit: int | None = None, shorten: Callable[[str], str] = str) -> "Table":
+    def table(self, limit: int | None = None, shorten: Callable[[str], str] = str, width: int | None = None) -> "Table":
         """Formats the first `limit` rows as a terminal table, without empty columns.
 
         Args:
           limit: maximum number of rows; None for all.
           shorten: replaces names of files in the cells.
+          width: maximum width in characters, in which the last columns may be missing; None for no maximum.
         """
-        from rich.table import Table
+        return fitted_table(self, limit, shorten, width)[0]
 
-        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-        shown = self.rows[:limit]
-        cells = {name: [getattr(row, name) for row in shown] for name in self.columns}
-        kept = {name: column for name, column in cells.items() if any(cell not in (None, "") for cell in column)}
-        for name, column in kept.items():
-            is_text = all(isinstance(cell, str) for cell in column if cell is not None)
-            table.add_column(title(name), justify="left" if is_text else "right", overflow="fold")
-        for cell_row in zip(*kept.values(), strict=True):
-            table.add_row(*(shorten(number(name, cell)) for name, cell in zip(kept, cell_row, strict=True)))
-        return table
+    def _repr_html_(self) -> str:
+        """Formats facts, the first rows and notes for a notebook."""
+        from stack_profile.report.page import answer_html
+
+        return answer_html(self)
 
 
-def present(answer: Answer[Any], limit: int | None = None, shorten: Callable[[str], str] = str) -> Iterable[Any]:
+def present(
+    answer: Answer[Any],
+    limit: int | None = None,
+    shorten: Callable[[str], str] = str,
+    width: int | None = None,
+) -> Iterable[Any]:
     """Yields the parts of the terminal output: facts, table, number of omitted rows, notes.
 
     Args:
       answer: the answer.
       limit: maximum number of rows; None for all.
       shorten: replaces names of files.
+      width: maximum width in characters; None for no maximum.
     """
-    yield shorten(", ".join(f"{title(name)}: {number(name, value)}" for name, value in answer.facts.items()))
+    facts = [shorten(f"{title(name)}: {number(name, value)}") for name, value in answer.facts.items()]
+    yield fitted_lines(facts, width)
+    left_out: list[str] = []
     if answer.rows:
-        yield answer.table(limit, shorten)
+        table, left_out = fitted_table(answer, limit, shorten, width)
+        yield table
     else:
         yield "No rows: see the notes." if answer.notes else "No rows."
     if limit is not None and len(answer.rows) > limit:
         yield f"... and {len(answer.rows) - limit} more rows; --limit 0 shows all."
+    if left_out:
+        yield f"... and {', '.join(left_out)}, for which the terminal is too narrow; --json and --csv have them."
     yield from (f"note: {shorten(note)}" for note in answer.notes)
 
 

@@ -301,6 +301,30 @@ def test_the_advice_has_the_gains_of_the_analysis_and_links_to_events_and_lines(
     assert browser.evaluate("document.querySelector('#instrument [role=status]').textContent").startswith("next_batch")
 
 
+def test_a_notebook_shows_the_report_in_a_frame(browser, trace, tmp_path):
+    notebook = tmp_path / "notebook.html"
+    notebook.write_text(f"<body><div id=instrument data-ready=true></div>{trace._repr_html_()}</body>")
+    browser.open(notebook)
+    frame = browser.call("Page.getFrameTree")["frameTree"]["childFrames"][0]["frame"]["id"]
+    world = browser.call("Page.createIsolatedWorld", frameId=frame)["executionContextId"]
+
+    def inside(expression):
+        answer = browser.call("Runtime.evaluate", expression=expression, contextId=world, returnByValue=True)
+        return answer["result"].get("value")
+
+    end = time.monotonic() + 30
+    while not inside("document.querySelector('#instrument')?.dataset.ready"):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    rows = roofline(trace).rows
+    assert inside("document.querySelectorAll('.sums tbody tr').length") == len(rows)
+    inside("document.querySelector('#roofline tbody a').click()")
+    while inside("document.querySelectorAll('.sums tbody tr').length") != 1:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert browser.complaints == []
+
+
 def test_sorting_and_filtering_a_table_are_in_the_address(browser, report):
     browser.open(report, "#tab=roofline")
     head = "[...document.querySelectorAll('.sums th button')].find(each => each.textContent === 'FLOPs')"

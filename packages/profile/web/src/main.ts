@@ -141,7 +141,8 @@ class Instrument {
     clearTimeout(this.writing);
     this.writing = window.setTimeout(() => {
       const text = formatView(this.view);
-      history.replaceState(null, "", text ? `#${text}` : location.pathname + location.search);
+      // The frame of a notebook has an address of its own, which no link can name.
+      if (!isFramed) history.replaceState(null, "", text ? `#${text}` : location.pathname + location.search);
     }, 250);
   }
 
@@ -273,10 +274,24 @@ class Instrument {
   }
 }
 
+const isFramed = location.href.startsWith("about:srcdoc");
+
+/** In a frame, "#name" would be resolved against the address of the notebook, and leave the page. */
+function followLinks(): void {
+  document.addEventListener("click", (event) => {
+    const href = (event.target as Element).closest("a")?.getAttribute("href");
+    if (!href?.startsWith("#")) return;
+    event.preventDefault();
+    if (href.includes("=")) location.hash = href;
+    else document.querySelector(href)?.scrollIntoView();
+  });
+}
+
 const NAMES: Readonly<Partial<Record<Field, string>>> = { op: "name", under: "scope below", frame: "line on the stack" };
 
 async function start(): Promise<void> {
   sortTables(document);
+  if (isFramed) followLinks();
   const root = document.querySelector<HTMLElement>("#instrument");
   const data = document.querySelector("#capture");
   if (!root || !data) return;

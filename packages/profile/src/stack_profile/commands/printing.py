@@ -2,7 +2,7 @@
 
 import json as json_format
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -43,13 +43,10 @@ def show(
     elif csv:
         sys.stdout.writelines(answer.as_csv())
     else:
-        _print(present(answer, limit or None, shorten))
+        from rich.console import Console
 
-
-def _print(parts: Iterable[Any]) -> None:
-    from rich.console import Console
-
-    # Do not fold lines outside of a terminal, so that files can be searched.
-    console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
-    for part in parts:
-        console.print(part, markup=False)
+        # Do not fold lines outside of a terminal, so that files can be searched.
+        console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
+        width = console.width if sys.stdout.isatty() else None
+        for part in present(answer, limit or None, shorten, width):
+            console.print(part, markup=False, soft_wrap=width is None)

@@ -1,12 +1,14 @@
 """Commands of `stack profile` that are not analyses: capture a script, export a trace."""
 
+import json as json_format
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from stack_profile.commands.printing import TracePath
+from stack_profile.commands.printing import PrintJson, TracePath
+from stack_profile.errors import ProfileError
 
 __all__ = ["export", "run"]
 
@@ -25,14 +27,26 @@ def _run(*tokens: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> None:
 
 
 def export(
-    trace: TracePath, /, *, to: Literal["perfetto", "speedscope", "folded", "csv", "dot"], output: Path | None = None
+    trace: TracePath,
+    /,
+    *,
+    to: Literal["perfetto", "speedscope", "folded", "csv", "dot"],
+    output: Path | None = None,
+    json: PrintJson = False,
 ) -> None:
     """Write a trace for Perfetto, speedscope, flame graphs or a spreadsheet.
 
     Args:
       to: format of the file.
       output: file to write, by default standard output.
+
+    Raises:
+      ProfileError: `json` without `output`.
     """
+    if json and output is None:
+        raise ProfileError(
+            "--json describes the file of --output, which is missing: without it the trace itself is printed."
+        )
     from stack_profile.exports import EXPORTS, write
     from stack_profile.traces.trace import load_trace
 
@@ -41,3 +55,5 @@ def export(
         sys.stdout.writelines(parts)
     else:
         write(parts, output)
+    if json and output is not None:
+        print(json_format.dumps({"output": str(output), "format": to, "bytes": output.stat().st_size}, indent=2))

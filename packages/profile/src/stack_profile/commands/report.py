@@ -1,12 +1,13 @@
 """`stack profile report`: every analysis of a trace in one HTML file."""
 
+import json as json_format
 import sys
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
-from stack_profile.commands.printing import TracePath
+from stack_profile.commands.printing import PrintJson, TracePath
 
 __all__ = ["report"]
 
@@ -17,6 +18,7 @@ def report(
     *,
     out: Path = Path("report.html"),
     limit: Annotated[int, Parameter(help="rows of a table, 0 for all.")] = 200,
+    json: PrintJson = False,
     events: Annotated[int, Parameter(help="events of the timeline; the shortest beyond are left out.")] = 1_000_000,
 ) -> None:
     """Write a timeline and every analysis, with its defaults, into one HTML file that needs no network.
@@ -31,6 +33,9 @@ def report(
     loaded = load_trace(trace)
     found = list(sections(loaded))
     write([page(loaded, found, limit=limit, events=events)], out)
+    if json:
+        failures = {section.name: section.failure for section in found if section.answer is None}
+        print(json_format.dumps({"report": str(out), "bytes": out.stat().st_size, "failures": failures}, indent=2))
     for section in found:
         if section.answer is None:
             print(f"stack: analysis {section.name!r} failed, as the report says: {section.failure}", file=sys.stderr)

@@ -1,6 +1,7 @@
 """`stack profile run`: runs a script as Python would, and captures it from its first device on, or on demand."""
 
 import argparse
+import json
 import runpy
 import sys
 import threading
@@ -32,6 +33,8 @@ def run_script(tokens: Sequence[str]) -> None:
     options = _parser().parse_args(tokens)
     if not options.module and not Path(options.script).is_file():
         raise CaptureError(f"There is no script {options.script!r}. Name a file, or a module after -m.")
+    if options.listen and options.json:
+        raise CaptureError("--json prints the file of a trace, and --listen writes none: leave one of them out.")
     if options.listen:
         _run_listening(options)
         return
@@ -41,6 +44,9 @@ def run_script(tokens: Sequence[str]) -> None:
     if watch.failure is not None and status == 0:
         raise watch.failure
     print(f"stack: {watch.failure or f'the trace is in {captured.wait()}'}", file=sys.stderr)
+    if options.json:
+        trace = None if watch.failure else str(captured.wait())
+        print(json.dumps({"trace": trace, "status": status, "failure": str(watch.failure) if watch.failure else None}))
     if status:  # even if nothing was captured: the script's failure matters more
         sys.exit(status)
 
@@ -63,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host-tracer-level", type=int, default=2, help="1, 2 or 3: how much of the host is traced")
     parser.add_argument("--listen", action="store_true", help="capture only when `stack profile attach` asks for it")
     parser.add_argument("--port", type=int, default=0, help="to listen on, by default any that is free")
+    parser.add_argument("--json", action="store_true", help="print the trace's file after the script, as JSON")
     parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")

@@ -41,6 +41,12 @@ class Trace:
     devices: tuple[Ops, ...]
     problems: tuple[str, ...]
 
+    def _repr_html_(self) -> str:
+        """Shows the report in a notebook, in a frame of its own."""
+        from stack_profile.report.page import framed
+
+        return framed(self)
+
     @functools.cached_property
     def ran(self) -> tuple[Program, ...]:
         """Programs whose operations ran."""

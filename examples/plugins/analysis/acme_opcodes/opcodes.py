@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
+from stack_core.report.plots import bars
 from stack_profile.answer import Answer
 
 
@@ -26,4 +27,5 @@ def opcodes(trace, *, least_share: float = 0.0):
     busy_s = sum(sums.values())
     rows = tuple(OpcodeRow(name, self_s, self_s / busy_s) for name, self_s in sums.most_common() if self_s > 0)
     kept = tuple(row for row in rows if row.busy_share >= least_share)
-    return Answer("opcodes", {"busy_s": busy_s}, OpcodeRow, kept)
+    plot = bars("Self time by opcode", kept, "self_s", label="opcode")
+    return Answer("opcodes", {"busy_s": busy_s}, OpcodeRow, kept, plots=(plot,))

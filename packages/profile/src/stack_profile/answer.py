@@ -81,13 +81,13 @@ class Answer(Generic[Row]):
           shorten: replaces names of files in the cells.
           width: maximum width in characters, in which the last columns may be missing; None for no maximum.
         """
-        return fitted_table(self, limit, shorten, width)[0]
+        return fitted_table(self.columns, self.rows[:limit], shorten, width)[0]
 
     def _repr_html_(self) -> str:
         """Formats facts, the first rows and notes for a notebook."""
         from stack_profile.report.page import answer_html
 
-        return answer_html(self)
+        return answer_html(self)  # pyrefly: ignore
 
 
 def present(
@@ -108,7 +108,7 @@ def present(
     yield fitted_lines(facts, width)
     left_out: list[str] = []
     if answer.rows:
-        table, left_out = fitted_table(answer, limit, shorten, width)
+        table, left_out = fitted_table(answer.columns, answer.rows[:limit], shorten, width)
         yield table
     else:
         yield "No rows: see the notes." if answer.notes else "No rows."

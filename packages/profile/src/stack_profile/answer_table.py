@@ -2,14 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from stack_core.report.fields import number, title
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-    from stack_profile.answer import Answer
 
 __all__ = ["fitted_lines", "fitted_table"]
 
@@ -53,13 +51,13 @@ class _Column:
 
 
 def fitted_table(
-    answer: "Answer[Any]", limit: int | None, shorten: Callable[[str], str], width: int | None
+    names: Sequence[str], rows: Sequence[object], shorten: Callable[[str], str], width: int | None
 ) -> "tuple[Table, list[str]]":
-    """Formats the first rows without empty columns.
+    """Formats rows without empty columns.
 
     Args:
-      answer: the answer.
-      limit: maximum number of rows; None for all.
+      names: fields of the rows.
+      rows: dataclasses.
       shorten: replaces names of files in the cells.
       width: maximum width in characters; None for the width that the rows need.
 
@@ -68,7 +66,7 @@ def fitted_table(
     """
     from rich.table import Table
 
-    columns = _columns(answer, limit, shorten)
+    columns = _columns(names, rows, shorten)
     left_out = [] if width is None else _fit(columns, width)
     table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False)
     for column in columns:
@@ -84,11 +82,10 @@ def fitted_table(
     return table, left_out
 
 
-def _columns(answer: "Answer[Any]", limit: int | None, shorten: Callable[[str], str]) -> list[_Column]:
-    shown = answer.rows[:limit]
+def _columns(names: Sequence[str], rows: Sequence[object], shorten: Callable[[str], str]) -> list[_Column]:
     columns = []
-    for name in answer.columns:
-        values = [getattr(row, name) for row in shown]
+    for name in names:
+        values = [getattr(row, name) for row in rows]
         if any(value not in (None, "") for value in values):
             is_text = not any(isinstance(value, int | float) for value in values)
             columns.append(_Column(name, [shorten(number(name, value)) for value in values], is_text))

@@ -10,6 +10,7 @@ import { sourcePanel } from "./source";
 import { type Column, grid } from "./grid";
 import { graphPanel } from "./graph";
 import { memoryPanel } from "./memory";
+import { morePanel } from "./more";
 import { type Sums, type Total, totals, valueOf } from "./query";
 import { rooflinePanel } from "./roofline";
 import { rowKey, type TableRow, visit } from "./tables";
@@ -32,7 +33,7 @@ export interface Shown {
   readonly busy: number; // of all events in the range, in picoseconds
 }
 
-const NAMES: Readonly<Record<Tab, string>> = { ops: "Ops", advice: "Advice", event: "Event", source: "Source", flame: "Flame", roofline: "Roofline", memory: "Memory", graph: "Graph", communication: "Communication", input: "Input", compile: "Compile" };
+const NAMES: Readonly<Record<Tab, string>> = { ops: "Ops", advice: "Advice", event: "Event", source: "Source", flame: "Flame", roofline: "Roofline", memory: "Memory", graph: "Graph", communication: "Communication", input: "Input", compile: "Compile", more: "More" };
 
 export class Panel {
   readonly element: HTMLElement;
@@ -78,6 +79,7 @@ export class Panel {
       communication: () => communicationPanel(this.capture, shown, this.actions),
       input: () => inputPanel(this.capture, shown, this.actions),
       compile: () => compilePanel(this.capture, shown, this.actions),
+      more: () => morePanel(shown.view, this.actions),
     };
     this.keepingFocus(() => this.body.replaceChildren(contents[tab]()));
   }

@@ -2,7 +2,7 @@
 
 export const FIELDS = ["op", "name", "line", "file", "layer", "scope", "under", "category", "pass", "module", "frame"] as const;
 export type Field = (typeof FIELDS)[number];
-export const TABS = ["ops", "advice", "event", "source", "flame", "roofline", "memory", "graph", "communication", "input", "compile"] as const;
+export const TABS = ["ops", "advice", "event", "source", "flame", "roofline", "memory", "graph", "communication", "input", "compile", "more"] as const;
 export type Tab = (typeof TABS)[number];
 export const GROUPINGS = ["op", "line", "file", "layer", "scope", "category", "pass", "module"] as const;
 export const ARRAYS = ["buffer", "line", "layer", "kind"] as const;
@@ -30,6 +30,7 @@ export interface View {
   readonly collectives: (typeof COLLECTIVES)[number]; // grouping of collectives
   readonly node: string; // instruction of the graph, as "program: name"; "" for the chosen event's
   readonly depth: (typeof DEPTHS)[number]; // of the graph
+  readonly section: string; // analysis of the tab "more"; "" for the first
   readonly sort: string; // column of the tab's table, "-" before it sorts from the largest; "" for the table's own
   readonly rows: string; // filter of the tab's table
 }
@@ -53,6 +54,7 @@ export const EMPTY: View = {
   collectives: "op",
   node: "",
   depth: "2",
+  section: "",
   sort: "",
   rows: "",
 };
@@ -89,6 +91,7 @@ export function parseView(hash: string): View | null {
     collectives: one("collectives", COLLECTIVES, EMPTY.collectives),
     node: found.get("node") ?? "",
     depth: one("depth", DEPTHS, EMPTY.depth),
+    section: found.get("section") ?? "",
     sort: found.get("sort") ?? "",
     rows: found.get("rows") ?? "",
   };
@@ -122,6 +125,7 @@ export function formatView(view: View): string {
   add("collectives", view.collectives, EMPTY.collectives);
   add("node", view.node);
   add("depth", view.depth, EMPTY.depth);
+  add("section", view.section);
   add("sort", view.sort);
   add("rows", view.rows);
   const written = (value: string) => encodeURIComponent(value).replaceAll("%2F", "/").replaceAll("%3A", ":");

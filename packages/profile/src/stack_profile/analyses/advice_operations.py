@@ -3,6 +3,7 @@
 Each rule yields findings per line of the program. Times are sums over devices.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ def find_in_operations(trace: Trace, devices: Sequence[Ops], chip: "Chip | None"
             "float32 products",
             "Compute these products in bfloat16: cast the operands once, outside of the step, and keep float32 only in "
             "sums, norms and the optimizer.",
-            lambda *each: _float32(chip, *each),
+            functools.partial(_float32, chip),
         ),
         (
             "casts",
@@ -84,12 +85,12 @@ def find_in_operations(trace: Trace, devices: Sequence[Ops], chip: "Chip | None"
         (
             "padding",
             "Choose sizes that are multiples of the chip's tile, or pad once outside of the step.",
-            lambda *each: _padding(chip, *each),
+            functools.partial(_padding, chip),
         ),
         (
             "small products",
             "Batch the products: stack the weights or inputs and multiply once, or vmap the loop.",
-            lambda *each: _small_product(chip, *each),
+            functools.partial(_small_product, chip),
         ),
     )
     for cause, change, gain in rules:

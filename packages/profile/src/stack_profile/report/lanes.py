@@ -89,8 +89,8 @@ def _collectives(trace: Trace, add: AddKinds, place: Place) -> Iterator[Lane]:
         kind = first + np.repeat(np.arange(len(collectives)), [len(each.start_ps) for each in collectives])
         order = np.argsort(start, kind="stable")
         row = tracks(start[order], end[order])
-        columns = (each[order] for each in (start, end - start, exposed, kind))
-        yield Lane(device, "collectives", "collectives", int(row.max()) + 1, *columns, row, wait[order].astype(float))
+        columns = (start[order], (end - start)[order], exposed[order], kind[order], row, wait[order].astype(float))
+        yield Lane(device, "collectives", "collectives", int(row.max()) + 1, *columns)
 
 
 def _collective(each: Collectives, place: Place) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Trace:
         """Shows the report in a notebook, in a frame of its own."""
         from stack_profile.report.page import framed
 
-        return framed(self)
+        return framed(self)  # pyrefly: ignore
 
     @functools.cached_property
     def ran(self) -> tuple[Program, ...]:

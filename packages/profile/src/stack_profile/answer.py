@@ -9,12 +9,12 @@ import importlib
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from stack_core.abi.installing import install_command
 from stack_core.report.fields import number, title
 from stack_core.report.plots import Plot
-from stack_profile.answer_table import fitted_lines, fitted_table
+from stack_profile.answer_table import fitted_lines, fitted_table, html_table
 from stack_profile.errors import ProfileError
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["Answer", "present", "share_of"]
 
 Row = TypeVar("Row")
+
+_NOTEBOOK_ROWS: Final = 50
 
 
 @dataclass(frozen=True)
@@ -85,9 +87,15 @@ class Answer(Generic[Row]):
 
     def _repr_html_(self) -> str:
         """Formats facts, the first rows and notes for a notebook."""
-        from stack_profile.report.page import answer_html
+        from stack_core.report.document import key_values
+        from stack_core.report.markup import element
+        from stack_core.report.svg import draw
 
-        return answer_html(self)  # pyrefly: ignore
+        parts = [key_values(self.facts), *map(draw, self.plots)]
+        parts.append(html_table(self.columns, self.rows[:_NOTEBOOK_ROWS]))
+        if len(self.rows) > _NOTEBOOK_ROWS:
+            parts.append(element("p", f"The first {_NOTEBOOK_ROWS} of {len(self.rows):,} rows."))
+        return str(element("div", *parts, element("ul", *(element("li", note) for note in self.notes))))
 
 
 def present(

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from stack_core.report.fields import number, title
+from stack_core.report.markup import Markup, element
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["fitted_lines", "fitted_table"]
+__all__ = ["fitted_lines", "fitted_table", "html_table"]
 
 _GAP: Final = 2  # spaces between columns
 _MIN_TEXT: Final = 14
@@ -80,6 +81,17 @@ def fitted_table(
     for row in zip(*(column.cells for column in columns), strict=True):
         table.add_row(*row)
     return table, left_out
+
+
+def html_table(names: Sequence[str], rows: Sequence[object]) -> Markup:
+    """Formats rows as an HTML table, without empty columns."""
+    columns = _columns(names, rows, str)
+    heads = (element("th", title(column.name), scope="col") for column in columns)
+    body = (
+        element("tr", *(element("td", cell) for cell in cells))
+        for cells in zip(*(c.cells for c in columns), strict=True)
+    )
+    return element("table", element("thead", element("tr", *heads)), element("tbody", *body))
 
 
 def _columns(names: Sequence[str], rows: Sequence[object], shorten: Callable[[str], str]) -> list[_Column]:

@@ -27,7 +27,7 @@ from stack_profile.report.views import views
 from stack_profile.traces.short_paths import ShortPaths, short_paths
 from stack_profile.traces.trace import Trace
 
-__all__ = ["Section", "answer_html", "framed", "page", "sections"]
+__all__ = ["Section", "framed", "page", "sections"]
 
 _FIRST: Final = ("overview", "advice", "ops", "timeline", "roofline", "memory", "communication")
 _LONGEST_TEXT: Final = 240
@@ -171,12 +171,6 @@ def framed(trace: Trace) -> str:
     return str(frame)
 
 
-def answer_html(answer: Answer[Any], *, limit: int = 50) -> str:
-    """Formats an answer as HTML for a notebook, without the page's style and script."""
-    writer = _Writer(ShortPaths([], ""), Links(Recorded(), ShortPaths([], "")), limit)
-    return str(element("div", *writer.answer(answer)))
-
-
 @dataclass(frozen=True)
 class _Writer:
     """Formats sections, with short names of files and links from rows to events.
@@ -199,10 +193,10 @@ class _Writer:
                 element("p", f"This analysis failed. {section.failure}", class_="failure", role="alert"),
             )
         else:
-            body = self.answer(section.answer)
+            body = self._answer(section.answer)
         return element("section", heading, said, *body, id=section.name)
 
-    def answer(self, answer: Answer[Any]) -> Iterator[Markup]:
+    def _answer(self, answer: Answer[Any]) -> Iterator[Markup]:
         if answer.facts:
             yield key_values({name: self._short(value) for name, value in answer.facts.items()})
         if answer.plots:

@@ -1,6 +1,7 @@
 """Traces, with operations joined to their programs and thereby to Python lines."""
 
 import functools
+import importlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,9 +44,8 @@ class Trace:
 
     def _repr_html_(self) -> str:
         """Shows the report in a notebook, in a frame of its own."""
-        from stack_profile.report.page import framed
-
-        return framed(self)  # pyrefly: ignore
+        # By name, because the report is built from traces.
+        return importlib.import_module("stack_profile.report.page").framed(self)
 
     @functools.cached_property
     def ran(self) -> tuple[Program, ...]:

@@ -315,7 +315,7 @@ def sampling_for(
     }
     if policy_sampling is None:
         return SamplingParams(**tokens, seed=seed, temperature=0.0, logprobs=0)
-    drawn = {**vars(policy_sampling), "candidates": policy_sampling.is_narrowed}
+    drawn: dict[str, Any] = {**vars(policy_sampling), "candidates": policy_sampling.is_narrowed}
     # With "processed", log-probabilities refer to the processed distribution, from which the tokens are sampled.
     return SamplingParams(**tokens, **drawn, seed=seed, logprobs=0, logprobs_of="processed")
 

@@ -61,9 +61,9 @@ class RewardMonitor:
     def _message(self, found: Sequence[Trajectory]) -> str:
         scope = "each of their groups" if self._algorithm.advantage in _OF_GROUPS else "each of them"
         shares = {
-            "unparsed": np.mean([each.verdict == "unparsed" for each in found]),
-            "cut by a token limit": np.mean([each.is_cut for each in found]),
-            "correct": np.mean([each.verdict == "correct" for each in found]),
+            "unparsed": float(np.mean([each.verdict == "unparsed" for each in found])),
+            "cut by a token limit": float(np.mean([each.is_cut for each in found])),
+            "correct": float(np.mean([each.verdict == "correct" for each in found])),
         }
         rewards = [float(each.rewards.sum()) for each in found]
         # The answer shows the problem that most answers have.

@@ -15,7 +15,6 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from stack_core.abi.config import Selected, changed_fields, config, to_mapping
 from stack_core.abi.data import Batch, Shapes
-from stack_core.abi.digest import tree_digest
 from stack_core.abi.engines import Engine, checked_engine
 from stack_core.abi.errors import ConfigError, DataError
 from stack_core.abi.formats import GenerativeCheckpoint
@@ -24,6 +23,7 @@ from stack_core.abi.plugins import registries
 from stack_core.abi.policy import PolicyBatches
 from stack_core.abi.run_directory import RunDirectory
 from stack_core.runtime.config import EngineProcessConfig
+from stack_core.runtime.digest import tree_digest
 from stack_rl.choosing import ChoosesTasks
 from stack_rl.concurrent import ConcurrentPlayer
 from stack_rl.contracts import Tasks, Trajectory

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from stack_core.abi.digest import _digest_sums, array_digests
+from stack_core.runtime.digest import _digest_sums, array_digests
 from stack_train.checkpoint import CheckpointStore
 
 SPECS = [(), ("fsdp",), (None, "fsdp"), ("fsdp", "tensor"), (("tensor", "fsdp"), None), (None, ("fsdp", "tensor"))]

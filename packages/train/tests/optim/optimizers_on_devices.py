@@ -16,9 +16,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from stack_core.abi.digest import array_digests
 from stack_core.abi.mesh import MeshConfig, check_shardings
 from stack_core.chips.device_mesh import make_mesh
+from stack_core.runtime.digest import array_digests
 from stack_train.checkpoint import CheckpointConfig, CheckpointStore, named_leaves
 from stack_train.models.llama import LlamaConfig
 from stack_train.objectives import CausalLMConfig

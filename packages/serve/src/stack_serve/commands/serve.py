@@ -225,7 +225,7 @@ def _only(cls: type, options: dict[str, Any]) -> dict[str, Any]:
 def _engine_options(cls: type, options: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings of the engine among the options."""
     adapters = _adapters_of(options.get("adapter", ()))
-    given = _only(cls, options) | ({"adapters": adapters} if adapters else {})
+    given: dict[str, Any] = _only(cls, options) | ({"adapters": adapters} if adapters else {})
     if "speculation" in given:
         given["speculation"] = _speculation_of(given["speculation"])
     return given

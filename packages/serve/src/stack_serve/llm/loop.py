@@ -105,7 +105,7 @@ class EngineLoop:
             config, max_tokens=limits.max_tokens, pages=limits.pages, prefix_caching=limits.prefix_caching
         )
         self._drafting = config.speculation
-        self._speculation = None
+        self._speculation: Speculation | None = None
         if config.speculation is not None:
             self._speculation = Speculation(programs.buckets, config.speculation.tokens)
         self._seeds = np.random.default_rng(config.seed)
@@ -332,7 +332,7 @@ class EngineLoop:
         continuations = [self._continuations[row.sequence.id] for row in rows]
         if self._compiler is None or not any(each.matcher for each in continuations):
             return None
-        masks = []
+        masks = list[np.ndarray]()
         for place, (row, continuation) in enumerate(zip(rows, continuations, strict=True)):
             found = list[np.ndarray]()
             if continuation.matcher is not None:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from stack_core.abi.digest import array_digests
 from stack_core.abi.errors import CheckpointError
+from stack_core.runtime.digest import array_digests
 from stack_train.checkpoint.leaves import LeafSpec, named_leaves, spec_of, stored_array
 
 __all__ = ["FROZEN", "FrozenRecord", "frozen_document", "frozen_records"]
@@ -23,7 +23,7 @@ class FrozenRecord:
       source: "run:DIRECTORY", "hf:DIRECTORY", or "init" if the run's seed initializes them.
       step: training step of the source's checkpoint; 0 if the source is not a run.
       specs: shape and dtype of each leaf, by path.
-      digests: digest of each leaf, by path; see `stack_core.abi.digest`.
+      digests: digest of each leaf, by path; see `stack_core.runtime.digest`.
     """
 
     source: str

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from stack_core.abi.digest import array_digests
 from stack_core.abi.errors import CheckpointDamaged, CheckpointError, RunDirectoryError
 from stack_core.abi.run_directory import RunDirectory
+from stack_core.runtime.digest import array_digests
 from stack_train.checkpoint.directory import CheckpointDirectory
 from stack_train.checkpoint.frozen import FROZEN
 from stack_train.checkpoint.manifest import Manifest, read_documents, read_manifest

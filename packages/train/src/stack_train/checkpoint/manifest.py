@@ -32,7 +32,7 @@ class LeafRecord:
 
     Attributes:
       spec: shape and dtype of the leaf.
-      digest: digest of the values; see `stack_core.abi.digest`.
+      digest: digest of the values; see `stack_core.runtime.digest`.
       part: number of the folder in `arrays/` with the leaf.
     """
 

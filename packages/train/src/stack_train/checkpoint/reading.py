@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from stack_core.abi.digest import array_digests
 from stack_core.abi.errors import CheckpointDamaged, CheckpointError, CheckpointIncomplete
+from stack_core.runtime.digest import array_digests
 from stack_core.runtime.processes import ALONE, Processes
 from stack_train.checkpoint.frozen import frozen_records
 from stack_train.checkpoint.leaves import differences, named_leaves, spec_of, stored_array

@@ -13,9 +13,9 @@ from typing import Any
 from pydantic import NonNegativeInt, PositiveInt
 
 from stack_core.abi.config import config
-from stack_core.abi.digest import array_digests
 from stack_core.abi.errors import CheckpointDamaged, CheckpointError, StackError, TrainingError
 from stack_core.abi.events import CheckpointRestored, CheckpointSaved, CheckpointSkipped, Event
+from stack_core.runtime.digest import array_digests
 from stack_core.runtime.processes import ALONE, Processes
 from stack_train.checkpoint.directory import CheckpointDirectory
 from stack_train.checkpoint.frozen import FROZEN, FrozenRecord, frozen_document, frozen_records

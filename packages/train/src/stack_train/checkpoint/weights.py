@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from stack_core.abi.digest import array_digests
 from stack_core.abi.errors import CheckpointError
+from stack_core.runtime.digest import array_digests
 from stack_train.checkpoint.leaves import spec_of, stored_array
 from stack_train.checkpoint.manifest import LeafRecord
 

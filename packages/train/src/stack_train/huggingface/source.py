@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from stack_core.abi.config import parse
-from stack_core.abi.digest import array_digests
 from stack_core.abi.errors import ConfigError, ConversionError, nearest
 from stack_core.abi.models import ConvertibleFamily, FitsTensors, IsPart
 from stack_core.abi.plugins import registries
+from stack_core.runtime.digest import array_digests
 from stack_train.checkpoint import named_leaves
 from stack_train.checkpoint.leaves import LeafSpec, spec_of
 from stack_train.huggingface.blocks import with_blocks

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stack_core.abi.digest import array_digests
+from stack_core.runtime.digest import array_digests
 
 
 def digest(array: object) -> str:

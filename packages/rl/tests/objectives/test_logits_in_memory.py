@@ -11,6 +11,7 @@ import pytest
 from stack_core.abi.data import IGNORED_TARGET
 from stack_rl.experience import batch_shapes
 from stack_rl.objectives import policy
+from stack_rl.objectives.sampled import SampledFigures
 from stack_rl.objectives.scalar import ScalarHead
 
 from .test_algorithms import ALGORITHMS, EMBED
@@ -43,10 +44,10 @@ def test_no_array_has_all_logits_of_a_batch(name):
 
 
 def test_all_logits_of_a_batch_would_be_found(monkeypatch):
-    def whole(head, hidden, batch):
+    def whole(head, hidden, batch, *, entropies=False):
         logprobs = jax.nn.log_softmax(head.logits(hidden))
         targets = jax.numpy.where(batch["targets"] == IGNORED_TARGET, 0, batch["targets"])
-        return jax.numpy.take_along_axis(logprobs, targets[..., None], axis=-1)[..., 0]
+        return SampledFigures(jax.numpy.take_along_axis(logprobs, targets[..., None], axis=-1)[..., 0], None)
 
-    monkeypatch.setattr(policy, "target_logprobs", whole)
+    monkeypatch.setattr(policy, "sampled_figures", whole)
     assert largest_array(ALGORITHMS["grpo"]) >= ROWS * SEQ * VOCAB

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from stack_core import ops
 from stack_core.abi.errors import ConfigError
+from stack_rl import rollouts
 from stack_rl.environments.cell import CellConfig
 from stack_rl.objectives.presets import GRPOConfig
 from stack_rl.objectives.settings import Correction
@@ -77,7 +78,8 @@ def test_what_is_packed_can_be_unpacked(lengths, dropped):
     assert found["dropped"].sum() == batch["dropped"].sum() and found["share"].sum() == pytest.approx(1)
 
 
-def test_scalings_that_depend_on_the_longest_sequence_of_a_row_are_refused():
+def test_scalings_that_depend_on_the_longest_sequence_of_a_row_are_refused(monkeypatch):
+    monkeypatch.setattr(rollouts, "registries", SimpleNamespace(engines={"static": None}))
     data = RolloutData(environment=CellConfig(), seq_tokens=12, packed=True).for_objective(GRPOConfig())
     scaling = ops.DynamicScaling(factor=2.0, max_position_embeddings=8)
     model = SimpleNamespace(max_positions=16, vocab_size=16, rope_scaling=scaling)

@@ -20,6 +20,7 @@ from stack_serve.llm import dispatcher, loop, output, pages, scheduler, work
 from stack_serve.llm import engine as engine_module
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.engine import LLMEngine
+from stack_serve.llm.placement import Placement
 from stack_serve.llm.programs import Programs, StepResult
 
 from .test_engine import Words
@@ -41,8 +42,9 @@ def figures_of(*axes: int) -> dict[str, np.ndarray]:
 class FakePrograms(Programs):
     """Samples token 1 after everything."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, checkpoint: Any, *_: Any, **__: Any) -> None:
         self.hidden = jnp.zeros((1, 1, 1))
+        self._placement = Placement(checkpoint.states, 1)
 
     def admit(self, slot: int, tokens: Any, settings: Any) -> None: ...
 

@@ -154,7 +154,7 @@ def test_a_missing_package_is_answered_with_its_extra(monkeypatch: pytest.Monkey
         raise ImportError("Please install gcsfs")
 
     monkeypatch.setattr("fsspec.filesystem", missing)
-    with pytest.raises(RunDirectoryError, match=r"Install it: .*train\[gcs\]"):
+    with pytest.raises(RunDirectoryError, match=r"Install it: .*train\S*\[gcs\]"):
         Bucket("gs://bucket/run")
 
 

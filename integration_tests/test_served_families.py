@@ -168,7 +168,7 @@ def test_the_engine_answers_as_the_model_does(engine_of, family, rules):
         reference.assert_most_likely(branch, continuation.tokens, tolerance=TOLERANCE[rules])
 
 
-DRAFTED = [family for family in FAMILIES if family != "qwen3_next"]
+DRAFTED = [family for family in FAMILIES if family not in ("qwen3_next", "qwen3_5", "qwen3_5_moe")]  # not recurrent
 
 
 @pytest.mark.parametrize(
@@ -177,9 +177,10 @@ DRAFTED = [family for family in FAMILIES if family != "qwen3_next"]
 def test_drafts_change_no_answer(family, monkeypatch):
     """Drafts cross the windows, and rejected ones leave keys or latents that later tokens replace."""
     monkeypatch.setattr(Speculation, "_cost", lambda *_: 1e-9)  # drafts always pay
-    prompts = [[7, 8, 9] * 4, [5, 6] * 3]
+    # After a token of the second prompt, the next one there is drafted, which is seldom the right one.
+    prompts = [[7, 8, 9] * 4, np.random.default_rng(2).permutation(SIZES["vocab_size"])[:40].tolist()]
     reference = reference_of(family)
-    config = dataclasses.replace(PAIR, speculation=SpeculationConfig(tokens=4, min_match=1))
+    config = dataclasses.replace(PAIR, pages=24, speculation=SpeculationConfig(tokens=4, min_match=1))
     with LLMEngine(checkpoint_of(family), config) as engine:
         found = complete(engine, prompts, greedy(20))
         stats = engine.stats()

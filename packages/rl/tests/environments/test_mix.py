@@ -16,7 +16,7 @@ from stack_rl.contracts import EnvironmentKind, Tasks, Trajectory
 from stack_rl.environments.mix import CurriculumConfig, CurriculumTasks, MixConfig, MixedTasks
 from stack_rl.rollouts import RolloutData
 
-from .playing import play_episode
+from .playing import play_episode, policy
 
 
 @dataclass
@@ -157,6 +157,18 @@ def test_another_file_of_tasks_is_another_source(tmp_path):
     assert data.draw_digest == before
     sums(tmp_path, "b", "c")
     assert data.draw_digest != before
+
+
+def test_a_mix_within_a_mix_keeps_its_own_shares_and_tasks(tmp_path):
+    inner = [{"environment": sums(tmp_path, "b", "b", "c"), "weight": 3}, sums(tmp_path, "d", "d")]
+    outer = parse(MixConfig, {"environments": [sums(tmp_path, "a", "a"), {"name": "mix", "environments": inner}]})
+    tasks = outer.build(policy(), seq_tokens=100, seed=0)
+    names = Counter(tasks.name(choose_task(group, tasks, {}, seed=0)).rpartition("/")[2] for group in range(16))
+    assert names == {"a.jsonl:1": 8, "b.jsonl:1": 3, "b.jsonl:2": 3, "d.jsonl:1": 2}
+    inner = {"name": "mix", "environments": inner, "curriculum": {}}
+    outer = parse(MixConfig, {"environments": [sums(tmp_path, "a", "a"), inner]})
+    with pytest.raises(ConfigError, match=r"environments\[1\] is a mix with a curriculum, which only the outer mix"):
+        outer.check(None)
 
 
 def test_a_mix_that_cannot_be_is_refused(tmp_path):

@@ -15,7 +15,7 @@ from stack_core.abi.config import Selected, config
 from stack_core.abi.errors import ConfigError, DataError
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.plugins import registries
-from stack_rl.choosing import Memory, permuted_task
+from stack_rl.choosing import Memory, choose_task
 from stack_rl.contracts import Environment, Tasks, Trajectory
 
 __all__ = ["CurriculumConfig", "MixConfig", "MixedTasks", "WeightedEnvironment"]
@@ -83,7 +83,8 @@ class MixConfig:
     Evaluation plays the held-out tasks of all environments.
 
     Attributes:
-      environments: at least two environments, each of which may be wrapped as `environment` with a `weight`.
+      environments: at least two environments, each of which may be wrapped as `environment` with a `weight`. One may be
+        a mix without a curriculum.
       name: selects this environment.
       curriculum: weights by measured difficulty; None keeps the weights.
     """
@@ -104,7 +105,12 @@ class MixConfig:
     def check(self, model: Any) -> None:
         if self.curriculum is None:
             _block_groups(_shares([each.weight for each in self.environments]))
-        for each in self.environments:
+        for number, each in enumerate(self.environments):
+            if isinstance(each.environment, MixConfig) and each.environment.curriculum is not None:
+                raise ConfigError(
+                    f"data.environment.environments[{number}] is a mix with a curriculum, which only the outer mix can "
+                    "have. Set data.environment.curriculum instead, or list its environments in the outer mix."
+                )
             each.environment.check(model)
 
     def build(self, policy: GenerativeCheckpoint, *, seq_tokens: int, seed: int) -> Tasks:
@@ -161,7 +167,8 @@ class MixedTasks:
         return memory
 
     def _task(self, part: int, number: int) -> int:
-        return permuted_task(number, self.parts[part], self.seed) * len(self.parts) + part
+        # An inner mix has no memory, because `MixConfig.check` refuses one with a curriculum.
+        return choose_task(number, self.parts[part], {}, seed=self.seed) * len(self.parts) + part
 
     def _place(self, task: int, is_evaluation: bool) -> tuple[Tasks, int]:
         """Returns the environment of a task and the task's local number."""

@@ -44,8 +44,9 @@ def _names(rewards: Iterable[WeightedReward]) -> Iterable[str]:
     for each in rewards:
         reward = each.reward
         if isinstance(reward, Mapping):
-            yield str(reward["name"])
-            yield from reward.get("criteria", ())
+            # Not checked yet: `check_reward` refuses a reward without a name or with other criteria.
+            yield str(reward.get("name", ""))
+            yield from criteria if isinstance(criteria := reward.get("criteria"), Mapping) else ()
         elif isinstance(reward, RubricConfig):
             yield from (reward.name, *reward.criteria)
         elif isinstance(reward, str):

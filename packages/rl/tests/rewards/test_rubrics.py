@@ -161,6 +161,14 @@ def test_settings_of_pairwise_that_do_not_fit_are_refused():
             PairwiseConfig(model="m", **settings)
 
 
+def test_the_names_of_rewards_that_a_check_refuses_are_no_error(tmp_path):
+    rewards = ({"tolerance": 0.5}, {"name": "rubric", "criteria": None})
+    data = RolloutData(environment=PromptsConfig(source=str(tmp_path / "none"), rewards=rewards), seq_tokens=4)
+    assert {"reward.", "reward.rubric"} < set(PolicyRollouts(data, GRPOConfig()).shapes(2))
+    with pytest.raises(ConfigError, match="without a name"):
+        data.environment.check(None)
+
+
 def test_the_parts_of_a_reward_are_rows_of_a_batch_and_so_metrics(tmp_path):
     rubric = {"name": "rubric", "criteria": {"right": "exact", "short": brief}}
     rewards = ({"reward": rubric, "weight": 2}, brief, "operator:neg", "run:runs/reward")

@@ -1,6 +1,7 @@
 """`stack rl evaluate`: its figures from known outcomes in NumPy, and its options."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -45,7 +46,7 @@ def test_figures_of_known_outcomes():
     assert found.means["correct"] == pytest.approx(shares.mean())
     assert found.means["reward"] == pytest.approx(shares.mean() / 2)
     assert found.means["unparsed"] == pytest.approx(1 - shares.mean())
-    assert found.means["turns"] == pytest.approx(np.repeat([1, 2, 3, 4], [4, 4, 4, 3]).mean())
+    assert found.means["turns"] == 2.5
     # pass@1 is avg@k; pass@4 has only the three tasks with four attempts.
     assert found.pass_at[1] == pytest.approx(shares.mean())
     assert found.pass_at[2] == pytest.approx(np.mean([1 - 3 / 6, 1, 0, 1]))
@@ -56,6 +57,12 @@ def test_figures_of_known_outcomes():
     assert 0 <= low < shares.mean() < high <= 1
     last = found.tasks[3]
     assert (last.task, last.attempts, last.correct, last.unparsed, last.tokens) == ("cell held out 3", 3, 2, 1, 2.0)
+
+
+def test_an_action_with_a_limit_of_one_token_is_not_truncated():
+    for starts, truncated in (((2, 3), 0.0), ((2,), 1.0)):
+        found = [replace(each, is_cut=True, action_starts=starts) for each in episodes()]
+        assert summarized(found, TASKS, (1,)).means["truncated"] == truncated
 
 
 def test_without_verdicts_there_is_no_pass_at_k():

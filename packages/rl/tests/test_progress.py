@@ -84,6 +84,13 @@ def test_what_was_read_and_cut_answers_are_named(tasks):
     assert "100% correct" in message and "use harder ones" in message and "partial credit" not in message
 
 
+def test_an_action_with_a_limit_of_one_token_is_not_cut(tasks):
+    _, message = warning(tasks, [rewarded([0, 0, 0, 0], is_cut=True, action_starts=(2, 3))] * 3)
+    assert "0% cut by a token limit" in message and "max_tokens" not in message
+    _, message = warning(tasks, [rewarded([0, 0, 0, 0], is_cut=True, action_starts=(2,))] * 3)
+    assert "100% cut by a token limit" in message and "max_tokens" in message
+
+
 def test_it_comes_once_and_only_at_the_start(tasks):
     flat, unequal = rewarded([0, 0, 1, 1]), rewarded([0, 1, 0, 0])
     assert warning(tasks, [flat, flat, unequal, flat, flat, flat, flat]) == (None, "")

@@ -225,3 +225,10 @@ class Trajectory:
     action_starts: Sequence[int] = ()
     facts: Mapping[str, float] = field(default_factory=dict)
     candidates: tuple[np.ndarray, np.ndarray] | None = None
+
+    @property
+    def is_unfinished(self) -> bool:
+        """True if a token limit ended the episode or cut its last action; an action limited to one token is complete."""
+        starts = self.action_starts
+        is_single = bool(starts) and int(self.sampled[starts[-1] :].sum()) == 1
+        return self.is_truncated or (self.is_cut and not is_single)

@@ -261,7 +261,7 @@ def _lay_out(batch: Mapping[str, np.ndarray], row: int, trajectory: Trajectory, 
         "unparsed": trajectory.verdict == "unparsed",
         "action_tokens": sampled.sum(),
         "staleness": version - trajectory.versions[trajectory.sampled].min(initial=version),
-        "truncated": trajectory.is_truncated or _is_cut(trajectory),
+        "truncated": trajectory.is_unfinished,
     }
     if "generated_tokens" in batch:
         of_tokens["generated_tokens"] = _generated_tokens(trajectory)[1:]
@@ -271,12 +271,6 @@ def _lay_out(batch: Mapping[str, np.ndarray], row: int, trajectory: Trajectory, 
         batch[name][row, :count] = values
     for name, value in of_row.items():
         batch[name][row] = value
-
-
-def _is_cut(trajectory: Trajectory) -> bool:
-    """Returns whether the last action was cut by its limit. An action with a limit of one token is complete."""
-    starts = trajectory.action_starts
-    return trajectory.is_cut and (not starts or int(trajectory.sampled[starts[-1] :].sum()) > 1)
 
 
 def _generated_tokens(trajectory: Trajectory) -> np.ndarray:

@@ -62,7 +62,7 @@ class RewardMonitor:
         scope = "each of their groups" if self._algorithm.advantage in _OF_GROUPS else "each of them"
         shares = {
             "unparsed": float(np.mean([each.verdict == "unparsed" for each in found])),
-            "cut by a token limit": float(np.mean([each.is_cut for each in found])),
+            "cut by a token limit": float(np.mean([each.is_unfinished for each in found])),
             "correct": float(np.mean([each.verdict == "correct" for each in found])),
         }
         rewards = [float(each.rewards.sum()) for each in found]
@@ -85,7 +85,7 @@ class RewardMonitor:
         first = int(np.argmax(each.sampled))
         text = lambda tokens: self._tasks.text(tuple(map(int, tokens)))
         yield f"prompt: {_shortened(text(each.tokens[:first]), from_end=True)!r}"
-        yield f"answer: {_shortened(text(each.tokens[first:]))!r}{' (cut by its token limit)' if each.is_cut else ''}"
+        yield f"answer: {_shortened(text(each.tokens[first:]))!r}{' (cut by its token limit)' if each.is_unfinished else ''}"
         verdict, parsed = each.verdict or "none", repr(_shortened(each.parsed or ""))
         if each.parsed is None:
             parsed = "no answer" if each.verdict == "unparsed" else "not reported"

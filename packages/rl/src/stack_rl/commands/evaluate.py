@@ -209,7 +209,10 @@ def summarized(episodes: Sequence[Trajectory], tasks: Tasks, k: Sequence[int]) -
         "correct": float(np.mean(correct / counts)),
         "unparsed": float(np.mean([each.unparsed / each.attempts for each in results])),
         "truncated": float(np.mean([each.truncated / each.attempts for each in results])),
-        **{name: float(np.mean([each.facts[name] for each in episodes])) for name in sorted(common)},
+        **{
+            name: float(np.mean([np.mean([each.facts[name] for each in several]) for several in by_task.values()]))
+            for name in sorted(common)
+        },
     }
     intervals = {"reward": task_interval(rewards), "correct": share_interval(correct / counts) if is_checked else None}
     # A task with dropped attempts may have too few for the largest k.
@@ -234,7 +237,7 @@ def _result(name: str, episodes: Sequence[Trajectory], *, is_checked: bool) -> T
         reward=float(np.mean([each.rewards.sum() for each in episodes])),
         tokens=float(np.mean([each.sampled.sum() for each in episodes])),
         unparsed=sum(each.verdict == "unparsed" for each in episodes),
-        truncated=sum(each.is_truncated or each.is_cut for each in episodes),
+        truncated=sum(each.is_unfinished for each in episodes),
     )
 
 

@@ -228,7 +228,7 @@ class Trajectory:
 
     @property
     def is_unfinished(self) -> bool:
-        """True if a token limit ended the episode or cut its last action; an action limited to one token is complete."""
+        """True if a token limit ended the episode or cut its last action. An action of one token is complete."""
         starts = self.action_starts
         is_single = bool(starts) and int(self.sampled[starts[-1] :].sum()) == 1
         return self.is_truncated or (self.is_cut and not is_single)

@@ -85,7 +85,8 @@ class RewardMonitor:
         first = int(np.argmax(each.sampled))
         text = lambda tokens: self._tasks.text(tuple(map(int, tokens)))
         yield f"prompt: {_shortened(text(each.tokens[:first]), from_end=True)!r}"
-        yield f"answer: {_shortened(text(each.tokens[first:]))!r}{' (cut by its token limit)' if each.is_unfinished else ''}"
+        cut = " (cut by its token limit)" if each.is_unfinished else ""
+        yield f"answer: {_shortened(text(each.tokens[first:]))!r}{cut}"
         verdict, parsed = each.verdict or "none", repr(_shortened(each.parsed or ""))
         if each.parsed is None:
             parsed = "no answer" if each.verdict == "unparsed" else "not reported"

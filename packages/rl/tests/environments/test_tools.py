@@ -144,7 +144,7 @@ def test_results_and_errors_are_text(tmp_path, module, isolation):
     ((text, found),) = play(tmp_path, tools, script, isolation=isolation, most_turns=9)
     assert "<tool>5\x00" in text and "<tool>4 later\x00" in text and "<tool>Error: TypeError: add() missing" in text
     assert "<tool>Error: TimeoutError: the server is late\x00" in text and "no such call (KeyError: 'sub')" in text
-    assert found.verdict == "correct" and found.facts["tool_timeouts"] == 0.0
+    assert (found.verdict, found.parsed) == ("correct", "done") and found.facts["tool_timeouts"] == 0.0
 
 
 @ISOLATIONS

@@ -54,6 +54,8 @@ def test_a_rubric_is_the_weighted_sum_of_its_criteria_and_each_is_a_fact():
     assert found.facts == {"rubric": 0.0, **facts} and found.verdict == "wrong"
     assert scored({**RUBRIC, "normalize": True}, "42", answer="42").value == (2 - 0.5 + 1 + 0.5) / 4.5
     assert scored({**RUBRIC, "verdict_of": "close"}, "40", answer="42").verdict == "correct"
+    found = scored({**RUBRIC, "verdict_of": "close"}, "answer: 40", answer="42")
+    assert (found.verdict, found.parsed) == ("correct", "40"), "of the same criterion"
 
 
 def test_a_required_criterion_gates_the_reward():

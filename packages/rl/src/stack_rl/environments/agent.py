@@ -265,7 +265,7 @@ def _scored(value: Any) -> Reply:
       EnvironmentFailed: the value is not a number or a `Score`.
     """
     if isinstance(value, Score):
-        return Reply(reward=value.value, verdict=value.verdict, facts=value.facts)
+        return Reply(reward=value.value, verdict=value.verdict, facts=value.facts, parsed=value.parsed)
     try:
         return Reply(reward=float(value))
     except (TypeError, ValueError) as error:

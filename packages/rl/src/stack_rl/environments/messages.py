@@ -26,13 +26,14 @@ class Reply:
     Attributes:
       messages: next messages; an empty sequence ends the conversation.
       reward: reward of the policy's message.
-      verdict, facts: as in `StepResult`.
+      verdict, facts, parsed: as in `StepResult`.
     """
 
     messages: Sequence[Message] = ()
     reward: SupportsFloat = 0.0
     verdict: Verdict | None = None
     facts: Mapping[str, SupportsFloat] = field(default_factory=dict)
+    parsed: str | None = None
 
 
 @runtime_checkable
@@ -156,7 +157,7 @@ class MessageEnvironment:
         reply = await self._conversation.reply(text, is_finished=is_finished, tokens=action.tokens)
         self._turns += 1
         facts = {**reply.facts, "turns": float(self._turns)}
-        outcome = {"reward": reply.reward, "verdict": reply.verdict}
+        outcome = {"reward": reply.reward, "verdict": reply.verdict, "parsed": reply.parsed}
         if not reply.messages or self._turns >= self._most_turns:
             return StepResult(**outcome, facts={**facts, "prefix_breaks": float(self._breaks)})
         shown = self._renderer.encode(self._behind(action, text, reply.messages), begins=False)

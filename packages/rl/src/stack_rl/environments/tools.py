@@ -160,7 +160,8 @@ class _ToolConversation:
             messages = [{"role": "tool", "content": each} for each in results]
             return Reply(messages=messages, reward=score.value, facts=dict(self._facts))
         score = await total_score(self.rewards, self._completion(text, tokens, is_finished, {}))
-        return Reply(reward=score.value, verdict=score.verdict, facts={**score.facts, **self._facts})
+        facts = {**score.facts, **self._facts}
+        return Reply(reward=score.value, verdict=score.verdict, facts=facts, parsed=score.parsed)
 
     async def _called(self, call: ToolCall) -> str:
         """Executes a call and returns its result as text; errors of the call become text for the policy."""

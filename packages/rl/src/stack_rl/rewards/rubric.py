@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 from stack_core.abi.config import config
 from stack_core.abi.data import Tokenizer
 from stack_core.abi.errors import ConfigError
-from stack_rl.contracts import Completion, Reward, Score, Verdict
+from stack_rl.contracts import Completion, Reward, Score
 from stack_rl.rewards.weighted import ReadsTokens, WeightedReward, as_weighted, check_reward, resolved, total_score
 
 __all__ = ["RubricConfig"]
@@ -74,15 +74,16 @@ class _Rubric:
 
     async def __call__(self, completion: Completion) -> Score:
         settings, total, facts = self.settings, 0.0, dict[str, float]()
-        verdicts, is_allowed = dict[str, Verdict | None](), True
+        scores, is_allowed = dict[str, Score](), True
         for name, criterion in settings.criteria.items():
             found = await total_score([(name, self.rewards[name], 1.0)], completion)
-            score, verdicts[name] = float(found.value), found.verdict
+            score, scores[name] = float(found.value), found
             total += criterion.weight * score
             is_allowed = is_allowed and (name not in settings.required or score > 0)
             facts |= {each if each == name else f"{name}.{each}": float(value) for each, value in found.facts.items()}
         if settings.normalize:
             total /= sum(abs(each.weight) for each in settings.criteria.values())
-        first = next((each for each in verdicts.values() if each is not None), None)
-        verdict = first if settings.verdict_of is None else verdicts[settings.verdict_of]
-        return Score(value=total if is_allowed else 0.0, verdict=verdict, facts=facts)
+        first = next((each for each in scores.values() if each.verdict is not None), Score(value=0.0))
+        checked = first if settings.verdict_of is None else scores[settings.verdict_of]
+        value = total if is_allowed else 0.0
+        return Score(value=value, verdict=checked.verdict, facts=facts, parsed=checked.parsed)

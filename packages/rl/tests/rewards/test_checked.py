@@ -215,7 +215,7 @@ def test_a_judge_sees_the_reference_answer_and_the_policy_s(judge):
         EnvironmentFailed, match="cannot be filled in: KeyError: 'answer'; the record's fields: 'other'"
     ):
         scored(config, "mine", other="x")
-    with pytest.raises(EnvironmentFailed, match="'response' has a name that the judge's question uses"):
+    with pytest.raises(EnvironmentFailed, match="'response' has a name that the question of 'judge' uses"):
         scored(config, "mine", answer="x", response="y")
 
 

@@ -139,7 +139,7 @@ def test_the_other_answer_and_the_question_are_of_the_record(chat, monkeypatch):
     for record, message in [
         ({"answer": "1"}, "the record lacks 'baseline'"),
         ({"baseline": "1"}, "KeyError: 'topic'"),
-        ({"baseline": "1", "first": "2"}, "field 'first' has a name that the question uses"),
+        ({"baseline": "1", "first": "2"}, "field 'first' has a name that the question of 'pairwise' uses"),
     ]:
         with pytest.raises(EnvironmentFailed, match=message):
             scored(config, "ours", **record)
@@ -156,7 +156,7 @@ def test_a_judge_without_a_preference_gives_none(chat, monkeypatch):
 def test_settings_of_pairwise_that_do_not_fit_are_refused():
     for settings, message in [
         ({"url": "localhost"}, "must begin with http"),
-        ({"url": "http://x", "question": "{first}"}, r"\{second\} are required"),
+        ({"url": "http://x", "question": "{first}"}, r"required: \{first\} and \{second\}"),
         ({"url": "http://x", "question": "{first} {second} {"}, "Write braces twice"),
     ]:
         with pytest.raises(ConfigError, match=message):

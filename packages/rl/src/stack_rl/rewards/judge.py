@@ -9,7 +9,6 @@ import re
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from string import Formatter
 from typing import Any, Final, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -17,6 +16,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from stack_core.abi.config import config
 from stack_core.abi.errors import ConfigError, EnvironmentFailed
 from stack_rl.contracts import Completion, Reward, Score
+from stack_rl.rewards.questions import check_question, fill_question
 from stack_rl.rewards.unchecked import UncheckedPolicy, unchecked
 from stack_rl.threads import Threads
 
@@ -38,7 +38,6 @@ _PATTERN: Final = (
     r"([-+]?(?:\d+(?:\.\d+)?|\.\d+))(?![A-Za-z0-9%]|[.,]\d|\s*[-\N{EN DASH}]\s*\d)"
 )
 _SCALE: Final = re.compile(r"\s*(?:/|out of)\s*(\d+(?:\.\d+)?)")
-_FILLED: Final = ("prompt", "response", "highest")
 # Timeouts, conflicts, rate limits and server errors, after which a later attempt may succeed.
 _AGAIN: Final = (408, 409, 429, 500, 502, 503, 504)
 
@@ -90,23 +89,11 @@ class JudgeConfig:
             raise ConfigError(f"The judge's pattern {self.pattern!r} is not a regular expression: {error}.") from error
         if groups != 1:
             raise ConfigError(f"The judge's pattern {self.pattern!r} has {groups} groups; expected one, the grade.")
-        self._check_question()
+        check_question(self.question, reward=self.name, required={"response": "the policy's answer"})
         if not self.url.startswith(("http://", "https://")):
             raise ConfigError(f"The judge's url is {self.url!r}; it must begin with http:// or https://.")
         if self.key_variable is not None and self.key_variable not in os.environ:
             raise ConfigError(f"The judge's key_variable is {self.key_variable!r}, but that variable is not set.")
-
-    def _check_question(self) -> None:
-        """Raises a ConfigError if the question is not a valid template or lacks the policy's answer."""
-        try:
-            names = {str(name) for _, name, _, _ in Formatter().parse(self.question) if name is not None}
-        except ValueError as error:
-            raise ConfigError(f"The judge's question cannot be filled in: {error}. Write braces twice.") from error
-        if "" in names or "response" not in names:
-            raise ConfigError(
-                f"The judge's question has the placeholders {sorted(names)}; {{response}} is required, and all need a "
-                "name. {response} is the policy's answer, {answer} the record's field."
-            )
 
     def build(self) -> Reward:
         return ChatJudge(self)
@@ -121,7 +108,9 @@ class ChatJudge:
 
     async def __call__(self, completion: Completion) -> Score:
         settings = self._settings
-        reply = await self.ask(_filled(settings, completion))
+        values = {"prompt": completion.prompt, "response": completion.text, "highest": settings.highest}
+        question = fill_question(settings.question, reward=settings.name, record=completion.record, values=values)
+        reply = await self.ask(question)
         grade = _grade(settings, reply)
         if grade is None:
             return unchecked(settings.unchecked, "unparsed", f"no grade in the judge's answer {reply[-200:]!r}")
@@ -166,25 +155,6 @@ class ChatJudge:
         with urllib.request.urlopen(request, timeout=settings.timeout_s) as response:
             found = json.loads(response.read())
         return str(found["choices"][0]["message"]["content"])
-
-
-def _filled(settings: JudgeConfig, completion: Completion) -> str:
-    """Fills in the question.
-
-    Raises:
-      EnvironmentFailed: the record lacks a field, or has a field with a reserved name.
-    """
-    record = completion.record
-    if taken := [name for name in _FILLED if name in record]:
-        raise EnvironmentFailed(f"the record's field {taken[0]!r} has a name that the judge's question uses; rename it")
-    filled = {"prompt": completion.prompt, "response": completion.text, "highest": settings.highest}
-    try:
-        return settings.question.format_map({**record, **filled})
-    except (LookupError, AttributeError, ValueError) as error:
-        fields = ", ".join(map(repr, record)) or "none"
-        raise EnvironmentFailed(
-            f"the judge's question cannot be filled in: {type(error).__name__}: {error}; the record's fields: {fields}"
-        ) from error
 
 
 def _grade(settings: JudgeConfig, reply: str) -> float | None:

@@ -1,15 +1,15 @@
 """`reward: pairwise`: a model's preference between the policy's answer and another answer."""
 
 import re
-from string import Formatter
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from stack_core.abi.config import config
-from stack_core.abi.errors import ConfigError, EnvironmentFailed
+from stack_core.abi.errors import EnvironmentFailed
 from stack_rl.contracts import Completion, Reward, Score
 from stack_rl.rewards.judge import ChatJudge, JudgeConfig
+from stack_rl.rewards.questions import check_question, fill_question
 from stack_rl.rewards.unchecked import UncheckedPolicy, unchecked
 
 __all__ = ["PairwiseConfig"]
@@ -28,7 +28,6 @@ Answer B:
 {second}
 """
 _CHOICE: Final = re.compile(r"(?i)\bbetter\b[\s:=*_`]*(?:is\b[\s:=*_`]*)?(?:answer\s+)?(a|b|tie)\b")
-_FILLED: Final = ("prompt", "first", "second")
 
 
 @config
@@ -69,15 +68,8 @@ class PairwiseConfig:
     unchecked: UncheckedPolicy = "drop"
 
     def __post_init__(self) -> None:
-        try:
-            names = {str(name) for _, name, _, _ in Formatter().parse(self.question) if name is not None}
-        except ValueError as error:
-            raise ConfigError(f"The question of pairwise cannot be filled in: {error}. Write braces twice.") from error
-        if not {"first", "second"} <= names or "" in names:
-            raise ConfigError(
-                f"The question of pairwise has the placeholders {sorted(names)}; {{first}} and {{second}} are "
-                "required, and all need a name."
-            )
+        required = {"first": "the answer shown as A", "second": "the answer shown as B"}
+        check_question(self.question, reward=self.name, required=required)
         self._judge()
 
     def _judge(self) -> JudgeConfig:
@@ -110,11 +102,11 @@ class _Pairwise:
             raise EnvironmentFailed(
                 f"the record lacks {settings.against!r} to compare with; its other fields: {fields}"
             )
-        if reserved := [name for name in _FILLED if name in record]:
-            raise EnvironmentFailed(f"the record's field {reserved[0]!r} has a name that the question uses; rename it")
         pair, values = (completion.text, str(record[settings.against])), list[float]()
         for answers, win in ((pair, "a"), (pair[::-1], "b")):
-            reply = await self._judge.ask(self._filled(completion, *answers))
+            filled = {"prompt": completion.prompt, "first": answers[0], "second": answers[1]}
+            question = fill_question(settings.question, reward=settings.name, record=record, values=filled)
+            reply = await self._judge.ask(question)
             choices = _CHOICE.findall(reply)
             if not choices:
                 reason = f"no preference in the judge's answer {reply[-200:]!r}"
@@ -122,18 +114,3 @@ class _Pairwise:
             choice = choices[-1].lower()
             values.append(0.5 if choice == "tie" else float(choice == win))
         return Score(value=sum(values) / 2, facts={"consistent": float(values[0] == values[1])})
-
-    def _filled(self, completion: Completion, first: str, second: str) -> str:
-        """Fills in the question.
-
-        Raises:
-          EnvironmentFailed: the record lacks a field.
-        """
-        fields: dict[str, Any] = {"prompt": completion.prompt, "first": first, "second": second}
-        try:
-            return self._settings.question.format_map({**completion.record, **fields})
-        except (LookupError, AttributeError, ValueError) as error:
-            known = ", ".join(map(repr, completion.record)) or "none"
-            raise EnvironmentFailed(
-                f"the question cannot be filled in: {type(error).__name__}: {error}; the record's fields: {known}"
-            ) from error

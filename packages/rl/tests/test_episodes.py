@@ -228,11 +228,12 @@ def test_an_engine_may_answer_after_the_end_of_the_run():
         timeout_s=5.0,
         policy_sampling=PolicySampling(),
     )
-    ignore = lambda ended: None
-    player.begin([Attempt(0, 0)], ignore, ignore)
+    ended = queue.SimpleQueue()
+    player.begin([Attempt(0, 0)], ended.put, ended.put)
     request, receive = submitted.get(timeout=5)
     player.close()
     receive(GenerationUpdate(request_id=request.request_id, finish_reason="abort"))
+    assert ended.empty(), "a cancelled group has neither trajectories nor a failure"
 
 
 def test_a_prompt_that_leaves_no_room_is_named():

@@ -1,6 +1,7 @@
 """Groups as bytes, and the ledger of those that were used."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,10 @@ from hypothesis import strategies as st
 
 from stack_core.abi.errors import DataError
 from stack_rl.contracts import Trajectory
+from stack_rl.episodes import PolicySampling
+from stack_rl.experience import batch_of, batch_shapes
 from stack_rl.groups import Group, Ledger
+from stack_rl.objectives.presets import GRPOConfig
 
 
 def trajectory(group=0, tokens=(5, 6, 7), version=3, reward=0.5):
@@ -46,6 +50,21 @@ def test_a_group_is_read_as_it_was_written():
     for ours, theirs in zip((first, last), (written.trajectories[0], written.trajectories[2]), strict=True):
         same(ours, theirs)
     assert Group.from_bytes(1, Group(1, 4, "", [None]).to_bytes()).newest == 4
+
+
+def test_a_group_of_a_journal_without_later_fields_has_their_defaults():
+    group = Group(7, 2, "abcd", [replace(trajectory(7), action_starts=(1,), parsed="5", is_cut=True)])
+    line, newline, arrays = group.to_bytes().partition(b"\n")
+    head = json.loads(line)
+    for name in ("is_cut", "limit_tokens", "action_starts", "parsed"):
+        del head["trajectories"][0][name]
+    (read,) = Group.from_bytes(7, json.dumps(head).encode() + newline + arrays).trajectories
+    same(read, group.trajectories[0])
+    assert (read.is_cut, read.limit_tokens, read.action_starts, read.parsed) == (False, None, (), None)
+    sampling = PolicySampling(presence_penalty=0.5)
+    shapes = batch_shapes(1, 3, GRPOConfig(), sampling=sampling)
+    batch = batch_of([read], shapes=shapes, version=3, sampling=sampling)
+    assert batch["truncated"][0] == 1 and batch["generated_tokens"][0].tolist() == [1, 2, 0]
 
 
 @given(st.permutations(range(12)), st.integers(0, 12))

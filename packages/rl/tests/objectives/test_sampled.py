@@ -16,6 +16,7 @@ from stack_rl.episodes import Attempt, Episode, PolicySampling, sampling_for
 from stack_rl.experience import batch_of, batch_shapes
 from stack_rl.objectives.presets import DrGRPOConfig
 from stack_rl.objectives.sampled import SAMPLING_INPUTS, sampled_figures
+from stack_rl.packing import PackedRows, row_counts
 
 from ..scripted import Policy
 from .test_policy import EMBED, RunningSum
@@ -97,10 +98,10 @@ def flat(candidates: list[tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray]:
     return counts, np.asarray([token for each in candidates for token in each], np.int32)
 
 
-def batch_for(trajectories: list[Trajectory], sampling: PolicySampling) -> dict[str, np.ndarray]:
+def batch_for(trajectories: list[Trajectory], sampling: PolicySampling, seq_tokens: int = SEQ) -> dict[str, np.ndarray]:
     kept = VOCAB if sampling.is_narrowed else 0
     # One row more than trajectories, and one token more than the longest: padding must stay finite.
-    shapes = batch_shapes(ROWS + 1, SEQ, DrGRPOConfig(), candidates=kept, sampling=sampling)
+    shapes = batch_shapes(ROWS + 1, seq_tokens, DrGRPOConfig(), candidates=kept, sampling=sampling)
     return batch_of(trajectories, shapes=shapes, version=0, sampling=sampling)
 
 
@@ -181,13 +182,11 @@ def test_gradients_and_entropies_are_those_of_the_processed_distribution() -> No
 
 def test_episodes_that_share_a_row_have_the_figures_of_their_own_rows() -> None:
     policy, sampling = model(), CASES["all"]
-    batch = batch_for(played(policy, sampling), sampling)
-    count = PROMPT + sum(ACTIONS) - 1
-    packed = {
-        name: np.concatenate([each[0:ROWS:2, :count], each[1:ROWS:2, :count]], axis=1)
-        for name, each in batch.items()
-        if each.ndim > 1
-    }
-    packed["segment_ids"] = np.repeat([[1, 2]], count, axis=1) * np.ones((ROWS // 2, 1), int)
-    packed |= {name: np.ones(ROWS // 2, np.float32) for name in ("share", "real", "dropped")}
+    batch = batch_for(played(policy, sampling), sampling, 2 * SEQ)
+    assert set(SAMPLING_INPUTS) < set(batch)
+    packed = PackedRows.plan(batch["segment_ids"], row_counts(ROWS + 1, 1)).pack(batch)
+    assert len(packed["tokens"]) == ROWS // 2 and packed["segment_ids"].max() == 2
+    assert (packed["segment_ids"] == 0).any(), "rows end with padding"
     assert largest_mismatch(policy, packed) < 1e-4
+    merged = packed | {"segment_ids": np.minimum(packed["segment_ids"], 1)}
+    assert largest_mismatch(policy, merged) > 0.01

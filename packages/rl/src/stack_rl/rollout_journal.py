@@ -154,8 +154,8 @@ class RolloutJournal:
         if groups:
             warnings.warn(
                 f"{len(groups)} groups in the run's journal were drawn with another data.environment or other files of "
-                "its tasks, or another data.groups, group_size, seq_tokens, temperature or other sampling setting. They are "
-                "drawn again.",
+                "its tasks, or another data.groups, group_size, seq_tokens, temperature or other sampling setting. "
+                "They are drawn again.",
                 stacklevel=5,
             )
         self._drop(_BATCH, batches)

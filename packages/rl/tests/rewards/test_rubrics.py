@@ -119,6 +119,7 @@ def longer(question: str) -> str:
         (longer, "x", 0.0, 1.0),
         (longer, "same", 0.5, 1.0),
         (lambda question: "Better: A", "any", 0.5, 0.0),
+        (lambda question: "Better: a tie", "any", 0.5, 1.0),
         (lambda question: "Better: A? no.\n**Better:** answer B", "all", 0.5, 0.0),
     ],
 )

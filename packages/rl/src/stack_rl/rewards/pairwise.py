@@ -27,7 +27,7 @@ Answer A:
 Answer B:
 {second}
 """
-_CHOICE: Final = re.compile(r"(?i)\bbetter\b[\s:=*_`]*(?:is\b[\s:=*_`]*)?(?:answer\s+)?(a|b|tie)\b")
+_CHOICE: Final = re.compile(r"(?i)\bbetter\b[\s:=*_`]*(?:is\b[\s:=*_`]*)?(?:answer\s+|a\s+(?=tie\b))?(a|b|tie)\b")
 
 
 @config

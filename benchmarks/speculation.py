@@ -70,8 +70,9 @@ def main() -> None:
             step_tokens=512,
             speculation=speculation,
         )
-        # The first round, which is not measured, compiles the few programs that these requests need.
         engines[name] = LLMEngine(checkpoint, config)
+        # All programs, because prompts that hit the prefix cache, and drafts, need others in later rounds.
+        engines[name].warm_up()
         engines[name].start()
     results = {kind: _compare(engines, kind, each, options) for kind, each in prompts.items()}
     for kind, result in results.items():

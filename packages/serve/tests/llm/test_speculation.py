@@ -25,7 +25,7 @@ def speculation_of(verification, decoding=0.010, rows=1):
     """Durations in seconds, by tokens of the verification."""
     speculation = Speculation(BUCKETS, 7)
     for _ in range(9):
-        speculation.record_decoding(rows, decoding)
+        speculation.record_decoding(rows, decoding, is_ahead=True)
         for tokens, took_s in verification.items():
             speculation.record_verification(tokens, took_s)
     return speculation
@@ -67,15 +67,36 @@ def test_one_slow_moment_disables_a_size_for_a_while_only():
         speculation.record_verification(8, 10.0)
     assert not speculation.pays(rows_of(3))
     for _ in range(256):
-        speculation.record_decoding(1, 0.010)
+        speculation.record_decoding(1, 0.010, is_ahead=True)
     assert speculation.pays(rows_of(3))
+
+
+def test_a_decoding_step_that_was_measured_too_slow_does_not_keep_speculation_on():
+    speculation = speculation_of({8: 0.030}, decoding=0.200)
+    assert speculation.pays(rows_of(1))
+    # No draft was found, so a step was planned after the previous one was read, and decoded.
+    speculation.record_decoding(1, 0.012, is_ahead=False)
+    assert not speculation.pays(rows_of(1))
+
+
+def test_drafts_that_are_never_accepted_do_not_pay_at_any_measured_durations():
+    """The load of a machine may rise between the two measurements."""
+    assert not speculation_of({8: 0.010}, decoding=0.040).pays(rows_of(0))
+
+
+def test_a_slow_step_that_was_not_planned_ahead_does_not_count():
+    speculation = speculation_of({8: 0.030})
+    assert not speculation.pays(rows_of(1))
+    for _ in range(9):
+        speculation.record_decoding(1, 0.200, is_ahead=False)
+    assert not speculation.pays(rows_of(1))
 
 
 def test_the_first_run_of_a_program_is_not_measured():
     speculation = Speculation(BUCKETS, 7)
-    speculation.record_decoding(1, 0.010)
+    speculation.record_decoding(1, 0.010, is_ahead=True)
     speculation.record_verification(8, 100.0)
-    speculation.record_decoding(1, 0.010)
+    speculation.record_decoding(1, 0.010, is_ahead=True)
     assert speculation.pays(rows_of(3))
 
 

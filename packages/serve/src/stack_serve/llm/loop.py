@@ -505,8 +505,8 @@ class EngineLoop:
         if step.drafts:
             # From the end of the previous step, since the host plans a verification after it.
             self._speculation.record_verification(tokens, now_s - max(self._read_s, step.started_s - _MOST_PLANNED_S))
-        elif step.is_ahead and all(row.tokens == row.samples for row in step.plan.rows):
-            self._speculation.record_decoding(len(step.plan.rows), took_s / step.plan.repeats)
+        elif all(row.tokens == row.samples for row in step.plan.rows):
+            self._speculation.record_decoding(len(step.plan.rows), took_s / step.plan.repeats, is_ahead=step.is_ahead)
 
     def _read_prompts(self, step: _StartedStep) -> None:
         figures = _readable(step.prompt_logprobs)

@@ -10,6 +10,9 @@ __all__ = ["Speculation"]
 
 # Assumed duration of a verification, relative to a decoding step, until both are measured.
 _ASSUMED_COST = 1.25
+# A verification computes more than a decoding step. A smaller quotient means that the load of the machine changed
+# between the two measurements, and would let speculation go on without any accepted draft.
+_LEAST_COST = 1.05
 # Speculation must be this much faster to begin, so that noise does not switch it on and off.
 _LEAST_GAIN = 1.15
 _NEW_WEIGHT = 0.2
@@ -22,7 +25,7 @@ class _Duration:
     """Moving average of the duration of a program.
 
     Attributes:
-      mean_s: average; None until measured. The first run is not measured, because it touches new memory.
+      mean_s: average; None until measured or bounded. The first run is not measured, because it touches new memory.
       runs: number of runs.
       unused: number of other steps since the last run.
     """
@@ -35,9 +38,14 @@ class _Duration:
         self.runs += 1
         self.unused = 0
         if self.runs > 1:
-            old_s = took_s if self.mean_s is None else self.mean_s
+            # The first measurement replaces a bound.
+            old_s = took_s if self.runs == 2 or self.mean_s is None else self.mean_s
             # One interrupted step counts as at most twice the average.
             self.mean_s = old_s + _NEW_WEIGHT * (min(took_s, 2 * old_s) - old_s)
+
+    def bound(self, most_s: float) -> None:
+        """Lowers the average to an upper bound, which stands for it until a run is measured."""
+        self.mean_s = most_s if self.mean_s is None else min(self.mean_s, most_s)
 
     def age(self) -> None:
         self.unused += 1
@@ -85,9 +93,18 @@ class Speculation:
         lengths, gain = self._best(rows, available)
         return lengths if gain > 1.0 else [0] * len(rows)
 
-    def record_decoding(self, rows: int, took_s: float) -> None:
-        """Records the duration of a decoding step that was planned ahead."""
-        self._decoding.setdefault(self.buckets.of_decoding(rows), _Duration()).add(took_s)
+    def record_decoding(self, rows: int, took_s: float, *, is_ahead: bool) -> None:
+        """Records the duration of a decoding step.
+
+        A step that was not planned ahead takes longer than others, so its duration is an upper bound. Without this
+        bound, one slow step can make decoding seem so expensive that speculation never ends, and no step is planned
+        ahead again.
+        """
+        decoding = self._decoding.setdefault(self.buckets.of_decoding(rows), _Duration())
+        if not is_ahead:
+            decoding.bound(took_s)
+            return
+        decoding.add(took_s)
         for duration in self._verification.values():
             duration.age()
 
@@ -122,4 +139,6 @@ class Speculation:
         # Until a size is measured, it is assumed to take as long as the smaller ones.
         measured = [self._verification[each].mean_s for each in sorted(self._verification) if each <= size]
         verification = max((each for each in measured if each is not None), default=None)
-        return _ASSUMED_COST if decoding is None or verification is None else verification / decoding
+        if decoding is None or verification is None:
+            return _ASSUMED_COST
+        return max(verification / decoding, _LEAST_COST)

@@ -1,5 +1,7 @@
 """Sleep of the engine, which frees its device memory."""
 
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,6 +73,43 @@ def test_a_busy_engine_does_not_sleep(llm: LLM) -> None:
     assert sum(len(update.tokens) for update in llm._engine.stream("a")) == 40
     llm.sleep()
     llm.wake_up()
+
+
+def test_a_wake_up_waits_for_a_sleep_that_has_begun(llm: LLM) -> None:
+    (before,) = llm.generate([PROMPT], GREEDY)
+    engine, may_sleep = llm._engine, threading.Event()
+
+    def delay() -> None:
+        assert may_sleep.wait(60)
+
+    with engine._lock:
+        engine._post(delay)
+    threads = [threading.Thread(target=call) for call in (llm.sleep, llm.wake_up)]
+    threads[0].start()
+    while not engine._sleeping:
+        time.sleep(0.001)
+    threads[1].start()
+    threads[1].join(0.2)
+    may_sleep.set()
+    for thread in threads:
+        thread.join(60)
+    assert llm.generate([PROMPT], GREEDY)[0].outputs == before.outputs
+
+
+def test_weights_are_not_updated_if_the_engine_sleeps_meanwhile(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    (before,) = llm.generate([PROMPT], GREEDY)
+    programs = llm._engine._programs
+    place = programs.place
+
+    def place_slowly(params: Any, *, donate: bool) -> Any:
+        llm.sleep(2)
+        return place(params, donate=donate)
+
+    monkeypatch.setattr(programs, "place", place_slowly)
+    with pytest.raises(GenerationError, match="The engine sleeps"):
+        llm._engine.update_weights(random_params(1))
+    llm.wake_up()
+    assert llm.generate([PROMPT], GREEDY)[0].outputs == before.outputs
 
 
 def test_other_engines_do_not_sleep() -> None:

@@ -1,10 +1,12 @@
 """`POST /sleep` and `/wake_up`."""
 
+import asyncio
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from stack_core.abi.errors import GenerationError
+from stack_serve.openai.sleep import Sleeper
 
 from .conftest import Served
 from .fake_engine import FakeEngine, letters
@@ -43,6 +45,30 @@ def test_an_engine_that_is_busy_or_cannot_sleep_goes_on(serve: Callable[..., Ser
     assert restless.refused("/sleep")["message"] == "This engine cannot sleep."
     assert "level is '3'" in restless.refused("/sleep?level=3")["message"]
     restless.complete()
+
+
+def test_a_request_that_is_cancelled_while_the_engine_falls_asleep_leaves_it_asleep(
+    serve: Callable[..., Served],
+) -> None:
+    began, may_sleep = threading.Event(), threading.Event()
+
+    class Slow(FakeEngine):
+        def sleep(self, level: Any = 1) -> None:
+            began.set()
+            assert may_sleep.wait(60)
+            super().sleep(level)
+
+    server = serve(Slow(), sleep_mode=True)
+
+    async def cancel() -> None:
+        sleeping = asyncio.ensure_future(Sleeper(server.service).sleep("1"))
+        await asyncio.to_thread(began.wait, 60)
+        sleeping.cancel()
+        await asyncio.wait([sleeping])
+        may_sleep.set()
+
+    asyncio.run(cancel())
+    assert server.client.get("/is_sleeping").json() == {"is_sleeping": True}
 
 
 def test_sleep_is_off_unless_it_is_allowed(serve: Callable[..., Served]) -> None:

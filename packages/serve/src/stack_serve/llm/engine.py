@@ -101,7 +101,8 @@ class LLMEngine(Engine):
         self._streams: dict[str, tuple[int, queue.SimpleQueue[GenerationUpdate]]] = {}
         self._thread: threading.Thread | None = None
         self._closing = False
-        self._sleeping = False
+        # The second is True until the engine thread has freed the memory.
+        self._sleeping = self._falls_asleep = False
         self._embedding = 0
         self._failure: BaseException | None = None
 
@@ -227,7 +228,6 @@ class LLMEngine(Engine):
         """Frees the device memory of an idle engine until `wake_up`; see `Engine`."""
         if level not in (1, 2):
             raise GenerationError(f"level={level!r}: expected 1 or 2.", parameter="level")
-        slept = threading.Event()
 
         def sleep() -> None:
             # A continuation that was ended by a stop text or its deadline may have steps in flight.
@@ -238,7 +238,7 @@ class LLMEngine(Engine):
             self._loop.forget_prefixes()
             self._programs.sleep(keep_weights=level == 1)
             with self._lock:
-                slept.set()
+                self._falls_asleep = False
                 self._lock.notify_all()
 
         with self._lock:
@@ -248,23 +248,28 @@ class LLMEngine(Engine):
                     f"{running} requests run. Let them finish, or abort them, before the engine sleeps.",
                     retry_after_s=_RETRY_AFTER_S,
                 )
-            self._sleeping = True
+            self._sleeping = self._falls_asleep = True
             if self._thread is None:
                 sleep()
             else:
                 self._post(sleep)
-            while not slept.is_set():
-                self._check_running()
-                self._lock.wait()
+            self._wait_until_asleep()
         give_memory_back()
 
     def wake_up(self) -> None:
         """Allocates the memory again; see `Engine`. The engine thread has no work meanwhile."""
         with self._lock:
             self._check_running()
+            # The memory that is about to be freed must not be allocated first.
+            self._wait_until_asleep()
             if self._sleeping:
                 self._programs.wake_up()
                 self._sleeping = False
+
+    def _wait_until_asleep(self) -> None:
+        while self._falls_asleep:
+            self._check_running()
+            self._lock.wait()
 
     def submit(self, request: GenerationRequest, receive: Callable[[GenerationUpdate], None] | None = None) -> None:
         """Queues a request; see `Engine`.
@@ -351,7 +356,7 @@ class LLMEngine(Engine):
                 self._lock.notify_all()
 
         with self._lock:
-            self._check_running()
+            self._check_awake()  # again, because it may have begun to sleep during the copy
             if self._thread is None:
                 return update()
             self._post(update)

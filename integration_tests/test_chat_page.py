@@ -99,6 +99,25 @@ def test_probabilities_of_tokens_and_an_answer_that_is_stopped(served: Served, b
     assert not browser.complaints
 
 
+def test_a_conversation_goes_on_after_a_call_that_was_cut(served: Served, browser: Browser) -> None:  # noqa: F811
+    opened(browser, served, KEY)
+    put(browser, "tools", json.dumps(TOOLS))
+    put(browser, "temperature", "0")
+    put(browser, "max_completion_tokens", "4")
+    say(browser, QUESTION)
+    assert texts(browser, ".call > b") == ["Calls add"] and not texts(browser, "textarea[data-call]")
+    say(browser, QUESTION)
+    assert not texts(browser, ".error") and len(texts(browser, "article.assistant")) == 2
+    assert not browser.complaints
+
+
+def test_a_conversation_too_large_to_be_stored_goes_on(served: Served, browser: Browser) -> None:  # noqa: F811
+    opened(browser, served, KEY)
+    browser.evaluate("Storage.prototype.setItem = () => { throw new DOMException('', 'QuotaExceededError'); }")
+    say(browser, QUESTION)
+    assert texts(browser, "article.assistant button") == ["Retry"] and not browser.complaints
+
+
 def test_errors_of_the_server_are_shown_as_text(served: Served, browser: Browser) -> None:  # noqa: F811
     opened(browser, served, "")
     assert "key" in texts(browser, ".error")[0].lower() and browser.evaluate(

@@ -13,6 +13,7 @@ from stack_core.text.parsers.json_scanner import JsonScanner
 __all__ = ["Reading", "StreamParser"]
 
 T = TypeVar("T")
+V = TypeVar("V")
 
 Reading: TypeAlias = Generator[None, None, T]
 """A generator that yields whenever it needs more text."""
@@ -240,6 +241,47 @@ class StreamParser(MessageParser):
             return (yield from self._take_json(streams=True)) is not None
         value = yield from self._take_json()
         return value is not None and call.set(key, value)
+
+    def _element_call(
+        self,
+        name: str,
+        closer: str,
+        take_key: Callable[[], Reading[tuple[str, V] | None]],
+        take_value: Callable[[V], Reading[bool]],
+    ) -> Reading[bool]:
+        """Reads the rest of a call whose parameters are elements, and emits its arguments as a JSON object.
+
+        Args:
+          name: name of the function.
+          closer: closing tag of the call.
+          take_key: reads the opening tag of a parameter; returns its key and an argument of `take_value`.
+          take_value: reads and emits a value with its closing tag; returns whether it is complete.
+
+        Returns:
+          Whether the call is well-formed. It is emitted from its first key on.
+        """
+        separator = "{"
+        while True:
+            yield from self._skip_space()
+            has_ended = yield from self._take(closer)
+            parameter = None if has_ended else (yield from take_key())
+            if parameter is None and not has_ended:
+                return False
+            if separator == "{":
+                self._begin_call(name)
+            if parameter is None:
+                self._emit_arguments("{}" if separator == "{" else "}")
+                return True
+            key, kind = parameter
+            self._emit_arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+            separator = ", "
+            self._drop()
+            if not (yield from take_value(kind)):
+                return False
+
+    def _emit_escaped(self, text: str) -> None:
+        """Emits text as a part of a JSON string among the arguments."""
+        self._emit_arguments(json.dumps(text, ensure_ascii=False)[1:-1])
 
     def _end_call(self, *closers: str) -> Reading[None]:
         """Omits the text read so far, the closing markers that follow, and whitespace between them or at the end."""

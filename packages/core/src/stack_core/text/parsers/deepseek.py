@@ -104,28 +104,17 @@ class DeepSeekV32Parser(StreamParser):
         name = yield from self._take_until('">')
         if not name:
             return False
-        separator = "{"
-        while True:
-            yield from self._skip_space()
-            has_ended = yield from self._take(_INVOKE_END)
-            key = None
-            if not has_ended and (yield from self._take(_PARAMETER)):
-                key = yield from self._take_until('" string="')
-            is_text = key is not None and (yield from self._take('true">'))
-            if not has_ended and (key is None or not (is_text or (yield from self._take('false">')))):
-                return False
-            if separator == "{":
-                self._begin_call(name)
-            if key is None:
-                self._emit_arguments("{}" if separator == "{" else "}")
-                return True
-            self._emit_arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
-            separator = ", "
-            self._drop()
-            if not (yield from self._value(is_text=is_text)):
-                return False
+        return (yield from self._element_call(name, _INVOKE_END, self._key, self._value))
 
-    def _value(self, *, is_text: bool) -> Reading[bool]:
+    def _key(self) -> Reading[tuple[str, bool] | None]:
+        """Reads the opening tag of a parameter; returns its key, and whether its value is plain text."""
+        key = (yield from self._take_until('" string="')) if (yield from self._take(_PARAMETER)) else None
+        if key is None:
+            return None
+        is_text = yield from self._take('true">')
+        return (key, is_text) if is_text or (yield from self._take('false">')) else None
+
+    def _value(self, is_text: bool) -> Reading[bool]:
         """Reads a value and its closing tag; a value that is not JSON is a text."""
         if is_text:
             self._emit_arguments('"')
@@ -139,9 +128,6 @@ class DeepSeekV32Parser(StreamParser):
             self._emit_arguments(_json_or_text(text))
         self._drop()
         return True
-
-    def _emit_escaped(self, text: str) -> None:
-        self._emit_arguments(json.dumps(text, ensure_ascii=False)[1:-1])
 
 
 def _json_or_text(text: str) -> str:

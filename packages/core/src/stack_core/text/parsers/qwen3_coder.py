@@ -59,25 +59,12 @@ class Qwen3CoderParser(StreamParser):
         if not name or not (yield from self._take(">")):
             return False
         parameters = self._parameters(name)
-        separator = "{"
-        while True:
-            yield from self._skip_space()
-            has_ended = yield from self._take(_FUNCTION_END)
-            key = None
-            if not has_ended and (yield from self._take(_PARAMETER)):
-                key = yield from self._take_until(">")
-            if key is None and not has_ended:
-                return False
-            if separator == "{":
-                self._begin_call(name)
-            if key is None:
-                self._emit_arguments("{}" if separator == "{" else "}")
-                return True
-            self._emit_arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
-            separator = ", "
-            self._drop()
-            if not (yield from self._value(_types(parameters.get(key)))):
-                return False
+
+        def take_key() -> Reading[tuple[str, frozenset[str]] | None]:
+            key = (yield from self._take_until(">")) if (yield from self._take(_PARAMETER)) else None
+            return None if key is None else (key, _types(parameters.get(key)))
+
+        return (yield from self._element_call(name, _FUNCTION_END, take_key, self._value))
 
     def _parameters(self, name: str) -> Mapping[str, Any]:
         for tool in self._tools:
@@ -101,9 +88,6 @@ class Qwen3CoderParser(StreamParser):
             self._emit_arguments(_as_json(text.removesuffix("\n"), types))
         self._drop()
         return True
-
-    def _emit_escaped(self, text: str) -> None:
-        self._emit_arguments(json.dumps(text, ensure_ascii=False)[1:-1])
 
 
 def _types(schema: Any) -> frozenset[str]:

@@ -43,9 +43,9 @@ class _Duration:
             # One interrupted step counts as at most twice the average.
             self.mean_s = old_s + _NEW_WEIGHT * (min(took_s, 2 * old_s) - old_s)
 
-    def bound(self, most_s: float) -> None:
+    def bound(self, max_s: float) -> None:
         """Lowers the average to an upper bound, which stands for it until a run is measured."""
-        self.mean_s = most_s if self.mean_s is None else min(self.mean_s, most_s)
+        self.mean_s = max_s if self.mean_s is None else min(self.mean_s, max_s)
 
     def age(self) -> None:
         self.unused += 1

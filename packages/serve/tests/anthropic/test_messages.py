@@ -219,7 +219,7 @@ USED = {"type": "tool_use", "id": "a", "name": "add", "input": {}}
         ({"tools": TOOLS, "tool_choice": {"type": "any", "name": "x"}}, 'belongs to the type "tool"'),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "'x', which is not among the tools"),
         ({"temperature": 1.5}, "temperature: Input should be less than or equal to 1"),
-        ({"stop_sequences": [""]}, "is empty"),
+        ({"stop_sequences": [""]}, "stop_sequences.0 is empty"),
         ({"container": "x"}, "Unrecognized request argument: 'container'"),
     ],
 )

@@ -10,7 +10,14 @@ from stack_serve.openai.errors import bad_request
 from stack_serve.openai.schemas import ChatBody
 from stack_serve.openai.service import Service
 
-__all__ = ["chat_body"]
+__all__ = ["FIELD_NAMES", "chat_body"]
+
+FIELD_NAMES = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+}
+"""Names of the fields by those of the chat request, for errors."""
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _TOOL_FIELDS = frozenset({"type", "name", "description", "input_schema", "cache_control", "strict"})

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from stack_core.abi.errors import EngineStopped, GenerationError
 from stack_serve.anthropic.answers import MessagesWriter, error_body
 from stack_serve.anthropic.bodies import CountBody, MessagesBody
+from stack_serve.anthropic.requests import FIELD_NAMES as MESSAGES_NAMES
 from stack_serve.anthropic.requests import chat_body
 from stack_serve.http.access import AccessLog
 from stack_serve.http.keys import NO_KEY, Keys
@@ -25,7 +26,7 @@ from stack_serve.openai.adapters import AdapterLoader
 from stack_serve.openai.answer import Answer, JsonAnswer
 from stack_serve.openai.bodies import decode, parse, read
 from stack_serve.openai.embeddings import Embeddings
-from stack_serve.openai.errors import INTERNAL, ApiError, as_api_error
+from stack_serve.openai.errors import INTERNAL, ApiError, as_api_error, renamed_error
 from stack_serve.openai.job import new_id
 from stack_serve.openai.schemas import (
     Body,
@@ -47,8 +48,9 @@ from stack_serve.openai.tools import requested_tools
 from stack_serve.page import chat_page
 from stack_serve.responses.answers import ResponseWriter
 from stack_serve.responses.bodies import ResponsesBody
+from stack_serve.responses.requests import FIELD_NAMES as RESPONSES_NAMES
 from stack_serve.responses.requests import chat_body as responses_chat_body
-from stack_serve.responses.requests import input_messages, renamed_error
+from stack_serve.responses.requests import input_messages
 from stack_serve.responses.store import ResponseStore
 
 __all__ = ["make_app"]
@@ -139,7 +141,7 @@ class _Handlers:
             # An id of its own, because the client may choose the request's.
             return await self._service.chat(responses_chat_body(body, messages), new_id(), form)
         except ApiError as error:
-            raise renamed_error(error) from None
+            raise renamed_error(error, RESPONSES_NAMES) from None
 
     async def response(self, request: Request) -> Response:
         """Returns or deletes a stored response."""
@@ -152,7 +154,10 @@ class _Handlers:
     async def messages(self, request: Request) -> Answer:
         body = await self._body(request, MessagesBody)
         form = AnswerForm("msg_", MessagesWriter)
-        return await self._service.chat(chat_body(body, self._service), request.state.request_id, form)
+        try:
+            return await self._service.chat(chat_body(body, self._service), request.state.request_id, form)
+        except ApiError as error:
+            raise renamed_error(error, MESSAGES_NAMES) from None
 
     async def count_tokens(self, request: Request) -> Response:
         body = chat_body(await self._body(request, CountBody), self._service)

@@ -10,7 +10,7 @@ import orjson
 
 from stack_core.abi.errors import EngineBusy, EngineStopped, GenerationError
 
-__all__ = ["INTERNAL", "ApiError", "as_api_error", "bad_request", "error_object"]
+__all__ = ["INTERNAL", "ApiError", "as_api_error", "bad_request", "error_object", "renamed_error"]
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _CODES = {
@@ -65,6 +65,20 @@ INTERNAL = ApiError(500, "The server failed at this request; its log has the rea
 def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
     """Returns an error of status 400, for a request that the client can correct."""
     return ApiError(400, message, param=param, code=code)
+
+
+def renamed_error(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """Returns an error of a chat request with the field names of another interface.
+
+    Args:
+      names: field names of the interface by those of the chat request.
+    """
+    field = (error.param or "").partition(".")[0]
+    if field not in names:
+        return error
+    name, message = names[field], str(error)
+    message = name + message.removeprefix(field) if message.startswith(field) else message
+    return ApiError(error.status, message, param=name, code=error.code, headers=error.headers)
 
 
 def error_object(error: ApiError) -> dict[str, dict[str, str | None]]:

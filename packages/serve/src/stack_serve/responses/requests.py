@@ -4,29 +4,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stack_serve.openai.bodies import parse
-from stack_serve.openai.errors import ApiError, bad_request
+from stack_serve.openai.errors import bad_request
 from stack_serve.openai.schemas import ChatBody
 from stack_serve.responses.bodies import ResponsesBody
 
-__all__ = ["chat_body", "input_messages", "renamed_error"]
+__all__ = ["FIELD_NAMES", "chat_body", "input_messages"]
 
 Message = dict[str, Any]
 
 _ROLES = {"user": "user", "system": "system", "developer": "system", "assistant": "assistant"}
 _TEXTS = ("input_text", "output_text", "text")
 _TOOL_FIELDS = frozenset({"type", "name", "description", "parameters", "strict"})
-_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
-_NAMES |= {"reasoning_effort": "reasoning.effort", "max_completion_tokens": "max_output_tokens"}
 
-
-def renamed_error(error: ApiError) -> ApiError:
-    """Returns an error of the chat request with the field names of the Responses API."""
-    field = (error.param or "").partition(".")[0]
-    if field not in _NAMES:
-        return error
-    name, message = _NAMES[field], str(error)
-    message = name + message.removeprefix(field) if message.startswith(field) else message
-    return ApiError(error.status, message, param=name, code=error.code, headers=error.headers)
+FIELD_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+"""Names of the fields by those of the chat request, for errors."""
 
 
 def chat_body(body: ResponsesBody, messages: Sequence[Message]) -> ChatBody:

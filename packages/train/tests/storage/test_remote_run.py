@@ -81,7 +81,7 @@ def test_checkpoints_of_an_abandoned_course_are_set_aside(bucket: str) -> None:
     with start(bucket, resume=True, keep=9) as again:
         shutil.rmtree(again.path / "checkpoints" / "00000003")
         write_checkpoint(again, 2, "other")
-        with pytest.warns(UserWarning, match=r"Checkpoint 3 in s3://bucket/runs/a is set aside"):
+        with pytest.warns(UserWarning, match=r"Checkpoint 3 in s3://bucket/runs/a was set aside"):
             again.wait()
     names = Bucket(remote.address).names("checkpoints")
     assert "checkpoints/00000003/manifest.set-aside.json" in names
@@ -192,3 +192,43 @@ def test_a_run_resumes_on_another_machine_bitwise_and_starts_another(
     started = run.train(config_of(str(tmp_path / "started"), 1, init_from=address))
     assert started.loss is not None and np.isfinite(started.loss)
     assert (tmp_path / "started" / "config.yaml").read_text().count(address) == 1
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_resumes_from_its_start(
+    directory: str, cache: Path, config_of: Callable[..., RunConfig]
+) -> None:
+    address = f"{directory}/runs/mine"
+    run.train(config_of(address, 2))
+    Bucket(address).delete(Bucket(address).names("checkpoints"))
+    shutil.rmtree(cache)
+    assert run.train(config_of(address, 2), resume=True).step == 2
+
+
+def test_partial_uploads_are_deleted_and_checkpoints_lose_their_manifest_first(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with start(bucket, keep=1) as remote:
+        write_checkpoint(remote, 1)
+        remote.wait()
+        storage = Bucket(remote.address)
+        storage.delete(["checkpoints/00000001/manifest.json"])  # as a killed upload leaves it
+        write_checkpoint(remote, 2)
+        remote.wait()
+        assert storage.names("checkpoints") == [
+            f"checkpoints/00000002/{name}" for name in ("arrays/0/data", "manifest.json")
+        ]
+        deleted: list[str] = []
+        delete = Bucket.delete
+        monkeypatch.setattr(Bucket, "delete", lambda self, names: (deleted.extend(names), delete(self, names))[1])
+        shutil.rmtree(remote.path / "checkpoints" / "00000002")
+        write_checkpoint(remote, 2, "other")
+        remote.wait()
+    assert deleted == [f"checkpoints/00000002/{name}" for name in ("manifest.json", "arrays/0/data")]
+
+
+def test_a_copy_in_use_is_not_replaced(directory: str) -> None:
+    with start(directory) as remote:
+        write_checkpoint(remote, 1)
+    copy = local_copy(remote.address)
+    inode = copy.stat().st_ino
+    assert local_copy(remote.address) == copy and copy.stat().st_ino == inode

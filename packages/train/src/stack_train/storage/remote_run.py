@@ -5,6 +5,7 @@ its manifest is uploaded last, so a checkpoint with a manifest is complete. The 
 checkpoint. To resume, the local copy is made anew from the storage.
 """
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -52,7 +53,11 @@ def local_copy(address: str) -> Path:
     if (step := max(_complete_steps(bucket), default=None)) is None:
         raise CheckpointError(f"{address!r} has no complete checkpoint to start from.")
     directory = user_cache_dir() / "starts" / hashlib.sha256(address.encode()).hexdigest()[:24]
-    _download(bucket, directory, step)
+    # Several processes of a run may ask at the same time, and a copy must not be replaced while another reads it.
+    with (_made(directory.parent) / f"{directory.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not _has_checkpoint(bucket, directory, step):
+            _download(bucket, directory, step)
     return directory
 
 
@@ -144,8 +149,8 @@ class RemoteRun:
             raise CheckpointError(f"A checkpoint could not be uploaded. {error}") from error
         for step in set_aside:
             warnings.warn(
-                f"Checkpoint {step} in {self.address} is set aside: training went on from an earlier one. Its manifest "
-                f"is named {_SET_ASIDE}. Delete it if it is no longer needed.",
+                f"Checkpoint {step} in {self.address} was set aside, because training resumed from an earlier "
+                f"one: its manifest is now {_SET_ASIDE}. Delete it if it is no longer needed.",
                 stacklevel=2,
             )
 
@@ -169,13 +174,13 @@ class RemoteRun:
             self._thread.shutdown()
 
     def _upload_checkpoint(self, step: int, source: Path) -> list[int]:
-        """Uploads a checkpoint; returns the later steps that were set aside, of an abandoned course of training."""
+        """Uploads a checkpoint; returns the later steps that were set aside, of an abandoned branch of training."""
         try:
             folder = f"{_CHECKPOINTS}/{source.name}"
             later = [other for other in _complete_steps(self._bucket) if other > step]
             for other in later:
                 self._retire(other)
-            self._bucket.delete(self._bucket.names(folder))
+            self._delete(folder)
             files = {
                 f"{folder}/{path.relative_to(source).as_posix()}": path for path in source.rglob("*") if path.is_file()
             }
@@ -184,7 +189,8 @@ class RemoteRun:
             self._bucket.upload({manifest: files[manifest]})
             self.upload_files()
             for old in _complete_steps(self._bucket)[: -self._keep]:
-                self._delete(old)
+                self._delete(f"{_CHECKPOINTS}/{old:08d}")
+            self._delete_partial()
             return later
         finally:
             shutil.rmtree(source.parent, ignore_errors=True)
@@ -196,11 +202,20 @@ class RemoteRun:
             self._bucket.upload({f"{folder}/{_SET_ASIDE}": Path(file.name)})
         self._bucket.delete([f"{folder}/{_MANIFEST}"])
 
-    def _delete(self, step: int) -> None:
-        folder = f"{_CHECKPOINTS}/{step:08d}"
-        # The manifest first, so that a half-deleted checkpoint is not complete.
-        self._bucket.delete([f"{folder}/{_MANIFEST}"])
-        self._bucket.delete(self._bucket.names(folder))
+    def _delete_partial(self) -> None:
+        """Deletes the partial checkpoints that killed sessions left: they have no manifest and are not set aside."""
+        for name in self._bucket.folders(_CHECKPOINTS):
+            folder = f"{_CHECKPOINTS}/{name}"
+            if not any(self._bucket.exists(f"{folder}/{manifest}") for manifest in (_MANIFEST, _SET_ASIDE)):
+                self._delete(folder)
+
+    def _delete(self, folder: str) -> None:
+        names = self._bucket.names(folder)
+        if (manifest := f"{folder}/{_MANIFEST}") in names:
+            # First, so that a checkpoint that is deleted in part is not complete.
+            self._bucket.delete([manifest])
+            names.remove(manifest)
+        self._bucket.delete(names)
 
 
 def _run_files(directory: Path) -> Iterator[Path]:
@@ -222,22 +237,30 @@ def _complete_steps(bucket: Bucket) -> Sequence[int]:
 
 
 def _download(bucket: Bucket, directory: Path, step: int | None) -> None:
-    """Makes a directory a copy of a run with one checkpoint, whose files stay if they are there already."""
-    folder = f"{_CHECKPOINTS}/{step:08d}"
-    kept = directory / folder
+    """Makes a directory a copy of a run with the checkpoint `step`, whose files are kept if they are there already.
+
+    Without a step, the copy has no checkpoint.
+    """
     with tempfile.TemporaryDirectory(prefix=f".{directory.name}-", dir=_made(directory.parent)) as partial:
         made = Path(partial) / directory.name
         bucket.download([name for name in bucket.names() if not name.startswith(f"{_CHECKPOINTS}/")], _made(made))
         if step is not None:
-            manifest = bucket.read(f"{folder}/{_MANIFEST}")
-            if (kept / _MANIFEST).is_file() and (kept / _MANIFEST).read_bytes() == manifest:
-                shutil.copytree(kept, made / folder, copy_function=os.link)
+            folder = f"{_CHECKPOINTS}/{step:08d}"
+            if _has_checkpoint(bucket, directory, step):
+                shutil.copytree(directory / folder, made / folder, copy_function=os.link)
             else:
                 bucket.download(bucket.names(folder), made)
-        # A lock without a config is of a failed start; one with it, of a run.
+        # A lock marks the files as a run's own: without a config they are leftovers of a failed start.
         (made / "run.lock").touch()
         shutil.rmtree(directory, ignore_errors=True)
         made.rename(directory)
+
+
+def _has_checkpoint(bucket: Bucket, directory: Path, step: int) -> bool:
+    """Returns whether a local copy has the same checkpoint as the storage."""
+    manifest = f"{_CHECKPOINTS}/{step:08d}/{_MANIFEST}"
+    copied = directory / manifest
+    return copied.is_file() and copied.read_bytes() == bucket.read(manifest)
 
 
 def _made(directory: Path) -> Path:

@@ -106,6 +106,8 @@ def test_models_of_the_hub_are_downloaded_once(tmp_path: Path, hub) -> None:
     assert "has no revision 'v2'" in no_revision
     assert "no such model on the hub, or it is private" in no_model
     assert f"Accept it at {address}/tests/gated" in gated
+    (malformed,) = found(["tests/a--b"], tmp_path, HF_ENDPOINT=address)
+    assert malformed.startswith("hf:tests/a--b: there is no such directory, and the hub has no such names: ")
     offline = found(["tests/tiny", "tests/unknown"], tmp_path, HF_HUB_OFFLINE="1")
     assert offline[0] == downloaded[0]
     assert offline[1].startswith("hf:tests/unknown: there is no such directory, the model is not in the cache")

@@ -22,8 +22,8 @@ def on_disk(directory: Path) -> Path:
       directory: a directory, or ORG/MODEL with an optional @REVISION: a branch, a tag or a commit.
 
     Raises:
-      ConversionError: there is no such model or revision, it needs an agreement, or it is not in the cache and the hub
-        cannot be reached.
+      ConversionError: the hub has no such name, model or revision, it needs an agreement, or it is not in the cache and
+        the hub cannot be reached.
     """
     name = str(directory)
     if directory.exists() or not _NAME.fullmatch(name):
@@ -33,6 +33,10 @@ def on_disk(directory: Path) -> Path:
     model, _, revision = name.partition("@")
     try:
         return Path(snapshot_download(model, revision=revision or None, allow_patterns=list(_FILES)))
+    except errors.HFValidationError as error:
+        raise ConversionError(
+            f"hf:{name}: there is no such directory, and the hub has no such names: {error}. Correct the name."
+        ) from error
     except errors.GatedRepoError as error:
         raise ConversionError(
             f"hf:{name}: the hub asks for an agreement first. Accept it at {constants.ENDPOINT}/{model}, then log in "

@@ -352,6 +352,17 @@ class TestTar:
             with pytest.raises(DataError, match=r"(?s)0.tar' as a tar archive: .*It may be cut short"):
                 list(TarSource(str(path)).documents())
 
+    @pytest.mark.parametrize("mode", ["w:gz", "w:bz2", "w:xz"])
+    def test_an_archive_with_damaged_bytes(self, mode: str, write_tar: Callable[..., Path]) -> None:
+        texts = {f"{number}.txt": "".join(map(str, range(number, 20_000 + number))) for number in range(4)}
+        path = write_tar(texts, mode=mode)
+        contents = bytearray(path.read_bytes())
+        start = len(contents) // 2
+        contents[start : start + 1024] = bytes([0xA5]) * 1024
+        path.write_bytes(contents)
+        with pytest.raises(DataError, match=r"Cannot read .*0.tar"):
+            list(TarSource(str(path)).documents())
+
 
 class TestStreams:
     def test_splits_and_fields(self, folder_of_records: Path, advance_time: Callable[[Path], None]) -> None:

@@ -1,5 +1,6 @@
 """The source `tar:GLOB`: one document per member of tar archives, such as WebDataset shards."""
 
+import lzma
 import tarfile
 import zlib
 from collections.abc import Iterator
@@ -44,7 +45,7 @@ class TarSource(FileSource):
                         other.add(extension)
                     setattr(archive, "members", [])  # noqa: B010  it would keep the header of every member
                 _check_end(archive)
-        except (tarfile.TarError, EOFError, zlib.error) as error:
+        except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError) as error:
             raise damaged(path, "a tar archive", error) from error
         except OSError as error:
             raise unreadable(path, error) from error

@@ -163,6 +163,13 @@ if __name__ == "__main__":
     pytest.fail("the worker outlived its parent")
 
 
+def test_a_directory_of_other_files_is_left_alone(prepared: Callable[..., Manifest], tmp_path: Path) -> None:
+    (tmp_path / "run" / "tokenizer").mkdir(parents=True)  # of another run, which the workers would take
+    with pytest.raises(DataError, match=r"run' holds other files \(tokenizer\). Choose a new or an empty --output"):
+        prepared(tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["tokenizer"]
+
+
 def test_a_set_of_something_else_is_left_alone(
     prepared: Callable[..., Manifest], documents: Path, tmp_path: Path
 ) -> None:

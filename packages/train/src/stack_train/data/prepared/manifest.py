@@ -8,7 +8,7 @@ DIR/
 ├── digests.npy         digest of each document's text
 ├── names.bin, name_offsets.npy
 └── shards/
-└── PART-SHARD.tokens
+    └── PART-SHARD.tokens
 """
 
 import dataclasses

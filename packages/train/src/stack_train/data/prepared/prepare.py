@@ -98,6 +98,7 @@ def prepare(
         "parts": count,
     }
     try:
+        _check_files(directory)
         (directory / "shards").mkdir(parents=True, exist_ok=True)
         with _locked(directory):
             _check_plan(directory, plan)
@@ -314,8 +315,23 @@ def _finish(directory: Path, plan: dict[str, object], tokenizer: HuggingFaceToke
     return manifest
 
 
+def _check_files(directory: Path) -> None:
+    """Checks that a directory without a set is empty, so that files such as another tokenizer are not taken for the set's.
+
+    Raises:
+      DataError: it has other files.
+    """
+    if (directory / "plan.json").is_file() or not directory.is_dir():
+        return
+    # A command that was killed before it wrote the plan leaves these.
+    if other := sorted({path.name for path in directory.iterdir()} - {"shards", "prepare.lock", "plan.partial"}):
+        raise DataError(
+            f"{str(directory)!r} holds other files ({', '.join(other[:5])}). Choose a new or an empty --output."
+        )
+
+
 def _check_plan(directory: Path, plan: dict[str, object]) -> None:
-    """Checks that the directory holds nothing but a set of the same plan; writes the plan of a new set.
+    """Checks that a set in the directory has the same plan; writes the plan of a new set.
 
     Raises:
       DataError: the directory holds another set.

@@ -1,5 +1,6 @@
 """`stack checkpoint`: checkpoints listed, verified, compared, averaged and deleted, without the model."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -99,6 +100,35 @@ def test_two_checkpoints_are_compared(tmp_path: Path, capsys) -> None:
     assert notes["moved"] == "absent, then float32[3]"
     with pytest.raises(CheckpointError, match="of different models: moved is absent"):
         list(averaged([first, wider / "00000001"]))
+
+
+def test_entries_that_are_not_numbers_are_compared(tmp_path: Path, capsys) -> None:
+    state = make_state(2)
+    spoiled = state["params"]["kernel"].at[0, 0].set(jnp.nan).at[0, 1].set(jnp.inf)
+    values = {1: spoiled, 2: spoiled, 3: state["params"]["kernel"]}
+    with CheckpointStore(tmp_path, CheckpointConfig(keep=9)) as store:
+        for step, kernel in values.items():
+            store.save(step, {"params": {**state["params"], "kernel": kernel}})
+    first, second, third = (tmp_path / f"{step:08d}" for step in values)
+    assert {each.name: each.changed for each in compare(first, second)}["params/kernel"] == 0.0
+    kernel = {each.name: each for each in compare(first, third)}["params/kernel"]
+    assert kernel.changed == 2 / spoiled.size and np.isnan([kernel.relative, kernel.largest]).all()
+    main(["checkpoint", "diff", str(first), str(third)])
+    assert "nan" in (told := capsys.readouterr().out) and "1 of 3 leaves differ" in told
+
+
+def test_a_changed_value_is_not_averaged(tmp_path: Path, capsys) -> None:
+    run = run_at(tmp_path / "run", steps=(2, 4))
+    manifest = run.checkpoints / "00000004" / "manifest.json"
+    document = json.loads(manifest.read_text())
+    leaves = document["content"]["leaves"]
+    leaves["params/kernel"]["digest"] = leaves["params/bias"]["digest"]
+    sealed = json.dumps(document["content"], sort_keys=True, separators=(",", ":"))
+    document["sha256"] = hashlib.sha256(sealed.encode()).hexdigest()
+    manifest.write_text(json.dumps(document))
+    with pytest.raises(SystemExit, match="2"):
+        main(["checkpoint", "average", str(tmp_path / "average"), str(run.path), "--last", "2"])
+    assert "does not match its digest" in capsys.readouterr().err
 
 
 def test_parameters_are_averaged_into_a_new_run(tmp_path: Path, capsys) -> None:

@@ -30,10 +30,10 @@ class LeafDifference:
     Attributes:
       name: path of the leaf.
       changed: fraction of entries that differ, from 0 to 1; 1 if the leaf is absent from a checkpoint, or has another
-        shape or dtype there.
-      relative: L2 norm of the difference, divided by the L2 norm of the first leaf; None for integers and if the leaves
-        cannot be subtracted.
-      largest: largest absolute difference; None as for `relative`.
+        shape or dtype there. NaN equals NaN.
+      relative: L2 norm of the difference, divided by the L2 norm of the first leaf; NaN if an entry that differs is not
+        finite, and None for integers and if the leaves cannot be subtracted.
+      largest: largest absolute difference; NaN or None as for `relative`.
       note: shape and dtype of both leaves if they differ; otherwise empty.
     """
 
@@ -86,10 +86,9 @@ def verify(checkpoint: Path) -> int:
     manifest = read_manifest(checkpoint)
     read_documents(checkpoint, manifest)
     damaged = []
-    for name, record in manifest.leaves.items():
+    for name in manifest.leaves:
         try:
-            if array_digests({name: _leaf(checkpoint, manifest, name)})[name] != record.digest:
-                damaged.append(f"  {name}: it does not match its digest {record.digest}")
+            _verified_leaf(checkpoint, manifest, name)
         except CheckpointDamaged as error:
             damaged.append(f"  {error}")
     if damaged:
@@ -112,14 +111,10 @@ def compare(first: Path, second: Path, *, full_state: bool = False) -> Iterator[
             yield LeafDifference(name, 1.0, note=f"{specs[0]}, then {specs[1]}")
             continue
         before, after = (_leaf(path, each, name) for path, each in zip((first, second), manifests, strict=True))
-        changed = float(np.mean(before != after)) if before.size else 0.0
-        if manifests[0].leaves[name].spec.dtype not in _FLOATS:
-            yield LeafDifference(name, changed)
-            continue
-        difference = after.astype(np.float64) - before.astype(np.float64)
-        norm = float(np.linalg.norm(before.astype(np.float64).ravel()))
-        relative = float(np.linalg.norm(difference.ravel())) / norm if norm else float(np.any(difference))
-        yield LeafDifference(name, changed, relative, float(np.max(np.abs(difference), initial=0.0)))
+        if manifests[0].leaves[name].spec.dtype in _FLOATS:
+            yield _float_difference(name, before, after)
+        else:
+            yield LeafDifference(name, float(np.mean(before != after)) if before.size else 0.0)
 
 
 def averaged(checkpoints: Sequence[Path]) -> Iterator[tuple[str, np.ndarray]]:
@@ -128,6 +123,7 @@ def averaged(checkpoints: Sequence[Path]) -> Iterator[tuple[str, np.ndarray]]:
     Raises:
       CheckpointError: the checkpoints hold different variables, variables that are not floats, or records of frozen
         variables instead of their values.
+      CheckpointDamaged: a variable cannot be read or does not match its digest.
     """
     manifests = [read_manifest(path) for path in checkpoints]
     specs = [{name: each.leaves[name].spec for name in each.leaves if _is_of_model(name)} for each in manifests]
@@ -147,7 +143,7 @@ def averaged(checkpoints: Sequence[Path]) -> Iterator[tuple[str, np.ndarray]]:
             raise CheckpointError(f"{name} is {spec}, which has no mean; average checkpoints of floats.")
         total, dtype = np.zeros(spec.shape, np.float64), np.dtype(np.float64)
         for path, manifest in zip(checkpoints, manifests, strict=True):
-            values = _leaf(path, manifest, name)
+            values = _verified_leaf(path, manifest, name)
             total += values
             dtype = values.dtype
         yield name.partition("/")[2], (total / len(checkpoints)).astype(dtype)
@@ -155,6 +151,27 @@ def averaged(checkpoints: Sequence[Path]) -> Iterator[tuple[str, np.ndarray]]:
 
 def _is_of_model(name: str) -> bool:
     return name.partition("/")[0] in _MODEL
+
+
+def _float_difference(name: str, before: np.ndarray, after: np.ndarray) -> LeafDifference:
+    differs = (before != after) & ~(np.isnan(before) & np.isnan(after))
+    if not differs.any():
+        return LeafDifference(name, 0.0, 0.0, 0.0)
+    before, after = before.astype(np.float64), after.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        difference = np.where(differs, after - before, 0.0)
+    if not np.isfinite(difference).all():
+        return LeafDifference(name, float(np.mean(differs)), float("nan"), float("nan"))
+    norm = float(np.linalg.norm(before[np.isfinite(before)]))
+    relative = float(np.linalg.norm(difference.ravel())) / norm if norm else 1.0
+    return LeafDifference(name, float(np.mean(differs)), relative, float(np.max(np.abs(difference))))
+
+
+def _verified_leaf(checkpoint: Path, manifest: Manifest, name: str) -> np.ndarray:
+    values = _leaf(checkpoint, manifest, name)
+    if array_digests({name: values})[name] != (expected := manifest.leaves[name].digest):
+        raise CheckpointDamaged(f"{name} of {checkpoint} does not match its digest {expected}")
+    return values
 
 
 def _leaf(checkpoint: Path, manifest: Manifest, name: str) -> np.ndarray:

@@ -1,13 +1,14 @@
 """`stack checkpoint`: lists, verifies, compares, averages and deletes checkpoints of runs."""
 
 import json as json_format
+import math
 import shutil
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 from rich.table import Table
@@ -15,6 +16,9 @@ from rich.table import Table
 from stack_core.abi.errors import CheckpointDamaged, CheckpointError
 from stack_core.abi.run_directory import RunDirectory
 from stack_core.commands.tables import print_table
+
+if TYPE_CHECKING:
+    from stack_train.checkpoint.inspection import LeafDifference
 
 __all__ = ["average", "collect_garbage", "diff", "list_checkpoints", "verify"]
 
@@ -78,7 +82,7 @@ def diff(
 
     Args:
       first: a checkpoint, or a run directory for its newest checkpoint.
-      second: likewise.
+      second: another checkpoint or run directory.
       full_state: compare the full training state, with the optimizer's; otherwise only the model's variables.
       json: print all leaves as JSON.
     """
@@ -88,7 +92,7 @@ def diff(
     if json:
         print(json_format.dumps([asdict(each) for each in found], indent=2))
         return
-    differing = sorted((each for each in found if each.changed), key=lambda each: -(each.relative or each.changed))
+    differing = sorted((each for each in found if each.changed), key=_size_of, reverse=True)
     if differing:
         table = Table("leaf", "relative difference", "largest", "entries that differ")
         for each in differing[:_ROWS]:
@@ -113,7 +117,7 @@ def average(
     Args:
       destination: directory of the new run, which must not exist.
       sources: checkpoints, or runs for their newest checkpoints; with `last`, a single run.
-      last: average the newest so many complete checkpoints of one run.
+      last: number of the newest complete checkpoints of one run to average.
     """
     from stack_core.abi.atomic_directory import atomic_directory
     from stack_core.abi.config import to_yaml
@@ -149,9 +153,9 @@ def collect_garbage(
     keep: int | None = None,
     dry_run: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
-    """Delete partial checkpoints and checkpoints set aside, and old checkpoints if `keep` is given.
+    """Delete partial checkpoints, checkpoints set aside, and old ones if `keep` is given.
 
-    A run that is training is left alone.
+    A run that is training is refused.
 
     Args:
       run: the run's directory.
@@ -166,7 +170,7 @@ def collect_garbage(
     with RunDirectory(run).open(resume=True):
         directory = CheckpointDirectory(RunDirectory(run).checkpoints)
         rows = _rows(run)
-        # Damaged checkpoints go with the intact ones of their age, as in training.
+        # As in training, damaged checkpoints do not count; those older than the oldest kept one are deleted.
         intact = [row["step"] for row in rows if row["state"] == "complete"]
         first_kept = intact[-keep] if keep is not None and len(intact) >= keep else 0
         leftovers = [Path(row["path"]) for row in rows if row["state"] in ("partial", "set aside")]
@@ -182,11 +186,17 @@ def collect_garbage(
         print("stack: nothing to delete.", file=sys.stderr)
 
 
+def _size_of(difference: "LeafDifference") -> float:
+    """Returns the size by which differences are sorted: NaN is the largest."""
+    size = difference.relative or difference.changed
+    return math.inf if math.isnan(size) else size
+
+
 def _averaged_checkpoints(sources: Sequence[Path], last: int | None) -> list[Path]:
     """Returns the checkpoints that `average` reads.
 
     Raises:
-      CheckpointError: there are fewer than two, or `last` does not go with the sources.
+      CheckpointError: there are fewer than two, or `last` is invalid for the sources.
     """
     from stack_train.checkpoint.directory import CheckpointDirectory
     from stack_train.checkpoint.inspection import checkpoint_at, run_of
@@ -209,7 +219,7 @@ def _rows(run: Path) -> list[dict[str, Any]]:
     from stack_train.panels.records import number_in, records
 
     directory = RunDirectory(run)
-    directory.config_yaml()  # raises if this is no run
+    directory.config_yaml()  # raises if there is no run
     losses: dict[str, dict[int, float | None]] = {"train": {}, "evaluation": {}}
     for record in records(directory.metrics):
         losses.get(record.get("kind", ""), {})[record.get("step", -1)] = number_in(record, "loss")

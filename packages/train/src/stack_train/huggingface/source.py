@@ -138,10 +138,11 @@ def _family_of(mapping: Mapping[str, Any], directory: Path) -> Any:
     parts: list[tuple[str, Any]] = [
         (name, family) for family in families if isinstance(family, IsPart) for name in family.published_in
     ]
-    # Language models of several families are published in the same larger architecture; `model_type` tells them apart.
+    # Several families may be part of the same multimodal architecture. The family with the `model_type` of the text
+    # config is sorted to the end, because `dict` keeps the last value of a key.
     text = mapping.get("text_config")
     kind = text.get("model_type") if isinstance(text, Mapping) else None
-    parts.sort(key=lambda part: part[1].config_map.model_type == kind)  # the last one of a name is kept
+    parts.sort(key=lambda part: part[1].config_map.model_type == kind)
     # An architecture of its own takes precedence over the same name as a part of a larger model.
     known = dict(parts) | known
     if (architecture := _architecture(mapping)) not in known:

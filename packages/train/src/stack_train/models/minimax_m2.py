@@ -94,8 +94,8 @@ FAMILY = DecoderFamily(
             "shared_intermediate_size": 0,
             "router_jitter_noise": 0.0,
         },
-        # Of modules that predict later tokens, the published checkpoints have no tensors; `mlp_intermediate_size` is of
-        # dense layers, which there are none of.
+        # The published checkpoints have no tensors for multi-token prediction, and the model has no dense layers, whose
+        # width is `mlp_intermediate_size`.
         silent=("use_mtp", "num_mtp_modules", "mtp_transformer_layers", "mlp_intermediate_size"),
         read_others=_read,
         write_others=_write,

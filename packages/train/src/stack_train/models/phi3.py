@@ -70,7 +70,11 @@ def _read(reader: Reader) -> dict[str, Any]:
 
 
 def _write(config: Phi3Config) -> dict[str, Any]:
-    """Returns the keys; transformers 4 accepts three in `rope_scaling`, and reads the pretrained length beside it."""
+    """Returns the keys in the form of transformers 4.
+
+    Its `rope_scaling` has the keys type, short_factor and long_factor alone, and the pretrained length is a key of the
+    config.
+    """
     rope, scaling = write_rope(config), config.rope_scaling
     if isinstance(scaling, ops.LongRopeScaling):
         original = scaling.original_max_position_embeddings

@@ -160,7 +160,7 @@ class RemoteRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Uploads what is left; after an error of the run, a failing upload is only a warning."""
+        """Uploads the remaining files. If the run has failed, a failing upload is only a warning."""
         try:
             try:
                 self.wait()

@@ -1,4 +1,4 @@
-"""What experiment trackers have in common: the run's identity over sessions, and the scalars of its events."""
+"""Base class of experiment trackers: one run of the tracker for all sessions, and the scalars of its events."""
 
 import importlib.util
 from abc import ABC, abstractmethod

@@ -316,7 +316,7 @@ def _finish(directory: Path, plan: dict[str, object], tokenizer: HuggingFaceToke
 
 
 def _check_files(directory: Path) -> None:
-    """Checks that a directory without a set is empty, so that files such as another tokenizer are not taken for the set's.
+    """Checks that a directory without a set is empty, so that no other files become part of the set.
 
     Raises:
       DataError: it has other files.

@@ -106,6 +106,18 @@ def test_causes_on_the_host_share_the_idle_time(tmp_path):
     assert idle_s == pytest.approx(overview(trace).facts["idle_s"], rel=1e-6)
 
 
+def test_nested_events_of_one_name_count_the_idle_time_once(build):
+    plane = build.plane("/host:CPU")
+    about = {"hlo_op": "fusion", "hlo_module": "jit_f", "program_id": 1}
+    plane.line("worker", *(plane.event("fusion", at, 10, run_id=1 + at, **about) for at in (0, 110)))
+    # The union of the calls is 60 us, their sum 120 us; the single event is longer than the union.
+    plane.line("python", *(plane.event("recursive", 20, length) for length in (60, 40, 20)))
+    plane.line("other", plane.event("waiting", 25, 80))
+    (row,) = advice(trace_of([read_space(build.space(plane))])).rows
+    assert row.cause == "host-bound steps"
+    assert row.event == "waiting" and row.evidence.endswith("the longest event meanwhile is waiting, 80 us")
+
+
 def test_exposed_collectives_have_their_time_and_line(tpu_trace):
     (row,) = (row for row in advice(tpu_trace).rows if row.cause == "exposed collectives")
     assert row.gain_s == pytest.approx((2 * 40 + 2 * 35) * 1e-6 / 2)

@@ -15,6 +15,7 @@ from stack_profile.analyses.advice_operations import Finding, find_in_operations
 from stack_profile.analyses.compile import compilation_events, compilations
 from stack_profile.analyses.input_pipeline import input_pipeline, input_wait
 from stack_profile.analyses.ops import chosen_devices
+from stack_profile.analyses.overview import idle_by_event
 from stack_profile.analyses.roofline import chip_of
 from stack_profile.answer import Answer
 from stack_profile.traces.intervals import gaps, overlap, union
@@ -121,7 +122,8 @@ def _find_on_host(trace: Trace, devices: Sequence[Ops], windows: Sequence[tuple[
         )
     host_s = idle_s - compile_s - input_s
     if host_s > 0 and len(trace.host_events.which):
-        event, inside_s = _heaviest_event(trace, idle)
+        free = union(*(np.concatenate([each[:, column] for each in idle]) for column in (0, 1)))
+        event, inside_s = next(iter(idle_by_event(trace.host_events, free)), ("", 0.0))
         share = host_s / idle_s
         yield Finding(
             "host-bound steps",
@@ -177,16 +179,6 @@ def _during(times: np.ndarray, idle: Sequence[np.ndarray]) -> float:
     """Computes the idle seconds of all devices within some intervals."""
     covered = union(times[:, 0], times[:, 1])
     return sum(int(overlap(each, covered).sum()) for each in idle) * PICOSECOND
-
-
-def _heaviest_event(trace: Trace, idle: Sequence[np.ndarray]) -> tuple[str, float]:
-    """Returns the host's event with the most idle time, and the time."""
-    host = trace.host_events
-    free = union(*(np.concatenate([each[:, column] for each in idle]) for column in (0, 1)))
-    each_ps = overlap(np.stack([host.start_ps, host.end_ps], axis=1), free)
-    sums = np.bincount(host.which, each_ps, minlength=len(host.names))
-    most = int(np.argmax(sums))
-    return (host.names[most], float(sums[most]) * PICOSECOND) if sums[most] else ("", 0.0)
 
 
 def _notes(devices: Sequence[Ops], rows: Sequence[AdviceRow], note: str, min_share: float) -> Iterator[str]:

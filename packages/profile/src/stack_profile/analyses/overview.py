@@ -20,7 +20,7 @@ from stack_profile.traces.intervals import gaps, overlap, union
 from stack_profile.traces.operations import PICOSECOND, HostEvents, Ops, Step
 from stack_profile.traces.trace import Trace
 
-__all__ = ["OverviewRow", "overview"]
+__all__ = ["OverviewRow", "idle_by_event", "overview"]
 
 _IDLE: Final = 0.1  # If devices idle for at least this share of the steps, the step is bound by the host or the input.
 _SHOWN: Final = 3
@@ -115,23 +115,33 @@ class _Waits:
         calls = host.jax_calls
         inside_ps = int(overlap(union(host.start_ps[calls], host.end_ps[calls]), idle).sum())
         idle_ps = int(np.sum(idle[:, 1] - idle[:, 0]))
-        each_ps = overlap(np.stack([host.start_ps, host.end_ps], axis=1), idle)
-        # Nested events of one name count several times here: take twice as many candidates, and rank them by their
-        # union.
-        longest = np.argsort(-np.bincount(host.which, each_ps, minlength=len(host.names)))[: 2 * _SHOWN]
-        by_name: list[tuple[str, float]] = []
-        for row in longest.tolist():
-            events = np.flatnonzero(host.which == row)  # events of one name may nest; the union counts their time once
-            seconds = overlap(union(host.start_ps[events], host.end_ps[events]), idle).sum() * PICOSECOND
-            by_name += [(host.names[row], float(seconds))] if seconds else []
-        by_name.sort(key=lambda pair: -pair[1])
         return cls(
             known=len(host.which) > 0,
             inside_s=inside_ps * PICOSECOND,
             outside_s=(idle_ps - inside_ps) * PICOSECOND,
             input_s=wait.idle_s if wait else None,
-            by_name=tuple(by_name[:_SHOWN]),
+            by_name=idle_by_event(host, idle),
         )
+
+
+def idle_by_event(host: HostEvents, idle: np.ndarray) -> tuple[tuple[str, float], ...]:
+    """Returns the host events with the most idle time, as pairs (name, seconds), the longest first.
+
+    Args:
+      host: events of the host.
+      idle: disjoint rows (start, end) of picoseconds, in order of time.
+    """
+    each_ps = overlap(np.stack([host.start_ps, host.end_ps], axis=1), idle)
+    # Nested events of one name count several times here: take twice as many candidates, and rank them by their
+    # union.
+    longest = np.argsort(-np.bincount(host.which, each_ps, minlength=len(host.names)))[: 2 * _SHOWN]
+    found: list[tuple[str, float]] = []
+    for row in longest.tolist():
+        events = np.flatnonzero(host.which == row)
+        seconds = overlap(union(host.start_ps[events], host.end_ps[events]), idle).sum() * PICOSECOND
+        found += [(host.names[row], float(seconds))] if seconds else []
+    found.sort(key=lambda pair: -pair[1])
+    return tuple(found[:_SHOWN])
 
 
 def _row(ops_: Ops, step: Step) -> OverviewRow:

@@ -5,8 +5,10 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
+from jax._src.lib import hlo
 
 import stack_profile
+from stack_core.chips.tpus import V5P
 from stack_profile.analyses.advice import advice
 from stack_profile.analyses.overview import overview
 from stack_profile.traces.trace import load_trace, trace_of
@@ -116,6 +118,99 @@ def test_nested_events_of_one_name_count_the_idle_time_once(build):
     (row,) = advice(trace_of([read_space(build.space(plane))])).rows
     assert row.cause == "host-bound steps"
     assert row.event == "waiting" and row.evidence.endswith("the longest event meanwhile is waiting, 80 us")
+
+
+PRODUCTS = """HloModule jit_step, is_scheduled=true
+
+%body (state: (s32[], f32[64,64])) -> (s32[], f32[64,64]) {
+  %state = (s32[], f32[64,64]) parameter(0)
+  %number = s32[] get-tuple-element(%state), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%number, %one)
+  %before = f32[64,64] get-tuple-element(%state), index=1
+  %small = f32[64,64] dot(%before, %before), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %result = (s32[], f32[64,64]) tuple(%next, %small)
+}
+
+%condition (state: (s32[], f32[64,64])) -> pred[] {
+  %state = (s32[], f32[64,64]) parameter(0)
+  %number = s32[] get-tuple-element(%state), index=0
+  %limit = s32[] constant(20)
+  ROOT %more = pred[] compare(%number, %limit), direction=LT
+}
+
+ENTRY %main (x: bf16[4096,4096], y: bf16[4096,320], row: bf16[1,4096], z: f32[1000], w: f32[64,64]) -> f32[64,64] {
+  %x = bf16[4096,4096] parameter(0)
+  %y = bf16[4096,320] parameter(1)
+  %row = bf16[1,4096] parameter(2)
+  %z = f32[1000] parameter(3)
+  %w = f32[64,64] parameter(4)
+  %zero = f32[] constant(0)
+  %first = s32[] constant(0)
+  %full = bf16[4096,4096] dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %padded = bf16[4096,320] dot(%x, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %thin = bf16[1,4096] dot(%row, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %pad = f32[1024] pad(%z, %zero), padding=0_24
+  %start = (s32[], f32[64,64]) tuple(%first, %w)
+  %loop = (s32[], f32[64,64]) while(%start), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"20"}}
+  ROOT %out = f32[64,64] get-tuple-element(%loop), index=1
+}
+"""  # noqa: E501 - a line of HLO is a line
+
+
+def products(build, device="/device:TPU:0"):
+    """A run of 2 ms; each operation takes 200 us, and the small product of the loop 20 times 4 us."""
+    proto = build.message((1, hlo.hlo_module_from_text(PRODUCTS).as_serialized_hlo_module_proto()))
+    plane, names = build.plane(device), ("full", "padded", "thin", "pad")
+    for name in (*names, "small"):
+        plane.metadata(name, program_id=7)
+    plane.line("XLA Modules", plane.event("jit_step(7)", 0, 2000))
+    events = [(name, 200 * place, 200) for place, name in enumerate(names)]
+    events += [("small", 1000 + 10 * number, 4) for number in range(20)]
+    plane.line("XLA Ops", *(plane.event(*event) for event in events))
+    space = build.space(build.metadata_plane([("jit_step", 7, proto)]), plane)
+    return trace_of([read_space(space)], about={"device_kind": "TPU v5p", "devices": 1})
+
+
+def rows_of(trace, cause):
+    return [row for row in advice(trace, min_share=0.0).rows if row.cause == cause]
+
+
+def test_padding_is_the_time_of_pads_and_of_the_unused_parts_of_tiles(build):
+    (row,) = rows_of(products(build), "padding")  # one row, because no operation has a line
+    # 320 of 384 columns are used; the pad's time counts in full.
+    assert row.gain_s == pytest.approx(200e-6 * (1 - 320 / 384) + 200e-6)
+    assert "4096 x 320 fills 83% of its tiles" in row.evidence and "pads to f32[1024]" in row.evidence
+    # The weights bound the product of a single row, and a full product has no unused part.
+    assert row.evidence.startswith("padded, pad: 400 us in 2 executions")
+
+
+def test_the_tiles_of_other_hardware_are_unknown(build):
+    (row,) = rows_of(products(build, "/device:GPU:0"), "padding")
+    assert row.gain_s == pytest.approx(200e-6) and row.event == "pad"
+
+
+def test_small_products_gain_the_time_above_the_peaks(build):
+    (row,) = rows_of(products(build), "small products")
+    traffic_bytes = 3 * 64 * 64 * 4  # the result and both operands
+    assert row.event == "small" and "4 us each, 20 times in a run" in row.evidence
+    assert row.gain_s == pytest.approx(20 * (4e-6 - traffic_bytes / V5P.hbm_bandwidth_bytes_s))
+
+
+def test_the_first_compilation_during_the_steps_is_not_a_recompilation(tmp_path):
+    def once(x):
+        return jnp.sum(x * 2)
+
+    step, other, x = jax.jit(lambda x: jnp.tanh(x @ x)), jax.jit(once), jnp.ones((64, 64))
+
+    def run(number):
+        step(x).block_until_ready()
+        if number == 2:
+            other(x).block_until_ready()
+
+    (row,) = (row for row in advice(captured(tmp_path, run)).rows if row.event == "jit_once")
+    assert row.cause == "compilation" and row.gain_s > 0
+    assert "1 first compilations took" in row.evidence
 
 
 def test_exposed_collectives_have_their_time_and_line(tpu_trace):

@@ -163,7 +163,7 @@ def _compilations(
         yield Finding(
             "compilation",
             _during(times, idle),
-            f"{len(first)} functions were compiled for {number('_s', _length_s(times))}, the longest is {longest}",
+            f"{len(first):,} first compilations took {number('_s', _length_s(times))}, the longest is {longest}",
             "Compile before the loop, as by running the functions once or jax.jit(f).lower(...).compile(), and keep a "
             "compile cache (jax_compilation_cache_dir).",
             program=longest,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from stack_core.report.fields import number
+from stack_profile.analyses.roofline import ideal_times
 from stack_profile.traces.categories import category
 from stack_profile.traces.collectives import Axes, collectives_of
 from stack_profile.traces.operations import PICOSECOND, Operation, Ops
@@ -17,6 +18,7 @@ from stack_profile.traces.trace import Trace
 
 if TYPE_CHECKING:
     from stack_core.chips import Chip
+    from stack_core.programs.hlo import ArrayShape
 
 __all__ = ["Finding", "find_in_operations"]
 
@@ -85,7 +87,7 @@ def find_in_operations(trace: Trace, devices: Sequence[Ops], chip: "Chip | None"
         (
             "padding",
             "Choose sizes that are multiples of the chip's tile, or pad once outside of the step.",
-            functools.partial(_padding, chip),
+            functools.partial(_padding, chip, _TPU_TILE if any("TPU:" in each.device for each in devices) else None),
         ),
         (
             "small products",
@@ -140,9 +142,8 @@ def _float32(chip: "Chip | None", operation: Operation, self_s: float, count: in
     memory_s = cost.traffic_bytes / chip.hbm_bandwidth_bytes_s
     before = max(cost.flops.total / wide, memory_s)
     after = max(cost.flops.total / narrow, memory_s / 2)
-    return self_s * (
-        1 - after / before
-    ), f"the peak is {number('_flops_s', narrow)}FLOP/s in bfloat16, not {number('_flops_s', wide)}"
+    peaks = f"the peak is {number('_flops_s', narrow)}FLOP/s in bfloat16, {number('_flops_s', wide)}FLOP/s in float32"
+    return self_s * (1 - after / before), peaks
 
 
 _PASSIVE: Final = frozenset(
@@ -176,72 +177,60 @@ def _layout_copy(operation: Operation, self_s: float, count: int) -> tuple[float
 
 
 def _shapes(operation: Operation) -> list[str]:
+    return [f"{each.dtype}[{','.join(map(str, each.dims))}]" for each in _results(operation)[:2]]
+
+
+def _results(operation: Operation) -> Sequence["ArrayShape"]:
+    """Returns the shapes that an operation writes; none if its program is unknown."""
     module = operation.program.module if operation.program else None
     name = operation.name.removeprefix("%")
     for computation in module.computations.values() if module else ():
         if name in computation.instructions:
-            shapes = computation.instructions[name].shapes
-            return [f"{each.dtype}[{','.join(map(str, each.dims))}]" for each in shapes[:2]]
-    return []
+            return computation.instructions[name].shapes
+    return ()
 
 
-_TILES: Final = {"tpu": (8, 128), "gpu": (8, 8)}  # rows and columns of the smallest product without waste
+_TPU_TILE: Final = (8, 128)  # rows and columns of a vector register of 32-bit numbers
+_FULL: Final = 0.9
 
 
-def _padding(chip: "Chip | None", operation: Operation, self_s: float, count: int) -> tuple[float, str] | None:
-    """Time of operations that pad, and of products the share of their results that fills tiles."""
+def _padding(
+    chip: "Chip | None", tile: tuple[int, int] | None, operation: Operation, self_s: float, count: int
+) -> tuple[float, str] | None:
+    """Estimates the time of pads, and of products the fraction by which the binding peak time shrinks in full tiles."""
     instruction = operation.instruction
     if instruction is None:
         return None
     if "pad" in instruction.opcodes and category(instruction) == "slice and update":
         return self_s, f"pads to {', '.join(_shapes(operation))}"
-    tile = _TILES.get(_platform(operation, chip))
-    if (
-        tile is None
-        or category(instruction) != "matrix product"
-        or operation.program is None
-        or operation.program.module is None
-    ):
+    results = _results(operation)
+    if tile is None or category(instruction) != "matrix product" or not results or len(results[0].dims) < 2:
         return None
-    dims = _result_dims(operation)
-    if len(dims) < 2:
+    compute_s, memory_s = ideal_times(operation.cost, chip, 1)
+    rows, columns = results[0].dims[-2:]
+    used = math.prod(size / (math.ceil(size / part) * part) for size, part in zip((rows, columns), tile, strict=True))
+    if not compute_s or memory_s is None or used >= _FULL:
         return None
-    shares = [size / (math.ceil(size / part) * part) for size, part in zip(dims[-2:], tile, strict=True)]
-    used = math.prod(shares)
-    return (self_s * (1 - used), f"{dims[-2]} x {dims[-1]} fills {used:.0%} of its tiles") if used < _FULL else None
-
-
-_FULL: Final = 0.9
-
-
-def _platform(operation: Operation, chip: "Chip | None") -> str:
-    kind = chip.kind if chip is not None else ""
-    return "tpu" if kind.startswith(("tpu", "v")) else "gpu" if kind[:1] in ("h", "a", "b") else ""
-
-
-def _result_dims(operation: Operation) -> tuple[int, ...]:
-    module = operation.program.module if operation.program else None
-    name = operation.name.removeprefix("%")
-    for computation in module.computations.values() if module else ():
-        if name in computation.instructions:
-            return computation.instructions[name].shapes[0].dims
-    return ()
-
-
-def _small_product(chip: "Chip | None", operation: Operation, self_s: float, count: int) -> tuple[float, str] | None:
-    """Time above the peaks of products that are shorter than `_SMALL_S` and run many times in one run."""
-    cost = operation.cost
-    if chip is None or cost is None or category(operation.instruction) != "matrix product":
-        return None
-    if not cost.times or cost.times < _MANY or self_s / count > _SMALL_S:
-        return None
-    ideal_s = cost.flops.ideal_s(chip)
-    gain_s = None if ideal_s is None else self_s - ideal_s * count
-    return None if gain_s is None else (gain_s / 2, f"{number('_s', self_s / count)} each, {cost.times} times in a run")
+    # Unused parts cost nothing while the memory is the limit, as in products with a single row.
+    gain_s = self_s * (1 - max(compute_s, memory_s) / max(compute_s / used, memory_s))
+    return gain_s, f"{rows} x {columns} fills {used:.0%} of its tiles"
 
 
 _MANY: Final = 16
 _SMALL_S: Final = 1e-5
+
+
+def _small_product(chip: "Chip | None", operation: Operation, self_s: float, count: int) -> tuple[float, str] | None:
+    """Estimates the time above the peaks of products shorter than `_SMALL_S` that run `_MANY` times in one run."""
+    cost = operation.cost
+    if cost is None or category(operation.instruction) != "matrix product":
+        return None
+    if not cost.times or cost.times < _MANY or self_s / count > _SMALL_S:
+        return None
+    compute_s, memory_s = ideal_times(cost, chip, count)
+    if compute_s is None or memory_s is None:
+        return None
+    return self_s - max(compute_s, memory_s), f"{number('_s', self_s / count)} each, {cost.times} times in a run"
 
 
 def _exposed(trace: Trace, devices: Sequence[Ops]) -> Iterator[Finding]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from stack_core.chips import Chip
     from stack_core.programs.hlo_costs import InstructionCost
 
-__all__ = ["Roof", "RooflineRow", "chip_of", "roof_of", "roofline", "roofline_of"]
+__all__ = ["Roof", "RooflineRow", "chip_of", "ideal_times", "roof_of", "roofline", "roofline_of"]
 
 
 @dataclass(frozen=True)
@@ -250,14 +250,14 @@ def _row(measured: _Measured, chip: "Chip | None", sharing: int) -> RooflineRow:
 
 def _ideal(operation: Operation, chip: "Chip | None", times: int) -> tuple[float | None, str | None]:
     """Computes the seconds of some executions at the chip's peaks, and the binding peak; None if unknown."""
-    compute_s, memory_s = _ideals(operation.cost, chip, times)
+    compute_s, memory_s = ideal_times(operation.cost, chip, times)
     if operation.flops is None or compute_s is None or memory_s is None:
         return None, None
     ideal_s = max(compute_s, memory_s)
     return ideal_s, ("compute" if compute_s == ideal_s else "memory") if ideal_s else None
 
 
-def _ideals(cost: "InstructionCost | None", chip: "Chip | None", times: int) -> tuple[float | None, float | None]:
+def ideal_times(cost: "InstructionCost | None", chip: "Chip | None", times: int) -> tuple[float | None, float | None]:
     """Computes the seconds at the chip's peak FLOP/s and at its peak bandwidth."""
     if cost is None or chip is None:
         return None, None

@@ -27,6 +27,9 @@ os.environ["STACK_TUNED_TABLES"] = ""
 # No test depends on the Hugging Face hub; a name of a model there fails at once, with or without a network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+# The fixture `browser`, for tests of several packages.
+pytest_plugins = ["browser"]
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import httpx2
 import pytest
-from packages.profile.tests.report.conftest import Browser, browser  # noqa: F401 - a fixture
+from browser import Browser
 
 from .served import KEY, Served
 from .test_tool_calls import ANSWER, TOOLS, write_forced_checkpoint
@@ -22,7 +22,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     assert "Traceback" not in served.stop()
 
 
-def opened(browser: Browser, served: Served, key: str) -> str:  # noqa: F811
+def opened(browser: Browser, served: Served, key: str) -> str:
     """Opens the page in a tab whose user has entered an API key before; returns its address."""
     address = f"{served.address}/"
     browser.call("Page.navigate", url=address)
@@ -35,7 +35,7 @@ def opened(browser: Browser, served: Served, key: str) -> str:  # noqa: F811
     return address
 
 
-def put(browser: Browser, name: str, value: str) -> None:  # noqa: F811
+def put(browser: Browser, name: str, value: str) -> None:
     """Enters a value as a person does, with its events."""
     browser.evaluate(
         f"(() => {{ const field = document.getElementById({json.dumps(name)}); field.value = {json.dumps(value)};"
@@ -43,7 +43,7 @@ def put(browser: Browser, name: str, value: str) -> None:  # noqa: F811
     )
 
 
-def say(browser: Browser, text: str) -> None:  # noqa: F811
+def say(browser: Browser, text: str) -> None:
     """Types a message and waits until its answer, or an error, is there."""
     browser.evaluate("document.getElementById('question').focus()")
     browser.call("Input.insertText", text=text)
@@ -52,12 +52,11 @@ def say(browser: Browser, text: str) -> None:  # noqa: F811
     browser.wait_for("document.querySelector('article:last-child :is(.error, .facts:not(:empty))')")
 
 
-def texts(browser: Browser, selector: str) -> list[str]:  # noqa: F811
-    found = f"[...document.querySelectorAll({json.dumps(selector)})].map(each => each.innerText)"
-    return json.loads(browser.evaluate(f"JSON.stringify({found})"))
+def texts(browser: Browser, selector: str) -> list[str]:
+    return browser.values(selector, "each.innerText")
 
 
-def test_a_conversation_with_tools_in_the_browser(served: Served, browser: Browser) -> None:  # noqa: F811
+def test_a_conversation_with_tools_in_the_browser(served: Served, browser: Browser) -> None:
     address = opened(browser, served, KEY)
     put(browser, "tools", json.dumps(TOOLS))
     put(browser, "temperature", "0")
@@ -84,7 +83,7 @@ def test_a_conversation_with_tools_in_the_browser(served: Served, browser: Brows
     assert not browser.complaints
 
 
-def test_probabilities_of_tokens_and_an_answer_that_is_stopped(served: Served, browser: Browser) -> None:  # noqa: F811
+def test_probabilities_of_tokens_and_an_answer_that_is_stopped(served: Served, browser: Browser) -> None:
     opened(browser, served, KEY)
     browser.evaluate("document.getElementById('logprobs').checked = true")
     put(browser, "max_completion_tokens", "3")
@@ -99,7 +98,7 @@ def test_probabilities_of_tokens_and_an_answer_that_is_stopped(served: Served, b
     assert not browser.complaints
 
 
-def test_a_conversation_goes_on_after_a_call_that_was_cut(served: Served, browser: Browser) -> None:  # noqa: F811
+def test_a_conversation_goes_on_after_a_call_that_was_cut(served: Served, browser: Browser) -> None:
     opened(browser, served, KEY)
     put(browser, "tools", json.dumps(TOOLS))
     put(browser, "temperature", "0")
@@ -111,14 +110,14 @@ def test_a_conversation_goes_on_after_a_call_that_was_cut(served: Served, browse
     assert not browser.complaints
 
 
-def test_a_conversation_too_large_to_be_stored_goes_on(served: Served, browser: Browser) -> None:  # noqa: F811
+def test_a_conversation_too_large_to_be_stored_goes_on(served: Served, browser: Browser) -> None:
     opened(browser, served, KEY)
     browser.evaluate("Storage.prototype.setItem = () => { throw new DOMException('', 'QuotaExceededError'); }")
     say(browser, QUESTION)
     assert texts(browser, "article.assistant button") == ["Retry"] and not browser.complaints
 
 
-def test_errors_of_the_server_are_shown_as_text(served: Served, browser: Browser) -> None:  # noqa: F811
+def test_errors_of_the_server_are_shown_as_text(served: Served, browser: Browser) -> None:
     opened(browser, served, "")
     assert "key" in texts(browser, ".error")[0].lower() and browser.evaluate(
         "!document.getElementById('settings').hidden"

@@ -1,4 +1,4 @@
-"""A real browser without a window, driven through a pipe, that tells what a page asked for and complained of."""
+"""A real browser without a window, driven through a pipe; `conftest.py` gives all tests its fixture."""
 
 import contextlib
 import fcntl
@@ -84,19 +84,19 @@ class Browser:
         return answer["result"].get("value")
 
     def values(self, selector, expression):
-        """The value of a JavaScript expression for `each` element of a selector."""
+        """Returns the value of a JavaScript expression for `each` element of a selector."""
         found = f"[...document.querySelectorAll({json.dumps(selector)})].map(each => {expression})"
         return json.loads(self.evaluate(f"JSON.stringify({found})"))
 
     def rows(self):
-        """The rows of the panel's table, by the titles of its columns; numbers are exact."""
+        """Returns the rows of the table in the report's panel, by the titles of the columns; numbers are exact."""
         heads = self.values(".panel .sums th", "each.textContent")
         number = "cell.dataset.value === undefined ? null : Number(cell.dataset.value)"
         cells = f"[...each.cells].map(cell => cell.className === 'number' ? ({number}) : cell.textContent)"
         return [dict(zip(heads, row, strict=True)) for row in self.values(".panel .sums tbody tr", cells)]
 
     def changed(self, action):
-        """Does something, waits until the address is another, and returns it."""
+        """Calls `action`, waits until the part of the address after "#" changes, and returns it."""
         before = self.evaluate("location.hash")
         action()
         self.wait_for(f"location.hash !== {json.dumps(before)}")
@@ -119,6 +119,7 @@ class Browser:
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory):
+    """Starts Chromium, if the machine has it, in a profile of its own."""
     if CHROMIUM is None:
         pytest.skip("needs a browser: apt-get install chromium")
     profile = tmp_path_factory.mktemp("browser")

@@ -268,11 +268,10 @@ def test_arrows_lead_from_a_dispatch_to_its_operations_and_back(browser, build, 
     )
     assert "event=3" in browser.changed(lambda: browser.evaluate(link.format("launch")))
     assert "Dispatches dot on GPU:0, 200 us later" in browser.evaluate(text)
-    dark = DARK_PIXELS
-    drawn = browser.evaluate(dark)
+    drawn = browser.evaluate(DARK_PIXELS)
     assert "event=1" in browser.changed(lambda: browser.evaluate(link.format("dot")))
     browser.open(tmp_path / "page.html", "#device=GPU%3A0")
-    assert drawn > browser.evaluate(dark), "the arrow goes with the host's lane"
+    assert drawn > browser.evaluate(DARK_PIXELS), "the arrow goes with the host's lane"
 
 
 def test_the_memory_of_an_allocator_is_a_lane(browser, build, tmp_path):
@@ -284,11 +283,13 @@ def test_the_memory_of_an_allocator_is_a_lane(browser, build, tmp_path):
     host.line("python", *events)
     write([page(trace_of([read_space(build.space(device, host))]), [])], tmp_path / "page.html")
     browser.open(tmp_path / "page.html")
-    box = "document.querySelector('.lanes canvas').getBoundingClientRect()"
-    left, top, width = (browser.evaluate(f"{box}.{side}") for side in ("left", "top", "width"))
+    box, tip = (f"document.querySelector('{each}')" for each in (".lanes canvas", ".timeline .tip"))
+    left, top, width = (browser.evaluate(f"{box}.getBoundingClientRect().{side}") for side in ("left", "top", "width"))
     for share, size in ((0.25, "1 KiB"), (0.75, "4 KiB")):
         browser.mouse("mouseMoved", left + 176 + share * (width - 176), top + 20 + 19 + 15)
-        browser.wait_for(f"document.querySelector('.timeline .tip').textContent === '{size} in use GPU_0_bfc'")
+        browser.wait_for(f"{tip}.textContent.startsWith('{size}')")
+        assert browser.evaluate(f"{tip}.hidden") is False
+        assert browser.evaluate(f"{tip}.textContent") == f"{size} in use GPU_0_bfc"
 
 
 def test_the_advice_has_the_gains_of_the_analysis_and_links_to_events_and_lines(browser, looped, tmp_path):

@@ -101,7 +101,7 @@ def _recorded(trace: Trace, paths: ShortPaths, limit: int) -> tuple[Recorded, st
     """Collects the events, or returns none of them and an error message."""
     try:
         return recorded_events(trace, paths, limit=limit), ""
-    except Exception as error:  # No part of a damaged trace may cost the sections, which read less of it.
+    except Exception as error:  # A damaged trace may raise anything here; its sections read less of it.
         return Recorded(), f"{type(error).__name__}: {error}"
 
 

@@ -1,6 +1,6 @@
-"""Data of the page's views that events do not have: the chip's peaks, memory, graphs of programs, and notes.
+"""Data of the page's views besides events: the chip's peaks, memory, graphs of programs, advice, and notes.
 
-A part that fails is missing with its error message, so that a damaged program costs only its own view.
+The page shows the error message of a part that fails and all other parts.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ def views(trace: Trace, paths: ShortPaths, links: Links) -> dict[str, Any]:
     for name, part in parts.items():
         try:
             found[name] = part(trace, paths)
-        except Exception as error:  # Damage of any kind costs its own view alone, as with the sections.
+        except Exception as error:  # A damaged trace may raise anything; only this view is left out.
             failures[name] = f"{type(error).__name__}: {error}"
     return {**found, "failures": failures}
 

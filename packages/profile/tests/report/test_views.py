@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import stack_profile
@@ -19,7 +20,9 @@ from stack_profile.analyses.memory import memory
 from stack_profile.analyses.overview import overview
 from stack_profile.analyses.roofline import roofline
 from stack_profile.exports import write
+from stack_profile.report import views
 from stack_profile.report.page import page, sections
+from stack_profile.traces.allocator import AllocatorHistory
 from stack_profile.traces.short_paths import short_paths
 from stack_profile.traces.trace import load_trace, trace_of
 from stack_profile.traces.xplane import read_space
@@ -290,6 +293,18 @@ def test_the_memory_of_an_allocator_is_a_lane(browser, build, tmp_path):
         browser.wait_for(f"{tip}.textContent.startsWith('{size}')")
         assert browser.evaluate(f"{tip}.hidden") is False
         assert browser.evaluate(f"{tip}.textContent") == f"{size} in use GPU_0_bfc"
+
+
+def test_a_long_history_of_an_allocator_is_drawn(browser, build, tmp_path, monkeypatch):
+    device = build.plane("/device:GPU:0")
+    device.line("Stream #1", device.event("fusion", 0, 900, hlo_op="fusion", hlo_module="jit_f", program_id=1))
+    states = np.arange(400_000)  # more than a call takes arguments in a browser
+    history = AllocatorHistory("GPU:0", "GPU_0_bfc", states * 2000, 1024 + states, states, states)
+    monkeypatch.setattr(views, "allocator_histories", lambda spaces, base_ns: [history])
+    write([page(trace_of([read_space(build.space(device))]), [])], tmp_path / "page.html")
+    browser.open(tmp_path / "page.html", "#tab=memory")
+    assert "400,000 states in this range" in browser.evaluate("document.querySelector('.panel').textContent")
+    assert browser.complaints == []
 
 
 def test_the_advice_has_the_gains_of_the_analysis_and_links_to_events_and_lines(browser, looped, tmp_path):

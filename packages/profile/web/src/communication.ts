@@ -3,7 +3,7 @@
 import { type Capture, firstEndingAfter, type Kind, type Lane } from "./data";
 import { button, h, select } from "./dom";
 import { bytes, count, picoseconds, seconds, share } from "./format";
-import { type Column, grid } from "./grid";
+import { type Column, grid, number, text } from "./grid";
 import type { PanelActions, Shown } from "./panel";
 import { isChosen, isGroup, matchingKinds, sums, valueOf } from "./query";
 import { cutSelfTimes } from "./self_times";
@@ -53,16 +53,6 @@ export function laneSums(capture: Capture, view: View, type: Lane["type"], range
   }
   return [...found.values()];
 }
-
-const number = <Row>(key: string, title: string, value: (row: Row) => number | null, form: (value: number) => string): Column<Row> => ({
-  key,
-  title,
-  kind: "number",
-  value,
-  show: (row) => form(value(row)!),
-});
-
-const text = <Row>(key: string, title: string, value: (row: Row) => string, show?: (row: Row) => Node | string): Column<Row> => ({ key, title, kind: "text", value, ...(show ? { show } : {}) });
 
 const link = (name: string, longest: number | null, actions: PanelActions): HTMLElement | string =>
   longest === null ? name || "(none)" : button(name || "(none)", () => actions.event(longest), { class: "link", title: "Show its longest event" });

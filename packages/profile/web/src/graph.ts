@@ -3,7 +3,7 @@
 import type { Capture, Program } from "./data";
 import { button, h, select } from "./dom";
 import { bytes, count, flops, seconds } from "./format";
-import { type Column, grid } from "./grid";
+import { type Column, grid, number, text } from "./grid";
 import type { PanelActions, Shown } from "./panel";
 import { type Sums, sums, valueOf } from "./query";
 import { s } from "./svg";
@@ -216,8 +216,6 @@ function box(index: Index, node: number, [x, y]: readonly [number, number], isCe
 
 function table(index: Index, rows: readonly Neighbour[], time: Time, go: (node: number) => void, view: View, actions: PanelActions): HTMLElement {
   const { nodes } = index.program;
-  const number = (key: string, title: string, value: (row: Neighbour) => number | null, form: (value: number) => string): Column<Neighbour> => ({ key, title, kind: "number", value, show: (row) => form(value(row)!) });
-  const text = (key: string, title: string, value: (row: Neighbour) => string, show?: (row: Neighbour) => Node | string): Column<Neighbour> => ({ key, title, kind: "text", value, ...(show ? { show } : {}) });
   const columns: Column<Neighbour>[] = [
     number("distance", "distance", (row) => row.distance, String),
     text("relation", "relation", ({ relation, node }) => (relation === "fuses" ? `in ${nodes[nodes[node]![FUSION]]![NAME]}` : relation)),

@@ -12,6 +12,18 @@ export interface Column<Row> {
   readonly show?: (row: Row) => Node | string; // instead of the value itself
 }
 
+/** A column of numbers, which shows them in a form. */
+export const number = <Row>(key: string, title: string, value: (row: Row) => number | null, form: (value: number) => string): Column<Row> => ({
+  key,
+  title,
+  kind: "number",
+  value,
+  show: (row) => form(value(row)!),
+});
+
+/** A column of texts. */
+export const text = <Row>(key: string, title: string, value: (row: Row) => string, show?: (row: Row) => Node | string): Column<Row> => ({ key, title, kind: "text", value, ...(show ? { show } : {}) });
+
 export interface GridActions {
   change(view: Partial<View>): void;
 }

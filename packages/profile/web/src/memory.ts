@@ -6,7 +6,7 @@ import { bytes, count, picoseconds, share } from "./format";
 import { type Column, grid } from "./grid";
 import type { PanelActions, Shown } from "./panel";
 import { type Sums, isGroup } from "./query";
-import { BOTTOM, drawAxes, frame, LEFT, linearAxis, RIGHT, s, stepPath, TOP } from "./svg";
+import { BOTTOM, drawAxes, extent, frame, LEFT, linearAxis, RIGHT, s, stepPath, TOP } from "./svg";
 import { ARRAYS, type View } from "./view";
 
 interface Group {
@@ -138,8 +138,8 @@ function allocatorChart(allocator: Allocator, [from, to]: readonly [number, numb
   let limit = first;
   while (limit < time.length && time[limit]! <= to) limit++;
   const inside = Array.from({ length: Math.max(limit - first, 1) }, (_, i) => first + i);
-  const most = Math.max(...inside.map((i) => allocated[i]!), 1);
-  const least = Math.min(...inside.map((i) => allocated[i]!));
+  const [least, highestUsed] = extent(inside.map((i) => allocated[i]!));
+  const most = Math.max(highestUsed, 1);
   // Changes that are small beside the whole are visible only on an axis that does not begin at 0.
   const low = most - least < 0.2 * most ? Math.max(0, least - (most - least || 0.05 * most)) : 0;
   const y = linearAxis(low, most + 0.08 * (most - low), height - BOTTOM, TOP + 8, "bytes");
@@ -153,7 +153,7 @@ function allocatorChart(allocator: Allocator, [from, to]: readonly [number, numb
     tip([`${bytes(allocated[place]!)} in use`, `${bytes(available[place]!)} free, at most ${bytes(peak[place]!)} so far`, `at ${picoseconds(time[place]!)}`], event.offsetX, event.offsetY);
   });
   svg.addEventListener("pointerleave", () => tip(null));
-  const highest = Math.max(...inside.map((i) => peak[i]!));
+  const [, highest] = extent(inside.map((i) => peak[i]!));
   figure.element.append(h("p", { class: "help" }, `${count(inside.length)} states in this range: ${bytes(least)} to ${bytes(most)} in use; at most ${bytes(highest)} since the process started.`));
   return figure.element;
 }

@@ -3,7 +3,7 @@
 import type { Capture, Kind } from "./data";
 import { button, h, select } from "./dom";
 import { bytes, flops, picoseconds, seconds, share } from "./format";
-import { type Column, grid } from "./grid";
+import { type Column, grid, number } from "./grid";
 import type { PanelActions, Shown } from "./panel";
 import { type Sums, valueOf } from "./query";
 import { drawAxes, frame, Labels, LEFT, logAxis, BOTTOM, RIGHT, s, TOP } from "./svg";
@@ -52,7 +52,6 @@ export function rooflinePanel(capture: Capture, { view, found }: Shown, actions:
     h("span", { class: "help" }, roof ? `${roof.chip ?? "unknown chip"}. ${roof.note}` : `The chip's peaks could not be read. ${capture.failures["roof"] ?? ""}`),
   );
   if (!all.length) return h("div", {}, controls, h("p", { class: "empty" }, "No operation of the selection matches."));
-  const number = (key: string, title: string, value: (row: Point) => number | null, form: (value: number) => string): Column<Point> => ({ key, title, kind: "number", value, show: (row) => form(value(row)!) });
   const columns: Column<Point>[] = [
     { key: "name", title: view.points === "op" ? "name" : "line", kind: "text", value: (row) => row.name || "(none)", show: (row) => button(row.name || "(none)", () => actions.filter(view.points, row.name), { class: "link", title: "Show only these events" }) },
     number("self", "self", (row) => row.self_s, seconds),

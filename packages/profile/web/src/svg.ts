@@ -38,6 +38,16 @@ export function logAxis(least: number, most: number, start: number, end: number)
   return { at: (value) => start + ((Math.log10(value) - low) / (high - low)) * (end - start), from: (x) => 10 ** (low + ((x - start) / (end - start)) * (high - low)), ticks };
 }
 
+/** The least and the most of some values, which may be more than a call takes arguments. */
+export function extent(values: Iterable<number>): readonly [number, number] {
+  let [least, most] = [Infinity, -Infinity];
+  for (const value of values) {
+    if (value < least) least = value;
+    if (value > most) most = value;
+  }
+  return [least, most];
+}
+
 /** The next of 1, 2, 5, 10, ... */
 export function roundStep(least: number): number {
   const power = 10 ** Math.floor(Math.log10(least || 1));

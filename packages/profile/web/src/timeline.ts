@@ -8,7 +8,7 @@ import { type Allocator, type Capture, firstEndingAfter, type Lane, laneOf } fro
 import { h } from "./dom";
 import { bytes, picoseconds } from "./format";
 import { isChosen, isGroup } from "./query";
-import { stepPath } from "./svg";
+import { extent, stepPath } from "./svg";
 import type { Range, View } from "./view";
 
 const GUTTER = 176; // CSS pixels of the lanes' names
@@ -351,7 +351,7 @@ export class Timeline {
       if (strip.memory) {
         context.fillStyle = css(palette.faint);
         context.fillText("memory", 18, top + 9);
-        context.fillText(`to ${bytes(Math.max(...strip.memory.allocated))}`, 18, top + 22);
+        context.fillText(`to ${bytes(extent(strip.memory.allocated)[1])}`, 18, top + 22);
       } else if (strip.lane) {
         context.fillStyle = css(palette.faint);
         context.fillText(shortened(strip.lane.name, 22), 18, top + Math.min(strip.height - PAD, ROW) / 2 + 0.5);
@@ -379,7 +379,7 @@ export class Timeline {
     for (const { memory, top } of this.strips) {
       if (!memory) continue;
       const bottom = top + RULER - this.scroller.scrollTop + MEMORY;
-      const [low, high] = [Math.min(...memory.allocated), Math.max(...memory.allocated)];
+      const [low, high] = extent(memory.allocated);
       const y = (value: number) => bottom - 2 - ((value - low) / (high - low || 1)) * (MEMORY - 6);
       const places = Array.from(memory.time, (time, i) => [this.x(time, width), y(memory.allocated[i]!)] as const);
       if (!places.length) continue;

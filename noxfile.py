@@ -60,12 +60,10 @@ LLAMA_CPP = "llama-cpp-python>=0.3.16,<0.4"
 NO_PARITY = "--ignore=integration_tests/parity"
 # Their messages need an older protobuf than `constraints/` pins.
 CLIENTS = ("tritonclient[http,grpc]>=2.73,<3", "kserve>=0.21,<0.22")
-# The whole of MLflow, whose database is the tracking server of the tests.
-TRACKERS = ("mlflow>=3,<4", "wandb>=0.21,<0.32")
 # Extras of stack-rl with other people's environments; some pin versions that `constraints/` does not have.
 ENVIRONMENTS = ("gymnasium", "reasoning-gym", "verifiers", "openenv")
-# The AWS libraries need an older python-dateutil than `constraints/` pins.
-OBJECT_STORAGE = ("moto[s3,server]>=5.1,<6", "s3fs>=2025.3")
+# Its AWS libraries, as those of stack-train[s3], need an older python-dateutil than `constraints/` pins.
+S3_SERVER = "moto[s3,server]>=5.1,<6"
 
 ROOT = Path(__file__).parent
 GROUPS = functools.partial(nox.project.dependency_groups, nox.project.load_toml(ROOT / "pyproject.toml"))
@@ -190,27 +188,25 @@ def clients(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
-def trackers(session: nox.Session) -> None:
-    """Runs that are followed by Weights & Biases (offline) and MLflow (a database), in an environment of their own."""
-    session.install(*_wheels("core", "train"), *GROUPS("test"), *TRACKERS)
-    _pytest(session, ["packages/train/tests/observers/test_trackers.py"])
-
-
-@nox.session(default=False)
 @nox.parametrize("extra", [nox.param(name, id=name) for name in ENVIRONMENTS])
 def environments(session: nox.Session, extra: str) -> None:
     """Environments of other packages, each in an environment of its own, because their pins exclude one another."""
-    (core, rl) = _wheels("core", "rl")
-    session.install(core, f"{rl}[{extra}]", *TEST_NEEDS["rl"], *GROUPS("test"))
-    test = f"packages/rl/tests/environments/test_{extra.replace('-', '_')}.py"
-    _pytest(session, [test])
+    session.install(*_with_extras("rl", extra), *TEST_NEEDS["rl"], *GROUPS("test"))
+    _pytest(session, [f"packages/rl/tests/environments/test_{extra.replace('-', '_')}.py"])
 
 
 @nox.session(default=False)
 def storage(session: nox.Session) -> None:
-    """Runs in moto's S3 server on loopback, in an environment of its own."""
-    session.install(*_wheels("core", "train"), *GROUPS("test"), *OBJECT_STORAGE)
+    """Runs in moto's S3 server on loopback, in an environment of their own."""
+    session.install(*_with_extras("train", "s3"), S3_SERVER, *GROUPS("test"))
     _pytest(session, ["packages/train/tests/storage"])
+
+
+@nox.session(default=False)
+def trackers(session: nox.Session) -> None:
+    """Runs with Weights & Biases (offline) and MLflow (a database), in an environment of their own."""
+    session.install(*_with_extras("train", "mlflow", "wandb"), *GROUPS("test"))
+    _pytest(session, ["packages/train/tests/observers/test_trackers.py"])
 
 
 @nox.session(default=False, venv_backend="none")
@@ -395,6 +391,12 @@ def _pytest(session: nox.Session, folders: list[str], *options: str) -> None:
 def _wheels(*packages: str) -> list[str]:
     built = {path.name.split("-")[0]: str(path) for path in _built_wheels()} if packages else {}
     return [built[f"stack_{package}"] + EXTRAS.get(package, "") for package in dict.fromkeys(packages)]
+
+
+def _with_extras(package: str, *extras: str) -> list[str]:
+    """Returns the wheels of core and a package, for installation without `constraints/`."""
+    core, wheel = _wheels("core", package)
+    return [core, f"{wheel}[{','.join(extras)}]"]
 
 
 @functools.cache

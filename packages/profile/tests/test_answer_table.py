@@ -90,6 +90,16 @@ def test_only_a_terminal_limits_the_width(monkeypatch, output, widest):
     assert any("a_fusion_with_a_very_long_name.17" in line for line in lines) == (widest == 400)
 
 
+def test_a_file_has_long_texts_whole_and_numbers_with_their_units(monkeypatch):
+    sentence = "a sentence of evidence, which is long " * 10
+    rows = (Row(NAME, 1.5e-3, 0.25, 2e-3, sentence), Row(sentence, 1.5e-3, 0.25, 2e-3, LINE))
+    monkeypatch.setattr(printing.sys, "stdout", io.StringIO())
+    printing.show(Answer("some", {}, Row, rows), limit=20)
+    lines = printing.sys.stdout.getvalue().splitlines()
+    assert sum("1.5 ms" in line for line in lines) == 2
+    assert sum(sentence.rstrip() in line for line in lines) == 2
+
+
 def test_an_answer_is_html_in_a_notebook():
     html = Answer("some", {"busy_s": 0.5}, Row, (Row("<b>", 1.0, 0.5, 0.0, ""),), ("a note",))._repr_html_()
     assert "&lt;b&gt;" in html and "<b>" not in html

@@ -19,7 +19,7 @@ Limit = Annotated[int, Parameter(help="rows to show, 0 for all.")]
 PrintJson = Annotated[bool, Parameter(negative=(), help="print machine-readable results.")]
 PrintCsv = Annotated[bool, Parameter(negative=(), help="print the rows as a spreadsheet.")]
 
-_WIDTH: Final = 400
+_WIDTH: Final = 100_000  # of a file; a table that is wider would lose parts of its cells, also of numbers
 
 
 def show(

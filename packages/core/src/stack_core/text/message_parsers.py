@@ -55,10 +55,10 @@ class MessageParser(ABC):
         self._tools, self._prompt = tools, prompt
 
     def reasoning_markers(self) -> tuple[str | None, str] | None:
-        """Returns the texts that begin and end reasoning of this message, for constraints on the answer after it.
+        """Returns the markers (begin, end) of the message's reasoning, after which a constraint on the answer begins.
 
-        The first is None if the prompt has it. None means that the message has no reasoning before its answer, or none
-        in such a form.
+        `begin` is None if the prompt already contains it. Returns None if the format does not put reasoning between
+        markers before the answer.
         """
         return None
 

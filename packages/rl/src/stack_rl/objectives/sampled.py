@@ -121,5 +121,5 @@ def _of_processed_logits(
 
 
 def _divisor(temperature: jax.Array) -> jax.Array:
-    """Replaces 0, which padding has, by 1."""
+    """Replaces the 0 of padding by 1."""
     return jnp.where(temperature > 0, temperature, 1.0)

@@ -139,7 +139,7 @@ class MessageFormat:
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether answers are parsed for reasoning."""
+        """True if a reasoning parser is in use."""
         return self._reasoning is not None
 
     def has_special_markers(self) -> bool:

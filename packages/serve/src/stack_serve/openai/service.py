@@ -219,7 +219,7 @@ class Service:
 
     @property
     def reasons(self) -> bool:
-        """Whether the format of the model's reasoning is known."""
+        """True if a reasoning parser is in use."""
         return self._format.has_reasoning
 
     async def chat_prompt(

@@ -16,11 +16,11 @@ _MAX_BYTES = 2**26
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response and the conversation up to it.
+    """A response with its conversation.
 
     Attributes:
-      response: the response as it was sent.
-      messages: chat messages of all inputs and outputs, without instructions.
+      response: body of the response.
+      messages: chat messages of the conversation, including the response and excluding instructions.
     """
 
     response: Mapping[str, Any]

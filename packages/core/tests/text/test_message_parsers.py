@@ -329,10 +329,9 @@ def test_values_of_xml_calls_have_the_types_of_the_schema() -> None:
     _, (call,) = parse_calls(Qwen3CoderParser(tools=TOOLS), f"<function=add>\n{text}</function>")
     expected = {"text": "1", "count": 2, "ratio": 100.0, "flag": True, "items": [1], "either": None, "other": "3"}
     assert json.loads(call.arguments) == expected
-    _, (wrong,) = parse_calls(
-        Qwen3CoderParser(tools=TOOLS), "<function=add><parameter=count>two</parameter></function>"
-    )
-    assert json.loads(wrong.arguments) == {"count": "two"}
+    text = "<parameter=count>two</parameter><parameter=ratio>NaN</parameter>"
+    _, (wrong,) = parse_calls(Qwen3CoderParser(tools=TOOLS), f"<function=add>{text}</function>")
+    assert json.loads(wrong.arguments) == {"count": "two", "ratio": "NaN"}
 
 
 def test_values_of_deepseek_are_text_or_json() -> None:
@@ -341,6 +340,7 @@ def test_values_of_deepseek_are_text_or_json() -> None:
         "count": ("false", " 2 "),
         "wrong": ("false", "two"),
         "items": ("false", '["<a>"]'),
+        "number": ("false", "NaN"),
     }
     parameters = "".join(
         f'<{BAR}DSML{BAR}parameter name="{key}" string="{flag}">{value}</{BAR}DSML{BAR}parameter>'
@@ -348,7 +348,7 @@ def test_values_of_deepseek_are_text_or_json() -> None:
     )
     text = f'<{BAR}DSML{BAR}invoke name="add">{parameters}</{BAR}DSML{BAR}invoke>'
     _, (call,) = parse_calls(DeepSeekV32Parser(), text)
-    assert json.loads(call.arguments) == {"text": "1", "count": 2, "wrong": "two", "items": ["<a>"]}
+    assert json.loads(call.arguments) == {"text": "1", "count": 2, "wrong": "two", "items": ["<a>"], "number": "NaN"}
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,7 @@ def test_the_store_is_bounded_in_number_and_size() -> None:
         store.get("a")
     store.delete("b")
     store.put("d", stored)
+    store.put("large", StoredResponse({}, [{"content": "x" * 300}]))
     assert store.get("c") is store.get("d") is stored
 
 

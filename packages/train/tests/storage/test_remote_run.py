@@ -56,6 +56,7 @@ def test_resuming_makes_the_local_copy_anew_from_the_newest_complete_checkpoint(
         for step in (1, 2, 3):
             write_checkpoint(remote, step)
     Bucket(remote.address).delete(["checkpoints/00000003/manifest.json"])  # as a killed upload leaves it
+    shutil.rmtree(remote.path / "checkpoints" / "00000003")  # else it is uploaded again
     (remote.path / "stale").touch()
     for _ in range(2):
         with start(bucket, resume=True) as again:
@@ -72,6 +73,30 @@ def test_resuming_makes_the_local_copy_anew_from_the_newest_complete_checkpoint(
     # The copy is used again while its checkpoint is the newest.
     Bucket(remote.address).delete(["checkpoints/00000002/arrays/0/data"])
     assert (local_copy(remote.address) / "checkpoints" / "00000002" / "arrays" / "0" / "data").read_text() == "x"
+
+
+def test_resuming_uploads_a_newer_local_checkpoint_of_the_same_course(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote = start(bucket)
+    write_checkpoint(remote, 1)
+    remote.wait()
+    with monkeypatch.context() as patched, pytest.raises(CheckpointError):
+        patched.setattr(Bucket, "upload", lambda self, files: Bucket.read(self, "none"))
+        write_checkpoint(remote, 2)
+        remote.wait()
+    with start(bucket, resume=True) as again:
+        assert (again.path / "checkpoints" / "00000002" / "manifest.json").is_file()
+    # Another machine took another course since: its checkpoint is the run's.
+    write_checkpoint(again := start(bucket, resume=True), 3)
+    again.wait()
+    other = again.path / "checkpoints" / "00000003"
+    (other / "manifest.json").write_text("another")
+    shutil.copytree(other, other.with_name("00000004"))
+    shutil.rmtree(other.with_name("00000002"))
+    with start(bucket, resume=True) as last:
+        names = [path.name for path in (last.path / "checkpoints").iterdir()]
+        assert names == ["00000003"] and "another" not in (last.path / "checkpoints/00000003/manifest.json").read_text()
 
 
 def test_checkpoints_of_an_abandoned_course_are_set_aside(bucket: str) -> None:

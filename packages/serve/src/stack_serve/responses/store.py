@@ -40,9 +40,14 @@ class ResponseStore:
         self._bytes = 0
 
     def put(self, name: str, stored: StoredResponse) -> None:
-        """Keeps a response and drops the least recently used until the limits hold."""
+        """Keeps a response and drops the least recently used until the limits hold.
+
+        A response that alone exceeds the limit of bytes is not kept.
+        """
         # Conversations share messages in memory, so this is an upper bound.
         size = len(orjson.dumps(stored.response)) + len(orjson.dumps(stored.messages))
+        if size > self._max_bytes:
+            return
         self._stored[name] = stored, size
         self._bytes += size
         while self._stored and (len(self._stored) > self._max_responses or self._bytes > self._max_bytes):

@@ -2,7 +2,8 @@
 
 The run works in the local copy like any other run. Each checkpoint is uploaded in the background once it is durable;
 its manifest is uploaded last, so a checkpoint with a manifest is complete. The other files of the run follow each
-checkpoint. To resume, the local copy is made anew from the storage.
+checkpoint. To resume, a newer local checkpoint of the same course is uploaded, and the local copy is made anew from the
+storage.
 """
 
 import fcntl
@@ -97,7 +98,23 @@ class RemoteRun:
             shutil.rmtree(self.path, ignore_errors=True)
             return
         _check_run(self._bucket)
+        self._upload_newer()
         _download(self._bucket, self.path, max(_complete_steps(self._bucket), default=None))
+
+    def _upload_newer(self) -> None:
+        """Uploads the newest local checkpoint if it continues the newest one of the storage.
+
+        The session that wrote it may have ended before it was uploaded. It continues the storage's run if the local
+        copy has the storage's newest checkpoint, too: another machine may have taken another course since.
+        """
+        stored = max(_complete_steps(self._bucket), default=None)
+        names = (path.parent.name for path in self.path.glob(f"{_CHECKPOINTS}/*/{_MANIFEST}"))
+        local = max((int(name) for name in names if name.isdecimal()), default=None)
+        if local is None or local <= (-1 if stored is None else stored):
+            return
+        if stored is None or _has_checkpoint(self._bucket, self.path, stored):
+            self.checkpoint_saved(local)
+            self.wait()
 
     def checkpoint_saved(self, step: int) -> None:
         """Uploads a durable checkpoint in the background, after the previous upload has finished.

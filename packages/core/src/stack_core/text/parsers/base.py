@@ -5,12 +5,12 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, NoReturn, TypeAlias, TypeVar
 
 from stack_core.text.message_parsers import MessageDelta, MessageParser, merge_deltas
 from stack_core.text.parsers.json_scanner import JsonScanner
 
-__all__ = ["Reading", "StreamParser"]
+__all__ = ["Reading", "StreamParser", "read_json"]
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -323,6 +323,20 @@ class _JsonCall:
         return True
 
 
+def read_json(text: str) -> Any:
+    """Returns the value of JSON text.
+
+    Raises:
+      ValueError: it is not JSON; NaN and Infinity, which `json.loads` accepts, are not.
+      RecursionError: it is nested too deeply.
+    """
+    return json.loads(text, parse_constant=_refuse_constant)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
 def _partial_marker(text: str, markers: Collection[str]) -> int:
     """Returns the length of the longest suffix of a text that a marker may continue."""
     longest = max(map(len, markers), default=1)
@@ -345,7 +359,7 @@ def _object_of(value: str) -> str | None:
     inner = _text_of(value)
     if inner is not None:
         try:
-            return inner if isinstance(json.loads(inner), dict) else None
+            return inner if isinstance(read_json(inner), dict) else None
         except (ValueError, RecursionError):
             return None
     return value if value.startswith("{") else None

@@ -16,7 +16,7 @@ with full-width bars. The format is in the folder `encoding` of deepseek-ai/Deep
 import json
 from typing import ClassVar
 
-from stack_core.text.parsers.base import Reading, StreamParser
+from stack_core.text.parsers.base import Reading, StreamParser, read_json
 
 __all__ = ["DeepSeekV3Parser", "DeepSeekV32Parser"]
 
@@ -132,7 +132,7 @@ class DeepSeekV32Parser(StreamParser):
 
 def _json_or_text(text: str) -> str:
     try:
-        json.loads(text)
+        read_json(text)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
     return text.strip()

@@ -16,7 +16,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from stack_core.text.parsers.base import Reading, StreamParser
+from stack_core.text.parsers.base import Reading, StreamParser, read_json
 
 __all__ = ["Qwen3CoderParser"]
 
@@ -103,7 +103,7 @@ def _as_json(text: str, types: frozenset[str]) -> str:
     """Returns the JSON text of a value that has one of the types; otherwise the value is a string."""
     literal = _PYTHON_LITERALS.get(text.strip().lower(), text)
     try:
-        value = json.loads(literal)
+        value = read_json(literal)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
     allowed = [_TYPES[each] for each in types - {"string"} if each in _TYPES]

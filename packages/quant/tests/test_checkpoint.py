@@ -148,7 +148,9 @@ def test_static_ranges_are_measured_on_so_many_batches_of_the_training_data(trai
     ((_, model, _),) = trained.saved
     largest = jnp.abs(trained.model.embedding[...][: 5 + 7]).max()
     assert model.static_ranges["lm_head"]["high"][...].tolist() == [largest]
-    assert [stage for stage in told if stage[0] == "measuring ranges"] == [("measuring ranges", n, 5) for n in range(5)]
+    assert [stage for stage in told if stage[0] == "reading the stream"] == [
+        ("reading the stream", n, 5) for n in range(5)
+    ]
 
 
 def test_what_was_trained_quantized_is_quantized_by_its_rules(trained: Trained, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Calibration: the range of each tile of an array."""
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from stack_quant.scales import Range, scales
 from stack_quant.spec import ArraySpec
 from stack_quant.tiling import Tiling
 
-__all__ = ["calibrate", "half_step_tiles", "shows_all"]
+__all__ = ["calibrate", "calibrate_weighted", "half_step_tiles", "shows_all"]
 
 # The factors by which "mse" shrinks the full range: 1, 0.95, ..., 0.2.
 _SHRUNKEN = np.linspace(1.0, 0.2, 17, dtype=np.float32)
@@ -46,6 +47,34 @@ def calibrate(array: jax.Array, spec: ArraySpec, *, name: str = "", cut: Blocks 
             return _extremes(array, spec, tiles, cut)
     factor = np.float32(method.arguments[0])
     return jax.tree.map(lambda end: end * factor, _extremes(array, spec, tiles, cut))
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def calibrate_weighted(array: jax.Array, importance: jax.Array, spec: ArraySpec) -> Range:
+    """Computes the range of each tile with the smallest squared error weighted by the importance of each entry.
+
+    For "absmax" and "minmax" it is the full range times the best of 31 factors from 1 to 0.4. Other calibrations are
+    unchanged.
+    """
+    widest, tiles, kind = calibrate(array, spec), spec.tiling(array.shape), spec.qtype
+    if spec.calibrated.name not in ("absmax", "minmax"):
+        return widest
+    values, weights = tiles.split(array).astype(jnp.float32), tiles.split(importance)
+
+    def try_factor(place: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        least, chosen = best
+        factor = np.float32(1) - np.float32(0.02) * place.astype(jnp.float32)
+        span = jax.tree.map(lambda end: end * factor, widest)
+        half_step = spec.range_ends == "half_step"
+        axes = spec.unit_axes(array.ndim)
+        mapped = scales(span, kind, unit_axes=axes, double=spec.double_quantized, half_step=half_step)
+        errors = _squared_error(values, tiles, kind, mapped.full, mapped.zero_point)
+        error = tiles.join(jnp.sum(errors * weights, axis=tiles.within, keepdims=True))
+        return jnp.minimum(error, least), jnp.where(error < least, factor, chosen)
+
+    start = (jnp.full_like(widest.high, jnp.inf), jnp.ones_like(widest.high))
+    _, factor = lax.fori_loop(0, 31, try_factor, start)
+    return jax.tree.map(lambda end: end * factor, widest)
 
 
 def half_step_tiles(array: jax.Array, span: Range, spec: ArraySpec, cut: Blocks = ONE_BLOCK) -> bool | jax.Array:

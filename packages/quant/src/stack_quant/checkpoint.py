@@ -57,6 +57,7 @@ def quantize_checkpoint(
     recipe: str | None,
     destination: Path,
     *,
+    algorithm: str | None = None,
     data: str | None = None,
     calibration_batches: int = STREAM_BATCHES,
     evaluation_batches: int = 32,
@@ -69,8 +70,9 @@ def quantize_checkpoint(
       recipe: name of a recipe in `stack_quant.recipes` or path of a YAML file; None uses the recipe of the model's
         quantized training.
       destination: run directory to write, which must not exist.
+      algorithm: algorithm of all rules with weights, as in `Rule`; None uses the recipe's own.
       data: address of the documents for calibration and evaluation; None uses the model's data.
-      calibration_batches: number of training batches over which the recipe's static ranges are measured.
+      calibration_batches: number of training batches for static ranges and algorithms.
       evaluation_batches: maximum number of held-out batches for the loss; 0 skips the measurement.
       progress: callback with the name of the current stage, its completed steps and its total steps.
 
@@ -86,7 +88,11 @@ def quantize_checkpoint(
     given = None if recipe is None else load_recipe(recipe)
     progress("reading the model", 0, 1)
     trained = open_model(source, data=data)
-    section = QuantConfig(rules=_rules(source, trained.sections.get(_SECTION), given))
+    rules = _rules(source, trained.sections.get(_SECTION), given)
+    if algorithm is not None:
+        rules = tuple(replace(rule, algorithm=rule.weights and algorithm) for rule in rules)
+        _check_algorithm(source, algorithm, rules)
+    section = QuantConfig(rules=rules)
     _check_finite(source, trained.model)
     progress("reading the data", 0, 1)
     sample_batch = next(iter(trained.training_batches()))
@@ -106,8 +112,16 @@ def quantize_checkpoint(
 
 def _followed(batches: Iterable[Batch], count: int, progress: Progress) -> Iterator[Batch]:
     for done, batch in enumerate(islice(batches, count)):
-        progress("measuring ranges", done, count)
+        progress("reading the stream", done, count)
         yield dict(batch)
+
+
+def _check_algorithm(source: str, algorithm: str, rules: tuple[Rule, ...]) -> None:
+    if all(rule.algorithm is None for rule in rules):
+        raise QuantError(
+            f"--algorithm {algorithm}: none of the rules for {source} quantizes weights, so it would not act. "
+            "Leave it out, or use a recipe with weights."
+        )
 
 
 def _rules(source: str, trained_by: QuantConfig | None, requested: tuple[Rule, ...] | None) -> tuple[Rule, ...]:

@@ -18,11 +18,11 @@ from stack_quant.packing import pack
 from stack_quant.qarray import QArray, dequantize
 from stack_quant.qtypes import QType
 from stack_quant.rounding import as_codes, encode
-from stack_quant.scales import Range, scales
+from stack_quant.scales import Range, Scales, scales
 from stack_quant.spec import ArraySpec
 from stack_quant.tiling import Tiling
 
-__all__ = ["fake_quantize", "quantize"]
+__all__ = ["encode_with", "fake_quantize", "quantize"]
 
 
 def quantize(
@@ -124,17 +124,32 @@ def _quantized(
         half_step=half_step,
         unbiased=key is not None,
     )
-    tiles = Tiling(array.shape, mapped.full.shape)
+    return _encoded(array, mapped, spec, array.dtype, key, cut), functools.reduce(jnp.logical_and, finite)
+
+
+def _encoded(
+    array: jax.Array, mapped: Scales, spec: ArraySpec, dtype: Any, key: jax.Array | None, cut: Blocks
+) -> QArray:
+    kind, tiles = spec.qtype, Tiling(array.shape, mapped.full.shape)
     encoded = over_blocks(_Encode(kind, tiles), array, (mapped.full, mapped.zero_point, key), cut)
-    result = QArray(
+    return QArray(
         planes=(_packed if cut.count == 1 else _compiled_packed)(encoded, kind),
         scale=mapped.scale,
         scale_unit=mapped.scale_unit,
         zero_point=mapped.zero_point,
         type=spec.type,
-        dtype=jnp.dtype(array.dtype).name,
+        dtype=jnp.dtype(dtype).name,
     )
-    return result, functools.reduce(jnp.logical_and, finite)
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "dtype"))
+def encode_with(array: jax.Array, mapped: Scales, spec: ArraySpec, dtype: Any) -> QArray:
+    """Quantizes an array by given scales.
+
+    Args:
+      dtype: dtype of the dequantized array.
+    """
+    return _encoded(array, mapped, spec, dtype, None, ONE_BLOCK)
 
 
 def _packed(encoded: jax.Array, kind: QType) -> tuple[jax.Array, ...]:

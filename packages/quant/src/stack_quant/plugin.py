@@ -20,6 +20,12 @@ def stack_register_methods(registry: Registrar) -> None:
 
 
 @hookimpl
+def stack_register_algorithms(registry: Registrar) -> None:
+    registry.add("gptq", "stack_quant.algorithms.gptq:GPTQ")
+    registry.add("hqq", "stack_quant.algorithms.hqq:HQQ")
+
+
+@hookimpl
 def stack_register_sections(registry: Registrar) -> None:
     registry.add("quant", "stack_quant.section:QuantConfig")
     registry.add("lora", "stack_quant.lora.section:LoRAConfig")

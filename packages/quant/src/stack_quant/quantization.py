@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from stack_core import ops
 from stack_core.abi.errors import ShapeError, UnknownName, nearest
 from stack_core.ops.building import is_quantized
-from stack_quant.errors import RuleError
+from stack_quant.algorithms.stream import run_algorithms
+from stack_quant.errors import QuantError, RuleError
 from stack_quant.measuring import Call, static_ranges
 from stack_quant.methods import Method, method
 from stack_quant.packing import stored_bytes
@@ -119,6 +120,12 @@ class Quantization:
                     f"{list(planned[full].shape)}. Pass an array of that shape, or plan with the shapes of the arrays."
                 )
             spec = self.resolved.specs.get(full)
+            number = self.resolved.of_path.get(full)
+            if spec is not None and number is not None and self.resolved.rules[number].algorithm is not None:
+                raise QuantError(
+                    f"{full}: rule {number} has an algorithm, which needs the whole model. Quantize the model by "
+                    "quantize_model or quantize_function with its arrays, or leave `algorithm` out."
+                )
             arrays[below] = array if spec is None else _parameter(self.resolved.method, array, spec, full)
         return part.with_arrays(arrays)
 
@@ -178,6 +185,7 @@ def quantized(
     """
     chosen = method(name)
     chosen.check(rules)
+    _check_algorithms(rules, chosen)
     given = parameters.arrays
     # New rules apply to floats, also of a model that is quantized already.
     parameters = Parameters.of(parameters.with_arrays({path: _floats(array) for path, array in given.items()}))
@@ -189,9 +197,8 @@ def quantized(
         for path, array in before.items()
         if may_quantize(path) and jnp.issubdtype(array.dtype, jnp.floating)
     }
-    planned = plan(
-        rules, shapes, [use for use in seen.uses if use.path in shapes], [row.op for row in seen.rows], seen.stops
-    )
+    uses = [use for use in seen.uses if use.path in shapes]
+    planned = plan(rules, shapes, uses, [row.op for row in seen.rows], seen.stops)
     after = {path: _parameter(chosen, before[path], spec, path) for path, spec in planned.specs.items()}
     after = {path: after.get(path, array) for path, array in before.items()}
     resolved = ResolvedRules(tuple(rules), chosen, planned.of_path, planned.specs, planned.tiles)
@@ -201,8 +208,23 @@ def quantized(
     # The second survey ran with quantized parameters: it gives the report's rows and the sites of activations.
     names = site_names(seen.sites)
     sites = {names[key]: site for key, site in seen.sites.items()}
-    ranges = static_ranges(fn, parameters, resolved, sites, stream)
+    has_algorithms = any(rule.algorithm is not None for rule in rules)
+    # Both steps read the stream, which may be an iterator.
+    calls = list(stream) if has_algorithms and stream is not None else stream
+    ranges = static_ranges(fn, parameters, resolved, sites, calls)
+    if has_algorithms:
+        multiplied = {use.path for use in uses if not use.is_lookup}
+        after |= run_algorithms(fn, parameters, after, resolved, planned.specs.keys() - multiplied, calls)
     return after, ranges, Quantization(resolved, coverage.report(name, rules, listed, seen.rows))
+
+
+def _check_algorithms(rules: Sequence[Rule], chosen: Method) -> None:
+    for number, rule in enumerate(rules):
+        if rule.algorithm is not None and not chosen.keeps_ranges:
+            raise RuleError(
+                f"Rule {number}, {rule}: method {chosen.name!r} rounds weights again at each call, where an algorithm "
+                "cannot act. Leave `algorithm` out, or quantize the trained model by method 'ptq'."
+            )
 
 
 def _check_trained(resolved: ResolvedRules, rows: Sequence[OpRow]) -> None:

@@ -9,6 +9,7 @@ from pydantic import PositiveInt
 from stack_core.abi.config import config
 from stack_core.abi.errors import nearest
 from stack_core.abi.tree_paths import path_matches
+from stack_quant.algorithms import algorithm
 from stack_quant.calibration import calibration
 from stack_quant.errors import RuleError
 from stack_quant.qtypes import qtype
@@ -51,6 +52,8 @@ class Rule:
       double_quantized: store the scales of tiles in 8 bits.
       range_ends: position of the ends of a range among integer codes, a name of `stack_quant.spec.RANGE_ENDS`. For
         8-bit activations "fitted" means "exact": fitting takes three times as long and saves less than 1% of the error.
+      algorithm: method of choosing the codes of the weights, of the registry `algorithms`, with its options: "gptq",
+        "gptq,damp=0.02", "hqq". None rounds each entry to the nearest code.
       optional: allow the rule to match, or to quantize, nothing. By default this is an error.
     """
 
@@ -66,6 +69,7 @@ class Rule:
     static_ranges: bool = False
     double_quantized: bool = False
     range_ends: str = "fitted"
+    algorithm: str | None = None
     optional: bool = False
 
     def __post_init__(self) -> None:
@@ -87,6 +91,7 @@ class Rule:
             )
         calibration(self.activation_calibration)
         check_range_ends(self.range_ends, [kind for kind in (self.weights, self.activations) if kind is not None])
+        _check_algorithm(self)
         if self.is_static and self.activations is None:
             raise RuleError(f"{self}: static ranges of activations that stay in float. Set `activations` to a type.")
 
@@ -134,6 +139,14 @@ def unmatched(rule: Rule, number: int, *, paths: Sequence[str], ops: Sequence[st
 def _listed(names: Sequence[str], limit: int = 12) -> str:
     shown = ", ".join(sorted(set(names))[:limit]) or "none"
     return f"{shown}, ..." if len(set(names)) > limit else shown
+
+
+def _check_algorithm(rule: Rule) -> None:
+    if rule.algorithm is None:
+        return
+    algorithm(rule.algorithm)  # raises for an unknown name or option
+    if rule.weights is None:
+        raise RuleError(f"{rule}: an algorithm chooses the codes of weights. Set `weights`, or leave it out.")
 
 
 def _check_pattern(rule: Rule, name: str) -> None:

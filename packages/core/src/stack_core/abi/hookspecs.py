@@ -130,6 +130,11 @@ def stack_register_methods(registry: Registrar) -> None:
 
 
 @hookspec
+def stack_register_algorithms(registry: Registrar) -> None:
+    """Registers algorithms for the codes of weights by the name in a rule's `algorithm`, each an `Algorithm`."""
+
+
+@hookspec
 def stack_register_sections(registry: Registrar) -> None:
     """Registers the config classes of the sections that a package adds to a run, by the section's name."""
 

@@ -21,6 +21,7 @@ def quantize(
     /,
     *,
     recipe: str | None = None,
+    algorithm: str | None = None,
     out: Path,
     data: str | None = None,
     calibration_batches: int = STREAM_BATCHES,
@@ -34,9 +35,11 @@ def quantize(
     Args:
       source: a run directory, or a directory with a Hugging Face checkpoint; FORMAT:DIR if the format is ambiguous.
       recipe: a YAML file of rules, or w8a8, w4, w4a8, nf4 or fp8; by default the recipe of the model's training.
+      algorithm: algorithm for the codes of the weights: gptq, hqq, or one with options as gptq,damp=0.02; by default
+        the recipe's own, else rounding to the nearest.
       out: the directory to write; it must not exist.
       data: documents for calibration and evaluation, as SOURCE or SOURCE:ADDRESS; by default the run's own data.
-      calibration_batches: number of training batches for measuring static ranges, if the recipe has any.
+      calibration_batches: number of training batches for static ranges and algorithms, if the recipe has any.
       evaluation_batches: maximum number of held-out batches for measuring the loss; 0 skips the measurement.
       json: print the results and the rows of the report as JSON.
     """
@@ -49,6 +52,7 @@ def quantize(
             source,
             recipe,
             out,
+            algorithm=algorithm,
             data=data,
             calibration_batches=calibration_batches,
             evaluation_batches=evaluation_batches,

@@ -15,7 +15,7 @@ from stack_quant.transform.adapted import Adapted
 from stack_quant.transform.interpreter import HANDLERS, Interpreter, Loop, Value, has_products
 from stack_quant.transform.parts import Concatenated
 
-__all__: list[str] = []
+__all__ = ["within"]
 
 _Function = Callable[..., Any]
 
@@ -32,7 +32,7 @@ def _traced(
 
     def function(measured: Any, *arrays: Any) -> tuple[Any, list[Any]]:
         values = [dataclasses.replace(operand, array=array) for operand, array in zip(operands, arrays, strict=True)]
-        inside = _within(interpreter, equation, measured)
+        inside = within(interpreter, equation, measured)
         # The list is filled while JAX traces the function: sources of values are not arrays and cannot be returned.
         results[:] = inside.run(jaxpr, values)
         return inside.measured, [result.array for result in results]
@@ -40,7 +40,7 @@ def _traced(
     return function, results
 
 
-def _within(interpreter: Interpreter, equation: Any, measured: Any = None, *, part: int | None = None) -> Interpreter:
+def within(interpreter: Interpreter, equation: Any, measured: Any = None, *, part: int | None = None) -> Interpreter:
     """Returns an interpreter for an inner jaxpr of an equation, with its named scope and shared records.
 
     Args:
@@ -144,7 +144,7 @@ def _remat(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -
 
 
 def _inlined(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
-    return _within(interpreter, equation).run(versions.inner(equation), operands)
+    return within(interpreter, equation).run(versions.inner(equation), operands)
 
 
 def _composite(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
@@ -188,7 +188,7 @@ def _with_custom_derivative(interpreter: Interpreter, equation: Any, operands: S
     def function(context: Any, *arrays: Any) -> list[Any]:
         ranges, trips, key = context  # arguments, as the function must not close over values differentiated outside
         inside = dataclasses.replace(
-            _within(interpreter, equation), ranges=ranges, loops=_at(interpreter, trips), key=key, draws=[]
+            within(interpreter, equation), ranges=ranges, loops=_at(interpreter, trips), key=key, draws=[]
         )
         values = [dataclasses.replace(operand, array=array) for operand, array in zip(operands, arrays, strict=True)]
         return list(map(inside.plain, inside.run(versions.inner(equation), values)))
@@ -243,7 +243,7 @@ def _scan(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
             for place, (value, array) in enumerate(zip(start, carry, strict=True))
         ]
         row = [dataclasses.replace(value, array=array) for value, array in zip(slices, arrays, strict=True)]
-        inside = _within(interpreter, equation, measured)
+        inside = within(interpreter, equation, measured)
         if key is not None:
             # Another key per iteration; the same rounding noise in each would add up.
             inside = dataclasses.replace(inside, key=jax.random.fold_in(key, trip))
@@ -335,13 +335,13 @@ def _while(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -
 
     def cond(state: tuple[Any, list[Any]]) -> Any:
         measured, carry = state
-        inside = _within(interpreter, equation, measured, part=0)
+        inside = within(interpreter, equation, measured, part=0)
         (result,) = inside.run(params["cond_jaxpr"], [*cond_fixed, *values(carry)])
         return inside.plain(result)
 
     def body(state: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
         measured, carry = state
-        inside = _within(interpreter, equation, measured, part=1)
+        inside = within(interpreter, equation, measured, part=1)
         results = inside.run(params["body_jaxpr"], [*fixed, *values(carry)])
         return inside.measured, [None if place in kept else inside.plain(value) for place, value in enumerate(results)]
 
@@ -358,7 +358,7 @@ def _cond(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
     def branch(number: int, jaxpr: Any) -> _Function:
         def function(measured: Any, *arrays: Any) -> tuple[Any, list[Any]]:
             values = [dataclasses.replace(value, array=array) for value, array in zip(given, arrays, strict=True)]
-            inside = _within(interpreter, equation, measured, part=number)
+            inside = within(interpreter, equation, measured, part=number)
             results = inside.run(jaxpr, values)
             settled = [
                 None if place in same else _settled(inside, equation, value) for place, value in enumerate(results)
@@ -393,7 +393,7 @@ def _shard_map(interpreter: Interpreter, equation: Any, operands: Sequence[Value
     def function(ranges: Any, trips: Any, measured: Any, *arrays: Any) -> tuple[Any, list[Any]]:
         # The carry of an inner loop must vary over the same mesh axes before and after the loop.
         measured, _ = vary_alike(measured, list(map(lax.axis_index, manual)))
-        inside = _within(interpreter, equation, measured)
+        inside = within(interpreter, equation, measured)
         inside = dataclasses.replace(inside, ranges=ranges, loops=_at(interpreter, trips))
         values = [dataclasses.replace(value, array=array) for (value, _), array in zip(shown, arrays, strict=True)]
         results = [_settled(inside, equation, result) for result in inside.run(params["jaxpr"], values)]

@@ -17,11 +17,11 @@ from stack_quant.transform.interpreter import HANDLERS, Interpreter, Value
 from stack_quant.transform.products import NOT_TRAINED, linear_call, mapped, ragged_call
 from stack_quant.transform.straight_through import rounded, straight_through
 
-__all__: list[str] = []
+__all__ = ["ACTIVATIONS", "WEIGHTS", "unit_axis"]
 
 _Product = Callable[[Any, Any], Any]
 
-_WEIGHTS: Mapping[str, Mapping[str, int]] = {
+WEIGHTS: Mapping[str, Mapping[str, int]] = {
     "gated_linear_unit": {"w_gate": 0, "w_up": 0},
     "linear": {"weight": 0},
     "linear_cross_entropy": {"weight": 0},
@@ -29,7 +29,7 @@ _WEIGHTS: Mapping[str, Mapping[str, int]] = {
 }
 """Weight arguments that may be quantized, by op, and the contracted axis of each."""
 
-_ACTIVATIONS: Mapping[str, Mapping[str, int]] = {
+ACTIVATIONS: Mapping[str, Mapping[str, int]] = {
     "attention": {"query": 3, "key": 3, "value": 1},
     "gated_linear_unit": {"x": -1},
     "linear": {"x": -1},
@@ -51,15 +51,15 @@ def _unit(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
     assert unit is not None, "the handler of units alone"
     name = interpreter.name(equation, unit.op)
     places = unit.arrays(range(len(operands)))
-    named = (*_WEIGHTS.get(unit.op, {}), *_ACTIVATIONS.get(unit.op, {}))
+    named = (*WEIGHTS.get(unit.op, {}), *ACTIVATIONS.get(unit.op, {}))
     if not all(isinstance(places[argument], int) for argument in named):  # an argument is already quantized
         return interpreter.as_it_is(equation, operands)
     arguments = {places[argument]: argument for argument in named}
-    weights = {places[argument]: axis for argument, axis in _WEIGHTS.get(unit.op, {}).items()}
-    factors = {places[argument]: axis for argument, axis in _ACTIVATIONS.get(unit.op, {}).items()}
+    weights = {places[argument]: axis for argument, axis in WEIGHTS.get(unit.op, {}).items()}
+    factors = {places[argument]: axis for argument, axis in ACTIVATIONS.get(unit.op, {}).items()}
     for place, axis in weights.items():
-        kept = _axis(unit, place, operands[place], axis + 1)
-        note(interpreter, name, operands[place], [_axis(unit, place, operands[place], axis)], [kept])
+        kept = unit_axis(unit, place, operands[place], axis + 1)
+        note(interpreter, name, operands[place], [unit_axis(unit, place, operands[place], axis)], [kept])
     if not factors:
         return _in_float(interpreter, equation, name, operands, None)
     decision = decide(interpreter, name, [operands[place] for place in (weights or factors)])
@@ -78,7 +78,7 @@ def _unit(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
         # A weight argument may itself be computed from data, and then follows the rule for activations.
         activations = {place: axis for place, axis in weights.items() if operands[place].source is None}
         for place, axis in {**factors, **activations}.items():
-            at, argument = _axis(unit, place, operands[place], axis), arguments[place]
+            at, argument = unit_axis(unit, place, operands[place], axis), arguments[place]
             arrays[place], floats[place] = quantized_activation(
                 interpreter, decision, arrays[place], at, site=f"{name}/{argument}"
             )
@@ -112,7 +112,7 @@ def _in_float(
     return interpreter.as_it_is(equation, operands)
 
 
-def _axis(unit: OpUnit, place: int, value: Value, axis: int) -> int:
+def unit_axis(unit: OpUnit, place: int, value: Value, axis: int) -> int:
     """Returns the axis of a mapped operand that corresponds to an axis of the op's argument."""
     axes = list(range(len(value.shape)))
     for taken in _mapped(unit, place):

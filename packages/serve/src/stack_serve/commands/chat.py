@@ -1,6 +1,7 @@
 """`stack chat`: chat with a model in the terminal."""
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stack_core.abi.errors import GenerationError, StackError, nearest
-from stack_core.abi.local_paths import refuse_remote
+from stack_core.abi.local_paths import local_path, refuse_remote
 
 if TYPE_CHECKING:
     from stack_serve.client.conversation import ChatModel, Conversation
@@ -46,13 +47,14 @@ def chat(  # noqa: PLR0913, each parameter is an option of the command
     max_tokens: int | None = None,
     seed: int | None = None,
 ) -> None:
-    """Chat with a model: stack chat http://HOST:PORT/v1, or stack chat RUN|HF_DIR
+    """Chat with a model: stack chat http://HOST:PORT/v1, or stack chat RUN|HF_DIR|gguf:FILE
 
     Answers are streamed, in a terminal after the model's reasoning. With piped input, each line is a message and only
     the answers are printed. /help lists the commands.
 
     Args:
-      target: address of a server with OpenAI's API, or a model directory, which is loaded in this process.
+      target: address of a server with OpenAI's API, or a model, which is loaded in this process: a directory of a run
+        or of a Hugging Face checkpoint, hf:ORG/MODEL of the hub, or gguf:FILE.
       model: name of the model on the server (the first model listed by the server).
       api_key: API key sent as a bearer token ($OPENAI_API_KEY).
       system: system prompt.
@@ -92,7 +94,8 @@ def _opened(
         return nullcontext(
             RemoteModel(target, model=model, api_key=api_key, settings=settings, show_reasoning=_show_reasoning)
         )
-    if not Path(target.partition(":")[2] or target).exists():
+    # FORMAT:NAME may be a model of the Hugging Face hub, and its format explains what is wrong.
+    if not re.match(r"\w+:", target) and not local_path(target).exists():
         raise GenerationError(
             f"{target!r} is neither a directory nor the address of a server, which starts with http:// or https://."
         )

@@ -72,7 +72,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
     speculation: str | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
-    """Serve a language model with OpenAI's API, or bundles: stack serve RUN|HF_DIR | --repository DIR [--port 8000]
+    """Serve a language model with OpenAI's API, or bundles: stack serve RUN|HF_DIR|gguf:FILE | --repository DIR
 
     The server listens immediately and answers with status 503 until all programs are compiled; /ready reports the
     progress. On SIGTERM it waits for running requests and exits with status 0; a second SIGTERM exits immediately.
@@ -81,7 +81,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
     loaded and deleted versions are unloaded without interrupting other models.
 
     Args:
-      model: directory of a run or of a Hugging Face checkpoint.
+      model: directory of a run or of a Hugging Face checkpoint, hf:ORG/MODEL of the hub, or gguf:FILE.
       repository: directory of bundles to serve instead.
       live_versions: number of newest versions to serve of each model; 0 is all (1).
       poll_s: seconds between scans of the repository; with 0, only clients load and unload models (1).

@@ -33,7 +33,7 @@ def generate(  # noqa: PLR0913, each parameter is an option of the command
     """Generate text: stack generate DIR --prompt "def main("
 
     Args:
-      source: run directory, or a checkpoint directory of another format; FORMAT:DIR names the format.
+      source: run directory, or a checkpoint of another format; FORMAT:DIR names the format, as in gguf:FILE.
       prompt: the text to continue; - reads it from standard input.
       max_tokens: maximum number of generated tokens (128).
       temperature: divisor of the logits (1.0); 0 is greedy decoding.

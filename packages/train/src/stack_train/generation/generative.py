@@ -150,8 +150,8 @@ def generative_checkpoint(
     config: Any,
     *,
     name: str,
-    tokenizer: Path,
-    origin: Path,
+    tokenizer: Path | HuggingFaceTokenizer,
+    origin: Path | None,
     read: _Read | None = None,
     adapters_at: Callable[[str], Adapters] = no_adapters,
 ) -> ModuleCheckpoint:
@@ -162,8 +162,9 @@ def generative_checkpoint(
         is given. Its property `kv_cache_positions`, if any, bounds the tokens of a sequence that a cache may hold.
       config: the config that the model was built from, a `LanguageModelConfig`.
       name: name of the checkpoint in messages.
-      tokenizer: directory of the tokenizer, which need not exist.
-      origin: directory with the original `config.json` and `generation_config.json`, both optional.
+      tokenizer: the tokenizer, or its directory, which need not exist.
+      origin: directory with the original `config.json` and `generation_config.json`, both optional; None if there is
+        no such directory.
       read: function that yields the parameters' values, afresh on every call; None if `model` holds the values.
       adapters_at: function that reads the adapters at an address for this model.
 
@@ -182,11 +183,12 @@ def generative_checkpoint(
             "config.yaml.",
             stacklevel=2,
         )
-    found = HuggingFaceTokenizer.load(tokenizer) if (tokenizer / "tokenizer.json").is_file() else None
+    found = _tokenizer_in(tokenizer) if isinstance(tokenizer, Path) else tokenizer
     if found is not None and found.vocab_size > config.vocab_size:
+        place = tokenizer if isinstance(tokenizer, Path) else name
         raise GenerationError(
             f"The tokenizer has {found.vocab_size} tokens, but the model only {config.vocab_size}. "
-            f"Put the tokenizer that the model was trained with into {tokenizer}."
+            f"Put the tokenizer that the model was trained with into {place}."
         )
     graph, state = nnx.split(model)
     variables = dict(nnx.to_flat_state(state))
@@ -195,7 +197,7 @@ def generative_checkpoint(
         path: jax.eval_shape(partial(_as_computed, axes=logical_axes[path], dtype=config.dtype), variable.get_value())
         for path, variable in variables.items()
     }
-    generation = _mapping(origin / _GENERATION_CONFIG)
+    generation = {} if origin is None else _mapping(origin / _GENERATION_CONFIG)
     return ModuleCheckpoint(
         name=name,
         parameters=nnx.traversals.unflatten_mapping(parameters),
@@ -203,16 +205,20 @@ def generative_checkpoint(
         vocab_size=config.vocab_size,
         max_positions=max_positions,
         tokenizer=found,
-        end_tokens=_end_tokens(found, generation, _mapping(origin / _CONFIG)),
+        end_tokens=_end_tokens(found, generation, {} if origin is None else _mapping(origin / _CONFIG)),
         chat_template=None if found is None else found.chat_template,
         special_tokens={} if found is None else found.special_tokens,
-        sampling_defaults=_recommended(generation, origin / _GENERATION_CONFIG),
+        sampling_defaults={} if origin is None else _recommended(generation, origin / _GENERATION_CONFIG),
         dtype=config.dtype,
         read=(lambda shardings: parameters_of(model)) if read is None else read,
         graph=graph,
         logical_axes=nnx.traversals.unflatten_mapping(logical_axes),
         adapters_at=adapters_at,
     )
+
+
+def _tokenizer_in(directory: Path) -> HuggingFaceTokenizer | None:
+    return HuggingFaceTokenizer.load(directory) if (directory / "tokenizer.json").is_file() else None
 
 
 def _check_parts(model: Any, config: Any) -> None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stack_core import ops
+from stack_core.abi.adapters import Adapters
 from stack_core.abi.atomic_directory import atomic_directory
 from stack_core.abi.config import parse, to_yaml
 from stack_core.abi.errors import ConfigError, ConversionError
@@ -20,6 +21,7 @@ from stack_core.abi.run_directory import RunDirectory
 from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.data.kinds.text import TextData
 from stack_train.data.tokenizer import HuggingFaceTokenizer
+from stack_train.generation.generative import ModuleCheckpoint, generative_checkpoint
 from stack_train.gguf.names import (
     ARCHITECTURES,
     ROPE_FREQUENCIES,
@@ -31,7 +33,7 @@ from stack_train.gguf.names import (
 from stack_train.gguf.vocabulary import Vocabulary
 from stack_train.models.weight_map import WeightRule
 from stack_train.run.config import RunConfig, run_config
-from stack_train.run.model import abstract_params, holds_codes
+from stack_train.run.model import abstract_model, abstract_params, holds_codes
 from stack_train.variables.weights import read_params
 
 __all__ = ["FORMAT", "GgufFormat"]
@@ -131,6 +133,27 @@ class GgufFormat:
             paths.config.write_text(to_yaml(config), encoding="utf-8")
         parameters = sum(leaf.size for leaf in source.parameters.values())
         return Conversion(run, parameters, source.total_bytes, "float32", ("the tokenizer",))
+
+    def open_for_generation(self, directory: Path) -> ModuleCheckpoint:
+        """Opens a file for text generation in float32, with its tokenizer and chat template; nothing is written.
+
+        Args:
+          directory: path of the file.
+
+        Raises:
+          ConversionError: as `import_run`.
+          GenerationError: the tokenizer has more tokens than the model.
+        """
+        source = _Source.open(directory)
+        return generative_checkpoint(
+            abstract_model(source.config),
+            source.config,
+            read=lambda shardings: source.values(),
+            adapters_at=lambda address: _refuse_adapters(address, directory),
+            name=directory.stem,
+            tokenizer=HuggingFaceTokenizer(source.vocabulary.files(), str(directory)),
+            origin=None,
+        )
 
 
 FORMAT = GgufFormat()
@@ -246,6 +269,9 @@ class _Source:
     @classmethod
     def open(cls, path: Path) -> "_Source":
         gguf = _library()
+        if not path.is_file():
+            problem = "is a directory; give a file in it" if path.is_dir() else "does not exist"
+            raise ConversionError(f"gguf:{path}: the file {problem}.")
         try:
             reader = gguf.GGUFReader(path)
             settings = {name: field.contents() for name, field in reader.fields.items()}
@@ -257,6 +283,11 @@ class _Source:
         parameters = named_leaves(abstract_params(config))
         _check(gguf, path, architecture, rules, parameters, tensors)
         return cls(config, Vocabulary.read(settings), architecture, tensors, parameters, rules)
+
+    def values(self) -> Iterator[tuple[tuple[str | int, ...], np.ndarray]]:
+        """Reads the parameters with their paths, in which indices into lists of modules are integers."""
+        for name, leaf in self.leaves(None):
+            yield tuple(int(step) if step.isdigit() else step for step in name.split("/")), leaf
 
     def leaves(self, progress: Progress | None) -> Iterator[tuple[str, np.ndarray]]:
         """Reads the parameters one by one with their paths."""
@@ -272,6 +303,13 @@ class _Source:
             done_bytes += leaf.nbytes
             if progress is not None:
                 progress(rule.parameter, done_bytes, self.total_bytes)
+
+
+def _refuse_adapters(address: str, path: Path) -> Adapters:
+    raise ConversionError(
+        f"The adapters {address} cannot be combined with a GGUF file. Convert it: stack convert gguf:{path} RUN, and "
+        "use RUN."
+    )
 
 
 def _config_of(settings: Mapping[str, Any], tensors: Mapping[str, Any], path: Path) -> tuple[Any, Architecture]:

@@ -1,0 +1,97 @@
+"""`stack serve` and `stack chat` of a GGUF file: the model, the tokenizer and the answer of the run made of it."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import jax
+import numpy as np
+import pytest
+
+from stack_core.abi.model_formats import open_for_generation
+from stack_core.cli import main
+from stack_core.text.chat_template import ChatTemplate
+from stack_serve.http import server
+from stack_serve.openai.served import OpenAIApp
+from stack_train.generation.generate import TokenGenerator
+from stack_train.generation.sampling import SamplingConfig
+
+from .served import write_checkpoint
+
+MESSAGES = [{"role": "user", "content": "the cat sat"}]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with model.gguf and run/, made of it."""
+    root = tmp_path_factory.mktemp("formats")
+    (root / "hf").mkdir()
+    write_checkpoint(root / "hf")
+    main(["convert", f"hf:{root / 'hf'}", str(root / "start")])
+    main(["convert", str(root / "start"), f"gguf:{root / 'model.gguf'}"])
+    main(["convert", f"gguf:{root / 'model.gguf'}", str(root / "run")])
+    return root
+
+
+@pytest.mark.parametrize("scheme", ["gguf:", ""])
+def test_a_file_is_opened_as_its_run(root: Path, scheme: str) -> None:
+    ours, run = open_for_generation(f"{scheme}{root / 'model.gguf'}"), open_for_generation(str(root / "run"))
+    assert ours.tokenizer is not None and run.tokenizer is not None
+    assert list(ours.tokenizer.encode("the cat sat")) == list(run.tokenizer.encode("the cat sat"))
+    for name in ("chat_template", "special_tokens", "end_tokens", "max_positions", "sampling_defaults"):
+        assert getattr(ours, name) == getattr(run, name), name
+    assert ours.chat_template is not None
+    jax.tree.map(np.testing.assert_array_equal, ours.load_params(), run.load_params())
+
+
+@pytest.mark.slow
+def test_a_served_file_answers_as_its_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[str] = []
+
+    class InProcess:
+        def __init__(self, app: OpenAIApp, listener: Any, config: Any, **others: Any) -> None:
+            self.app = app
+
+        def run(self) -> None:
+            engine = self.app.make_engine()
+            engine.start()  # without a warm-up, which would compile programs that one request does not use
+            try:
+                answers.append(asyncio.run(self._answer(engine)))
+            finally:
+                engine.close()
+
+        async def _answer(self, engine: Any) -> str:
+            self.app.service.serve(engine)
+            body = {"model": "model", "messages": MESSAGES, "max_tokens": 12, "temperature": 0}
+            transport = httpx2.ASGITransport(self.app.asgi)
+            async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+                answer = (await client.post("/v1/chat/completions", json=body)).json()
+            return answer["choices"][0]["message"]["content"]
+
+    monkeypatch.setattr(server, "HttpServer", InProcess)
+    before = sorted(root.iterdir())
+    sizes = ["--max-sequences", "1", "--max-tokens", "64", "--step-tokens", "16", "--decode-repeats", "1"]
+    main(["serve", f"gguf:{root / 'model.gguf'}", "--port", "0", *sizes])
+    assert sorted(root.iterdir()) == before
+    run = open_for_generation(str(root / "run"))
+    assert run.chat_template is not None and run.tokenizer is not None
+    text = ChatTemplate(run.chat_template, run.special_tokens).render(MESSAGES)
+    prompt = list(run.tokenizer.encode(text, add_special_tokens=False))
+    expected = list(TokenGenerator(run).stream(prompt, SamplingConfig(temperature=0.0, max_tokens=12)))
+    assert answers == [run.tokenizer.decode(expected)] and len(answers[0]) > 4
+
+
+@pytest.mark.parametrize("command", ["serve", "chat"])
+def test_a_bad_file_is_explained(root: Path, tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    content = (root / "model.gguf").read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(content[:-100])
+    (tmp_path / "other.gguf").write_bytes(content.replace(b"llama", b"bloom"))
+    for name, message in (
+        ("none.gguf", "none.gguf: the file does not exist"),
+        ("cut.gguf", "cut.gguf is no whole GGUF file"),
+        ("other.gguf", "is of architecture 'bloom'; these are read: "),
+    ):
+        with pytest.raises(SystemExit):
+            main([command, f"gguf:{tmp_path / name}", *(["--port", "0"] if command == "serve" else [])])
+        assert message in " ".join(capsys.readouterr().err.split())

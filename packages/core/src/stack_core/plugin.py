@@ -96,5 +96,9 @@ def stack_register_commands(registry: Registrar) -> None:
     registry.add(
         "cluster status", "stack_core.commands.cluster:status", help="Show a run's hosts, workers and failures."
     )
+    registry.add(
+        "config explain", "stack_core.commands.config:explain", help="Explain a config key: text, type, default."
+    )
+    registry.add("config keys", "stack_core.commands.config:keys", help="List the keys that a config file accepts.")
     registry.add("doctor", "stack_core.commands.doctor:doctor", help="Check this installation and suggest fixes.")
     registry.add("plugins", "stack_core.commands.plugins:plugins", help="List plugins and what they register.")

@@ -124,7 +124,13 @@ def stack_register_panels(registry: Registrar) -> None:
 
 @hookimpl
 def stack_register_commands(registry: Registrar) -> None:
-    registry.add("train", "stack_train.commands.train:train", help="Train a model from a config file.", huge_pages=True)
+    registry.add(
+        "train",
+        "stack_train.commands.train:train",
+        help="Train a model from a config file.",
+        huge_pages=True,
+        config="stack_train.run.config:RunConfig",
+    )
     registry.add(
         "compile",
         "stack_train.commands.compile:compile_run",

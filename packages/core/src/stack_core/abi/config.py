@@ -39,6 +39,7 @@ __all__ = [
     "dotted_keys",
     "is_under",
     "load_yaml",
+    "mark_of",
     "parse",
     "to_mapping",
     "to_yaml",
@@ -256,7 +257,7 @@ def parse(cls: type[C], mapping: Any, *, path: str = "") -> C:
         raise ConfigError(f"{path or 'The config'} is {mapping!r}; a mapping with keys of {cls.__name__} was expected.")
     hints = typing.get_type_hints(cls, include_extras=True)
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}  # pyrefly: ignore
-    sections_field = next((name for name in defaults if _mark(hints[name], Sections)), None)
+    sections_field = next((name for name in defaults if mark_of(hints[name], Sections)), None)
     names = [name for name in defaults if name != sections_field]
     values: dict[str, Any] = {}
     sections: dict[str, Any] = {}
@@ -267,7 +268,7 @@ def parse(cls: type[C], mapping: Any, *, path: str = "") -> C:
                 continue
             values[key] = _parse_field(hints[key], value, where, defaults[key])
         elif sections_field:
-            mark = _mark(hints[sections_field], Sections)
+            mark = mark_of(hints[sections_field], Sections)
             assert mark is not None, "found by its mark"
             if key not in mark.registry:
                 keys = {name: _keys(hints[name], mapping.get(name), defaults[name]) for name in names}
@@ -298,7 +299,7 @@ def with_current_keys(cls: type, mapping: Mapping[str, Any], *, warn: bool = Fal
     hints = typing.get_type_hints(cls, include_extras=True)
 
     def renamed(key: str, value: Any) -> Any:
-        selection = _mark(hints.get(key), Selected)
+        selection = mark_of(hints.get(key), Selected)
         return selection.with_key(value, key if warn else "") if selection and isinstance(value, Mapping) else value
 
     return {key: renamed(key, value) for key, value in mapping.items()}
@@ -317,7 +318,7 @@ def to_mapping(value: Any) -> Any:
         result: dict[str, Any] = {}
         for field in dataclasses.fields(value):
             plain = to_mapping(getattr(value, field.name))
-            result.update(plain if _mark(hints[field.name], Sections) else {field.name: plain})
+            result.update(plain if mark_of(hints[field.name], Sections) else {field.name: plain})
         return result
     if isinstance(value, Mapping):
         return {key: to_mapping(item) for key, item in value.items()}
@@ -377,7 +378,7 @@ def _strict(hint: Any) -> Any:
         return Annotated[hint, pydantic.Strict()]
     if hint is str:
         return Annotated[hint, pydantic.AfterValidator(refuse_remote)]
-    if _mark(hint, MayBeRemote) is None:
+    if mark_of(hint, MayBeRemote) is None:
         return _strict_parts(hint)
     return hint
 
@@ -415,12 +416,13 @@ def _override_value(override: str, text: str) -> Any:
         raise ConfigError(f"Override {override!r}: the value is not valid YAML: {error}") from error
 
 
-def _mark(hint: Any, kind: type[C]) -> C | None:
+def mark_of(hint: Any, kind: type[C]) -> C | None:
+    """Returns the mark of a class, such as `Selected`, in an annotated type; None if there is none."""
     return next((mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, kind)), None)
 
 
 def _parse_field(hint: Any, value: Any, path: str, default: Any) -> Any:
-    if selection := _mark(hint, Selected):
+    if selection := mark_of(hint, Selected):
         return _parse_selected(selection, value, path, default)
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     nested = next((option for option in options if dataclasses.is_dataclass(option)), None)
@@ -447,7 +449,7 @@ def _parse_selected(selection: Selected, value: Any, path: str, default: Any) ->
 def _keys(hint: Any, value: Any, default: Any) -> tuple[str, ...]:
     """Returns the keys that a section accepts with its current value, or () if the field is not a section."""
     holder = default if dataclasses.is_dataclass(default) else hint
-    if (selection := _mark(hint, Selected)) and value is not None:
+    if (selection := mark_of(hint, Selected)) and value is not None:
         name = value.get(selection.key, value.get(selection.former)) if isinstance(value, Mapping) else value
         if isinstance(name, str) and name in selection.registry:
             entry = selection.registry[name]

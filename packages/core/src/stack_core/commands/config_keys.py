@@ -1,0 +1,182 @@
+"""Lists the keys of config classes, with types, defaults and the texts of their "Attributes:" sections."""
+
+import dataclasses
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stack_core.abi.config import Sections, Selected, mark_of, to_mapping
+from stack_core.abi.registry import Registry
+
+__all__ = ["Key", "attribute_texts", "config_keys"]
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key that a config accepts.
+
+    Attributes:
+      name: dotted path of the key, such as "run.steps".
+      type: type as text, such as "int > 0 | None".
+      default: default value as plain data; None if `required`.
+      required: whether the key has no default.
+      text: description from the docstring of its class; "" if it has none.
+      plugins: plugins that register the class.
+      selections: values of `selector` with which the key exists; empty if it always exists.
+      selector: dotted path of the key that selects the class, such as "model.name"; "" if there is none.
+    """
+
+    name: str
+    type: str
+    default: Any
+    required: bool
+    text: str
+    plugins: tuple[str, ...]
+    selections: tuple[str, ...] = ()
+    selector: str = ""
+
+
+def config_keys(cls: type, plugin: str) -> list[Key]:
+    """Lists the keys of a config class, its sections, and every class that a selected field may have.
+
+    Args:
+      plugin: plugin that provides the class.
+
+    Raises:
+      PluginError: a registered class cannot be imported.
+    """
+    merged: dict[tuple[str, ...], Key] = {}
+    for key in _keys_of(cls, Key("", "", None, False, "", (plugin,))):
+        # Model families share most of their keys; equal descriptions become one entry.
+        same = (key.name, key.type, repr(key.default), str(key.required), key.text, key.selector)
+        before = merged.get(same, key)
+        merged[same] = dataclasses.replace(
+            before,
+            plugins=tuple(dict.fromkeys((*before.plugins, *key.plugins))),
+            selections=tuple(dict.fromkeys((*before.selections, *key.selections))),
+        )
+    return list(merged.values())
+
+
+def attribute_texts(cls: type) -> dict[str, str]:
+    """Reads the "Attributes:" sections of a class and its bases; each text is one line. The class's own texts win."""
+    texts: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        lines = textwrap.dedent("    " + (base.__dict__.get("__doc__") or "").replace("\t", "    ")).splitlines()
+        _, found, section = "\n".join(lines).partition("Attributes:\n")
+        names: list[str] = []
+        indent = 0
+        for line in section.splitlines() if found else ():
+            depth = len(line) - len(line.lstrip())
+            if not line.strip():
+                continue
+            start = re.match(r"\s*([`\w]+(?:, [`\w]+)*(?:,? and [`\w]+)?): (.*)", line)
+            indent = indent or depth
+            if depth < indent:
+                break
+            if start and depth == indent:
+                names = re.findall(r"\w+", start[1].replace(" and ", ", "))  # one text may describe several
+                texts.update(dict.fromkeys(names, start[2]))
+            else:
+                texts.update({name: f"{texts[name]} {line.strip()}" for name in names})
+    return texts
+
+
+def _keys_of(cls: type, parent: Key, outer: tuple[type, ...] = ()) -> Iterator[Key]:
+    """Lists the keys of a class.
+
+    Args:
+      parent: path, plugins and selection of the class.
+      outer: classes that contain this one. They are not listed again inside themselves.
+    """
+    if cls in outer:
+        return
+    outer = (*outer, cls)
+    hints, texts = typing.get_type_hints(cls, include_extras=True), attribute_texts(cls)
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        name = f"{parent.name}.{field.name}" if parent.name else field.name
+        place = dataclasses.replace(parent, name=name)
+        default, required = _default(field)
+        if sections := mark_of(hint, Sections):
+            for section, kind, plugin in _classes(sections.registry):
+                yield from _keys_of(kind, Key(section, "", None, False, "", (plugin,)), outer)
+        elif selected := mark_of(hint, Selected):
+            for entry, kind, plugin in _classes(selected.registry):
+                selection = Key(name, "", None, False, "", (plugin,), (entry,), f"{name}.{selected.key}")
+                yield from (key for key in _keys_of(kind, selection, outer) if key.name != selection.selector)
+            plain = to_mapping(getattr(default, selected.key, None))
+            choices = " | ".join(selected.registry.names())
+            text = texts.get(field.name, "")
+            yield dataclasses.replace(
+                place, name=f"{name}.{selected.key}", type=choices, default=plain, required=required, text=text
+            )
+        elif (nested := _nested(hint)) is not None:
+            yield from _keys_of(nested, place, outer)
+        else:
+            text = texts.get(field.name, "")
+            yield dataclasses.replace(
+                place, type=_type_text(hint), default=to_mapping(default), required=required, text=text
+            )
+            if (entry := _entry_class(hint)) is not None:
+                yield from _keys_of(entry, dataclasses.replace(parent, name=f"{name}[]"), outer)
+
+
+def _classes(registry: Registry[Any]) -> Iterator[tuple[str, type, str]]:
+    """Yields the name, config class and plugin of every entry whose config is a dataclass."""
+    for entry in registry.entries():
+        found = registry[entry.name]
+        kind = getattr(found, "config_class", found)
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+            yield entry.name, kind, entry.provider
+
+
+def _default(field: "dataclasses.Field[Any]") -> tuple[Any, bool]:
+    default, factory = field.default, field.default_factory
+    if hasattr(default, "is_required") and hasattr(default, "get_default"):  # pydantic.Field
+        return (None, True) if default.is_required() else (default.get_default(call_default_factory=True), False)
+    if default is not dataclasses.MISSING:
+        return default, False
+    return (None, True) if factory is dataclasses.MISSING else (factory(), False)
+
+
+def _nested(hint: Any) -> type | None:
+    """Returns the config class of a section, also of an optional one."""
+    hint = typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Annotated else hint
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    return next((each for each in options if isinstance(each, type) and dataclasses.is_dataclass(each)), None)
+
+
+def _entry_class(hint: Any) -> type | None:
+    """Returns the config class of the entries of a list, or None if they have none."""
+    hint = typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Annotated else hint
+    origin = typing.get_origin(hint)
+    if isinstance(origin, type) and issubclass(origin, Sequence):
+        return next((found for each in typing.get_args(hint) if (found := _nested(each))), None)
+    return None
+
+
+def _type_text(hint: Any) -> str:
+    """Renders a type: "int > 0", "adam | sgd", "list of str"."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        limits = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+        bounds = [
+            f"{sign} {value}"
+            for mark in hint.__metadata__
+            for name, sign in limits.items()
+            if (value := getattr(mark, name, None)) is not None
+        ]
+        return " ".join([_type_text(arguments[0]), " and ".join(bounds)]).strip()
+    if origin is typing.Literal:
+        return " | ".join(map(str, arguments))
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(dict.fromkeys(map(_type_text, arguments)))
+    if isinstance(origin, type) and arguments:
+        inner = ", ".join(_type_text(each) for each in arguments if each is not Ellipsis)
+        return f"{origin.__name__} of {inner}"
+    return "None" if hint is type(None) else getattr(hint, "__name__", str(hint))

@@ -203,5 +203,7 @@ def _of_slice(spec: ArraySpec, leading: int) -> ArraySpec:
         return spec
     channels = tuple(axis - leading for axis in spec.channel_axes if axis >= leading)
     return dataclasses.replace(
-        spec, channel_axes=channels, tiles={axis - leading: size for axis, size in spec.tiles if axis >= leading}
+        spec,
+        channel_axes=channels,
+        tiles={axis - leading: size for axis, size in spec.tile_sizes.items() if axis >= leading},
     )

@@ -180,7 +180,8 @@ class _Run:
         over_parameters = any(held[0].source is not None for held in rows)
 
         def once() -> list[list[Value]]:
-            state, made = carry, []
+            state: list[list[Value]] = carry
+            made: list[list[list[Value]]] = []
             for trip in trips:
                 before = dict(self.slices)
                 here = [self.row(held, trip) for held in rows]

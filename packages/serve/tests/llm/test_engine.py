@@ -136,6 +136,27 @@ def test_a_request_tells_its_times_and_text(engine: LLMEngine) -> None:
     assert times.submitted_s <= times.started_s <= times.first_token_s <= (times.finished_s or 0)
 
 
+def candidates_of(updates: list[GenerationUpdate]) -> list[tuple[int, ...]]:
+    return [each for update in updates for each in update.candidates or ()]
+
+
+def test_candidates_are_the_tokens_with_a_probability_and_rows_beside_them_stay_the_same(engine: LLMEngine) -> None:
+    plain = request_of("beside", (2,) * 20, temperature=1.0, seed=3)
+    (alone,) = run(engine, plain)
+    processed = {"temperature": 9.0, "seed": 4, "logprobs": 20, "logprobs_of": "processed", "candidates": True}
+    narrowed = {"narrow": {"top_k": 5}, "min": {"min_p": 0.8}, "nucleus": {"top_p": 0.4}}
+    requests = [request_of(name, (1,) * 20, **processed, **settings) for name, settings in narrowed.items()]
+    beside, *found = run(engine, plain, *requests)
+    assert tokens_of(beside) == tokens_of(alone) and not candidates_of(beside)
+    for updates in found:
+        logprobs = [each for update in updates for each in update.logprobs or ()]
+        expected = [tuple(sorted(token for token, value in each.top if value > -np.inf)) for each in logprobs]
+        assert candidates_of(updates) == expected and len(expected) == 8
+        assert any(1 < len(each) < VOCAB for each in expected)
+    (greedy,) = run(engine, request_of("greedy", candidates=True))
+    assert candidates_of(greedy) == [(token,) for token in tokens_of(greedy)]
+
+
 def test_updates_may_go_to_a_receiver(engine: LLMEngine) -> None:
     ended, received = threading.Event(), list[GenerationUpdate]()
 

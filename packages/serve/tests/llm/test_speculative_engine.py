@@ -137,6 +137,23 @@ def test_constrained_answers_are_the_same_with_drafts(plain: LLMEngine, engine: 
     assert assert_equal(plain, engine, *requests, request_of("free", max_tokens=90), *ignoring) > 20
 
 
+@pytest.mark.slow  # compiles programs that report candidates
+def test_candidates_are_the_same_with_drafts(plain: LLMEngine) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Speculation, "_cost", lambda *_: 1e-9)
+        with LLMEngine(byte_checkpoint(), dataclasses.replace(CONFIG, speculation=SPECULATION)) as drafting:
+            request = request_of("narrow", temperature=1.0, seed=5, top_k=2, candidates=True)
+            found = []
+            for each in (plain, drafting):
+                (updates,) = run(each, request)
+                found.append(
+                    [pair for update in updates for pair in zip(update.tokens, update.candidates or (), strict=True)]
+                )
+            assert drafting.stats().accepted_tokens > 0
+    assert found[0] == found[1] and len(found[0]) == 40
+    assert {len(candidates) for _, candidates in found[0]} == {2}
+
+
 def test_a_seed_gives_the_same_text_alone_and_in_a_crowd(engine: LLMEngine) -> None:
     wanted: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 60}
     (alone,) = run(engine, request_of("alone", **wanted))

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from stack_core.abi.generation import FinishReason, GenerationUpdate
 from stack_core.ops.sampling.logprobs import Index, TokenLogprobs, token_records
+from stack_core.ops.sampling.sampling import Sampled, candidate_tokens
 from stack_serve.llm.output import GOES_ON, EndOfTokens
 from stack_serve.llm.work import Continuation, Work
 
@@ -27,14 +28,15 @@ class Tokens(NamedTuple):
       tokens: tokens in order.
       version: version of the weights with which the tokens were sampled.
       end: finish reason due to the last token, if any.
-      figures: host arrays whose rows at `index` hold the log-probabilities of the tokens; None if not requested.
+      figures: host arrays whose rows at `index` hold the log-probabilities and candidates of the tokens; None if not
+        requested.
     """
 
     continuation: Continuation
     tokens: Sequence[int]
     version: int = 0
     end: EndOfTokens = GOES_ON
-    figures: TokenLogprobs | None = None
+    figures: Sampled | None = None
     index: Index = ()
 
 
@@ -144,15 +146,18 @@ class Dispatcher:
 
     def _handle_tokens(self, event: Tokens) -> None:
         continuation = event.continuation
-        output, candidates = continuation.output, continuation.work.request.sampling.logprobs
-        records = None
-        if event.figures is not None and candidates is not None:
-            records = token_records(event.figures, event.index, candidates)
+        output, sampling = continuation.output, continuation.work.request.sampling
+        records = candidates = None
+        if event.figures is not None and sampling.logprobs is not None:
+            records = token_records(event.figures, event.index, sampling.logprobs)
+        if event.figures is not None and sampling.candidates:
+            candidates = candidate_tokens(event.figures.candidates[event.index])
         last = len(event.tokens) - 1
         for place, token in enumerate(event.tokens):
             try:
                 end, logprob = event.end if place == last else GOES_ON, records[place] if records else None
-                has_ended = output.push(token, end, logprob, version=event.version)
+                own = candidates[place] if candidates else ()
+                has_ended = output.push(token, end, logprob, candidates=own, version=event.version)
             except Exception as error:  # A tokenizer error affects only this request.
                 self._deliver(continuation, output.take())
                 message = f"Token {token} cannot be decoded: {error}"

@@ -160,12 +160,6 @@ class Limits:
                 f"min_tokens={sampling.min_tokens} is more than max_tokens={sampling.max_tokens}. Lower it.",
                 parameter="min_tokens",
             )
-        if sampling.candidates:
-            raise GenerationError(
-                "This engine does not report the candidates of a sampled token. Sample from all tokens, with top_p: 1, "
-                "top_k: 0 and min_p: 0, or use the engine 'static' of stack-train.",
-                parameter="candidates",
-            )
         if sampling.stop and not self.has_tokenizer:
             raise GenerationError(
                 "Stop texts need a tokenizer; the model has none. Give stop_tokens.", parameter="stop"

@@ -307,21 +307,27 @@ class EngineLoop:
         tables = self._state.block_tables[[row.slot for row in plan.rows]]
         rows = [row[1:] for row in plan.rows]
         result: StepResult | ForwardResult
-        drafts = list(plan.drafts)
+        drafts, candidates = list(plan.drafts), self._reports_candidates(plan)
         if drafts:
             tokens = [
                 token
                 for row, drafted in zip(plan.rows, drafts, strict=True)
                 for token in (row.sequence.tokens[-1], *drafted)
             ]
-            result = self._programs.verify(rows, tables, tokens, self._masks_of_drafts(plan.rows, drafts))
+            masks = self._masks_of_drafts(plan.rows, drafts)
+            result = self._programs.verify(rows, tables, tokens, masks, candidates=candidates)
         elif any(row.samples and row.sequence.is_constrained for row in plan.rows):
             result = self._programs.forward(rows, tables)
         else:
-            result = self._programs.step(rows, tables, repeats=plan.repeats)
+            result = self._programs.step(rows, tables, repeats=plan.repeats, candidates=candidates)
         # A step with drafts has no prompts.
         prompt_logprobs = None if plan.drafts else self._prompt_logprobs(plan.rows, result)
         return _StartedStep(plan, self._version, result, prompt_logprobs, now_s, drafts, is_ahead)
+
+    def _reports_candidates(self, plan: Plan) -> bool:
+        """Returns whether a request of the step's rows, not yet ended, asks for candidates."""
+        found = (self._continuations.get(row.sequence.id) for row in plan.rows)
+        return any(each is not None and each.work.request.sampling.candidates for each in found)
 
     def _masks_of_drafts(self, rows: tuple[Row, ...], drafts: list[tuple[int, ...]]) -> np.ndarray | None:
         """Computes the masks of all positions of a step with drafts; shortens drafts after which a constraint ends.
@@ -375,7 +381,8 @@ class EngineLoop:
                 self._undelivered.append(end)
                 self._drop(continuation)
                 mask[:] = -1
-        return replace(step, result=self._programs.sample(forward, masks))
+        candidates = self._reports_candidates(step.plan)
+        return replace(step, result=self._programs.sample(forward, masks, candidates=candidates))
 
     def _end_without_token(
         self, continuation: Continuation, matcher: Matcher, mask: np.ndarray, *, ahead: int = 0
@@ -437,8 +444,9 @@ class EngineLoop:
                 continue
             if continuation.drafts is not None:
                 continuation.drafts.extend(new, drafted=len(step.drafts[place]) if step.drafts else 0)
-            if continuation.work.request.sampling.logprobs is not None:
-                # Copied once per step, and only if a row reports log-probabilities.
+            sampling = continuation.work.request.sampling
+            if sampling.logprobs is not None or sampling.candidates:
+                # Copied once per step, and only if a row reports log-probabilities or candidates.
                 figures = figures or _readable(sampled)
             self._undelivered.append(Tokens(continuation, new, step.version, end, figures, index))
             if is_lost:

@@ -59,12 +59,14 @@ class _PendingToken(NamedTuple):
     """A token that was not sent yet.
 
     Attributes:
+      candidates: candidates of the token; () if not requested.
       version: version of the weights with which the token was sampled.
       begins: number of characters decoded before the token.
     """
 
     token: int
     logprob: TokenLogprob | None
+    candidates: tuple[int, ...]
     version: int
     begins: int
 
@@ -99,13 +101,20 @@ class Output:
         self._stop_reason: int | str | None = None
 
     def push(
-        self, token: int, end: EndOfTokens = GOES_ON, logprob: TokenLogprob | None = None, *, version: int = 0
+        self,
+        token: int,
+        end: EndOfTokens = GOES_ON,
+        logprob: TokenLogprob | None = None,
+        *,
+        candidates: tuple[int, ...] = (),
+        version: int = 0,
     ) -> bool:
         """Adds a token and returns whether it is the last one.
 
         Args:
           end: finish reason due to the token itself.
           logprob: log-probability of the token, if requested.
+          candidates: candidates of the token, if requested.
           version: version of the weights with which it was sampled.
         """
         self._tokens += 1
@@ -120,7 +129,7 @@ class Output:
             self._text += self._rest()
         if self._stop_texts.found is not None:
             reason, stop_reason = "stop", self._stop_texts.found
-        self._pending.append(_PendingToken(token, logprob, version, begins))
+        self._pending.append(_PendingToken(token, logprob, candidates, version, begins))
         self._reason, self._stop_reason = reason, stop_reason
         return reason is not None
 
@@ -171,6 +180,7 @@ class Output:
             logprobs=None
             if self._sampling.logprobs is None
             else tuple(pending.logprob for pending in released if pending.logprob is not None),
+            candidates=tuple(pending.candidates for pending in released) if self._sampling.candidates else None,
             finish_reason=reason,
             stop_reason=stop_reason,
             dropped_tokens=0 if reason is None else len(self._pending),

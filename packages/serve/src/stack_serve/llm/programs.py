@@ -180,7 +180,9 @@ class Programs:
         padded[: len(tokens)] = tokens
         self._slots = self._program(("admit",))(self._slots, np.int32(slot), padded, settings.packed())
 
-    def step(self, rows: Sequence[tuple[int, ...]], tables: np.ndarray, *, repeats: int = 1) -> StepResult:
+    def step(
+        self, rows: Sequence[tuple[int, ...]], tables: np.ndarray, *, repeats: int = 1, candidates: bool = False
+    ) -> StepResult:
         """Launches a step, padded to the next bucket of shapes.
 
         Args:
@@ -188,13 +190,15 @@ class Programs:
           tables: int32[rows, pages], page numbers of each row's sequence.
           repeats: number of decoding steps in the launch. Above 1, a row computes one token per step until it has
             computed all tokens of its field.
+          candidates: whether to report the candidates of sampled tokens, by programs that are compiled on first use.
         """
         # Prompt chunks of one token run in a decode program, too.
         if repeats == 1 and sum(row[2] for row in rows) != len(rows):
-            return self.sample(self.forward(rows, tables))
+            return self.sample(self.forward(rows, tables), candidates=candidates)
         known, settings = self._slots.tokens, self._slots.settings
         row_bucket = self._buckets.of_decoding(len(rows))
-        packed, decode = self._packed(rows, tables, row_bucket), self._program(("decode", row_bucket))
+        packed = self._packed(rows, tables, row_bucket)
+        decode = self._program(_sampling_key("decode", row_bucket, candidates))
         self._layers, hidden, known, sampled = decode(self._weights, self._layers, known, settings, packed)
         self._slots = SlotState(known, settings)
         return StepResult(sampled, hidden)
@@ -211,12 +215,13 @@ class Programs:
         self._layers, hidden, last = program(self._weights, self._layers, self._slots.tokens, given)
         return ForwardResult(hidden, last, packed, [place for place, row in enumerate(rows) if row[3]])
 
-    def sample(self, forward: ForwardResult, mask: np.ndarray | None = None) -> StepResult:
+    def sample(self, forward: ForwardResult, mask: np.ndarray | None = None, *, candidates: bool = False) -> StepResult:
         """Launches the sampling of a step.
 
         Args:
           forward: result of the forward pass of the last launched step.
           mask: int32[places, words], tokens allowed by the constraint of each row that samples; None allows all.
+          candidates: as in `step`.
         """
         places = forward.places
         if not places:
@@ -228,7 +233,7 @@ class Programs:
         if mask is not None:
             masks = np.full(masks.shape, -1, np.int32)
             masks[: len(places)] = mask
-        program = self._program(("sample", size))
+        program = self._program(_sampling_key("sample", size, candidates))
         known, settings = self._slots.tokens, self._slots.settings
         known, sampled = program(self._weights, known, settings, forward.last, forward.packed, chosen, masks)
         self._slots = SlotState(known, settings)
@@ -240,6 +245,8 @@ class Programs:
         tables: np.ndarray,
         drafted: Sequence[int],
         mask: np.ndarray | None = None,
+        *,
+        candidates: bool = False,
     ) -> StepResult:
         """Launches a step that verifies drafts.
 
@@ -247,6 +254,7 @@ class Programs:
           rows, tables: as in `step`.
           drafted: tokens that the rows compute, row by row: the newest token of each, then its drafts.
           mask: int32[tokens, words], tokens allowed by a constraint at each of these positions; None allows all.
+          candidates: as in `step`.
         """
         size = self._buckets.of_verification(len(drafted))
         packed = self._packed(rows, tables, self._buckets.largest_rows)
@@ -256,7 +264,7 @@ class Programs:
         if mask is not None:
             masks = np.full(masks.shape, -1, np.int32)
             masks[: len(mask)] = mask
-        program = self._program(("verify", size))
+        program = self._program(_sampling_key("verify", size, candidates))
         known, settings = self._slots.tokens, self._slots.settings
         self._layers, hidden, known, sampled = program(
             self._weights, self._layers, known, settings, packed, padded, masks
@@ -377,11 +385,11 @@ class Programs:
         factors = self._adapters.fitted("", {}).factors
         return jax.jit(put, donate_argnums=0).lower(self._weights.pool, _int32(), factors)
 
-    def _lowered_decode(self, rows: int) -> Any:
-        repeats, padded_rows = self._config.decode_repeats, self._buckets.largest_rows
+    def _lowered_decode(self, rows: int, candidates: int = 0) -> Any:
+        sizes = {"repeats": self._config.decode_repeats, "padded_rows": self._buckets.largest_rows}
 
         def decode(weights: Weights, layers: Any, known: Any, settings: Any, packed: Any) -> Any:
-            return self._step.decode(weights, layers, known, settings, packed, repeats=repeats, padded_rows=padded_rows)
+            return self._step.decode(weights, layers, known, settings, packed, **sizes, candidates=bool(candidates))
 
         slots, packed = self._slots, _int32(rows, self._row_fields)
         # Donated pools are updated in place; a copy would need the memory of a second cache.
@@ -408,18 +416,20 @@ class Programs:
         packed = _int32(self._buckets.largest_rows, self._row_fields)
         return jax.jit(prefill, donate_argnums=1).lower(self._weights, self._layers, self._slots.tokens, packed)
 
-    def _lowered_verify(self, tokens: int) -> Any:
+    def _lowered_verify(self, tokens: int, candidates: int = 0) -> Any:
         def verify(weights: Weights, layers: Any, known: Any, settings: Any, *step: Any) -> Any:
-            return layer_by_layer(self._step.verify)(weights, layers, known, settings, *step)
+            run = layer_by_layer(partial(self._step.verify, candidates=bool(candidates)))
+            return run(weights, layers, known, settings, *step)
 
         slots, packed = self._slots, _int32(self._buckets.largest_rows, self._row_fields)
         mask = _int32(tokens, mask_words(self._checkpoint.vocab_size))
         jitted = jax.jit(verify, donate_argnums=(1, 2))
         return jitted.lower(self._weights, self._layers, slots.tokens, slots.settings, packed, _int32(tokens), mask)
 
-    def _lowered_sample(self, samples: int) -> Any:
+    def _lowered_sample(self, samples: int, candidates: int = 0) -> Any:
         def sample(weights: Weights, known: Any, settings: Any, *rows: Any) -> Any:
-            return layer_by_layer(self._step.sample_some)(weights, known, settings, *rows)
+            run = layer_by_layer(partial(self._step.sample_some, candidates=bool(candidates)))
+            return run(weights, known, settings, *rows)
 
         rows = self._buckets.largest_rows
         last = jax.ShapeDtypeStruct((rows, *self._hidden.shape[1:]), self._hidden.dtype)
@@ -486,6 +496,14 @@ class Programs:
         slots = self._config.max_sequences + 1
         settings = np.tile(SamplingSettings.greedy_row().packed(), (slots, 1))
         return SlotState(np.zeros((slots, self._max_tokens), np.int32), settings)
+
+
+def _sampling_key(kind: str, size: int, candidates: bool) -> Key:
+    """Returns the key of a program that samples; one that reports candidates is separate, so that others cost the same.
+
+    Only rollouts request candidates, so `compile_all` leaves these programs to their first use.
+    """
+    return (kind, size, 1) if candidates else (kind, size)
 
 
 def _int32(*shape: int) -> jax.ShapeDtypeStruct:

@@ -1,6 +1,6 @@
 """Device programs of an engine step: the forward pass over tokens of several sequences, and sampling."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -135,6 +135,7 @@ class Step:
         *,
         repeats: int,
         padded_rows: int,
+        candidates: bool = False,
     ) -> tuple[Any, Float[Array, "padded_rows 1 embed"], Int[Array, "slots max_tokens"], Sampled]:
         """Runs several decoding steps with sampling in one program, to save host overhead per token.
 
@@ -145,6 +146,7 @@ class Step:
           rows: packed rows; each is active for as many steps as it has tokens.
           repeats: maximum number of steps; the actual number is the maximum number of tokens in a row.
           padded_rows: maximum number of rows of any step, to which the hidden states are padded.
+          candidates: whether the sampled tokens include their candidates, as in `sample`.
 
         Returns:
           The updated layers, the padded hidden states of the last step, the updated tokens of each slot, and the
@@ -154,7 +156,7 @@ class Step:
         @layer_by_layer
         def once(weights: Weights, layers: Any, known: jax.Array, settings: jax.Array, rows: jax.Array) -> Any:
             layers, hidden, last = self(weights, layers, known, rows, tokens=len(rows), single=True)
-            known, sampled = self.sample(weights, known, settings, last, rows)
+            known, sampled = self.sample(weights, known, settings, last, rows, candidates=candidates)
             return layers, hidden, known, sampled
 
         def turn(number: Any, state: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -178,6 +180,8 @@ class Step:
         hidden: Float[Array, "rows embed"],
         rows: Int[Array, "rows fields"],
         mask: Int[Array, "rows mask_words"] | None = None,
+        *,
+        candidates: bool = False,
     ) -> tuple[Int[Array, "slots max_tokens"], Sampled]:
         """Samples the next token of each row of a step.
 
@@ -188,6 +192,8 @@ class Step:
           hidden: hidden state of the last token of each row.
           rows: packed rows.
           mask: tokens allowed by the constraint of each row; None if no row has one.
+          candidates: whether the sampled tokens include the bits of their candidates, uint8[1, rows, bytes]; see
+            `candidate_tokens`.
 
         Returns:
           The updated tokens of each slot, and the sampled tokens [1, rows]; tokens of rows that do not sample are
@@ -199,7 +205,9 @@ class Step:
         row_settings = jnp.where((samples > 0)[:, None], settings[slot], SamplingSettings.greedy_row().packed())
         of_rows = SamplingSettings.unpacked(row_settings)
         logits = self.checkpoint.model(weights.params).logits(hidden)
-        sampled = sample(logits, of_rows, known[slot], lengths, mask=mask)
+        sampled = sample(logits, of_rows, known[slot], lengths, mask=mask, candidates=candidates)
+        if candidates:  # an eighth of the bytes to copy to the host
+            sampled = replace(sampled, candidates=jnp.packbits(sampled.candidates, axis=1))
         # Rows that do not sample get an index behind the end, which is dropped.
         target = jnp.where(samples > 0, slot, len(known))
         known = known.at[target, lengths].set(sampled.tokens, mode="drop")
@@ -215,6 +223,8 @@ class Step:
         rows: Int[Array, "rows fields"],
         drafted: Int[Array, " tokens"],
         mask: Int[Array, "tokens mask_words"],
+        *,
+        candidates: bool = False,
     ) -> tuple[Any, Float[Array, "tokens 1 embed"], Int[Array, "slots max_tokens"], Sampled]:
         """Runs the forward pass over the newest token and the drafts of each row, and samples after each of them.
 
@@ -230,6 +240,7 @@ class Step:
           rows: packed rows.
           drafted: token at each position of the step; values after the last row are padding.
           mask: tokens allowed by a constraint at each position.
+          candidates: as in `sample`.
 
         Returns:
           The updated layers, the hidden states, the updated tokens of each slot, and the tokens sampled at each
@@ -240,7 +251,7 @@ class Step:
         known = known.at[jnp.where(real, slot, len(known)), position].set(drafted, mode="drop")
         layers, hidden, _ = self(weights, layers, known, rows, tokens=len(drafted))
         single = jnp.stack([slot, position, jnp.ones_like(slot), real.astype(slot.dtype)], axis=1)
-        known, sampled = self.sample(weights, known, settings, hidden[:, 0], single, mask)
+        known, sampled = self.sample(weights, known, settings, hidden[:, 0], single, mask, candidates=candidates)
         return layers, hidden, known, sampled
 
     def sample_some(
@@ -252,6 +263,8 @@ class Step:
         rows: Int[Array, "rows fields"],
         chosen: Int[Array, " samples"],
         mask: Int[Array, "samples mask_words"],
+        *,
+        candidates: bool = False,
     ) -> tuple[Int[Array, "slots max_tokens"], Sampled]:
         """Samples the next token of selected rows of a step; the tokens of the other rows are zeros.
 
@@ -263,9 +276,10 @@ class Step:
           weights, known, settings, hidden, rows: as in `sample`.
           chosen: indices of the selected rows; `len(rows)` is padding.
           mask: tokens allowed by the constraint of each selected row.
+          candidates: as in `sample`.
         """
         hidden, chosen_rows = (jnp.take(array, chosen, axis=0, mode="fill", fill_value=0) for array in (hidden, rows))
-        known, sampled = self.sample(weights, known, settings, hidden, chosen_rows, mask)
+        known, sampled = self.sample(weights, known, settings, hidden, chosen_rows, mask, candidates=candidates)
 
         def scatter(figures: jax.Array) -> jax.Array:
             empty = jnp.zeros((1, len(rows), *figures.shape[2:]), figures.dtype)

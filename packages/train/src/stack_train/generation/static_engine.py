@@ -30,7 +30,13 @@ from stack_core.abi.generation import (
 )
 from stack_core.abi.tree_paths import path_name
 from stack_core.ops.kv_cache import DenseKVCache
-from stack_core.ops.sampling.sampling import MOST_BIASES, MOST_STOP_TOKENS, SamplingSettings, sample
+from stack_core.ops.sampling.sampling import (
+    MOST_BIASES,
+    MOST_STOP_TOKENS,
+    SamplingSettings,
+    candidate_tokens,
+    sample,
+)
 from stack_core.text.detokenize import IncrementalDetokenizer
 
 __all__ = ["StaticEngine", "StaticEngineConfig"]
@@ -435,7 +441,7 @@ class StaticEngine(Engine):
             text="" if tokenizer is None else _text(tokenizer, request, shown),
             weights_versions=(self._version,) * count,
             logprobs=logprobs,
-            candidates=_set_bits(found["candidates"][:count]) if sampling.candidates else None,
+            candidates=candidate_tokens(found["candidates"][:count]) if sampling.candidates else None,
             finish_reason="stop" if stopped else "length",
             stop_reason=tokens[-1] if stopped and not is_own else None,
             times=RequestTimes(of.work.times.submitted_s, started_s, ended_s, ended_s),
@@ -483,11 +489,6 @@ def _completed(new: Mapping[Any, Any], old: Any) -> Any:
         **both,
         **{name: value for name, value in new.items() if name not in old or not isinstance(value, Mapping)},
     }
-
-
-def _set_bits(packed: np.ndarray) -> tuple[tuple[int, ...], ...]:
-    """Returns the indices of the set bits in each row of bytes."""
-    return tuple(tuple(np.flatnonzero(bits).tolist()) for bits in np.unpackbits(packed, axis=1))
 
 
 def _text(tokenizer: Tokenizer, request: GenerationRequest, tokens: Sequence[int]) -> str:

@@ -19,7 +19,15 @@ from stack_core.ops.sampling.candidates import GROUPS, at_token, greedy_tokens, 
 from stack_core.ops.sampling.logprobs import MOST_LOGPROBS, TokenLogprobs, token_logprobs
 from stack_core.ops.sampling.penalties import add_at, allow, penalize
 
-__all__ = ["MOST_BIASES", "MOST_STOP_TOKENS", "Sampled", "SamplingSettings", "mask_words", "sample"]
+__all__ = [
+    "MOST_BIASES",
+    "MOST_STOP_TOKENS",
+    "Sampled",
+    "SamplingSettings",
+    "candidate_tokens",
+    "mask_words",
+    "sample",
+]
 
 MOST_BIASES = 300
 """Maximum number of tokens in the logit bias of a request."""
@@ -165,6 +173,15 @@ class Sampled(TokenLogprobs):
 
     ok: Any
     candidates: Any = None
+
+
+def candidate_tokens(bits: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    """Returns the token ids of each row's candidates in ascending order.
+
+    Args:
+      bits: uint8[rows, bytes], `Sampled.candidates` packed by `jnp.packbits`.
+    """
+    return tuple(tuple(np.flatnonzero(row).tolist()) for row in np.unpackbits(bits, axis=1))
 
 
 def mask_words(vocab_size: int) -> int:

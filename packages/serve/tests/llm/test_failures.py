@@ -48,7 +48,7 @@ class FakePrograms(Programs):
 
     def admit(self, slot: int, tokens: Any, settings: Any) -> None: ...
 
-    def step(self, rows: Any, tables: Any, *, repeats: int = 1) -> StepResult:
+    def step(self, rows: Any, tables: Any, *, repeats: int = 1, candidates: bool = False) -> StepResult:
         sampled = Sampled(**figures_of(repeats, len(rows)), ok=np.ones((repeats, len(rows)), bool))
         return StepResult(sampled, self.hidden)
 

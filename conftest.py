@@ -38,7 +38,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.slow)
     for item in items:
         for marker, missing in _MISSING.items():
-            if item.get_closest_marker(marker) is not None and (reason := missing(config)):
+            found = item.get_closest_marker(marker)
+            if found is not None and (reason := missing(config, *found.args)):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
@@ -94,8 +95,8 @@ def _parity(config: pytest.Config) -> str | None:
     return f"needs {' and '.join(missing)}, as in `nox -s parity`" if missing else None
 
 
-def _clients(config: pytest.Config) -> str | None:
-    missing = [client for client in ("tritonclient", "kserve") if importlib.util.find_spec(client) is None]
+def _clients(config: pytest.Config, *modules: str) -> str | None:
+    missing = [module for module in modules if importlib.util.find_spec(module) is None]
     return f"needs {' and '.join(missing)}, as in `nox -s clients`" if missing else None
 
 

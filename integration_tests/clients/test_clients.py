@@ -14,7 +14,7 @@ import pytest
 
 from stack_serve import bundle
 
-pytestmark = pytest.mark.clients
+pytestmark = pytest.mark.clients("tritonclient", "kserve")
 
 TRITON = """
 import importlib, sys

@@ -219,6 +219,7 @@ CALLED = {"type": "function_call", "call_id": "a", "name": "add", "arguments": "
         ({"input": ["a"]}, "input", "neither a text nor a list of items"),
         ({"input": IMAGE}, "input.0.content.0", "no text part"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input.0.role", "'tool'; expected one of user"),
+        ({"input": [{"role": [], "content": "x"}]}, "input.0.role", "[]; expected one of user"),
         ({"input": [{"role": "user"}]}, "input.0.content", "neither a text nor a list"),
         ({"input": [{"type": "web_search_call"}]}, "input.0.type", "'web_search_call'; only messages"),
         ({"input": [{**CALLED, "arguments": 3}]}, "input.0.arguments", "not a text"),

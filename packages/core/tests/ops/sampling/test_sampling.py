@@ -519,6 +519,14 @@ def test_logits_that_are_not_finite_fail_alone():
     assert np.isfinite(sampled.logprobs[np.asarray(sampled.ok)]).all()
 
 
+@pytest.mark.parametrize("penalty", [5e-324, 1e300])
+def test_extreme_repetition_penalties_leave_logits_finite(penalty):
+    params = [SamplingParams(repetition_penalty=penalty, temperature=0.0)] * 2
+    logits, history = np.array([[9.0, 8.0], [-9.0, -8.0]], np.float32), np.array([[0, 1]] * 2, np.int32)
+    sampled = jitted(logits, settings_of(*params), history, np.full(2, 2, np.int32))
+    assert np.asarray(sampled.ok).tolist() == [True, True] and np.asarray(sampled.tokens).tolist() == [0, 1]
+
+
 def test_a_row_that_may_sample_no_token_is_not_ok():
     params = SamplingParams(stop_tokens=tuple(range(5)), min_tokens=1)
     sampled = jitted(

@@ -2,11 +2,39 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from stack_serve.openai.schemas import Body
 
 __all__ = ["CountBody", "MessagesBody", "OutputConfig", "Thinking", "ToolChoice"]
+
+
+# For the document of `openapi.py`; `chat_body` checks these fields.
+_BLOCK = {"type": "object", "required": ["type"], "properties": {"type": {"type": "string"}}}
+_CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _BLOCK, "minItems": 1}]}
+_Message = Annotated[
+    dict[str, Any],
+    WithJsonSchema(
+        {
+            "type": "object",
+            "required": ["role", "content"],
+            "properties": {"role": {"enum": ["user", "assistant"]}, "content": _CONTENT},
+        }
+    ),
+]
+_Tool = Annotated[
+    dict[str, Any],
+    WithJsonSchema(
+        {
+            "type": "object",
+            "required": ["name", "input_schema"],
+            "properties": {
+                "name": {"type": "string", "pattern": r"^[A-Za-z0-9_.-]{1,128}$"},
+                "input_schema": {"type": "object"},
+            },
+        }
+    ),
+]
 
 
 class _Part(BaseModel):
@@ -58,10 +86,10 @@ class CountBody(Body):
       cache_control: accepted without effect, because the engine finds common prefixes of prompts itself.
     """
 
-    model: str | None = Field()
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    system: Any = None
-    tools: list[dict[str, Any]] = Field(default_factory=list)
+    model: Annotated[str | None, WithJsonSchema({"type": "string"})] = Field()
+    messages: list[_Message] = Field(min_length=1)
+    system: Annotated[Any, WithJsonSchema(_CONTENT)] = None
+    tools: list[_Tool] = Field(default_factory=list)
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

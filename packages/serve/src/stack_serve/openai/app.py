@@ -28,6 +28,7 @@ from stack_serve.openai.bodies import decode, parse, read
 from stack_serve.openai.embeddings import Embeddings
 from stack_serve.openai.errors import INTERNAL, ApiError, as_api_error, renamed_error
 from stack_serve.openai.job import new_id
+from stack_serve.openai.openapi import openapi_json
 from stack_serve.openai.schemas import (
     Body,
     ChatBody,
@@ -56,7 +57,7 @@ from stack_serve.responses.store import ResponseStore
 __all__ = ["make_app"]
 
 # Load balancers and Prometheus send no key, and the chat page asks its user for one.
-_OPEN = frozenset({"/", "/health", "/ready", "/metrics", "/version"})
+_OPEN = frozenset({"/", "/health", "/ready", "/metrics", "/version", "/openapi.json"})
 _NO_KEY = ApiError(401, NO_KEY, headers={"WWW-Authenticate": "Bearer"})
 _LOG = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ def make_app(service: Service) -> Starlette:
         Route("/ready", handlers.ready, methods=["GET"]),
         Route("/metrics", handlers.metrics, methods=["GET"]),
         Route("/version", handlers.version, methods=["GET"]),
+        Route("/openapi.json", handlers.openapi, methods=["GET"]),
     ]
     config = service.config
     paths = frozenset(route.path for route in routes)
@@ -245,6 +247,10 @@ class _Handlers:
 
     async def version(self, request: Request) -> Response:
         return _json({"version": version("stack-serve")})
+
+    async def openapi(self, request: Request) -> Response:
+        content = openapi_json(has_keys=bool(self._service.config.api_keys))
+        return Response(content, media_type="application/json")
 
     async def _body(self, request: Request, cls: type[B]) -> B:
         if self._service.state != "ready":

@@ -5,7 +5,9 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+
+from stack_core.abi.generation import MOST_STOP_CHARACTERS, MOST_STOP_TEXTS
 
 __all__ = [
     "Body",
@@ -16,12 +18,15 @@ __all__ = [
     "GenerationBody",
     "JsonSchema",
     "LoadAdapterBody",
+    "Message",
     "PromptFields",
+    "Prompts",
     "RerankBody",
     "ResponseFormat",
     "ScoreBody",
     "StreamOptions",
     "StructuredOutputs",
+    "Texts",
     "TokenizeBody",
     "TokenizeChatBody",
     "UnloadAdapterBody",
@@ -36,8 +41,63 @@ def _not_zero(value: int) -> int:
 
 _Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 _Token = Annotated[int, Field(ge=0, lt=2**31)]
-_Kept = Annotated[int, Field(ge=-1, lt=2**31), AfterValidator(_not_zero)]
+_Kept = Annotated[
+    int,
+    Field(ge=-1, lt=2**31),
+    AfterValidator(_not_zero),
+    WithJsonSchema({"anyOf": [{"const": -1}, {"type": "integer", "minimum": 1, "exclusiveMaximum": 2**31}]}),
+]
 _Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
+
+# The document of `openapi.py` describes these fields by the schemas here. They are validated elsewhere, with errors
+# that name the place and without pydantic's copy of long lists.
+_TEXT = {"type": "string"}
+_TEXTS = {"type": "array", "items": _TEXT, "minItems": 1}
+_TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_NAME = {**_TEXT, "pattern": r"^[A-Za-z0-9_.-]{1,128}$"}
+_NAMED = {"type": "object", "required": ["name"], "properties": {"name": _NAME}}
+_FUNCTION = {**_NAMED, "properties": {"name": _NAME, "description": _TEXT, "parameters": {"type": "object"}}}
+_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": _TEXT},
+}
+_CALL = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {"type": {"const": "function"}, "function": _NAMED},
+}
+Texts = Annotated[Any, WithJsonSchema({"anyOf": [_TEXT, _TEXTS]})]
+"""A text or a list of texts."""
+Prompts = Annotated[
+    Any, WithJsonSchema({"anyOf": [_TEXT, _TEXTS, _TOKENS, {"type": "array", "items": _TOKENS, "minItems": 1}]})
+]
+"""A text, texts, token ids, or lists of token ids."""
+Message = Annotated[
+    dict[str, Any],
+    WithJsonSchema(
+        {
+            "type": "object",
+            "required": ["role"],
+            "properties": {
+                "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+                "content": {"anyOf": [_TEXT, {"type": "array", "items": _PART}, {"type": "null"}]},
+            },
+        }
+    ),
+]
+"""A message of a chat, whose further members the chat template may read."""
+_Tool = Annotated[
+    dict[str, Any], WithJsonSchema({**_CALL, "properties": {"type": {"const": "function"}, "function": _FUNCTION}})
+]
+_Document = Annotated[
+    Any, WithJsonSchema({"anyOf": [_TEXT, {"type": "object", "required": ["text"], "properties": {"text": _TEXT}}]})
+]
+_STOP = {**_TEXT, "minLength": 1, "maxLength": MOST_STOP_CHARACTERS}
+_Stop = Annotated[
+    Any, WithJsonSchema({"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MOST_STOP_TEXTS}]})
+]
+_Choice = Annotated[Any, WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required"]}, _CALL]})]
 
 
 class Body(BaseModel):
@@ -126,7 +186,7 @@ class GenerationBody(Body):
     n: Annotated[int, Field(ge=1, le=128)] = 1
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     seed: _Int64 | None = None
-    stop: Any = ()
+    stop: _Stop = ()
     stream: bool = False
     stream_options: StreamOptions | None = None
     temperature: float | None = None
@@ -167,11 +227,11 @@ class GenerationBody(Body):
 class _Templated(Body):
     """Messages that the chat template renders to a prompt."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
-    tools: list[dict[str, Any]] = []
+    tools: list[_Tool] = []
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     add_special_tokens: bool = False
 
@@ -184,7 +244,7 @@ class ChatBody(_Templated, GenerationBody):
       include_reasoning: False omits the reasoning of the answer (vLLM).
     """
 
-    tool_choice: Any = None
+    tool_choice: _Choice = None
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -200,7 +260,7 @@ class CompletionBody(GenerationBody):
       prompt: a text, texts, token ids, or lists of token ids.
     """
 
-    prompt: Any
+    prompt: Prompts
     max_tokens: Annotated[int, Field(ge=0)] = 16
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0)] | None = None
@@ -229,7 +289,7 @@ class EmbeddingBody(PromptFields):
       normalize: whether vectors have length 1 (vLLM).
     """
 
-    input: Any
+    input: Prompts
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     normalize: bool = True
@@ -238,8 +298,8 @@ class EmbeddingBody(PromptFields):
 class ScoreBody(PromptFields):
     """`POST /v1/score`; each field is a text or a list of texts."""
 
-    text_1: Any
-    text_2: Any
+    text_1: Texts
+    text_2: Texts
 
 
 class RerankBody(PromptFields):
@@ -252,7 +312,7 @@ class RerankBody(PromptFields):
     """
 
     query: str
-    documents: list[Any] = Field(min_length=1)
+    documents: list[_Document] = Field(min_length=1)
     top_n: Annotated[int, Field(ge=1)] | None = None
     return_documents: bool = True
 

@@ -2,11 +2,37 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from stack_serve.openai.schemas import Body
 
 __all__ = ["Reasoning", "ResponsesBody", "TextConfig"]
+
+
+# For the document of `openapi.py`; `input_messages` and `chat_body` check these fields.
+_TEXT = {"type": "string"}
+_NAME = {**_TEXT, "pattern": r"^[A-Za-z0-9_.-]{1,128}$"}
+_TYPED = {"type": "object", "required": ["type"], "properties": {"type": _TEXT}}
+_MESSAGE = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {
+        "role": {"enum": ["user", "system", "developer", "assistant"]},
+        "content": {"anyOf": [_TEXT, {"type": "array", "items": _TYPED}]},
+    },
+}
+_Input = Annotated[Any, WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": {"anyOf": [_MESSAGE, _TYPED]}}]})]
+_Choice = Annotated[Any, WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required"]}, _TYPED]})]
+_Tool = Annotated[
+    dict[str, Any],
+    WithJsonSchema(
+        {
+            "type": "object",
+            "required": ["type", "name"],
+            "properties": {"type": {"const": "function"}, "name": _NAME, "parameters": {"type": "object"}},
+        }
+    ),
+]
 
 
 class _Part(BaseModel):
@@ -40,7 +66,7 @@ class Reasoning(_Part):
     generate_summary: Literal["auto"] | None = None
 
 
-class StreamOptions(_Part):
+class ResponseStreamOptions(_Part):
     """Additional contents of a stream."""
 
     include_obfuscation: Literal[False] = False
@@ -57,7 +83,7 @@ class ResponsesBody(Body):
       user, safety_identifier, prompt_cache_key, prompt_cache_retention: notes of the client, which the server ignores.
     """
 
-    input: Any
+    input: _Input
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool = True
@@ -65,9 +91,9 @@ class ResponsesBody(Body):
     temperature: float | None = None
     top_p: float | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
-    tools: list[dict[str, Any]] = Field(default_factory=list)
-    tool_choice: Any = None
+    stream_options: ResponseStreamOptions | None = None
+    tools: list[_Tool] = Field(default_factory=list)
+    tool_choice: _Choice = None
     parallel_tool_calls: bool = True
     text: TextConfig | None = None
     reasoning: Reasoning | None = None

@@ -104,7 +104,7 @@ def _calls(message: Message) -> list[Message]:
 def _message(item: Mapping[str, Any], where: str) -> Message:
     _check_members(item, {"role", "content", "id", "status", "phase"}, where)
     role = item.get("role")
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         raise bad_request(f"{where}.role is {role!r:.100}; expected one of {', '.join(_ROLES)}.", param=f"{where}.role")
     return {"role": _ROLES[role], "content": _content(item.get("content"), f"{where}.content")}
 

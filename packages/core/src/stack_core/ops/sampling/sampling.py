@@ -101,8 +101,8 @@ class SamplingSettings:
             min_p=_float32(params.min_p),
             presence_penalty=_float32(params.presence_penalty),
             frequency_penalty=_float32(params.frequency_penalty),
-            # not 0, by which positive logits would be divided
-            repetition_penalty=np.maximum(_float32(params.repetition_penalty), np.finfo(np.float32).tiny),
+            # Logits divided or multiplied by a more extreme penalty would be infinite.
+            repetition_penalty=np.clip(_float32(params.repetition_penalty), np.float32(1e-20), np.float32(1e20)),
             min_tokens=_int32(params.min_tokens),
             logprobs=_int32(-1 if params.logprobs is None else params.logprobs),
             processed=_int32(params.logprobs is not None and params.logprobs_of == "processed"),

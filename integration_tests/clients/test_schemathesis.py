@@ -1,0 +1,97 @@
+"""Random bodies for every endpoint of `stack serve`, made by schemathesis from the server's OpenAPI document."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from ..served import Served, write_checkpoint
+from ..test_tool_calls import TEMPLATE
+
+pytestmark = pytest.mark.clients("schemathesis", "openapi_spec_validator")
+
+CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+# Half of the bodies have few optional fields and most name the model, so that many are generated for.
+HOOKS = """
+import schemathesis
+
+NEEDED = {"messages", "model", "prompt", "input", "query", "documents", "text_1", "text_2", "tokens", "max_tokens"}
+
+@schemathesis.hook
+def map_body(context, body):
+    if not isinstance(body, dict):
+        return body
+    size = len(str(body))
+    if isinstance(body.get("model"), str) and size % 8:
+        body["model"] = "tiny"
+    if isinstance(body.get("tool_choice"), dict) and size % 4:
+        del body["tool_choice"]
+    if body.get("stream") is not True:
+        body.pop("stream_options", None)
+    if size % 2:
+        for place, name in enumerate(list(body)):
+            if name not in NEEDED and (place + size) % 5:
+                del body[name]
+    return body
+"""
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A random model that calls tools and speculates; clients may load adapters and put it to sleep."""
+    directory = tmp_path_factory.mktemp("tiny-llama")
+    write_checkpoint(directory)
+    settings = directory / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": TEMPLATE}))
+    options = ("--max-sequences", "8", "--step-tokens", "32", "--max-tokens", "96", "--speculation", "ngram")
+    served = Served(directory, *options, "--sleep-mode", "--adapter-loading", "--model-name", "tiny")
+    yield served
+    assert "Traceback" not in served.stop()
+
+
+def fuzz(served: Served, folder: Path, *options: str) -> int:
+    """Tries the endpoints with random bodies; returns how many requests were sent."""
+    (folder / "fuzz_hooks.py").write_text(HOOKS)
+    program = shutil.which("schemathesis", path=str(Path(sys.executable).parent))
+    assert program is not None, "schemathesis is not installed here"
+    command = [program, "run", f"{served.address}/openapi.json", f"--checks={CHECKS}", "--phases=coverage,fuzzing"]
+    limits = ["--seed=1", "--request-timeout=60", "--suppress-health-check=all", "--continue-on-failure"]
+    environ = {**os.environ, "SCHEMATHESIS_HOOKS": "fuzz_hooks", "PYTHONPATH": str(folder)}
+    done = subprocess.run(
+        [*command, *limits, "--warnings=off", *options],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environ,
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.search(r"(\d+) generated", done.stdout)
+    assert found is not None, done.stdout
+    return int(found[1])
+
+
+@pytest.mark.parametrize(("examples", "at_least"), [(10, 2_000), pytest.param(600, 10_000, marks=pytest.mark.slow)])
+def test_no_body_fails_the_server_and_all_pages_return(
+    served: Served, tmp_path: Path, examples: int, at_least: int
+) -> None:
+    # A server that sleeps answers nothing else, so sleep is tried by itself.
+    assert fuzz(served, tmp_path, f"--max-examples={examples}", "--exclude-path=/sleep") >= at_least
+    served.wait_for_metric("vllm:num_requests_running", 0)
+    assert served.metric("vllm:num_requests_waiting") == served.metric("vllm:kv_cache_usage_perc") == 0
+    fuzz(served, tmp_path, "--max-examples=20", "--include-path-regex=^/(sleep|wake_up|is_sleeping)$")
+    assert httpx2.post(f"{served.address}/wake_up").status_code == 200
+    assert served.openai.completions.create(model="tiny", prompt="abc", max_tokens=2).usage.completion_tokens > 0
+
+
+def test_the_document_is_openapi_3_1(served: Served) -> None:
+    from openapi_spec_validator import OpenAPIV31SpecValidator
+
+    OpenAPIV31SpecValidator(httpx2.get(f"{served.address}/openapi.json").json()).validate()

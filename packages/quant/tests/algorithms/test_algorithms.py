@@ -86,6 +86,11 @@ def experts(params, x):
     return ops.ragged_dot(x, params["w"], jnp.asarray([x.shape[0] // 4, 0, x.shape[0] - x.shape[0] // 4], jnp.int32))
 
 
+def mapped(params, x):
+    products, _ = jax.lax.map(lambda w: (x @ w, jnp.sum(w)), params["w"])
+    return products[0] * products[1]
+
+
 def recurrent(params, x):
     steps = x.reshape(4, -1, D_IN)
     return jax.lax.scan(lambda carry, row: (jnp.tanh(0.1 * row @ params["w"] + carry), None), steps[0], steps)[0]
@@ -99,6 +104,7 @@ def recurrent(params, x):
         (joined, {"a": (D_IN, D_IN), "b": (D_IN, D_IN)}),
         (experts, {"w": (3, D_IN, D_OUT)}),
         (recurrent, {"w": (D_IN, D_IN)}),
+        (mapped, {"w": (2, D_IN, D_IN)}),
     ],
 )
 def test_gptq_finds_the_products_of_a_program(fn, shapes) -> None:
@@ -173,6 +179,9 @@ def test_an_algorithm_that_would_not_act_is_refused() -> None:
         Rule(path="w", weights="int4", algorithm="gtpq")
     with pytest.raises(ArgumentError, match=r"no option 'dampe'\. Did you mean 'damp'"):
         Rule(path="w", weights="int4", algorithm="gptq,dampe=1")
+    for option, wanted in (("damp=-1", "a number"), ("act_order=0.5", "a whole number"), ("damp=nan", "a number")):
+        with pytest.raises(ArgumentError, match=f"must be {wanted} of at least 0"):
+            Rule(path="w", weights="int4", algorithm=f"gptq,{option}")
     rule, x = Rule(path="w", weights="int4", algorithm="gptq"), STREAM[0]
     with pytest.raises(RuleError, match="rounds weights again at each call"):
         quantize_function(linear, {"w": weight()}, rule, x, method="qat")

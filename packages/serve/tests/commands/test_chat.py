@@ -100,7 +100,7 @@ def test_an_answer_that_fails_is_told(talk: Callable, model: str, message: str) 
     ("target", "options", "message"),
     [
         ("http://127.0.0.1:9", {}, "cannot be reached"),
-        ("no/such/folder", {}, "is neither a directory nor the address of a server"),
+        ("no/such/folder", {}, "is neither a directory or file nor the address of a server"),
         ("hf:some/model", {"model": "m"}, "Leave it out"),  # may be on the hub
         (".", {"model": "m"}, "Leave it out"),
         (".", {}, "holds no model of a known format"),

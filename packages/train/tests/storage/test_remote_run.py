@@ -99,6 +99,21 @@ def test_resuming_uploads_a_newer_local_checkpoint_of_the_same_course(
         assert names == ["00000003"] and "another" not in (last.path / "checkpoints/00000003/manifest.json").read_text()
 
 
+@pytest.mark.parametrize(("config", "kept"), [("config", ["00000001"]), ("another run", [])])
+def test_a_local_checkpoint_is_the_first_of_the_storage_only_with_its_config(
+    bucket: str, config: str, kept: list[str]
+) -> None:
+    remote = start(bucket)
+    write_checkpoint(remote, 1)
+    remote.wait()
+    storage = Bucket(remote.address)
+    storage.delete(storage.names("checkpoints"))
+    (remote.path / "other.yaml").write_text(config)
+    storage.upload({"config.yaml": remote.path / "other.yaml"})
+    with start(bucket, resume=True) as again:
+        assert [path.name for path in again.path.glob("checkpoints/*")] == kept
+
+
 def test_checkpoints_of_an_abandoned_course_are_set_aside(bucket: str) -> None:
     with start(bucket, keep=9) as remote:
         for step in (1, 3):

@@ -48,21 +48,21 @@ class Algorithm:
       name: name in the registry, such as "gptq".
       needs_stream: True if it uses `Weight.moments`.
       quantize: function of a weight and the options that returns its quantized array.
-      options: default of each option, by name.
+      options: default of each option, by name; an option with an integer as its default takes whole numbers.
     """
 
     name: str
     needs_stream: bool
-    quantize: Callable[[Weight, Mapping[str, float]], QArray]
-    options: Mapping[str, float] = field(default_factory=dict)
+    quantize: Callable[[Weight, Mapping[str, int | float]], QArray]
+    options: Mapping[str, int | float] = field(default_factory=dict)
 
 
-def algorithm(text: str) -> tuple[Algorithm, dict[str, float]]:
+def algorithm(text: str) -> tuple[Algorithm, dict[str, int | float]]:
     """Parses "name" or "name,option=number,..." and returns the algorithm with its options.
 
     Raises:
       UnknownName: no plugin registers the algorithm; the message suggests the nearest name and lists all names.
-      ArgumentError: the algorithm does not have the option, or its value is not a number.
+      ArgumentError: the algorithm does not have the option, or its value is not a number of at least 0.
     """
     name, *rest = (part.strip() for part in text.split(","))
     found: Algorithm = registries.algorithms[name]
@@ -73,10 +73,14 @@ def algorithm(text: str) -> tuple[Algorithm, dict[str, float]]:
         if option not in options:
             close = nearest(option, found.options)
             raise ArgumentError(f"algorithm={text!r}: {name} has no option {option!r}.{close} Options: {known}.")
+        kind = type(found.options[option])
         try:
-            options[option] = float(value)
+            options[option] = kind(value)
         except ValueError:
             options[option] = math.nan
-        if not math.isfinite(options[option]):
-            raise ArgumentError(f"algorithm={text!r}: {option} must be a number, given {value!r}. Options: {known}.")
+        if not 0 <= options[option] < math.inf:
+            wanted = "a whole number" if kind is int else "a number"
+            raise ArgumentError(
+                f"algorithm={text!r}: {option} must be {wanted} of at least 0, given {value!r}. Options: {known}."
+            )
     return found, options

@@ -35,7 +35,7 @@ _BLOCK_ROWS = 128
 _MOST_DAMP = 10.0
 
 
-def _quantize(weight: Weight, options: Mapping[str, float]) -> QArray:
+def _quantize(weight: Weight, options: Mapping[str, int | float]) -> QArray:
     array, spec, layout = weight.array, weight.spec, weight.layout
     importance = jnp.diagonal(weight.moments, axis1=1, axis2=2)[:, :, None]
     span = calibrate_weighted(array, layout.restored(jnp.broadcast_to(importance, layout.matrices)), spec)
@@ -124,4 +124,4 @@ def _rounded(
     return lax.fori_loop(0, matrix.shape[0] // _BLOCK_ROWS, block, matrix)[:entries]
 
 
-GPTQ = Algorithm("gptq", needs_stream=True, quantize=_quantize, options={"damp": 0.01, "act_order": 1.0})
+GPTQ = Algorithm("gptq", needs_stream=True, quantize=_quantize, options={"damp": 0.01, "act_order": 1})

@@ -51,7 +51,8 @@ class Replacements:
     Attributes:
       wanted: predicate on a path and the name of an operation: True if the product decides the replacement.
       observe: callback for a product whose slice is not replaced yet.
-      finish: function from a slice to its new value, after all its products were observed.
+      finish: function from a slice to its new value, after its first product was observed in all calls, or in all
+        iterations of a loop over data; its later products use the new value.
       done: new values, by slice.
       refused: reason why a product could not be observed, by path.
     """
@@ -195,8 +196,6 @@ class _Run:
                     interpreter.new(jnp.stack([interpreter.plain(step[place][call]) for step in made]), step_values)
                     for call, step_values in enumerate(made[0][place])
                 ]
-                if str(equation.outvars[carried + place]) != "_"
-                else carry[0]
                 for place in range(len(made[0]) if made else 0)
             ]
             return [*state, *stacked]

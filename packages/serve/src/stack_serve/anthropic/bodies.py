@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-from stack_serve.openai.schemas import Body
+from stack_serve.openai.schemas import FUNCTION_NAME, Body
 
 __all__ = ["CountBody", "MessagesBody", "OutputConfig", "Thinking", "ToolChoice"]
 
@@ -29,7 +29,7 @@ _Tool = Annotated[
             "type": "object",
             "required": ["name", "input_schema"],
             "properties": {
-                "name": {"type": "string", "pattern": r"^[A-Za-z0-9_.-]{1,128}$"},
+                "name": {"type": "string", "pattern": f"^{FUNCTION_NAME}$"},
                 "input_schema": {"type": "object"},
             },
         }

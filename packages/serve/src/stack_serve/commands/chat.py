@@ -97,7 +97,7 @@ def _opened(
     # FORMAT:NAME may be a model of the Hugging Face hub, and its format explains what is wrong.
     if not re.match(r"\w+:", target) and not local_path(target).exists():
         raise GenerationError(
-            f"{target!r} is neither a directory nor the address of a server, which starts with http:// or https://."
+            f"{target!r} is neither a directory or file nor the address of a server, which starts with http:// or https://."
         )
     if model is not None:
         raise GenerationError("--model selects a model of a server; a directory contains only one. Leave it out.")

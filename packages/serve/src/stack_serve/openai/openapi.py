@@ -35,7 +35,7 @@ _ABOUT = (
     "field out."
 )
 
-
+# Fields of bodies that are plain numbers there: `SamplingParams` checks their limits for all endpoints.
 _CHECKED_LATER = (
     "temperature",
     "top_p",

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchem
 from stack_core.abi.generation import MOST_STOP_CHARACTERS, MOST_STOP_TEXTS
 
 __all__ = [
+    "FUNCTION_NAME",
     "Body",
     "ChatBody",
     "CompletionBody",
@@ -49,12 +50,15 @@ _Kept = Annotated[
 ]
 _Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
 
+FUNCTION_NAME = r"[A-Za-z0-9_.-]{1,128}"
+"""Regular expression of the names of functions."""
+
 # The document of `openapi.py` describes these fields by the schemas here. They are validated elsewhere, with errors
 # that name the place and without pydantic's copy of long lists.
 _TEXT = {"type": "string"}
 _TEXTS = {"type": "array", "items": _TEXT, "minItems": 1}
 _TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_NAME = {**_TEXT, "pattern": r"^[A-Za-z0-9_.-]{1,128}$"}
+_NAME = {**_TEXT, "pattern": f"^{FUNCTION_NAME}$"}
 _NAMED = {"type": "object", "required": ["name"], "properties": {"name": _NAME}}
 _FUNCTION = {**_NAMED, "properties": {"name": _NAME, "description": _TEXT, "parameters": {"type": "object"}}}
 _PART = {

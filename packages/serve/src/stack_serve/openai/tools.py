@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stack_serve.openai.errors import ApiError, bad_request
+from stack_serve.openai.schemas import FUNCTION_NAME
 
 __all__ = ["check_results", "requested_tools"]
 
-_NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
+_NAME = re.compile(FUNCTION_NAME)
 _TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")

@@ -4,14 +4,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-from stack_serve.openai.schemas import Body
+from stack_serve.openai.schemas import FUNCTION_NAME, Body
 
 __all__ = ["Reasoning", "ResponsesBody", "TextConfig"]
 
 
 # For the document of `openapi.py`; `input_messages` and `chat_body` check these fields.
 _TEXT = {"type": "string"}
-_NAME = {**_TEXT, "pattern": r"^[A-Za-z0-9_.-]{1,128}$"}
+_NAME = {**_TEXT, "pattern": f"^{FUNCTION_NAME}$"}
 _TYPED = {"type": "object", "required": ["type"], "properties": {"type": _TEXT}}
 _MESSAGE = {
     "type": "object",

@@ -104,15 +104,21 @@ class RemoteRun:
     def _upload_newer(self) -> None:
         """Uploads the newest local checkpoint if it continues the newest one of the storage.
 
-        The session that wrote it may have ended before it was uploaded. It continues the storage's run if the local
-        copy has the storage's newest checkpoint, too: another machine may have taken another course since.
+        The session that wrote it may have ended before it was uploaded. Meanwhile another machine may have continued
+        from an earlier checkpoint, or started another run here. So the local copy must have the newest checkpoint of
+        the storage, too, or the same config if the storage has no checkpoint.
         """
         stored = max(_complete_steps(self._bucket), default=None)
         names = (path.parent.name for path in self.path.glob(f"{_CHECKPOINTS}/*/{_MANIFEST}"))
         local = max((int(name) for name in names if name.isdecimal()), default=None)
         if local is None or local <= (-1 if stored is None else stored):
             return
-        if stored is None or _has_checkpoint(self._bucket, self.path, stored):
+        if stored is None:
+            config = self.path / _CONFIG
+            is_same = config.is_file() and config.read_bytes() == self._bucket.read(_CONFIG)
+        else:
+            is_same = _has_checkpoint(self._bucket, self.path, stored)
+        if is_same:
             self.checkpoint_saved(local)
             self.wait()
 

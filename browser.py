@@ -54,6 +54,12 @@ class Browser:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         self.call("Page.navigate", url=f"{path.as_uri()}{address}")
         self.wait_for("document.readyState === 'complete' && document.querySelector('#instrument')?.dataset.ready")
+        self.drawn()
+
+    def drawn(self):
+        """Waits for two frames: in the first, the page draws what has changed."""
+        frames = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))"
+        assert self.call("Runtime.evaluate", expression=frames, awaitPromise=True)["result"]["value"]
 
     def wait_for(self, condition):
         """Waits until an expression is true."""
@@ -100,6 +106,7 @@ class Browser:
         before = self.evaluate("location.hash")
         action()
         self.wait_for(f"location.hash !== {json.dumps(before)}")
+        self.drawn()
         return unquote(self.evaluate("location.hash"))
 
     def _read(self):

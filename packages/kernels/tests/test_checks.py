@@ -5,6 +5,8 @@ import importlib.metadata
 import pytest
 
 from stack_core.abi.plugins import registries
+from stack_core.doctor.accelerators import Hardware
+from stack_kernels import checks
 from stack_kernels.checks import check_kernels
 
 
@@ -22,6 +24,17 @@ def test_variables_are_explained(environ: dict[str, str], status: str, found: st
     (finding,) = (each for each in check_kernels(environ) if each.check in environ)
     assert finding.status == status
     assert found in finding.found
+
+
+def test_a_gpu_without_tokamax_is_reported_with_the_line_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    def installed(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", installed)
+    monkeypatch.setattr(checks, "find_hardware", lambda: Hardware(nvidia_driver=True))
+    (finding,) = check_kernels({})
+    assert (finding.check, finding.status) == ("tokamax", "warning")
+    assert "stack-kernels[gpu]" in finding.advice or "packages/kernels[gpu]" in finding.advice
 
 
 @pytest.mark.parametrize(("version", "status"), [("0.0.17", "ok"), ("0.0.18", "warning"), (None, None)])

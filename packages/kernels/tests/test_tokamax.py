@@ -54,6 +54,12 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.0.17")
     assert missing() is None
     assert missing("jax_triton", "triton") == "triton is not installed: pip install 'stack-kernels[tokamax-triton]'"
+    monkeypatch.setattr(from_tokamax, "is_installed", lambda module="tokamax": True)
+    unmet = {"jax_triton": ["jax-triton 0.4.1 needs triton>=3.7; 3.6.0 is installed"]}
+    monkeypatch.setattr(from_tokamax, "unmet_requirements", lambda name: unmet.get(name, []))
+    assert missing("jax_triton", "triton") == (
+        "jax-triton 0.4.1 needs triton>=3.7; 3.6.0 is installed: pip install 'stack-kernels[tokamax-triton]'"
+    )
 
 
 @pytest.mark.parametrize("chip", ["h100", "h200"])

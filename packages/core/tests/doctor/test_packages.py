@@ -14,6 +14,8 @@ from stack_core.doctor.packages import (
     installed,
 )
 
+EXTRAS = "Provides-Extra: gpu\nProvides-Extra: other"
+
 
 @pytest.fixture
 def distributions(tmp_path):
@@ -70,6 +72,22 @@ def test_what_a_stack_package_or_jax_needs_is_serious_and_others_ranges_are_less
     }
     assert findings["jaxlib"].found == "jax 2.0 needs jaxlib==2.0; 1.0 is installed"
     assert findings["jaxlib"].advice == install_command("jaxlib==2.0")
+
+
+def test_what_only_an_extra_brings_is_checked_where_it_is_installed(distributions):
+    tree = {
+        "a": ("1", ["library; extra == 'gpu'", "absent; extra == 'gpu'", "narrow<2; extra == 'other'"]),
+        "library": ("0.4", ["compiler>=3.7"]),
+        "compiler": ("3.6", []),
+        "narrow": ("2", []),
+    }
+    found = {finding.check: finding for finding in check_dependencies(distributions(tree, EXTRAS), ["a"])}
+    assert {check: finding.status for check, finding in found.items()} == {
+        "compiler": "warning",
+        "narrow": "warning",
+        "a": "ok",
+    }
+    assert found["compiler"].found == "library 0.4 needs compiler>=3.7; 3.6 is installed"
 
 
 def test_a_circle_of_dependencies_ends(distributions):

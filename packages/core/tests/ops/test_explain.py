@@ -13,6 +13,7 @@ from jax.sharding import AxisType, PartitionSpec
 from stack_core import ops
 from stack_core.abi.errors import UnknownName, UnsupportedOp
 from stack_core.abi.ops import OpCall, OpImplementation
+from stack_core.abi.plugins import registries
 from stack_core.chips import current_chip, use_chip
 from stack_core.ops import Explanation, explain
 from stack_core.ops.definitions.linear import REFERENCE
@@ -283,6 +284,16 @@ def test_it_explains_for_another_chip(register: Any) -> None:
     with use_chip(wide):
         assert forward().implementation.name == "fast"
         assert forward(chip=current_chip()).implementation.name == "reference"
+
+
+def test_kernels_of_another_platform_are_not_traced(register: Any) -> None:
+    def on_gpus(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any, config: int, requested: Any) -> Any:
+        raise NotImplementedError("no GPU is here")
+
+    register(dataclasses.replace(_fast(backward=_fast_backward, platforms=("gpu",)), forward=on_gpus))
+    (call,) = explain(jax.grad(lambda x: jnp.sum(linear(x))), X, chip=registries.chips["h100"])
+    assert (call.forward.implementation.name, call.backward.implementation.name) == ("fast", "fast")
+    assert call.differentiated == ("x",)
 
 
 def test_a_call_that_nothing_supports_is_shown_and_the_rest_too(register: Any) -> None:

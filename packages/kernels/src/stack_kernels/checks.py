@@ -2,11 +2,13 @@
 
 import importlib.metadata
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from stack_core.abi.findings import Finding
 from stack_core.abi.installing import install_command
+from stack_core.doctor.accelerators import find_hardware
 
 __all__ = ["CPU_KERNELS_VARIABLE", "TABLES_VARIABLE", "TOKAMAX_VERSION", "check_kernels"]
 
@@ -31,12 +33,21 @@ def check_kernels(environ: Mapping[str, str]) -> Iterator[Finding]:
     try:
         version = importlib.metadata.version("tokamax")
     except importlib.metadata.PackageNotFoundError:
+        if find_hardware().has_gpu:
+            yield _advise_tokamax()
         return
     if version == TOKAMAX_VERSION:
         yield Finding("tokamax", "ok", f"version {version}")
     else:
         found = f"version {version} is installed; its kernels are used only in version {TOKAMAX_VERSION}"
         yield Finding("tokamax", "warning", found, install_command(f"tokamax=={TOKAMAX_VERSION}"))
+
+
+def _advise_tokamax() -> Finding:
+    found = "not installed: its kernels of attention and of grouped products for this machine's GPU are not used"
+    if sys.version_info < (3, 12):
+        return Finding("tokamax", "warning", found, "It needs Python 3.12 or newer, with stack-kernels[gpu].")
+    return Finding("tokamax", "warning", found, install_command("stack-kernels[gpu]"))
 
 
 def _check_tables(tables: str) -> Finding:

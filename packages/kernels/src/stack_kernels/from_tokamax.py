@@ -10,6 +10,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
+from stack_core.doctor.packages import unmet_requirements
 from stack_kernels.checks import TOKAMAX_VERSION
 from stack_kernels.mesh_types import untyped
 
@@ -37,10 +38,11 @@ def missing(*modules: str) -> str | None:
     version = importlib.metadata.version("tokamax")
     if version != TOKAMAX_VERSION:
         return f"it is written for tokamax {TOKAMAX_VERSION}, and {version} is installed"
-    absent = [name for name in modules if not is_installed(name)]
-    if not absent:
-        return None
-    return f"{' and '.join(absent)} is not installed: pip install 'stack-kernels[tokamax-triton]'"
+    advice = "pip install 'stack-kernels[tokamax-triton]'"
+    if absent := [name for name in modules if not is_installed(name)]:
+        return f"{' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} not installed: {advice}"
+    problems = [problem for module in modules for problem in unmet_requirements(module)]
+    return f"{'; '.join(problems)}: {advice}" if problems else None
 
 
 def run(op: Any, config: Any, *arguments: Any, **options: Any) -> Any:

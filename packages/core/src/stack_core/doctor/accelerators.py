@@ -1,6 +1,7 @@
 """The machine's GPUs and TPUs, compared with the devices that JAX uses."""
 
 import contextlib
+import functools
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -67,6 +68,7 @@ class Hardware:
         return bool(self.nvidia_cards or self.nvidia_driver or self.gpus)
 
 
+@functools.cache
 def find_hardware(root: Path = Path("/")) -> Hardware:
     """Collects the accelerators reported by the system and `nvidia-smi`."""
     cards = tpus = 0

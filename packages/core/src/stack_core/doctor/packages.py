@@ -15,7 +15,7 @@ from stack_core.abi.hookspecs import REGISTRY_KINDS
 from stack_core.abi.installing import install_command
 from stack_core.abi.plugins import Plugins, Registries
 
-__all__ = ["check_accelerator_packages", "check_dependencies", "check_plugins", "check_python"]
+__all__ = ["check_accelerator_packages", "check_dependencies", "check_plugins", "check_python", "unmet_requirements"]
 
 _CORE = "stack-core"
 # Packages that add an accelerator to JAX, with the extra of jax that pins their compatible release.
@@ -49,8 +49,19 @@ def check_python(distributions: Mapping[str, Distribution], version: str | None 
         yield Finding("python", "ok", found)
 
 
+def unmet_requirements(name: str) -> list[str]:
+    """Returns what an installed package requires and this environment lacks, each as a clause of a sentence."""
+    distributions, name = installed(), canonicalize_name(name)
+    if name not in distributions:
+        return []
+    return [finding.found for finding in _misfits(distributions, name, frozenset(), set(), direct=True)]
+
+
 def check_dependencies(distributions: Mapping[str, Distribution], roots: list[str]) -> Iterator[Finding]:
-    """Checks that the transitive dependencies of each root distribution are installed in compatible versions."""
+    """Checks that the dependencies of each root distribution are installed in compatible versions, transitively.
+
+    Dependencies of an extra are checked if they are installed.
+    """
     seen: set[tuple[str, frozenset[str]]] = set()
     for root in roots:
         name = canonicalize_name(root)
@@ -58,9 +69,26 @@ def check_dependencies(distributions: Mapping[str, Distribution], roots: list[st
             yield Finding(root, "problem", f"{root} is not installed", install_command(root))
             continue
         wrong = list(_misfits(distributions, name, frozenset(), seen, direct=True))
+        wrong += _optional_misfits(distributions, name, seen)
         yield from wrong
         if not any(finding.status == "problem" for finding in wrong):
             yield Finding(root, "ok", f"version {distributions[name].version}; all its dependencies are installed")
+
+
+def _optional_misfits(
+    distributions: Mapping[str, Distribution], name: str, seen: set[tuple[str, frozenset[str]]]
+) -> Iterator[Finding]:
+    """Yields problems of the installed packages that only the extras of a distribution require."""
+    extras = frozenset(distributions[name].metadata.get_all("Provides-Extra") or ())
+    always = list(_requirements(distributions[name], frozenset()))
+    for requirement in _requirements(distributions[name], extras):
+        needed = canonicalize_name(requirement.name)
+        if requirement in always or needed not in distributions or needed == name:
+            continue
+        finding = _misfit(distributions, name, requirement, serious=False)
+        if finding is not None:
+            yield finding
+        yield from _misfits(distributions, needed, frozenset(), seen, direct=False)
 
 
 def _misfits(

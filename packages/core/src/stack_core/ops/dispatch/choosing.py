@@ -45,6 +45,7 @@ __all__ = [
     "plan",
     "preferred",
     "supporting",
+    "target_platform",
 ]
 
 exporting: Final[JitContext[bool]] = JitContext()
@@ -392,7 +393,7 @@ def _refusal(candidate: OpImplementation, sides: _Sides) -> str | None:
     """Returns the reason why registered properties of an implementation exclude it, or None."""
     if sides.call.direction == "backward" and candidate.backward is None:
         return _NO_BACKWARD
-    if candidate.platforms is not None and (platform := _platform()) not in candidate.platforms:
+    if candidate.platforms is not None and (platform := target_platform()) not in candidate.platforms:
         return f"it is for {' and '.join(candidate.platforms)}, and the target is {platform}"
     if candidate.is_opaque and isinstance(sides.split, str):
         return sides.split
@@ -403,7 +404,7 @@ def _refusal(candidate: OpImplementation, sides: _Sides) -> str | None:
     return None
 
 
-def _platform() -> str:
+def target_platform() -> str:
     """Returns the platform of the target, without measuring the chip."""
     if target.value is None:
         return {"cuda": "gpu", "rocm": "gpu"}.get(jax.default_backend(), jax.default_backend())

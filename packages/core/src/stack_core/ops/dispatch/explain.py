@@ -19,7 +19,7 @@ from stack_core.abi.chips import Chip
 from stack_core.abi.errors import StackError
 from stack_core.abi.ops import OpCall
 from stack_core.chips.context import use_chip
-from stack_core.ops.dispatch.choosing import Choice, Plan, format_shapes, plan
+from stack_core.ops.dispatch.choosing import Choice, Plan, format_shapes, plan, target_platform
 from stack_core.ops.dispatch.dispatch import recording, run
 from stack_core.ops.dispatch.request import Request
 from stack_core.programs.flops import inner_jaxprs
@@ -98,12 +98,20 @@ def explain(fn: Callable[..., Any], *args: Any, chip: Chip | None = None) -> Exp
             filled[place] = array
         return [leaf for leaf in jax.tree.leaves(fn(*jax.tree.unflatten(structure, filled))) if _is_array(leaf)]
 
-    recorder = _Recorder()
-    with recording(recorder), contextlib.nullcontext() if chip is None else use_chip(chip):
-        jaxpr = jax.make_jaxpr(traced)(*(leaves[place] for place in places))
+    with contextlib.nullcontext() if chip is None else use_chip(chip):
+        recorder = _Recorder(traces_kernels=_is_local(target_platform()))
+        with recording(recorder):
+            jaxpr = jax.make_jaxpr(traced)(*(leaves[place] for place in places))
     counts = _Counts()
     counts.add(jaxpr, 1, is_lower_bound=False)
     return Explanation(_merged(recorder.explained(counts)))
+
+
+def _is_local(platform: str) -> bool:
+    """Checks whether kernels for a platform can be traced here, also on the absent devices of `use_target`."""
+    device = jax.config.jax_default_device
+    local = device.platform if isinstance(device, jax.Device) else jax.default_backend()
+    return platform == local or (platform == "gpu" and local in ("cuda", "rocm"))
 
 
 def _is_array(leaf: Any) -> bool:
@@ -112,8 +120,14 @@ def _is_array(leaf: Any) -> bool:
 
 @dataclass(eq=False)
 class _Recorder:
-    """Replacement of `run` that records each call, runs it, and marks its arguments and output."""
+    """Replacement of `run` that records each call, runs it, and marks its arguments and output.
 
+    Attributes:
+      traces_kernels: whether the chosen implementations are traced, not the references in their place. Some kernels
+        inspect the local devices and can be traced only there.
+    """
+
+    traces_kernels: bool = True
     calls: list[ExplainedCall] = field(default_factory=list)
     differentiated: dict[tuple[int, str], None] = field(default_factory=dict)
 
@@ -137,15 +151,17 @@ class _Recorder:
     def _note(self, number: int, stand_in: Request, operands: Sequence[Any], chosen: Plan, call: OpCall) -> Plan:
         """Records a plan of a call; the last plan is the final one, with any mapped axis of a `vmap` folded in.
 
-        Tracing continues with the reference's gradient if no implementation has one.
+        Tracing continues with the reference's gradient if no implementation has one, and with the reference alone if
+        kernels are not traced.
         """
         found = {"forward": chosen.forward, "backward": chosen.backward, "call": call}
         self.calls[number] = dataclasses.replace(self.calls[number], **found)
-        # Only a missing gradient is replaced; every choice must stay visible.
-        if isinstance(chosen.backward, Choice):
+        # Only a missing gradient is replaced where kernels are traced; every choice must stay visible.
+        if self.traces_kernels and isinstance(chosen.backward, Choice):
             return chosen
         with contextlib.suppress(StackError):
-            return dataclasses.replace(chosen, backward=plan(stand_in, operands).backward)
+            reference = plan(stand_in, operands)
+            return dataclasses.replace(chosen, backward=reference.backward) if self.traces_kernels else reference
         return chosen
 
     def explained(self, counts: "_Counts") -> Iterator[ExplainedCall]:

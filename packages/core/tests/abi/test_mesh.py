@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from stack_core.abi.config import parse, to_mapping
-from stack_core.abi.errors import ConfigError, ShardingError
+from stack_core.abi.errors import ConfigError, HardwareError, ShardingError
 from stack_core.abi.mesh import AXES, DEFAULT_RULES, MeshConfig, ShardingRules, constrain, use_mesh
 from stack_core.chips import device_mesh
 from stack_core.chips.device_mesh import make_mesh
@@ -86,6 +87,12 @@ def test_sizes_that_do_not_use_the_devices_name_those_that_would(sizes, devices,
 def test_make_mesh_raises_for_the_devices_it_is_given():
     with pytest.raises(ShardingError, match="takes a multiple of 64 devices, but there are 1"):
         make_mesh(MeshConfig(tensor=64), jax.devices()[:1])
+
+
+def test_make_mesh_refuses_devices_of_different_kinds():
+    devices = [Mock(spec=jax.Device, device_kind=kind, platform="gpu") for kind in ("NVIDIA B200", "NVIDIA H100")]
+    with pytest.raises(HardwareError, match="1 of kind 'NVIDIA B200' and 1 of kind 'NVIDIA H100'"):
+        make_mesh(MeshConfig(), devices)
 
 
 def test_slices_are_spread_over_the_axes_with_the_least_traffic():

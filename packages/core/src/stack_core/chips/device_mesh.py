@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from stack_core.abi.errors import ShardingError
+from stack_core.abi.errors import HardwareError, ShardingError
 from stack_core.abi.mesh import AXES, MeshConfig, divisors, nearest_values
 
 __all__ = ["make_mesh"]
@@ -31,10 +31,12 @@ def make_mesh(mesh: MeshConfig, devices: Sequence[jax.Device] | None = None) -> 
     Raises:
       ShardingError: the product of the sizes differs from the number of devices, or the number of slices does not
         divide the product of those three axes, or is not what `dcn_*` asks for.
+      HardwareError: the devices are of different kinds.
     """
     from jax.experimental import mesh_utils
 
     devices = jax.devices() if devices is None else list(devices)
+    _check_kinds(devices)
     sizes = _axis_sizes(mesh, len(devices), _by_process(devices))
     # A single slice of a compile-only topology has no slice_index; on CPUs and GPUs slice_index counts hosts.
     indices = {getattr(device, "slice_index", 0) for device in devices if device.platform == "tpu"}
@@ -55,6 +57,17 @@ def make_mesh(mesh: MeshConfig, devices: Sequence[jax.Device] | None = None) -> 
     grid = grid.transpose([_BY_TRAFFIC.index(axis) for axis in AXES])
     # Passed because the defaults differ: Explicit in `jax.make_mesh`, Auto in `Mesh`.
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _check_kinds(devices: Sequence[jax.Device]) -> None:
+    """Refuses devices of several kinds: kernels, tuned choices and limits of memory are chosen for one."""
+    kinds = Counter(device.device_kind for device in devices)
+    if len(kinds) > 1:
+        found = " and ".join(f"{count} of kind {kind!r}" for kind, count in sorted(kinds.items()))
+        raise HardwareError(
+            f"The mesh has devices of different kinds, {found}, but kernels and limits of memory are chosen for one "
+            "kind. Select devices, on NVIDIA's GPUs with CUDA_VISIBLE_DEVICES."
+        )
 
 
 def _slices_of(mesh: MeshConfig, sizes: Mapping[str, int], slices: int) -> dict[str, int]:

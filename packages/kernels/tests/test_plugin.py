@@ -16,12 +16,12 @@ for entry in registries.ops.entries():
 assert decision.forward.implementation.name == "xla_cpu", decision
 print(dict(decision.forward.refused)["jit_x86"])
 from stack_kernels import expected
-from stack_kernels.burn_in.contracts import implementations_for
+from stack_kernels.burn_in.checks import choice_order
 from stack_kernels.laboratory.table import count_supported
 rows = expected("linear", {"x": (3, 64), "weight": (64, 32)}, "h100")
 (row,) = (row for row in rows if row.implementation == "jit_x86")
 assert row.refusal.startswith("its backend is not installed: "), row
-assert {"reference", "xla_cpu"} == {name for name in implementations_for("linear", "cpu") if "quantized" not in name}
+assert {"reference", "xla_cpu"} == {name for name in choice_order("linear", "cpu") if "quantized" not in name}
 assert count_supported("linear/jit_x86", "cpu")[1] == dict(decision.forward.refused)["jit_x86"]
 """
 

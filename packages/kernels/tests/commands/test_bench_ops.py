@@ -34,8 +34,8 @@ def speed(monkeypatch):
     """Sets how many times as long as the reference's the time of each following measurement is, the last for all."""
     ratios = [1.0]
 
-    def measured(candidates, *, rounds, budget_s, stop_early):
-        assert not stop_early and budget_s > 0
+    def measured(candidates, *, rounds, budget_s, stop_early, compiled):
+        assert not stop_early and not compiled and budget_s > 0
         for call in candidates.values():
             jax.block_until_ready(call())
         ratio = ratios.pop(0) if len(ratios) > 1 else ratios[0]

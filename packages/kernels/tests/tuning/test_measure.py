@@ -159,8 +159,8 @@ def test_ratios_are_of_the_rounds_that_both_have() -> None:
 def test_a_turn_waits_once_for_a_device_that_computes_in_order(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[None] = []
     monkeypatch.setattr(module.jax, "block_until_ready", waits.append)
-    for platform, calls in (("tpu", 1 + 2 * 10), ("cpu", 1 + 2)):
+    for platform, duration_s, calls in (("tpu", 2e-3, 10), ("tpu", 2e-2, 2), ("tpu", 1.0, 1), ("cpu", 1e-2, 1)):
         clock.log.clear(), waits.clear()
         monkeypatch.setattr(module.jax, "default_backend", lambda platform=platform: platform)
-        measure({"a": clock.candidate("a", 1e-2)}, rounds=2, compiled=True)
-        assert (len(clock.log), len(waits)) == (calls, 1 + 2)
+        measure({"a": clock.candidate("a", duration_s)}, rounds=2, compiled=True)
+        assert (len(clock.log), len(waits)) == (1 + 2 * calls, 1 + 2)

@@ -170,9 +170,18 @@ def _expected(case: OpCase, dtype: str, seed: int = 0) -> Any:
     """Returns the oracle's (output, gradients) for the arrays of a case, rounded to a dtype."""
     leaves, structure = jax.tree.flatten(jax.tree.map(np.asarray, draw(case, dtype, seed)))
     floating = [place for place, leaf in enumerate(leaves) if _is_floating(leaf)]
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+    # Float64 is emulated on TPUs, and a chip under test is no judge of itself.
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"), jax.default_device(_cpu()):
         exact = [leaves[place].astype(np.float64) for place in floating]
         return jax.tree.map(np.asarray, _oracle(case, seed, structure)(exact))
+
+
+def _cpu() -> jax.Device | None:
+    """Returns a CPU, or None for JAX's default device if JAX_PLATFORMS excludes CPUs."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
 
 
 @functools.cache

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from stack_core.abi.ops import QView
+from stack_kernels.tuning.operands import normal
 
-__all__ = ["CASES", "BenchCase", "make_arrays"]
+__all__ = ["CASES", "BenchCase", "make_arrays", "shapes_of"]
 
 Draw = Callable[[np.random.Generator], Mapping[str, Any]]
 
@@ -78,7 +79,7 @@ def _normal(**shapes: tuple[int, ...]) -> Draw:
     """Samples arrays of unit variance; matrices are scaled for products of unit variance."""
 
     def arrays(rng: np.random.Generator) -> dict[str, np.ndarray]:
-        values = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+        values = {name: normal(rng, shape) for name, shape in shapes.items()}
         return {
             name: x * np.float32(x.shape[-2] ** -0.5) if name in ("weight", "w_gate", "w_up", "rhs") else x
             for name, x in values.items()
@@ -153,7 +154,7 @@ def _quantized(x: tuple[int, int], weight: tuple[int, int], *names: str) -> Draw
     scales = {"x": (x[0], 1), "weight": (1, weight[1])}
 
     def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
-        values = {"x": rng.standard_normal(x, np.float32), "weight": rng.standard_normal(weight, np.float32)}
+        values = {"x": normal(rng, x), "weight": normal(rng, weight)}
         codes = {
             name: Int8((values[name] * 32).clip(-127, 127).astype(np.int8), np.full(scales[name], 1 / 32, np.float32))
             for name in names
@@ -215,3 +216,21 @@ def make_arrays(case: BenchCase, dtype: str) -> dict[str, Any]:
         return jnp.asarray(x, dtype if x.dtype == np.float32 else x.dtype)
 
     return {name: to_device(x) for name, x in case.arrays(np.random.default_rng(0)).items()}
+
+
+class _Ones(np.random.Generator):
+    """Samples the constant 1.0, which takes no time, instead of normal numbers."""
+
+    def standard_normal(self, size: Any = None, dtype: Any = np.float64, out: Any = None) -> Any:
+        return np.broadcast_to(np.ones((), dtype), size)
+
+
+def shapes_of(case: BenchCase, dtype: str) -> dict[str, Any]:
+    """Returns the shapes and dtypes of `make_arrays` without touching a device."""
+
+    def shape(x: Any) -> Any:
+        if isinstance(x, Int8):
+            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), x)
+        return jax.ShapeDtypeStruct(x.shape, dtype if x.dtype == np.float32 else x.dtype)
+
+    return {name: shape(x) for name, x in case.arrays(_Ones(np.random.PCG64(0))).items()}

@@ -23,7 +23,7 @@ from stack_kernels.bench.results import Results, Row
 from stack_kernels.roofline import Work, work_of
 from stack_kernels.tuning.measure import Timing, measure
 
-__all__ = ["Task", "measured", "results", "tasks"]
+__all__ = ["Task", "explained", "measured", "ran", "results", "tasks", "timed"]
 
 _VERSIONS = ("jax", "jaxlib", "stack-core", "stack-kernels")
 
@@ -88,34 +88,69 @@ def measured(task: Task, *, rounds: int, budget_s: float) -> Row | str:
       KeyboardInterrupt: the user stopped the measurement.
     """
     arrays = make_arrays(task.case, task.dtype)
-    explained = _explained(task, arrays)
-    if isinstance(explained, UnsupportedOp):
-        return " ".join(str(explained).split())
-    timed = measure(
-        {
-            "reference": functools.partial(jax.jit(task.call("reference")), arrays),
-            "own": functools.partial(jax.jit(task.call(task.asked or None)), arrays),
-        },
+    found = explained(task, arrays)
+    if isinstance(found, UnsupportedOp):
+        return " ".join(str(found).split())
+    reference, program = jax.jit(task.call("reference")), jax.jit(task.call(task.asked or None))
+    return timed(task, found, arrays, reference, program, rounds=rounds, budget_s=budget_s)
+
+
+def timed(
+    task: Task,
+    explanation: ops.ExplainedCall,
+    arrays: Mapping[str, Any],
+    reference: Callable[[Mapping[str, Any]], Any],
+    program: Callable[[Mapping[str, Any]], Any],
+    *,
+    rounds: int,
+    budget_s: float,
+    compiled: bool = False,
+) -> Row | str:
+    """Times the programs of a task in turns; if both are the same program, it runs once.
+
+    Args:
+      task: the task.
+      explanation: result of `explained`.
+      arrays: the case's arrays.
+      reference: the program with core's reference.
+      program: the program with the requested implementation.
+      rounds: maximum number of rounds.
+      budget_s: wall seconds after the first round.
+      compiled: whether both programs are compiled.
+
+    Returns:
+      The row, or the reason if there is none.
+
+    Raises:
+      BenchmarkError: a program failed.
+      KeyboardInterrupt: the user stopped the measurement.
+    """
+    calls = {"reference": reference, **({} if program is reference else {"own": program})}
+    found = measure(
+        {name: functools.partial(call, arrays) for name, call in calls.items()},
         rounds=rounds,
         budget_s=budget_s,
         # Rows hold the times of both round by round, so both have all rounds.
         stop_early=False,
+        compiled=compiled,
     )
-    if timed.interrupted:
+    if found.interrupted:
         raise KeyboardInterrupt
-    for name, error in timed.errors.items():
-        subject = "the reference" if name == "reference" else _ran(task, explained)
+    for name, error in found.errors.items():
+        subject = "the reference" if name == "reference" else ran(task, explanation)
         raise BenchmarkError(f"{task}: {subject} failed with {type(error).__name__}: {error}") from error
-    if len(timed.timings) < 2:
+    if len(found.timings) < len(calls):
         return "the time budget left no round for it"
-    return _row(task, explained, arrays, timed.timings)
+    timings = found.timings
+    return _row(task, explanation, arrays, timings["own" if "own" in timings else "reference"], timings["reference"])
 
 
-def _row(task: Task, explained: ops.ExplainedCall, arrays: Mapping[str, Any], timings: Mapping[str, Timing]) -> Row:
-    own, reference = timings["own"], timings["reference"]
+def _row(
+    task: Task, explanation: ops.ExplainedCall, arrays: Mapping[str, Any], timing: Timing, reference: Timing
+) -> Row:
     # The budget may end within a round.
-    complete = min(own.rounds, reference.rounds)
-    work = _work(task, explained, arrays)
+    complete = min(timing.rounds, reference.rounds)
+    work = _work(task, explanation, arrays)
     bound = work.bound(current_chip())
     return Row(
         op=task.case.op,
@@ -124,9 +159,9 @@ def _row(task: Task, explained: ops.ExplainedCall, arrays: Mapping[str, Any], ti
         dtype=task.dtype,
         direction=task.direction,
         asked=task.asked,
-        ran=_ran(task, explained),
-        wall_s=own.wall_s[:complete],
-        cpu_s=own.cpu_s[:complete],
+        ran=ran(task, explanation),
+        wall_s=timing.wall_s[:complete],
+        cpu_s=timing.cpu_s[:complete],
         reference_wall_s=reference.wall_s[:complete],
         reference_cpu_s=reference.cpu_s[:complete],
         flops=work.flops,
@@ -159,20 +194,25 @@ def _is_floating(array: Any) -> bool:
     return all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(array))
 
 
-def _explained(task: Task, arrays: Mapping[str, Any]) -> ops.ExplainedCall | UnsupportedOp:
-    """Returns the implementations chosen for the call, or the error if it is unsupported."""
-    (explained,) = ops.explain(task.call(task.asked or None), arrays)
-    for choice in (explained.forward, explained.backward) if task.direction == "gradient" else (explained.forward,):
+def explained(task: Task, arrays: Mapping[str, Any]) -> ops.ExplainedCall | UnsupportedOp:
+    """Returns the implementations chosen for the call, or the error if it is unsupported.
+
+    Args:
+      task: the task.
+      arrays: the case's arrays, or their shapes and dtypes.
+    """
+    (found,) = ops.explain(task.call(task.asked or None), arrays)
+    for choice in (found.forward, found.backward) if task.direction == "gradient" else (found.forward,):
         if isinstance(choice, UnsupportedOp):
             return choice
         if isinstance(choice, StackError):
             raise choice
-    return explained
+    return found
 
 
-def _ran(task: Task, explained: ops.ExplainedCall) -> str:
-    """Names the implementations that ran, only once if both directions share it."""
-    forward, backward = _named(explained.forward), _named(explained.backward)
+def ran(task: Task, explanation: ops.ExplainedCall) -> str:
+    """Names the implementations of a task with their configs, only once if both directions share it."""
+    forward, backward = _named(explanation.forward), _named(explanation.backward)
     return forward if task.direction == "forward" or forward == backward else f"{forward}, backward {backward}"
 
 
@@ -181,8 +221,8 @@ def _named(choice: Any) -> str:
     return f"{choice.implementation.name}{config}"
 
 
-def _work(task: Task, explained: ops.ExplainedCall, arrays: Mapping[str, Any]) -> Work:
-    call = explained.call
+def _work(task: Task, explanation: ops.ExplainedCall, arrays: Mapping[str, Any]) -> Work:
+    call = explanation.call
     integers = {
         name: np.asarray(x)
         for name, x in arrays.items()

@@ -1,21 +1,27 @@
-"""The contract of an op on this device, against float64. `python -m stack_kernels.burn_in.contracts OP SKIP`.
+"""Results of contract checks against float64, and the worker process of the checks.
 
-Prints a JSON object before each check, which identifies a check that crashes the process, and another with its outcome.
+`python -m stack_kernels.burn_in.contracts THREADS` reads checks as JSON lines and prints a JSON object for each.
 """
 
+import functools
 import json
+import os
 import sys
+import threading
 import time
 import unittest
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from stack_kernels.burn_in.children import run_child
+from stack_kernels.burn_in.checks import Check, CheckResult, contract_checks, platform_of
 
-__all__ = ["Contract", "contract_of", "implementations_for", "main"]
+__all__ = ["Contract", "contracts_of", "main", "run_check"]
+
+_ENOUGH = 0.9
+"""Fraction of an implementation's checks that must have run for "passed"."""
 
 
 @dataclass(frozen=True)
@@ -25,97 +31,115 @@ class Contract:
     Attributes:
       op: name of the op.
       implementation: name of the implementation.
+      planned: number of its checks.
       outcomes: number of checks that "passed", "refused", "failed", or "died" with the process.
       problems: failed and died checks, one line each.
+      refusal: most frequent reason of refused checks, "" without one.
     """
 
     op: str
     implementation: str
+    planned: int
     outcomes: Counter[str]
-    problems: tuple[str, ...]
+    problems: tuple[str, ...] = ()
+    refusal: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.op}/{self.implementation}"
+
+    @property
+    def not_reached(self) -> int:
+        return self.planned - self.outcomes.total()
+
+    @property
+    def status(self) -> str:
+        """Status: "failed" with a failed check, "passed" if at least one passed and 90% ran, else "not tested"."""
+        if self.outcomes["failed"] or self.outcomes["died"]:
+            return "failed"
+        enough = self.outcomes.total() >= _ENOUGH * self.planned
+        return "passed" if self.outcomes["passed"] and enough else "not tested"
+
+    @property
+    def untested_reason(self) -> str:
+        """Reason of the status "not tested"."""
+        if self.not_reached > (1 - _ENOUGH) * self.planned:
+            return f"the time did not reach {self.not_reached} of {self.planned} checks"
+        return f"it refused all {self.outcomes['refused']} checks; most often: {self.refusal}"
 
 
-def implementations_for(op: str, platform: str) -> list[str]:
-    """Lists the installed implementations of an op that run on a platform, in the order of the registry."""
-    from stack_core.ops.building import implementations_of, is_installed
-
-    found = implementations_of(op).items()
-    return [name for name, each in found if is_installed(each) and platform in (each.platforms or (platform,))]
-
-
-def contract_of(op: str, deadline_s: float, *, log: Path) -> tuple[list[Contract], str | None]:
-    """Runs an op's checks in child processes; returns the results per implementation, and a note if it stopped early.
-
-    A check that crashes its child counts as "died", and another child continues with the next check.
-    """
-    rows: list[dict[str, Any]] = []
-    skip = 0
-    while True:
-        started: list[dict[str, Any]] = []
-        before = len(rows)
-
-        # The default binds the list of this turn.
-        def on_message(message: dict[str, Any], started: list[dict[str, Any]] = started) -> None:
-            (rows if "outcome" in message else started).append(message)
-
-        result = run_child(["-m", __spec__.name, op, str(skip)], deadline_s, log=log, on_message=on_message)
-        finished = len(rows) - before
-        if result.problem is None:
-            return _contracts(op, rows), None
-        if result.status is None or len(started) == finished:  # out of time, or died between two checks
-            return _contracts(op, rows), f"{op}: {result.problem}"
-        rows.append({**started[-1], "outcome": "died", "reason": result.problem})
-        skip += finished + 1
+def contracts_of(planned: Sequence[Check], outcomes: Iterable[CheckResult]) -> list[Contract]:
+    """Combines outcomes by implementation, in alphabetical order."""
+    found: dict[tuple[str, str], list[CheckResult]] = {}
+    for outcome in outcomes:
+        found.setdefault((outcome.check.op, outcome.check.implementation), []).append(outcome)
+    totals = Counter((check.op, check.implementation) for check in planned)
+    return [_contract(*name, totals[name], found.get(name, [])) for name in sorted(totals)]
 
 
-def _contracts(op: str, rows: Sequence[dict[str, Any]]) -> list[Contract]:
-    by_name: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        by_name.setdefault(row["implementation"], []).append(row)
-    return [
-        Contract(
-            op,
-            name,
-            Counter(row["outcome"] for row in own),
-            tuple(f"{row['check']}: {row['reason']}" for row in own if row["outcome"] in ("failed", "died")),
-        )
-        for name, own in by_name.items()
-    ]
+def _contract(op: str, implementation: str, planned: int, outcomes: Sequence[CheckResult]) -> Contract:
+    refusals = Counter(each.reason for each in outcomes if each.outcome == "refused")
+    return Contract(
+        op,
+        implementation,
+        planned,
+        Counter(each.outcome for each in outcomes),
+        tuple(f"{each.check.name}: {each.reason}" for each in outcomes if each.outcome in ("failed", "died")),
+        refusals.most_common(1)[0][0] if refusals else "",
+    )
 
 
-def _outcomes(op: str, skip: int) -> Iterator[dict[str, Any]]:
+def run_check(op: str, implementation: str, check: str) -> dict[str, Any]:
+    """Runs one check and returns its outcome, its reason and its seconds."""
+    from stack_core.abi.plugins import registries
+
+    started_s = time.monotonic()
+    outcome, reason = "passed", ""
+    try:
+        _checks(op)[check](registries.ops[f"{op}/{implementation}"])
+    except unittest.SkipTest as error:
+        outcome, reason = "refused", _refusal(str(error), implementation)
+    except Exception as error:  # any failure of a kernel on a new chip is a finding
+        outcome, reason = "failed", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return {"outcome": outcome, "reason": reason, "seconds": round(time.monotonic() - started_s, 3)}
+
+
+@functools.cache
+def _checks(op: str) -> Mapping[str, Any]:
     import jax
 
-    from stack_core.abi.plugins import registries
-    from stack_core.testing import op_checks
+    return {str(check): check for check in contract_checks(op, platform_of(jax.default_backend()))}
 
-    # By default accelerators round fp32 operands to TF32 or bf16, which cannot match float64.
-    jax.config.update("jax_default_matmul_precision", "highest")
-    planned = [
-        (name, check)
-        for name in implementations_for(op, jax.default_backend())
-        for check in op_checks(op)
-        if check.is_covering
-    ]
-    for name, check in planned[skip:]:
-        row = {"implementation": name, "check": str(check)}
-        yield row
-        started_s = time.monotonic()
-        outcome, reason = "passed", ""
-        try:
-            check(registries.ops[f"{op}/{name}"])
-        except unittest.SkipTest as error:
-            outcome, reason = "refused", str(error)
-        except Exception as error:  # any failure of a kernel on a new chip is a finding
-            outcome, reason = "failed", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        yield {**row, "outcome": outcome, "reason": reason, "seconds": round(time.monotonic() - started_s, 3)}
+
+def _refusal(message: str, implementation: str) -> str:
+    """Returns the implementation's own line of a refusal, which lists the reasons of all implementations."""
+    own = [line.strip() for line in message.splitlines() if line.strip().startswith(f"{implementation}: ")]
+    return own[0].removeprefix(f"{implementation}: ")[:300] if own else " ".join(message.split())[:300]
 
 
 def main() -> None:
-    """Checks the op given on the command line, skipping the first checks."""
-    op, skip = sys.argv[1], int(sys.argv[2])
-    for row in _outcomes(op, skip):
-        print(json.dumps(row), flush=True)
+    """Runs the checks that come as lines of standard input, until it closes."""
+    threads = int(sys.argv[1])
+    import jax
+
+    # By default accelerators round fp32 operands to TF32 or bf16, which cannot match float64.
+    jax.config.update("jax_default_matmul_precision", "highest")
+    jax.devices()
+    lock = threading.Lock()
+
+    def say(message: Mapping[str, Any]) -> None:
+        with lock:
+            print(json.dumps(message), flush=True)
+
+    def run(request: Mapping[str, str]) -> None:
+        say({"key": request["key"], **run_check(request["op"], request["implementation"], request["check"])})
+
+    say({"ready": True})
+    with ThreadPoolExecutor(threads) as pool:
+        for line in sys.stdin:
+            pool.submit(run, json.loads(line))
+        # The parent has ended: nobody reads the outcome of what still runs.
+        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -5,28 +5,31 @@ from typing import Any
 
 import jax
 
-from stack_core.chips import current_chip
-from stack_kernels.bench.cases import CASES, BenchCase, make_arrays
+from stack_core.chips import target_chip
+from stack_kernels.bench.cases import CASES, BenchCase, make_arrays, shapes_of
 from stack_kernels.bench.run import Task
+from stack_kernels.burn_in.children import leave_with_parent
 
-__all__ = ["main", "shapes", "standard_calls", "standard_cases"]
+__all__ = ["DTYPE", "PROFILED", "main", "shapes", "standard_calls", "standard_cases"]
 
-_DTYPE = "bfloat16"
+DTYPE = "bfloat16"
+"""Dtype of the models' activations and weights."""
 _STEPS = 10
-_PROFILED = ("attention", "gated_linear_unit", "norm", "linear_cross_entropy")
+PROFILED = ("attention", "gated_linear_unit", "norm", "linear_cross_entropy")
+"""Ops in the profiled step."""
 
 
 def standard_cases() -> list[BenchCase]:
-    """Returns the cases of the small model on a CPU, and of the large model elsewhere."""
+    """Returns the cases of the small model if the target chip is a CPU, and of the large model otherwise."""
     small, large = dict.fromkeys(case.model for case in CASES)
-    model = small if current_chip().kind == "cpu" else large
+    model = small if target_chip().kind == "cpu" else large
     return [case for case in CASES if case.model == model]
 
 
 def shapes(ops: Sequence[str]) -> dict[str, Mapping[str, Any]]:
     """Returns the array shapes of the cases of the given ops."""
     cases = [case for case in standard_cases() if case.op in ops]
-    return {_key(case): jax.eval_shape(lambda case=case: make_arrays(case, _DTYPE)) for case in cases}
+    return {_key(case): shapes_of(case, DTYPE) for case in cases}
 
 
 def standard_calls(arrays: Mapping[str, Mapping[str, Any]]) -> list[Any]:
@@ -35,7 +38,7 @@ def standard_calls(arrays: Mapping[str, Mapping[str, Any]]) -> list[Any]:
 
 
 def _call(case: BenchCase) -> Any:
-    return Task(case, _DTYPE, "gradient" if case.gradient else "forward", "").call(None)
+    return Task(case, DTYPE, "gradient" if case.gradient else "forward", "").call(None)
 
 
 def _key(case: BenchCase) -> str:
@@ -44,8 +47,13 @@ def _key(case: BenchCase) -> str:
 
 def main() -> None:
     """Runs a few steps made of typical parts of a training step, for a profile."""
-    cases = {case.op: case for case in standard_cases() if case.op in _PROFILED and case.gradient}
-    arrays = {_key(case): make_arrays(case, _DTYPE) for case in cases.values()}
+    leave_with_parent()
+    cases: dict[str, BenchCase] = {}
+    for case in standard_cases():
+        # The first case of an op: a step with long sequences would not fit into the memory of smaller chips.
+        if case.op in PROFILED and case.gradient:
+            cases.setdefault(case.op, case)
+    arrays = {_key(case): make_arrays(case, DTYPE) for case in cases.values()}
     step = jax.jit(standard_calls)
     for _ in range(_STEPS):
         jax.block_until_ready(step(arrays))

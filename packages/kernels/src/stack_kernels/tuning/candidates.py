@@ -81,6 +81,8 @@ def _configs(implementation: OpImplementation, call: OpCall) -> list[Any]:
 class Trial:
     """Operands and reference results for trying candidates on one direction of a call.
 
+    Candidates are compiled from shapes, so `compile` may run ahead, in other threads; `prepare` creates the operands.
+
     Args:
       call: the call.
       gradients_of: arguments to differentiate with respect to, in the backward direction.
@@ -89,22 +91,27 @@ class Trial:
     def __init__(self, call: OpCall, gradients_of: tuple[str, ...]) -> None:
         self._call = call
         self._names = gradients_of if call.direction == "backward" else ()
-        self._arrays = draw_operands(call)
         self._tolerance = _tolerance(call)
+        self._reference = candidates_of(call)[0]
+        self._programs: dict[Candidate, Callable[..., Any] | Exception] = {}
+        self._operands: tuple[Any, ...] = ()
         self._output: Any = None
-        self._residuals: Mapping[str, Any] = {}
-        self._cotangent: Any = None
         self._expected: Any = None
 
-    def prepare(self, reference: Candidate) -> None:
+    def compile(self, candidate: Candidate) -> None:
+        """Compiles a candidate; `accept` then runs the program, or raises the compiler's error."""
+        try:
+            self._programs[candidate] = self._compiled(candidate)
+        except Exception as error:  # any failure of a compiler is the candidate's result
+            self._programs[candidate] = error
+
+    def prepare(self) -> None:
         """Runs the reference, whose results are the expected ones."""
-        # Only its own backward pass can read private residuals.
-        kept = frozenset(reference.implementation.residuals) - {OWN}
-        run = functools.partial(_forward, reference, self._call.options, kept)
-        self._output, self._residuals = jax.jit(run)(self._arrays)
-        self._cotangent = _normal_like(self._output)
+        arrays = draw_operands(self._call)
+        self._output, residuals = jax.jit(self._reference_forward)(arrays)
+        self._operands = (arrays, self._output, residuals, _normal_like(self._output))
         # Waits, because an error of a running program would show only where its result is read.
-        self._expected = jax.block_until_ready(self._run(reference)())
+        self._expected = jax.block_until_ready(self._run(self._reference)())
 
     def accept(self, candidate: Candidate) -> Callable[[], Any]:
         """Checks a candidate against the reference and returns the function to time.
@@ -124,17 +131,43 @@ class Trial:
             raise WrongNumbers(str(error)) from error
         return run
 
+    def _reference_forward(self, arrays: Any) -> Any:
+        # Only its own backward pass can read private residuals.
+        kept = frozenset(self._reference.implementation.residuals) - {OWN}
+        return _forward(self._reference, self._call.options, kept, arrays)
+
     def _run(self, candidate: Candidate) -> Callable[[], Any]:
         """Returns a compiled call that gives (output, gradients)."""
+        if candidate not in self._programs:
+            self.compile(candidate)
+        program = self._programs[candidate]
+        if isinstance(program, Exception):
+            raise program
+        return functools.partial(program, *self._selected(candidate, self._operands))
+
+    def _compiled(self, candidate: Candidate) -> Callable[..., Any]:
+        structs = self._selected(candidate, self._structs)
+        return jax.jit(self._function(candidate)).lower(*structs).compile()
+
+    @functools.cached_property
+    def _structs(self) -> tuple[Any, ...]:
+        arrays = dict(self._call.arrays)
+        output, residuals = jax.eval_shape(self._reference_forward, arrays)
+        return arrays, output, residuals, output
+
+    def _function(self, candidate: Candidate) -> Callable[..., Any]:
         options = self._call.options
         if not self._names:
-            forward = jax.jit(lambda arrays: (_forward(candidate, options, frozenset(), arrays)[0], {}))
-            return functools.partial(forward, self._arrays)
-        if candidate.is_joint:
-            value_and_gradients = jax.jit(functools.partial(_value_and_gradients, candidate, options, self._names))
-            return functools.partial(value_and_gradients, self._arrays, self._cotangent)
-        alone = jax.jit(functools.partial(_gradients, candidate, options, self._names))
-        return functools.partial(alone, self._arrays, self._output, self._residuals, self._cotangent)
+            return lambda arrays: (_forward(candidate, options, frozenset(), arrays)[0], {})
+        function = _value_and_gradients if candidate.is_joint else _gradients
+        return functools.partial(function, candidate, options, self._names)
+
+    def _selected(self, candidate: Candidate, operands: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Selects the arguments of the candidate's program from (arrays, output, residuals, cotangent)."""
+        arrays, output, residuals, cotangent = operands
+        if not self._names:
+            return (arrays,)
+        return (arrays, cotangent) if candidate.is_joint else (arrays, output, residuals, cotangent)
 
 
 def _forward(

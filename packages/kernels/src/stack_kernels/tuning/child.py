@@ -17,7 +17,7 @@ from pathlib import Path
 from stack_core.abi.errors import TuningError
 from stack_kernels.tuning.tables import Table, local_table_path
 
-__all__ = ["TRYING_VARIABLE", "tune_in_child"]
+__all__ = ["TRYING_VARIABLE", "record_failure", "tune_in_child"]
 
 TRYING_VARIABLE = "STACK_TUNE_TRYING"
 """Environment variable of the child: the file in which it records the current candidate."""
@@ -57,7 +57,7 @@ def tune_in_child(
             if status is not None and status >= 0:
                 return status
             cause = signal.Signals(-status).name if status else "the time limit"
-            name, spent_s = _record_failure(note, cause, folder)
+            name, spent_s = record_failure(note, f"{cause} ended the process", folder=folder)
             say(f"{name}: {cause} ended the process; going on without it")
             # A candidate that hangs until the limit would leave nothing for the others.
             end_s += spent_s
@@ -82,19 +82,31 @@ def _status(command: Sequence[str], environment: Mapping[str, str], limit_s: flo
                 return None
 
 
-def _record_failure(note: Path, cause: str, folder: Path | None) -> tuple[str, float]:
-    """Moves the candidate in the note to the table, as failed; returns its name and the seconds spent on it."""
+def record_failure(
+    note: Path, reason: str, table: Path | None = None, *, folder: Path | None = None
+) -> tuple[str, float]:
+    """Moves the candidate in the note to the table, as failed; returns its name and the seconds spent on it.
+
+    Args:
+      note: file that the process wrote before it tried the candidate.
+      reason: reason of the failure.
+      table: file of the table; by default the file of the chip in `folder`.
+      folder: folder in which the children store the table.
+
+    Raises:
+      TuningError: the process had tried its candidates before and was timing them.
+    """
     if not note.exists():
         raise TuningError(
-            f"The process that measured was ended by {cause} while it timed what it had tried before. What it had "
+            f"The process that measured died ({reason}) while it timed what it had tried before. What it had "
             "measured until then is kept; run the command again, and report it if it comes back."
         )
     tried = Table.read(note)
     spent_s = max(time.time() - note.stat().st_mtime, 0.0)
     # The death of the next child must not be put down to this candidate.
     note.unlink()
-    found = [dataclasses.replace(each, reason=f"{cause} ended the process") for each in tried.measurements]
-    path = local_table_path(tried.chip, folder)
+    found = [dataclasses.replace(each, reason=reason) for each in tried.measurements]
+    path = table or local_table_path(tried.chip, folder)
     # From the table the next child learns which candidate to leave out.
     (Table.read(path) if path.exists() else Table(tried.chip)).merge(found).write(path)
     return ", ".join(each.implementation for each in found), spent_s

@@ -23,8 +23,10 @@ K = TypeVar("K", bound=Hashable)
 # In shorter turns, the clock and the loop would be a part of the result.
 _SHORTEST_TURN_S = 1e-3
 _MAX_CALLS_A_TURN = 1000
-# On devices that execute in order, the wait for the last call is shared by this many.
+# On devices that execute in order, the wait for the last call is shared by this many, or by as many as take 30 ms:
+# there the wait is a thousandth.
 _MIN_CALLS_IN_ORDER = 10
+_LONG_TURN_S = 30e-3
 MIN_ROUNDS = 5
 """Minimum number of rounds for a decision; with fewer, a single disturbed round could reverse it."""
 # Before MIN_ROUNDS, a candidate is dropped only if its best round takes this many times the leader's worst.
@@ -140,7 +142,7 @@ class _Candidate:
         started_s = time.perf_counter()
         jax.block_until_ready(self.call())
         duration_s = max(time.perf_counter() - started_s, 1e-9)
-        fewest = _MIN_CALLS_IN_ORDER if self.in_order else 1
+        fewest = min(_MIN_CALLS_IN_ORDER, math.ceil(_LONG_TURN_S / duration_s)) if self.in_order else 1
         self.calls_a_turn = min(max(math.ceil(_SHORTEST_TURN_S / duration_s), fewest), _MAX_CALLS_A_TURN)
 
     def take_turn(self) -> None:

@@ -4,6 +4,7 @@ Labels are within the vocabulary, group sizes add up to the rows, block tables n
 contiguous. Lengths are between half the capacity and all of it, which gives kernels some padding to skip.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 from stack_core.abi.ops import OpCall
 from stack_core.ops.building import is_quantized
 
-__all__ = ["draw_operands"]
+__all__ = ["draw_operands", "normal"]
 
 _SEGMENTS = 4
 _ALLOWED_SHARE = 0.9
@@ -23,7 +24,18 @@ _LOGICAL_SCALE = 0.02  # scale of dequantized values, similar to weights
 
 _WITHOUT_ADAPTER_SHARE = 0.25
 
+# Sampling a billion values on the host takes many seconds. The odd length shifts the repetition from row to row.
+_MAX_SAMPLES = 2**22 + 1
+
 _Maker = Callable[[Any, OpCall, np.random.Generator], Any]
+
+
+def normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Samples a float32 array from the standard normal distribution; beyond 2**22 + 1 values the samples repeat."""
+    size = math.prod(shape)
+    if size <= _MAX_SAMPLES:
+        return rng.standard_normal(shape, np.float32)
+    return np.resize(rng.standard_normal((_MAX_SAMPLES,), np.float32), shape)
 
 
 def draw_operands(call: OpCall, seed: int = 0) -> dict[str, Any]:
@@ -44,7 +56,7 @@ def _plain(struct: Any, call: OpCall, rng: np.random.Generator) -> Any:
 
 def _leaf(struct: Any, rng: np.random.Generator) -> jax.Array:
     if jnp.issubdtype(struct.dtype, jnp.floating):
-        return jnp.asarray(rng.standard_normal(struct.shape, np.float32), struct.dtype)
+        return jnp.asarray(normal(rng, struct.shape), struct.dtype)
     return _integers(struct, rng)
 
 

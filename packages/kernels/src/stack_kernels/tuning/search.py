@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import functools
 import importlib.metadata
 import math
 import time
@@ -18,6 +19,7 @@ from stack_core.abi.ops import OpCall
 from stack_core.chips import Chip, current_chip, use_chip
 from stack_core.commands.named_function import tracing
 from stack_core.ops import Explanation
+from stack_kernels.tuning.ahead import compile_ahead
 from stack_kernels.tuning.candidates import Candidate, Trial, WrongNumbers, candidates_of
 from stack_kernels.tuning.costs import estimate_s, roofline_s
 from stack_kernels.tuning.lookup import OneTable
@@ -35,6 +37,9 @@ Progress = Callable[[int, int, str], None]
 _MIN_S = 3.0
 # Part of a job's time after which no further candidate is compiled; the rest is for the rounds.
 _TRYING_SHARE = 0.6
+# Programs that are compiled before the next jobs are timed: enough to keep the threads busy until the slowest is done.
+_PROGRAMS_A_THREAD = 3
+_CANDIDATES_AHEAD = 8
 _MESH_OPS = (
     "collective_matmul",
     "exchange",
@@ -111,6 +116,7 @@ def tune(
     again: bool = False,
     progress: Progress | None = None,
     trying: Path | None = None,
+    threads: int = 1,
 ) -> TuneReport:
     """Measures the candidates for each op call in `fn(*args)`; later calls use the fastest.
 
@@ -135,6 +141,8 @@ def tune(
       again: repeat known measurements.
       progress: called for each job.
       trying: file that records the current candidate, in case this process dies.
+      threads: number of threads that compile the candidates of several calls before these are timed. A candidate that
+        ends the process while it compiles in one of several threads is not recorded in `trying`.
 
     Raises:
       ArgumentError: `fn` cannot be traced with these arguments.
@@ -147,7 +155,7 @@ def tune(
     table = Table.read(path) if path.exists() else Table(name)
     if table.chip != name:
         raise TuningError(f"{str(path)!r} is a table of {table.chip}, and this is {name}; name another file.")
-    search = _Search(table, path, chip, started_s + budget_s, again=again, trying=trying)
+    search = _Search(table, path, chip, started_s + budget_s, again=again, trying=trying, threads=threads)
     neighbours = Neighbours()
     with use_chip(chip):
         with tracing(fn, args):
@@ -159,6 +167,7 @@ def tune(
         for number, job in enumerate(jobs):
             if progress is not None:
                 progress(number, len(jobs), str(job))
+            search.compile_ahead(jobs[number:])
             jobs[number] = search.run(job, jobs[number + 1 :])
         if not path.exists():
             search.table.write(path)
@@ -236,13 +245,46 @@ class _Search:
     """Measures one job after another and writes the table after each."""
 
     def __init__(
-        self, table: Table, path: Path, chip: Chip, end_s: float, *, again: bool, trying: Path | None = None
+        self,
+        table: Table,
+        path: Path,
+        chip: Chip,
+        end_s: float,
+        *,
+        again: bool,
+        trying: Path | None = None,
+        threads: int = 1,
     ) -> None:
         self.table = table
+        self._threads = threads
+        self._trials: dict[tuple[Any, ...], Trial] = {}
+        self._ahead: set[tuple[Any, ...]] = set()
         self.interrupted = False
         self.out_of_time = False
         self._path, self._chip, self._end_s, self._again, self._trying = path, chip, end_s, again, trying
         self._versions = _versions()
+
+    def compile_ahead(self, jobs: Sequence[Job]) -> None:
+        """Compiles the first candidates of the next jobs in threads, unless those of the first job were compiled."""
+        if self._threads < 2 or not jobs or jobs[0].case.key in self._ahead:
+            return
+        work: dict[tuple[tuple[Any, ...], Candidate], Callable[[], None]] = {}
+        share, total = 0.0, sum(math.sqrt(_weight_s(job, self.table, self._chip)) for job in jobs)
+        for job in jobs:
+            if len(work) >= _PROGRAMS_A_THREAD * self._threads:
+                break
+            self._ahead.add(job.case.key)
+            share += math.sqrt(_weight_s(job, self.table, self._chip)) / total
+            if job.skipped or _is_without_choice(job.call):
+                continue
+            selected = self._candidates_to_measure(job)[:_CANDIDATES_AHEAD]
+            if selected:
+                trial = self._trials[job.case.key] = Trial(job.call, job.case.gradients_of)
+                work |= {(job.case.key, each): functools.partial(trial.compile, each) for each in selected}
+        left_s = self._end_s - time.perf_counter()
+        compile_ahead(
+            work, threads=self._threads, deadline_s=time.perf_counter() + _TRYING_SHARE * min(2 * share, 1.0) * left_s
+        )
 
     def run(self, job: Job, later: Sequence[Job]) -> Job:
         """Measures a job within its share of the remaining time and returns the updated job."""
@@ -309,9 +351,9 @@ class _Search:
     def _measure(self, job: Job, candidates: Sequence[Candidate], share_s: float, found: list[Measurement]) -> str:
         """Appends measurements to `found`; returns a description of missing ones, or ""."""
         end_s = time.perf_counter() + share_s
-        trial = Trial(job.call, job.case.gradients_of)
+        trial = self._trials.pop(job.case.key, None) or Trial(job.call, job.case.gradients_of)
         try:
-            trial.prepare(candidates_of(job.call)[0])
+            trial.prepare()
         except Exception as error:  # Unfit operands or a failing reference: nothing to compare.
             return f"the reference failed: {_first_line(error)}"
         accepted: dict[Candidate, Callable[[], Any]] = {}

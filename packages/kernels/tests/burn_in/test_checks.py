@@ -76,3 +76,9 @@ def test_the_plan_has_the_checks_of_every_implementation_once() -> None:
     assert len({check.key for check in planned}) == len(planned)
     groups = {key: len(list(group)) for key, group in itertools.groupby(sorted(c.op for c in planned))}
     assert groups["norm"] > groups["rope"] > 10
+
+
+def test_large_calls_come_before_small_ones_of_the_same_implementation() -> None:
+    small, large = (Check("a", "kernel", f"{size}", 0, is_small=size == "small") for size in ("small", "large"))
+    other = Check("b", "reference", "large", 1, is_small=False)
+    assert in_order([other, small, large]) == [large, small, other]

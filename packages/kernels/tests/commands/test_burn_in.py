@@ -22,6 +22,8 @@ def test_what_it_cannot_begin_with_is_refused(tmp_path: Path) -> None:
     for minutes in (0.5, float("nan"), float("inf")):
         with pytest.raises(BenchmarkError, match="expected 1 or more"):
             burn_in(out=tmp_path / "new", minutes=minutes)
+    with pytest.raises(BenchmarkError, match="add --dry-run"):
+        burn_in(out=tmp_path / "new", chip="h100")
     (tmp_path / "file").touch()
     with pytest.raises(BenchmarkError, match="holds no burn-in to continue"):
         burn_in(out=tmp_path)

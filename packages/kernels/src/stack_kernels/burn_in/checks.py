@@ -1,7 +1,7 @@
 """The contract checks of a burn-in, in the order in which they run, and the loop that runs them within a deadline."""
 
 import abc
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,12 +33,14 @@ class Check:
       implementation: name of the implementation.
       name: name of the check in the op's contract suite.
       rank: place of the implementation in the order of choice on this platform; 0 is chosen if it supports the call.
+      is_small: whether the call is too small for kernels of accelerators, most of which refuse it.
     """
 
     op: str
     implementation: str
     name: str
     rank: int
+    is_small: bool = True
 
     @property
     def key(self) -> str:
@@ -86,21 +88,23 @@ class Pool(abc.ABC):
 def planned_checks(platform: str, ops: Sequence[str]) -> list[Check]:
     """Lists the checks of every installed implementation for a platform, in their order."""
     return in_order(
-        Check(op, name, str(check), rank)
+        Check(op, name, str(check), rank, is_small)
         for op in ops
         for rank, name in enumerate(choice_order(op, platform))
-        for check in contract_checks(op, platform)
+        for check, is_small in contract_checks(op, platform)
     )
 
 
-def contract_checks(op: str, platform: str) -> list[OpCheck]:
-    """Lists an op's checks on a platform: the covering selection of its contract.
+def contract_checks(op: str, platform: str) -> list[tuple[OpCheck, bool]]:
+    """Lists an op's checks on a platform, each with `Check.is_small`.
 
-    On accelerators it follows all calls of sizes for kernels.
+    These are the covering selection of its contract, and on accelerators all calls of sizes for kernels.
     """
-    covering = [check for check in testing.op_checks(op) if check.is_covering]
+    covering = [(check, True) for check in testing.op_checks(op) if check.is_covering]
     of_accelerators = getattr(testing, "accelerator_checks", None)
-    return covering if platform == "cpu" or of_accelerators is None else [*of_accelerators(op), *covering]
+    if platform == "cpu" or of_accelerators is None:
+        return covering
+    return [*((check, False) for check in of_accelerators(op)), *covering]
 
 
 def platform_of(backend: str) -> str:
@@ -124,21 +128,19 @@ def choice_order(op: str, platform: str) -> list[str]:
 
 
 def in_order(checks: Iterable[Check]) -> list[Check]:
-    """Sorts checks by the rank of their implementation; within a rank, all ops advance at the same rate.
+    """Sorts checks by the rank of their implementation, large calls first; among equals all ops advance at one rate.
 
     If time runs out, the same fraction of every op's checks has then run, and chosen implementations before others.
     """
     checks = list(checks)
-    totals: dict[tuple[str, int], int] = {}
-    for check in checks:
-        totals[check.op, check.rank] = totals.get((check.op, check.rank), 0) + 1
-    places: dict[tuple[str, int], int] = {}
+    totals = Counter((check.rank, check.is_small, check.op) for check in checks)
+    places: Counter[tuple[int, bool, str]] = Counter()
     progress: dict[Check, float] = {}
     for check in checks:
-        group = check.op, check.rank
-        places[group] = places.get(group, 0) + 1
+        group = check.rank, check.is_small, check.op
+        places[group] += 1
         progress[check] = places[group] / totals[group]
-    return sorted(checks, key=lambda check: (check.rank, progress[check]))
+    return sorted(checks, key=lambda check: (check.rank, check.is_small, progress[check]))
 
 
 def run_checks(

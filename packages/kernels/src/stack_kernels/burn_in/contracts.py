@@ -108,7 +108,7 @@ def run_check(op: str, implementation: str, check: str) -> dict[str, Any]:
 def _checks(op: str) -> Mapping[str, Any]:
     import jax
 
-    return {str(check): check for check in contract_checks(op, platform_of(jax.default_backend()))}
+    return {str(check): check for check, _ in contract_checks(op, platform_of(jax.default_backend()))}
 
 
 def _refusal(message: str, implementation: str) -> str:

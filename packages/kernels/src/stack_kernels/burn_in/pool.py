@@ -1,7 +1,7 @@
 """Worker processes that run checks; a crash or a hang costs the check that caused it and a restart.
 
-A quarter to a third of a check is tracing and lowering, which hold Python's lock: with threads, three cores would be
-busy. Processes keep all cores busy, and a broken CUDA context ends only one process. Several processes may use a
+Tracing and lowering hold Python's lock for 0.2 s of a check, a third of its time on a CPU: threads would keep three
+cores busy. Processes keep all cores busy, and a broken CUDA context ends only one process. Several processes may use a
 GPU at the same time, and checks are not timed. A TPU belongs to one process, whose threads then share the work.
 """
 

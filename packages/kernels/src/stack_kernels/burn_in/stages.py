@@ -108,12 +108,12 @@ class BurnIn:
     def tune(self, end_s: float) -> None:
         """Tunes the standard calls; a candidate that ends the process is recorded as failed."""
         table, trying = self.out / f"{self.device.file_name}.json", self.out / "trying.json"
-        finished: dict[str, dict[str, Any]] = {}
+        finished: list[dict[str, Any]] = []
         progress: dict[str, Any] = {}
 
         def on_message(message: dict[str, Any]) -> None:
             if "left_out" in message or "tuned" in message:
-                finished[message.get("left_out") or message["tuned"]] = message
+                finished.append(message)
             elif message["done"] != message["of"]:
                 progress.update(message)
                 _say(f"  {message['done']}/{message['of']} {message['what']}")
@@ -121,6 +121,7 @@ class BurnIn:
         threads, problem = max(usable_cores() - 1, 1), None
         for _ in range(_MAX_CRASHES):
             trying.unlink(missing_ok=True)
+            finished.clear()
             left_s = end_s - time.monotonic()
             settings = {"out": str(table), "seconds": _MARGIN * left_s, "ops": list(self.ops), "threads": threads}
             problem, status = self._child("tuning", {**settings, "trying": str(trying)}, end_s, on_message)
@@ -135,13 +136,13 @@ class BurnIn:
             self._note("tuning", problem, reached)
         self._add_tuned(table, finished)
 
-    def _add_tuned(self, table: Path, finished: dict[str, dict[str, Any]]) -> None:
+    def _add_tuned(self, table: Path, finished: Sequence[dict[str, Any]]) -> None:
         self.found.table = table if table.exists() else None
-        for name, message in finished.items():
+        for message in finished:
             if "tuned" in message:
-                self.found.tuned.append((name, message["before"], message["choice"]))
+                self.found.tuned.append((message["tuned"], message["before"], message["choice"]))
                 continue
-            line = f"tuning {name}: {message['reason']}"
+            line = f"tuning {message['left_out']}: {message['reason']}"
             out_of_time = message["reason"].startswith(("out of time", "interrupted"))
             failed = message["reason"].startswith("the reference failed")
             lists = self.found

@@ -3,6 +3,9 @@
 import sys
 import time
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from stack_core.abi.errors import BenchmarkError, UnknownName, nearest
 
@@ -14,6 +17,8 @@ def burn_in(
     out: Path = Path("burn-in"),
     minutes: float = 10.0,
     ops: str = "",
+    dry_run: Annotated[bool, Parameter(negative=())] = False,
+    chip: str = "",
 ) -> None:
     """Try every kernel on this device: stack bench burn-in --out h100
 
@@ -28,10 +33,21 @@ def burn_in(
       out: output directory, empty or with the burn-in to continue.
       minutes: duration, at least 1.
       ops: comma-separated names of ops; by default all that have standard calls.
+      dry_run: print the plan and run nothing.
+      chip: with --dry-run, name of a chip, which need not be present, such as h100 or v6e.
     """
     chosen = _chosen(ops)
     if not 1 <= minutes < float("inf"):
         raise BenchmarkError(f"--minutes is {minutes:g}; expected 1 or more.")
+    if chip and not dry_run:
+        raise BenchmarkError(
+            "--chip names a chip to plan for; add --dry-run. A burn-in runs on the chip of this machine."
+        )
+    if dry_run:
+        from stack_kernels.burn_in.plan import print_plan
+
+        print_plan(chip, chosen, 60 * minutes)
+        return
     started_s = time.monotonic()
 
     from stack_kernels.burn_in.budget import stage_s

@@ -1,7 +1,7 @@
 """Compilation of many programs in threads before any of them is timed.
 
-XLA compiles without Python's lock, so threads of the process that owns the device are enough: tracing and lowering, a
-quarter to a third of the work, take turns. Nothing compiles during a measurement.
+XLA compiles without Python's lock, so threads of the process that owns the device are enough: only tracing and lowering
+take turns. Nothing compiles during a measurement.
 """
 
 import queue

@@ -31,7 +31,7 @@ from stack_kernels.tuning.costs import estimate_s
 from stack_kernels.tuning.shapes import CallShape, shape_of
 from stack_kernels.tuning.tables import ChipName, Measurement, Table, decoded_config, encoded_config
 
-__all__ = ["OneTable", "RelativeChipWarning", "TunedTables", "duration", "nearest_chip"]
+__all__ = ["OneTable", "RelativeChipWarning", "TunedTables", "chip_platform", "duration", "nearest_chip"]
 
 _FARTHEST = 3.0  # upper limit of the sum of |log2| of the size ratios
 _KNOWN_CALLS = 4096
@@ -307,13 +307,13 @@ def _nearest(chip: Chip, known: Iterable[ChipName]) -> ChipName | None:
     The chip's peaks, which may need a measurement, are read only if several chips are similar.
     """
     name = ChipName(chip.kind, chip.model)
-    relatives = [other for other in known if _platform(other.kind) == _platform(name.kind)]
+    relatives = [other for other in known if chip_platform(other.kind) == chip_platform(name.kind)]
     return nearest_chip(name if name in relatives or len(relatives) < 2 else ChipName.of(chip), relatives)
 
 
 def nearest_chip(name: ChipName, known: Iterable[ChipName]) -> ChipName | None:
     """Returns the chip itself, or the chip of its platform with the nearest peaks; None without such a chip."""
-    relatives = [other for other in known if _platform(other.kind) == _platform(name.kind)]
+    relatives = [other for other in known if chip_platform(other.kind) == chip_platform(name.kind)]
     if name in relatives:
         return name
     return min(relatives, key=lambda other: (_apart(name.rates, other.rates), str(other)), default=None)
@@ -325,7 +325,7 @@ def _apart(rates: Mapping[str, float], references: Mapping[str, float]) -> float
     return sum(abs(math.log(rates[rate] / references[rate])) for rate in shared) / len(shared) if shared else math.inf
 
 
-def _platform(kind: str) -> str:
+def chip_platform(kind: str) -> str:
     """Returns the platform of a kind of chip; different platforms share no implementations."""
     for platform, pattern in _PLATFORMS.items():
         if re.match(pattern, kind.lower()):

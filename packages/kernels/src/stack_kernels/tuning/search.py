@@ -29,7 +29,7 @@ from stack_kernels.tuning.shapes import shape_of
 from stack_kernels.tuning.sources import MEASURED
 from stack_kernels.tuning.tables import Case, ChipName, Measurement, Table, encoded_config, local_table_path
 
-__all__ = ["Job", "Progress", "TuneReport", "tune"]
+__all__ = ["Job", "Progress", "TuneReport", "planned_jobs", "tune"]
 
 Progress = Callable[[int, int, str], None]
 """Called with (jobs done, total jobs, current job)."""
@@ -182,6 +182,20 @@ def tune(
     duration_s = time.perf_counter() - started_s
     ended = (search.interrupted, search.out_of_time)
     return TuneReport(search.table, path, tuple(jobs), duration_s, *ended, neighbours.cpus())
+
+
+def planned_jobs(fn: Callable[..., Any], *args: Any) -> list[tuple[Job, list[str]]]:
+    """Lists the jobs of `tune` for the target chip, each with the implementation of every candidate.
+
+    A job that `tune` skips has at most one candidate.
+    """
+    found = []
+    with tracing(fn, args):
+        jobs = _jobs(ops.explain(fn, *args))
+    for job in jobs:
+        names = [candidate.implementation.name for candidate in candidates_of(job.call)]
+        found.append((job, names[:1] if job.skipped or _is_without_choice(job.call) else names))
+    return found
 
 
 def _with_choice(job: Job, chosen: Job) -> Job:

@@ -1,6 +1,7 @@
 """`tune` finds the calls of a function, measures what could compute them, and what it finds is what runs."""
 
 import json
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -77,6 +78,22 @@ def test_it_chooses_among_configs(register: Callable[..., None]) -> None:
     named = ops.explain(lambda x, w: ops.linear(x, w, implementation="tiled"), X, WEIGHT)[0].forward
     assert named.config == Tile(0)
     assert named.reason.startswith("named by the caller; config of tuned table 'measured'")
+
+
+def test_candidates_are_compiled_in_threads_and_their_failures_recorded(register: Callable[..., None]) -> None:
+    traced_in: set[threading.Thread] = set()
+
+    def watched(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any) -> Any:
+        traced_in.add(threading.current_thread())
+        return product(x, weight, bias=bias, preferred_dtype=preferred_dtype)
+
+    def broken(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any) -> Any:
+        raise ValueError("no such register")
+
+    register(linear("watched", watched, priority=5), linear("broken", broken, priority=3))
+    report = tune(layer, X, WEIGHT, threads=2)
+    assert _outcomes(report) == {"watched": "measured", "broken": "failed", "reference": "measured"}
+    assert traced_in - {threading.main_thread()}
 
 
 def test_what_is_fast_and_wrong_is_rejected(register: Callable[..., None]) -> None:

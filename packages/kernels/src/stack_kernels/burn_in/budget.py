@@ -40,7 +40,7 @@ def workers_for(platform: str, cores: int, *, memory_bytes: int | None, device_b
     """
     if platform == "tpu":
         return Workers(1, max(1, min(cores - 1, _TPU_THREADS)))
-    limits = [max(cores - 1, 1)]
+    limits = [cores]
     if memory_bytes is not None:
         limits.append(memory_bytes // _HOST_WORKER_BYTES)
     if platform == "gpu" and device_bytes is not None:

@@ -31,6 +31,9 @@ Stage = Callable[[float], None]
 _MARGIN = 0.9  # part of a stage's time that a child plans for; the rest covers work in flight at the end
 _MAX_CRASHES = 8
 _MAX_HANG_S = 180.0
+# A call that is younger when the time ends is slow rather than hanging, and is tried again by a resumed run.
+_MIN_HANG_S = 60.0
+_NO_RESULT = "no result when the time budget ended"
 _SAID_EVERY = 20
 
 
@@ -125,6 +128,8 @@ class BurnIn:
             left_s = end_s - time.monotonic()
             settings = {"out": str(table), "seconds": _MARGIN * left_s, "ops": list(self.ops), "threads": threads}
             problem, status = self._child("tuning", {**settings, "trying": str(trying)}, end_s, on_message)
+            if status is None and trying.exists() and time.time() - trying.stat().st_mtime > _MIN_HANG_S:
+                record_failure(trying, _NO_RESULT, table)
             if status is None or status >= 0:
                 break
             if trying.exists():
@@ -154,13 +159,13 @@ class BurnIn:
         threads, problem = max(usable_cores() - 1, 1), None
         not_reached: dict[str, None] = {}
         for _ in range(_MAX_CRASHES):
-            in_flight: dict[str, None] = {}
+            in_flight: dict[str, float] = {}
             not_reached.clear()
 
             # The defaults bind the dictionary of this turn.
-            def on_message(message: dict[str, Any], in_flight: dict[str, None] = in_flight) -> None:
+            def on_message(message: dict[str, Any], in_flight: dict[str, float] = in_flight) -> None:
                 if "started" in message:
-                    in_flight[message["started"]] = None
+                    in_flight[message["started"]] = time.monotonic()
                 elif "finished" in message:
                     in_flight.pop(message["finished"], None)
                 elif "not_reached" in message:
@@ -172,20 +177,26 @@ class BurnIn:
             skip = list(self.state.failures("speeds"))
             settings = {"out": str(path), "seconds": _MARGIN * (end_s - time.monotonic()), "ops": list(self.ops)}
             problem, status = self._child("speeds", {**settings, "threads": threads, "skip": skip}, end_s, on_message)
+            hung = [name for name, started_s in in_flight.items() if time.monotonic() - started_s > _MIN_HANG_S]
+            if status is None and len(in_flight) == len(hung) == 1:
+                self.state.add_failure("speeds", hung[0], f"failed: {_NO_RESULT}")
             if status is None or status >= 0:
                 break
             if len(in_flight) == 1:
                 self.state.add_failure("speeds", next(iter(in_flight)), f"failed: {problem}")
             else:
                 threads = 1
+        if problem is not None:
+            self._note("speeds", problem, "")
+        self.found.not_reached += [f"speeds {name}" for name in not_reached]
+        self._add_speeds(path)
+
+    def _add_speeds(self, path: Path) -> None:
         self.found.speeds = Results.read(path) if path.exists() else None
         for name, outcome in self.state.failures("speeds").items():
             kind, _, reason = outcome.partition(": ")
             entries = self.found.failures if kind == "failed" else self.found.not_applicable
             entries.append(f"speeds {name}: {reason}")
-        self.found.not_reached += [f"speeds {name}" for name in not_reached]
-        if problem is not None:
-            self._note("speeds", problem, "")
 
     def profile(self, end_s: float) -> None:
         """Captures a profile of a step and writes its page."""

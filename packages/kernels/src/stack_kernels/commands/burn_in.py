@@ -11,6 +11,8 @@ from stack_core.abi.errors import BenchmarkError, UnknownName, nearest
 
 __all__ = ["burn_in"]
 
+_MAX_PRINTED = 20
+
 
 def burn_in(
     *,
@@ -68,8 +70,10 @@ def burn_in(
             print(f"{name}, for at most {share_s:.0f} s", file=sys.stderr, flush=True)
             stage(time.monotonic() + share_s)
             page.write_text(markdown(run.found))
-    for problem in run.found.defects:
-        print(problem)
+    for defect in run.found.defects[:_MAX_PRINTED]:
+        print(defect)
+    if len(run.found.defects) > _MAX_PRINTED:
+        print(f"and {len(run.found.defects) - _MAX_PRINTED} more in the page")
     print(f"Wrote {page}: {run.found.summary}.")
     if run.found.defects:
         sys.exit(1)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from stack_core.abi.errors import BenchmarkError
-from stack_kernels.burn_in.checks import Check, run_checks
+from stack_kernels.burn_in.checks import Check, planned_checks, run_checks
 from stack_kernels.burn_in.pool import WorkerPool
 
 # Takes requests as a worker does; the check's name says what becomes of it.
@@ -73,3 +73,20 @@ def test_workers_that_do_not_start_are_an_error(tmp_path: Path) -> None:
             clock=time.monotonic,
             report=print,
         )
+
+
+@pytest.mark.slow
+def test_real_checks_in_threads_of_one_process(tmp_path: Path) -> None:
+    """Runs the contract of rope as on a TPU, whose process traces and compiles several checks at the same time."""
+    planned = [check for check in planned_checks("cpu", ["rope", "norm"]) if check.implementation == "reference"]
+    found: dict[str, str] = {}
+    worker = ["-m", "stack_kernels.burn_in.contracts"]
+    with WorkerPool(worker, workers=1, threads=3, limit_s=100.0, logs=tmp_path) as pool:
+        left = run_checks(
+            planned,
+            pool,
+            deadline_s=time.monotonic() + 200,
+            clock=time.monotonic,
+            report=lambda each: found.update({each.check.key: f"{each.outcome} {each.reason}".strip()}),
+        )
+    assert not left and set(found.values()) == {"passed"} and len(found) == len(planned) > 20

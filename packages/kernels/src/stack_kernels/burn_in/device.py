@@ -75,7 +75,7 @@ def find_device() -> LocalDevice:
     error = messages[-1].get("error", "") if messages else ended.problem or "no answer"
     if problem := explain_failure(error, text, messages, os.environ, has_nvidia):
         raise HardwareError(problem)
-    found = {**messages[-1], "kinds": tuple(messages[-1]["kinds"])}
+    found: dict[str, Any] = {**messages[-1], "kinds": tuple(messages[-1]["kinds"])}
     return LocalDevice(**found)
 
 

@@ -30,7 +30,7 @@ def test_time_that_a_stage_leaves_goes_to_later_ones() -> None:
         (workers_for("gpu", 16, memory_bytes=128 * GIB, device_bytes=12 * GIB), Workers(6)),
         (workers_for("gpu", 16, memory_bytes=9 * GIB, device_bytes=None), Workers(3)),
         (workers_for("cpu", 8, memory_bytes=GIB, device_bytes=None), Workers(1)),
-        (workers_for("tpu", 16, memory_bytes=128 * GIB, device_bytes=32 * GIB), Workers(1, threads=8)),
+        (workers_for("tpu", 16, memory_bytes=128 * GIB, device_bytes=32 * GIB), Workers(1, threads=15)),
     ],
 )
 def test_workers_fit_the_machine(workers: Workers, expected: Workers) -> None:

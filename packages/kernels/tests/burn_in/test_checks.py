@@ -4,7 +4,17 @@ import itertools
 
 import pytest
 
-from stack_kernels.burn_in.checks import Check, CheckResult, Pool, choice_order, in_order, planned_checks, run_checks
+from stack_core import testing
+from stack_kernels.burn_in.checks import (
+    Check,
+    CheckResult,
+    Pool,
+    choice_order,
+    contract_checks,
+    in_order,
+    planned_checks,
+    run_checks,
+)
 
 
 class SlowDevice(Pool):
@@ -82,3 +92,12 @@ def test_large_calls_come_before_small_ones_of_the_same_implementation() -> None
     small, large = (Check("a", "kernel", f"{size}", 0, is_small=size == "small") for size in ("small", "large"))
     other = Check("b", "reference", "large", 1, is_small=False)
     assert in_order([other, small, large]) == [large, small, other]
+
+
+def test_accelerators_have_the_calls_of_sizes_for_kernels_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = testing.op_checks("rope")[-2:]
+    monkeypatch.setattr(testing, "accelerator_checks", lambda op: large, raising=False)
+    found = contract_checks("rope", "gpu")
+    assert [check for check, is_small in found if not is_small] == list(large)
+    assert planned_checks("gpu", ["rope"])[0].name in map(str, large)
+    assert all(is_small for _, is_small in contract_checks("rope", "cpu"))

@@ -19,7 +19,7 @@ def test_the_plan_has_all_work_for_the_chip_in_the_order_of_the_run() -> None:
         tasks = sum(map(len, waves(["norm"], "tpu")))
     checks = len(planned_checks("tpu", ["norm"]))
     assert lines[0].startswith("Plan for v6e, 10 minutes on 16 cores")
-    assert lines[1].startswith(f"contracts: {checks} checks, in 1 process of 8 threads, about ")
+    assert lines[1].startswith(f"contracts: {checks} checks, in 1 process of 15 threads, about ")
     assert lines[2] == f"  norm/mosaic_tpu: {checks // 2} checks, chosen first"
     assert lines[3] == f"  norm/reference: {checks // 2} checks"
     assert "  norm rms forward: chosen, mosaic_tpu" in lines
@@ -27,7 +27,7 @@ def test_the_plan_has_all_work_for_the_chip_in_the_order_of_the_run() -> None:
     assert any(line.startswith(f"speeds: {tasks} calls, about ") for line in lines)
     assert "more than fits" not in "".join(lines)
     with use_chip(chip):
-        assert "more than fits: raise --minutes" in list(plan_lines(chip, ["norm"], 60.0, 16))[1]
+        assert "more than fits: raise --minutes" in list(plan_lines(chip, ["norm"], 20.0, 16))[1]
     shares = [int(re.findall(r"of (\d+) s$", line)[0]) for line in lines if re.search(r"about \d+ s of", line)]
     assert sum(shares) == pytest.approx(600, abs=len(shares))
 

@@ -8,7 +8,7 @@ __all__ = ["STAGES", "Workers", "stage_s", "workers_for"]
 STAGES = {"contracts": (10.0, 0.52), "tuning": (8.0, 0.24), "speeds": (8.0, 0.20), "profile": (22.0, 0.04)}
 _GPU_WORKER_BYTES = 2 * 2**30  # CUDA context, libraries and scratch space of one process
 _HOST_WORKER_BYTES = 3 * 2**30  # JAX, compilers and their largest program
-_TPU_THREADS = 8
+_TPU_THREADS = 16
 
 
 def stage_s(stage: str, remaining_s: float) -> float:

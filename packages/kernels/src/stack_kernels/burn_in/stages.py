@@ -88,7 +88,7 @@ class BurnIn:
     def _run_checks(self, checks: Sequence[Check], end_s: float, report: Callable[[CheckResult], None]) -> None:
         workers = self._workers()
         processes = min(workers.processes, len(checks))
-        _say(f"  {len(checks)} checks in {processes} processes of {workers.threads} threads")
+        _say(f"  {len(checks)} checks in {processes} processes, {workers.threads} at the same time in each")
         with WorkerPool(
             ["-m", "stack_kernels.burn_in.contracts"],
             workers=processes,

@@ -109,7 +109,7 @@ def explain(fn: Callable[..., Any], *args: Any, chip: Chip | None = None) -> Exp
 
 def _is_local(platform: str) -> bool:
     """Checks whether kernels for a platform can be traced here, also on the absent devices of `use_target`."""
-    device = jax.config.jax_default_device
+    device = getattr(jax.config, "jax_default_device", None)  # made at run time, unknown to type checkers
     local = device.platform if isinstance(device, jax.Device) else jax.default_backend()
     return platform == local or (platform == "gpu" and local in ("cuda", "rocm"))
 

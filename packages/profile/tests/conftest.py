@@ -1,8 +1,14 @@
 """Builds traces byte by byte, for what a test wants to see in one and nothing else; and one real capture."""
 
+import json
+import lzma
 import struct
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -244,3 +250,25 @@ def captured(training, tmp_path_factory):
 @pytest.fixture(scope="session")
 def trace(captured):
     return load_trace(captured)
+
+
+H100: Final = Path(__file__).parent / "h100"
+
+
+@pytest.fixture(scope="session")
+def h100_space():
+    """The planes of a trace of three training steps on an H100, cut by `h100/cut_trace.py`."""
+    return read_space(lzma.decompress((H100 / "train.xplane.pb.xz").read_bytes()))
+
+
+@pytest.fixture(scope="session")
+def h100_train(h100_space):
+    about = {"device_kind": "NVIDIA H100 80GB HBM3", "platform": "gpu", "devices": 1}
+    return trace_of([h100_space], about=about)
+
+
+@pytest.fixture(scope="session")
+def h100_decode():
+    """Numbers of a trace of three decoded tokens, see `h100/read_decode.py`."""
+    command = [sys.executable, str(H100 / "read_decode.py")]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)

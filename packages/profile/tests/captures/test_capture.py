@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import stack_profile
+from stack_profile.captures.capture import _missing_programs
 from stack_profile.traces.trace import load_trace
 
 
@@ -130,6 +131,19 @@ def test_programs_that_the_trace_lacks_are_written_beside_it(tmp_path, x):
     captured._write_files(path.read_bytes())
     assert list(path.parent.glob(f"*.{name}(*).hlo.pb"))
     assert load_trace(path).devices[0].operations[0].instruction.frames
+
+
+def test_programs_that_the_trace_numbers_differently_are_not_written_again(build):
+    """As on GPUs; of two programs with one name and schedule, the trace may lack one."""
+    compiled = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((4,), "float32")).compile()
+    executable = compiled.runtime_executable()
+    name = executable.hlo_modules()[0].name
+    stored = build.metadata_plane([(name, 4718, build.hlo_proto(compiled))])
+    ran = build.plane("/device:GPU:0")
+    ran.line("Stream #1", ran.event("kernel", 0, 1, hlo_module=name))
+    data = build.space(stored, ran)
+    assert not list(_missing_programs(data, [executable]))
+    assert len(list(_missing_programs(data, [executable] * 2))) == 1
 
 
 def _join_writers():

@@ -19,8 +19,8 @@ from stack_core.chips import machine
 from stack_profile.captures.processes import SUFFIX, stem
 from stack_profile.captures.recording import Background, Recording, record
 from stack_profile.captures.sources import source_digests
-from stack_profile.errors import CaptureError, ProfileError
-from stack_profile.traces.hlo import hlo_proto, program_key
+from stack_profile.errors import CaptureError, ProfileError, TraceError
+from stack_profile.traces.hlo import hlo_proto, outline, program_key
 from stack_profile.traces.xplane import Plane, read_space
 
 __all__ = ["Capture", "CaptureWarning", "capture"]
@@ -195,13 +195,39 @@ def _missing_programs(data: bytes, programs: list[Any]) -> Iterator[tuple[str, b
     """Yields name, such as `jit_step(7)`, and HLO of each program that ran but is missing from the trace."""
     planes = read_space(data).planes
     # The profiler stores programs as events of this plane.
-    held = {name for plane in planes if plane.name == "/host:metadata" for name in plane.event_names.values()}
+    stored = [plane for plane in planes if plane.name == "/host:metadata"]
+    held = {name for plane in stored for name in plane.event_names.values()}
     ran = {name.partition("(")[0] for plane in planes if plane.name != "/host:metadata" for name in _texts(plane)}
+    renumbered: collections.Counter[object] | None = None
     for module in (module for executable in programs for module in executable.hlo_modules() if module.name in ran):
         proto = hlo_proto(module.as_serialized_hlo_module_proto())
         name = f"{module.name}({program_key(proto)})"
-        if name not in held:
+        if name in held:
+            continue
+        # On GPUs the trace numbers programs differently, but a program keeps its name and schedule.
+        if renumbered is None:
+            renumbered = collections.Counter(each for plane in stored for each in _schedules(plane))
+        key = _schedule(proto)
+        if not renumbered[key]:
             yield name, proto
+        renumbered[key] -= 1
+
+
+def _schedules(plane: Plane) -> Iterator[object]:
+    for event in plane.event_names:
+        proto = plane.event_stats(event).get("Hlo Proto")
+        if isinstance(proto, bytes):
+            yield _schedule(proto)
+
+
+def _schedule(proto: bytes) -> object:
+    """Returns the name of a module and its schedule, or something unique for a module without a schedule."""
+    try:
+        program = outline(proto, 0)
+        schedule = program.schedule
+    except TraceError:
+        return object()
+    return (program.name, frozenset(schedule.items())) if schedule else object()
 
 
 def _texts(plane: Plane) -> Iterator[str]:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from stack_core.abi.errors import HardwareError
 from stack_profile.errors import TraceError
 from stack_profile.traces.attribution import attributed
-from stack_profile.traces.hlo_module import module_head, read_module
+from stack_profile.traces.hlo_module import RawModule, module_head, module_schedule, read_module
 from stack_profile.traces.instructions import Instruction
+from stack_profile.traces.launches import Launches
 from stack_profile.traces.wire import WireError, encode_bytes, fields
 
 if TYPE_CHECKING:
@@ -54,13 +55,47 @@ class Program:
         """
         return self._content[1]
 
-    @functools.cached_property
-    def _content(self) -> tuple[str, Mapping[str, Instruction]]:
+    @property
+    def schedule(self) -> Mapping[int, tuple[int, ...]]:
+        """Order of execution, see `RawModule`; reads nothing else.
+
+        Raises:
+          TraceError: the module is damaged.
+        """
         try:
-            module = read_module(self.proto, _module_place(self.proto, self.key))
+            return module_schedule(self.proto, _module_place(self.proto, self.key))
+        except WireError as error:
+            raise _damaged(self.key, error) from error
+
+    @functools.cached_property
+    def launches(self) -> Launches:
+        """Instructions that launch kernels, in the order of the schedule.
+
+        Raises:
+          TraceError: the module is damaged.
+        """
+        return Launches.of(self._raw)
+
+    @functools.cached_property
+    def damage(self) -> str:
+        """Reason why the module cannot be read; "" if it can."""
+        try:
+            _ = self.instructions
+        except TraceError as error:
+            return str(error)
+        return ""
+
+    @functools.cached_property
+    def _raw(self) -> RawModule:
+        try:
+            return read_module(self.proto, _module_place(self.proto, self.key))
         # Tables that contradict each other raise an IndexError.
         except (WireError, IndexError) as error:
             raise _damaged(self.key, error) from error
+
+    @functools.cached_property
+    def _content(self) -> tuple[str, Mapping[str, Instruction]]:
+        module = self._raw
         return module.entry, attributed(module)
 
     @functools.cached_property

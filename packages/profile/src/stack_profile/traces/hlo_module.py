@@ -3,14 +3,15 @@
 https://github.com/openxla/xla/blob/main/xla/service/hlo.proto
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from stack_profile.traces.instructions import Frame
 from stack_profile.traces.wire import Value, fields, signed, varints
 
-__all__ = ["Computation", "RawInstruction", "RawModule", "module_head", "read_module"]
+__all__ = ["Computation", "RawInstruction", "RawModule", "module_head", "module_schedule", "read_module"]
 
-_NAME, _ENTRY, _COMPUTATIONS, _ID, _FRAMES = 1, 2, 3, 5, 17
+_NAME, _ENTRY, _COMPUTATIONS, _ID, _SCHEDULE, _FRAMES = 1, 2, 3, 5, 7, 17
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class RawInstruction:
       operands: ids of the operands.
       called: ids of the called computations.
       target: target of a custom call, or "".
+      shape: serialized ShapeProto.
     """
 
     id: int
@@ -38,6 +40,7 @@ class RawInstruction:
     operands: tuple[int, ...]
     called: tuple[int, ...]
     target: str
+    shape: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True)
@@ -58,12 +61,15 @@ class RawModule:
       entry: name of the computation at which a run starts.
       computations: functions of the module.
       stacks: Python stack of each frame number, innermost first; number 0 is empty.
+      schedule: ids of the instructions in their order of execution, by id of the computation; empty if the module is
+        not scheduled.
     """
 
     name: str
     entry: str
     computations: tuple[Computation, ...]
     stacks: tuple[tuple[Frame, ...], ...]
+    schedule: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 def module_head(data: bytes, place: tuple[int, int]) -> tuple[str, int]:
@@ -85,6 +91,7 @@ def read_module(data: bytes, place: tuple[int, int]) -> RawModule:
     name = entry = ""
     computations: list[Computation] = []
     stacks: tuple[tuple[Frame, ...], ...] = ((),)
+    schedule: Mapping[int, tuple[int, ...]] = {}
     for number, value in fields(data, *place):
         if number == _NAME:
             name = _text(data, value)
@@ -94,7 +101,33 @@ def read_module(data: bytes, place: tuple[int, int]) -> RawModule:
             computations.append(_computation(data, value))
         elif number == _FRAMES and isinstance(value, tuple):
             stacks = _stacks(data, value)
-    return RawModule(name, entry, tuple(computations), stacks)
+        elif number == _SCHEDULE and isinstance(value, tuple):
+            schedule = _schedule(data, value)
+    return RawModule(name, entry, tuple(computations), stacks, schedule)
+
+
+def module_schedule(data: bytes, place: tuple[int, int]) -> dict[int, tuple[int, ...]]:
+    """Reads only the schedule of a module.
+
+    Raises:
+      WireError: the module is damaged.
+    """
+    found = dict(fields(data, *place)).get(_SCHEDULE)
+    return _schedule(data, found) if isinstance(found, tuple) else {}
+
+
+def _schedule(data: bytes, place: tuple[int, int]) -> dict[int, tuple[int, ...]]:
+    # HloScheduleProto: 1 a map from the computation's id to InstructionSequence, whose field 1 has the ids.
+    found: dict[int, tuple[int, ...]] = {}
+    for number, entry in fields(data, *place):
+        if number == 1 and isinstance(entry, tuple):
+            parts = dict(fields(data, *entry))
+            sequence = parts.get(2)
+            ids = fields(data, *sequence) if isinstance(sequence, tuple) else ()
+            found[_integer(parts.get(1))] = tuple(
+                each for key, value in ids if key == 1 for each in varints(data, value)
+            )
+    return found
 
 
 def _computation(data: bytes, place: tuple[int, int]) -> Computation:
@@ -113,22 +146,22 @@ def _computation(data: bytes, place: tuple[int, int]) -> Computation:
 
 def _instruction(data: bytes, place: tuple[int, int]) -> RawInstruction:
     name = opcode = op_name = target = ""
+    shape = b""
     key = frame = 0
     source: Frame | None = None
     operands: list[int] = []
     called: list[int] = []
-    # HloInstructionProto: 1 name, 2 opcode, 7 metadata, 28 target of a custom call, 35 id, 36 operands, 38 called.
+    # HloInstructionProto: 1 name, 2 opcode, 3 shape, 7 metadata, 28 target of a custom call, 35 id, 36 operands,
+    # 38 called.
     for number, value in fields(data, *place):
         if number == 1:
             name = _text(data, value)
         elif number == 2:
             opcode = _text(data, value)
+        elif number == 3 and isinstance(value, tuple):
+            shape = data[slice(*value)]
         elif number == 7 and isinstance(value, tuple):
-            # OpMetadata: 2 op_name, 3 source_file, 4 source_line, 15 stack_frame_id.
-            metadata = dict(fields(data, *value))
-            op_name, frame = _text(data, metadata.get(2, 0)), _integer(metadata.get(15))
-            if file := _text(data, metadata.get(3, 0)):
-                source = Frame(file, signed(_integer(metadata.get(4))), "")
+            op_name, frame, source = _origin(data, value)
         elif number == 28:
             target = _text(data, value)
         elif number == 35:
@@ -137,7 +170,16 @@ def _instruction(data: bytes, place: tuple[int, int]) -> RawInstruction:
             operands += varints(data, value)
         elif number == 38:
             called += varints(data, value)
-    return RawInstruction(key, name, opcode, op_name, frame, source, tuple(operands), tuple(called), target)
+    return RawInstruction(key, name, opcode, op_name, frame, source, tuple(operands), tuple(called), target, shape)
+
+
+def _origin(data: bytes, place: tuple[int, int]) -> tuple[str, int, Frame | None]:
+    """Returns JAX's name of an instruction, the number of its stack, and its line."""
+    # OpMetadata: 2 op_name, 3 source_file, 4 source_line, 15 stack_frame_id.
+    metadata = dict(fields(data, *place))
+    file = _text(data, metadata.get(3, 0))
+    source = Frame(file, signed(_integer(metadata.get(4))), "") if file else None
+    return _text(data, metadata.get(2, 0)), _integer(metadata.get(15)), source
 
 
 def _stacks(data: bytes, place: tuple[int, int]) -> tuple[tuple[Frame, ...], ...]:

@@ -2,17 +2,18 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 
+from stack_profile.traces.cuda_graphs import Kind, join_graphs
 from stack_profile.traces.hlo import Program
 from stack_profile.traces.intervals import nesting, self_times
 from stack_profile.traces.operations import Operation, Ops
 from stack_profile.traces.xplane import MISSING, Events, Line, Plane
 
-__all__ = ["Executions", "Join", "Kind", "device_ops", "executions", "join"]
+__all__ = ["Executions", "Join", "device_ops", "executions", "join"]
 
 
 _Owner = tuple[int, str]  # number and module name of a program in events
@@ -31,10 +32,14 @@ class Join:
     Attributes:
       found: program of each owner; None without a fitting program, or with several different ones.
       candidates: number of fitting programs where `found` has None; empty for a trace without programs.
+      kernels: program and name of the instruction of kernels whose program used CUDA graphs.
+      graph_problems: messages about these kernels.
     """
 
     found: Mapping[_Owner, Program | None]
     candidates: Mapping[_Owner, int]
+    kernels: Mapping[Kind, tuple[Program, str]] = field(default_factory=dict)
+    graph_problems: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, programs: Mapping[int, Program], ran: Mapping[_Owner, AbstractSet[str]]) -> "Join":
@@ -45,7 +50,8 @@ class Join:
             named.setdefault(program.name, []).append(program)
 
         def fitting(owner: _Owner) -> list[Program]:
-            return [each for each in named.get(owner[1], ()) if ran[owner] <= each.instructions.keys()]
+            found = (each for each in named.get(owner[1], ()) if not each.damage)
+            return [each for each in found if ran[owner] <= each.instructions.keys()]
 
         fits = {owner: fitting(owner) for owner in ran.keys() - by_number.keys()}
         if any(fits.values()):  # numbers come from another process, and may match only by accident
@@ -66,13 +72,24 @@ class Join:
         ]
         if unjoined:
             yield f"Programs that ran and are not known, so that their operations have no lines: {', '.join(unjoined)}"
+        yield from self.graph_problems
+
+    def operation(self, kind: Kind) -> Operation:
+        """Returns the operation of a kind of execution, with its program and instruction if they are known."""
+        program, name = self.kernels.get(kind, (None, kind.kernel if kind.in_graph else kind.name))
+        key = program.key if program is not None else kind.key
+        if program is None and not kind.beside and not kind.in_graph:
+            program = self.found.get((kind.key, kind.module))
+        instruction = program.instructions.get(name.removeprefix("%")) if program else None
+        module = kind.module or (program.name if program else "")
+        return Operation(name, module, key, program, instruction, beside=kind.beside, kernel=kind.kernel)
 
 
 def _numbered(programs: Mapping[int, Program], owner: _Owner, names: AbstractSet[str]) -> bool:
     """Returns whether the program with the owner's number is the program that ran."""
     key, module = owner
     program = programs.get(key)
-    if program is None or module not in ("", program.name):
+    if program is None or module not in ("", program.name) or program.damage:
         return False
     return names <= program.instructions.keys() if module else not names.isdisjoint(program.instructions)
 
@@ -84,21 +101,6 @@ def _alike(programs: Sequence[Program], names: AbstractSet[str]) -> bool:
         for program in programs
     }
     return len(places) == 1
-
-
-class Kind(NamedTuple):
-    """Common properties of all executions of an operation.
-
-    Attributes:
-      beside: whether the operation belongs to no program, such as a copy.
-      key, module: number and name of the program in events; `MISSING` and "" if absent.
-      name: name of the operation.
-    """
-
-    beside: bool
-    key: int
-    module: str
-    name: str
 
 
 @dataclass(frozen=True)
@@ -136,23 +138,39 @@ def executions(plane: Plane, base_ns: int) -> Executions | None:
 
 def join(ran: Sequence[Kind], programs: Mapping[int, Program]) -> Join:
     """Finds the programs of all operations that ran in a process among the trace's programs."""
-    operations: dict[_Owner, set[str]] = {}
+    owners: dict[_Owner, list[Kind]] = {}
     for kind in ran:
-        operations.setdefault((kind.key, kind.module), set()).add(kind.name.removeprefix("%"))
-    return Join.of(programs, operations)
+        owners.setdefault((kind.key, kind.module), []).append(kind)
+    graphs = {owner: kinds for owner, kinds in owners.items() if any(kind.in_graph for kind in kinds)}
+    names = {owner: {kind.name.removeprefix("%") for kind in owners[owner]} for owner in owners if owner not in graphs}
+    joined = Join.of(programs, names)
+    kernels: dict[Kind, tuple[Program, str]] = {}
+    problems: list[str] = []
+    candidates = dict(joined.candidates)
+    for (key, module), kinds in graphs.items():
+        named = [each for each in programs.values() if each.name == module]
+        found, messages = join_graphs(kinds, named, programs.get(key))
+        kernels |= found
+        problems += messages
+        if not found and programs:
+            candidates[key, module] = 0
+    return Join(joined.found, candidates, kernels, tuple(problems))
 
 
 def device_ops(ran: Executions, joined: Join, prefix: str) -> list[Ops]:
     """Returns the operations of each device of a plane, with their programs."""
     plane = ran.plane
     devices: list[Ops] = []
-    operations = [_operation(kind, joined) for kind in ran.kinds]
+    # Several graphs may contain one instruction.
+    operations: dict[Operation, int] = {}
+    place = np.array([operations.setdefault(joined.operation(kind), len(operations)) for kind in ran.kinds], np.int64)
+    every = tuple(operations)
     for ordinal in np.unique(ran.columns["device"]).tolist():
         rows = ran.columns["device"] == ordinal
         # `MISSING` is negative: events without an ordinal are of device 0.
         name = plane.name.removeprefix("/device:") if plane.name.startswith("/device:") else f"CPU:{max(ordinal, 0)}"
-        kinds, which = np.unique(ran.which[rows], return_inverse=True)
-        own = tuple(operations[kind] for kind in kinds.tolist())
+        kinds, which = np.unique(place[ran.which[rows]], return_inverse=True)
+        own = tuple(every[kind] for kind in kinds.tolist())
         columns = (ran.columns[column][rows] for column in ("start", "end", "run"))
         devices.append(_ops(prefix + name, own, which.reshape(-1), *columns))
     return devices
@@ -178,6 +196,10 @@ def _op_events(plane: Plane, line: Line, base_ns: int) -> dict[str, np.ndarray] 
         "device": np.where(plane.name.startswith("/device:"), 0, events.stats["device_ordinal"][rows]),
         "run": events.stats["run_id"][rows],
         "producer": events.stats["_p"][rows],
+        "kernel": events.metadata[rows] if line.name.startswith(_STREAM) else np.full(len(rows), MISSING),
+        "launch": events.stats["correlation_id"][rows],
+        "node": events.stats["cuda_graph_node_id"][rows],
+        "instruction": events.stats["unique_hlo_op_id"][rows],
         "host_start": host_start[rows],
         "start": start[rows],
         "end": end[rows],
@@ -310,21 +332,32 @@ def _repetitions(operations: Sequence[Operation], which: np.ndarray) -> np.ndarr
 
 def _kinds(plane: Plane, columns: Mapping[str, np.ndarray]) -> tuple[tuple[Kind, ...], np.ndarray]:
     """Returns the distinct operations, and the index of each row's operation."""
-    keys = np.stack([columns["kind"], columns["program"], columns["module"], columns["name"]])
+    keys = np.stack([columns[name] for name in ("kind", "program", "module", "name", "kernel", "node", "instruction")])
     pairs, which = np.unique(_codes(keys), return_inverse=True, return_index=True)[1:]
+    which = which.reshape(-1)
+    offsets = _offsets(columns, which, len(pairs))
     found = []
-    for kind, key, module, name in keys[:, pairs].T.tolist():
+    for row, (kind, key, module, name, kernel, node, instruction) in enumerate(keys[:, pairs].T.tolist()):
         text = plane.text(name) if kind == _TEXT else plane.event_names.get(name, "")
         text = text.rpartition("::")[2] if kind == _TEXT else text  # XLA's annotations, innermost last
-        found.append(Kind(kind == _OTHER, key, plane.text(module) if module != MISSING else "", text))
-    return tuple(found), which.reshape(-1)
+        named = plane.event_names.get(kernel, "") if kernel != MISSING else ""
+        owner = key, plane.text(module) if module != MISSING else ""
+        found.append(Kind(kind == _OTHER, *owner, text, named, node, instruction, offsets[row]))
+    return tuple(found), which
 
 
-def _operation(kind: Kind, joined: Join) -> Operation:
-    program = None if kind.beside else joined.found[kind.key, kind.module]
-    instruction = program.instructions.get(kind.name.removeprefix("%")) if program else None
-    module = kind.module or (program.name if program else "")
-    return Operation(kind.name, module, kind.key, program, instruction, beside=kind.beside)
+def _offsets(columns: Mapping[str, np.ndarray], which: np.ndarray, kinds: int) -> list[int]:
+    """Returns the earliest start of each kind's kernels since the launch of their CUDA graph, 0 outside of graphs."""
+    rows = np.flatnonzero(columns["node"] != MISSING)
+    offsets = np.zeros(kinds, np.int64)
+    if len(rows):
+        start = columns["start"][rows]
+        launch = np.unique(columns["launch"][rows], return_inverse=True)[1].reshape(-1)
+        first = np.full(int(launch.max()) + 1, np.iinfo(np.int64).max)
+        np.minimum.at(first, launch, start)
+        offsets[which[rows]] = np.iinfo(np.int64).max
+        np.minimum.at(offsets, which[rows], start - first[launch])
+    return offsets.tolist()
 
 
 def _codes(keys: np.ndarray) -> np.ndarray:

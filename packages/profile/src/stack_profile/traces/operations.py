@@ -30,8 +30,9 @@ class Operation:
       program_key: number of the program in events, which may come from the process that compiled it.
       program: program of the instruction, or None.
       instruction: the instruction, or None without the program or without a match in the program.
-      beside: whether it belongs to no program, such as a copy between host and GPU; it gets only the time in which no
-        program's operations run.
+      beside: True for an operation without a program, such as a copy between host and GPU; it gets only the time in
+        which no program's operations run.
+      kernel: name of the kernel or copy on a GPU; "" on other devices.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Operation:
     program: Program | None = field(repr=False)
     instruction: Instruction | None
     beside: bool = False
+    kernel: str = ""
 
     @property
     def owner(self) -> tuple[str, int]:
@@ -62,7 +64,8 @@ class Operation:
 
     @property
     def is_container(self) -> bool:
-        return self.opcode in CONTAINERS
+        # Kernels and copies run nothing else, even if a loop launches them.
+        return not self.kernel and self.opcode in CONTAINERS
 
     @property
     def cost(self) -> "InstructionCost | None":

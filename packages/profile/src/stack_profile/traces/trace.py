@@ -13,7 +13,7 @@ import numpy as np
 from stack_profile.captures.processes import about_of, captured_programs, incomplete_reasons, names_of
 from stack_profile.errors import TraceError
 from stack_profile.traces.hlo import Program, outline, program_key
-from stack_profile.traces.join import Kind, device_ops, executions, join
+from stack_profile.traces.join import device_ops, executions, join
 from stack_profile.traces.operations import HostEvents, Ops, Step, StepMarks, steps_of
 from stack_profile.traces.wire import WireError
 from stack_profile.traces.xplane import MISSING, Line, Space, read_space
@@ -140,8 +140,11 @@ def trace_of(
         found = _extra_programs(protos, found_problems) | _programs(space, found_problems)
         ran = [each for plane in space.planes if (each := executions(plane, base_ns)) is not None]
         kinds = [kind for each in ran for kind in each.kinds if not kind.beside]
-        found = _without_damaged(found, kinds, found_problems)
         joined = join(kinds, found)
+        # Hundreds of programs may be loaded, so only programs that may have run were read, and may turn out damaged.
+        damaged = {key: each.damage for key, each in found.items() if "damage" in vars(each) and each.damage}
+        found_problems += [f"{found[key].name}: {damage}" for key, damage in damaged.items()]
+        found = {key: each for key, each in found.items() if key not in damaged}
         programs += found.values()
         devices += [ops for each in ran for ops in device_ops(each, joined, prefix)]
         found_problems += [*joined.problems(), *space.problems]
@@ -206,21 +209,6 @@ def _programs(space: Space, damaged: list[str]) -> dict[int, Program]:
             if isinstance(proto, bytes) and isinstance(key, int) and (program := _read(proto, key, name, damaged)):
                 found[key] = program
     return found
-
-
-def _without_damaged(programs: Mapping[int, Program], ran: Sequence[Kind], damaged: list[str]) -> dict[int, Program]:
-    """Filters out damaged programs that may have run, and adds them to `damaged`."""
-    names, keys = {kind.module for kind in ran}, {kind.key for kind in ran if not kind.module}
-    kept = {}
-    for key, program in programs.items():
-        try:
-            # Hundreds of programs may be loaded, so only programs that may have run are read completely.
-            if program.name in names or key in keys:
-                _ = program.instructions
-            kept[key] = program
-        except TraceError as error:
-            damaged.append(f"{program.name}: {error}")
-    return kept
 
 
 def _extra_programs(protos: Sequence[bytes], damaged: list[str]) -> dict[int, Program]:

@@ -49,15 +49,21 @@ def fields(data: Buffer, start: int = 0, end: int | None = None) -> Iterator[tup
     """
     end = len(data) if end is None else end
     position = start
+    # Most tags, numbers and sizes take one byte, and calls would dominate the time to read them.
     while position < end:
-        tag, position = _varint(data, position, end)
+        tag = data[position]
+        position += 1
+        if tag > 127:
+            tag, position = _varint(data, position - 1, end)
         kind = tag & 7
         if kind == _VARINT:
-            value, position = _varint(data, position, end)
+            value = data[position] if position < end else 128
+            value, position = (value, position + 1) if value < 128 else _varint(data, position, end)
             yield tag >> 3, value
             continue
         if kind == _BYTES:
-            size, position = _varint(data, position, end)
+            size = data[position] if position < end else 128
+            size, position = (size, position + 1) if size < 128 else _varint(data, position, end)
         elif kind in (_FIXED64, _FIXED32):
             size = 8 if kind == _FIXED64 else 4
         else:
@@ -72,11 +78,17 @@ def varints(data: Buffer, value: Value) -> list[int]:
     """Returns the elements of a repeated integer field, packed or a single one."""
     if isinstance(value, int):
         return [value]
-    position, end = value
-    found = []
-    while position < end:
-        element, position = _varint(data, position, end)
-        found.append(element)
+    found, element, shift = [], 0, 0
+    for byte in data[slice(*value)]:
+        element |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            found.append(element)
+            element = shift = 0
+        elif shift >= 7 * _MAX_VARINT_BYTES:
+            raise WireError(f"a number before byte {value[1]} has more than {_MAX_VARINT_BYTES} bytes", value[1])
+    if shift:
+        raise WireError(f"the data end within a number at byte {value[1]}", value[1])
     return found
 
 

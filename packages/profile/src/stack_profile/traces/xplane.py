@@ -45,7 +45,8 @@ _TEXT: Final = (
 )  # fmt: skip
 _NUMBERS: Final = (
     "program_id", "run_id", "device_ordinal", "step_num", "group_id", "_pt", "_p", "_ct", "_c", "device_offset_ps",
-    "device_duration_ps", "correlation_id", "bytes_allocated", "bytes_available", "peak_bytes_in_use",
+    "device_duration_ps", "correlation_id", "cuda_graph_node_id", "unique_hlo_op_id", "bytes_allocated",
+    "bytes_available", "peak_bytes_in_use",
 )  # fmt: skip
 _CHUNK: Final = 1 << 17  # events per chunk, to bound the memory for statistics
 

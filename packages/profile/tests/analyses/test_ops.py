@@ -11,7 +11,7 @@ from stack_profile.traces.trace import trace_of
 from stack_profile.traces.xplane import read_space
 
 
-@pytest.mark.parametrize("by", ["category", "layer", "scope", "line", "file", "op"])
+@pytest.mark.parametrize("by", ["category", "layer", "scope", "line", "file", "op", "kernel"])
 def test_the_rows_of_every_grouping_sum_to_the_union(trace, by):
     answer = ops(trace, by=by)
     (device,) = trace.devices
@@ -67,6 +67,18 @@ def test_operations_in_no_layer_whose_stacks_may_be_cut_off_are_named_with_what_
 
     assert len(said(1)) == 1 and "JAX keeps 1 frames" in said(1)[0]
     assert said(100) == said(-1) == []
+
+
+def test_a_gpu_s_copies_have_categories_and_equal_operations_one_kernel(h100_train, h100_decode):
+    found = {row.name: row for row in ops(h100_train, by="category").rows}
+    # The residuals of 16 layers, copied into stacked arrays and out of them.
+    assert found["copy on device"].self_s == pytest.approx(22.4e-3, rel=0.01)
+    assert found["copy from host"].unknown_s == found["copy from host"].self_s > 0
+    kernels = {row.name: row for row in ops(h100_train, by="kernel").rows}
+    assert kernels["gemm_fusion_dot_general_8"].occurrences == 4 * 37
+    assert any("copies and kernels belong to no program" in note for note in ops(h100_train).notes)
+    assert h100_decode["categories"]["copy to host"] > 100
+    assert "decode/Decoder/Block/FeedForward" in h100_decode["layers"]
 
 
 def test_without_operations_there_is_no_data_which_is_not_zero(build):

@@ -94,3 +94,8 @@ def test_without_steps_the_window_is_all_and_without_operations_there_is_no_data
     assert facts["window_s"] == pytest.approx(160e-6)
     empty = timeline(trace_of([read_space(build.space(build.plane("/host:CPU")))]))
     assert empty.rows == () and "No data" in empty.notes[0]
+
+
+def test_a_span_of_many_short_trips_is_not_named_after_the_gaps_between_them(h100_train):
+    idle = [row for row in timeline(h100_train).rows if row.name == "idle"]
+    assert all(row.idle_s > row.self_s for row in idle)

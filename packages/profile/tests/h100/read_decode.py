@@ -26,7 +26,14 @@ def main() -> None:
         }
         for each, _, count in device.totals()
     ]
-    sys.stdout.write(json.dumps({"problems": trace.problems, "rows": rows, "ops": ops(trace).facts}))
+    found = {
+        "problems": trace.problems,
+        "rows": rows,
+        "ops": ops(trace).facts,
+        "categories": {row.name: row.occurrences for row in ops(trace, by="category").rows},
+        "layers": [row.name for row in ops(trace, by="layer").rows],
+    }
+    sys.stdout.write(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -141,3 +141,17 @@ def test_kernels_that_no_instruction_explains_keep_their_names(build):
     (device,) = trace_of([read_space(build.space(programs, gpu(build, graph)))]).devices
     assert [each.name for each in device.operations if each.instruction is None] == ["void cutlass::Kernel2<int>"]
     assert np.isclose(device.busy_s, 30e-6)
+
+
+def test_of_several_kernels_of_a_call_the_longest_has_its_costs(build):
+    call = """ROOT %OP = (f32[SIZE]{0}, s8[64]{0}) custom-call(%loop_negate_fusion, %x), \
+custom_call_target="__cublas$gemm", metadata={op_name="jit(f)/two/dot" source_file="model.py" source_line=7}"""
+    text = MODULE.replace("LINES", call).replace("(x: f32[SIZE]) -> f32[SIZE]", "(x: f32[SIZE]) -> (f32[SIZE], s8[64])")
+    module = hlo.hlo_module_from_text(text.replace("SIZE", "4").replace("OP", "custom-call.1"))
+    proto = build.message((1, module.as_serialized_hlo_module_proto()))
+    graph = ("loop_negate_fusion", "nvjet_hsh_64x8", "void cublasLt::splitKreduce_kernel<1>")
+    programs = build.metadata_plane([("jit_f", 8, proto)])
+    (device,) = trace_of([read_space(build.space(programs, gpu(build, graph)))]).devices
+    found = {each.kernel: (each.name, each.extra) for each in device.operations}
+    assert found["nvjet_hsh_64x8"] == ("custom-call.1", False)
+    assert found["void cublasLt::splitKreduce_kernel<1>"] == ("custom-call.1", True)

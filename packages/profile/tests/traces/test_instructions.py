@@ -1,5 +1,7 @@
 """The line and the layer of an instruction are the user's, not those of what it calls or of what called the program."""
 
+from dataclasses import replace
+
 import pytest
 
 from stack_profile.traces.instructions import Frame, Instruction, called_by
@@ -50,6 +52,17 @@ def test_neither_the_machinery_of_ops_nor_a_config_is_a_layer():
     objective = (Frame(TRAIN, 3, "CausalLMConfig.__call__"), Frame(TRAIN, 4, "step"))
     assert instruction(*op, *objective, *CALLERS).layer == ""
     assert instruction(*op, Frame(TRAIN, 5, "Decoder.__call__"), *objective, *CALLERS).layer == "Decoder"
+
+
+def test_scopes_around_classes_and_of_kernels_are_combined_with_the_classes():
+    inside = (Frame(TRAIN, 5, "Block.__call__"), Frame(TRAIN, 6, "Decoder.__call__"))
+    decode = (*inside, Frame(TRAIN, 7, "Step.decode"), Frame(TRAIN, 30, "step"), *CALLERS)
+    assert instruction(*decode, op_name="jit(step)/decode/while/body/add").layer == "decode/Decoder/Block"
+    user = instruction(*inside, Frame(TRAIN, 30, "step"), *CALLERS, op_name="jit(step)/mlp/add")
+    assert user.layer == "mlp"
+    kernel = replace(user, op_name="jit(step)/jit(attend)/flash/call", opcodes=frozenset({"custom-call"}))
+    assert kernel.layer == "Decoder/Block/flash"
+    assert replace(kernel, op_name="jit(step)/Decoder/layers_0/call").layer == "Decoder/layers_0"
 
 
 def test_callers_are_what_all_stacks_share_outside_of_the_compiled_function():

@@ -13,13 +13,13 @@ from stack_core.abi.errors import UnknownName, nearest
 from stack_core.report.fields import number
 from stack_core.report.plots import bars
 from stack_profile.answer import Answer
-from stack_profile.traces.categories import category
+from stack_profile.traces.categories import category_of
 from stack_profile.traces.operations import Operation, Ops
 from stack_profile.traces.trace import Trace
 
 __all__ = ["GROUPINGS", "Grouping", "OpsRow", "chosen_devices", "grouping", "ops"]
 
-Grouping = Literal["category", "layer", "scope", "line", "file", "op"]
+Grouping = Literal["category", "layer", "scope", "line", "file", "op", "kernel"]
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,9 @@ def ops(trace: Trace, *, by: Grouping = "op", within: Path | None = None, device
     """Show where the devices' time went.
 
     Args:
-      by: grouping of the operations: by category of work, layer of the model, named scope, Python line or file, or
-        individually. Lines are the innermost of your own code, outside of installed packages.
+      by: grouping of the operations: by category of work, layer of the model, named scope, Python line or file,
+        individually, or by kernel on a GPU, where equal operations share one. Lines are the innermost of your own code,
+        outside of installed packages.
       within: assign time to the innermost line of a file under this directory, such as your own code's.
       device: one device instead of all of them together.
 
@@ -164,10 +165,11 @@ def _source(operation: Operation, within: str, *, line: bool) -> str:
 
 
 GROUPINGS: Final[Mapping[str, Callable[[Operation], str]]] = {
-    "category": lambda operation: category(operation.instruction),
+    "category": category_of,
     "layer": lambda operation: operation.instruction.layer if operation.instruction else "",
     "scope": lambda operation: operation.instruction.scope.path if operation.instruction else "",
-    "op": lambda operation: f"{operation.module}: {operation.name}",
+    "op": lambda operation: f"{operation.module}: {operation.name}" if operation.module else operation.name,
+    "kernel": lambda operation: operation.kernel or operation.name,
 }
 
 
@@ -187,10 +189,23 @@ def _notes(devices: tuple[Ops, ...], stack_frames: int) -> Iterable[str]:
         )
         return
     yield "Shares are of the time in which any operation ran, busy. Attributed is what has a Python line."
-    missing = sum(count for each in devices for operation, _, count in each.totals() if operation.program is None)
-    if missing:
-        yield f"{missing:,} executions are of programs whose HLO the trace lacks: they have names and times alone."
     totals = [total for each in devices for total in each.totals()]
+    without = [total for total in totals if total[0].instruction is None]
+    for reason, found in (
+        (
+            "executions are of programs whose HLO the trace lacks: they have only names and times",
+            [total for total in without if total[0].program is None and not total[0].beside and not total[0].kernel],
+        ),
+        (
+            "kernels could not be joined with an instruction of their program, because its HLO is missing or does not "
+            "explain them",
+            [total for total in without if total[0].kernel and not total[0].beside],
+        ),
+        ("copies and kernels belong to no program", [total for total in without if total[0].beside]),
+    ):
+        if found:
+            self_s, count = sum(total[1] for total in found), sum(total[2] for total in found)
+            yield f"{count:,} {reason}: {number('_s', self_s)} in {_names(found)}."
     cut_s = sum((self_s for operation, self_s, _ in totals if _is_cut(operation, stack_frames)), 0.0)
     if cut_s:
         yield (
@@ -198,6 +213,12 @@ def _notes(devices: tuple[Ops, ...], stack_frames: int) -> Iterable[str]:
             f"{stack_frames} frames. With JAX_TRACEBACK_IN_LOCATIONS_LIMIT=-1 in the environment when the program is "
             "traced it keeps all; layers that jax.named_scope names need none."
         )
+
+
+def _names(totals: Sequence[tuple[Operation, float, int]]) -> str:
+    """Returns the names of the operations with the most self time."""
+    names = list(dict.fromkeys(total[0].name for total in sorted(totals, key=lambda total: -total[1])))
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _is_cut(operation: Operation, stack_frames: int) -> bool:

@@ -17,7 +17,7 @@ from stack_core.report.fields import number
 from stack_core.report.plots import Chart, Series
 from stack_profile.analyses.ops import chosen_devices
 from stack_profile.answer import Answer
-from stack_profile.traces.categories import category
+from stack_profile.traces.categories import category_of
 from stack_profile.traces.operations import Operation
 from stack_profile.traces.trace import Trace
 
@@ -232,7 +232,7 @@ def _row(measured: _Measured, chip: "Chip | None", sharing: int) -> RooflineRow:
     return RooflineRow(
         name=operation.name,
         program=operation.module,
-        category=category(operation.instruction),
+        category=category_of(operation),
         line=str(source) if source else "",
         self_s=self_s,
         occurrences=count,

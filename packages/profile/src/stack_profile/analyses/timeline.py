@@ -5,7 +5,7 @@ the layer with most of its time. Spans are contiguous: their durations sum to th
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -15,9 +15,9 @@ from stack_core.report.plots import Lanes, Span
 from stack_profile.analyses.ops import chosen_devices
 from stack_profile.answer import Answer
 from stack_profile.errors import ProfileError
-from stack_profile.traces.categories import category
+from stack_profile.traces.categories import category_of
 from stack_profile.traces.operations import PICOSECOND, HostEvents, Ops, Step
-from stack_profile.traces.spans import IDLE, Items, cut, items_of
+from stack_profile.traces.spans import IDLE, Items, Key, cut, items_of
 from stack_profile.traces.trace import Trace
 
 __all__ = ["TimelineRow", "timeline"]
@@ -119,7 +119,7 @@ def _operation_lanes(ops: Ops, window: "_Window") -> Lanes:
         operation = ops.operations[which]
         # Even tracks are loops and calls, odd ones other operations (`Ops.tracks`).
         lane = f"{'operations' if track % 2 else 'loops and calls'} {track // 2 + 1}"
-        spans.append(Span(lane, start * PICOSECOND, end * PICOSECOND, operation.name, category(operation.instruction)))
+        spans.append(Span(lane, start * PICOSECOND, end * PICOSECOND, operation.name, category_of(operation)))
     return Lanes("Operations, by category", spans)
 
 
@@ -170,16 +170,21 @@ def _window(ops: Ops, steps: Sequence[Step], step: int | None, edges_s: tuple[fl
 
 def _rows(ops: Ops, items: Items, firsts: Sequence[int], window: _Window, host: HostEvents) -> Iterator[TimelineRow]:
     limits = [*firsts[1:], len(items.key)]
+    first_alike: dict[Key, int] = {}
+    kinds = np.array([first_alike.setdefault(replace(each, trip=0), row) for row, each in enumerate(items.keys)], int)
     starts = [window.start_ps, *items.start_ps[list(firsts[1:])].tolist(), window.end_ps]
     for first, limit, start, end in zip(firsts, limits, starts, starts[1:], strict=False):
         part = slice(first, limit)
         key, size = items.key[part], items.size_ps[part]
-        most = _heaviest(key, size)
+        idle_ps = float(size[key == 0].sum())
+        # Trips count together; otherwise idle time could exceed each of many short trips.
+        alike = kinds[key]
+        work = np.flatnonzero(key > 0) if idle_ps < size.sum() / 2 else np.arange(len(key))
+        most = _heaviest(alike[work], size[work])
         named = items.keys[most]
         # 0 stands for pieces outside of loops.
         trips = sorted({items.keys[each].trip for each in np.unique(key).tolist()} - {0})
-        idle_ps = float(size[key == 0].sum())
-        heaviest, line = _example(ops, items, np.flatnonzero(key == most) + first, host)
+        heaviest, line = _example(ops, items, np.flatnonzero(alike == most) + first, host)
         yield TimelineRow(
             start_s=(start - window.start_ps) * PICOSECOND,
             duration_s=(end - start) * PICOSECOND,

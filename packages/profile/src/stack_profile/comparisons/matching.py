@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Final, Literal
 
-from stack_profile.traces.categories import category
+from stack_profile.traces.categories import category_of
 from stack_profile.traces.hlo import Program
 from stack_profile.traces.operations import Operation
 
@@ -135,7 +135,9 @@ def _site(operation: Operation, shapes: "Mapping[str, tuple[ArrayShape, ...]]") 
     instruction = operation.instruction
     if instruction is None:  # only its name is known
         opcodes = frozenset({operation.opcode})
-        return Site(operation.module, "", "", "", opcodes, "unknown", (), file="", function=operation.name, line=0)
+        return Site(
+            operation.module, "", "", "", opcodes, category_of(operation), (), file="", function=operation.name, line=0
+        )
     frame, scope = instruction.source(), instruction.scope
     return Site(
         module=operation.module,
@@ -143,7 +145,7 @@ def _site(operation: Operation, shapes: "Mapping[str, tuple[ArrayShape, ...]]") 
         direction=scope.direction,
         primitive=scope.primitive,
         opcodes=instruction.opcodes,
-        category=category(instruction),
+        category=category_of(operation),
         shapes=shapes.get(instruction.name, ()),
         file=PurePath(frame.file).name if frame else "",
         function=frame.function if frame else "",

@@ -16,7 +16,7 @@ from stack_profile.analyses.roofline import roof_of
 from stack_profile.captures.processes import names_of
 from stack_profile.report.flows import dispatches, launches_of
 from stack_profile.report.lanes import Lane, derived_lanes, host_group
-from stack_profile.traces.categories import category
+from stack_profile.traces.categories import category_of
 from stack_profile.traces.instructions import Frame, Instruction
 from stack_profile.traces.intervals import nesting, self_times, tracks
 from stack_profile.traces.operations import Operation, Ops, Step
@@ -155,8 +155,10 @@ class _Collector:
             "type": "operation",
             "name": operation.name,
             "module": operation.module,
-            "category": category(instruction),
+            "category": category_of(operation),
         }
+        if operation.kernel and operation.kernel != operation.name:
+            kind["kernel"] = operation.kernel
         if operation.is_container or operation.beside:
             kind["contains"] = True
         if cost := operation.cost:

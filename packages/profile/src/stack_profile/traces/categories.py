@@ -1,10 +1,31 @@
-"""Category of work of an instruction, from its opcode or the heaviest opcode in its fusion."""
+"""Category of work of an instruction, from its opcode or the heaviest opcode in its fusion.
 
+Copies and fills that run as such on a GPU have categories of their own, by the name of their event.
+"""
+
+import re
 from typing import Final
 
 from stack_profile.traces.instructions import CONTAINERS, Instruction
+from stack_profile.traces.operations import Operation
 
-__all__ = ["category"]
+__all__ = ["HOST_COPY", "category", "category_of"]
+
+HOST_COPY: Final = "copy to host"
+_COPIES: Final = (
+    (re.compile(r"(?i)memcpy_?(D2H|DtoH)"), HOST_COPY),
+    (re.compile(r"(?i)memcpy_?(H2D|HtoD)"), "copy from host"),
+    (re.compile(r"(?i)memcpy_?(P2P|PtoP)"), "copy between devices"),
+    (re.compile(r"(?i)memcpy"), "copy on device"),
+    (re.compile(r"(?i)memset"), "fill"),
+)
+
+
+def category_of(operation: Operation) -> str:
+    """Returns the category of an operation, also of copies and fills without an instruction."""
+    found = (name for pattern, name in _COPIES if operation.kernel and pattern.search(operation.kernel))
+    return next(found, "") or category(operation.instruction)
+
 
 # In order of precedence: the first kind that occurs in a fusion names the fusion.
 _KINDS: Final = (

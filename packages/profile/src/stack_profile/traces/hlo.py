@@ -77,6 +77,20 @@ class Program:
         return Launches.of(self._raw)
 
     @functools.cached_property
+    def async_starts(self) -> Mapping[str, str]:
+        """Name of the asynchronous start around each instruction that runs asynchronously; costs have this name."""
+        module = self._raw
+        computations = {each.id: each for each in module.computations}
+        starts = (raw for each in module.computations for raw in each.instructions if raw.opcode == "async-start")
+        return {
+            inner.name: start.name
+            for start in starts
+            for called in start.called
+            if called in computations
+            for inner in computations[called].instructions
+        }
+
+    @functools.cached_property
     def damage(self) -> str:
         """Reason why the module cannot be read; "" if it can."""
         try:

@@ -103,17 +103,35 @@ class Instruction:
 
     @property
     def layer(self) -> str:
-        """Named scopes, or without any the classes whose `__call__` contains the instruction, or ""."""
-        if path := self.scope.path:
-            return path
+        """Named scopes, or without any the classes whose `__call__` contains the instruction, or "".
+
+        Both are combined if the scopes are functions around the classes, such as "decode/Decoder/Block", or names that
+        a library gives its kernels.
+        """
+        names, (classes, around) = self.scope.names, self._classes
+        if not names or not classes:
+            return "/".join(names or classes)
+        outer = len(list(itertools.takewhile(around.__contains__, names)))
+        # Flax and Equinox name a scope after each class themselves.
+        is_named = any(each.lower() in name.lower() for each in classes for name in names)
+        if is_named or not (outer or "custom-call" in self.opcodes):
+            return "/".join(names)
+        return "/".join((*names[:outer], *classes, *names[outer:]))
+
+    @property
+    def _classes(self) -> tuple[tuple[str, ...], frozenset[str]]:
+        """Classes whose `__call__` contains the instruction, outermost first, and names of functions around them."""
         classes: list[str] = []
-        for frame in self._inside:
+        around = 0
+        frames = self._inside
+        for place, frame in enumerate(frames):
             name = match[1] if (match := _CALL.search(frame.function)) and _is_layer(match[1], frame) else None
             if name in classes[:-1] or _function(frame) == self._traced:
                 break  # JAX puts the stack of the differentiated pass on top of the backward pass's own.
             if name is not None and classes[-1:] != [name]:
                 classes.append(name)
-        return "/".join(reversed(classes))
+                around = place + 1
+        return tuple(reversed(classes)), frozenset(_function(frame) for frame in frames[around:])
 
     def source(self, within: str = "") -> Frame | None:
         """Returns the user's line, or the innermost line of a file under `within` if given; None if unknown.

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -164,7 +164,7 @@ def device_ops(ran: Executions, joined: Join, prefix: str) -> list[Ops]:
     # Several graphs may contain one instruction.
     operations: dict[Operation, int] = {}
     place = np.array([operations.setdefault(joined.operation(kind), len(operations)) for kind in ran.kinds], np.int64)
-    every = tuple(operations)
+    every = _with_extras(tuple(operations), place[ran.which], ran.columns["end"] - ran.columns["start"])
     for ordinal in np.unique(ran.columns["device"]).tolist():
         rows = ran.columns["device"] == ordinal
         # `MISSING` is negative: events without an ordinal are of device 0.
@@ -174,6 +174,21 @@ def device_ops(ran: Executions, joined: Join, prefix: str) -> list[Ops]:
         columns = (ran.columns[column][rows] for column in ("start", "end", "run"))
         devices.append(_ops(prefix + name, own, which.reshape(-1), *columns))
     return devices
+
+
+def _with_extras(operations: Sequence[Operation], which: np.ndarray, duration: np.ndarray) -> tuple[Operation, ...]:
+    """Marks all but the longest of several kernels of one instruction."""
+    time = np.bincount(which, weights=duration, minlength=len(operations))
+    longest: dict[tuple[int, str], int] = {}
+    for row, each in enumerate(operations):
+        if each.kernel and each.instruction is not None:
+            key = id(each.program), each.instruction.name
+            longest[key] = max(longest.get(key, row), row, key=lambda found: (time[found], -found))
+    kept = set(longest.values())
+    return tuple(
+        replace(each, extra=True) if each.kernel and each.instruction is not None and row not in kept else each
+        for row, each in enumerate(operations)
+    )
 
 
 def _op_events(plane: Plane, line: Line, base_ns: int) -> dict[str, np.ndarray] | None:

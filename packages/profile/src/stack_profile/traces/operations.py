@@ -33,6 +33,7 @@ class Operation:
       beside: True for an operation without a program, such as a copy between host and GPU; it gets only the time in
         which no program's operations run.
       kernel: name of the kernel or copy on a GPU; "" on other devices.
+      extra: True for all but the longest of several kernels of one instruction, whose cost counts once.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Operation:
     instruction: Instruction | None
     beside: bool = False
     kernel: str = ""
+    extra: bool = False
 
     @property
     def owner(self) -> tuple[str, int]:
@@ -69,9 +71,11 @@ class Operation:
 
     @property
     def cost(self) -> "InstructionCost | None":
-        """Cost of one execution; None if the program is unknown or unreadable."""
-        costs = self.program.costs if self.program else None
-        return costs.get(self.name.removeprefix("%")) if costs else None
+        """Cost of one execution; None for extra kernels, and if the program is unknown or unreadable."""
+        if self.program is None or self.extra or not (costs := self.program.costs):
+            return None
+        name = self.name.removeprefix("%")
+        return costs.get(name) or costs.get(self.program.async_starts.get(name, ""))
 
     @property
     def flops(self) -> int | None:

@@ -263,8 +263,7 @@ def h100_space():
 
 @pytest.fixture(scope="session")
 def h100_train(h100_space):
-    about = {"device_kind": "NVIDIA H100 80GB HBM3", "platform": "gpu", "devices": 1}
-    return trace_of([h100_space], about=about)
+    return trace_of([h100_space])
 
 
 @pytest.fixture(scope="session")

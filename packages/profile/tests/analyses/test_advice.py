@@ -224,3 +224,28 @@ def test_small_gains_are_left_out_and_nothing_is_no_data(tpu_trace, build):
     assert "No cause takes 99%" in advice(tpu_trace, min_share=0.99).notes[0]
     empty = trace_of([read_space(build.space(build.plane("/host:CPU")))])
     assert advice(empty).rows == () and "No data" in advice(empty).notes[0]
+
+
+def test_a_training_step_on_a_gpu_stacks_the_residuals_of_its_layers(h100_train):
+    found = {(row.cause, row.line): row for row in advice(h100_train, min_share=0.0).rows}
+    residuals = found["stacked residuals", "stack_train/nn/stack.py:73"]
+    # 16 layers copy 14 arrays each, and each pass fills the stacked arrays first.
+    assert residuals.gain_s == pytest.approx(37e-3, rel=0.05) and "fills new arrays" in residuals.evidence
+    kernels = next(row for (cause, _), row in found.items() if cause == "element-wise kernels")
+    assert kernels.line == "stack_train/objectives.py:56" and " kernels per step" in kernels.evidence
+    assert 0 < kernels.gain_s < 20e-3
+    assert found["slow products", "stack_train/nn/linear.py:47"].evidence.count("gemm_fusion_dot_general_") == 3
+    # The fills read nothing and are no copies into another layout; copies of numbers are left.
+    assert found["layout copies", "stack_train/nn/stack.py:73"].gain_s < 1e-5
+
+
+def test_decoding_on_a_gpu_waits_for_conditions_on_the_host(h100_decode):
+    found = {cause: (line, gain_s, evidence) for cause, line, gain_s, evidence in reversed(h100_decode["advice"])}
+    line, gain_s, evidence = found["loop conditions on the host"]
+    assert (
+        line == "stack_serve/llm/cache.py:150" and gain_s > 1e-3 and evidence.startswith("96 copies of conditions (16 ")
+    )
+    assert "% of the chip's bandwidth" in found["slow products"][2]
+    assert "gaps between kernels" in found["host-bound steps"][2]
+    # Weights in bfloat16 become float32 only inside of the kernels.
+    assert "float32 products" not in found

@@ -159,3 +159,13 @@ def test_a_tpu_says_which_chip_it_is(build):
     plane.line("XLA Ops", plane.event("dot.1", 0, 5))
     plane.stats.append(plane.stat("device_type_string", "TPU v6 Lite"))
     assert roofline(trace_of([read_space(build.space(plane))])).facts["chip"] == "v6e"
+
+
+def test_a_gpu_s_trace_names_its_chip_and_counts_asynchronous_copies(h100_train):
+    answer = roofline(h100_train)
+    # Without the kernels of attention, which report no FLOPs.
+    assert answer.facts["chip"] == "h100" and answer.facts["counted_busy_share"] == pytest.approx(0.88, abs=0.01)
+    copy = next(row for row in answer.rows if row.name == "loop_dynamic_update_slice_fusion.32")
+    # The gate of 8 sequences of 2,048 tokens in bfloat16 is read and written.
+    assert copy.traffic_bytes == pytest.approx(copy.occurrences * 2 * 8 * 2048 * 4096 * 2, rel=1e-6)
+    assert 0.5 < copy.ideal_self_share < 1

@@ -11,6 +11,7 @@ import numpy as np
 
 from stack_core.report.fields import number
 from stack_core.report.plots import bars
+from stack_profile.analyses.advice_kernels import find_in_kernels
 from stack_profile.analyses.advice_operations import Finding, find_in_operations
 from stack_profile.analyses.compile import compilation_events, compilations
 from stack_profile.analyses.input_pipeline import input_pipeline, input_wait
@@ -67,7 +68,11 @@ def advice(
     peaks, note = chip_of(trace, chip)
     windows = [_window(trace, each) for each in devices]
     elapsed_s = max((end - start for start, end in windows), default=0) * PICOSECOND
-    found = [*_find_on_host(trace, devices, windows), *find_in_operations(trace, devices, peaks)]
+    found = [
+        *_find_on_host(trace, devices, windows),
+        *find_in_operations(trace, devices, peaks),
+        *find_in_kernels(trace, devices, peaks),
+    ]
     rows = sorted((_row(each, len(devices), elapsed_s) for each in found), key=lambda row: -row.gain_s)
     shown = tuple(row for row in rows if elapsed_s and row.gain_s >= min_share * elapsed_s)
     return Answer(
@@ -129,11 +134,23 @@ def _find_on_host(trace: Trace, devices: Sequence[Ops], windows: Sequence[tuple[
             "host-bound steps",
             host_s,
             f"devices were idle for {number('_s', idle_s)}, {share:.0%} of it neither compiling nor waiting for input"
+            + _gap_sizes(trace, idle)
             + (f"; the longest event meanwhile is {event}, {number('_s', inside_s)}" if event else ""),
             "Let the host run ahead of devices: read results (float(), np.asarray, print) some steps later, move "
             "other Python work behind the dispatch, or run several steps in one program with lax.scan.",
             event=event,
         )
+
+
+def _gap_sizes(trace: Trace, idle: Sequence[np.ndarray]) -> str:
+    """Describes the idle times between the kernels of a GPU; empty for other devices."""
+    sizes = np.concatenate([each[:, 1] - each[:, 0] for each in idle])
+    if not len(sizes) or not any(each.kernel for ops in trace.devices for each in ops.operations):
+        return ""
+    # Half of the idle time is in gaps of at least this size.
+    ordered = np.sort(sizes)
+    half = ordered[np.searchsorted(np.cumsum(ordered), ordered.sum() / 2)] * PICOSECOND
+    return f", in {len(sizes):,} gaps between kernels, half of the time in gaps of {number('_s', half)} or more"
 
 
 def _compilations(

@@ -141,9 +141,23 @@ def _float32(chip: "Chip | None", operation: Operation, self_s: float, count: in
         return None
     memory_s = cost.traffic_bytes / chip.hbm_bandwidth_bytes_s
     before = max(cost.flops.total / wide, memory_s)
-    after = max(cost.flops.total / narrow, memory_s / 2)
+    # A product that converts operands inside of its kernel reads them in their own dtype.
+    after = max(cost.flops.total / narrow, memory_s * (1 - _float32_share(operation) / 2))
     peaks = f"the peak is {number('_flops_s', narrow)}FLOP/s in bfloat16, {number('_flops_s', wide)}FLOP/s in float32"
     return self_s * (1 - after / before), peaks
+
+
+def _float32_share(operation: Operation) -> float:
+    """Returns the fraction of an operation's operands and results that is float32, by bytes; 1 if unknown."""
+    module = operation.program.module if operation.program else None
+    name = operation.name.removeprefix("%")
+    for computation in module.computations.values() if module else ():
+        if name in computation.instructions:
+            instruction = computation.instructions[name]
+            arrays = [each for found in (*computation.operands(instruction), instruction) for each in found.shapes]
+            total = sum(each.bytes for each in arrays)
+            return sum(each.bytes for each in arrays if each.dtype == "f32") / total if total else 1.0
+    return 1.0
 
 
 _PASSIVE: Final = frozenset(
@@ -171,6 +185,9 @@ def _layout_copy(operation: Operation, self_s: float, count: int) -> tuple[float
     if instruction is None or category(instruction) != "copy and layout":
         return None
     if not instruction.opcodes & {"copy", "transpose", "reverse"}:
+        return None
+    # A fill with a constant reads nothing.
+    if "broadcast" in instruction.opcodes and "parameter" not in instruction.opcodes:
         return None
     shapes = _shapes(operation)
     return self_s, f"copies {', '.join(shapes)}" if shapes else ""

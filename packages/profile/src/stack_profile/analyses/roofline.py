@@ -208,10 +208,11 @@ def _chip_of(trace: Trace) -> "tuple[Chip | None, str]":
 
 
 def _noted_kind(trace: Trace) -> str | None:
-    """Returns the kind of TPU that the trace's planes name, in JAX's spelling: "TPU v6 lite" for "TPU v6 Lite"."""
-    kinds = {plane.stats.get("device_type_string") for space in trace.spaces for plane in space.planes} - {None}
+    """Returns the kind of chip that the trace's planes name, in JAX's spelling: "TPU v6 lite" for "TPU v6 Lite"."""
+    planes = [plane.stats for space in trace.spaces for plane in space.planes]
+    kinds = {plane.get("device_type_string", plane.get("gpu_device_name")) for plane in planes} - {None}
     kind = str(kinds.pop()) if len(kinds) == 1 else ""
-    return f"TPU{kind[3:].lower()}" if kind.startswith("TPU") else None
+    return f"TPU{kind[3:].lower()}" if kind.startswith("TPU") else kind or None
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,11 @@ class Operation:
         return self.instruction.opcode if self.instruction else self.name.rstrip("0123456789").rstrip(".")
 
     @property
+    def instruction_primitive(self) -> str:
+        """JAX's name of the operation, such as "dot_general", or ""."""
+        return self.instruction.scope.primitive if self.instruction else ""
+
+    @property
     def is_container(self) -> bool:
         # Kernels and copies run nothing else, even if a loop launches them.
         return not self.kernel and self.opcode in CONTAINERS

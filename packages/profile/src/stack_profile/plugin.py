@@ -23,6 +23,7 @@ def stack_register_analyses(registry: Registrar) -> None:
     registry.add("overview", "stack_profile.analyses.overview:overview", help="Time the steps, and what they wait for.")
     registry.add("advice", "stack_profile.analyses.advice:advice", help="Show what takes avoidable time, and a remedy.")
     registry.add("ops", "stack_profile.analyses.ops:ops", help="Show where the devices' time went.")
+    registry.add("idle", "stack_profile.analyses.idle:idle", help="Show why devices were idle between operations.")
     registry.add("timeline", "stack_profile.analyses.timeline:timeline", help="Show what ran when, in a step.")
     registry.add(
         "roofline", "stack_profile.analyses.roofline:roofline", help="Compare operations with the chip's peaks."

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from stack_profile.analyses.advice import advice
+from stack_profile.analyses.idle import idle
 from stack_profile.analyses.ops import ops
 from stack_profile.traces.trace import trace_of
 from stack_profile.traces.xplane import read_space
@@ -33,6 +34,7 @@ def main() -> None:
         "ops": ops(trace).facts,
         "categories": {row.name: row.occurrences for row in ops(trace, by="category").rows},
         "advice": [[row.cause, row.line, row.gain_s, row.evidence] for row in advice(trace).rows],
+        "idle": [[row.cause, row.line, row.gaps, row.idle_s] for row in idle(trace).rows],
         "layers": [row.name for row in ops(trace, by="layer").rows],
     }
     sys.stdout.write(json.dumps(found))

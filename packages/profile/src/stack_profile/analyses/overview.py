@@ -20,7 +20,7 @@ from stack_profile.traces.intervals import gaps, overlap, union
 from stack_profile.traces.operations import PICOSECOND, HostEvents, Ops, Step
 from stack_profile.traces.trace import Trace
 
-__all__ = ["OverviewRow", "idle_by_event", "overview"]
+__all__ = ["OverviewRow", "activity_of", "idle_by_event", "overview"]
 
 _IDLE: Final = 0.1  # If devices idle for at least this share of the steps, the step is bound by the host or the input.
 _SHOWN: Final = 3
@@ -142,6 +142,19 @@ def idle_by_event(host: HostEvents, idle: np.ndarray) -> tuple[tuple[str, float]
         found += [(host.names[row], float(seconds))] if seconds else []
     found.sort(key=lambda pair: -pair[1])
     return tuple(found[:_SHOWN])
+
+
+def activity_of(host: HostEvents, start_ps: int, end_ps: int) -> str | None:
+    """Returns the host's activity in a gap: the shortest event whose overlap is close to the largest."""
+    overlap = np.minimum(host.end_ps, end_ps) - np.maximum(host.start_ps, start_ps)
+    if overlap.max(initial=0) <= 0:
+        return None
+    most = np.flatnonzero(overlap >= _AS_MUCH * overlap.max())
+    return host.names[int(host.which[most[np.argmin((host.end_ps - host.start_ps)[most])]])]
+
+
+# An event covers "nearly the most" of a gap from this share of the largest overlap on; the shortest one is innermost.
+_AS_MUCH: Final = 0.8
 
 
 def _row(ops_: Ops, step: Step) -> OverviewRow:

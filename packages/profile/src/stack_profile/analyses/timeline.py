@@ -6,13 +6,14 @@ the layer with most of its time. Spans are contiguous: their durations sum to th
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from stack_core.report.fields import number
 from stack_core.report.plots import Lanes, Span
 from stack_profile.analyses.ops import chosen_devices
+from stack_profile.analyses.overview import activity_of
 from stack_profile.answer import Answer
 from stack_profile.errors import ProfileError
 from stack_profile.traces.categories import category_of
@@ -211,23 +212,10 @@ def _example(ops: Ops, items: Items, rows: np.ndarray, host: HostEvents) -> tupl
     row = _heaviest(items.operation[rows], items.size_ps[rows])
     if row < 0:
         longest = rows[np.argmax(items.size_ps[rows])]
-        return _doing(host, int(items.start_ps[longest]), int(items.end_ps[longest])), None
+        return activity_of(host, int(items.start_ps[longest]), int(items.end_ps[longest])), None
     operation = ops.operations[row]
     source = operation.instruction.source() if operation.instruction else None
     return operation.name, str(source) if source else None
-
-
-def _doing(host: HostEvents, start_ps: int, end_ps: int) -> str | None:
-    """Returns the host's activity in a gap: the shortest event whose overlap is close to the largest."""
-    overlap = np.minimum(host.end_ps, end_ps) - np.maximum(host.start_ps, start_ps)
-    if overlap.max(initial=0) <= 0:
-        return None
-    most = np.flatnonzero(overlap >= _AS_MUCH * overlap.max())
-    return host.names[int(host.which[most[np.argmin((host.end_ps - host.start_ps)[most])]])]
-
-
-# An event covers "nearly the most" of a gap from this share of the largest overlap on; the shortest one is innermost.
-_AS_MUCH: Final = 0.8
 
 
 def _totals(ops: Ops, steps: Sequence[Step], window: _Window, items: Items) -> dict[str, Any]:

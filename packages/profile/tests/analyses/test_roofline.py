@@ -169,3 +169,15 @@ def test_a_gpu_s_trace_names_its_chip_and_counts_asynchronous_copies(h100_train)
     # The gate of 8 sequences of 2,048 tokens in bfloat16 is read and written.
     assert copy.traffic_bytes == pytest.approx(copy.occurrences * 2 * 8 * 2048 * 4096 * 2, rel=1e-6)
     assert 0.5 < copy.ideal_self_share < 1
+
+
+@pytest.mark.parametrize("by", ["kernel", "line", "category", "layer"])
+def test_groups_sum_to_the_total_and_have_rates_of_what_is_counted(h100_train, by):
+    answer = roofline(h100_train, by=by)
+    assert sum(row.self_s for row in answer.rows) == pytest.approx(answer.facts["busy_s"])
+    assert sum(row.flops or 0 for row in answer.rows) == answer.facts["flops"]
+    if by == "kernel":
+        row = next(row for row in answer.rows if row.name == "gemm_fusion_dot_general_11")
+        # Gate and up: 16,384 tokens, 1,024 wide, 4,096 hidden features.
+        assert row.flops == row.occurrences * 2 * 16384 * 1024 * 4096 and row.bound == "compute"
+        assert 600e12 < row.rate_flops_s < 640e12 and row.ideal_self_share == pytest.approx(0.63, abs=0.01)

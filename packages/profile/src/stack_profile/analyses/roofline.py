@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from stack_core.chips import machine
 from stack_core.report.fields import number
 from stack_core.report.plots import Chart, Series
-from stack_profile.analyses.ops import chosen_devices
+from stack_profile.analyses.ops import Grouping, chosen_devices, grouping
 from stack_profile.answer import Answer
 from stack_profile.traces.categories import category_of
 from stack_profile.traces.operations import Operation
@@ -90,17 +90,20 @@ class RooflineRow:
     ideal_self_share: float | None
 
 
-def roofline(trace: Trace, *, chip: str | None = None, device: str | None = None) -> Answer[RooflineRow]:
+def roofline(
+    trace: Trace, *, by: Grouping = "op", chip: str | None = None, device: str | None = None
+) -> Answer[RooflineRow]:
     """Compare operations, individually and in total, with the chip's peaks.
 
     Args:
+      by: grouping of the operations, as in `ops`. Rates and shares of a group are of its operations with known costs.
       chip: name of a chip that `stack chips` lists, by default the trace's own.
       device: one device instead of all of them.
 
     Raises:
       UnknownName: the chip or the device is unknown.
     """
-    return _roofline(trace, *chip_of(trace, chip), device)
+    return _roofline(trace, *chip_of(trace, chip), device, by)
 
 
 def roofline_of(trace: Trace, chip: "Chip", *, device: str | None = None) -> Answer[RooflineRow]:
@@ -132,23 +135,54 @@ def _registered_chip(name: str) -> "Chip":
     return chip() if callable(chip) else chip
 
 
-def _roofline(trace: Trace, chip: "Chip | None", note: str, device: str | None) -> Answer[RooflineRow]:
+def _roofline(
+    trace: Trace, chip: "Chip | None", note: str, device: str | None, by: Grouping = "op"
+) -> Answer[RooflineRow]:
     devices = chosen_devices(trace, device)
     sharing = _sharing(chip, len(trace.devices))
-    rows = [
-        _row(_Measured(operation, self_s, count), chip, sharing)
-        for each in devices
-        for operation, self_s, count in each.totals()
-    ]
+    measured = [_Measured(*total) for each in devices for total in each.totals()]
+    rows = [_row(each, chip, sharing) for each in measured]
+    groups: dict[str, list[RooflineRow]] = {}
+    for each, row in zip(measured, rows, strict=True) if by != "op" else ():
+        groups.setdefault(grouping(by)(each.operation), []).append(row)
+    shown = rows if by == "op" else [_sum(name, found) for name, found in groups.items()]
     busy_s = sum((each.busy_s for each in devices), 0.0)
     unreadable = [program.name for program in trace.ran if program.costs is None]
     return Answer(
-        name="roofline",
+        name="roofline" if by == "op" else f"roofline by {by}",
         facts=_totals(rows, chip, busy_s),
         row_type=RooflineRow,
-        rows=tuple(sorted(rows, key=lambda row: -row.self_s)),
+        rows=tuple(sorted(shown, key=lambda row: -row.self_s)),
         notes=(note, *_notes(rows, unreadable), *trace.problems),
         plots=tuple(_charts(rows, chip, sharing)),
+    )
+
+
+def _sum(name: str, rows: Sequence[RooflineRow]) -> RooflineRow:
+    """Sums the rows of a group; "" stands for properties that differ."""
+    counted = [row for row in rows if row.flops is not None and row.traffic_bytes is not None]
+    roofed = [row for row in rows if row.ideal_s is not None]
+    flops, traffic = (sum(getattr(row, field) for row in counted) for field in ("flops", "traffic_bytes"))
+    counted_s, ideal_s = sum(row.self_s for row in counted), sum(row.ideal_s or 0.0 for row in roofed)
+    memory_s = sum(row.ideal_s or 0.0 for row in roofed if row.bound == "memory")
+    common = {
+        field: next(iter(found)) if len(found := {getattr(row, field) for row in rows}) == 1 else ""
+        for field in ("program", "category", "line")
+    }
+    return RooflineRow(
+        name=name,
+        self_s=sum(row.self_s for row in rows),
+        occurrences=sum(row.occurrences for row in rows),
+        runs_expected=None,
+        flops=flops if counted else None,
+        traffic_bytes=traffic if counted else None,
+        rate_flops_s=_ratio(flops, counted_s),
+        rate_bytes_s=_ratio(traffic, counted_s),
+        intensity=_ratio(flops, traffic),
+        bound=("memory" if 2 * memory_s >= ideal_s else "compute") if ideal_s else None,
+        ideal_s=ideal_s if roofed else None,
+        ideal_self_share=_ratio(ideal_s, sum(row.self_s for row in roofed)) if roofed else None,
+        **common,
     )
 
 
@@ -229,6 +263,8 @@ def _row(measured: _Measured, chip: "Chip | None", sharing: int) -> RooflineRow:
     traffic = cost.traffic_bytes * count if cost else None
     # Devices that share a chip reach only their part of its peaks.
     ideal_s, bound = _ideal(operation, chip, count * sharing)
+    if operation.extra:  # the costs of the call are those of its longest kernel
+        flops, traffic, ideal_s = 0, 0, 0.0
     source = operation.instruction.source() if operation.instruction else None
     return RooflineRow(
         name=operation.name,

@@ -81,6 +81,12 @@ def test_a_gpu_s_copies_have_categories_and_equal_operations_one_kernel(h100_tra
     assert "decode/Decoder/Block/FeedForward" in h100_decode["layers"]
 
 
+def test_outside_of_layers_time_has_the_name_of_a_function(h100_train):
+    found = {row.name: row.busy_share for row in ops(h100_train, by="layer").rows}
+    assert found["Head.cross_entropy"] == pytest.approx(0.17, abs=0.01)
+    assert found[""] < 0.001  # copies between host and device
+
+
 def test_without_operations_there_is_no_data_which_is_not_zero(build):
     plane = build.plane("/host:CPU")
     plane.line("main", plane.event("PjitFunction(f)", 0, 10))

@@ -15,6 +15,7 @@ from stack_core.report.plots import bars
 from stack_profile.answer import Answer
 from stack_profile.traces.categories import category_of
 from stack_profile.traces.operations import Operation, Ops
+from stack_profile.traces.spans import places_of
 from stack_profile.traces.trace import Trace
 
 __all__ = ["GROUPINGS", "Grouping", "OpsRow", "chosen_devices", "grouping", "ops"]
@@ -53,9 +54,9 @@ def ops(trace: Trace, *, by: Grouping = "op", within: Path | None = None, device
     """Show where the devices' time went.
 
     Args:
-      by: grouping of the operations: by category of work, layer of the model, named scope, Python line or file,
-        individually, or by kernel on a GPU, where equal operations share one. Lines are the innermost of your own code,
-        outside of installed packages.
+      by: grouping of the operations: by category of work, layer of the model (outside of layers by function), named
+        scope, Python line or file, individually, or by kernel on a GPU, where equal operations share one. Lines are the
+        innermost of your own code, outside of installed packages.
       within: assign time to the innermost line of a file under this directory, such as your own code's.
       device: one device instead of all of them together.
 
@@ -65,7 +66,9 @@ def ops(trace: Trace, *, by: Grouping = "op", within: Path | None = None, device
     devices = chosen_devices(trace, device)
     folder = str(within.resolve()) if within else ""
     # Plots always need these groupings, which may include `by`.
-    rows = {each: _rows(devices, grouping(each, folder)) for each in {by: 0, **dict.fromkeys(_DRAWN)}}
+    keys = {each: grouping(each, folder) for each in {by: 0, **dict.fromkeys(_DRAWN)}}
+    keys["layer"] = _layers(devices)
+    rows = {each: _rows(devices, key) for each, key in keys.items()}
     return Answer(
         name=f"ops by {by}",
         facts=_totals(devices, folder),
@@ -82,6 +85,18 @@ def _rows(devices: Sequence[Ops], key: Callable[[Operation], str]) -> tuple[OpsR
         sums.setdefault(key(operation), _Sum()).add(operation, self_s, count)
     busy_s = sum((each.busy_s for each in devices), 0.0)
     return tuple(sorted((found.row(name, busy_s) for name, found in sums.items()), key=lambda row: -row.self_s))
+
+
+def _layers(devices: Sequence[Ops]) -> Callable[[Operation], str]:
+    """Returns the function that maps an operation to its layer, or outside of layers to a function of the program."""
+    operations = [operation for each in devices for operation in each.operations]
+    places = zip(operations, places_of(operations), strict=True)
+    names = {
+        id(operation): "/".join(path)
+        for operation, (path, _) in places
+        if operation.instruction is not None and operation.instruction.frames
+    }
+    return lambda operation: GROUPINGS["layer"](operation) or names.get(id(operation), "")
 
 
 def _totals(devices: Sequence[Ops], folder: str) -> dict[str, Any]:

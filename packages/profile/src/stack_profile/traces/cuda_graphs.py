@@ -80,10 +80,10 @@ def join_graphs(
     first = [program for program in candidates if program is numbered]
     while graphs and candidates:
         fits = [_Fit.of(program, graphs, single) for program in first or candidates if not program.damage]
-        if first and not (fits and fits[0].is_good):
-            first = []
+        is_trusted = not first or any(fit.is_good for fit in fits)
+        first.clear()
+        if not is_trusted:
             continue
-        first = []
         if not fits:
             break
         best = max(fits, key=lambda fit: fit.rank)
@@ -203,7 +203,8 @@ def _aligned(program: Program, kinds: Sequence[Kind], extent: tuple[int, int] | 
     best: np.ndarray | None = None
     for order in orders:
         rows = np.full(len(kinds), -1)
-        rows[order] = launches.align([kinds[each].kernel for each in order], [within[each] for each in order])
+        places = order.tolist()
+        rows[order] = launches.align([kinds[each].kernel for each in places], [within[each] for each in places])
         if best is None or (rows >= 0).sum() > (best >= 0).sum():
             best = rows
         if (best >= 0).all():

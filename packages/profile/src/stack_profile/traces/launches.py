@@ -106,8 +106,8 @@ class Launches:
                 return _rows_of(self.kinds, kind), _LIBRARY, 0
         if (stem := _stem(kernel)) in self._stems:
             return self._stems[stem], _STEM, _REPEATED
-        is_helper = _HELPER_KERNEL.search(kernel) is not None
-        return _rows_of(self.kinds, "library"), *((_HELPER, _AGAIN) if is_helper else (_LIBRARY, _REPEATED))
+        score, again = (_HELPER, _AGAIN) if _HELPER_KERNEL.search(kernel) else (_LIBRARY, _REPEATED)
+        return _rows_of(self.kinds, "library"), score, again
 
 
 def _rows_of(kinds: Sequence[_Kind], kind: _Kind) -> np.ndarray:

@@ -20,7 +20,7 @@ from stack_profile.traces.instructions import Frame, Instruction
 from stack_profile.traces.intervals import gaps, union
 from stack_profile.traces.operations import Operation, Ops
 
-__all__ = ["IDLE", "Items", "Key", "cut", "items_of"]
+__all__ = ["IDLE", "Items", "Key", "cut", "items_of", "places_of"]
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def _keys(ops: Ops, operation: np.ndarray, trips: np.ndarray) -> tuple[tuple[Key
       trips: the trip of the outermost loop that each piece is in, 0 outside of loops.
     """
     keys = {IDLE: 0}
-    places = _places(ops.operations)
+    places = places_of(ops.operations)
     found = []
     for row, trip in zip(operation.tolist(), trips.tolist(), strict=True):
         path, direction = places[row]
@@ -191,7 +191,7 @@ def _keys(ops: Ops, operation: np.ndarray, trips: np.ndarray) -> tuple[tuple[Key
     return tuple(keys), np.array(found, np.int64)
 
 
-def _places(operations: Sequence[Operation]) -> list[tuple[tuple[str, ...], str | None]]:
+def places_of(operations: Sequence[Operation]) -> list[tuple[tuple[str, ...], str | None]]:
     """Returns the path of each operation, its layer or else a function, and its pass.
 
     The function is the first on the stack that differs between the program's operations without a layer. In training,

@@ -78,7 +78,8 @@ def varints(data: Buffer, value: Value) -> list[int]:
     """Returns the elements of a repeated integer field, packed or a single one."""
     if isinstance(value, int):
         return [value]
-    found, element, shift = [], 0, 0
+    found: list[int] = []
+    element = shift = 0
     for byte in data[slice(*value)]:
         element |= (byte & 127) << shift
         shift += 7

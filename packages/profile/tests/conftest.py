@@ -268,6 +268,6 @@ def h100_train(h100_space):
 
 @pytest.fixture(scope="session")
 def h100_decode():
-    """Numbers of a trace of three decoded tokens, see `h100/read_decode.py`."""
+    """Numbers of a trace of two decoded tokens, see `h100/read_decode.py`."""
     command = [sys.executable, str(H100 / "read_decode.py")]
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)

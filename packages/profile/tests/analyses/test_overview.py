@@ -98,3 +98,11 @@ def test_where_runs_cannot_be_told_apart_steps_are_not_known(build):
     answer = overview(trace_of([read_space(build.space(plane))]))
     assert answer.facts["steps"] is None and answer.facts["median_step_s"] is None and answer.facts["bound_by"] is None
     assert "not known" in answer.notes[0]
+
+
+def test_steps_of_a_gpu_count_kernels_copies_to_the_host_and_gaps(h100_train, h100_decode):
+    rows = overview(h100_train).rows
+    assert [(row.kernels, row.host_copies) for row in rows] == [(2920, 6), (2920, 6)]
+    assert all(0 < row.gaps < row.kernels for row in rows)
+    # Two tokens with 50 copies each, for the conditions of loops over pages and of branches.
+    assert h100_decode["overview"] == [[1684, 101]]

@@ -11,6 +11,7 @@ from pathlib import Path
 from stack_profile.analyses.advice import advice
 from stack_profile.analyses.idle import idle
 from stack_profile.analyses.ops import ops
+from stack_profile.analyses.overview import overview
 from stack_profile.traces.trace import trace_of
 from stack_profile.traces.xplane import read_space
 
@@ -35,6 +36,7 @@ def main() -> None:
         "categories": {row.name: row.occurrences for row in ops(trace, by="category").rows},
         "advice": [[row.cause, row.line, row.gain_s, row.evidence] for row in advice(trace).rows],
         "idle": [[row.cause, row.line, row.gaps, row.idle_s] for row in idle(trace).rows],
+        "overview": [[row.kernels, row.host_copies] for row in overview(trace).rows],
         "layers": [row.name for row in ops(trace, by="layer").rows],
     }
     sys.stdout.write(json.dumps(found))

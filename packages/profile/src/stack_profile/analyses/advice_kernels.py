@@ -31,7 +31,7 @@ def find_in_kernels(trace: Trace, devices: Sequence[Ops], chip: "Chip | None") -
     Args:
       trace: the trace, for the number of steps.
       devices: devices to examine.
-      chip: chip with the peaks; None leaves out the rules that compare with them.
+      chip: chip with the peaks; None leaves out the rules that need peaks.
     """
     steps = sum(len(trace.steps[each.device]) for each in devices)
     totals = [_Total(*total) for each in devices for total in each.totals() if total[1] > 0]
@@ -144,7 +144,7 @@ _THROUGH: Final = ("bitcast", "get-tuple-element", "reshape")
 
 
 def _unfused(kernels: Sequence[_Total], bandwidth_bytes_s: float, steps: int) -> Iterator[Finding]:
-    """Yields the time of element-wise kernels and reductions, and the traffic of arrays that pass between them.
+    """Yields the time of element-wise kernels and reductions, and the traffic between such kernels.
 
     An array that only such kernels read would neither be written nor read again if one kernel computed it and its
     users. The gain is the time of this traffic at the chip's bandwidth: an upper bound, since a user may need all of

@@ -1,4 +1,4 @@
-"""Idle time of devices between operations, by its cause and the line of the operation before it.
+"""Idle time of devices between operations, by cause and by line of the preceding operation.
 
 A GPU works on kernels as the host launches them. Gaps show where the host is late: it reads the condition of a loop,
 launches the next kernels or CUDA graph, or runs Python between programs.

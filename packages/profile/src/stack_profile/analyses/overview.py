@@ -6,7 +6,7 @@ operation runs. Host events during the idle time point to its cause.
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -16,6 +16,7 @@ from stack_core.report.plots import Chart, Series
 from stack_profile.analyses.input_pipeline import InputWait, input_wait
 from stack_profile.analyses.ops import chosen_devices, ops
 from stack_profile.answer import Answer
+from stack_profile.traces.categories import HOST_COPY, category_of
 from stack_profile.traces.intervals import gaps, overlap, union
 from stack_profile.traces.operations import PICOSECOND, HostEvents, Ops, Step
 from stack_profile.traces.trace import Trace
@@ -37,6 +38,9 @@ class OverviewRow:
       step_s: duration of the step.
       busy_s, idle_s: parts of `step_s` with and without a running operation.
       idle_step_share: `idle_s / step_s`; None for a step of length 0.
+      kernels: number of kernels and copies that started in the step; None on other devices than GPUs.
+      host_copies: number of copies to the host.
+      gaps: number of idle intervals; None on other devices than GPUs.
     """
 
     step_number: int
@@ -47,6 +51,9 @@ class OverviewRow:
     busy_s: float
     idle_s: float
     idle_step_share: float | None
+    kernels: int | None
+    host_copies: int | None
+    gaps: int | None
 
 
 def overview(trace: Trace, *, device: str | None = None) -> Answer[OverviewRow]:
@@ -59,7 +66,7 @@ def overview(trace: Trace, *, device: str | None = None) -> Answer[OverviewRow]:
       UnknownName: the trace does not have the device.
     """
     devices = chosen_devices(trace, device)
-    rows = [_row(each, step) for each in devices for step in trace.steps[each.device]]
+    rows = [row for each in devices for row in _rows(each, trace.steps[each.device])]
     idle = [_idle(each, trace.steps[each.device]) for each in devices]
     waits = _Waits.of(
         trace.host_events, np.concatenate(idle) if idle else np.zeros((0, 2), np.int64), input_wait(trace, devices)
@@ -157,6 +164,20 @@ def activity_of(host: HostEvents, start_ps: int, end_ps: int) -> str | None:
 _AS_MUCH: Final = 0.8
 
 
+def _rows(ops_: Ops, steps: Sequence[Step]) -> Iterator[OverviewRow]:
+    is_kernel = np.array([bool(each.kernel) for each in ops_.operations], bool)
+    is_copy = np.array([category_of(each) == HOST_COPY for each in ops_.operations], bool)
+    copies = ops_.start_ps[is_copy[ops_.which]]
+    for step in steps:
+        row = _row(ops_, step)
+        if is_kernel.any():
+            started = np.searchsorted(ops_.start_ps, (step.start_ps, step.end_ps))
+            copied = np.searchsorted(copies, (step.start_ps, step.end_ps))
+            count = len(gaps(ops_.covered, step.start_ps, step.end_ps))
+            row = replace(row, kernels=int(np.diff(started)[0]), host_copies=int(np.diff(copied)[0]), gaps=count)
+        yield row
+
+
 def _row(ops_: Ops, step: Step) -> OverviewRow:
     free = gaps(ops_.covered, step.start_ps, step.end_ps)
     step_s = step.duration_ps * PICOSECOND
@@ -170,6 +191,9 @@ def _row(ops_: Ops, step: Step) -> OverviewRow:
         busy_s=step_s - idle_s,
         idle_s=idle_s,
         idle_step_share=idle_s / step_s if step_s else None,
+        kernels=None,
+        host_copies=None,
+        gaps=None,
     )
 
 

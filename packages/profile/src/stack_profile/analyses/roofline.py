@@ -96,7 +96,7 @@ def roofline(
     """Compare operations, individually and in total, with the chip's peaks.
 
     Args:
-      by: grouping of the operations, as in `ops`. Rates and shares of a group are of its operations with known costs.
+      by: grouping of the operations, as in `ops`. Rates and shares cover operations with known costs.
       chip: name of a chip that `stack chips` lists, by default the trace's own.
       device: one device instead of all of them.
 
@@ -263,7 +263,7 @@ def _row(measured: _Measured, chip: "Chip | None", sharing: int) -> RooflineRow:
     traffic = cost.traffic_bytes * count if cost else None
     # Devices that share a chip reach only their part of its peaks.
     ideal_s, bound = _ideal(operation, chip, count * sharing)
-    if operation.extra:  # the costs of the call are those of its longest kernel
+    if operation.extra:  # the longest kernel has the costs of the call
         flops, traffic, ideal_s = 0, 0, 0.0
     source = operation.instruction.source() if operation.instruction else None
     return RooflineRow(

@@ -81,7 +81,7 @@ class Launches:
         return kernel in self._named
 
     def align(self, kernels: Sequence[str], within: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Aligns kernels with instructions in order, with the largest sum of the matches' scores.
+        """Aligns kernels with instructions in order and maximizes the score.
 
         Args:
           kernels: names of the kernels in their order of execution.

@@ -71,7 +71,7 @@ class Operation:
 
     @property
     def is_container(self) -> bool:
-        # Kernels and copies run nothing else, even if a loop launches them.
+        # A kernel or copy that a loop launches contains nothing.
         return not self.kernel and self.opcode in CONTAINERS
 
     @property

@@ -18,7 +18,7 @@ from stack_profile.traces.operations import Operation, Ops
 from stack_profile.traces.spans import places_of
 from stack_profile.traces.trace import Trace
 
-__all__ = ["GROUPINGS", "Grouping", "OpsRow", "chosen_devices", "grouping", "ops"]
+__all__ = ["GROUPINGS", "Grouping", "OpsRow", "chosen_devices", "grouping", "layer_names", "ops"]
 
 Grouping = Literal["category", "layer", "scope", "line", "file", "op", "kernel"]
 
@@ -67,7 +67,7 @@ def ops(trace: Trace, *, by: Grouping = "op", within: Path | None = None, device
     folder = str(within.resolve()) if within else ""
     # Plots always need these groupings, which may include `by`.
     keys = {each: grouping(each, folder) for each in {by: 0, **dict.fromkeys(_DRAWN)}}
-    keys["layer"] = _layers(devices)
+    keys["layer"] = layer_names(devices)
     rows = {each: _rows(devices, key) for each, key in keys.items()}
     return Answer(
         name=f"ops by {by}",
@@ -87,7 +87,7 @@ def _rows(devices: Sequence[Ops], key: Callable[[Operation], str]) -> tuple[OpsR
     return tuple(sorted((found.row(name, busy_s) for name, found in sums.items()), key=lambda row: -row.self_s))
 
 
-def _layers(devices: Sequence[Ops]) -> Callable[[Operation], str]:
+def layer_names(devices: Sequence[Ops]) -> Callable[[Operation], str]:
     """Returns the function that maps an operation to its layer, or outside of layers to a function of the program."""
     operations = [operation for each in devices for operation in each.operations]
     places = zip(operations, places_of(operations), strict=True)
@@ -140,6 +140,8 @@ def grouping(by: Grouping, within: str = "") -> Callable[[Operation], str]:
     """Returns the function that maps an operation to its group's name."""
     if by in ("line", "file"):
         return lambda operation: _source(operation, within, line=by == "line")
+    if by == "kernel":
+        return lambda operation: operation.kernel or operation.name
     return GROUPINGS[by]
 
 
@@ -184,7 +186,6 @@ GROUPINGS: Final[Mapping[str, Callable[[Operation], str]]] = {
     "layer": lambda operation: operation.instruction.layer if operation.instruction else "",
     "scope": lambda operation: operation.instruction.scope.path if operation.instruction else "",
     "op": lambda operation: f"{operation.module}: {operation.name}" if operation.module else operation.name,
-    "kernel": lambda operation: operation.kernel or operation.name,
 }
 
 

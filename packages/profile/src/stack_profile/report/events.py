@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from stack_profile.analyses.ops import layer_names
 from stack_profile.analyses.roofline import roof_of
 from stack_profile.captures.processes import names_of
 from stack_profile.report.flows import dispatches, launches_of
@@ -98,6 +99,7 @@ class _Collector:
     def __init__(self, trace: Trace, paths: ShortPaths) -> None:
         self._trace, self._paths = trace, paths
         self._roof = roof_of(trace)
+        self._layer = layer_names(trace.devices)
         self._recorded = Recorded()
         self._frames: dict[Frame, int] = {}
         self._stacks: dict[tuple[Frame, ...], int] = {}
@@ -165,12 +167,12 @@ class _Collector:
             kind |= {"flops": operation.flops, "bytes": cost.traffic_bytes}
             ideal_s, bound = self._roof.ideal(operation)
             kind |= {"ideal": ideal_s, "bound": bound} if ideal_s is not None else {}
-        return kind | self._place(instruction) if instruction is not None else kind
+        return kind | self._place(instruction, self._layer(operation)) if instruction is not None else kind
 
-    def _place(self, instruction: Instruction) -> dict[str, Any]:
+    def _place(self, instruction: Instruction, layer: str | None = None) -> dict[str, Any]:
         source, package = instruction.source(), instruction.package_source
         known = {
-            "layer": instruction.layer,
+            "layer": instruction.layer if layer is None else layer,
             "scope": instruction.scope.path,
             "pass": instruction.scope.direction,
             "opcode": instruction.opcode,

@@ -1,15 +1,18 @@
 import dataclasses
 import importlib
+import types
 import unittest
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from stack_core.ops.definitions.attention import REFERENCE as ATTENTION
 from stack_core.ops.references import attention_tiles
-from stack_core.testing import OpCheck, Quantized, op_checks
-from stack_core.testing.op_contract import draw
+from stack_core.testing import OpCheck, Quantized, accelerator_checks, op_checks
+from stack_core.testing.op_contract import _poison_memory_for, draw
 
 OPS = (
     "attention",
@@ -26,7 +29,10 @@ OPS = (
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("check", [pytest.param(check, id=f"{op}-{check}") for op in OPS for check in op_checks(op)])
+@pytest.mark.parametrize(
+    "check",
+    [pytest.param(check, id=f"{op}-{check}") for op in OPS for check in (*op_checks(op), *accelerator_checks(op))],
+)
 def test_reference_keeps_its_contract(check: OpCheck) -> None:
     check(importlib.import_module(f"stack_core.ops.definitions.{check.case.op}").REFERENCE)
 
@@ -133,3 +139,22 @@ def test_an_implementation_of_the_forward_pass_alone_keeps_the_contract() -> Non
         ATTENTION, name="forward", supports=lambda call, chip, config: call.direction == "forward"
     )
     op_checks("attention")[0](forward)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_check_has_its_own_name(op: str) -> None:
+    names = [str(check) for check in (*op_checks(op), *accelerator_checks(op))]
+    assert len(accelerator_checks(op)) >= 8
+    assert len(set(names)) == len(names)
+
+
+def test_memory_of_the_size_of_results_and_scratch_is_nan_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed = []
+    monkeypatch.setattr(jax, "device_put", lambda x: freed.append(x) or x)
+    compiled = types.SimpleNamespace(
+        out_info=(jax.ShapeDtypeStruct((3, 4), jnp.bfloat16), {"x": jax.ShapeDtypeStruct((5,), jnp.float32)}),
+        memory_analysis=lambda: types.SimpleNamespace(temp_size_in_bytes=64),
+    )
+    _poison_memory_for(compiled)
+    assert [x.nbytes for x in freed] == [24, 20, 64]
+    assert all(np.isnan(x.view(dtype)).all() for x in freed for dtype in (jnp.bfloat16, np.float16, np.float32))

@@ -6,7 +6,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from stack_core.abi.plugins import registries
 from stack_core.chips import use_chip
-from stack_core.testing import OpCheck, op_checks
+from stack_core.testing import OpCheck, accelerator_checks, op_checks
 from stack_kernels.laboratory.interpreted import INTERPRETABLE, interpreted
 
 V6E = registries.chips["v6e"]
@@ -23,7 +23,8 @@ def _checks() -> list[object]:
         pytest.param(name, check, id=f"{name}-{check}", marks=() if _is_quick(name, check) else pytest.mark.slow)
         for name in INTERPRETABLE
         if name != "exchange/ragged_all_to_all"  # a collective of XLA, which leaves no memory uninitialized
-        for check in op_checks(name.partition("/")[0])
+        for op in (name.partition("/")[0],)
+        for check in (*op_checks(op), *accelerator_checks(op))
         if check.aspect in ("float32", "bfloat16")
     ]
 

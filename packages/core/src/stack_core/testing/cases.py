@@ -1,8 +1,9 @@
 """Cases, suites and helpers for the contract suites of ops.
 
 The calls are small and chosen to break kernels: sizes do not divide a tile, rows are empty, and every option is used at
-least once. The oracles are written from the equations, without sharing code with the references. They run under
-`jax.enable_x64` on float64 arrays.
+least once. Kernels of accelerators refuse most of them, which are in fp32 or have 8 features, and have larger calls.
+The oracles are written from the equations, without sharing code with the references. They run under `jax.enable_x64` on
+float64 arrays.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ import numpy as np
 
 from stack_core.abi.ops import QView
 
-__all__ = ["OpCase", "OpSuite", "Quantized", "dense", "integers", "spoiled"]
+__all__ = ["OpCase", "OpSuite", "Quantized", "dense", "in_tiles", "integers", "spoiled"]
 
 
 def _call(op: Callable[..., Any], arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
@@ -53,10 +54,12 @@ class OpSuite:
     Attributes:
       cases: calls to check every implementation with.
       oracle: the op's definition in float64, called with the arrays and options of a case.
+      for_accelerators: calls of sizes that kernels of accelerators support, checked in bf16 and fp16.
     """
 
     cases: tuple[OpCase, ...]
     oracle: Callable[..., Any]
+    for_accelerators: tuple[OpCase, ...] = ()
 
 
 @jax.tree_util.register_dataclass
@@ -91,6 +94,11 @@ def spoiled(case: OpCase, name: str, **places: tuple[Any, float]) -> OpCase:
         return drawn
 
     return dataclasses.replace(case, name=name, arrays=arrays, fixed=tuple(case.arrays(np.random.default_rng(0))))
+
+
+def in_tiles(*cases: OpCase) -> tuple[OpCase, ...]:
+    """Returns the cases for `OpSuite.for_accelerators`, with "tiles_" before their names, which stay unique."""
+    return tuple(dataclasses.replace(case, name=f"tiles_{case.name}") for case in cases)
 
 
 def dense(array: Any) -> Any:

@@ -21,7 +21,7 @@ from stack_core.ops.dispatch.op import function_of, suite_of
 from stack_core.testing.alone import first_call, isolated_value_and_gradients
 from stack_core.testing.cases import OpCase
 
-__all__ = ["TOLERANCES", "OpCheck", "assert_close", "draw", "op_checks"]
+__all__ = ["TOLERANCES", "OpCheck", "accelerator_checks", "assert_close", "draw", "op_checks"]
 
 TOLERANCES: Mapping[str, float] = {"float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
 """Tolerances of the contract, in the sense of `assert_close`, by the dtype of the operands."""
@@ -120,6 +120,20 @@ def op_checks(op: str) -> tuple[OpCheck, ...]:
     )
 
 
+def accelerator_checks(op: str) -> tuple[OpCheck, ...]:
+    """Returns the checks of an op's contract in bf16 and fp16 at sizes that kernels of accelerators support.
+
+    Each call is checked in value and gradient. The covering selection has every twelfth call, in one dtype.
+    A CPU implementation must pass these checks too.
+    """
+    dtypes = ("bfloat16", "float16")
+    return tuple(
+        OpCheck(case, dtype, place % 12 == 0 and dtype == dtypes[place // 12 % 2])
+        for place, case in enumerate(suite_of(op).for_accelerators)
+        for dtype in dtypes
+    )
+
+
 def _covering_aspects(place: int) -> tuple[str, ...]:
     """Returns the aspects of the covering selection for the case at an index of its suite."""
     return (
@@ -131,8 +145,22 @@ def _covering_aspects(place: int) -> tuple[str, ...]:
 
 
 def _check_against_oracle(case: OpCase, implementation: OpImplementation, dtype: str) -> None:
-    actual = jax.jit(_value_and_gradients(case, implementation))(draw(case, dtype))
-    assert_close(actual, _expected(case, dtype), TOLERANCES[dtype])
+    arrays = draw(case, dtype)
+    compiled = jax.jit(_value_and_gradients(case, implementation)).lower(arrays).compile()
+    _poison_memory_for(compiled)
+    assert_close(compiled(arrays), _expected(case, dtype), TOLERANCES[dtype])
+
+
+def _poison_memory_for(compiled: Any) -> None:
+    """Fills freed device memory with NaN, so that a kernel that leaves a result or its scratch unwritten is noticed.
+
+    The allocators of accelerators hand freed blocks of a size to the next request of this size.
+    """
+    sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(compiled.out_info)]
+    temporary_bytes = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
+    # Bytes of ones are NaN in every floating dtype.
+    freed = [jax.device_put(np.full(size, 0xFF, np.uint8)) for size in (*sizes, temporary_bytes)]
+    jax.block_until_ready(freed)
 
 
 def _check_transformations(case: OpCase, implementation: OpImplementation) -> None:

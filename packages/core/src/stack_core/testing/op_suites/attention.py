@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.testing.cases import OpCase, OpSuite, integers, spoiled
+from stack_core.testing.cases import OpCase, OpSuite, in_tiles, integers, spoiled
 
 __all__ = ["SUITE"]
 
@@ -95,6 +95,61 @@ _CASES = (
     spoiled(_attention_case("", causal=True), "infinity", query=((0, 2, 3), np.inf), value=((1, 0, 1, 5), -np.inf)),
 )
 
+_ACCELERATOR_SEGMENTS = integers(np.repeat([1, 2, 3, 4, 0], (100, 29, 1, 50, 12)), np.repeat([5, 6, 0], (64, 127, 1)))
+"""Segments that end inside blocks of 64 keys, and before and after one."""
+
+_FOR_ACCELERATORS = in_tiles(
+    _attention_case("full", sizes=(2, 192, 192, 2, 2, 64)),
+    _attention_case("causal_and_grouped", sizes=(1, 192, 192, 4, 2, 128), causal=True),
+    _attention_case("causal_window", sizes=(1, 192, 192, 2, 1, 64), causal=True, window=(63, 0)),
+    _attention_case(
+        "partial_segments",
+        sizes=(2, 192, 192, 2, 2, 64),
+        causal=True,
+        extra=lambda rng: {"segment_ids": _ACCELERATOR_SEGMENTS},
+    ),
+    _attention_case(
+        "segments_that_see_nothing",
+        sizes=(2, 128, 192, 2, 1, 64),
+        extra=lambda rng: {"segment_ids": (_ACCELERATOR_SEGMENTS[::-1, :128], _ACCELERATOR_SEGMENTS)},
+    ),
+    _attention_case("more_keys", sizes=(1, 64, 192, 2, 2, 128)),
+    _attention_case("even_lengths", sizes=(1, 130, 130, 2, 2, 64), causal=True, scale=0.2),
+    _attention_case("heads_of_80", sizes=(1, 128, 128, 2, 2, 80)),
+    _attention_case(
+        "kv_lengths", sizes=(3, 128, 192, 2, 1, 128), extra=lambda rng: {"kv_lengths": integers(0, 65, 192)}
+    ),
+    _attention_case(
+        "causal_kv_lengths",
+        sizes=(2, 128, 128, 2, 2, 64),
+        causal=True,
+        extra=lambda rng: {"kv_lengths": integers(1, 100)},
+    ),
+    _attention_case("softcap", sizes=(1, 192, 192, 2, 1, 128), causal=True, softcap=2.0),
+    _attention_case(
+        "sinks", sizes=(1, 192, 192, 2, 1, 64), causal=True, extra=lambda rng: {"sinks": rng.normal(size=2)}
+    ),
+    _attention_case(
+        "sinks_and_empty_rows",
+        sizes=(2, 64, 128, 2, 2, 64),
+        extra=lambda rng: {"sinks": rng.normal(size=2), "kv_lengths": integers(0, 100)},
+    ),
+    _attention_case(
+        "bias", sizes=(1, 128, 128, 2, 2, 64), extra=lambda rng: {"bias": rng.normal(size=(1, 2, 128, 128))}
+    ),
+    _attention_case(
+        "mask_with_empty_rows",
+        sizes=(1, 128, 192, 2, 1, 64),
+        extra=lambda rng: {"mask": (rng.random((1, 1, 128, 192)) < 0.5) & (np.arange(128) % 7 > 0)[:, None]},
+    ),
+    _attention_case("later_queries", sizes=(1, 64, 192, 4, 2, 128), causal=True),
+    _attention_case("heads_of_256", sizes=(1, 128, 128, 2, 1, 256), causal=True),
+    _attention_case("odd_lengths", sizes=(1, 131, 67, 2, 1, 64), causal=True, query_offset=3),
+    _attention_case("window_to_both_sides", sizes=(1, 192, 192, 2, 2, 64), window=(40, 20)),
+    _attention_case("narrow_values", sizes=(1, 128, 128, 2, 2, 192), value_dim=128, causal=True),
+    _attention_case("one_query", sizes=(2, 1, 192, 4, 2, 128), extra=lambda rng: {"kv_lengths": integers(0, 150)}),
+)
+
 
 def _oracle(
     query: Any,
@@ -137,13 +192,13 @@ def _allowed(
     segment_ids: Any = None,
     kv_lengths: Any = None,
 ) -> np.ndarray:
-    """The definition, one (row, head, query, key) at a time."""
+    """The definition, one (row, query, key) at a time."""
     batch, _, q_seq, kv_seq = shape
     left, right = window or (None, None)
     offsets = np.broadcast_to(kv_seq - q_seq if query_offset is None else query_offset, batch)
     allowed = np.ones(shape, bool) if mask is None else np.broadcast_to(mask, shape).copy()
     q_segments, kv_segments = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
-    for row, _, i, j in np.ndindex(shape):
+    for row, i, j in np.ndindex(batch, q_seq, kv_seq):
         place = i + offsets[row]
         forbidden = (
             (causal and j > place)
@@ -157,4 +212,4 @@ def _allowed(
     return allowed
 
 
-SUITE = OpSuite(_CASES, _oracle)
+SUITE = OpSuite(_CASES, _oracle, _FOR_ACCELERATORS)

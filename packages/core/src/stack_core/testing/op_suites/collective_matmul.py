@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from stack_core.testing.cases import OpCase, OpSuite, Quantized, dense, spoiled
+from stack_core.testing.cases import OpCase, OpSuite, Quantized, dense, in_tiles, spoiled
 
 __all__ = ["SUITE"]
 
@@ -65,6 +65,8 @@ _CASES = (
     ),
 )
 
+_FOR_ACCELERATORS = in_tiles(*(_case("full", kind, 1, x=(2, 64, 128), out=128) for kind in _KINDS))
+
 
 def _oracle(x: Any, weight: Any, *, axis_name: str, kind: str) -> Any:
     """Computes the product of the full arrays; the kinds differ only in the sharding."""
@@ -72,4 +74,4 @@ def _oracle(x: Any, weight: Any, *, axis_name: str, kind: str) -> Any:
     return x @ dense(weight)
 
 
-SUITE = OpSuite(_CASES, _oracle)
+SUITE = OpSuite(_CASES, _oracle, _FOR_ACCELERATORS)

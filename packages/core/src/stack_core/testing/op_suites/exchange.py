@@ -11,12 +11,11 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from stack_core.testing.cases import OpCase, OpSuite
+from stack_core.testing.cases import OpCase, OpSuite, in_tiles
 
 __all__ = ["SUITE"]
 
 _KINDS = ("send", "return")
-_WIDTH = 3
 
 
 def _across(devices: int, op: Callable[..., Any], arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
@@ -34,13 +33,15 @@ def _across(devices: int, op: Callable[..., Any], arrays: Mapping[str, Any], opt
     )(arrays["x"], arrays["group_sizes"])
 
 
-def _case(name: str, kind: str, devices: int, *, rows: int, buffer: int, counted: int | None = None) -> OpCase:
+def _case(
+    name: str, kind: str, devices: int, *, rows: int, buffer: int, counted: int | None = None, width: int = 3
+) -> OpCase:
     """Builds a case with two groups per device; the first `counted` rows (default: all) of a device are in groups."""
 
     def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
         groups, total = 2 * devices, rows if counted is None else counted
         sizes = rng.multinomial(total, rng.dirichlet(np.full(groups, 0.5)), size=devices).astype(np.int32)
-        return {"x": rng.normal(size=(devices, rows if kind == "send" else buffer, _WIDTH)), "group_sizes": sizes}
+        return {"x": rng.normal(size=(devices, rows if kind == "send" else buffer, width)), "group_sizes": sizes}
 
     out_rows = buffer if kind == "send" else rows
     options = {"axis_name": "expert", "kind": kind, "out_rows": out_rows}
@@ -58,6 +59,19 @@ _CASES = tuple(
         _case("rows_of_no_group", kind, 2, rows=9, buffer=11, counted=5),
         _case("more_in_groups_than_rows", kind, 2, rows=3, buffer=11, counted=5),
         _case("empty_rows", kind, 2, rows=1, buffer=3, counted=0),
+    )
+)
+
+_FOR_ACCELERATORS = in_tiles(
+    *(
+        case
+        for kind in _KINDS
+        for case in (
+            _case("wide_rows", kind, 1, rows=64, buffer=64, width=128),
+            _case("wide_rows_cut_off", kind, 1, rows=67, buffer=40, width=128),
+            _case("wide_rows_of_no_group", kind, 1, rows=64, buffer=100, counted=50, width=256),
+            _case("no_wide_rows", kind, 1, rows=64, buffer=32, counted=0, width=128),
+        )
     )
 )
 
@@ -93,4 +107,4 @@ def _journeys(group_sizes: np.ndarray, rows: int, buffer: int) -> list[tuple[int
     return journeys
 
 
-SUITE = OpSuite(_CASES, _oracle)
+SUITE = OpSuite(_CASES, _oracle, _FOR_ACCELERATORS)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.testing.cases import OpCase, OpSuite, Quantized, dense, spoiled
+from stack_core.testing.cases import OpCase, OpSuite, Quantized, dense, in_tiles, spoiled
 
 __all__ = ["SUITE"]
 
@@ -15,9 +15,11 @@ __all__ = ["SUITE"]
 def _gated_case(name: str, x: tuple[int, ...], out: int, biases: tuple[str, ...] = (), **options: Any) -> OpCase:
     shapes = {"x": x, "w_gate": (x[-1], out), "w_up": (x[-1], out), **dict.fromkeys(biases, (out,))}
     draw = _normal if "limit" not in options else _exact
+    # The cube of a sum of many products, from `relu_squared`, would overflow in fp16.
+    scales = dict.fromkeys(("w_gate", "w_up"), x[-1] ** -0.5 if x[-1] >= 64 else 1.0)
 
     def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
-        return {name: draw(rng, shape) for name, shape in shapes.items()}
+        return {name: draw(rng, shape) * scales.get(name, 1.0) for name, shape in shapes.items()}
 
     return OpCase("gated_linear_unit", name, arrays, options)
 
@@ -80,6 +82,17 @@ _CASES = (
     spoiled(_gated_case("", (3, 12), 10), "infinity", x=((1, 4), np.inf)),
 )
 
+_FOR_ACCELERATORS = in_tiles(
+    _gated_case("full", (128, 128), 256),
+    _gated_case("partial_rows", (2, 67, 64), 128),
+    _gated_case("one_row", (1, 192), 128),
+    _gated_case("no_rows", (0, 64), 128),
+    *(
+        _gated_case(activation, (64, 128), 128, activation=activation)
+        for activation in ("gelu_tanh", "relu", "sigmoid", "gelu", "quick_gelu", "relu_squared")
+    ),
+    _gated_case("biases", (64, 128), 128, biases=("bias_gate", "bias_up")),
+)
 
 _ACTIVATIONS: Mapping[str, Callable[[Any], Any]] = {
     "gelu": lambda x: x * 0.5 * (1 + jax.scipy.special.erf(x / np.sqrt(2))),
@@ -107,4 +120,4 @@ def _oracle(
     return _ACTIVATIONS[activation](jnp.minimum(gate, limit)) * (jnp.clip(up, -limit, limit) + up_offset)
 
 
-SUITE = OpSuite(_CASES, _oracle)
+SUITE = OpSuite(_CASES, _oracle, _FOR_ACCELERATORS)

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.testing.cases import OpCase, OpSuite, Quantized, dense, spoiled
+from stack_core.testing.cases import OpCase, OpSuite, Quantized, dense, in_tiles, spoiled
 
 __all__ = ["SUITE"]
 
@@ -50,13 +50,22 @@ def _quantized(
 
 
 def _weight_case(
-    name: str, scales: tuple[int, int], dtype: str = "int8", *, rows: int = 3, fixed: bool = False, **quantization: Any
+    name: str,
+    scales: tuple[int, int],
+    dtype: str = "int8",
+    *,
+    rows: int = 3,
+    shape: tuple[int, int] = (12, 10),
+    bias: bool = False,
+    fixed: bool = False,
+    **quantization: Any,
 ) -> OpCase:
     """Builds a case with a quantized weight, whose scales have a gradient unless `fixed`."""
 
     def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
-        weight = _quantized(rng, (12, 10), scales, dtype, **quantization)
-        return {"x": rng.normal(size=(rows, 12)), "weight": weight}
+        weight = _quantized(rng, shape, scales, dtype, **quantization)
+        drawn = {"x": rng.normal(size=(rows, shape[0])), "weight": weight}
+        return drawn | ({"bias": rng.normal(size=shape[1])} if bias else {})
 
     return OpCase("linear", name, arrays, fixed=("weight",) if fixed else ())
 
@@ -122,9 +131,31 @@ _CASES = (
 )
 
 
+def _tiled(name: str, tiles: int, dtype: str = "int8", *, rows: int = 16, **rest: Any) -> OpCase:
+    """Builds a case with a weight of 256 x 128 and a scale for each column of each of the tiles along d_in."""
+    return _weight_case(name, (tiles, 128), dtype, rows=rows, shape=(256, 128), **rest)
+
+
+_FOR_ACCELERATORS = in_tiles(
+    _linear_case("full", (128, 128), 256),
+    _linear_case("partial_rows", (2, 67, 128), 192, bias=True),
+    _linear_case("fp32_result", (64, 256), 128, preferred_dtype="float32"),
+    _tiled("int8_by_channel", 1),
+    _tiled("int8_by_channel_one_row", 1, rows=1),
+    _tiled("int8_by_channel_and_bias", 1, rows=21, bias=True),
+    _tiled("int8_by_channel_no_rows", 1, rows=0),
+    _tiled("int8_by_tile", 4, rows=64),
+    _tiled("int8_by_tile_many_rows", 2, rows=131),
+    _tiled("int4_by_channel", 1, "int4"),
+    _tiled("int4_by_tile", 4, "int4", rows=7),
+    _tiled("int4_by_tile_many_rows", 2, "int4", rows=131),
+    _tiled("fp8_by_channel", 1, "float8_e4m3fn"),
+)
+
+
 def _oracle(x: Any, weight: Any, *, bias: Any = None, preferred_dtype: Any = None) -> Any:
     product = jnp.einsum("...i,io->...o", dense(x), dense(weight))
     return product if bias is None else product + bias
 
 
-SUITE = OpSuite(_CASES, _oracle)
+SUITE = OpSuite(_CASES, _oracle, _FOR_ACCELERATORS)

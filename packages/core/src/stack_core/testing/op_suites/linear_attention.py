@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.testing.cases import OpCase, OpSuite, spoiled
+from stack_core.testing.cases import OpCase, OpSuite, in_tiles, spoiled
 
 __all__ = ["SUITE"]
 
@@ -65,6 +65,13 @@ _CASES = (
     ),
 )
 
+_FOR_ACCELERATORS = in_tiles(
+    _case("full", sizes=(1, 128, 2, 64, 64), absent=("initial_state",)),
+    _case("partial_chunks", sizes=(2, 67, 1, 128, 64)),
+    _case("forgets", sizes=(1, 96, 2, 64, 128), forgets=0.1),
+    _case("without_gates", sizes=(1, 64, 2, 64, 64), absent=("decay", "beta")),
+)
+
 
 def _oracle(query: Any, key: Any, value: Any, *, decay: Any, beta: Any, initial_state: Any = None) -> Any:
     """Computes the paper's equation 10 per token: the state times alpha (I - beta k k^T), plus beta v k^T."""
@@ -85,4 +92,4 @@ def _oracle(query: Any, key: Any, value: Any, *, decay: Any, beta: Any, initial_
     return jnp.moveaxis(output, 0, 1), jnp.swapaxes(state, -1, -2)
 
 
-SUITE = OpSuite(_CASES, _oracle)
+SUITE = OpSuite(_CASES, _oracle, _FOR_ACCELERATORS)

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.testing.cases import OpCase, OpSuite, Quantized, dense, spoiled
+from stack_core.testing.cases import OpCase, OpSuite, Quantized, dense, in_tiles, spoiled
 
 __all__ = ["SUITE"]
 
@@ -73,6 +73,26 @@ _CASES = (
 )
 
 
+def _tiled(name: str, rows: tuple[int, ...] = (64,), embed: int = 128, vocab: int = 512, **rest: Any) -> OpCase:
+    return _cross_entropy_case(name, rows, embed, vocab, **rest)
+
+
+_FOR_ACCELERATORS = in_tiles(
+    _tiled("full"),
+    _tiled("sum", reduction="sum"),
+    _tiled("none", reduction="none", ignored=0.3),
+    _tiled("ignored", ignored=0.5),
+    _tiled("all_ignored", ignored=1.1),
+    _tiled("other_ignore_index", ignored=0.5, ignore_index=3),
+    _tiled("partial_rows", (2, 67), ignored=0.2),
+    _tiled("partial_words", vocab=1000),
+    _tiled("wide", (33,), 384, 256),
+    _tiled("softcap", softcap=1.5),
+    _tiled("bias", bias=True),
+    _tiled("z_loss", z_loss=0.01, label_smoothing=0.1),
+)
+
+
 def _oracle(
     hidden: Any,
     weight: Any,
@@ -106,4 +126,4 @@ def _row_losses(
     return jnp.where(counted, losses, 0.0), counted
 
 
-SUITE = OpSuite(_CASES, _oracle)
+SUITE = OpSuite(_CASES, _oracle, _FOR_ACCELERATORS)

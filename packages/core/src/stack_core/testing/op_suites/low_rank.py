@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.testing.cases import OpCase, OpSuite, integers
+from stack_core.testing.cases import OpCase, OpSuite, in_tiles, integers
 
 __all__ = ["SUITE"]
 
@@ -39,6 +39,13 @@ _CASES = (
     _low_rank_case("empty_rows", (0, 8), (2, 2, 6), np.zeros(0, np.int32)),
 )
 
+_FOR_ACCELERATORS = in_tiles(
+    _low_rank_case("one_adapter", (2, 64, 128), (1, 16, 256)),
+    _low_rank_case("rows", (131, 128), (4, 16, 128), np.arange(131, dtype=np.int32) % 5 - 1),
+    _low_rank_case("row_of_each_sequence", (3, 64, 128), (2, 8, 64), integers(1, -1, 0)),
+    _low_rank_case("no_row_has_an_adapter", (64, 128), (2, 16, 64), np.full(64, -1, np.int32)),
+)
+
 
 def _oracle(x: Any, down: Any, up: Any, scale: Any, *, rows: Any = None) -> Any:
     """Computes the definition, with a full matrix for each adapter."""
@@ -49,4 +56,4 @@ def _oracle(x: Any, down: Any, up: Any, scale: Any, *, rows: Any = None) -> Any:
     return jnp.einsum("...i,...io->...o", x, matrices) * (adapter >= 0)[..., None]
 
 
-SUITE = OpSuite(_CASES, _oracle)
+SUITE = OpSuite(_CASES, _oracle, _FOR_ACCELERATORS)

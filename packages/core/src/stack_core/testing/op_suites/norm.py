@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.testing.cases import OpCase, OpSuite, spoiled
+from stack_core.testing.cases import OpCase, OpSuite, in_tiles, spoiled
 
 __all__ = ["SUITE"]
 
@@ -40,6 +40,22 @@ _CASES = (
     ),
 )
 
+_FOR_ACCELERATORS = in_tiles(
+    _norm_case("rms", (64, 256)),
+    _norm_case("rms_without_scale", (64, 256), present=()),
+    _norm_case("rms_scale_offset", (64, 128), scale_offset=1.0),
+    _norm_case("rms_residual", (2, 48, 256), present=("scale", "residual")),
+    _norm_case("rms_residual_without_scale", (64, 256), present=("residual",)),
+    _norm_case("rms_partial_rows", (131, 128), epsilon=1e-3),
+    _norm_case("rms_long_rows", (3, 4096)),
+    _norm_case("rms_partial_columns", (17, 320)),
+    _norm_case("rms_of_heads", (2, 16, 4, 64)),
+    _norm_case("rms_no_rows", (0, 256)),
+    _norm_case("layer", (64, 256), present=("scale", "offset"), kind="layer"),
+    _norm_case("layer_residual", (33, 256), present=("scale", "offset", "residual"), kind="layer"),
+    _norm_case("other_axis", (3, 64, 48), present=("scale", "offset"), axis=1),
+)
+
 
 def _oracle(
     x: Any,
@@ -61,4 +77,4 @@ def _oracle(
     return normed if residual is None else (normed, total)
 
 
-SUITE = OpSuite(_CASES, _oracle)
+SUITE = OpSuite(_CASES, _oracle, _FOR_ACCELERATORS)

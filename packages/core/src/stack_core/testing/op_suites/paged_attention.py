@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.testing.cases import OpCase, OpSuite, Quantized, dense, integers, spoiled
+from stack_core.testing.cases import OpCase, OpSuite, Quantized, dense, in_tiles, integers, spoiled
 
 __all__ = ["SUITE"]
 
@@ -184,6 +184,40 @@ _CASES = (
     _paged_case("absent_sinks", (1, 9), (1, 0), (1, 4), padding_tokens=1, layout="pshd", extra=_absent_sinks),
 )
 
+_DECODED, _PROMPTS = ((1, 100), (1, 1), (1, 64), (1, 33)), ((1, 100), (40, 40), (33, 70), (1, 1))
+
+
+def _in_pages(name: str, *sequences: tuple[int, int], layout: str = "phsd", **rest: Any) -> OpCase:
+    return _paged_case(f"{name}_{layout}", *sequences, layout=layout, **{"sizes": (4, 2, 16, 128), **rest})
+
+
+_FOR_ACCELERATORS = in_tiles(
+    *(
+        case
+        for layout in ("phsd", "pshd", _BOTH)
+        for case in (
+            _in_pages("decode", *_DECODED, layout=layout),
+            _in_pages("decode_large_pages", *_DECODED, layout=layout, sizes=(8, 2, 64, 128)),
+            _in_pages("decode_empty_sequences", (0, 0), (1, 40), (0, 7), (1, 0), padding_tokens=2, layout=layout),
+            _in_pages("decode_window", *_DECODED, layout=layout, window=(30, 0)),
+            _in_pages("decode_softcap", (1, 100), (1, 64), (1, 33), layout=layout, softcap=2.0),
+            _in_pages("decode_a_head_a_key_head", *_DECODED, layout=layout, sizes=(2, 2, 32, 128)),
+            _in_pages("prompts", *_PROMPTS, padding_tokens=3, layout=layout),
+            _in_pages("prompts_window", *_PROMPTS, layout=layout, window=(30, 0), softcap=2.0),
+        )
+    ),
+    *(
+        case
+        for layout in ("phsd", "pshd")
+        for case in (
+            _in_pages("decode_sinks", *_DECODED, layout=layout, extra=_sinks),
+            _in_pages("decode_heads_of_64", *_DECODED, layout=layout, sizes=(4, 1, 16, 64)),
+            _in_pages("decode_heads_of_256", *_DECODED, layout=layout, sizes=(4, 2, 16, 256)),
+        )
+    ),
+    _in_pages("decode_values_in_keys", *_DECODED, sizes=(4, 1, 16, 192), value_dim=128),
+)
+
 
 def _oracle(
     query: Any,
@@ -245,4 +279,4 @@ def _attended(
     return jnp.einsum("thk,tkhd->thd", weights / safe[..., None], value)
 
 
-SUITE = OpSuite(_CASES, _oracle)
+SUITE = OpSuite(_CASES, _oracle, _FOR_ACCELERATORS)

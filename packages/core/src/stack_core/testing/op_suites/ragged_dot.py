@@ -6,22 +6,29 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.testing.cases import OpCase, OpSuite, Quantized, dense, integers, spoiled
+from stack_core.testing.cases import OpCase, OpSuite, Quantized, dense, in_tiles, integers, spoiled
 
 __all__ = ["SUITE"]
 
 
 def _ragged_case(
-    name: str, group_sizes: tuple[int, ...], *, rows: int | None = None, d_in: int, d_out: int, bias: bool = False
+    name: str,
+    group_sizes: tuple[int, ...],
+    *,
+    rows: int | None = None,
+    d_in: int,
+    d_out: int,
+    bias: bool = False,
+    in_order: bool = False,
 ) -> OpCase:
-    """Builds a case; `rows` defaults to the sum of the group sizes."""
+    """Builds a case; `rows` defaults to the sum of the group sizes, whose order is random unless `in_order`."""
     total = sum(group_sizes) if rows is None else rows
 
     def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
         return {
             "lhs": rng.normal(size=(total, d_in)),
             "rhs": rng.normal(size=(len(group_sizes), d_in, d_out)),
-            "group_sizes": rng.permutation(integers(*group_sizes)),
+            "group_sizes": integers(*group_sizes) if in_order else rng.permutation(integers(*group_sizes)),
             **({"bias": rng.normal(size=(len(group_sizes), d_out))} if bias else {}),
         }
 
@@ -66,6 +73,28 @@ _CASES = (
 )
 
 
+def _tiled(name: str, *group_sizes: int, rows: int | None = None, d_in: int = 128, d_out: int = 256) -> OpCase:
+    return _ragged_case(name, group_sizes, rows=rows, d_in=d_in, d_out=d_out, in_order=True)
+
+
+_FOR_ACCELERATORS = in_tiles(
+    _tiled("full", 64, 64, 64, 64),
+    _tiled("partial_groups", 100, 0, 37, 63, 1, 55),
+    _tiled("empty_first_group", 0, 128, 63, 65),
+    _tiled("empty_last_group", 128, 63, 65, 0),
+    _tiled("empty_first_and_last_groups", 0, 0, 200, 56, 0, 0),
+    _tiled("all_rows_in_the_first_group", 256, 0, 0),
+    _tiled("all_rows_in_one_group", 0, 256, 0),
+    _tiled("all_rows_in_the_last_group", 0, 0, 256),
+    _tiled("only_rows_of_no_group", 0, 0, 0, rows=256),
+    _tiled("rows_of_no_group", 50, 0, 70, rows=256),
+    _tiled("more_rows_in_groups_than_there_are", 200, 100, 50, rows=256),
+    _tiled("odd_rows", 101, 0, 99, 51),
+    _tiled("no_rows", 0, 0, rows=0),
+    _tiled("deeper_and_narrower", 33, 95, d_in=384, d_out=128),
+)
+
+
 def _oracle(lhs: Any, rhs: Any, group_sizes: Any, *, bias: Any = None) -> Any:
     sizes = np.clip(group_sizes, 0, len(lhs))
     group_of_row = np.repeat(np.arange(len(sizes)), sizes)[: len(lhs)]
@@ -75,4 +104,4 @@ def _oracle(lhs: Any, rhs: Any, group_sizes: Any, *, bias: Any = None) -> Any:
     return jnp.pad(product, ((0, len(lhs) - len(group_of_row)), (0, 0)))
 
 
-SUITE = OpSuite(_CASES, _oracle)
+SUITE = OpSuite(_CASES, _oracle, _FOR_ACCELERATORS)

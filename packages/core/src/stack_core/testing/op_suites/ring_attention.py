@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from stack_core.testing.cases import OpCase, OpSuite, integers, spoiled
+from stack_core.testing.cases import OpCase, OpSuite, in_tiles, integers, spoiled
 from stack_core.testing.op_suites import attention
 
 __all__ = ["SUITE"]
@@ -107,6 +107,11 @@ _CASES = (
     spoiled(_case("", 2, causal=True), "not_a_number_over_2", query=((0, 2, 3), np.nan), value=((0, 0, 0, 5), np.nan)),
 )
 
+_FOR_ACCELERATORS = in_tiles(
+    _case("heads_of_128", 1, sizes=(1, 128, 128, 4, 2, 128), causal=True),
+    _case("heads_of_64", 1, sizes=(2, 64, 128, 2, 2, 64), extra=lambda rng: {"kv_lengths": integers(0, 100)}),
+)
+
 
 def _oracle(*arrays: Any, axis_name: str, order: str, **options: Any) -> Any:
     """Computes attention over the full sequence."""
@@ -114,4 +119,4 @@ def _oracle(*arrays: Any, axis_name: str, order: str, **options: Any) -> Any:
     return attention.SUITE.oracle(*arrays, **options)
 
 
-SUITE = OpSuite(_CASES, _oracle)
+SUITE = OpSuite(_CASES, _oracle, _FOR_ACCELERATORS)

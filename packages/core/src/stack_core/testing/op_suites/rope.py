@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stack_core import ops
-from stack_core.testing.cases import OpCase, OpSuite, spoiled
+from stack_core.testing.cases import OpCase, OpSuite, in_tiles, spoiled
 
 __all__ = ["SUITE"]
 
@@ -31,6 +31,13 @@ _CASES = (
     _rope_case("linear_scaling", scaling=ops.LinearScaling(factor=4.0)),
     _rope_case("dynamic_scaling", scaling=ops.DynamicScaling(factor=2.0, max_position_embeddings=16)),
     spoiled(_rope_case(""), "not_a_number", x=((0, 3, 1, 4), np.nan)),
+)
+
+_FOR_ACCELERATORS = in_tiles(
+    _rope_case("heads_of_64", x=(2, 64, 4, 64)),
+    _rope_case("heads_of_128", x=(1, 67, 2, 128), start=4000),
+    _rope_case("interleaved_heads_of_128", x=(1, 64, 2, 128), interleaved=True),
+    _rope_case("half_of_each_head", x=(1, 64, 2, 128), rotary_dim=64),
 )
 
 
@@ -58,4 +65,4 @@ def _oracle(
     return jnp.concatenate([joined, rest], axis=-1)
 
 
-SUITE = OpSuite(_CASES, _oracle)
+SUITE = OpSuite(_CASES, _oracle, _FOR_ACCELERATORS)

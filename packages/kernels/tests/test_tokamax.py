@@ -19,7 +19,7 @@ from stack_core import ops
 from stack_core.abi.ops import OpImplementation
 from stack_core.abi.plugins import registries
 from stack_core.chips import use_chip
-from stack_core.testing import OpCheck, first_call, op_checks
+from stack_core.testing import OpCheck, accelerator_checks, first_call, op_checks
 from stack_kernels import from_tokamax
 from stack_kernels.attention.tokamax import TOKAMAX as ATTENTION
 from stack_kernels.gated_linear_unit.tokamax import TOKAMAX as GATED
@@ -30,6 +30,7 @@ from stack_kernels.linear_cross_entropy.tokamax import TOKAMAX as LOSS
 from stack_kernels.linear_cross_entropy.tokamax import LogitTile
 from stack_kernels.norm.tokamax_triton import TOKAMAX_TRITON as NORM
 from stack_kernels.ragged_dot import tokamax as ragged
+from stack_kernels.ragged_dot.groups import zero_after
 
 NAMES = sorted(name for name in registries.ops.names() if name.partition("/")[2].startswith("tokamax"))
 OPS = "tokamax._src.ops"
@@ -237,6 +238,45 @@ def _of_any_size(implementation: OpImplementation) -> OpImplementation:
         return implementation.default(call, chip) or _TILES.get(implementation.op)
 
     return dataclasses.replace(implementation, supports=supports, default=default)
+
+
+@dataclasses.dataclass(frozen=True)
+class OfHopper(ragged.Kernel):
+    """Hopper's grouped product with a correct kernel for rows and the infinities of an H100 for matrices."""
+
+    def _by_group(self, rows: Any, matrices: Any, sizes: Any, config: Any, *, transposed: bool) -> Any:
+        matrices = matrices.mT if transposed else matrices
+        return zero_after(sizes, jax.lax.ragged_dot(rows, matrices, sizes).astype(rows.dtype))
+
+    def _outer(self, lhs: Any, cotangent: Any, sizes: Any, config: Any) -> Any:
+        return jnp.full((len(sizes), lhs.shape[1], cotangent.shape[1]), jnp.inf, lhs.dtype)
+
+
+_GROUPS = ("partial_groups", "empty_first_and_last_groups", "all_rows_in_one_group", "only_rows_of_no_group")
+
+
+def _on_hopper(**changes: Any) -> OpImplementation:
+    fields = {field.name: getattr(ragged.MOSAIC_GPU, field.name) for field in dataclasses.fields(ragged.Kernel)}
+    return OfHopper(**{**fields, **changes}).implementation()
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        pytest.param(check, id=str(check), marks=() if is_quick else pytest.mark.slow)
+        for check in accelerator_checks("ragged_dot")
+        for is_quick in (str(check) in {f"tiles_{name}-bfloat16" for name in _GROUPS},)
+    ],
+)
+def test_the_gradient_of_grouped_matrices_on_hopper_is_the_reference_s(check: OpCheck) -> None:
+    with use_chip(registries.chips["h100"]), pretend_tokamax():
+        check(_on_hopper())
+
+
+def test_the_infinities_of_its_own_gradient_would_be_noticed() -> None:
+    (check, *_) = accelerator_checks("ragged_dot")
+    with use_chip(registries.chips["h100"]), pretend_tokamax(), pytest.raises(AssertionError, match=r"rhs.*finite"):
+        check(_on_hopper(sums_by_group=True))
 
 
 @pytest.mark.slow

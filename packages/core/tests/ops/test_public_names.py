@@ -77,6 +77,7 @@ def test_public_names_of_building() -> None:
         "parameters_of",
         "picked",
         "preferred",
+        "ragged_product",
         "rope_angles",
         "rotated",
         "stack_key_value",

@@ -15,6 +15,7 @@ from stack_core.ops.dispatch.signature import check_parameters, check_takes, par
 from stack_core.ops.references.paged_places import as_int32, bounded_places, padding_as_zero
 from stack_core.ops.references.paged_pools import holds_values, stack_key_value
 from stack_core.ops.references.quantized import QuantizedArray, dequantize, is_quantized, logical_array, take
+from stack_core.ops.references.ragged_tiles import ragged_product
 from stack_core.ops.references.running_softmax import (
     RunningSoftmax,
     add_tile,
@@ -60,6 +61,7 @@ __all__ = [
     "parameters_of",
     "picked",
     "preferred",
+    "ragged_product",
     "rope_angles",
     "rotated",
     "stack_key_value",

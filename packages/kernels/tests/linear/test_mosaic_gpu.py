@@ -1,7 +1,5 @@
 """Hopper's quantized product for few rows, interpreted, and compiled for GPUs that are not there."""
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +9,8 @@ from stack_core import ops
 from stack_core.abi.plugins import registries
 from stack_core.chips import use_chip
 from stack_core.chips.targets import Target, use_target
-from stack_core.testing import Quantized, first_call
+from stack_core.testing import OpCheck, Quantized, accelerator_checks, first_call
+from stack_kernels.laboratory.interpreted import on_hopper
 from stack_kernels.linear.mosaic_gpu import MOSAIC_GPU, SplitTile, mosaic_gpu
 
 H100 = registries.chips["h100"]
@@ -22,15 +21,6 @@ def weight(codes: str, d_in: int, d_out: int, tiles: int) -> Quantized:
     rng = np.random.default_rng(0)
     values = rng.integers(-CODES[codes], CODES[codes], size=(d_in, d_out)).astype(jnp.dtype(codes))
     return jax.tree.map(jnp.asarray, Quantized(values, rng.uniform(0.01, 0.02, (tiles, d_out)).astype(np.float32)))
-
-
-def on_hopper() -> contextlib.AbstractContextManager[object]:
-    """For the interpreter, which asks what device it stands for."""
-    (device,) = Target("h100:1x1x1").devices
-    abstract = jax.sharding.Mesh([device], ("device",)).abstract_mesh.abstract_device
-    types = (jax.sharding.AxisType.Auto,)
-    mesh = jax.sharding.AbstractMesh((1,), ("device",), axis_types=types, abstract_device=abstract)
-    return jax.sharding.use_abstract_mesh(mesh)
 
 
 @pytest.mark.covering
@@ -56,6 +46,17 @@ def test_it_is_the_product_with_what_the_codes_stand_for(rows: int, codes: str, 
         decoded = np.asarray(jnp.asarray(decoded, jnp.float32).astype(dtype), np.float64)
     exact = np.asarray(x, np.float64) @ decoded + np.asarray(bias, np.float64)
     np.testing.assert_allclose(found, exact, atol=2e-6 * np.abs(exact).max(), rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.gpu_aot
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="needs jax 0.11: before, Pallas cannot interpret it")
+@pytest.mark.parametrize("check", accelerator_checks("linear"), ids=str)
+def test_contract_in_poisoned_memory(check: OpCheck) -> None:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    with use_chip(H100), on_hopper():
+        check.isolated(mosaic_gpu(interpret=plgpu.InterpretGPUParams(uninitialized_memory="nan")))
 
 
 @pytest.mark.parametrize(

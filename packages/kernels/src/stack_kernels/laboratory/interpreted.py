@@ -1,11 +1,16 @@
 """Accelerator kernels that can be interpreted on the CPU."""
 
+import contextlib
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
-from stack_core.abi.ops import OpImplementation
+import jax
 
-__all__ = ["INTERPRETABLE", "interpreted"]
+from stack_core.abi.ops import OpImplementation
+from stack_core.chips.targets import Target
+
+__all__ = ["INTERPRETABLE", "interpreted", "on_hopper"]
 
 INTERPRETABLE = {
     "attention/splash": "attention.splash:splash",
@@ -27,3 +32,14 @@ def interpreted(name: str, interpret: Any = True) -> OpImplementation:
     """
     module, _, function = INTERPRETABLE[name].partition(":")
     return getattr(importlib.import_module(f"stack_kernels.{module}"), function)(interpret=interpret)
+
+
+@contextlib.contextmanager
+def on_hopper() -> Iterator[None]:
+    """Sets an H100 as the device that Pallas' interpreter of GPU kernels looks up; needs jax's CUDA plugin, no GPU."""
+    (device,) = Target("h100:1x1x1").devices
+    abstract = jax.sharding.Mesh([device], ("device",)).abstract_mesh.abstract_device
+    types = (jax.sharding.AxisType.Auto,)
+    mesh = jax.sharding.AbstractMesh((1,), ("device",), axis_types=types, abstract_device=abstract)
+    with jax.sharding.use_abstract_mesh(mesh):
+        yield

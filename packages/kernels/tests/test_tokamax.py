@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from stack_core import ops
 from stack_core.abi.ops import OpImplementation
@@ -281,9 +282,13 @@ def test_the_infinities_of_its_own_gradient_would_be_noticed() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not from_tokamax.is_installed(), reason="needs tokamax, which needs Python 3.12")
-@pytest.mark.parametrize("sizes", [(100, 0, 156), (0, 128, 0), (300, 300, 300)])
+@pytest.mark.parametrize(
+    "sizes",
+    [(100, 0, 156), (0, 128, 0), (300, 300, 300), (0, 0, 300), (300, 0, 0), (0, 300, 0), (0, 0, 0), (1, 298, 1)],
+)
 def test_the_grouped_product_of_tpus_interpreted(sizes: tuple[int, ...]) -> None:
-    kernel = dataclasses.replace(ragged.V1, op=lambda groups: {"interpret": True}).implementation()
+    params = pltpu.InterpretParams(uninitialized_memory="nan")
+    kernel = dataclasses.replace(ragged.V1, op=lambda groups: {"interpret": params}).implementation()
     keys = jax.random.split(jax.random.key(0), 3)
     lhs, cotangent = (jax.random.normal(key, (300, 256)) for key in keys[:2])
     rhs = jax.random.normal(keys[2], (3, 256, 256))

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stack_core import testing
 from stack_core.abi.ops import OpImplementation
 from stack_core.ops.building import implementations_of, is_installed, preferred
-from stack_core.testing import OpCheck
+from stack_core.testing import OpCheck, accelerator_checks, op_checks
 
 __all__ = [
     "Check",
@@ -100,11 +99,10 @@ def contract_checks(op: str, platform: str) -> list[tuple[OpCheck, bool]]:
 
     These are the covering selection of its contract, and on accelerators all calls of sizes for kernels.
     """
-    covering = [(check, True) for check in testing.op_checks(op) if check.is_covering]
-    of_accelerators = getattr(testing, "accelerator_checks", None)
-    if platform == "cpu" or of_accelerators is None:
+    covering = [(check, True) for check in op_checks(op) if check.is_covering]
+    if platform == "cpu":
         return covering
-    return [*((check, False) for check in of_accelerators(op)), *covering]
+    return [*((check, False) for check in accelerator_checks(op)), *covering]
 
 
 def platform_of(backend: str) -> str:

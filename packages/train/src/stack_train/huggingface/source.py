@@ -1,8 +1,10 @@
 """Hugging Face checkpoints, validated completely before any values are read."""
 
 import json
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +28,11 @@ from stack_train.run.model import abstract_params
 from stack_train.safetensors_files import StoredTensor, read_tensors
 
 __all__ = ["HuggingFaceSource", "open_source", "read_config"]
+
+# A transposed copy of a whole matrix reads a cache line for each number: 0.16 GB/s, and 2.0 GB/s in blocks of 64 rows.
+_BLOCK_ROWS = 64
+# Bounds the tensors in memory.
+_MOST_READERS = 8
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,7 @@ class HuggingFaceSource:
         return {name: (spec_of(leaf), array_digests({name: leaf})[name]) for name, leaf in self.leaves()}
 
     def leaves(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Reads the parameters one by one with their paths; memory holds one parameter and one tensor."""
+        """Reads the parameters one by one with their paths; memory holds one parameter and up to eight tensors."""
         for rule in self.rules:
             yield rule.parameter, self._leaf(rule)
 
@@ -70,9 +77,29 @@ class HuggingFaceSource:
         wanted = self.parameters[rule.parameter]
         # Filled tensor by tensor, because a stacked parameter has a tensor for each layer.
         leaf = np.empty(wanted.shape, wanted.dtype)
-        for name, part in rule.tensors(leaf).items():
-            part[...] = rule.part_of(self.tensors[name].read())
+        parts = rule.tensors(leaf)
+
+        def fill(name: str) -> None:
+            _copy(parts[name], rule.part_of(self.tensors[name].read()))
+
+        with ThreadPoolExecutor(min(len(parts), os.cpu_count() or 1, _MOST_READERS)) as readers:
+            # A list, because exceptions are raised when a result is read.
+            list(readers.map(fill, parts))
         return leaf
+
+
+def _copy(part: np.ndarray, tensor: np.ndarray) -> None:
+    """Copies a tensor into its part of a parameter, in blocks of rows if the part is transposed in memory."""
+    if part.dtype == tensor.dtype:
+        # NumPy copies bfloat16 number by number and holds the GIL meanwhile.
+        bits = np.dtype(f"u{part.dtype.itemsize}")
+        part, tensor = part.view(bits), tensor.view(bits)
+    if part.ndim < 2 or part.strides[-1] <= part.strides[-2]:
+        part[...] = tensor
+        return
+    for start in range(0, part.shape[-2], _BLOCK_ROWS):
+        rows = slice(start, start + _BLOCK_ROWS)
+        part[..., rows, :] = tensor[..., rows, :]
 
 
 def open_source(directory: Path, *, ignore: Collection[str] = ()) -> HuggingFaceSource:

@@ -13,6 +13,8 @@ from stack_core.abi.chips import Chip
 __all__ = ["GPU_CONFIGS", "GpuConfig"]
 
 _KIB = 2**10
+# Without versions, XLA assumes a driver that cannot record loops and conditionals in CUDA graphs.
+_CUDA = "13.0.0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,7 @@ class GpuConfig:
               l2_cache_size: {chip.on_chip_bytes}
               device_memory_size: {chip.hbm_bytes}  memory_bandwidth: {int(chip.hbm_bandwidth_bytes_s or 0)}
               cuda_compute_capability {{ major: {major}  minor: {minor} }}
+              driver_version: "{_CUDA}"  runtime_version: "{_CUDA}"  compile_time_toolkit_version: "{_CUDA}"
             }}
             platform_name: "CUDA"
             dnn_version_info {{ major: 9  minor: 10 }}

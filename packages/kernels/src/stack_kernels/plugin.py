@@ -33,6 +33,7 @@ _OPS: dict[str, str] = {
     "paged_attention/jit_x86": "jit_cpu.paged_attention.jit_x86:JIT_X86",
     "paged_attention/mosaic_tpu": "paged_attention.mosaic_tpu:MOSAIC_TPU",
     "paged_attention/ragged": "paged_attention.ragged:RAGGED",
+    "paged_attention/triton_gpu": "paged_attention.triton_gpu:TRITON_GPU",
     "paged_attention/xla_cpu": "paged_attention.xla_cpu:XLA_CPU",
     "ragged_dot/megablox": "ragged_dot.megablox:MEGABLOX",
     "ragged_dot/tokamax_mosaic_gpu": "ragged_dot.tokamax:TOKAMAX_MOSAIC_GPU",

@@ -21,7 +21,10 @@ from stack_kernels.from_tokamax import missing
 from stack_kernels.laboratory.programs import kernels_of
 from stack_kernels.laboratory.without_cudnn import pretend_cudnn
 from stack_serve.llm.compilation import compile_engine
+from stack_serve.llm.compiler_options import compiler_options
 from stack_serve.llm.config import EngineConfig
+from stack_serve.llm.placement import AbstractPlacement
+from stack_serve.llm.programs import Programs
 from stack_train.generation.generative import generative_checkpoint
 from stack_train.models.gpt_oss import GptOssConfig
 from stack_train.models.llama import LlamaConfig
@@ -273,6 +276,29 @@ def test_an_engine_whose_pools_hold_keys_and_values_calls_a_kernel_for_prompts_t
 @pytest.mark.usefixtures("cudnn")
 def test_an_engine_of_an_8b_model_compiles_for_gpus():
     check_engine(Target("h100:1x1x4"), temporary_bytes=2**28)  # its paged attention holds scores in main memory
+
+
+@pytest.mark.gpu_aot
+def test_a_decoding_program_for_gpus_is_one_graph(tmp_path):
+    """Its loops and conditionals are in the graph, so the host reads nothing while it runs."""
+    config = LlamaConfig(layers=2, vocab_size=300, embed=256, heads=4, kv_heads=2, mlp=512, dtype="bfloat16")
+    model = nnx.eval_shape(lambda: registries.models[config.name].build(config, key=jax.random.key(0)))
+    nowhere = Path("nowhere")
+    checkpoint = generative_checkpoint(
+        model, config, name="small", tokenizer=nowhere, origin=nowhere, read=lambda _: iter(())
+    )
+    target = Target("h100:1x1x1")
+    settings, placement = EngineConfig(pages=64), AbstractPlacement(checkpoint.states, 1, target.devices)
+    with use_target(target):
+        programs = Programs(checkpoint, settings, max_tokens=256, pages=64, placement=placement)
+        assert programs.buckets.decoding == [4, 8, 16, 32]
+        dump = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True}
+        programs._lowered(("decode", 4)).compile(compiler_options() | dump)
+    (path,) = tmp_path.glob("*thunk_sequence_after_thunk_passes.txt")
+    steps = path.read_text(encoding="utf-8")
+    assert re.findall(r"(?m)^\d+: (\w+)", steps) == ["kCommandBuffer"]
+    assert steps.count("kCommandBuffer") == 1 and "kWhile" in steps and "kConditional" in steps
+    assert steps.count("stack_paged_attention") == config.layers
 
 
 @pytest.mark.slow

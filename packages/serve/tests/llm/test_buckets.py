@@ -20,6 +20,11 @@ def test_decoding_is_padded_to_less_than_twice_its_rows_or_to_four() -> None:
     assert [Buckets(32, 512).of_decoding(rows) for rows in (1, 2, 3, 5, 9, 32)] == [1, 4, 4, 8, 16, 32]
 
 
+def test_decoding_has_the_least_rows_of_the_chip() -> None:
+    assert Buckets(32, 512, min_rows=4).decoding == [4, 8, 16, 32]
+    assert Buckets(1, 16, min_rows=4).largest_rows == 4
+
+
 def test_buckets_are_few() -> None:
     buckets = Buckets(32, 512)
     assert buckets.decoding == [1, 4, 8, 16, 32]

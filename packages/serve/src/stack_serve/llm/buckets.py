@@ -18,7 +18,7 @@ _LEAST_VERIFIED_TOKENS = 8
 class Buckets:
     """Row and token counts for which steps are compiled.
 
-    A decoding step, with one token per row, has 1 row or a power of two >= 4. A step with prompt chunks has
+    A decoding step, with one token per row, has `min_rows` rows or a power of two >= 4. A step with prompt chunks has
     `largest_rows` rows, since empty rows are cheap, and 2**k tokens, or 1.5 * 2**k if 2**k >= 128. Logits are
     expensive, so either 8 rows or all rows are sampled after such a step. A step that verifies drafts has
     `largest_rows` rows and 8 * 4**k tokens.
@@ -27,11 +27,13 @@ class Buckets:
       max_rows: maximum number of rows per step.
       max_tokens: maximum number of tokens per step, at least `max_rows`.
       max_drafts: maximum number of drafted tokens per row; 0 without speculation.
+      min_rows: minimum number of rows of a decoding step.
     """
 
     max_rows: int
     max_tokens: int
     max_drafts: int = 0
+    min_rows: int = 1
 
     @property
     def largest_rows(self) -> int:
@@ -45,7 +47,7 @@ class Buckets:
 
     def of_decoding(self, rows: int) -> int:
         """Returns the smallest row bucket for a decoding step."""
-        return 1 if rows == 1 else max(_LEAST_DECODING, _power_of_two(rows))
+        return 1 if rows == self.min_rows == 1 else max(_LEAST_DECODING, self.min_rows, _power_of_two(rows))
 
     def of_prompts(self, tokens: int) -> int:
         """Returns the smallest token bucket for a step with prompt chunks."""

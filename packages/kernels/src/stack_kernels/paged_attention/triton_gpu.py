@@ -112,8 +112,10 @@ def _max_keys(call: OpCall) -> int:
     return int(call.arrays["block_tables"].shape[1] * keys)
 
 
-def _default(call: OpCall, chip: Chip) -> DecodeTiles:
+def _default(call: OpCall, chip: Chip) -> DecodeTiles | None:
     """Splits sequences until the GPU is busy, while each part has enough keys."""
+    if unquantized(call, chip) is not True:
+        return None
     query, pages = call.arrays["query"], call.arrays["key_pages"]
     programs = query.shape[0] * pages.shape[call.options["layout"].index("h")]
     splits = 1
@@ -123,7 +125,9 @@ def _default(call: OpCall, chip: Chip) -> DecodeTiles:
 
 
 def _space(call: OpCall, chip: Chip) -> Iterator[DecodeTiles]:
-    yield _default(call, chip)
+    if (default := _default(call, chip)) is None:
+        return
+    yield default
     for keys in (128, 64, 32):
         for splits in (1, 2, 4, 8, 16):
             for warps in (4, 2, 8):

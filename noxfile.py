@@ -61,7 +61,16 @@ NO_PARITY = "--ignore=integration_tests/parity"
 # A file of tests and the clients that it needs. The messages of tritonclient and kserve need an older protobuf than
 # `constraints/` pins.
 CLIENTS = {
+    "agents": (
+        "test_agents.py",
+        "litellm>=1.110,<2",
+        "openai-agents>=0.24,<0.25",
+        "langgraph>=1.2,<2",
+        "langchain-openai>=1.7,<2",
+        "smolagents>=1.26,<2",
+    ),
     "inference-protocol": ("test_clients.py", "tritonclient[http,grpc]>=2.73,<3", "kserve>=0.21,<0.22"),
+    "lm-eval": ("test_lm_eval.py", "lm_eval[api]>=0.4.13,<0.5", "transformers>=5,<6"),
     "schemathesis": ("test_schemathesis.py", "schemathesis>=4.32,<5", "openapi-spec-validator>=0.9,<1"),
 }
 # Extras of stack-rl with other people's environments; some pin versions that `constraints/` does not have.

@@ -158,7 +158,7 @@ def _attention(
     axes = layout[:-1]
     strides = {axis: int(np.prod([sizes[after] for after in axes[place + 1 :]])) for place, axis in enumerate(axes)}
     pools = [pool.reshape(-1, head_dim) for pool in (key_pages, value_pages) if pool is not None]
-    sinks = [] if call["sinks"] is None else [call["sinks"].astype(jnp.float32)]
+    sinks: list[Any] = [] if call["sinks"] is None else [call["sinks"].astype(jnp.float32)]
     step = _Step(
         group=heads // sizes["h"],
         slots=sizes["s"],

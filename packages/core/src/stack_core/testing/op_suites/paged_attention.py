@@ -188,7 +188,8 @@ _DECODED, _PROMPTS = ((1, 100), (1, 1), (1, 64), (1, 33)), ((1, 100), (40, 40), 
 
 
 def _in_pages(name: str, *sequences: tuple[int, int], layout: str = "phsd", **rest: Any) -> OpCase:
-    return _paged_case(f"{name}_{layout}", *sequences, layout=layout, **{"sizes": (4, 2, 16, 128), **rest})
+    options: dict[str, Any] = {"sizes": (4, 2, 16, 128), **rest}
+    return _paged_case(f"{name}_{layout}", *sequences, layout=layout, **options)
 
 
 _FOR_ACCELERATORS = in_tiles(

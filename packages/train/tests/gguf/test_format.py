@@ -86,6 +86,16 @@ def test_quantized_matrices_are_read_as_the_format_dequantizes_them(tmp_path, st
     assert size < 30_000 + sum(value.size for value in before.values()) * bits / 8 * 1.1
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_matrix_of_the_logits_keeps_eight_bits_beside_four(tmp_path, tied):
+    make_run(tmp_path / "run", tie_embeddings=tied)
+    FORMAT.export_run(tmp_path / "run", tmp_path / "model.gguf", stored="Q4_0")
+    types = {each.name: each.tensor_type.name for each in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    assert types["token_embd.weight"] == ("Q8_0" if tied else "Q4_0")
+    assert types.get("output.weight") == (None if tied else "Q8_0")
+    assert types["blk.0.ffn_down.weight"] == "Q4_0"
+
+
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
 def test_types_that_llama_cpp_writes_are_read(tmp_path, kind):
     """Blocks of random bytes are as good as any: each stands for numbers."""

@@ -46,7 +46,8 @@ _FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7}
 class GgufFormat:
     """The model format `gguf:FILE` of llama.cpp; requires stack-train[gguf].
 
-    Matrices are written as F16, Q8_0 or Q4_0. Vectors and routers are F32, and matrices whose rows do not divide into
+    Matrices are written as F16, Q8_0 or Q4_0. With Q4_0, the matrix that computes the logits is Q8_0: the head, or the
+    embedding of a model with tied embeddings. Vectors and routers are F32, and matrices whose rows do not divide into
     quantization blocks are F16. All types that the `gguf` package can dequantize are read, as float32. A file contains
     the tokenizer and its chat template. Imports hold one parameter in memory; exports load the model and convert one
     tensor at a time.
@@ -188,7 +189,11 @@ def _tensors(
                 return architecture.stored(name, view, heads)
 
             own = architecture.name_of(name)
-            yield _Tensor(own, shape, _type_of(gguf, own, shape, stored), read)
+            # As in llama.cpp, the logits lose too much with four bits. It takes Q6_K if rows divide into blocks of 256,
+            # else Q8_0; the `gguf` package does not quantize to Q6_K.
+            computes_logits = name == ("model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight")
+            kind = "Q8_0" if stored == "Q4_0" and computes_logits else stored
+            yield _Tensor(own, shape, _type_of(gguf, own, shape, kind), read)
     if isinstance(config.rope_scaling, ops.Llama3Scaling):
         factors = _rope_factors(config.rope_scaling, config)
         yield _Tensor(ROPE_FREQUENCIES, factors.shape, gguf.GGMLQuantizationType.F32, lambda: factors)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import qwix
 
-from stack_quant import ArraySpec, dequantize, quantize
+from stack_quant import ArraySpec, dequantize, quantize_array
 
 DRAWS = 5
 ROUNDING = 1e-5
@@ -50,7 +50,7 @@ def ours(name: tuple[str, str] | None, axis: int, tile: int | None) -> Map:
     if name is None:
         return lambda array: array
     spec = ArraySpec(type=name[1], channel_axes=(1 - axis,), tiles={axis: tile} if tile else {})
-    return lambda array: dequantize(quantize(array, spec))
+    return lambda array: dequantize(quantize_array(array, spec))
 
 
 def program(blocks: list[tuple[jax.Array, jax.Array]], x: jax.Array, of_weights: Map, of_activations: Map) -> jax.Array:

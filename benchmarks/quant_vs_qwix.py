@@ -213,11 +213,11 @@ def _by_qwix(kind: str, axis: int, tile: int | None) -> Callable[[Any], Any]:
 def _quantizers(scheme: Scheme, weight: Any, *, jitted: bool) -> dict[str, tuple[Callable[[], Any], int | None]]:
     import jax
 
-    from stack_quant import ArraySpec, quantize
+    from stack_quant import ArraySpec, quantize_array
 
     tiles: dict[int, int] = {} if scheme.tile is None else {0: scheme.tile}
     spec = ArraySpec(type=scheme.weights[1], channel_axes=(1,), tiles=tiles)
-    functions = {OURS: functools.partial(quantize, spec=spec), QWIX: _by_qwix(scheme.weights[0], 0, scheme.tile)}
+    functions = {OURS: functools.partial(quantize_array, spec=spec), QWIX: _by_qwix(scheme.weights[0], 0, scheme.tile)}
     wrap: Callable[..., Any] = jax.jit if jitted else lambda function: function
     return {name: (functools.partial(wrap(function), weight), None) for name, function in functions.items()}
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from stack_quant import ArraySpec, blocks, dequantize, fake_quantize, quantize
+from stack_quant import ArraySpec, blocks, dequantize, fake_quantize, quantize_array
 
 SPECS = (
     ArraySpec(channel_axes=(0, 2)),
@@ -39,7 +39,7 @@ def main() -> None:
     values = np.random.default_rng(0).normal(size=(3, 256, 64)).astype(np.float32)
     for fewest_entries in (2**20, 2**10):
         blocks._FEWEST_ENTRIES = fewest_entries
-        expected = [quantize(jnp.asarray(values), spec) for spec in SPECS]
+        expected = [quantize_array(jnp.asarray(values), spec) for spec in SPECS]
         every = "all" in sys.argv
         for place, (axis_type, layout) in enumerate(EVERY if every else FEW[fewest_entries]):
             mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(axis_type,) * 2)
@@ -47,22 +47,22 @@ def main() -> None:
             x = jax.device_put(values, sharding)
             pairs = list(zip(SPECS, expected, strict=True))
             for spec, alone in pairs if every else pairs[place::2]:
-                found = quantize(x, spec)
+                found = quantize_array(x, spec)
                 compare(found, alone, sharding)
                 with jax.set_mesh(mesh):
                     np.testing.assert_array_equal(dequantize(found), dequantize(alone))
                     if axis_type == AxisType.Explicit:
-                        compare(quantize(x, spec), alone, sharding)
+                        compare(quantize_array(x, spec), alone, sharding)
 
 
 def in_traced_programs() -> None:
     """On a mesh as `jax.make_mesh` makes it, whose axes are Explicit; nf4 has codes, scales and tables to spread."""
     values = np.random.default_rng(0).normal(size=(3, 256, 64)).astype(np.float32)
     spec = ArraySpec(type="nf4", channel_axes=(0, 2), tiles={1: 64}, double_quantized=True)
-    alone = quantize(jnp.asarray(values), spec)
+    alone = quantize_array(jnp.asarray(values), spec)
     with jax.set_mesh(jax.make_mesh((8,), ("fsdp",))):
         x = jax.device_put(values, P(None, "fsdp", None))  # shards of half a tile
-        found = jax.jit(quantize, static_argnames="spec")(x, spec=spec)
+        found = jax.jit(quantize_array, static_argnames="spec")(x, spec=spec)
         compare(found, alone, x.sharding)
         gradient = jax.grad(lambda x: jnp.sum(fake_quantize(x, spec) * x))(x)
         assert gradient.sharding == x.sharding

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_quant import ArraySpec, dequantize, quantize
+from stack_quant import ArraySpec, dequantize, quantize_array
 from stack_quant.blocks import Blocks
 from stack_quant.calibrate import calibrate
 
@@ -53,7 +53,7 @@ def test_mse_is_never_worse_than_absmax(kind: str) -> None:
 
     def error(calibration: str) -> float:
         spec = ArraySpec(type=kind, channel_axes=(1,), calibration=calibration)
-        return float(jnp.linalg.norm(dequantize(quantize(x, spec)) - x))
+        return float(jnp.linalg.norm(dequantize(quantize_array(x, spec)) - x))
 
     assert error("mse") < 0.97 * error("absmax")
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from stack_core.abi.errors import ArgumentError, UnknownName
-from stack_quant import ArraySpec, Range, dequantize, fake_quantize, quantize
+from stack_quant import ArraySpec, Range, dequantize, fake_quantize, quantize_array
 from stack_quant import blocks as blocks_module
 from stack_quant.qtypes import QTYPES
 
@@ -22,7 +22,7 @@ def drawn(shape: tuple[int, ...], dtype: Any = jnp.float32, std: float = 1.0, se
 
 def error(spec: ArraySpec, x: jax.Array, **settings: Any) -> float:
     exact = np.asarray(x, np.float64)
-    found = np.asarray(dequantize(quantize(x, spec, **settings), jnp.float32), np.float64)
+    found = np.asarray(dequantize(quantize_array(x, spec, **settings), jnp.float32), np.float64)
     return float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
 
 
@@ -76,7 +76,7 @@ def test_tiles_of_zeros_and_of_subnormals(name: str, symmetric: bool) -> None:
     size = QTYPES[name].block_size or 8
     x = jnp.zeros((4, size, 2)).at[1].set(1e-40).at[2].set(1.0).at[3].set(1e37)
     spec = ArraySpec(type=name, channel_axes=(0, 2), tiles={1: size}, symmetric=symmetric)
-    found = np.asarray(dequantize(quantize(x, spec)))
+    found = np.asarray(dequantize(quantize_array(x, spec)))
     np.testing.assert_array_equal(found[0], 0)
     np.testing.assert_allclose(found[1], 0, atol=1e-37)
     for place, value in ((2, 1.0), (3, 1e37)):
@@ -89,14 +89,14 @@ def test_nan_and_infinities_are_named() -> None:
         with pytest.raises(
             ArgumentError, match=r"layers/3/mlp holds 1 NaN and 1 infinite .* of 32, the first at \(1, 2\)"
         ):
-            quantize(x, ArraySpec(calibration=calibration), name="layers/3/mlp")
+            quantize_array(x, ArraySpec(calibration=calibration), name="layers/3/mlp")
     with pytest.raises(ArgumentError, match="w has dtype int32; only floating"):
-        quantize(jnp.ones(3, jnp.int32), ArraySpec(), name="w")
+        quantize_array(jnp.ones(3, jnp.int32), ArraySpec(), name="w")
 
 
 @pytest.mark.parametrize("name", QTYPES)
 def test_compiled_programs_do_not_hide_what_is_not_finite(name: str) -> None:
-    run = jax.jit(lambda x: dequantize(quantize(x, tiled(name, tile_size=32))))
+    run = jax.jit(lambda x: dequantize(quantize_array(x, tiled(name, tile_size=32))))
     for value in (np.nan, np.inf, -np.inf):
         found = run(drawn((64, 2)).at[3, 0].set(value))
         assert np.all(np.isnan(found[:16, 0]) | np.isinf(found[:16, 0]))
@@ -113,7 +113,7 @@ def test_stochastic_rounding_clips_nothing(name: str) -> None:
             continue
         x = drawn((32, 4))
         keys = jax.random.split(jax.random.key(1), 2000)
-        found = jax.jit(jax.vmap(lambda key, x=x, spec=spec: dequantize(quantize(x, spec, key=key))))(keys)
+        found = jax.jit(jax.vmap(lambda key, x=x, spec=spec: dequantize(quantize_array(x, spec, key=key))))(keys)
         found = np.asarray(found, np.float64)
         # Of the mean of values that are either of two, half a step apart at most from their mean.
         most = 5 * found.std(axis=0) / np.sqrt(len(keys)) + 1e-3 * np.abs(np.asarray(x)).max()
@@ -124,7 +124,7 @@ def test_a_given_range_is_used() -> None:
     x = drawn((8, 4))
     for ends, high in (("fitted", 127), ("exact", 127), ("half_step", 127.5)):
         span = Range(None, jnp.full((1, 1), high, jnp.float32))
-        found = quantize(100 * x, ArraySpec(range_ends=ends), range=span)
+        found = quantize_array(100 * x, ArraySpec(range_ends=ends), range=span)
         np.testing.assert_array_equal(found.codes, np.clip(np.round(100 * x), -127, 127))
 
 
@@ -147,7 +147,7 @@ def test_constants_stay_exact_and_each_tile_has_the_smaller_error(name: str, sym
 
     def rounded(ends: str) -> np.ndarray:
         spec = ArraySpec(type=name, channel_axes=(1,), tiles={0: 8}, symmetric=symmetric, range_ends=ends)
-        found = dequantize(quantize(x, spec))
+        found = dequantize(quantize_array(x, spec))
         np.testing.assert_array_equal(fake_quantize(x, spec), found)
         return np.asarray(found, np.float64)
 
@@ -164,7 +164,7 @@ def test_constants_stay_exact_and_each_tile_has_the_smaller_error(name: str, sym
 @pytest.mark.parametrize(("name", "bound"), [("int8", 127.5), ("int4", 7.5), ("int2", 1.5)])
 def test_half_step_is_qwix_convention(name: str, bound: float) -> None:
     x = drawn((128, 4))
-    found = quantize(x, ArraySpec(type=name, channel_axes=(1,), range_ends="half_step"))
+    found = quantize_array(x, ArraySpec(type=name, channel_axes=(1,), range_ends="half_step"))
     np.testing.assert_allclose(found.scale, np.abs(x).max(axis=0, keepdims=True) / bound, rtol=1e-6)
 
 
@@ -176,7 +176,7 @@ def test_the_ends_of_a_range_are_no_ties(ends: str) -> None:
     for name, most in largest.items():
         for factor in (1 - 2e-7, 1, 1 + 2e-7):
             span = Range(None, jnp.full(1, factor, jnp.float32))
-            found = quantize(x, ArraySpec(type=name, range_ends=ends), range=span).codes.astype(jnp.int8)
+            found = quantize_array(x, ArraySpec(type=name, range_ends=ends), range=span).codes.astype(jnp.int8)
             assert (found[0], found[2], found[3]) == (-most, most, -most)
 
 
@@ -197,13 +197,13 @@ def test_range_ends_that_cannot_act_are_refused(settings: Any, error: type[Excep
 )
 def test_blocks_give_the_same(spec: ArraySpec, monkeypatch: pytest.MonkeyPatch) -> None:
     x = drawn((256, 64))
-    whole = quantize(x, spec)
+    whole = quantize_array(x, spec)
     monkeypatch.setattr(blocks_module, "_FEWEST_ENTRIES", 2**10)
     assert blocks_module.blocks(spec.tiling(x.shape), (0, 1)).count > 1
-    for one, other in zip(jax.tree.leaves(quantize(x, spec)), jax.tree.leaves(whole), strict=True):
+    for one, other in zip(jax.tree.leaves(quantize_array(x, spec)), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(np.asarray(one).astype(float), np.asarray(other).astype(float), rtol=1e-6)
     repeating = jnp.tile(x[:128], (2, 1))
-    halves = np.asarray(quantize(repeating, spec, key=jax.random.key(0)).codes).astype(float)
+    halves = np.asarray(quantize_array(repeating, spec, key=jax.random.key(0)).codes).astype(float)
     assert not np.array_equal(halves[:128], halves[128:])
 
 
@@ -254,7 +254,7 @@ def in_blocks(x: jax.Array, spec: ArraySpec) -> Any:
 def test_fake_quantization_is_straight_through_within_the_range() -> None:
     x = jnp.asarray([[-3.0, -0.4, 0.2, 1.0, 2.5]])
     spec = ArraySpec(calibration="fixed,1")
-    np.testing.assert_array_equal(fake_quantize(x, spec), dequantize(quantize(x, spec)))
+    np.testing.assert_array_equal(fake_quantize(x, spec), dequantize(quantize_array(x, spec)))
     np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(3 * fake_quantize(x, spec)))(x), [[0, 3, 3, 3, 0]])
     np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(fake_quantize(x, ArraySpec())))(x), np.ones((1, 5)))
     _, tangent = jax.jvp(lambda x: fake_quantize(x, spec), (x,), (jnp.ones_like(x),))
@@ -263,10 +263,10 @@ def test_fake_quantization_is_straight_through_within_the_range() -> None:
 
 def test_under_jit_vmap_and_shapes_alone() -> None:
     x, spec = drawn((3, 128, 8)), ArraySpec(type="int4", channel_axes=(1,), tiles={0: 32})
-    found = jax.jit(jax.vmap(lambda x: quantize(x, spec)))(x)
-    expected = quantize(x, ArraySpec(type="int4", channel_axes=(0, 2), tiles={1: 32}))
+    found = jax.jit(jax.vmap(lambda x: quantize_array(x, spec)))(x)
+    expected = quantize_array(x, ArraySpec(type="int4", channel_axes=(0, 2), tiles={1: 32}))
     np.testing.assert_array_equal(found.codes.astype(jnp.int8), expected.codes.astype(jnp.int8))
-    abstract = jax.eval_shape(lambda x: quantize(x, spec), x[0])
+    abstract = jax.eval_shape(lambda x: quantize_array(x, spec), x[0])
     assert (abstract.shape, abstract.scale.shape, abstract.dtype) == ((128, 8), (4, 8), "float32")
 
 

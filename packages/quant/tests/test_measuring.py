@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from stack_core import ops
-from stack_quant.conversion import quantize
+from stack_quant.conversion import quantize_array
 from stack_quant.errors import QuantError, RuleError
 from stack_quant.model import quantize_function, quantize_model, report
 from stack_quant.qarray import dequantize
@@ -56,7 +56,7 @@ def test_a_range_that_was_measured_at_one_size_serves_another() -> None:
     assert float(span.high[0]) == largest(x for (x,) in wide)
     x = batch(9, 1, 4) / 8
     found = jax.jit(quantized.apply)(quantized.params, x)
-    codes = quantize(x, ArraySpec(), range=Range(None, span.high.reshape(1, 1, 1)))
+    codes = quantize_array(x, ArraySpec(), range=Range(None, span.high.reshape(1, 1, 1)))
     np.testing.assert_allclose(found, dequantize(codes) @ dequantize(quantized.params), rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(quantized(1e8 * x), quantized(1e9 * x))  # all is beyond the range
     assert [row.operands for row in report(quantized).operations] == [("int8 static", "int8")]
@@ -304,8 +304,8 @@ def test_shapes_have_shapes_of_ranges() -> None:
 
 def test_training_finds_them_at_each_call() -> None:
     quantized = quantize_function(product, W, static(), (BATCHES[0],), method="qat")
-    codes = quantize(BATCHES[0], ArraySpec(range_ends="exact"))
-    weight = quantize(W, ArraySpec(channel_axes=(1,)))
+    codes = quantize_array(BATCHES[0], ArraySpec(range_ends="exact"))
+    weight = quantize_array(W, ArraySpec(channel_axes=(1,)))
     expected = dequantize(codes) @ dequantize(weight)
     np.testing.assert_allclose(quantized(BATCHES[0]), expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(RuleError, match="method 'qt' finds the range of each row at each step"):
@@ -329,6 +329,6 @@ def test_a_module_keeps_them_with_its_variables() -> None:
     span = Range(None, 2 * span.reshape(1, 1, 1))
     state["static_ranges"] = jax.tree.map(lambda end: 2 * end, state["static_ranges"])
     x = BATCHES[2]
-    expected = dequantize(quantize(x, ArraySpec(), range=span))
+    expected = dequantize(quantize_array(x, ArraySpec(), range=span))
     found = jax.jit(lambda state, x: nnx.merge(graph, state)(x))(state, x)
     np.testing.assert_allclose(found, expected @ dequantize(quantized.kernel.get_value()), rtol=1e-4, atol=1e-5)

@@ -11,7 +11,7 @@ from stack_core import ops
 from stack_core.abi.ops import OpImplementation
 from stack_core.abi.plugins import registries
 from stack_core.testing import TOLERANCES, assert_close
-from stack_quant import ArraySpec, dequantize, quantize
+from stack_quant import ArraySpec, dequantize, quantize_array
 from stack_quant.qtypes import QTYPES
 
 
@@ -27,7 +27,7 @@ def drawn(*shape: int) -> jax.Array:
 
 @pytest.mark.parametrize("name", QTYPES)
 def test_the_view_is_the_array(name: str) -> None:
-    array = quantize(drawn(64, 6), spec_of(name))
+    array = quantize_array(drawn(64, 6), spec_of(name))
     view = array.__stack_qview__()
     assert view.qvalue.dtype == QTYPES[name].code_dtype and view.qvalue.shape == array.shape == (64, 6)
     codes = np.asarray(view.qvalue.astype(jnp.float32))
@@ -38,7 +38,7 @@ def test_the_view_is_the_array(name: str) -> None:
 
 
 def test_numpy_sees_what_it_stands_for() -> None:
-    array = quantize(drawn(16, 6).astype(jnp.bfloat16), spec_of("int4"))
+    array = quantize_array(drawn(16, 6).astype(jnp.bfloat16), spec_of("int4"))
     for dtype in (None, np.float64):
         found = np.asarray(array, dtype)
         assert found.dtype == (dtype or jnp.bfloat16) and found.shape == (16, 6)
@@ -49,7 +49,7 @@ def test_numpy_sees_what_it_stands_for() -> None:
 
 @pytest.mark.parametrize("index", [3, -1, np.int32(-2), jnp.asarray([[0, -1], [5, 20]]), np.array([1], np.uint8)])
 def test_rows_are_taken_from_codes(index: object) -> None:
-    array = quantize(drawn(16, 6), spec_of("int8"))
+    array = quantize_array(drawn(16, 6), spec_of("int8"))
     np.testing.assert_allclose(array[index], dequantize(array)[index], rtol=1e-6)
     mapped = jax.vmap(lambda index: array[index])(jnp.asarray([3, -1]))
     np.testing.assert_allclose(mapped, dequantize(array)[jnp.asarray([3, -1])], rtol=1e-6)
@@ -62,7 +62,7 @@ def test_rows_are_taken_from_codes(index: object) -> None:
 
 @pytest.mark.parametrize("name", QTYPES)
 def test_stacks_slice_under_scan(name: str) -> None:
-    stack = quantize(drawn(3, 64, 6), spec_of(name, 0))
+    stack = quantize_array(drawn(3, 64, 6), spec_of(name, 0))
     x = drawn(2, 64)
     _, found = jax.jit(lambda x, stack: jax.lax.scan(lambda x, layer: (x, ops.linear(x, layer)), x, stack))(x, stack)
     for place in range(3):
@@ -76,20 +76,20 @@ def test_stacks_slice_under_scan(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "bits"), [("int3", 3), ("int4", 4), ("int8", 8), ("nf4", 4), ("fp4", 4)])
 def test_bytes_are_those_of_its_bits(name: str, bits: int) -> None:
-    assert quantize(drawn(64, 16), spec_of(name)).nbytes == 64 * 16 * bits // 8 + 8 * 16 * 4
+    assert quantize_array(drawn(64, 16), spec_of(name)).nbytes == 64 * 16 * bits // 8 + 8 * 16 * 4
     if name != "int8":
         assert (
-            quantize(drawn(64, 16), spec_of(name, double_quantized=True)).nbytes
+            quantize_array(drawn(64, 16), spec_of(name, double_quantized=True)).nbytes
             == 64 * 16 * bits // 8 + 8 * 16 + 16 * 4
         )
 
 
 def test_what_scales_and_schemes_are() -> None:
-    assert quantize(drawn(64, 6), spec_of("nvfp4")).scale.dtype == "float8_e4m3fn"
-    assert quantize(drawn(64, 6), spec_of("nvfp4")).scale_unit.shape == (1, 6)
-    mx = quantize(drawn(64, 6), spec_of("mxfp4"))
+    assert quantize_array(drawn(64, 6), spec_of("nvfp4")).scale.dtype == "float8_e4m3fn"
+    assert quantize_array(drawn(64, 6), spec_of("nvfp4")).scale_unit.shape == (1, 6)
+    mx = quantize_array(drawn(64, 6), spec_of("mxfp4"))
     assert mx.scale.dtype == "float8_e8m0fnu" and mx.scale_unit is None and mx.scheme == "mxfp4/t32"
-    asymmetric = quantize(drawn(64, 6), spec_of("int4", symmetric=False))
+    asymmetric = quantize_array(drawn(64, 6), spec_of("int4", symmetric=False))
     assert asymmetric.zero_point.dtype == "int8" and asymmetric.zero_point.shape == asymmetric.scale.shape
     assert (asymmetric.ndim, asymmetric.size, asymmetric.dtype) == (2, 384, "float32")
 
@@ -105,7 +105,7 @@ def test_ops_take_it_in_value_and_gradient(symmetric: bool, name: str, implement
     if not symmetric and not QTYPES[name].is_integer:
         pytest.skip("the type has no zero point")
     found: OpImplementation = registries.ops[implementation]
-    weight, x = quantize(drawn(64, 6), spec_of(name, symmetric=symmetric)), drawn(5, 64)
+    weight, x = quantize_array(drawn(64, 6), spec_of(name, symmetric=symmetric)), drawn(5, 64)
     if not implementation.endswith(("reference", "quantized")):
         pytest.skip(f"{implementation} takes no quantized operand")
 
@@ -131,7 +131,7 @@ def test_orbax_saves_and_restores_codes_of_four_bits(name: str, most: float, tmp
     orbax = pytest.importorskip("orbax.checkpoint", reason="needs orbax: install stack-quant[flax]")
     weight = drawn(256, 32)
     spec = ArraySpec(type=name, channel_axes=(1,), tiles={0: 64}, double_quantized=True)
-    saved = {"kernel": quantize(weight, spec)}
+    saved = {"kernel": quantize_array(weight, spec)}
     with orbax.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "checkpoint", saved)
         places = jax.tree.map(lambda leaf: orbax.ArrayRestoreArgs(dtype=leaf.dtype, sharding=leaf.sharding), saved)
@@ -161,7 +161,7 @@ TAKEN = {
 )
 def test_values_and_gradients_are_those_of_what_it_stands_for(op: str, name: str) -> None:
     shape, call = TAKEN[op]
-    x, weight = drawn(5, 64), quantize(drawn(*shape), spec_of(name, *range(len(shape) - 2)))
+    x, weight = drawn(5, 64), quantize_array(drawn(*shape), spec_of(name, *range(len(shape) - 2)))
     found, expected = (
         jax.value_and_grad(lambda x, w=w: jnp.sum(call(x, w) ** 2))(x) for w in (weight, dequantize(weight))
     )

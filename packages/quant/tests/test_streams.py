@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from stack_core.abi.errors import ArgumentError, ShapeError
-from stack_quant import ArraySpec, dequantize, quantize
+from stack_quant import ArraySpec, dequantize, quantize_array
 from stack_quant.streams import empty_statistics, observe, observed_range
 
 BATCHES = [
@@ -41,16 +41,16 @@ def test_averages_over_batches() -> None:
 def test_a_range_serves_other_batch_and_sequence_sizes() -> None:
     spec = ArraySpec(channel_axes=(-1,))
     x = BATCHES[0][:1, :3] / 4
-    found = dequantize(quantize(x, spec, range=range_over(spec)))
+    found = dequantize(quantize_array(x, spec, range=range_over(spec)))
     assert found.shape == (1, 3, 6) and float(jnp.abs(found - x).max()) < 0.1
-    np.testing.assert_array_equal(dequantize(quantize(x[:, :1], spec, range=range_over(spec))), found[:, :1])
+    np.testing.assert_array_equal(dequantize(quantize_array(x[:, :1], spec, range=range_over(spec))), found[:, :1])
 
 
 def test_no_batch_is_no_range_and_nan_is_not_forgotten() -> None:
     spec = ArraySpec()
     statistics = empty_statistics(spec, (2, 3))
     with pytest.raises(ArgumentError, match=r"mlp/x: the range .* Observe at least one batch"):
-        quantize(jnp.ones((2, 3)), spec, range=observed_range(statistics), name="mlp/x")
+        quantize_array(jnp.ones((2, 3)), spec, range=observed_range(statistics), name="mlp/x")
     for batch in (jnp.full((2, 3), jnp.nan), jnp.ones((2, 3))):
         statistics = observe(statistics, batch, spec)
     assert jnp.isnan(observed_range(statistics).high).all()

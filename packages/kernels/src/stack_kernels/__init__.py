@@ -1,7 +1,22 @@
-"""Fast implementations of stack's ops for TPU, GPU and CPU, and tuned tables that choose an implementation."""
+"""Fast implementations of stack's ops for TPU, GPU and CPU, and tuned tables that choose among them.
 
-import importlib
-from typing import TYPE_CHECKING, Any
+Installing the package is enough: models that call ops use its implementations. Which one, and why::
+
+    import jax
+    import jax.numpy as jnp
+
+    import stack_kernels
+    from stack_core import ops
+
+    x, weight = jnp.ones((64, 512), jnp.bfloat16), jnp.ones((512, 2048), jnp.bfloat16)
+    print(jax.jit(ops.linear)(x, weight).shape)
+    print(ops.explain(ops.linear, x, weight))
+    print(stack_kernels.expected("linear", {"x": (8, 4096), "weight": (4096, 14336)}, "h200"))
+"""
+
+from typing import TYPE_CHECKING
+
+from stack_core.exports import lazy_exports
 
 if TYPE_CHECKING:
     from stack_kernels.expectations import expected as expected
@@ -10,19 +25,15 @@ if TYPE_CHECKING:
     from stack_kernels.tuning.sources import tuned as tuned
     from stack_kernels.user_kernels import implementation as implementation
 
-__all__ = ["expected", "implementation", "tune", "tuned", "untyped"]
-
-# Imported on first use: importing this package imports no jax.
-_MODULES = {
-    "expected": "expectations",
-    "implementation": "user_kernels",
-    "tune": "tuning.search",
-    "tuned": "tuning.sources",
-    "untyped": "mesh_types",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    __version__: str
+else:
+    __all__, __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "stack_kernels.expectations": ["expected"],
+            "stack_kernels.mesh_types": ["untyped"],
+            "stack_kernels.tuning.search": ["tune"],
+            "stack_kernels.tuning.sources": ["tuned"],
+            "stack_kernels.user_kernels": ["implementation"],
+        },
+    )

@@ -1,7 +1,22 @@
-"""Profiler for JAX programs: traces joined with the compiled program and the Python source."""
+"""Profiler for JAX programs: traces joined with the compiled program and the Python source.
 
-import importlib
-from typing import TYPE_CHECKING, Any
+Capture a block, then ask for lines, layers, idle time or the report (the value of a notebook cell shows it)::
+
+    import jax
+    import jax.numpy as jnp
+
+    import stack_profile
+    from stack_profile.analyses.ops import ops
+
+    step, x = jax.jit(lambda x: jnp.tanh(x @ x)), jnp.ones((256, 256))
+    with stack_profile.capture("profile") as captured:
+        x = step(x)
+    print(ops(stack_profile.load_trace(captured.wait()), by="line"))
+"""
+
+from typing import TYPE_CHECKING
+
+from stack_core.exports import lazy_exports
 
 if TYPE_CHECKING:
     from stack_profile.captures.capture import Capture as Capture
@@ -17,39 +32,16 @@ if TYPE_CHECKING:
     from stack_profile.traces.trace import Trace as Trace
     from stack_profile.traces.trace import load_trace as load_trace
 
-__all__ = [
-    "AnomalyConfig",
-    "Capture",
-    "CaptureError",
-    "CaptureWarning",
-    "Listener",
-    "ProfileError",
-    "Trace",
-    "TraceError",
-    "Watch",
-    "capture",
-    "listen",
-    "load_trace",
-]
-
-# Imported on first use: `stack --help` imports this package for its plugin and must not import numpy.
-_MODULES = {
-    "AnomalyConfig": "captures.slow_steps",
-    "Capture": "captures.capture",
-    "CaptureError": "errors",
-    "CaptureWarning": "captures.capture",
-    "Listener": "captures.listener",
-    "ProfileError": "errors",
-    "Trace": "traces.trace",
-    "TraceError": "errors",
-    "Watch": "captures.watch",
-    "capture": "captures.capture",
-    "listen": "captures.listener",
-    "load_trace": "traces.trace",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    __version__: str
+else:
+    __all__, __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "stack_profile.captures.capture": ["Capture", "CaptureWarning", "capture"],
+            "stack_profile.captures.listener": ["Listener", "listen"],
+            "stack_profile.captures.slow_steps": ["AnomalyConfig"],
+            "stack_profile.captures.watch": ["Watch"],
+            "stack_profile.errors": ["CaptureError", "ProfileError", "TraceError"],
+            "stack_profile.traces.trace": ["Trace", "load_trace"],
+        },
+    )

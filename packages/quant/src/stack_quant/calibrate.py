@@ -250,7 +250,7 @@ def _squared_error(
 ) -> jax.Array:
     values, scale = entries.astype(jnp.float32), tiles.split(scale)
     if zero_point is None:
-        # Symmetric codes omit the least integer, as in `quantize`.
+        # Symmetric codes omit the least integer, as in `quantize_array`.
         return jnp.square(snap(values / scale, kind, smallest=-kind.largest) * scale - values)
     zero = tiles.split(zero_point).astype(jnp.float32)
     return jnp.square((snap(values / scale + zero, kind) - zero) * scale - values)

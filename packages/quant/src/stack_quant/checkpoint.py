@@ -17,12 +17,12 @@ from stack_core.abi.model_formats import open_model
 from stack_quant.calibration import STREAM_BATCHES
 from stack_quant.errors import QuantError
 from stack_quant.model import quantize_model, report
-from stack_quant.recipes import load_recipe, recipe_names
+from stack_quant.recipes import Rules, as_rules, recipe_names
 from stack_quant.rules import Rule
 from stack_quant.section import QuantConfig, Quantization
 from stack_quant.transform.coverage import Report
 
-__all__ = ["QuantizedCheckpoint", "quantize_checkpoint"]
+__all__ = ["QuantizedCheckpoint", "quantize", "quantize_checkpoint"]
 
 _SECTION = "quant"
 
@@ -52,9 +52,39 @@ class QuantizedCheckpoint:
     targets: int
 
 
+def quantize(
+    source: Any, recipe: Rules | None = None, *, out: str | Path | None = None, **options: Any
+) -> QuantizedCheckpoint:
+    """Quantizes a run or a checkpoint, as `stack quantize` does: `quantize("runs/mine", "w4a8")`.
+
+    `quantize_model` and `quantize_function` quantize models in memory, `quantize_array` single arrays.
+
+    Args:
+      source: address of the model, "DIR" or "FORMAT:DIR".
+      recipe: name of a recipe, path of a YAML file, or rules as `Rule` or mappings; None uses the recipe of the model's
+        quantized training.
+      out: run directory to write, which must not exist; None appends the recipe's name to the source: runs/mine-w4a8.
+      options: other options of `quantize_checkpoint`, such as `algorithm="gptq"`.
+
+    Raises:
+      QuantError: `source` is not an address, or rules were given without `out`.
+      StackError: as `quantize_checkpoint`.
+    """
+    if not isinstance(source, str | Path):
+        raise QuantError(
+            f"source is a {type(source).__name__}; expected the address of a run or checkpoint. Use quantize_model for "
+            "a model, quantize_function for a function of parameters, quantize_array for an array."
+        )
+    if out is None:
+        if not isinstance(recipe, str):
+            raise QuantError("The destination has no default without the name of a recipe. Set out to a new directory.")
+        out = f"{str(source).rpartition(':')[2].rstrip('/')}-{Path(recipe).stem}"
+    return quantize_checkpoint(str(source), recipe, Path(out), **options)
+
+
 def quantize_checkpoint(
     source: str,
-    recipe: str | None,
+    recipe: Rules | None,
     destination: Path,
     *,
     algorithm: str | None = None,
@@ -67,8 +97,8 @@ def quantize_checkpoint(
 
     Args:
       source: "DIR" or "FORMAT:DIR".
-      recipe: name of a recipe in `stack_quant.recipes` or path of a YAML file; None uses the recipe of the model's
-        quantized training.
+      recipe: name of a recipe in `stack_quant.recipes`, path of a YAML file, or rules; None uses the recipe of the
+        model's quantized training.
       destination: run directory to write, which must not exist.
       algorithm: algorithm of all rules with weights, as in `Rule`; None uses the recipe's own.
       data: address of the documents for calibration and evaluation; None uses the model's data.
@@ -85,7 +115,7 @@ def quantize_checkpoint(
     # Before the model is read and measured, which may take long.
     if destination.exists():
         raise ConversionError(f"{destination} exists already and is not overwritten. Choose a new directory.")
-    given = None if recipe is None else load_recipe(recipe)
+    given = None if recipe is None else as_rules(recipe)
     progress("reading the model", 0, 1)
     trained = open_model(source, data=data)
     rules = _rules(source, trained.sections.get(_SECTION), given)

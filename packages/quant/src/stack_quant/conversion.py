@@ -22,10 +22,10 @@ from stack_quant.scales import Range, Scales, scales
 from stack_quant.spec import ArraySpec
 from stack_quant.tiling import Tiling
 
-__all__ = ["encode_with", "fake_quantize", "quantize"]
+__all__ = ["encode_with", "fake_quantize", "quantize_array"]
 
 
-def quantize(
+def quantize_array(
     array: jax.Array,
     spec: ArraySpec,
     *,
@@ -196,10 +196,10 @@ def fake_quantize(
     array: jax.Array,
     spec: ArraySpec,
     *,
-    range: Range | None = None,  # noqa: A002 (as in `quantize`)
+    range: Range | None = None,  # noqa: A002 (as in `quantize_array`)
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes `dequantize(quantize(array))` in the array's dtype, with a straight-through gradient.
+    """Computes `dequantize(quantize_array(array))` in the array's dtype, with a straight-through gradient.
 
     The gradient is the gradient of `clip(array, low, high)`: one within the range, including its ends, and zero
     outside. The gradient of the range is zero.

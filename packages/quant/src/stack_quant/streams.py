@@ -3,7 +3,7 @@
 statistics = empty_statistics(spec, x.shape)
 for x in batches:
     statistics = observe(statistics, x, spec)          # pure: may run under jit and scan
-codes = quantize(x, spec, range=observed_range(statistics))
+codes = quantize_array(x, spec, range=observed_range(statistics))
 
 `quantize_model` does so for all activations of a model, given a `stream`.
 """
@@ -112,7 +112,7 @@ def merged(part: RangeStatistics, spec: ArraySpec, axis_names: Sequence[str]) ->
 
 
 def observed_range(statistics: RangeStatistics) -> Range:
-    """Returns the observed range for quantization; it is NaN before the first batch, which `quantize` rejects."""
+    """Returns the observed range for quantization; it is NaN before the first batch, which `quantize_array` rejects."""
     seen = statistics.weight > 0
     seen = jnp.expand_dims(seen, tuple(range(seen.ndim, statistics.high.ndim)))
     low, high = jax.tree.map(lambda end: jnp.where(seen, end, jnp.nan), (statistics.low, statistics.high))

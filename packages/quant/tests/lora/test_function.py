@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from stack_core import ops
-from stack_quant import quantize, quantize_function
+from stack_quant import quantize_array, quantize_function
 from stack_quant.errors import QuantError, RuleError
 from stack_quant.lora.function import adapt_function
 from stack_quant.spec import ArraySpec
@@ -31,7 +31,7 @@ def scanned(params, x):
 
 def codes():
     """A matrix that is quantized already, such as one of a frozen companion."""
-    return quantize(normal(9, 8, 6), ArraySpec())
+    return quantize_array(normal(9, 8, 6), ArraySpec())
 
 
 SIZES = jnp.asarray([2, 0, 3])

@@ -30,7 +30,7 @@ def llm() -> Iterator[LLM]:
 
 
 def test_the_public_names() -> None:
-    assert stack_serve.__all__ == ["LLM", "SamplingParams"]
+    assert stack_serve.__all__ == ["Completion", "LLM", "Output", "Piece", "SamplingParams"]
     with pytest.raises(AttributeError, match="no attribute 'LMM'"):
         _ = stack_serve.LMM  # type: ignore[attr-defined]
     code = "import sys, stack_serve.plugin; sys.exit('jax' in sys.modules)"
@@ -57,6 +57,18 @@ def test_more_prompts_than_may_wait(llm: LLM) -> None:
     outputs = llm.generate([[number] for number in range(20)], GREEDY)
     assert [output.prompt_token_ids for output in outputs] == [(number,) for number in range(20)]
     assert llm.generate([], GREEDY) == []
+
+
+def test_a_chat_takes_conversations_and_the_text_of_one_message(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "abc"}]
+    assert llm.chat("abc", GREEDY) == llm.chat(messages, GREEDY) == llm.generate(messages, GREEDY)
+    first, second = llm.chat([messages, [{"role": "user", "content": "xyz"}]], GREEDY)
+    assert (first.prompt, second.prompt) == ("abc", "xyz")
+    assert first.text == first.outputs[0].text
+    for wrong in (["abc", "xyz"], [1, 2]):
+        with pytest.raises(GenerationError, match="Use generate to continue a text"):
+            llm.chat(wrong, GREEDY)
+    assert repr(llm).startswith("<LLM tiny: ")
 
 
 def test_sampling_of_each_prompt_or_as_the_makers_recommend(llm: LLM) -> None:

@@ -130,6 +130,7 @@ def stack_register_commands(registry: Registrar) -> None:
         help="Train a model from a config file.",
         huge_pages=True,
         config="stack_train.run.config:RunConfig",
+        function="stack_train.run.session:train",
     )
     registry.add(
         "compile",

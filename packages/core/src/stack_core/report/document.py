@@ -9,7 +9,7 @@ from typing import Any
 from stack_core.report.fields import number, title
 from stack_core.report.markup import Markup, element
 
-__all__ = ["document", "key_values"]
+__all__ = ["document", "framed", "key_values"]
 
 
 def document(name: str, *body: Markup | None, script: str = "", style: str = "") -> str:
@@ -36,6 +36,12 @@ def document(name: str, *body: Markup | None, script: str = "", style: str = "")
     )
     shown = element("body", *body, element("script", Markup(script)) if script else None)
     return f"<!doctype html>\n{element('html', head, shown, lang='en')}\n"
+
+
+def framed(page: str, title: str, *, height_px: int = 900) -> str:
+    """Returns a page as a frame for a notebook. The page's own policy holds in it: it loads nothing."""
+    style = f"width: 100%; height: {height_px}px; border: 0"
+    return str(element("iframe", srcdoc=page, sandbox="allow-scripts", style=style, title=title))
 
 
 def key_values(values: Mapping[str, Any]) -> Markup:

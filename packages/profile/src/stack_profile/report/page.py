@@ -14,6 +14,7 @@ from typing import Any, Final
 from stack_core.abi.errors import StackError
 from stack_core.abi.plugins import registries
 from stack_core.report.document import document, key_values
+from stack_core.report.document import framed as in_frame
 from stack_core.report.fields import number, title
 from stack_core.report.markup import Markup, breakable, element
 from stack_core.report.plots import Bars, Chart, Plot
@@ -164,11 +165,7 @@ def _failed(section: Section) -> str | None:
 
 def framed(trace: Trace) -> str:
     """Returns the report of a trace as a frame that a notebook can show; the frame loads nothing."""
-    content = page(trace, list(sections(trace)))
-    style = "width: 100%; height: 900px; border: 0"
-    # The page's own policy holds in the frame, which shares nothing with the notebook.
-    frame = element("iframe", srcdoc=content, sandbox="allow-scripts", style=style, title="Profile")
-    return str(frame)
+    return in_frame(page(trace, list(sections(trace))), "Profile")
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ def _rounded(
 
     def code_value(row: jax.Array, at: jax.Array) -> jax.Array:
         if zero is None:
-            # Symmetric codes omit the least integer, as in `quantize`.
+            # Symmetric codes omit the least integer, as in `quantize_array`.
             return snap(row / scale[at], kind, smallest=-kind.largest) * scale[at]
         offset = zero[at].astype(jnp.float32)
         return (snap(row / scale[at] + offset, kind) - offset) * scale[at]

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from stack_quant.conversion import quantize
+from stack_quant.conversion import quantize_array
 from stack_quant.errors import RuleError
 from stack_quant.methods import Method
 from stack_quant.qarray import QArray
@@ -32,7 +32,7 @@ def no_gradients(name: str) -> Callable[[Sequence[Rule]], None]:
 
 
 def _parameter(array: jax.Array, spec: ArraySpec, path: str) -> QArray:
-    return quantize(array, spec, name=path)
+    return quantize_array(array, spec, name=path)
 
 
 def _entered(array: Any, spec: ArraySpec) -> Any:
@@ -46,8 +46,8 @@ def _activation(array: jax.Array, spec: ArraySpec, span: Range | None) -> QArray
 # One jitted function per spec, so activations of equal shapes share its programs.
 @functools.cache
 def as_it_comes(spec: ArraySpec) -> Callable[..., QArray]:
-    """Returns a jitted `quantize` by a spec. It takes an array, `range` and `key`, and does not check for NaN."""
-    return jax.jit(functools.partial(quantize, spec=spec, name="an activation"))
+    """Returns a jitted `quantize_array` by a spec. It takes an array, `range` and `key`, and does not check for NaN."""
+    return jax.jit(functools.partial(quantize_array, spec=spec, name="an activation"))
 
 
 PTQ = Method("ptq", no_gradients("ptq"), _parameter, _entered, _activation, keeps_ranges=True)

@@ -71,6 +71,11 @@ class Output:
     outputs: list[Completion]
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
+    @property
+    def text(self) -> str:
+        """Text of the first continuation."""
+        return self.outputs[0].text
+
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
@@ -138,6 +143,13 @@ class LLM:
         """Aborts running generation and releases the model."""
         self._close()
 
+    def __repr__(self) -> str:
+        stats, found = self._engine.stats(), self._checkpoint
+        return (
+            f"<LLM {found.name}: {found.vocab_size:,} tokens in the vocabulary, {found.max_positions:,} positions; "
+            f"{stats.running} running, {stats.waiting} waiting>"
+        )
+
     def __enter__(self) -> "LLM":
         return self
 
@@ -182,6 +194,33 @@ class LLM:
             )
             for number, (request, text) in enumerate(zip(requests, texts, strict=True))
         ]
+
+    def chat(
+        self,
+        messages: str | Sequence[Any],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[Output]:
+        """Generates the next message of each conversation; `generate` with the chat template.
+
+        Args:
+          messages: messages of one conversation, such as `[{"role": "user", "content": "Hello"}]`, a list of
+            conversations, or the text of a single user message.
+          sampling: as in `generate`.
+          options: other arguments of `generate`, such as `chat_template_kwargs`.
+
+        Raises:
+          GenerationError: the model has no chat template, a message is invalid, or generation failed.
+        """
+        prompts: Any = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        for conversation in [prompts] if _is_one(prompts) else prompts:
+            if isinstance(conversation, str) or not all(isinstance(message, Mapping) for message in conversation):
+                raise GenerationError(
+                    f"{str(conversation)[:100]!r} is not a conversation; expected messages such as "
+                    '{"role": "user", "content": "Hello"}. Use generate to continue a text.',
+                    parameter="messages",
+                )
+        return self.generate(prompts, sampling, **options)
 
     def embed(
         self,

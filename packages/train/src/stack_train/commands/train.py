@@ -44,14 +44,10 @@ def train(
     # JAX is imported late so that a typo in the file is reported without delay.
     import jax
 
-    from stack_train.run.resolve import parse_run
-    from stack_train.run.train import train as run
+    from stack_train.run.session import train as run
 
     keep_compiled()
-    wanted = parse_run(mapping)
-    if wanted.cluster.hosts is not None:
-        from stack_train.run.cluster import train_on_cluster as run
-    summary = run(wanted, resume=resume, allow=allow, terminal=sys.stderr.isatty())
+    summary = run(mapping, resume=resume, allow=allow, terminal=sys.stderr.isatty())
     if jax.process_index() != 0:
         return
     if summary.stopped_by is not None:

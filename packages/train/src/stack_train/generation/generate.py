@@ -39,6 +39,9 @@ class Generation:
     prompt_tokens: int
     finish_reason: FinishReason
 
+    def __str__(self) -> str:
+        return self.text
+
 
 class TokenGenerator:
     """Generator of token ids, one sequence at a time.

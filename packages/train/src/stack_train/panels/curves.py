@@ -13,7 +13,7 @@ from stack_core.report.plots import Chart, Series
 from stack_core.report.svg import draw
 from stack_train.panels.records import number_in, records
 
-__all__ = ["curves"]
+__all__ = ["curves", "curves_of"]
 
 _TITLES: Final = {"grad_norm": "gradient norm", "mfu": "MFU", "duration_s": "time of a step"}
 _FROM_ZERO: Final = ("_s", "mfu", "learning_rate", "weight")
@@ -24,7 +24,11 @@ Points = list[tuple[float, float]]
 
 def curves(directory: Path, config: Mapping[str, Any]) -> Fragment | None:
     """Draws the training and validation curves of each metric; returns None before the first step."""
-    found = records(directory / "metrics.jsonl")
+    return curves_of(records(directory / "metrics.jsonl"))
+
+
+def curves_of(found: Sequence[Mapping[str, Any]]) -> Fragment | None:
+    """Draws the curves of records with a `kind`, "train" or "evaluation", a `step` and metrics."""
     train = [record for record in found if record.get("kind") == "train"]
     held_out = [record for record in found if record.get("kind") == "evaluation"]
     if not found:
@@ -51,7 +55,7 @@ def _names(found: Sequence[Mapping[str, Any]]) -> list[str]:
     return [name for name in first if name in names] + [name for name in names if name not in first]
 
 
-def _points(found: Sequence[dict[str, Any]], name: str) -> Points:
+def _points(found: Sequence[Mapping[str, Any]], name: str) -> Points:
     numbers = ((record["step"], number_in(record, name)) for record in found)
     return [(float(step), value) for step, value in numbers if value is not None and math.isfinite(value)]
 

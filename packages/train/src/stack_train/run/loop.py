@@ -22,6 +22,8 @@ from stack_core.abi.event_bus import EventBus
 from stack_core.abi.events import EvaluationFinished, RunFinished, StepFinished, StepStarted
 from stack_core.abi.metrics import Metrics, combine_all
 from stack_core.abi.policy import PolicyBatches
+from stack_core.report.document import framed
+from stack_core.report.markup import text
 from stack_core.runtime.signals import StopRequest
 from stack_train.checkpoint import CheckpointStore, FrozenRecord
 from stack_train.panels.records import records
@@ -62,6 +64,13 @@ class RunSummary:
     stopped_by: str | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     validation_metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def _repr_html_(self) -> str:
+        """Shows the run's report in a notebook; as text if the run has no report yet."""
+        report = self.directory / "report.html"
+        if not report.is_file():
+            return text(repr(self))
+        return framed(report.read_text(encoding="utf-8"), str(self.directory))
 
 
 @dataclass(frozen=True)

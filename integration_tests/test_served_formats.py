@@ -88,7 +88,8 @@ def test_a_bad_file_is_explained(root: Path, tmp_path: Path, command: str, capsy
     (tmp_path / "cut.gguf").write_bytes(content[:-100])
     (tmp_path / "other.gguf").write_bytes(content.replace(b"llama", b"bloom"))
     for name, message in (
-        ("none.gguf", "none.gguf: the file does not exist"),
+        ("none.gguf", "none.gguf: the file does not exist. Give the path of a file"),
+        ("", f"is a directory. Give the path of a file, such as gguf:{tmp_path / 'cut.gguf'}"),
         ("cut.gguf", "cut.gguf is no whole GGUF file"),
         ("other.gguf", "is of architecture 'bloom'; these are read: "),
     ):

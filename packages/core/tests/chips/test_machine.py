@@ -1,7 +1,9 @@
 """Cores and memory, as a container of either cgroup version limits them."""
 
 import os
+import sys
 
+import numpy as np
 import pytest
 
 from stack_core.chips import machine
@@ -80,6 +82,18 @@ def test_available_memory_is_that_of_the_machine_or_less_in_a_container(system):
 
 def test_a_system_that_does_not_tell_is_not_one_without_memory(tmp_path):
     assert machine.available_memory_bytes(tmp_path) is None
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems keep the memory")
+def test_zeros_take_no_memory_until_they_are_written():
+    zeros = np.full(100_000_000, 0, np.uint8)
+    full_bytes = machine.resident_bytes()
+    machine.free_zeros(zeros.ctypes.data + 1, zeros.nbytes - 1)
+    assert full_bytes - machine.resident_bytes() > 90_000_000
+    zeros[50_000_000] = 1
+    assert zeros.sum() == 1
+    machine.free_zeros(zeros.ctypes.data + 50_000_000, 1)
+    assert zeros[50_000_000] == 1  # less than a page
 
 
 def test_memory_that_was_freed_goes_back(system):

@@ -19,6 +19,7 @@ from stack_core.abi.engines import Engine
 from stack_core.abi.errors import ConversionError, EngineBusy, EngineStopped, GenerationError
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.generation import GenerationRequest, GenerationUpdate, SamplingParams
+from stack_core.chips.machine import resident_bytes
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.dispatcher import Dispatcher
 from stack_serve.llm.engine import LLMEngine
@@ -670,8 +671,22 @@ def test_memory_holds_the_weights_once() -> None:
 def test_an_engine_says_what_its_memory_is_for(idle: LLMEngine) -> None:
     params_mb = sum(array.nbytes for array in jax.tree.leaves(random_params())) / 2**20
     assert re.fullmatch(
-        rf"parameters {params_mb:.0f} MB, pages \d+ MB, slots \d+ MB, programs and libraries \d+ MB", idle.memory()
+        rf"parameters {params_mb:.0f} MB, slots \d+ MB, programs, libraries and used pages \d+ MB; the cache grows to "
+        rf"\d+ MB for {idle.limits.pages * CONFIG.page_tokens} tokens, set by memory_fraction or pages",
+        idle.memory(),
     )
+
+
+def test_pages_take_memory_as_they_are_used() -> None:
+    before_bytes = resident_bytes()
+    assert before_bytes is not None
+    config = dataclasses.replace(CONFIG, pages=2**20)
+    with LLMEngine(TinyCheckpoint(), config) as engine:
+        assert engine._programs.sizes_bytes()["pages"] > 500_000_000
+        (updates,) = run(engine, request_of("pages"))
+        assert len(tokens_of(updates)) == 8
+        used_bytes = resident_bytes()
+        assert used_bytes is not None and used_bytes - before_bytes < 300_000_000
 
 
 def test_a_cache_of_codes_generates() -> None:

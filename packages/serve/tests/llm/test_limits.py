@@ -2,13 +2,15 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
 import pytest
 
 from stack_core.abi.caches import Recurrent
 from stack_core.abi.errors import ConfigError, GenerationError
 from stack_core.abi.generation import GenerationRequest, SamplingParams
-from stack_serve.llm.config import EngineConfig, SpeculationConfig
-from stack_serve.llm.limits import Limits
+from stack_serve.llm.cache import empty_layers
+from stack_serve.llm.config import ANY_LAYOUT, EngineConfig, SpeculationConfig
+from stack_serve.llm.limits import Limits, _size_bytes
 
 from .tiny_checkpoint import POSITIONS, VOCAB, TinyCheckpoint
 
@@ -70,6 +72,24 @@ def test_no_more_tokens_are_reported_than_there_are(name: str) -> None:
 def test_pages_hold_all_sequences_where_memory_allows() -> None:
     assert LIMITS.pages == 32 * POSITIONS // 16
     assert Limits.of(TinyCheckpoint(), EngineConfig(max_tokens=20, page_tokens=8)).pages == 32 * 3
+
+
+@pytest.mark.parametrize(
+    ("free_mb", "fraction", "most_mb"),
+    [(100_000, None, 2048), (8000, None, 1024), (5000, None, 1024), (4000, None, 512), (5000, 0.9, 4500)],
+)
+def test_the_cache_takes_a_small_stated_part_of_a_cpus_memory(
+    monkeypatch: pytest.MonkeyPatch, free_mb: int, fraction: float | None, most_mb: int
+) -> None:
+    monkeypatch.setattr("stack_serve.llm.limits.free_bytes", lambda devices: free_mb << 20)
+    checkpoint = dataclasses.replace(TinyCheckpoint(), max_positions=2**23)
+    limits = Limits.of(checkpoint, EngineConfig(memory_fraction=fraction, max_tokens=16))
+    assert limits.pages == 32  # all sequences fit
+    limits = Limits.of(checkpoint, EngineConfig(memory_fraction=fraction, max_tokens=2**20))
+    page_bytes = _size_bytes(
+        jax.eval_shape(lambda: empty_layers(checkpoint.states, pages=1, page_tokens=16, slots=0, layout=ANY_LAYOUT))
+    )
+    assert 0.98 * (most_mb << 20) < limits.pages * page_bytes <= most_mb << 20
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import ctypes
 import gc
 import os
 import platform
+import sys
 from pathlib import Path
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "cpu_flags",
     "cpu_model",
     "cpu_quota_cores",
+    "free_zeros",
     "give_memory_back",
     "memory_bytes",
     "resident_bytes",
@@ -21,6 +23,7 @@ __all__ = [
 # Limits of a container: cgroup version 2, then version 1. Outside of a container the files do not exist.
 _MEMORY_LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")
 _MEMORY_USES = ("sys/fs/cgroup/memory.current", "sys/fs/cgroup/memory/memory.usage_in_bytes")
+_MADV_DONTNEED = 4
 _CPU_NUMBERS = {"family": "cpu family", "model": "model"}
 
 
@@ -79,6 +82,24 @@ def give_memory_back() -> None:
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def free_zeros(address: int, size_bytes: int) -> None:
+    """Frees the physical memory behind zeros, which read as zeros and take memory again when they are written.
+
+    Only whole pages within the range are freed, and only on Linux.
+
+    Args:
+      address: first byte of private memory that this process has allocated and that contains only zeros.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    page_bytes = os.sysconf("SC_PAGE_SIZE")
+    start = -(-address // page_bytes) * page_bytes
+    whole_bytes = (address + size_bytes - start) // page_bytes * page_bytes
+    if whole_bytes > 0:
+        # A refusal, such as for locked memory, leaves the zeros in place.
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(whole_bytes), _MADV_DONTNEED)
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int | None:

@@ -111,7 +111,8 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
       decode_repeats: maximum number of decoding steps per launch, limited to about 40 ms (8).
       page_tokens: number of tokens per cache page (16).
       pages: number of cache pages (enough for max-sequences of max-tokens, or as many as fit in memory).
-      memory_fraction: fraction of the memory left free by the parameters that the cache may use (0.5).
+      memory_fraction: fraction of the memory left free by the parameters that the cache may use (0.5; on CPUs a
+        quarter, at most 2 GiB).
       cache_dtype: dtype of the cached keys and values (the dtype in which the model computes them).
       tensor: number of devices over which each layer is sharded (1).
       prefix_caching: reuse cache pages of prompts with the same prefix (yes, unless the model is recurrent).

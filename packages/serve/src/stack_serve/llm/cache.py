@@ -310,7 +310,7 @@ def empty_layers(
         sizes = {"p": pages, "s": page_tokens, "h": kv_heads, "2": 2, "d": features}
         axes = (state.repeats, *(sizes[axis] for axis in layout))
         if dtype in CODE_DTYPES:
-            return CodedVectors(jnp.zeros(axes, CODE_DTYPES[dtype]), jnp.ones((*axes[:-1], 1), jnp.float32))
+            return CodedVectors(jnp.zeros(axes, CODE_DTYPES[dtype]), jnp.zeros((*axes[:-1], 1), jnp.float32))
         return jnp.zeros(axes, _storage_dtype(state.dtype) if dtype == "model" else dtype)
 
     def layer(state: LayerState) -> PagedLayer | SlotStates:

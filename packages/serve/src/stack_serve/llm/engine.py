@@ -123,12 +123,20 @@ class LLMEngine(Engine):
 
     def memory(self) -> str:
         """Returns the memory use of this process by purpose, as human-readable text."""
-        parts = self._programs.sizes_bytes()
-        all_bytes = resident_bytes()
+        parts, all_bytes = self._programs.sizes_bytes(), resident_bytes()
         on_cpu = jax.default_backend() == "cpu"
+        pages_bytes = parts.pop("pages")
         if all_bytes is not None:
-            parts["programs and libraries"] = max(all_bytes - (sum(parts.values()) if on_cpu else 0), 0)
-        return ", ".join(f"{name} {size_bytes / 2**20:.0f} MB" for name, size_bytes in parts.items())
+            # On CPUs, pages that no sequence has used yet take no memory.
+            parts["programs, libraries and used pages" if on_cpu else "programs and libraries"] = max(
+                all_bytes - (sum(parts.values()) if on_cpu else 0), 0
+            )
+        text = ", ".join(f"{name} {size_bytes / 2**20:.0f} MB" for name, size_bytes in parts.items())
+        page_tokens = self._programs.page_tokens
+        return (
+            f"{text}; the cache {'grows to' if on_cpu else 'has'} {pages_bytes / 2**20:.0f} MB for "
+            f"{self.limits.pages * page_tokens} tokens, set by memory_fraction or pages"
+        )
 
     def start(self) -> None:
         """Starts the threads that process requests."""

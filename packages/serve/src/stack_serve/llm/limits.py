@@ -20,6 +20,9 @@ from stack_serve.llm.config import ANY_LAYOUT, EngineConfig
 __all__ = ["Limits"]
 
 _MOST_CONTINUATIONS = 128
+# Fractions of the free memory for the cache without `memory_fraction`.
+_DEVICE_FRACTION = 0.5
+_CPU_FRACTION, _MOST_CPU_BYTES = 0.25, 2**31
 
 
 @dataclass(frozen=True)
@@ -192,7 +195,7 @@ def _is_recurrent(checkpoint: GenerativeCheckpoint) -> bool:
 
 
 def _fitting_pages(checkpoint: GenerativeCheckpoint, config: EngineConfig) -> int:
-    """Returns the number of pages that fit in `memory_fraction` of the memory left free by the parameters."""
+    """Returns the number of pages that fit in the part of the memory that the cache may use."""
 
     def cache_bytes(pages: int) -> int:
         # One more slot for padding rows.
@@ -207,7 +210,17 @@ def _fitting_pages(checkpoint: GenerativeCheckpoint, config: EngineConfig) -> in
         return 2**30  # unlimited: the caller then uses the pages needed for `max_sequences`
     # The parameters are loaded after the limits are known, so their memory is still free.
     left_bytes = max(device_bytes * config.tensor - _size_bytes(checkpoint.parameters), 0)
-    return max(int(left_bytes * config.memory_fraction) - states_bytes, 0) // page_bytes
+    return max(_share_bytes(left_bytes, config.memory_fraction) - states_bytes, 0) // page_bytes
+
+
+def _share_bytes(left_bytes: int, fraction: float | None) -> int:
+    """Returns the memory for the cache, given the memory left free by the parameters."""
+    if fraction is not None or jax.default_backend() != "cpu":
+        return int(left_bytes * (_DEVICE_FRACTION if fraction is None else fraction))
+    share_bytes = min(int(left_bytes * _CPU_FRACTION), _MOST_CPU_BYTES)
+    # Programs are compiled for a number of pages. One that follows the free memory exactly changes with every start,
+    # and no program would be found in the compilation cache.
+    return 1 << share_bytes.bit_length() - 1 if share_bytes else 0
 
 
 def _size_bytes(tree: Any) -> int:

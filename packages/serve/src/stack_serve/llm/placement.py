@@ -1,6 +1,7 @@
 """Placement of an engine's arrays on one device, or sharded over several by the heads and features of each layer."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -14,6 +15,7 @@ from stack_core.abi.errors import HardwareError, ShardingError
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.mesh import DEFAULT_RULES, MeshConfig, use_mesh
 from stack_core.chips.device_mesh import make_mesh
+from stack_core.chips.machine import free_zeros
 from stack_core.runtime.huge_pages import in_one_block
 from stack_serve.llm.cache import SlotStates
 from stack_serve.llm.config import PageLayout
@@ -114,13 +116,26 @@ class Placement:
         return None if self._mesh is None else checkpoint.shardings(self._mesh)
 
     def pools(self, make: Callable[[], Any], layout: PageLayout) -> Any:
-        """Creates page pools sharded over their heads, with or without a layer axis, and replicated states."""
+        """Creates page pools sharded over their heads, with or without a layer axis, and replicated states.
+
+        On CPUs, their zeros take no memory until they are written.
+
+        Args:
+          make: function that returns zero-filled pools; only their shapes are used.
+        """
+        on_cpu = jax.default_backend() == "cpu"
+
+        def zeros(pool: Any, *, split: bool) -> jax.Array:
+            array = jnp.zeros(pool.shape, pool.dtype, device=self._of_pool(pool, layout, split=split))
+            # Before the next pool is created, so that the peak is a single pool.
+            for shard in array.addressable_shards if on_cpu else ():
+                free_zeros(shard.data.block_until_ready().unsafe_buffer_pointer(), shard.data.nbytes)
+            return array
 
         def place(layer: Any) -> Any:
-            split = not isinstance(layer, SlotStates)
-            return jax.tree.map(lambda pool: jax.device_put(pool, self._of_pool(pool, layout, split=split)), layer)
+            return jax.tree.map(partial(zeros, split=not isinstance(layer, SlotStates)), layer)
 
-        return jax.tree.map(place, jax.jit(make)(), is_leaf=_is_states)
+        return jax.tree.map(place, jax.eval_shape(make), is_leaf=_is_states)
 
     def _of_pool(self, pool: Any, layout: PageLayout, *, split: bool) -> NamedSharding | None:
         if self._mesh is None:

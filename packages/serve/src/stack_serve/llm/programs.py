@@ -134,6 +134,11 @@ class Programs:
         return self._buckets
 
     @property
+    def page_tokens(self) -> int:
+        """Number of tokens per page."""
+        return self._config.page_tokens
+
+    @property
     def page_layout(self) -> PageLayout:
         """Axis order of the page pools: `config.page_layout`, or the preferred layout of the chip's implementations."""
         return self._step.layout

@@ -275,8 +275,10 @@ class _Source:
     def open(cls, path: Path) -> "_Source":
         gguf = _library()
         if not path.is_file():
-            problem = "is a directory; give a file in it" if path.is_dir() else "does not exist"
-            raise ConversionError(f"gguf:{path}: the file {problem}.")
+            files = sorted(each.name for each in path.glob("*.gguf"))  # empty unless it is a directory
+            example = f"gguf:{path / files[0]}" if files else "gguf:models/model.gguf"
+            problem = "is a directory" if path.is_dir() else "does not exist"
+            raise ConversionError(f"gguf:{path}: the file {problem}. Give the path of a file, such as {example}.")
         try:
             reader = gguf.GGUFReader(path)
             settings = {name: field.contents() for name, field in reader.fields.items()}
@@ -325,7 +327,10 @@ def _config_of(settings: Mapping[str, Any], tensors: Mapping[str, Any], path: Pa
     families = (family for family, each in ARCHITECTURES.items() if (each.name, each.has_experts) == (name, mixes))
     if (family := next(families, None)) is None:
         known = sorted({each.name for each in ARCHITECTURES.values()})
-        raise ConversionError(f"{path} is of architecture {name!r}; these are read: {', '.join(known)}.")
+        raise ConversionError(
+            f"{path} is of architecture {name!r}; these are read: {', '.join(known)}. "
+            "If `stack models` lists its family, open its Hugging Face checkpoint instead (hf:DIR)."
+        )
     own = {key.removeprefix(f"{name}."): value for key, value in settings.items() if key.startswith(f"{name}.")}
     own = {key: value for key, value in own.items() if value or key in _NEEDED}  # expert_count may be 0
     of_family = ARCHITECTURES[family].settings

@@ -152,6 +152,12 @@ def _read_config(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     try:
         mapping = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        problem = f"{directory} has no config.json" if directory.is_dir() else f"{directory} is no directory"
+        raise ConversionError(
+            f"{problem}. Give the directory of a Hugging Face checkpoint, with config.json and model.safetensors. "
+            "Files of llama.cpp are opened as gguf:FILE, models of the hub as hf:ORG/MODEL."
+        ) from None
     except (OSError, ValueError) as error:
         raise ConversionError(f"{path} cannot be read: {error}. A Hugging Face checkpoint has one.") from error
     if not isinstance(mapping, dict):

@@ -30,13 +30,6 @@ VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "n
 TOKENS = np.random.default_rng(0).integers(0, 90, (2, 24))
 
 
-def of_gemma3():
-    text = transformers.Gemma3TextConfig(**TEXT, sliding_window=6, query_pre_attn_scalar=24)
-    vision = transformers.SiglipVisionConfig(**VISION, image_size=28, patch_size=14, vision_use_head=False)
-    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
-    return transformers.Gemma3ForConditionalGeneration(config)
-
-
 def of_ministral3():
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
     given = {**TEXT, "rope_parameters": rope | {"llama_4_scaling_beta": 0.3}}
@@ -80,7 +73,6 @@ TOWER = {"vision_tower", "multi_modal_projector"}
 @pytest.mark.parametrize(
     ("family", "make", "left_out"),
     [
-        ("gemma3", of_gemma3, TOWER),
         ("mistral", partial(of_mistral3, tied=False), TOWER),
         ("mistral", partial(of_mistral3, tied=True), TOWER),
         ("ministral3", of_ministral3, TOWER),

@@ -79,6 +79,27 @@ def test_chunks_attend_to_themselves() -> None:
         np.testing.assert_allclose(layer, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, (3, 0)])
+def test_tokens_of_an_image_see_the_rest_of_it(window: Any) -> None:
+    query, key, value = tokens()
+    ahead = np.zeros((3, SEQ), np.int32)
+    ahead[:, 4:9] = np.arange(5)[::-1]
+    spec, cache = AttentionSpec(window=window), empty("model")
+    outputs = []
+    for part in (slice(0, 3), slice(3, 10), slice(10, SEQ)):  # the image is in one call
+        arrays = (array[:, part] for array in (query, key, value))
+        layer = jax.tree.map(lambda array: array[0], cache.layers)
+        output, layer = cache.attend(layer, *arrays, spec, ahead=jnp.asarray(ahead[:, part]))
+        outputs.append(output)
+        cache = cache.advance(jax.tree.map(lambda array: array[None], layer), part.stop - part.start)
+    places = np.arange(SEQ)
+    mask = places <= (places + ahead[0])[:, None]
+    if window is not None:
+        mask &= places >= (places - window[0])[:, None]
+    expected = ops.attention(query, key, value, mask=jnp.asarray(mask[None, None]))
+    np.testing.assert_allclose(jnp.concatenate(outputs, axis=1), expected, atol=1e-5)
+
+
 def test_tokens_are_rounded_once_whatever_the_parts() -> None:
     outputs = [run(empty(), parts)[0] for parts in ([12], [5, 7], [1] * 12)]
     for output in outputs[1:]:

@@ -50,6 +50,24 @@ def test_it_is_attention_of_every_sequence_alone(options: dict[str, Any]) -> Non
         np.testing.assert_allclose(paged[own], dense[0], atol=2e-6)
 
 
+@pytest.mark.parametrize("left", [None, 2])
+def test_queries_see_keys_ahead(left: int | None) -> None:
+    query = _normal(0, STARTS[-1], HEADS, HEAD_DIM)
+    key, value = _normal(1, 4, 16, KV_HEADS, HEAD_DIM), _normal(2, 4, 16, KV_HEADS, HEAD_DIM)
+    ahead = np.array([4, 3, 2, 1, 0, 9, 0, 2, 1, 0], np.int32)
+    window = None if left is None else (left, 0)
+    paged = _paged(query, key, value, ahead=jnp.asarray(ahead), window=window)
+    for row, length in enumerate(LENGTHS):
+        own = slice(STARTS[row], STARTS[row + 1])
+        positions = length - QUERIES[row] + np.arange(QUERIES[row])
+        mask = np.arange(length) <= (positions + ahead[own])[:, None]
+        if left is not None:
+            mask &= np.arange(length) >= (positions - left)[:, None]
+        keys = (key[row : row + 1, :length], value[row : row + 1, :length])
+        dense: Any = ops.attention(query[None, own], *keys, mask=jnp.asarray(mask[None, None]))
+        np.testing.assert_allclose(paged[own], dense[0], atol=2e-6)
+
+
 def test_it_agrees_with_jax_ragged_paged_attention() -> None:
     kernel = importlib.import_module("jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel")
     query = _normal(0, 12, HEADS, HEAD_DIM)

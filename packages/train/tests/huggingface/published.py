@@ -57,6 +57,9 @@ OWN_SIZES: dict[str, dict[str, int]] = {
 }
 """Sizes besides `SMALL` that keep each architecture's proportions."""
 
+SMALL_VISION = {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2} | {
+    "image_size": 28
+}
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -72,6 +75,9 @@ def small_config(name: str) -> dict[str, Any]:
     added = ("hidden_size", "vocab_size", "head_dim", "num_attention_heads", "num_key_value_heads")
     implied = {key: sizes[key] for key in added if "text_config" in whole}  # which text_config leaves to defaults
     config |= {key: value for key, value in sizes.items() if config.get(key) is not None} | implied
+    if whole["model_type"] == "gemma3":
+        whole["vision_config"] |= SMALL_VISION
+        whole["mm_tokens_per_image"] = 4
     for key in ("num_experts_per_tok", "experts_per_token"):
         if key in config:
             config[key] = 2
@@ -82,7 +88,7 @@ def small_config(name: str) -> dict[str, Any]:
 
 
 def tensor_shapes(name: str, config: dict[str, Any]) -> Shapes:
-    """The tensors of a checkpoint in float, without those beside the language model."""
+    """The tensors of a checkpoint in float, without the parts of larger models that are not read."""
     text = config.get("text_config", config)
     embed, kind = text["hidden_size"], text["model_type"]
     shapes: Shapes = {"model.embed_tokens.weight": (text["vocab_size"], embed), "model.norm.weight": (embed,)}
@@ -94,7 +100,29 @@ def tensor_shapes(name: str, config: dict[str, Any]) -> Shapes:
     shapes |= _predicts_later_tokens(text)
     if config["architectures"][0].endswith("ForConditionalGeneration"):
         shapes = {f"language_model.{each}": shape for each, shape in shapes.items()}
+    if config["model_type"] == "gemma3":
+        shapes |= _tower(config["vision_config"])
+        shapes["multi_modal_projector.mm_input_projection_weight"] = (config["vision_config"]["hidden_size"], embed)
+        shapes["multi_modal_projector.mm_soft_emb_norm.weight"] = (config["vision_config"]["hidden_size"],)
     return shapes
+
+
+def _tower(config: dict[str, Any]) -> Shapes:
+    embed, mlp, patch = (config[name] for name in ("hidden_size", "intermediate_size", "patch_size"))
+    shapes: Shapes = {
+        "embeddings.patch_embedding.weight": (embed, 3, patch, patch),
+        "embeddings.patch_embedding.bias": (embed,),
+        "embeddings.position_embedding.weight": ((config["image_size"] // patch) ** 2, embed),
+        "post_layernorm.weight": (embed,),
+        "post_layernorm.bias": (embed,),
+    }
+    sizes = {f"self_attn.{name}_proj": (embed, embed) for name in ("q", "k", "v", "out")}
+    sizes |= {"mlp.fc1": (mlp, embed), "mlp.fc2": (embed, mlp), "layer_norm1": (embed,), "layer_norm2": (embed,)}
+    for number in range(config["num_hidden_layers"]):
+        for name, shape in sizes.items():
+            shapes[f"encoder.layers.{number}.{name}.weight"] = shape
+            shapes[f"encoder.layers.{number}.{name}.bias"] = shape[:1]
+    return {f"vision_tower.vision_model.{each}": shape for each, shape in shapes.items()}
 
 
 def _predicts_later_tokens(config: dict[str, Any]) -> Shapes:
@@ -244,7 +272,7 @@ def small_checkpoint(name: str, directory: Path, *, files: int = 3) -> dict[str,
         tensors["model.layers.2.shared_head.head.weight"] = tensors["lm_head.weight"]
     coded = _coded(tensors, config.get("quantization_config"))
     beside = {}
-    if "text_config" in config:
+    if config["model_type"] == "mistral3":
         beside = {"vision_tower.vision_model.post_layernorm.weight": np.ones(6, ml_dtypes.bfloat16)}
         beside |= {"multi_modal_projector.mm_input_projection_weight": np.ones((6, 32), ml_dtypes.bfloat16)}
         beside |= {"vision_tower.vision_model.post_layernorm.bias": np.ones(6, ml_dtypes.bfloat16)}

@@ -23,8 +23,6 @@ from stack_train.run.model import abstract_params
 
 from .published import FOLDER, published_config, small_checkpoint, small_config
 
-ENCODER = 416_866_032
-"""Parameters of the encoder of images of Gemma 3; a norm and a projection of its 1152 features are beside it."""
 PARAMETERS = {
     "SmolLM2-135M-Instruct": ("llama", 134_515_008),
     "Llama-3.1-8B-Instruct": ("llama", 8_030_261_248),
@@ -36,8 +34,8 @@ PARAMETERS = {
     "Mixtral-8x7B-Instruct-v0.1": ("mixtral", 46_702_792_704),
     "Qwen3-30B-A3B": ("qwen3_moe", 30_532_122_624),
     "gemma-3-1b-it": ("gemma3", 999_885_952),
-    "gemma-3-4b-it": ("gemma3", 4_300_079_472 - ENCODER - 1152 * 2561),
-    "unsloth-gemma-3-12b-it": ("gemma3", 12_187_325_040 - ENCODER - 1152 * 3841),
+    "gemma-3-4b-it": ("gemma3_vision", 4_300_079_472),
+    "unsloth-gemma-3-12b-it": ("gemma3_vision", 12_187_325_040),
     "gemma-2-2b-it": ("gemma2", 2_614_341_888),
     "OLMo-2-0425-1B-Instruct": ("olmo2", 1_484_916_736),
     "gpt-oss-20b": ("gpt_oss", 20_914_757_184),
@@ -59,6 +57,7 @@ PARAMETERS = {
 
 The indices of Kimi K2 and MiniMax-M2.5 count scales, too; their numbers are sums of the shapes.
 """
+LARGER = "Mistral-Small-3.1-24B-Instruct-2503"
 UNPUBLISHED = {"llama4", "ministral3", "qwen3_5", "qwen3_5_moe"}
 """Families whose published files are not here; `integration_tests/parity` reads what transformers writes."""
 FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -74,7 +73,7 @@ def test_every_family_has_a_published_checkpoint():
 def test_a_published_config_is_that_of_a_model_of_its_size(name):
     family, expected = registries.models[PARAMETERS[name][0]], PARAMETERS[name][1]
     mapping = {key: value for key, value in published_config(name).items() if key != QUANTIZATION}
-    if "text_config" in mapping:
+    if mapping["model_type"] == "mistral3":
         names = {"architecture": family.config_map.architecture, "model_type": family.config_map.model_type}
         mapping = language_part(mapping, {}, **names).config
     leaves = named_leaves(abstract_params(read_config(family, mapping)))
@@ -99,7 +98,7 @@ def test_a_published_checkpoint_opens_and_comes_back(name, tmp_path):
     if QUANTIZATION in config:
         assert QUANTIZATION not in back and back["architectures"] == config["architectures"]
         return  # written as the floats that the codes stand for; test_blocks.py has their values
-    if "text_config" in config:
+    if config["model_type"] == "mistral3":
         assert back["architectures"] == [registries.models[PARAMETERS[name][0]].config_map.architecture]
         config = {**config["text_config"], "architectures": back["architectures"]}
         tensors = {each.removeprefix("language_model."): tensor for each, tensor in tensors.items()}
@@ -114,7 +113,7 @@ def test_a_published_checkpoint_opens_and_comes_back(name, tmp_path):
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_a_language_model_comes_out_of_a_larger_one(prefix, tmp_path, capsys):
-    small_checkpoint("gemma-3-4b-it", tmp_path / "hf", files=1)
+    small_checkpoint(LARGER, tmp_path / "hf", files=1)
     if prefix.startswith("model."):  # as transformers saves it since 4.52
         tensors = loaded(tmp_path / "hf")
         renamed = {f"model.{name}" if "language" not in name else name: each for name, each in tensors.items()}
@@ -140,9 +139,9 @@ def rewrite(directory, tensors):
 
 
 def test_a_larger_model_of_another_language_model_is_refused(tmp_path):
-    small_checkpoint("gemma-3-4b-it", tmp_path / "hf")
-    for text, message in (({"model_type": "gemma2"}, "'gemma2'; one of model_type 'gemma3_text'"), (None, "None")):
-        (tmp_path / "hf" / "config.json").write_text(json.dumps(small_config("gemma-3-4b-it") | {"text_config": text}))
+    small_checkpoint(LARGER, tmp_path / "hf")
+    for text, message in (({"model_type": "gemma2"}, "'gemma2'; one of model_type 'm"), (None, "None")):
+        (tmp_path / "hf" / "config.json").write_text(json.dumps(small_config(LARGER) | {"text_config": text}))
         with pytest.raises(ConversionError, match=message):
             FORMAT.import_run(tmp_path / "hf", tmp_path / "run")
 

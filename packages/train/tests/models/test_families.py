@@ -30,6 +30,18 @@ FAMILIES = {
     "qwen3_moe": {"layers": 4, "dense_layers": (0,), "experts": 6, "active_experts": 3, "expert_mlp": 16},
     "qwen3": {"layers": 2, "head_dim": 8},
     "gemma3": {"layers": 5, "head_dim": 8, "period": 2, "window": 5, "query_scalar": 9, "logit_softcap": 3.0},
+    "gemma3_vision": {
+        "layers": 3,
+        "head_dim": 8,
+        "period": 2,
+        "window": 5,
+        "query_scalar": 9,
+        "image_token": 60,
+        "image_begin": 58,
+        "image_end": 59,
+        "image_tokens": 4,
+        "vision": {"embed": 14, "heads": 2, "mlp": 18, "layers": 2, "image_size": 23, "patch": 4},
+    },
     "gemma2": {"layers": 3, "head_dim": 8, "window": 5, "query_scalar": 9},
     "olmo2": {"layers": 2},
     "gpt_oss": {"layers": 2, "head_dim": 8, "window": 5, "experts": 4, "active_experts": 2},
@@ -272,7 +284,8 @@ def test_every_parameter_has_axes_that_the_default_rules_know(name):
     model = nnx.eval_shape(lambda: registries.models[name].build(config, key=jax.random.key(0)))
     for path, leaf in nnx.to_flat_state(nnx.state(model)):
         axes = leaf.get_metadata("logical_axes")
-        assert (axes[0] == "layers") == (path[0] in ("blocks", "further")), path
+        inner = path[1:] if path[0] == "vision" else path
+        assert (axes[0] == "layers") == (inner[0] in ("blocks", "further")), path
         DEFAULT_RULES.sharding(ONE_DEVICE, axes, leaf.shape)
 
 

@@ -120,6 +120,7 @@ class KVCache(Protocol):
         spec: AttentionSpec,
         *,
         sinks: jax.Array | None = None,
+        ahead: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
         """Appends the call's keys and values to the layer, then attends to all tokens of the layer.
 
@@ -128,6 +129,7 @@ class KVCache(Protocol):
           key: [batch, seq, kv_heads, key_dim].
           value: [batch, seq, kv_heads, value_dim].
           sinks: [heads], see `ops.attention`.
+          ahead: [batch, seq], see `ImageTokens`; passed only in calls with images.
 
         Returns:
           Output [batch, seq, heads, value_dim], and the layer with the new tokens.

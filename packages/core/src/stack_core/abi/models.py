@@ -18,6 +18,7 @@ __all__ = [
     "ConfigReader",
     "ConvertibleFamily",
     "FitsTensors",
+    "ImageTokens",
     "IsPart",
     "LanguageModel",
     "LanguageModelConfig",
@@ -45,6 +46,22 @@ class Outputs:
     cache: KVCache | None = None
     further: tuple[Any, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["features", "rows", "ahead"], meta_fields=[])
+@dataclass(frozen=True)
+class ImageTokens:
+    """The image tokens of a call of a language model: `model(tokens, positions, cache=cache, images=images)`.
+
+    Attributes:
+      features: [n, embed] for all rows, or [batch, n, embed], each row's own.
+      rows: int32[batch, seq], index of the features that replace the token's embedding; -1 keeps the embedding.
+      ahead: int32[batch, seq], number of tokens after each token that it attends to, the rest of its image.
+    """
+
+    features: Any
+    rows: Any
+    ahead: Any
 
 
 @runtime_checkable

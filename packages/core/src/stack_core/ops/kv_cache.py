@@ -6,14 +6,23 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from stack_core import ops
 from stack_core.abi.caches import AttentionSpec, KeysValues, Latent, LayerState, Recurrent, Transition
 from stack_core.abi.errors import ArgumentError
 from stack_core.abi.ops import ABI_MAJOR, ABI_MINOR, QView
 
-__all__ = ["CODE_DTYPES", "CodedVectors", "DenseKVCache", "LatentCache", "LayerCache", "RecurrentCache", "coded"]
+__all__ = [
+    "CODE_DTYPES",
+    "CodedVectors",
+    "DenseKVCache",
+    "LatentCache",
+    "LayerCache",
+    "RecurrentCache",
+    "ahead_mask",
+    "coded",
+]
 
 _HELD = ("batch", None, "act_kv_heads", None)
 _AXES: Final = {"query": ("batch", "seq", "act_heads", None), "key": _HELD, "value": _HELD}
@@ -58,6 +67,14 @@ def coded(vectors: Float[Array, "*batch features"], dtype: Any) -> CodedVectors:
     scales = jnp.where(largest > 0, jnp.maximum(largest / most, np.finfo(np.float32).tiny), np.float32(1))
     values = jnp.clip(vectors / scales, -most, most)
     return CodedVectors((jnp.round(values) if is_integer else values).astype(dtype), scales)
+
+
+def ahead_mask(
+    positions: Int[Array, "batch seq"], keys: int, ahead: Int[Array, "batch seq"]
+) -> Bool[Array, "batch 1 seq keys"]:
+    """Returns the mask of queries that see their earlier keys, themselves and the next `ahead` keys."""
+    last = positions + ahead
+    return (jnp.arange(keys) <= last[:, :, None])[:, None]
 
 
 @jax.tree_util.register_dataclass
@@ -152,18 +169,20 @@ class DenseKVCache:
         spec: AttentionSpec,
         *,
         sinks: Float[Array, " heads"] | None = None,
+        ahead: Int[Array, "batch seq"] | None = None,
     ) -> tuple[Float[Array, "batch seq heads value_dim"], LayerCache]:
         """Appends key and value to one layer and computes causal attention over its contents.
 
         Args:
           query: queries; query i of row r is at position lengths[r] + i.
+          ahead: number of later tokens of this call that each query attends to as well.
 
         Returns:
           The output, and the layer with the new keys and values. `lengths` changes only in `advance`.
         """
         layer = LayerCache(self._append(layer.key, key), self._append(layer.value, value))
         keys, values = (ops.dequantize(stored, query.dtype) for stored in (layer.key, layer.value))
-        return self._attention(query, keys, values, spec, sinks), layer
+        return self._attention(query, keys, values, spec, sinks, ahead), layer
 
     def attend_latent(
         self,
@@ -196,8 +215,13 @@ class DenseKVCache:
         """Returns the cache after all layers appended `tokens` tokens per row, or `expected` tokens if set."""
         return DenseKVCache(layers, self.lengths + (tokens if self.expected is None else self.expected))
 
-    def _attention(self, query: Any, keys: Any, values: Any, spec: AttentionSpec, sinks: Any) -> Any:
-        segment_ids = None
+    def _attention(self, query: Any, keys: Any, values: Any, spec: AttentionSpec, sinks: Any, ahead: Any = None) -> Any:
+        segment_ids, mask, window = None, None, spec.window
+        if ahead is not None:
+            positions = self.lengths[:, None] + jnp.arange(query.shape[1])
+            mask = ahead_mask(positions, keys.shape[2], ahead)
+            # The mask hides later keys.
+            window = None if window is None else (window[0], None)
         if spec.chunk is not None:
             # The window reaches into one earlier chunk at most, which has the other parity.
             at = self.lengths[:, None] + jnp.arange(query.shape[1]), jnp.arange(keys.shape[2])[None]
@@ -207,10 +231,11 @@ class DenseKVCache:
             query,
             keys.swapaxes(1, 2),
             values.swapaxes(1, 2),
-            causal=True,
+            causal=ahead is None,
             query_offset=self.lengths,
             kv_lengths=self.lengths + query.shape[1],
-            window=spec.window,
+            window=window,
+            mask=mask,
             segment_ids=segment_ids,
             softcap=spec.softcap,
             scale=spec.scale,

@@ -18,7 +18,7 @@ from stack_core.abi.ops import OpCall, OpImplementation
 from stack_core.chips import Chip
 from stack_core.ops.building import bounded_places, forward_only, padding_as_zero
 from stack_kernels.mesh_types import untyped
-from stack_kernels.supports import first_problem, unquantized
+from stack_kernels.supports import first_problem, takes_no, unquantized
 
 __all__ = ["MOSAIC_TPU", "mosaic_tpu"]
 
@@ -48,8 +48,9 @@ def mosaic_tpu(*, interpret: Any = False) -> OpImplementation:
 
 
 def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
-    if (plain := unquantized(call, chip)) is not True:
-        return plain
+    for answer in (unquantized(call, chip), takes_no(call, "ahead")):
+        if answer is not True:
+            return answer
     query, keys, tables = (call.arrays[name] for name in ("query", "key_pages", "block_tables"))
     if call.options["layout"] != "phsd":
         return f"it reads pages of the layout 'phsd', not {call.options['layout']!r}"

@@ -43,7 +43,7 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
         return plain
     if call.options["layout"] != "psh2d":
         return f"it reads pages of the layout 'psh2d', not {call.options['layout']!r}"
-    if (refusal := takes_no(call, "sinks")) is not True:
+    if (refusal := takes_no(call, "sinks", "ahead")) is not True:
         return refusal
     query, keys, tables = (call.arrays[name] for name in ("query", "key_pages", "block_tables"))
     problems = {

@@ -30,7 +30,7 @@ from stack_core.abi.ops import OpCall, OpImplementation
 from stack_core.chips import Chip
 from stack_core.ops.building import bounded_places, forward_only
 from stack_kernels.mesh_types import untyped
-from stack_kernels.supports import first_problem, unquantized
+from stack_kernels.supports import first_problem, takes_no, unquantized
 
 __all__ = ["TRITON_GPU", "DecodeTiles", "triton_gpu"]
 
@@ -82,8 +82,9 @@ def triton_gpu(*, interpret: bool = False, tiles: DecodeTiles | None = None) -> 
 
 
 def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
-    if (plain := unquantized(call, chip)) is not True:
-        return plain
+    for answer in (unquantized(call, chip), takes_no(call, "ahead")):
+        if answer is not True:
+            return answer
     query, keys, values, tables = (call.arrays[name] for name in ("query", "key_pages", "value_pages", "block_tables"))
     layout = call.options["layout"]
     if values is None and "2" not in layout:

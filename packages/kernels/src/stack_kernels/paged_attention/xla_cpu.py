@@ -34,7 +34,7 @@ from stack_core.ops.building import (
     with_sinks,
 )
 from stack_kernels.attention.products import by_group, unmixed
-from stack_kernels.supports import unquantized
+from stack_kernels.supports import takes_no, unquantized
 
 __all__ = ["XLA_CPU", "StepConfig", "values_like_keys"]
 
@@ -69,9 +69,9 @@ def _supports(call: OpCall, chip: Chip, config: Any) -> bool | str:
     if alike is not True:
         return alike
     tokens, sequences = call.arrays["query"].shape[0], call.arrays["block_tables"].shape[0]
-    answer = unquantized(call, chip)
-    if answer is not True:
-        return answer
+    for answer in (unquantized(call, chip), takes_no(call, "ahead")):
+        if answer is not True:
+            return answer
     if tokens >= 2 * sequences:
         return f"it is for decoding, and {tokens} queries are two or more for each of {sequences} sequences"
     return _heads_fit(call)

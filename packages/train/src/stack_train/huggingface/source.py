@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,13 @@ __all__ = ["HuggingFaceSource", "open_source", "read_config"]
 _BLOCK_ROWS = 64
 # Bounds the tensors in memory.
 _MOST_READERS = 8
+
+
+@runtime_checkable
+class RenamesTensors(Protocol):
+    """A family whose checkpoints are also written with other names of tensors than the published ones."""
+
+    def published_name(self, tensor: str) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -115,6 +122,8 @@ def open_source(directory: Path, *, ignore: Collection[str] = ()) -> HuggingFace
     mapping, tensors = with_blocks(_read_config(directory), read_tensors(directory))
     family = _family_of(mapping, directory)
     rewritten, left_out = None, ()
+    if isinstance(family, RenamesTensors):
+        tensors = {family.published_name(name): tensor for name, tensor in tensors.items()}
     # The checkpoint is of a larger model, whose language model belongs to this family.
     if _architecture(mapping) != family.config_map.architecture:
         names = {"architecture": family.config_map.architecture, "model_type": family.config_map.model_type}

@@ -16,7 +16,7 @@ from stack_core.abi.caches import KVCache, LayerState
 from stack_core.abi.config import config
 from stack_core.abi.errors import ArgumentError, ConfigError, ShapeError
 from stack_core.abi.mesh import constrain
-from stack_core.abi.models import Outputs
+from stack_core.abi.models import ImageTokens, Outputs
 from stack_core.ops import Head
 from stack_train.nn.attention import Attention, Mixer, Rope
 from stack_train.nn.build import Build, Parameter
@@ -250,6 +250,8 @@ class Decoder(nnx.Module):
         positions: Int[Array, "batch seq"],
         segment_ids: Int[Array, "batch seq"] | None = None,
         cache: KVCache | None = None,
+        *,
+        images: ImageTokens | None = None,
     ) -> Outputs:
         """Returns the normalized hidden states in `config.dtype`.
 
@@ -260,9 +262,11 @@ class Decoder(nnx.Module):
           positions: position of each token in its document.
           segment_ids: document of each token, 0 for padding; None if each row is one document.
           cache: keys and values of earlier tokens, which the call extends; None computes without a cache.
+          images: features that replace embeddings of tokens; None if the call has no images.
 
         Raises:
           ArgumentError: the tokens are not integers.
+          ShardingError: several devices share a sequence with images.
           ShapeError: there are more tokens than `max_positions`, or both segments and a cache.
         """
         self._check(tokens, segment_ids, cache)
@@ -274,21 +278,28 @@ class Decoder(nnx.Module):
             # The backward pass saves every layer's input, and the sum takes half the memory of its two terms.
             return stream.joined() if cache is None else stream, (layer_cache, layer_facts)
 
+        ahead = None if images is None else images.ahead
         if cache is not None:
-            return self._outputs(run, tokens, Rows(positions, None), cache)
+            return self._outputs(run, tokens, Rows(positions, None, ahead), cache, images)
         segment_ids = None if segment_ids is None else to_zigzag(segment_ids)
         tokens, positions = to_zigzag(tokens), to_zigzag(positions)
         with shared_rows():
-            outputs = self._outputs(run, tokens, Rows(positions, segment_ids), None)
+            outputs = self._outputs(run, tokens, Rows(positions, segment_ids, ahead), None, images)
         return replace(outputs, hidden=from_zigzag(outputs.hidden))
 
     def _outputs(
-        self, run: Callable[..., tuple[Any, Any]], tokens: jax.Array, rows: Rows, cache: KVCache | None
+        self,
+        run: Callable[..., tuple[Any, Any]],
+        tokens: jax.Array,
+        rows: Rows,
+        cache: KVCache | None,
+        images: ImageTokens | None = None,
     ) -> Outputs:
         config = self.config
         layer_caches: list[list[Any]] = []
         facts: list[list[Facts]] = []
         x = self._embedded(tokens)
+        x = x if images is None else _with_features(x, images)
         # With a cache every layer passes on both terms, and a scan's carry keeps its structure, so the first is 0.
         stream = ResidualStream(x, None if cache is None else jnp.zeros_like(x))
         for number, period in enumerate(self.blocks):
@@ -397,6 +408,21 @@ class Decoder(nnx.Module):
             )
         if cache is not None and segment_ids is not None:
             raise ShapeError("segment_ids were given with a cache, whose rows are one segment each; leave one out.")
+
+
+def _with_features(x: Float[Array, "batch seq embed"], images: ImageTokens) -> Float[Array, "batch seq embed"]:
+    """Replaces the embeddings of image tokens by the features of their images.
+
+    Raises:
+      ShardingError: several devices share a sequence.
+    """
+    check_unsplit_sequence("A decoder with images")
+    places = jnp.maximum(images.rows, 0)
+    if images.features.ndim == 3:
+        found = jnp.take_along_axis(images.features, places[:, :, None], axis=1)
+    else:
+        found = images.features[places]
+    return shard_residual(jnp.where(images.rows[:, :, None] >= 0, found.astype(x.dtype), x))
 
 
 def _merge_statistics(groups: Sequence[Sequence[Facts]]) -> Facts:

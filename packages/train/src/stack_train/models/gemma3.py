@@ -18,17 +18,16 @@ from stack_train.nn.attention import Rope
 from stack_train.nn.feed_forward import Gated
 from stack_train.nn.residual import Norm
 
-__all__ = ["FAMILY", "GEMMA_NAMES", "GEMMA_SETTINGS", "Gemma3Config"]
+__all__ = ["FAMILY", "GEMMA_NAMES", "GEMMA_SETTINGS", "Gemma3Config", "Gemma3Settings", "spec"]
 
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
 
 @config
-class Gemma3Config(DecoderConfig):
-    """Size and numerics of a Gemma 3 text model; inherits the fields of `DecoderConfig`.
+class Gemma3Settings(DecoderConfig):
+    """Size and numerics of Gemma 3's language model; inherits the fields of `DecoderConfig`.
 
     Attributes:
-      name: selects this family.
       period: interval of global layers; layer i (from 0) is global if (i + 1) % period == 0. Global layers attend to
         all tokens and use `rope_theta` and `rope_scaling`.
       window: size of the attention window of local layers in tokens, the query included.
@@ -38,7 +37,6 @@ class Gemma3Config(DecoderConfig):
       logit_softcap: soft cap of the logits; None has no cap.
     """
 
-    name: Literal["gemma3"] = "gemma3"
     rope_theta: PositiveFloat = 1_000_000.0
     tie_embeddings: bool = True
     period: PositiveInt = 6
@@ -49,7 +47,20 @@ class Gemma3Config(DecoderConfig):
     logit_softcap: PositiveFloat | None = None
 
 
-def spec(config: Gemma3Config) -> DecoderSpec:
+@config
+class Gemma3Config(Gemma3Settings):
+    """Size and numerics of a Gemma 3 text model; inherits the fields of `Gemma3Settings`.
+
+    Attributes:
+      name: selects this family.
+    """
+
+    name: Literal["gemma3"] = "gemma3"
+
+
+def spec(config: Gemma3Settings) -> DecoderSpec:
+    """Returns the architecture: sliding windows in all but every `period`-th layer."""
+
     def layer(kind: str) -> Layer:
         local = {"window": config.window, "rope": Rope(theta=config.local_theta)} if kind == _LOCAL else {}
         fields = {"head_norms": True, "scale": config.query_scalar**-0.5, "softcap": config.attention_softcap}
@@ -75,7 +86,7 @@ def _read(reader: Reader) -> dict[str, Any]:
     return {**rope, "period": period, "local_theta": local_theta}
 
 
-def _write(config: Gemma3Config) -> dict[str, Any]:
+def _write(config: Gemma3Settings) -> dict[str, Any]:
     """Returns the keys of both versions: transformers 4 reads `sliding_window_pattern`, 5 reads `layer_types`."""
     return {
         **write_rope(config),
@@ -124,7 +135,6 @@ FAMILY = DecoderFamily(
     ),
     spec=spec,
     names=GEMMA_NAMES,
-    published_in=("Gemma3ForConditionalGeneration",),  # 4B, 12B and 27B
-    sizes=("270M", "1B", "4B", "12B", "27B"),
+    sizes=("270M", "1B"),
     tested=("logits", "greedy", "gradients", "conversion", "pages", "w8a8 pages"),
 )

@@ -215,6 +215,8 @@ class GroupedAttention(nnx.Module):
         key = self._rotated(self._heads(key, "act_kv_heads", "keys"), self.key_norm, rows, _KV_HEADS)
         value = self._heads(self.value(x), "act_kv_heads", "values")
         sinks = None if self.sinks is None else self.sinks[...]
+        # Only calls with images pass it, which other caches may not know.
+        images = {} if rows.ahead is None else {"ahead": rows.ahead}
         if cache is None:
             how = spec.op_spec
             output: Any = attend(
@@ -228,9 +230,10 @@ class GroupedAttention(nnx.Module):
                 sinks=sinks,
                 axes=_AXES if sinks is None else {**_AXES, "sinks": ("act_heads",)},
                 context_keys=spec.context_keys,
+                **images,
             )
         else:
-            output, layer_cache = cache.attend(layer_cache, query, key, value, spec.op_spec, sinks=sinks)
+            output, layer_cache = cache.attend(layer_cache, query, key, value, spec.op_spec, sinks=sinks, **images)
         if gate is not None:
             output = output * jax.nn.sigmoid(gate)
         return self.output(output.reshape(*x.shape[:2], -1)), layer_cache

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 from stack_core import ops
 from stack_core.abi.errors import ShardingError
 from stack_core.abi.mesh import LogicalAxes, axes_of, constrain, in_mesh, map_parts, parts_of
+from stack_core.ops.kv_cache import ahead_mask
 
 __all__ = ["ContextKeys", "attend", "check_unsplit_sequence", "from_zigzag", "shared_rows", "to_zigzag"]
 
@@ -38,6 +39,7 @@ def attend(
     axes: Mapping[str, LogicalAxes],
     context_keys: ContextKeys = "ring",
     sinks: Float[Array, " heads"] | None = None,
+    ahead: Int[Array, "batch seq"] | None = None,
     **options: Any,
 ) -> Float[Array, "batch seq heads value_dim"]:
     """Computes causal `ops.attention`; inside `shared_rows`, over the tokens of all devices that share a sequence.
@@ -46,8 +48,11 @@ def attend(
       query, key, value, segment_ids, sinks: see `ops.attention`.
       axes: logical axes of query, key and value.
       context_keys: exchange of keys between devices.
+      ahead: number of later tokens that each token attends to, the rest of its image; None in calls without images.
       options: window, softcap and scale of `ops.attention`.
     """
+    if ahead is not None:
+        return _with_images(query, key, value, ahead, segment_ids=segment_ids, sinks=sinks, axes=axes, **options)
     if parts_of(_SHARED) == 1:
         output: Any = ops.attention(
             query, key, value, causal=True, segment_ids=segment_ids, sinks=sinks, axes=axes, **options
@@ -71,6 +76,18 @@ def attend(
     arguments += given.values()
     shared: Any = map_parts(of_device, arguments, tuple(axes["query"]), name="attention over a shared sequence")
     return shared
+
+
+def _with_images(
+    query: jax.Array, key: jax.Array, value: jax.Array, ahead: jax.Array, *, window: Any, axes: Any, **options: Any
+) -> jax.Array:
+    """Computes attention with a mask, because kernels of causal attention hide the rest of an image."""
+    seq = query.shape[1]
+    mask = ahead_mask(jnp.broadcast_to(jnp.arange(seq), ahead.shape), seq, ahead)
+    window = None if window is None else (window[0], None)
+    names = {**axes, "mask": ("batch", None, None, None)}
+    output: Any = ops.attention(query, key, value, mask=mask, window=window, axes=names, **options)
+    return output
 
 
 def _with_gathered_keys(

@@ -57,6 +57,7 @@ def paged_attention(
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
+    ahead: Int[Array, " tokens"] | None = None,
     scale: float | None = None,
     value_dim: int | None = None,
     layout: str = "phsd",
@@ -66,7 +67,7 @@ def paged_attention(
     """Computes causal attention of the last tokens of several sequences to their paged keys and values.
 
         o_t = sum_j exp(z_tj) v_j / d_t        d_t = sum_j exp(z_tj) + exp(s)
-        z_tj = c tanh(scale q_t k_j / c)       for j <= p_t within the window
+        z_tj = c tanh(scale q_t k_j / c)       for j <= p_t + a_t within the window
 
     Symbols are as in `attention`. Queries of all sequences are concatenated: tokens `query_starts[b]` to
     `query_starts[b + 1]` are the last tokens of sequence b. Query i of sequence b is at key position
@@ -93,9 +94,12 @@ def paged_attention(
       block_tables: [batch, pages_per_seq], page numbers of each sequence in order.
       kv_lengths: [batch], number of keys of each sequence, including the keys of its queries.
       query_starts: [batch + 1], ascending, from 0 unless the first tokens are padding.
-      window: (left, right), inclusive distances in keys; None means unlimited. Keys after a query are always masked.
+      window: (left, right), inclusive distances in keys; None means unlimited. Keys after a query are masked,
+        except for the next a of them.
       softcap: c, positive.
       sinks: s, [heads], logits added to the denominator only.
+      ahead: a, [tokens], non-negative number of keys of the sequence after each query that it attends to as well, such
+        as the rest of an image; None means 0.
       scale: factor on the products; by default head_dim ** -0.5.
       value_dim: width of the values, from 1 to head_dim; required if the values are part of the keys, else None.
       layout: "phsd" [pages, kv_heads, slots, head_dim], the fastest for the reference on CPUs; "pshd" [pages, slots,
@@ -128,6 +132,7 @@ def paged_attention(
         window=window,
         softcap=softcap,
         sinks=sinks,
+        ahead=ahead,
         scale=scale,
         value_dim=value_dim,
         layout=layout,
@@ -149,13 +154,14 @@ def checked_call(
     scale: float | None,
     value_dim: int | None,
     layout: str,
+    ahead: Any = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Checks the arguments and returns the arrays and options of a call; raises as `paged_attention`."""
     check_known("paged_attention", "layout", layout, tuple(LAYOUTS))
     check_static("paged_attention", value_dim=value_dim)
     if holds_values(layout):
         _check_one_pool(value_pages, value_dim, layout)
-    _check_operands(query, key_pages, value_pages, sinks, layout)
+    _check_operands(query, key_pages, value_pages, sinks, ahead, layout)
     _check_places(query, block_tables=block_tables, kv_lengths=kv_lengths, query_starts=query_starts)
     check_window("paged_attention", window)
     check_positive("paged_attention", softcap=softcap, scale=scale)
@@ -169,6 +175,7 @@ def checked_call(
         "kv_lengths": kv_lengths,
         "query_starts": query_starts,
         "sinks": sinks,
+        "ahead": ahead,
     }
     options = {
         "window": window,
@@ -180,13 +187,16 @@ def checked_call(
     return arrays, options
 
 
-def _check_operands(query: Any, key_pages: Any, value_pages: Any, sinks: Any, layout: str) -> None:
+def _check_operands(query: Any, key_pages: Any, value_pages: Any, sinks: Any, ahead: Any, layout: str) -> None:
     sizes = Axes("paged_attention")
     sizes.match("query", query, "tokens heads head_dim")
     sizes.match("key_pages", logical_array(key_pages), LAYOUTS[layout])
     if value_pages is not None:
         sizes.match("value_pages", logical_array(value_pages), LAYOUTS[layout].replace("head_dim", "value_dim"))
     sizes.match("sinks", sinks, "heads")
+    if ahead is not None:
+        sizes.match("ahead", ahead, "tokens")
+        check_integer("paged_attention", ahead=ahead)
     if sizes["heads"] % sizes["kv_heads"]:
         raise ShapeError(
             f"paged_attention: query has {sizes['heads']} heads and key_pages has {sizes['kv_heads']} kv_heads; "
@@ -243,6 +253,7 @@ def _reference(
     kv_lengths: Any,
     query_starts: Any,
     sinks: Any,
+    ahead: Any = None,
     window: Any,
     value_dim: int | None,
     layout: str,
@@ -275,12 +286,14 @@ def _reference(
     row = ((blocks - block_starts[sequence]) * rows)[:, None] + jnp.arange(rows)
     real = row < query_lengths[sequence][:, None]
     # Padding rows read query 0, whose result is dropped when tokens are gathered back.
-    gathered = query[jnp.where(real, query_starts[sequence][:, None] + row, 0)]
+    token_of_row = jnp.where(real, query_starts[sequence][:, None] + row, 0)
+    # The queries of a sequence are its last tokens; -1 hides every key from a padding row.
+    positions = jnp.where(real, (kv_lengths - query_lengths)[sequence][:, None] + row, -1)
     operands = {
         # [blocks, kv_heads, group, rows, head_dim]
-        "query": gathered.reshape(-1, rows, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4),
-        # The queries of a sequence are its last tokens; -1 hides every key from a padding row.
-        "positions": jnp.where(real, (kv_lengths - query_lengths)[sequence][:, None] + row, -1),
+        "query": query[token_of_row].reshape(-1, rows, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4),
+        "positions": positions,
+        "seen": _last_seen(positions, ahead, token_of_row, kv_lengths[sequence]),
         "tables": block_tables[sequence],
         "key_pages": key_pages,
         "value_pages": value_pages,
@@ -298,6 +311,14 @@ def _reference(
     # Back to token order: token t of sequence s is row (t - start of s) of the blocks of s.
     place = block_starts[sequence] * rows + token - query_starts[sequence]
     return padding_as_zero(jnp.take(output, place, axis=0, mode="clip"), query_starts), {}
+
+
+def _last_seen(positions: Any, ahead: Any, tokens: Any, kv_lengths: Any) -> Any:
+    """Returns the position of the last key that each row sees, or None if it is the row's own."""
+    if ahead is None:
+        return None
+    last = jnp.minimum(positions + jnp.maximum(ahead[tokens], 0), kv_lengths[:, None] - 1)
+    return jnp.where(positions < 0, -1, last)
 
 
 def _block_rows(queries: Size, group: int) -> int:
@@ -355,6 +376,7 @@ def _attend_in(
     *,
     query: Any,
     positions: Any,
+    seen: Any,
     tables: Any,
     key_pages: Any,
     value_pages: Any,
@@ -374,7 +396,7 @@ def _attend_in(
     # [blocks, steps, step_pages]; the padding of the tables is page 0, whose keys the positions hide.
     tables = jnp.pad(tables, ((0, 0), (0, steps * step_pages - tables.shape[1]))).reshape(-1, steps, step_pages)
     # [blocks], the last key that a row of the block sees.
-    last = jnp.max(positions, axis=1)
+    last = jnp.max(positions if seen is None else seen, axis=1)
 
     def visit(step: Any, state: Any) -> Any:
         first_key = step * step_keys
@@ -387,7 +409,10 @@ def _attend_in(
         key, *values = read(key_pages) if value_pages is None else [*read(key_pages), *read(value_pages)]
         value = values[0] if values else key[..., :out_dim]
         products = by_group("bhqd,bhkd->bhqk", query, key)
-        places = {"query_positions": positions, "first_key": first_key, "window": (left, 0)}
+        places: dict[str, Any] = {"query_positions": positions, "first_key": first_key, "window": (left, 0)}
+        if seen is not None:
+            visible = first_key + jnp.arange(step_keys) <= seen[:, :, None]
+            places |= {"window": (left, None), "mask": visible[:, None, None]}
         return add_tile(state, masked_logits(products, **places, **options), value)
 
     # The first key in the window of any real row; padding rows must not lower it.
@@ -416,6 +441,7 @@ def _axes(call: OpCall) -> OpAxes:
         "kv_lengths": "batch",
         "query_starts": "batch_and_one",
         "sinks": "heads",
+        "ahead": "tokens",
     }
     whole = {"tokens", "head_dim", "value_dim", "pages", "slots", "2", "batch", "pages_per_seq", "batch_and_one"}
     return OpAxes(operands, ("tokens heads value_dim",), whole=frozenset(whole), together=(("heads", "kv_heads"),))

@@ -108,6 +108,10 @@ def _absent_sinks(rng: np.random.Generator) -> Mapping[str, Any]:
     return {"sinks": np.array([0.5, -np.inf, 1.0, -np.inf])}
 
 
+def _ahead(rng: np.random.Generator) -> Mapping[str, Any]:
+    return {"ahead": integers(3, 2, 1, 0, 2, 1, 0, 1, 0, 9, 5, 4)}
+
+
 _MIXED = ((1, 9), (6, 6), (3, 8), (1, 1))
 
 _CASES = (
@@ -129,6 +133,8 @@ _CASES = (
     _paged_case("window", *_MIXED, window=(2, 1)),
     _paged_case("window_in_later_pages", (1, 261), (3, 290), sizes=(2, 1, 64, 8), window=(5, None)),
     _paged_case("softcap", *_MIXED, softcap=1.5),
+    _paged_case("ahead", *_MIXED, padding_tokens=1, extra=_ahead),
+    _paged_case("ahead_in_a_window", *_MIXED, padding_tokens=1, layout="pshd", window=(2, 0), extra=_ahead),
     _paged_case("sinks_and_empty_rows", (2, 0), (3, 4), padding_tokens=1, extra=_sinks),
     _paged_case("narrow_values", *_MIXED, padding_tokens=3, value_width=5, layout="pshd"),
     _paged_case("wide_values", (1, 9), (1, 4), sizes=(4, 2, 4, 8), value_width=12),
@@ -220,7 +226,7 @@ _FOR_ACCELERATORS = in_tiles(
 )
 
 
-def _oracle(
+def _oracle(  # noqa: PLR0913  the arguments of the op
     query: Any,
     key_pages: Any,
     value_pages: Any,
@@ -230,6 +236,7 @@ def _oracle(
     query_starts: Any,
     layout: str,
     value_dim: int | None = None,
+    ahead: Any = None,
     **scoring: Any,
 ) -> Any:
     """Computes the definition, each token with its own keys, after clipping indices into their range."""
@@ -244,7 +251,9 @@ def _oracle(
     kv_lengths = np.clip(np.asarray(kv_lengths), 0, block_tables.shape[1] * slots)
     query_starts = np.maximum.accumulate(np.clip(np.asarray(query_starts), 0, len(query)))
     places = np.zeros((len(query), max(kv_lengths, default=0)), np.int32)
-    distances = np.full(places.shape, -1)
+    # Distances to earlier keys; less than the negative number of keys ahead for keys that do not exist.
+    ahead = np.zeros(len(query), int) if ahead is None else np.asarray(ahead)
+    distances = np.full(places.shape, -1 - max(ahead, default=0))
     belongs = np.zeros((len(query), 1, 1), bool)
     for row, length in enumerate(kv_lengths):
         start, stop = query_starts[row : row + 2]
@@ -253,14 +262,15 @@ def _oracle(
         places[start:stop, :length] = block_tables[row, keys // slots] * slots + keys % slots
         distances[start:stop, :length] = np.arange(length - (stop - start), length)[:, None] - keys
     key, value = (pool.swapaxes(1, 2).reshape(pages * slots, *pool.shape[1::2]) for pool in (key_pages, value_pages))
-    return jnp.where(belongs, _attended(query, key[places], value[places], distances, **scoring), 0.0)
+    return jnp.where(belongs, _attended(query, key[places], value[places], distances, ahead, **scoring), 0.0)
 
 
-def _attended(
+def _attended(  # noqa: PLR0913  the arguments of the op
     query: Any,
     key: Any,
     value: Any,
     distances: np.ndarray,
+    ahead: np.ndarray,
     *,
     window: Any = None,
     softcap: Any = None,
@@ -268,7 +278,7 @@ def _attended(
     scale: Any = None,
 ) -> Any:
     """Computes attention of queries [tokens, heads, head_dim] over keys [tokens, keys, kv_heads, head_dim]."""
-    seen = (distances >= 0) & (window is None or window[0] is None or distances <= window[0])
+    seen = (distances >= -ahead[:, None]) & (window is None or window[0] is None or distances <= window[0])
     key, value = (jnp.where(seen[..., None, None], x, 0.0) for x in (key, value))
     key, value = (jnp.repeat(x, query.shape[1] // x.shape[2], axis=2) for x in (key, value))
     scores = jnp.einsum("thd,tkhd->thk", query, key) * (query.shape[2] ** -0.5 if scale is None else scale)

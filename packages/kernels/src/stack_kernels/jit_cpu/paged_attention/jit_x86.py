@@ -22,7 +22,7 @@ from stack_kernels.jit_cpu.numbers import BITS, WRITTEN
 from stack_kernels.jit_cpu.paged_attention.call import PagedAttention
 from stack_kernels.jit_cpu.paged_attention.tiles import paged_attention_module
 from stack_kernels.paged_attention.xla_cpu import values_like_keys
-from stack_kernels.supports import abstract_view
+from stack_kernels.supports import abstract_view, takes_no
 
 __all__ = ["JIT_X86"]
 
@@ -36,7 +36,11 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
     arrays = call.arrays
     if any(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(dict(arrays))):
         return "it computes in float32, and an array is float64"
-    for answer in (values_like_keys(call), *(_reads(arrays[name]) for name in ("key_pages", "value_pages"))):
+    for answer in (
+        takes_no(call, "ahead"),
+        values_like_keys(call),
+        *(_reads(arrays[name]) for name in ("key_pages", "value_pages")),
+    ):
         if answer is not True:
             return answer
     if jax.tree.map(jnp.dtype, arrays["key_pages"]) != jax.tree.map(jnp.dtype, arrays["value_pages"]):

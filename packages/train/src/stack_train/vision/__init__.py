@@ -1,0 +1,1 @@
+"""Vision towers, and what language models with images share."""

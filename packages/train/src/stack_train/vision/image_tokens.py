@@ -1,0 +1,37 @@
+"""Places of image tokens in sequences of token ids."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from stack_core.abi.models import ImageTokens
+
+__all__ = ["place_features"]
+
+
+def place_features(
+    features: Float[Array, "batch images image_tokens embed"], tokens: Int[Array, "batch seq"], image_token: int
+) -> ImageTokens:
+    """Assigns the features of each row's images, in order, to the row's runs of image tokens.
+
+    A run may be shorter than an image if the row ends in it. Tokens of further runs keep their embeddings.
+
+    Args:
+      features: features of each row's images.
+      tokens: token ids.
+      image_token: id of the image token; runs of it are separated by other tokens.
+    """
+    batch, images, image_tokens, embed = features.shape
+    places, seq = jnp.arange(tokens.shape[1]), tokens.shape[1]
+    is_image = tokens == image_token
+    starts = is_image & ~jnp.pad(is_image, ((0, 0), (1, 0)))[:, :-1]
+    number = jnp.cumsum(starts, axis=1) - 1
+    offset = places - lax.cummax(jnp.where(starts, places, 0), axis=1)
+    # The first later place that is not in the image.
+    ends = lax.cummin(jnp.where(is_image, seq, places), axis=1, reverse=True)
+    is_known = is_image & (number < images) & (offset < image_tokens)
+    return ImageTokens(
+        features.reshape(batch, images * image_tokens, embed),
+        jnp.where(is_known, number * image_tokens + offset, -1).astype(jnp.int32),
+        jnp.where(is_image, ends - 1 - places, 0).astype(jnp.int32),
+    )

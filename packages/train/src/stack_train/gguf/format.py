@@ -1,6 +1,7 @@
 """The model format `gguf:FILE`: conversions between GGUF files and run directories."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ from stack_core.abi.formats import Conversion, Progress
 from stack_core.abi.installing import install_command
 from stack_core.abi.plugins import registries
 from stack_core.abi.run_directory import RunDirectory
+from stack_core.chips.machine import usable_cores
 from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.data.kinds.text import TextData
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.generation.generative import ModuleCheckpoint, generative_checkpoint
+from stack_train.gguf.blocks import dequantize
 from stack_train.gguf.names import (
     ARCHITECTURES,
     ROPE_FREQUENCIES,
@@ -30,6 +33,7 @@ from stack_train.gguf.names import (
     architecture_of,
     settings_of,
 )
+from stack_train.gguf.reader import MAGIC, StoredTensor, read_file
 from stack_train.gguf.vocabulary import Vocabulary
 from stack_train.models.weight_map import WeightRule
 from stack_train.run.config import RunConfig, run_config
@@ -38,9 +42,10 @@ from stack_train.variables.weights import read_params
 
 __all__ = ["FORMAT", "GgufFormat"]
 
-_MAGIC = b"GGUF"
 # Numbers of llama.cpp's file types (LLAMA_FTYPE).
 _FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7}
+_MOST_THREADS = 8
+_COPIED_ROWS = 64
 
 
 class GgufFormat:
@@ -62,7 +67,7 @@ class GgufFormat:
         if not directory.is_file():
             return False
         with directory.open("rb") as file:
-            return file.read(len(_MAGIC)) == _MAGIC
+            return file.read(len(MAGIC)) == MAGIC
 
     def export_run(
         self, run: Path, directory: Path, *, stored: str | None = None, progress: Progress | None = None
@@ -263,7 +268,7 @@ class _Source:
     config: Any
     vocabulary: Vocabulary
     architecture: Architecture
-    tensors: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
     parameters: Mapping[str, jax.ShapeDtypeStruct]
     rules: Sequence[WeightRule]
 
@@ -280,11 +285,10 @@ class _Source:
             problem = "is a directory" if path.is_dir() else "does not exist"
             raise ConversionError(f"gguf:{path}: the file {problem}. Give the path of a file, such as {example}.")
         try:
-            reader = gguf.GGUFReader(path)
-            settings = {name: field.contents() for name, field in reader.fields.items()}
-        except (OSError, ValueError, KeyError, IndexError) as error:
+            file = read_file(gguf, path)
+        except (OSError, ValueError) as error:
             raise ConversionError(f"{path} is no whole GGUF file: {type(error).__name__}: {error}.") from error
-        tensors = {each.name: each for each in reader.tensors}
+        settings, tensors = file.settings, file.tensors
         config, architecture = _config_of(settings, tensors, path)
         rules = architecture.rules(config)
         parameters = named_leaves(abstract_params(config))
@@ -302,10 +306,17 @@ class _Source:
         for rule in self.rules:
             wanted = self.parameters[rule.parameter]
             leaf = np.empty(wanted.shape, wanted.dtype)
-            for name, part in rule.tensors(leaf).items():
-                stored = self.tensors[self.architecture.name_of(name)]
-                values = gguf.quants.dequantize(stored.data, stored.tensor_type)
-                part[...] = self.architecture.read(name, values.reshape(part.shape), heads)
+
+            def fill(name: str, part: np.ndarray) -> None:
+                values = dequantize(gguf, self.tensors[self.architecture.name_of(name)])
+                values = self.architecture.read(name, values.reshape(part.shape), heads)
+                # A transposed copy of the whole matrix would miss the caches.
+                for start in range(0, len(part), _COPIED_ROWS):
+                    part[start : start + _COPIED_ROWS] = values[start : start + _COPIED_ROWS]
+
+            parts = rule.tensors(leaf)
+            with ThreadPoolExecutor(min(usable_cores(), _MOST_THREADS)) as threads:
+                list(threads.map(fill, parts, parts.values()))
             yield rule.parameter, leaf
             done_bytes += leaf.nbytes
             if progress is not None:
@@ -361,7 +372,8 @@ def _config_of(settings: Mapping[str, Any], tensors: Mapping[str, Any], path: Pa
     try:
         config = parse(registries.models[family].config_class, mapping)
         if ROPE_FREQUENCIES in tensors:
-            config = replace(config, rope_scaling=_llama3_scaling(config, tensors[ROPE_FREQUENCIES].data, path))
+            factors = dequantize(_library(), tensors[ROPE_FREQUENCIES])
+            config = replace(config, rope_scaling=_llama3_scaling(config, factors, path))
     except ConfigError as error:
         raise ConversionError(f"{path} describes no valid {family}: {error}") from error
     return config, ARCHITECTURES[family]
@@ -434,8 +446,7 @@ def _check(
         for rule in rules
         for name, shape in rule.tensor_shapes(parameters[rule.parameter].shape).items()
     }
-    # GGUF lists the axis that varies fastest first.
-    found = {name: tuple(int(size) for size in reversed(each.shape)) for name, each in tensors.items()}
+    found = {name: each.shape for name, each in tensors.items()}
     problems = [f"{name} is missing; expected shape {shape}" for name, shape in expected.items() if name not in found]
     problems += [f"{name} is unexpected" for name in found if name not in expected and name != ROPE_FREQUENCIES]
     problems += [

@@ -1,17 +1,26 @@
 """The plan for a chip that this machine does not have."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from stack_core.abi.errors import UnknownName
 from stack_core.abi.plugins import registries
 from stack_core.chips import use_chip
+from stack_kernels.burn_in import plan
 from stack_kernels.burn_in.checks import planned_checks
 from stack_kernels.burn_in.plan import plan_lines, print_plan
 from stack_kernels.burn_in.speeds import waves
 
 
+@pytest.fixture
+def has_profile_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the plan see stack-profile's command, which is absent where stack-kernels is tested alone."""
+    monkeypatch.setattr(plan, "registries", SimpleNamespace(chips=registries.chips, commands={"profile run"}))
+
+
+@pytest.mark.usefixtures("has_profile_command")
 def test_the_plan_has_all_work_for_the_chip_in_the_order_of_the_run() -> None:
     chip = registries.chips["v6e"]
     with use_chip(chip):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,7 +80,8 @@ def test_tuned_calls_are_listed_by_result(run: Callable[..., BurnIn]) -> None:
     assert found.failures == ["tuning low_rank: the reference failed: no memory"]
 
 
-def test_a_profile_that_fails_is_named(run: Callable[..., BurnIn]) -> None:
+def test_a_profile_that_fails_is_named(run: Callable[..., BurnIn], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "registries", SimpleNamespace(commands={"profile run"}))  # tested without stack-profile
     log = "Traceback:\nValueError: no events\nstack: the trace is in t.pb"
     found = run("profile", [([], ChildResult(1, log))]).found
     assert found.failures == ["profile run: exit status 1: ValueError: no events"] and found.profile is None

@@ -18,8 +18,8 @@ import numpy as np
 from stack_core.abi.chips import Chip
 from stack_core.abi.errors import StackError
 from stack_core.abi.ops import OpCall
-from stack_core.chips.context import use_chip
-from stack_core.ops.dispatch.choosing import Choice, Plan, format_shapes, plan, target_platform
+from stack_core.chips.context import target, target_platform, use_chip
+from stack_core.ops.dispatch.choosing import Choice, Plan, format_shapes, plan
 from stack_core.ops.dispatch.dispatch import recording, run
 from stack_core.ops.dispatch.request import Request
 from stack_core.programs.flops import inner_jaxprs
@@ -99,7 +99,7 @@ def explain(fn: Callable[..., Any], *args: Any, chip: Chip | None = None) -> Exp
         return [leaf for leaf in jax.tree.leaves(fn(*jax.tree.unflatten(structure, filled))) if _is_array(leaf)]
 
     with contextlib.nullcontext() if chip is None else use_chip(chip):
-        recorder = _Recorder(traces_kernels=_is_local(target_platform()))
+        recorder = _Recorder(traces_kernels=_traces_kernels())
         with recording(recorder):
             jaxpr = jax.make_jaxpr(traced)(*(leaves[place] for place in places))
     counts = _Counts()
@@ -107,11 +107,9 @@ def explain(fn: Callable[..., Any], *args: Any, chip: Chip | None = None) -> Exp
     return Explanation(_merged(recorder.explained(counts)))
 
 
-def _is_local(platform: str) -> bool:
-    """Checks whether kernels for a platform can be traced here, also on the absent devices of `use_target`."""
-    device = getattr(jax.config, "jax_default_device", None)  # made at run time, unknown to type checkers
-    local = device.platform if isinstance(device, jax.Device) else jax.default_backend()
-    return platform == local or (platform == "gpu" and local in ("cuda", "rocm"))
+def _traces_kernels() -> bool:
+    """Checks whether kernels of the target can be traced here, without asking which devices are present."""
+    return target.value is None or target_platform() == "cpu"
 
 
 def _is_array(leaf: Any) -> bool:

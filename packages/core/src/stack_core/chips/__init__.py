@@ -1,7 +1,7 @@
 """Hardware specifications: known chips, the chip to compile for, and targets that need not be attached."""
 
 from stack_core.abi.chips import Chip
-from stack_core.chips.context import target_chip, use_chip
+from stack_core.chips.context import target_chip, target_platform, use_chip
 from stack_core.chips.devices import chip_of, count_units, current_chip
 from stack_core.chips.targets import Target, use_target
 
@@ -12,6 +12,7 @@ __all__ = [
     "count_units",
     "current_chip",
     "target_chip",
+    "target_platform",
     "use_chip",
     "use_target",
 ]

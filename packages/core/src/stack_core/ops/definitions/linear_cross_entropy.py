@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from stack_core.abi.errors import ArgumentError
 from stack_core.abi.mesh import constrain, parts_of
 from stack_core.abi.ops import OpCall
+from stack_core.chips.context import target_chip, target_platform
 from stack_core.ops.dispatch.check import (
     Axes,
     check_floating,
@@ -33,8 +34,10 @@ from stack_core.ops.references.quantized import QuantizedArray, dequantize, is_q
 
 __all__ = ["OP", "REFERENCE", "RowParts", "linear_cross_entropy"]
 
-# A chunk of fp32 logits takes about 8 MiB, to stay in a cache, unless that means fewer than 256 rows or over 64 chunks.
+# On CPUs a chunk of fp32 logits takes about 8 MiB, to stay in a cache; accelerators need large products, and a chunk
+# takes up to 1/32 of their memory. Neither has chunks of fewer than 256 rows or more than 64 chunks.
 _CHUNK_BYTES = 8 * 2**20
+_MEMORY_SHARE = 32
 _FEWEST_ROWS = 256
 _MOST_CHUNKS = 64
 
@@ -298,10 +301,16 @@ def _chunks(rows: Size, vocab: int) -> int:
     """Returns the number of chunks, preferably a divisor of the rows so that none of them is padded."""
     if is_symbolic(rows):
         return 1
-    chunk_rows = max(_CHUNK_BYTES // (vocab * 4), _FEWEST_ROWS)
+    chunk_rows = max(_chunk_bytes() // (vocab * 4), _FEWEST_ROWS)
     target = min(-(-rows // chunk_rows), _MOST_CHUNKS)
     divisors = (count for count in range(target, 2 * target) if rows % count == 0)
     return next(divisors, target) or 1
+
+
+def _chunk_bytes() -> int:
+    if target_platform() == "cpu":
+        return _CHUNK_BYTES
+    return max((target_chip().hbm_bytes or 0) // _MEMORY_SHARE, _CHUNK_BYTES)
 
 
 def _split_rows(array: Any, chunks: int, fill: Any) -> Any:

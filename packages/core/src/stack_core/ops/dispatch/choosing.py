@@ -13,7 +13,6 @@ requested that implementation as well.
 
 import contextlib
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -24,7 +23,7 @@ from stack_core.abi.errors import ArgumentError, PluginError, UnsupportedOp
 from stack_core.abi.jit_context import JitContext
 from stack_core.abi.ops import OWN, OpCall, OpImplementation, TunedChoice, supports_everything
 from stack_core.abi.plugins import plugins, registries
-from stack_core.chips.context import target, target_chip
+from stack_core.chips.context import target_chip, target_platform
 from stack_core.ops.dispatch.op import op_named
 from stack_core.ops.dispatch.report import warn_once
 from stack_core.ops.dispatch.request import Implementation, Request
@@ -45,7 +44,6 @@ __all__ = [
     "plan",
     "preferred",
     "supporting",
-    "target_platform",
 ]
 
 exporting: Final[JitContext[bool]] = JitContext()
@@ -57,8 +55,6 @@ def for_export() -> contextlib.AbstractContextManager[None]:
 
 
 _NO_BACKWARD = "has no backward pass of its own"
-# By kind of chip, first match: TPU generations are named v6e, v5p, ...; every other kind is a GPU.
-_PLATFORMS = {"cpu": r"cpu", "tpu": r"tpu|v\d", "gpu": r".*"}
 _EMPTY = "the call is empty: core answers it"
 
 
@@ -402,13 +398,6 @@ def _refusal(candidate: OpImplementation, sides: _Sides) -> str | None:
     if candidate.name != "reference" and has_symbolic_size(sides.call.arrays):
         return "sizes are symbolic, which only the reference supports"
     return None
-
-
-def target_platform() -> str:
-    """Returns the platform of the target, without measuring the chip."""
-    if target.value is None:
-        return {"cuda": "gpu", "rocm": "gpu"}.get(jax.default_backend(), jax.default_backend())
-    return next(name for name, pattern in _PLATFORMS.items() if re.match(pattern, target.value.kind.lower()))
 
 
 def _seen(candidate: OpImplementation, sides: _Sides) -> OpCall:

@@ -15,6 +15,7 @@ def test_public_names() -> None:
         "Llama3Scaling",
         "LogicalNames",
         "LongRopeScaling",
+        "PackedSegments",
         "RopeScaling",
         "YarnScaling",
         "attention",

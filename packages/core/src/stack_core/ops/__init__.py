@@ -1,5 +1,6 @@
 """Ops used to build models; `implementation=` selects an implementation by name."""
 
+from stack_core.ops.definitions.attention import PackedSegments as PackedSegments
 from stack_core.ops.definitions.attention import attention as attention
 from stack_core.ops.definitions.collective_matmul import collective_matmul as collective_matmul
 from stack_core.ops.definitions.exchange import exchange as exchange
@@ -44,6 +45,7 @@ __all__ = [
     "Llama3Scaling",
     "LogicalNames",
     "LongRopeScaling",
+    "PackedSegments",
     "RopeScaling",
     "YarnScaling",
     "attention",

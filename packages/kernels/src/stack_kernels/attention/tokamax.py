@@ -1,18 +1,22 @@
 """`attention` on Hopper and Blackwell: Tokamax's Mosaic-GPU kernels, forward and backward.
 
 The kernels support neither sinks nor segments, and average all values for a query without visible keys. This adapter
-turns segments into a mask, zeroes the output of such queries, and adds the sinks to the denominator afterwards: given
-the log-sum-exp that includes them, the kernel's own backward pass yields correct gradients.
+turns packed segments into a range of keys per query and other segments into a mask, zeroes the output of such queries,
+and adds the sinks to the denominator afterwards: given the log-sum-exp that includes them, the kernel's own backward
+pass yields correct gradients.
 """
 
+import functools
 import importlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
+from stack_core import ops
 from stack_core.abi.ops import OpCall, OpImplementation
 from stack_core.chips import Chip
 from stack_core.ops.building import BackwardCall, as_backward, joined_by_sinks
@@ -94,7 +98,7 @@ def _mask_bytes(call: OpCall) -> int:
     """
     (batch, q_seq), kv_seq, mask = call.arrays["query"].shape[:2], call.arrays["key"].shape[1], call.arrays["mask"]
     rows, heads = (0, 1) if mask is None else mask.shape[:2]
-    if call.arrays["segment_ids"] is not None:
+    if _needs_mask(call.arrays["segment_ids"]):
         rows = batch
     return rows * heads * q_seq * kv_seq
 
@@ -127,16 +131,23 @@ def _space(call: OpCall, chip: Chip) -> Iterator[HeadTiles]:
 
 
 def _fits(call: OpCall, tiles: HeadTiles, generation: str) -> bool:
-    masked = any(call.arrays[name] is not None for name in ("mask", "segment_ids"))
-    if masked and (generation, call.direction) == ("sm90", "forward") and tiles.stages > _MAX_MASKED_STAGES:
+    if _is_masked(call) and (generation, call.direction) == ("sm90", "forward") and tiles.stages > _MAX_MASKED_STAGES:
         return False
     return _shared_bytes(call, tiles, generation) <= _SHARED_BYTES
+
+
+def _is_masked(call: OpCall) -> bool:
+    return call.arrays["mask"] is not None or _needs_mask(call.arrays["segment_ids"])
+
+
+def _needs_mask(segments: Any) -> bool:
+    return segments is not None and not isinstance(segments, ops.PackedSegments)
 
 
 def _shared_bytes(call: OpCall, tiles: HeadTiles, generation: str) -> int:
     """Returns an upper bound of the shared memory per block."""
     of_key, of_value = (-(-call.arrays[name].shape[3] // 64) * 64 for name in ("query", "value"))
-    extras = sum(call.arrays[name] is not None for name in ("bias", "mask", "segment_ids"))
+    extras = (call.arrays["bias"] is not None) + _is_masked(call)
     of_tile = tiles.keys * (of_key + of_value) * 2
     if call.direction == "forward":
         # On Hopper a block has two warpgroups, each with its queries.
@@ -259,11 +270,11 @@ def _limits(call: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     """Returns the mask of a call and the bounds of its keys.
 
     The mask is [batch, heads, q_seq, kv_seq]; the bounds are the first key and the end of the keys of each query,
-    [batch, 1, q_seq]. Each is None if it masks nothing. If only `causal` limits the keys, both bounds are None, because
-    the kernel applies causality itself.
+    [batch, 1, q_seq]. Each is None if it masks nothing. The end is None if only `causal` limits later keys, because the
+    kernel applies causality itself.
     """
     q_seq, kv_seq, mask = call["query"].shape[1], call["key"].shape[1], call["mask"]
-    if call["segment_ids"] is not None:
+    if _needs_mask(call["segment_ids"]):
         of_queries, of_keys = call["segment_ids"]
         same = (of_queries[:, :, None] == of_keys[:, None, :])[:, None]
         mask = same if mask is None else mask & same
@@ -271,17 +282,36 @@ def _limits(call: Mapping[str, Any]) -> tuple[Any, Any, Any]:
         mask = jnp.broadcast_to(mask, (*mask.shape[:2], q_seq, kv_seq))
     left, right = call["window"] or (None, None)
     lengths, offset = call["kv_lengths"], call["query_offset"]
-    if call["causal"]:
-        if left is None and right is None and offset == 0 and lengths is None:
-            return mask, None, None
-        right = 0 if right is None else min(right, 0)
     place = jnp.arange(q_seq, dtype=jnp.int32) + offset
-    first = None if left is None else jnp.clip(place - left, 0, kv_seq)[None, None]
-    end = None if right is None else jnp.clip(place + right + 1, 0, kv_seq)[None, None]
+    firsts, ends = list[jax.Array](), list[jax.Array]()
+    if call["causal"] and right is None and offset == 0 and lengths is None:
+        pass  # left to the kernel
+    elif call["causal"] or right is not None:
+        last = min(right or 0, 0) if call["causal"] else right
+        ends.append(jnp.clip(place + last + 1, 0, kv_seq)[None, None])
+    if left is not None:
+        firsts.append(jnp.clip(place - left, 0, kv_seq)[None, None])
+    if isinstance(call["segment_ids"], ops.PackedSegments):
+        first, end = _ranges(call["segment_ids"].keys)
+        at_queries = jnp.clip(place, 0, kv_seq - 1)
+        firsts.append(first[:, None, at_queries])
+        if not call["causal"]:
+            ends.append(end[:, None, at_queries])
     if lengths is not None:
-        of_row = jnp.clip(lengths.astype(jnp.int32), 0, kv_seq)[:, None, None]
-        end = of_row if end is None else jnp.minimum(of_row, end)
+        ends.append(jnp.clip(lengths.astype(jnp.int32), 0, kv_seq)[:, None, None])
+    first = functools.reduce(jnp.maximum, firsts) if firsts else None
+    end = functools.reduce(jnp.minimum, ends) if ends else None
     return mask, first, end
+
+
+def _ranges(segment_ids: Any) -> tuple[Any, Any]:
+    """Returns the first key and the end of the run of equal ids around each key, int32[batch, kv_seq]."""
+    kv_seq = segment_ids.shape[1]
+    place = jnp.arange(kv_seq, dtype=jnp.int32)
+    changes = segment_ids[:, 1:] != segment_ids[:, :-1]
+    first = jnp.where(jnp.pad(changes, ((0, 0), (1, 0)), constant_values=True), place, 0)
+    end = jnp.where(jnp.pad(changes, ((0, 0), (0, 1)), constant_values=True), place + 1, kv_seq)
+    return jax.lax.cummax(first, axis=1), jax.lax.cummin(end, axis=1, reverse=True)
 
 
 def _seen(call: Mapping[str, Any]) -> Any:
@@ -291,7 +321,8 @@ def _seen(call: Mapping[str, Any]) -> Any:
     first = jnp.zeros((1, 1, 1), jnp.int32) if first is None else first
     end = jnp.full((1, 1, 1), kv_seq, jnp.int32) if end is None else end
     if mask is None:
-        return jnp.broadcast_to(first < end, (*end.shape[:2], q_seq)).swapaxes(1, 2)
+        seen = first < end
+        return jnp.broadcast_to(seen, (*seen.shape[:2], q_seq)).swapaxes(1, 2)
     place = jnp.arange(kv_seq)
     allowed = mask & (place >= first[..., None]) & (place < end[..., None])
     if call["causal"]:

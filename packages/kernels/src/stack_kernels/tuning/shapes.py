@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from stack_core import ops
 from stack_core.abi.ops import OpCall
 from stack_core.ops.defining import op_named
 from stack_kernels.roofline import work_of
@@ -182,7 +183,8 @@ def _view(array: Any) -> tuple[Any, Any, Any, Any]:
 def _describe(name: str, array: Any) -> str:
     """Describes an argument: its dtype, its quantization, and the non-trivial axes of a bias or a mask."""
     if isinstance(array, tuple):
-        return " ".join(_describe(name, part) for part in array)
+        parts = [_describe(name, part) for part in array]
+        return " ".join([*parts, "packed"] if isinstance(array, ops.PackedSegments) else parts)
     value, scale, zero_point, codebook = _view(array)
     text = jnp.dtype(value.dtype).name
     if scale is None:

@@ -224,6 +224,7 @@ class GroupedAttention(nnx.Module):
                 key,
                 value,
                 segment_ids=spec.segments(rows),
+                packed=spec.chunk is None,
                 window=how.window,
                 softcap=how.softcap,
                 scale=how.scale,

@@ -111,6 +111,7 @@ class MultiHeadLatentAttention(nnx.Module):
             value,
             scale=spec.scale,
             segment_ids=rows.segment_ids,
+            packed=True,
             axes=axes,
             context_keys=spec.context_keys,
         )

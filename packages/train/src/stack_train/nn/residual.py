@@ -45,8 +45,8 @@ class Rows:
 
     Attributes:
       positions: [batch, seq], position of each token in its document.
-      segment_ids: [batch, seq], segment of each token, 0 for padding; tokens attend only within their segment. None if
-        each row is one segment.
+      segment_ids: [batch, seq], segment of each token, 0 for padding; tokens attend only within their segment, whose
+        tokens are adjacent. None if each row is one segment.
       ahead: [batch, seq], number of tokens after each token that it attends to, the rest of its image; None if no call
         has images. See `stack_core.abi.models.ImageTokens`.
     """

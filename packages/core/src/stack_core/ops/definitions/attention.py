@@ -1,7 +1,7 @@
 """Softmax attention."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -27,6 +27,7 @@ from stack_core.ops.references.running_softmax import with_sinks
 __all__ = [
     "OP",
     "REFERENCE",
+    "PackedSegments",
     "attention",
     "attention_axes",
     "bounded_lengths",
@@ -39,6 +40,26 @@ __all__ = [
 _MOST_OFFSET = 2**30
 
 
+class PackedSegments(NamedTuple):
+    """Segment ids of packed documents, with the promise that each is contiguous.
+
+    The keys of a segment are adjacent, and query i has the segment of key i + `query_offset`. The visible keys of a
+    query are then a range, which kernels need no mask for. Results are undefined if the promise is broken.
+
+    Attributes:
+      queries: int[batch, q_seq].
+      keys: int[batch, kv_seq].
+    """
+
+    queries: Any
+    keys: Any
+
+    @classmethod
+    def of(cls, segment_ids: Any) -> "PackedSegments":
+        """Returns the segments of queries and keys at the same positions, from int[batch, seq]."""
+        return cls(segment_ids, segment_ids)
+
+
 def attention(
     query: Float[Array, "batch q_seq heads key_dim"],
     key: Float[Array, "batch kv_seq kv_heads key_dim"],
@@ -49,7 +70,10 @@ def attention(
     window: tuple[int | None, int | None] | None = None,
     bias: Float[Array, "#batch #heads #q_seq #kv_seq"] | None = None,
     mask: Bool[Array, "#batch #heads #q_seq #kv_seq"] | None = None,
-    segment_ids: Int[Array, "batch seq"] | tuple[Int[Array, "batch q_seq"], Int[Array, "batch kv_seq"]] | None = None,
+    segment_ids: Int[Array, "batch seq"]
+    | tuple[Int[Array, "batch q_seq"], Int[Array, "batch kv_seq"]]
+    | PackedSegments
+    | None = None,
     kv_lengths: Int[Array, " batch"] | None = None,
     softcap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
@@ -81,7 +105,8 @@ def attention(
       window: (left, right), inclusive distances in keys; None means unlimited.
       bias: b, [batch, heads, q_seq, kv_seq]; any axis may have size 1 and is then broadcast.
       mask: True where attention is allowed, shaped as `bias`.
-      segment_ids: [batch, seq] if q_seq equals kv_seq, or the pair ([batch, q_seq], [batch, kv_seq]).
+      segment_ids: [batch, seq] if q_seq equals kv_seq, or the pair ([batch, q_seq], [batch, kv_seq]). A
+        `PackedSegments` also promises that segments are contiguous.
       kv_lengths: [batch], number of valid leading keys, clamped to 0 .. kv_seq.
       softcap: c, positive.
       sinks: s, [heads], logits added to the denominator only.
@@ -177,7 +202,7 @@ def paired_segments(op: str, query: Any, key: Any, segment_ids: Any) -> Any:
     sizes.match("key", key, "batch kv_seq kv_heads key_dim")
     sizes.match("segment_ids[0]", segment_ids[0], "batch q_seq")
     sizes.match("segment_ids[1]", segment_ids[1], "batch kv_seq")
-    return tuple(segment_ids)
+    return segment_ids if isinstance(segment_ids, PackedSegments) else tuple(segment_ids)
 
 
 def bounded_lengths(kv_lengths: Any, kv_seq: Size) -> Any:

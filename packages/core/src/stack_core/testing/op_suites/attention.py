@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from stack_core.ops.definitions.attention import PackedSegments
 from stack_core.testing.cases import OpCase, OpSuite, in_tiles, integers, spoiled
 
 __all__ = ["SUITE"]
@@ -35,6 +36,8 @@ def _attention_case(
 
 _SEGMENTS = integers([1, 1, 2, 2, 2, 0, 0], [1, 2, 2, 3, 3, 3, 0])
 
+_PACKED = integers([1, 1, 2, 2, 2, 0, 0], [1, 3, 3, 2, 2, 2, 0])
+
 _CASES = (
     _attention_case("plain"),
     _attention_case("causal", causal=True),
@@ -55,6 +58,12 @@ _CASES = (
     ),
     _attention_case("mask_per_head", extra=lambda rng: {"mask": rng.random((1, 4, 5, 7)) < 0.4}),
     _attention_case("segments", sizes=(2, 7, 7, 4, 4, 8), causal=True, extra=lambda rng: {"segment_ids": _SEGMENTS}),
+    _attention_case(
+        "packed_segments",
+        sizes=(2, 7, 7, 4, 2, 8),
+        causal=True,
+        extra=lambda rng: {"segment_ids": PackedSegments.of(_PACKED)},
+    ),
     _attention_case(
         "segment_pair", extra=lambda rng: {"segment_ids": (_SEGMENTS[:, 1:6] + 1, _SEGMENTS)}, return_lse=True
     ),
@@ -107,6 +116,24 @@ _FOR_ACCELERATORS = in_tiles(
         sizes=(2, 192, 192, 2, 2, 64),
         causal=True,
         extra=lambda rng: {"segment_ids": _ACCELERATOR_SEGMENTS},
+    ),
+    _attention_case(
+        "packed_segments",
+        sizes=(2, 192, 192, 2, 2, 64),
+        causal=True,
+        extra=lambda rng: {"segment_ids": PackedSegments.of(_ACCELERATOR_SEGMENTS)},
+    ),
+    _attention_case(
+        "packed_segments_in_a_window",
+        sizes=(2, 64, 192, 2, 1, 128),
+        causal=True,
+        window=(40, 0),
+        extra=lambda rng: {"segment_ids": PackedSegments(_ACCELERATOR_SEGMENTS[:, 128:], _ACCELERATOR_SEGMENTS)},
+    ),
+    _attention_case(
+        "packed_segments_to_both_sides",
+        sizes=(2, 192, 192, 2, 2, 128),
+        extra=lambda rng: {"segment_ids": PackedSegments.of(_ACCELERATOR_SEGMENTS)},
     ),
     _attention_case(
         "segments_that_see_nothing",

@@ -173,6 +173,27 @@ def test_on_gpus_each_device_runs_cudnns_attention_on_its_part(tmp_path):
     )
 
 
+@pytest.mark.gpu_aot
+@pytest.mark.usefixtures("cudnn")
+def test_a_training_step_for_a_gpu_has_no_loop_and_no_mask(tmp_path):
+    """Layers are compiled one by one, with Tokamax's attention if it is installed, and the loss is one chunk."""
+    layers = 3
+    model = {"name": "llama", "vocab_size": 640, "embed": 512, "heads": 4, "mlp": 1024, "layers": layers}
+    fields = {"output": str(tmp_path), "model": model, "data": {"seq_tokens": SEQ, "batch_size": ROWS}}
+    target, config = Target("h100:1x1x1"), parse(RunConfig, fields)
+    program = build_program(config, target.devices)
+    with use_target(target):
+        text = traced_step(config, program).lower().compile().as_text()
+    found = collections.Counter(re.findall(r" (while|scatter|copy)\(", text))
+    # The gradient of the embedding is the scatter; of the layers' saved values nothing is copied.
+    assert found["while"] == 0 and found["scatter"] == 1 and found["copy"] < layers + 2
+    kernels, masks = collections.Counter(kernels_of(text)), re.findall(rf"pred\[{ROWS},[\d,]*{SEQ},{SEQ}\]", text)
+    if missing() is None:
+        assert kernels.total() == 3 * layers and all("mosaic_gpu" in kernel for kernel in kernels) and not masks
+    else:
+        assert kernels.total() == 2 * layers and all("__cudnn$fmha" in kernel for kernel in kernels)
+
+
 def check_mixture(target, folder, *kernels):
     """Each device calls the kernels in a step with gradients, on its part.
 

@@ -74,7 +74,7 @@ class DitConfig:
     dtype: FloatName = "bfloat16"
     param_dtype: FloatName = "float32"
     remat: RematPolicy = "none"
-    unroll: bool = False
+    unroll: bool | None = None
 
     def __post_init__(self) -> None:
         if self.image_size % self.patch:

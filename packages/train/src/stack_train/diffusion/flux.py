@@ -87,7 +87,7 @@ class FluxConfig:
     dtype: FloatName = "bfloat16"
     param_dtype: FloatName = "float32"
     remat: RematPolicy = "none"
-    unroll: bool = False
+    unroll: bool | None = None
 
     def __post_init__(self) -> None:
         if sum(self.rope_axes) != self.head_dim:

@@ -53,8 +53,8 @@ class DecoderConfig:
       param_dtype: dtype of parameters without an optimizer, in inference and exports; `precision.params` is the dtype
         of trained parameters.
       remat: rematerialization policy of the backward pass; see `scan_layers`.
-      unroll: compiles every layer separately in training instead of a loop. On CPUs this makes steps of models with few
-        layers faster and compilation slower.
+      unroll: compiles every layer separately in training instead of a loop, which makes steps faster and compilation
+        slower. None does so for up to 32 layers on a single GPU.
       context_keys: exchange of keys between the `mesh.context` devices that share a sequence: "ring" receives one
         device's keys at a time, "gathered" all keys together.
     """
@@ -76,7 +76,7 @@ class DecoderConfig:
     dtype: FloatName = "bfloat16"
     param_dtype: FloatName = "float32"
     remat: RematPolicy = "none"
-    unroll: bool = False
+    unroll: bool | None = None
     context_keys: ContextKeys = "ring"
 
     def __post_init__(self) -> None:
@@ -310,7 +310,7 @@ class Decoder(nnx.Module):
                 [None] * len(period) if cache is None else cache.layers[number],
                 per_row=rows,
                 remat=config.remat,
-                unroll=config.unroll and cache is None,  # a loop updates a cache in place
+                unroll=config.unroll if cache is None else False,  # a loop updates a cache in place
                 moves=cache is None,
             )
             layer_caches.append([layer_cache for layer_cache, _ in outputs])

@@ -1,5 +1,6 @@
 """Execution of stacked layers: loops, unrolling and rematerialization."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -7,6 +8,7 @@ import jax
 from flax import nnx
 
 from stack_core import ops
+from stack_core.chips import target_platform
 from stack_train.nn.pipeline import boundary
 
 __all__ = ["RematPolicy", "scan_layers"]
@@ -20,6 +22,8 @@ _SAVED = {
     "dots_no_batch": ops.seen_into(jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
 }
 
+_MAX_UNROLLED = 32
+
 
 def scan_layers(
     body: Callable[[Any, Any, Any, Any], tuple[Any, Any]],
@@ -29,7 +33,7 @@ def scan_layers(
     *,
     per_row: Any,
     remat: RematPolicy,
-    unroll: bool,
+    unroll: bool | None,
     moves: bool,
 ) -> tuple[Any, list[Any]]:
     """Scans over the repetitions of a period of layers, which are traced once.
@@ -46,12 +50,14 @@ def scan_layers(
         `jax.checkpoint`; "dots": matrix products; "dots_no_batch": matrix products without batch axes, which excludes
         attention; "full": only the layer's input. All other values are recomputed.
       unroll: compile every layer separately. A loop has to copy each layer's saved values into and out of stacked
-        arrays.
+        arrays. None unrolls up to 32 layers on a single GPU, where these copies cost more than the compilation.
       moves: keep the updates of variables with the metadata `trained=False`.
 
     Returns:
       The last carry, and each module's outputs stacked [repeats, ...].
     """
+    if unroll is None:
+        unroll = _unrolls(jax.tree.leaves(nnx.state(period[0]))[0].shape[0] * len(period))
     # A scan carries arrays, not modules: the graph is static, and the state is split off and merged per layer.
     graphs, states = zip(*(nnx.split(layer) for layer in period), strict=True)
 
@@ -81,6 +87,11 @@ def scan_layers(
         if moved:
             nnx.update(layer, moved)
     return carry, [output for output, _ in results]
+
+
+def _unrolls(layers: int) -> bool:
+    devices = math.prod(jax.sharding.get_abstract_mesh().shape.values())
+    return target_platform() == "gpu" and devices == 1 and layers <= _MAX_UNROLLED
 
 
 def _is_mutable(path: Any, variable: Any) -> bool:

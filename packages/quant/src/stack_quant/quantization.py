@@ -27,6 +27,7 @@ from stack_quant.transform.interpreter import ResolvedRules
 from stack_quant.transform.planning import Plan, plan
 from stack_quant.transform.program import Parameters, is_array, trace
 from stack_quant.transform.sites import site_names
+from stack_quant.transformed import TransformedArray
 
 __all__ = ["Quantization", "State", "quantized", "unquantized"]
 
@@ -200,6 +201,7 @@ def quantized(
     uses = [use for use in seen.uses if use.path in shapes]
     planned = plan(rules, shapes, uses, [row.op for row in seen.rows], seen.stops)
     after = {path: _parameter(chosen, before[path], spec, path) for path, spec in planned.specs.items()}
+    after |= {path: inputs.plain(after[path]) for path, inputs in planned.inputs.items()}
     after = {path: after.get(path, array) for path, array in before.items()}
     resolved = ResolvedRules(tuple(rules), chosen, planned.of_path, planned.specs, planned.tiles)
     listed = [_row(path, given[path], after[path], planned) for path in shapes]
@@ -214,7 +216,8 @@ def quantized(
     ranges = static_ranges(fn, parameters, resolved, sites, calls)
     if has_algorithms:
         multiplied = {use.path for use in uses if not use.is_lookup}
-        after |= run_algorithms(fn, parameters, after, resolved, planned.specs.keys() - multiplied, calls)
+        tables = planned.specs.keys() - multiplied
+        after |= run_algorithms(fn, parameters, after, resolved, planned.inputs, tables, calls)
     return after, ranges, Quantization(resolved, coverage.report(name, rules, listed, seen.rows))
 
 
@@ -274,6 +277,5 @@ def _row(path: str, before: Any, after: Any, planned: Plan) -> ParameterRow:
         reason = "no rule matches it" if number is None else planned.left[path]
         return ParameterRow(path, number, before.shape, str(before.dtype), None, size, size, reason)
     stored = sum(map(stored_bytes, jax.tree.leaves(after)))
-    return ParameterRow(
-        path, number, before.shape, after.scheme, after.scale.shape, size, stored, note=planned.note(path)
-    )
+    scales = (after.base if isinstance(after, TransformedArray) else after).scale
+    return ParameterRow(path, number, before.shape, after.scheme, scales.shape, size, stored, note=planned.note(path))

@@ -9,7 +9,7 @@ from pydantic import PositiveInt
 from stack_core.abi.config import config
 from stack_core.abi.errors import nearest
 from stack_core.abi.tree_paths import path_matches
-from stack_quant.algorithms import algorithm
+from stack_quant.algorithms import parse_algorithms
 from stack_quant.calibration import calibration
 from stack_quant.errors import RuleError
 from stack_quant.qtypes import qtype
@@ -53,7 +53,8 @@ class Rule:
       range_ends: position of the ends of a range among integer codes, a name of `stack_quant.spec.RANGE_ENDS`. For
         8-bit activations "fitted" means "exact": fitting takes three times as long and saves less than 1% of the error.
       algorithm: method of choosing the codes of the weights, of the registry `algorithms`, with its options: "gptq",
-        "gptq,damp=0.02", "hqq". None rounds each entry to the nearest code.
+        "gptq,damp=0.02", "hqq"; or to make a product easier to round by transforming its inputs: "awq", "smoothquant",
+        "hadamard". "+" combines them: "hadamard+gptq". None rounds each entry to the nearest code.
       optional: allow the rule to match, or to quantize, nothing. By default this is an error.
     """
 
@@ -144,9 +145,14 @@ def _listed(names: Sequence[str], limit: int = 12) -> str:
 def _check_algorithm(rule: Rule) -> None:
     if rule.algorithm is None:
         return
-    algorithm(rule.algorithm)  # raises for an unknown name or option
+    steps = parse_algorithms(rule.algorithm)  # raises for an unknown name or option
     if rule.weights is None:
         raise RuleError(f"{rule}: an algorithm chooses the codes of weights. Set `weights`, or leave it out.")
+    if rule.is_static and any(step.input_scale or step.rotates for step, _ in steps):
+        raise RuleError(
+            f"{rule}: static ranges are measured on inputs without transform. Leave out static_ranges, or use an "
+            "algorithm that only chooses codes, such as gptq."
+        )
 
 
 def _check_pattern(rule: Rule, name: str) -> None:

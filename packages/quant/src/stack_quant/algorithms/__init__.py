@@ -1,7 +1,8 @@
 """Quantization algorithms: a registry of methods that choose the codes of a weight, beyond rounding to the nearest.
 
 An algorithm sees one slice of a parameter at a time, such as one layer of a scan, as the matrices of its product. Codes
-keep the type and the tiles of the rule.
+keep the type and the tiles of the rule. Some algorithms transform the inputs of the product (`TransformedArray`), and
+others choose codes; "+" combines them, as in "hadamard+gptq".
 """
 
 import math
@@ -16,8 +17,9 @@ from stack_core.abi.plugins import registries
 from stack_quant.qarray import QArray
 from stack_quant.spec import ArraySpec
 from stack_quant.transform.layout import Layout
+from stack_quant.transformed import InputSpec
 
-__all__ = ["Algorithm", "Weight", "algorithm"]
+__all__ = ["Algorithm", "Step", "Weight", "parse_algorithms"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Weight:
       layout: arrangement of the slice as the matrices w[batch, d_in, d_out] of its product.
       moments: float32[batch, d_in, d_in], the mean of x x^T over the factors x of the product; None for an algorithm
         without a stream.
+      largest: float32[batch, d_in], the largest magnitude of each factor; None without a stream.
+      inputs: form of the transform of the inputs, or None.
     """
 
     path: str
@@ -38,32 +42,56 @@ class Weight:
     spec: ArraySpec
     layout: Layout
     moments: Any = None
+    largest: Any = None
+    inputs: InputSpec | None = None
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An algorithm.
+    """An algorithm with `quantize`, `input_scale`, `rotates` or several of these.
 
     Attributes:
       name: name in the registry, such as "gptq".
-      needs_stream: True if it uses `Weight.moments`.
+      needs_stream: True if it uses `Weight.moments` or `Weight.largest`.
       quantize: function of a weight and the options that returns its quantized array.
+      input_scale: function of a weight and the options that returns s[batch, d_in]. Inputs are divided by s, and rows
+        of the weight are multiplied by s.
+      rotates: True if inputs are rotated by blocks; the option "block" is the largest block.
       options: default of each option, by name; an option with an integer as its default takes whole numbers.
     """
 
     name: str
     needs_stream: bool
-    quantize: Callable[[Weight, Mapping[str, int | float]], QArray]
+    quantize: Callable[[Weight, Mapping[str, int | float]], QArray] | None = None
+    input_scale: Callable[[Weight, Mapping[str, int | float]], jax.Array] | None = None
+    rotates: bool = False
     options: Mapping[str, int | float] = field(default_factory=dict)
 
 
-def algorithm(text: str) -> tuple[Algorithm, dict[str, int | float]]:
-    """Parses "name" or "name,option=number,..." and returns the algorithm with its options.
+Step = tuple[Algorithm, Mapping[str, int | float]]
+"""An algorithm with its options."""
+
+
+def parse_algorithms(text: str) -> tuple[Step, ...]:
+    """Parses "name", "name,option=number,..." or several such terms with "+" between.
 
     Raises:
       UnknownName: no plugin registers the algorithm; the message suggests the nearest name and lists all names.
-      ArgumentError: the algorithm does not have the option, or its value is not a number of at least 0.
+      ArgumentError: an algorithm does not have the option, its value is not a number of at least 0, or the algorithms
+        cannot be combined in this order.
     """
+    steps = tuple(_step(part) for part in text.split("+"))
+    # Input scales are found for the axes of the model, and codes are chosen after all transforms.
+    stages = [0 if step.input_scale else 1 if step.rotates else 2 for step, _ in steps]
+    if stages != sorted(set(stages)):
+        raise ArgumentError(
+            f"algorithm={text!r}: combine at most one algorithm for the scales of inputs (awq, smoothquant), one "
+            "rotation (hadamard) and one algorithm for the codes (gptq, hqq), in this order."
+        )
+    return steps
+
+
+def _step(text: str) -> Step:
     name, *rest = (part.strip() for part in text.split(","))
     found: Algorithm = registries.algorithms[name]
     options = dict(found.options)

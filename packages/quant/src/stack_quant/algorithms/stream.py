@@ -10,17 +10,18 @@ import jax.numpy as jnp
 from stack_core import ops
 from stack_core.abi.errors import ShapeError
 from stack_core.ops.building import is_quantized
-from stack_quant.algorithms import Weight, algorithm
+from stack_quant.algorithms import Weight, parse_algorithms
+from stack_quant.algorithms.steps import Quantized, choose_codes
 from stack_quant.conversion import fake_quantize
 from stack_quant.errors import QuantError, RuleError
 from stack_quant.measuring import Call
-from stack_quant.qarray import QArray
 from stack_quant.scales import Range
 from stack_quant.spec import ArraySpec
 from stack_quant.transform.interpreter import Interpreter, ResolvedRules
 from stack_quant.transform.layout import Layout
 from stack_quant.transform.program import Parameters, is_array, trace
 from stack_quant.transform.sequential import Product, Replacements, Slice, run_replacing
+from stack_quant.transformed import InputSpec
 
 __all__ = ["run_algorithms"]
 
@@ -30,17 +31,19 @@ def run_algorithms(
     parameters: Parameters,
     rounded: Mapping[str, Any],
     resolved: ResolvedRules,
+    inputs: Mapping[str, InputSpec],
     looked_up: Collection[str],
     calls: Iterable[Call] | None,
-) -> dict[str, QArray]:
+) -> dict[str, Quantized]:
     """Quantizes the parameters whose rules have an algorithm. Returns them by path.
 
-    The inputs of a product are computed with the parameters quantized before it and with rounded activations. Tables
-    without a product stay rounded to the nearest.
+    The inputs of a product are computed with the parameters quantized before it and with rounded activations; the
+    activations stay in float if an algorithm transforms them. Tables without a product stay rounded to the nearest.
 
     Args:
       parameters: floating parameters; if they are shapes, nothing is computed.
       rounded: all parameters, with the quantized ones rounded to the nearest.
+      inputs: form of the transform of the inputs, by path.
       looked_up: paths of parameters without any product.
       calls: the stream.
 
@@ -58,15 +61,23 @@ def run_algorithms(
         if path not in looked_up and (name := resolved.rules[resolved.of_path[path]].algorithm) is not None
     }
     _check_acts(resolved, chosen)
-    plain = {path: name for path, name in chosen.items() if not algorithm(name)[0].needs_stream}
-    done = {path: _without_stream(path, name, arrays[path], resolved.specs[path]) for path, name in plain.items()}
-    streamed = {path: name for path, name in chosen.items() if path not in plain}
+    steps = {path: parse_algorithms(name) for path, name in chosen.items()}
+    plain = [path for path in chosen if not any(step.needs_stream for step, _ in steps[path])]
+    # Such an algorithm works on tiles and blocks, so the parameter is one slice in any arrangement.
+    done = {
+        path: choose_codes(
+            Weight(path, arrays[path], resolved.specs[path], Layout.flat(arrays[path].shape), inputs=inputs.get(path)),
+            steps[path],
+        )
+        for path in plain
+    }
+    streamed = {path: name for path, name in chosen.items() if path not in done}
     if streamed:
         before = {
             path: arrays[path] if path in streamed else _floats(done.get(path, array))
             for path, array in rounded.items()
         }
-        done |= _with_stream(fn, parameters, before, resolved, streamed, list(calls or ()))
+        done |= _with_stream(fn, parameters, before, resolved, inputs, streamed, list(calls or ()))
     return done
 
 
@@ -84,20 +95,15 @@ def _check_acts(resolved: ResolvedRules, chosen: Mapping[str, str]) -> None:
             )
 
 
-def _without_stream(path: str, name: str, array: jax.Array, spec: ArraySpec) -> QArray:
-    found, options = algorithm(name)
-    # Such an algorithm works on tiles, so the whole parameter is one slice in any arrangement.
-    return found.quantize(Weight(path, array, spec, Layout.flat(array.shape)), options)
-
-
 def _with_stream(
     fn: Callable[..., Any],
     parameters: Parameters,
     before: Mapping[str, jax.Array],
     resolved: ResolvedRules,
+    inputs: Mapping[str, InputSpec],
     chosen: Mapping[str, str],
     calls: Sequence[Call],
-) -> dict[str, QArray]:
+) -> dict[str, Quantized]:
     if not calls:
         first = next(iter(chosen))
         raise RuleError(
@@ -106,21 +112,27 @@ def _with_stream(
         )
     args, kwargs = calls[0]
     program = trace(fn, parameters, *args, **kwargs)
-    inputs = [_arrays(call, calls[0]) for call in calls]
-    state = _Moments(before, resolved, chosen)
+    arguments = [_arrays(call, calls[0]) for call in calls]
+    state = _Moments(before, resolved, inputs, chosen)
     new = Replacements(
         wanted=lambda path, op: path in chosen and resolved.of_parameter(path, op) is not None,
         observe=state.observe,
         finish=state.finish,
     )
-    # Activations are rounded as at run time, and products stay in float as parameters are replaced by floats.
-    method = dataclasses.replace(resolved.method, activation=_rounded_activation, keeps_ranges=False)
-    run_replacing(program, before, inputs, Interpreter(dataclasses.replace(resolved, method=method)), new)
+    # Activations are rounded as at run time, and products stay in float as parameters are replaced by floats. These
+    # floats do not transform their inputs, whose rounding would therefore be another than at run time.
+    activation = _float_activation if inputs else _rounded_activation
+    method = dataclasses.replace(resolved.method, activation=activation, keeps_ranges=False)
+    run_replacing(program, before, arguments, Interpreter(dataclasses.replace(resolved, method=method)), new)
     return {path: state.joined(path, new.refused.get(path)) for path in chosen}
 
 
 def _rounded_activation(array: jax.Array, spec: ArraySpec, span: Range | None) -> jax.Array:
     return fake_quantize(array, spec)
+
+
+def _float_activation(array: jax.Array, spec: ArraySpec, span: Range | None) -> jax.Array:
+    return array
 
 
 def _arrays(call: Call, first: Call) -> list[Any]:
@@ -136,43 +148,48 @@ def _arrays(call: Call, first: Call) -> list[Any]:
 
 
 class _Moments:
-    """The second moments of the current products, and the quantized slices.
+    """The statistics of the current products, and the quantized slices.
 
     Args:
       arrays: floating parameters by path.
+      inputs: form of the transform of the inputs, by path.
       chosen: algorithm of each parameter, by path.
     """
 
-    def __init__(self, arrays: Mapping[str, jax.Array], resolved: ResolvedRules, chosen: Mapping[str, str]) -> None:
-        self._arrays, self._resolved, self._chosen = arrays, resolved, chosen
-        self._open: dict[Slice, tuple[Layout, jax.Array, int]] = {}
-        self._done: dict[Slice, QArray] = {}
+    def __init__(
+        self,
+        arrays: Mapping[str, jax.Array],
+        resolved: ResolvedRules,
+        inputs: Mapping[str, InputSpec],
+        chosen: Mapping[str, str],
+    ) -> None:
+        self._arrays, self._resolved, self._inputs, self._chosen = arrays, resolved, inputs, chosen
+        self._open: dict[Slice, tuple[Layout, jax.Array, jax.Array, int]] = {}
+        self._done: dict[Slice, Quantized] = {}
 
     def observe(self, product: Product) -> None:
         """Adds the inputs of one call."""
         batch, _, entries = product.inputs.shape
-        _, so_far, rows = self._open.get(product.key, (None, jnp.zeros((batch, entries, entries), jnp.float32), 0))
-        self._open[product.key] = (
-            product.layout,
-            _add_moments(so_far, product.inputs),
-            rows + product.inputs.shape[1],
-        )
+        start = (None, jnp.zeros((batch, entries, entries), jnp.float32), jnp.zeros((batch, entries), jnp.float32), 0)
+        _, moments, largest, rows = self._open.get(product.key, start)
+        moments, largest = _add_statistics(moments, largest, product.inputs)
+        self._open[product.key] = (product.layout, moments, largest, rows + product.inputs.shape[1])
 
     def finish(self, key: Slice) -> jax.Array:
         """Quantizes a slice by the moments of its product, and returns its values."""
-        (path, index), (layout, moments, rows) = key, self._open.pop(key)
+        (path, index), (layout, moments, largest, rows) = key, self._open.pop(key)
         if not jnp.isfinite(moments).all():
             raise QuantError(
                 f"The inputs of the product with {path} hold NaN or infinities for some batch of the stream. Correct "
                 "the model or the data, or leave this parameter without algorithm."
             )
-        found, options = algorithm(self._chosen[path])
-        spec = _of_slice(self._resolved.specs[path], len(index))
-        weight = Weight(path, self._arrays[path][index], spec, layout, moments / rows)
-        self._done[key] = found.quantize(weight, options)
+        spec, inputs = _of_slice(self._resolved.specs[path], len(index)), self._inputs.get(path)
+        inputs = None if inputs is None else inputs.of_slice(len(index))
+        weight = Weight(path, self._arrays[path][index], spec, layout, moments / rows, largest, inputs)
+        self._done[key] = choose_codes(weight, parse_algorithms(self._chosen[path]))
         return _floats(self._done[key])
 
-    def joined(self, path: str, reason: str | None) -> QArray:
+    def joined(self, path: str, reason: str | None) -> Quantized:
         """Joins the slices of a parameter."""
         mine = {index: array for (own, index), array in self._done.items() if own == path}
         lead = self._arrays[path].shape[: len(next(iter(mine), ()))]
@@ -192,9 +209,10 @@ class _Moments:
 
 
 @jax.jit
-def _add_moments(so_far: jax.Array, inputs: jax.Array) -> jax.Array:
+def _add_statistics(moments: jax.Array, largest: jax.Array, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
     inputs = inputs.astype(jnp.float32)
-    return so_far + jnp.einsum("brk,brl->bkl", inputs, inputs, precision="highest")
+    moments = moments + jnp.einsum("brk,brl->bkl", inputs, inputs, precision="highest")
+    return moments, jnp.maximum(largest, jnp.max(jnp.abs(inputs), axis=1))
 
 
 def _of_slice(spec: ArraySpec, leading: int) -> ArraySpec:

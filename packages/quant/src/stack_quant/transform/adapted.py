@@ -98,7 +98,7 @@ class Adapted:
             return array.transpose([*permutation, *range(len(permutation), array.ndim)])
 
         is_codes = is_quantized(self.base)
-        base = views.transpose(views.view_of(self.base), permutation) if is_codes else self.base.transpose(permutation)
+        base = views.transpose(self.base, permutation) if is_codes else self.base.transpose(permutation)
         return self._with(base, transposed)
 
     def reshape(self, shape: Sequence[int]) -> "Adapted | None":

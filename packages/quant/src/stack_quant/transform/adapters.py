@@ -18,7 +18,7 @@ from stack_quant.transform import versions, views
 from stack_quant.transform.adapted import Adapted
 from stack_quant.transform.interpreter import ADAPTED_HANDLERS, HANDLERS, Interpreter, Value
 
-__all__: list[str] = []
+__all__ = ["gated_as_linear_maps"]
 
 _KEPT = ("copy", "copy_p", "name", "pcast", "pvary", "sharding_constraint", "stop_gradient")
 
@@ -85,7 +85,7 @@ def _unit(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
     assert unit is not None, "the handler of units alone"
     places = unit.arrays(range(len(operands)))
     if unit.op == "gated_linear_unit" and not operands[places["x"]].is_adapted:
-        return _gated(interpreter, unit, operands)
+        return gated_as_linear_maps(interpreter, unit, operands)
     weight = {"linear": "weight", "ragged_dot": "rhs"}.get(unit.op)
     if weight is None or place is None or place != places[weight]:
         return None
@@ -121,8 +121,11 @@ def _ragged_dot(down: Any, up: Any, x: Any, group_sizes: Any, *, scale: float) -
 _OF_UNIT = {"linear": _linear, "ragged_dot": _ragged_dot}
 
 
-def _gated(interpreter: Interpreter, unit: OpUnit, operands: Sequence[Value]) -> list[Value]:
-    """Runs a gated linear unit as the program of its two linear maps, to each of which adapters and rules apply."""
+def gated_as_linear_maps(interpreter: Interpreter, unit: OpUnit, operands: Sequence[Value]) -> list[Value]:
+    """Runs a gated linear unit as the program of its two linear maps.
+
+    Adapters, rules and transforms of inputs apply to each of them.
+    """
 
     def gated(*arrays: Any) -> Any:
         given = unit.arrays(arrays)

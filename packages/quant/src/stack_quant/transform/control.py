@@ -305,8 +305,8 @@ def _one_of(value: Value) -> Value:
     array = value.array
     if value.is_adapted:
         array = array.full_along([0])
-    if value.is_quantized and array.scale.shape[0] != array.shape[0]:
-        array = views.full_along(views.view_of(array), [0])
+    if value.is_quantized:
+        array = views.sliceable(array)
     # A scan removes the first axis from each slice, so it is removed from the axes of the parameter as well.
     source = None if value.source is None else value.source.without(0)
     return dataclasses.replace(value, array=array, source=source)

@@ -12,7 +12,9 @@ from stack_core import ops
 from stack_core.ops.building import gate_product, is_quantized
 from stack_core.ops.units import OpUnit, unit_of
 from stack_quant.transform import views
+from stack_quant.transform.adapters import gated_as_linear_maps
 from stack_quant.transform.decisions import Decision, decide, note, quantized_activation, record
+from stack_quant.transform.inputs import have_equal_transforms, with_transformed_inputs
 from stack_quant.transform.interpreter import HANDLERS, Interpreter, Value
 from stack_quant.transform.products import NOT_TRAINED, linear_call, mapped, ragged_call
 from stack_quant.transform.straight_through import rounded, straight_through
@@ -62,6 +64,10 @@ def _unit(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
         note(interpreter, name, operands[place], [unit_axis(unit, place, operands[place], axis)], [kept])
     if not factors:
         return _in_float(interpreter, equation, name, operands, None)
+    if not have_equal_transforms([operands[place] for place in weights]):
+        # Only the gated unit has two matrices.
+        return gated_as_linear_maps(interpreter, unit, operands)
+    operands = with_transformed_inputs(interpreter, operands, *_shared_axes(unit, operands, factors, weights))
     decision = decide(interpreter, name, [operands[place] for place in (weights or factors)])
     is_trained = interpreter.resolved.method.products is not None
     if is_trained and unit.op not in _TRAINED and not decision.reason:
@@ -83,10 +89,7 @@ def _unit(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
                 interpreter, decision, arrays[place], at, site=f"{name}/{argument}"
             )
     of = [operands[place] for place in (*factors, *weights)]
-    computed = _computed(unit, decision) if any(map(is_quantized, arrays)) else ""
-    # Quantized training multiplies dequantized rows here.
-    if is_trained and unit.op == "ragged_dot":
-        computed = "rounded"
+    computed = _computed(unit, decision, is_trained) if any(map(is_quantized, arrays)) else ""
     record(interpreter, equation, name, of, decision, [arrays[place] for place in (*factors, *weights)], computed)
     if is_trained:
         results = [_trained(interpreter, unit, arrays, operands, decision)]
@@ -95,7 +98,19 @@ def _unit(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
     return [interpreter.new(result, *operands) for result in results]
 
 
-def _computed(unit: OpUnit, decision: Decision) -> str:
+def _shared_axes(
+    unit: OpUnit, operands: Sequence[Value], factors: Mapping[int, int], weights: Mapping[int, int]
+) -> tuple[int, dict[int, dict[int, int]]]:
+    """Returns the index of the inputs, and their contracted axis for the contracted axis of each matrix."""
+    (factor, axis), *_ = factors.items()
+    at = unit_axis(unit, factor, operands[factor], axis)
+    return factor, {place: {unit_axis(unit, place, operands[place], own): at} for place, own in weights.items()}
+
+
+def _computed(unit: OpUnit, decision: Decision, is_trained: bool) -> str:
+    # Quantized training multiplies dequantized rows here.
+    if is_trained and unit.op == "ragged_dot":
+        return "rounded"
     if decision.activations is None:
         return "dequantized"
     return "quantized" if unit.op in _OF_LINEAR else "rounded"

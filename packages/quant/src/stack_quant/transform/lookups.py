@@ -13,6 +13,7 @@ from stack_core import ops
 from stack_quant.transform import views
 from stack_quant.transform.decisions import decide, note, record
 from stack_quant.transform.interpreter import HANDLERS, Interpreter, Value
+from stack_quant.transformed import TransformedArray
 
 __all__: list[str] = []
 
@@ -33,9 +34,10 @@ def _gather(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) 
             decision = dataclasses.replace(decision, reason="slices are cut along several axes")
         interpreter.left(equation, [table], name, decision.reason, decision.number)
         return interpreter.as_it_is(equation, operands)
-    view = views.view_of(table.array)
     record(interpreter, equation, name, [table], decision, [table.array], "quantized")
-    return [interpreter.new(_gathered(view, indices.array, equation, table.dtype), indices)]
+    if isinstance(table.array, TransformedArray):
+        return [interpreter.new(_gathered_transformed(table.array, indices.array, equation, table.dtype), indices)]
+    return [interpreter.new(_gathered(views.view_of(table.array), indices.array, equation, table.dtype), indices)]
 
 
 def _gathers_complete_slices(table: Value, params: Any) -> bool:
@@ -45,6 +47,19 @@ def _gathers_complete_slices(table: Value, params: Any) -> bool:
     return not numbers.operand_batching_dims and all(
         size == table.shape[axis] or (axis in indexed and size == 1) for axis, size in enumerate(sizes)
     )
+
+
+def _gathered_transformed(table: TransformedArray, indices: Any, equation: Any, dtype: Any) -> Any:
+    """Looks up codes and transforms only the result, if slices are complete along the axes of the transform."""
+    numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
+    kept = [axis for axis in range(table.ndim) if axis not in numbers.collapsed_slice_dims]
+    # Axes of the result, by axis of the table.
+    places = {axis: place for axis, place in zip(kept, numbers.offset_dims, strict=True) if sizes[axis] > 1}
+    result = _gathered(views.view_of(table.base), indices, equation, jnp.float32)
+    restored = table.restored(result, places)
+    if restored is None:
+        return _gathered(views.view_of(table), indices, equation, dtype)
+    return restored.astype(dtype)
 
 
 def _gathered(view: views.View, indices: Any, equation: Any, dtype: Any) -> Any:

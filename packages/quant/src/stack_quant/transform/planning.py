@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from stack_core.abi.errors import ArgumentError, ShapeError
+from stack_quant.algorithms import parse_algorithms
 from stack_quant.errors import RuleError
 from stack_quant.qtypes import qtype
 from stack_quant.rules import Rule, unmatched
@@ -13,11 +14,13 @@ from stack_quant.spec import ArraySpec
 from stack_quant.tiling import tile_sizes
 from stack_quant.transform.interpreter import Use
 from stack_quant.transform.provenance import Part
+from stack_quant.transformed import InputSpec
 
 __all__ = ["Plan", "plan"]
 
 
 _MOST_SHOWN = 8
+_LEAST_BLOCK = 16
 
 
 @dataclass(frozen=True)
@@ -29,12 +32,14 @@ class Plan:
       specs: specification of each parameter that is quantized.
       left: reason why a parameter stays in float although a rule applies.
       tiles: number of entries that share a scale, if the rule's tile size does not divide the contracted axes.
+      inputs: form of the transform of a parameter's inputs, by the rule's algorithm.
     """
 
     of_path: Mapping[str, int]
     specs: Mapping[str, ArraySpec] = field(default_factory=dict)
     left: Mapping[str, str] = field(default_factory=dict)
     tiles: Mapping[str, int] = field(default_factory=dict)
+    inputs: Mapping[str, InputSpec] = field(default_factory=dict)
 
     def note(self, path: str) -> str:
         """Returns the report's note on a parameter whose tile size differs from its rule; else ""."""
@@ -71,6 +76,7 @@ def plan(
     specs: dict[str, ArraySpec] = {}
     left: dict[str, str] = {}
     tiles: dict[str, int] = {}
+    inputs: dict[str, InputSpec] = {}
     for path, number in of_path.items():
         rule = rules[number]
         mine = [use for use in by_path[path] if rule.matches_op(use.op) and not use.mixed]
@@ -79,12 +85,17 @@ def plan(
         elif not mine:
             left[path] = _reason(by_path[path], stops.get(path, ()))
         else:
-            specs[path], tile = _spec(path, rule, shapes[path], mine)
+            # A product decides before a lookup, and the parameter itself before a computed value; of equals, the first.
+            first = min(mine, key=lambda use: (use.is_lookup, use.derived))
+            specs[path], tile = _spec(path, rule, shapes[path], first)
+            if rule.algorithm is not None and not first.is_lookup:
+                transform = _input_spec(path, rule, shapes[path], first)
+                inputs |= {} if transform is None else {path: transform}
             # A type with blocks prescribes the tile, so the report needs no note.
             if tile is not None and tile != rule.tiles[0] and qtype(rule.weights).block_size is None:
                 tiles[path] = tile
     _check_quantizes(rules, of_path, left)
-    return Plan(of_path, specs, left, tiles)
+    return Plan(of_path, specs, left, tiles, inputs)
 
 
 def _first(rules: Sequence[Rule], path: str, uses: Sequence[Use]) -> int | None:
@@ -128,14 +139,37 @@ def _check_quantizes(rules: Sequence[Rule], of_path: Mapping[str, int], left: Ma
         )
 
 
-def _spec(path: str, rule: Rule, shape: tuple[int, ...], uses: Sequence[Use]) -> tuple[ArraySpec, int | None]:
+def _input_spec(path: str, rule: Rule, shape: tuple[int, ...], use: Use) -> InputSpec | None:
+    """Returns the form of the transform of a parameter's inputs, or None for an algorithm without transform."""
+    assert rule.algorithm is not None, "asked only of rules with one"
+    steps = parse_algorithms(rule.algorithm)
+    blocks = [options["block"] for step, options in steps if step.rotates]
+    has_scale = any(step.input_scale is not None for step, _ in steps)
+    if not blocks and not has_scale:
+        return None
+    kept, last = {part.axis for part in use.free}, use.contracted[-1]
+    if kept & {part.axis for part in use.contracted} or last.size != shape[last.axis]:
+        raise RuleError(
+            f"{path}, of shape {list(shape)}: {rule.algorithm} cannot transform the inputs of {use.op}, which sums "
+            "over a part of an axis. Give it a rule of its own with another algorithm."
+        )
+    # The largest power of two that divides the axis.
+    block = int(min(blocks[0], last.size & -last.size)) if blocks else 1
+    if blocks and block < _LEAST_BLOCK:
+        raise RuleError(
+            f"{path}, of shape {list(shape)}: a rotation needs blocks of at least {_LEAST_BLOCK} inputs, a power of "
+            f"two that divides its {last.size} inputs. Give it a rule of its own with another algorithm."
+        )
+    scale_shape = tuple(1 if axis in kept else size for axis, size in enumerate(shape)) if has_scale else None
+    return InputSpec(scale_shape, last.axis - len(shape), block)
+
+
+def _spec(path: str, rule: Rule, shape: tuple[int, ...], first: Use) -> tuple[ArraySpec, int | None]:
     """Returns the specification of a parameter, and the number of entries that share a scale (None: all).
 
-    Entries along the axes that the first product sums over share scales. Without a product, these are the axes of which
-    a lookup takes all entries.
+    Entries along the axes that the product `first` sums over share scales. Without a product, these are the axes of
+    which a lookup takes all entries.
     """
-    # A product decides before a lookup, and the parameter itself before a computed value; of equals, the first use.
-    first = min(uses, key=lambda use: (use.is_lookup, use.derived))
     assert rule.weights is not None, "asked only for parameters that are quantized"
     reduced = {part.axis for part in first.contracted}
     tiles, tile = _fitting_tiles(path, rule, first.contracted, shape)

@@ -14,6 +14,7 @@ from stack_core import ops
 from stack_core.ops.building import is_quantized
 from stack_quant.transform import versions, views
 from stack_quant.transform.decisions import Decision, decide, note, product_types, quantized_activation, record
+from stack_quant.transform.inputs import with_transformed_inputs
 from stack_quant.transform.interpreter import HANDLERS, Interpreter, Value
 from stack_quant.transform.straight_through import rounded, straight_through
 
@@ -31,6 +32,7 @@ def _dot_general(interpreter: Interpreter, equation: Any, operands: Sequence[Val
             return [_product_of_parts(interpreter, equation, operands, place)]
     params = equation.params
     contracted, batch = params["dimension_numbers"]
+    operands = _with_transforms(interpreter, operands, contracted, batch)
     name = interpreter.name(equation, "dot_general")
     frees = [_free(value, *axes) for value, axes in zip(operands, zip(contracted, batch, strict=True), strict=True)]
     for value, axes, free in zip(operands, contracted, frees, strict=True):
@@ -70,6 +72,15 @@ def _dot_general(interpreter: Interpreter, equation: Any, operands: Sequence[Val
         swapped = [*range(lead), *range(lead + mine, lead + mine + theirs), *range(lead, lead + mine)]
         result = result.transpose(swapped)
     return [interpreter.new(result, *operands)]
+
+
+def _with_transforms(
+    interpreter: Interpreter, operands: Sequence[Value], contracted: Sequence[_Axes], batch: Sequence[_Axes]
+) -> Sequence[Value]:
+    for place, other in ((0, 1), (1, 0)):
+        shared = zip((*contracted[place], *batch[place]), (*contracted[other], *batch[other]), strict=True)
+        operands = with_transformed_inputs(interpreter, operands, other, {place: dict(shared)})
+    return operands
 
 
 def _product_of_parts(interpreter: Interpreter, equation: Any, operands: Sequence[Value], place: int) -> Value:
@@ -182,7 +193,7 @@ def _arranged(array: Any, batch: _Axes, free: _Axes, contracted: _Axes, *, last:
     if not is_quantized(array):
         return array.transpose(order).reshape(shape)
     if order != list(range(len(order))):
-        array = views.transpose(views.view_of(array), order)
+        array = views.transpose(array, order)
     return array if list(array.shape) == shape else views.reshape(views.view_of(array), shape)
 
 
@@ -315,6 +326,8 @@ def _ragged_dot(interpreter: Interpreter, equation: Any, operands: Sequence[Valu
     numbers = params["ragged_dot_dimension_numbers"]
     (of_left, of_right), _ = numbers.dot_dimension_numbers
     name = interpreter.name(equation, "ragged_dot")
+    if _is_usual(numbers):
+        operands = with_transformed_inputs(interpreter, operands, 0, {1: {1: 1}})
     note(interpreter, name, operands[0], of_left)
     kept = [axis for axis in range(len(operands[1].shape)) if axis not in {*of_right, *numbers.rhs_group_dimensions}]
     note(interpreter, name, operands[1], of_right, kept)

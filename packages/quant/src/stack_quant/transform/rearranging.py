@@ -36,6 +36,8 @@ def _transpose(interpreter: Interpreter, equation: Any, operands: Sequence[Value
         parts = [interpreter.evaluate(equation, [part])[0] for part in operands[0].parts]
         return [_concatenated(parts, tuple(permutation).index(operands[0].array.axis))]
     source = operands[0].source.permuted(permutation) if operands[0].source else None
+    if operands[0].is_quantized and source is not None:
+        return [dataclasses.replace(operands[0], array=views.transpose(operands[0].array, permutation), source=source)]
     return _result(interpreter, equation, operands, source, lambda view: views.transpose(view, permutation))
 
 
@@ -116,7 +118,7 @@ def _stack(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -
 def _with_axis(value: Value, axis: int) -> Value:
     """Returns a parameter with a new axis of one entry."""
     shape = (*value.shape[:axis], 1, *value.shape[axis:])
-    array = views.reshape(views.view_of(value.array), shape) if value.is_quantized else value.array.reshape(shape)
+    array = views.with_axis(value.array, axis) if value.is_quantized else value.array.reshape(shape)
     axes = value.source.axes if value.source is not None else ()
     source = value.source and value.source.permuted([*range(axis), None, *range(axis, len(axes))])
     return dataclasses.replace(value, array=array, source=source)
@@ -148,7 +150,7 @@ def _joined(arrays: Sequence[Any], axis: int) -> Any:
         return Adapted.joined(arrays, axis) if all(isinstance(array, Adapted) for array in arrays) else None
     if not any(map(is_quantized, arrays)):
         return lax.concatenate(list(arrays), axis)
-    return views.joined(list(map(views.view_of, arrays)), axis) if all(map(is_quantized, arrays)) else None
+    return views.joined(arrays, axis) if all(map(is_quantized, arrays)) else None
 
 
 def _barrier(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:

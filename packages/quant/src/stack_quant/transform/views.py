@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from stack_core.abi.ops import QView
+from stack_quant.transformed import TransformedArray
 
 __all__ = [
     "View",
@@ -25,8 +26,10 @@ __all__ = [
     "reshape",
     "reverse",
     "slice_",
+    "sliceable",
     "transpose",
     "view_of",
+    "with_axis",
 ]
 
 
@@ -64,8 +67,13 @@ def view_of(array: Any) -> View:
     """Returns the view of a quantized array; a `View` is returned unchanged."""
     if isinstance(array, View):
         return array
+    if isinstance(array, TransformedArray):
+        # Rotated arrays show their dequantized values instead of indices of a codebook.
+        codebook = None if array.block > 1 else view_of(array.base).codebook
+    else:
+        codebook = array.qtype.codebook
     shown = array.__stack_qview__()
-    return View(shown.qvalue, shown.scale, shown.zero_point, shown.scheme, array.dtype, array.qtype.codebook)
+    return View(shown.qvalue, shown.scale, shown.zero_point, shown.scheme, array.dtype, codebook)
 
 
 def _mapped(view: View, codes: jax.Array, rearrange: Callable[[jax.Array], jax.Array]) -> View:
@@ -78,8 +86,11 @@ def on_codes(view: View, function: Callable[[jax.Array], jax.Array]) -> View:
     return dataclasses.replace(view, codes=function(view.codes))
 
 
-def transpose(view: View, permutation: Sequence[int]) -> View:
-    """Transposes the array, as `lax.transpose`."""
+def transpose(array: Any, permutation: Sequence[int]) -> Any:
+    """Transposes a quantized array, as `lax.transpose`. Transforms of inputs stay."""
+    if isinstance(array, TransformedArray):
+        return array.transposed(transpose(array.base, permutation), permutation)
+    view = view_of(array)
     return _mapped(view, view.codes.transpose(permutation), lambda scale: scale.transpose(permutation))
 
 
@@ -93,6 +104,29 @@ def full_along(view: View, axes: Sequence[int]) -> View:
         return scale
 
     return _mapped(view, view.codes, repeated)
+
+
+def sliceable(array: Any) -> Any:
+    """Returns a quantized array whose leaves have all entries along the first axis, and can be sliced there."""
+    if isinstance(array, TransformedArray):
+        if array.block > 1 and array.axis == -array.ndim:  # slices would cut the rotated blocks
+            return full_along(view_of(array), [0])
+        scale = array.scale
+        if scale is not None:
+            scale = jnp.broadcast_to(scale, (array.shape[0], *scale.shape[1:]))
+        return dataclasses.replace(array, base=sliceable(array.base), scale=scale)
+    return array if array.scale.shape[0] == array.shape[0] else full_along(view_of(array), [0])
+
+
+def with_axis(array: Any, axis: int) -> Any:
+    """Returns a quantized array with a new axis of one entry."""
+    shape = (*array.shape[:axis], 1, *array.shape[axis:])
+    if not isinstance(array, TransformedArray):
+        return reshape(view_of(array), shape)
+    place = array.axis % array.ndim
+    moved = place + (axis <= place) - len(shape)
+    scale = None if array.scale is None else jnp.expand_dims(array.scale, axis)
+    return TransformedArray(reshape(view_of(array.base), shape), scale, moved, array.block)
 
 
 def is_constant_along(view: View, axis: int) -> bool:
@@ -191,13 +225,12 @@ def pad(view: View, widths: Sequence[tuple[int, int]]) -> View:
     return dataclasses.replace(padded, codes=jnp.where(inside, codes, zeros.astype(codes.dtype)))
 
 
-def joined(parts: Sequence[View], axis: int) -> View | None:
+def joined(parts: Sequence[Any], axis: int) -> Any:
     """Concatenates arrays with one entry along an axis; returns None if their quantization differs."""
-    first = parts[0]
+    parts = [part if isinstance(part, TransformedArray) else view_of(part) for part in parts]
     # The structures contain the static fields: scheme, dtype and codebook.
-    if any(jax.tree.structure(part) != jax.tree.structure(first) for part in parts) or any(
-        part.scale.shape != first.scale.shape for part in parts
-    ):
+    forms = [(jax.tree.structure(part), [leaf.shape for leaf in jax.tree.leaves(part)]) for part in parts]
+    if any(form != forms[0] for form in forms):
         return None
     return jax.tree.map(lambda *leaves: lax.concatenate(leaves, axis), *parts)
 

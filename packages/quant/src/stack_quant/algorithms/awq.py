@@ -23,7 +23,7 @@ import numpy as np
 from stack_core import ops
 from stack_quant.algorithms import Algorithm, Weight
 from stack_quant.calibrate import calibrate_weighted
-from stack_quant.conversion import quantize
+from stack_quant.conversion import quantize_array
 from stack_quant.qarray import QArray
 from stack_quant.spec import ArraySpec
 from stack_quant.transform.layout import Layout
@@ -50,7 +50,7 @@ def _input_scale(weight: Weight, options: Mapping[str, int | float]) -> jax.Arra
 def _error(array: jax.Array, moments: jax.Array, scale: jax.Array, spec: ArraySpec, layout: Layout) -> jax.Array:
     """Returns the squared error of the outputs of each matrix, for scales[batch, d_in] and rounding to the nearest."""
     rows = layout.restored(jnp.broadcast_to(scale[:, :, None], layout.matrices))
-    values = ops.dequantize(quantize(array * rows, spec), jnp.float32) / rows
+    values = ops.dequantize(quantize_array(array * rows, spec), jnp.float32) / rows
     difference = layout.arranged(array.astype(jnp.float32) - values)
     return jnp.einsum("bio,bij,bjo->b", difference, moments, difference)
 
@@ -59,7 +59,7 @@ def _quantize(weight: Weight, options: Mapping[str, int | float]) -> QArray:
     importance = jnp.diagonal(weight.moments, axis1=1, axis2=2)[:, :, None]
     importance = weight.layout.restored(jnp.broadcast_to(importance, weight.layout.matrices))
     span = calibrate_weighted(weight.array, importance, weight.spec)
-    return quantize(weight.array, weight.spec, range=span, name=weight.path)
+    return quantize_array(weight.array, weight.spec, range=span, name=weight.path)
 
 
 AWQ = Algorithm("awq", needs_stream=True, quantize=_quantize, input_scale=_input_scale, options={"steps": 20})

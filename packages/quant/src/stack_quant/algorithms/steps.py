@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from stack_quant.algorithms import Step, Weight
-from stack_quant.conversion import quantize
+from stack_quant.conversion import quantize_array
 from stack_quant.qarray import QArray
 from stack_quant.transformed import TransformedArray, hadamard
 
@@ -33,7 +33,7 @@ def choose_codes(weight: Weight, steps: Sequence[Step]) -> Quantized:
         choose, options = quantizers[-1]
         base = choose(weight, options)
     else:
-        base = quantize(weight.array, weight.spec, name=weight.path)
+        base = quantize_array(weight.array, weight.spec, name=weight.path)
     inputs = weight.inputs
     return base if inputs is None else TransformedArray(base, scale, inputs.axis, inputs.block)
 

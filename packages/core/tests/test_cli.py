@@ -8,11 +8,13 @@ import warnings
 from pathlib import Path
 from typing import Annotated
 
+import jax
+import jax.numpy as jnp
 import pytest
 from cyclopts import Parameter
 
 from stack_core import cli
-from stack_core.abi.errors import ConfigError
+from stack_core.abi.errors import ConfigError, HardwareError
 from stack_core.abi.ops import ABI_MAJOR, ABI_MINOR
 from stack_core.abi.registry import Entry, Registry
 from stack_core.cli import overrides_from
@@ -208,3 +210,22 @@ def test_a_warning_of_a_command_is_one_line():
         )
     assert ours == "stack: warning: Rename it.\n"
     assert theirs.startswith("/site/jax/core.py:3: FutureWarning: Rename it.")
+
+
+@pytest.mark.parametrize(
+    ("error", "problem"),
+    [
+        ("CUDA driver version is insufficient for CUDA runtime version", "The NVIDIA driver is too old for JAX's CUDA"),
+        ("CUDA_ERROR_OUT_OF_MEMORY: out of memory", "The device has no memory left"),
+    ],
+)
+def test_a_device_that_does_not_start_is_one_line(error, problem):
+    with pytest.raises(HardwareError, match=rf"^{problem}: [^\n]*{error}[^\n]*$"), cli._explaining_devices():
+        raise RuntimeError(f"Unable to initialize backend 'cuda': {error}")
+
+
+def test_memory_that_runs_out_is_one_line_and_a_plugins_error_stays():
+    with pytest.raises(HardwareError, match=r"^The device has no memory left: [^\n]*$"), cli._explaining_devices():
+        jax.jit(lambda: jnp.zeros(2**50)).lower().compile()()
+    with pytest.raises(RuntimeError, match=r"^Out of memory$"), cli._explaining_devices():
+        raise RuntimeError("Out of memory")

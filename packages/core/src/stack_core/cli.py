@@ -16,6 +16,7 @@ import cyclopts
 from stack_core.abi.errors import ConfigError, HardwareError, StackError
 from stack_core.abi.local_paths import local_path, refuse_remote
 from stack_core.abi.plugins import plugins, registries
+from stack_core.chips.device_errors import explain_device_error
 from stack_core.runtime.huge_pages import restart_with_huge_pages
 
 __all__ = ["main", "overrides_from"]
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _warn_of_plugins()
         if name and not _is_group(name):
             registries.commands[name]  # raises UnknownName, which names the package to install
-        with _naming_platforms(), _warnings_in_one_line():
+        with _explaining_devices(), _warnings_in_one_line():
             app(tokens, exit_on_error=False, print_error=False)
     except cyclopts.CycloptsError as error:
         _fail(f"{error}\nRun `stack {name} --help`." if name else str(error), USER_ERROR)
@@ -77,11 +78,14 @@ def _warnings_in_one_line() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _naming_platforms() -> Iterator[None]:
-    """Replaces JAX's own errors by a HardwareError if JAX_PLATFORMS names no available device."""
+def _explaining_devices() -> Iterator[None]:
+    """Replaces JAX's errors about the driver, memory, or a platform without devices by a HardwareError."""
     try:
         yield
     except (RuntimeError, AssertionError) as error:
+        is_of_jax = type(error).__module__ == "jax.errors" or str(error).startswith("Unable to initialize backend")
+        if is_of_jax and (problem := explain_device_error(str(error))):
+            raise HardwareError(problem) from error
         platforms, jax = os.environ.get("JAX_PLATFORMS"), sys.modules.get("jax")
         if not platforms or jax is None:
             raise

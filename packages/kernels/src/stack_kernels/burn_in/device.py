@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stack_core.abi.errors import HardwareError
+from stack_core.chips.device_errors import explain_device_error
 from stack_kernels.burn_in.children import run_child
 
 __all__ = ["LocalDevice", "find_device", "main", "worker_environment"]
@@ -21,11 +22,6 @@ __all__ = ["LocalDevice", "find_device", "main", "worker_environment"]
 _TIMEOUT_S = 180.0
 _FREE_BYTES = 2**28
 """Memory that must be allocatable; contract checks need less, but no kernel runs without scratch space."""
-_NO_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|CUDA_ERROR_OUT_OF_MEMORY|[Oo]ut of memory|failed to allocate")
-_OLD_DRIVER = re.compile(
-    r"driver version is insufficient|CUDA_ERROR_(?:SYSTEM_DRIVER_MISMATCH|COMPAT_NOT_SUPPORTED\w*|INVALID_IMAGE"
-    r"|UNSUPPORTED_PTX_VERSION)|[Dd]river is too old|requires a (?:newer )?driver|older than the (?:required|minimum)"
-)
 
 
 @dataclass(frozen=True)
@@ -97,16 +93,8 @@ def explain_failure(
     if not error and not is_ignored:
         return None if len(kinds) < 2 else _several(kinds)
     details = _line(error) or _line(_last_problem(log)) or "JAX started on the CPU without an error."
-    if _OLD_DRIVER.search(error) or _OLD_DRIVER.search(log):
-        return (
-            f"The NVIDIA driver is too old for JAX's CUDA: {details} Update the driver: CUDA 13 needs version 580 or "
-            "newer. `nvidia-smi` shows the installed version."
-        )
-    if _NO_MEMORY.search(error) or _NO_MEMORY.search(log):
-        return (
-            f"The device has no memory left: {details} End the process that holds it (`nvidia-smi` lists processes), "
-            "or choose another device with CUDA_VISIBLE_DEVICES."
-        )
+    if problem := explain_device_error(details, f"{error}\n{log}"):
+        return problem
     if is_ignored:
         return (
             f"This machine has an NVIDIA GPU that JAX does not use: {details} Install stack-core[cuda13], or set "

@@ -180,10 +180,10 @@ class Attention:
         """The most tokens that a query attends to, itself included; None if unlimited."""
         return self.window if self.chunk is None else self.chunk
 
-    def segments(self, rows: Rows) -> Int[Array, "batch seq"] | None:
+    def segments(self, rows: Rows) -> Int[Array, "batch seq"] | ops.PackedSegments | None:
         """Returns ids of tokens that may attend to each other."""
         if self.chunk is None:
-            return rows.segment_ids
+            return rows.segments
         # Adjacent chunks of a document differ, and the window hides all others.
         parity = rows.positions // self.chunk % 2
         return parity if rows.segment_ids is None else 2 * rows.segment_ids + parity
@@ -224,7 +224,6 @@ class GroupedAttention(nnx.Module):
                 key,
                 value,
                 segment_ids=spec.segments(rows),
-                packed=spec.chunk is None,
                 window=how.window,
                 softcap=how.softcap,
                 scale=how.scale,

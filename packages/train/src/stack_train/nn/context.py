@@ -35,8 +35,7 @@ def attend(
     key: Float[Array, "batch seq kv_heads key_dim"],
     value: Float[Array, "batch seq kv_heads value_dim"],
     *,
-    segment_ids: Int[Array, "batch seq"] | None,
-    packed: bool,
+    segment_ids: Int[Array, "batch seq"] | ops.PackedSegments | None,
     axes: Mapping[str, LogicalAxes],
     context_keys: ContextKeys = "ring",
     sinks: Float[Array, " heads"] | None = None,
@@ -47,7 +46,6 @@ def attend(
 
     Args:
       query, key, value, segment_ids, sinks: see `ops.attention`.
-      packed: whether tokens of equal ids are adjacent.
       axes: logical axes of query, key and value.
       context_keys: exchange of keys between devices.
       ahead: number of later tokens that each token attends to, the rest of its image; None in calls without images.
@@ -56,14 +54,15 @@ def attend(
     if ahead is not None:
         return _with_images(query, key, value, ahead, segment_ids=segment_ids, sinks=sinks, axes=axes, **options)
     if parts_of(_SHARED) == 1:
-        segments = ops.PackedSegments.of(segment_ids) if packed and segment_ids is not None else segment_ids
         output: Any = ops.attention(
-            query, key, value, causal=True, segment_ids=segments, sinks=sinks, axes=axes, **options
+            query, key, value, causal=True, segment_ids=segment_ids, sinks=sinks, axes=axes, **options
         )
         return output
     arguments: list[tuple[Any, LogicalAxes]] = [(query, axes["query"]), (key, axes["key"]), (value, axes["value"])]
+    # Devices share a sequence in zigzag order, where the tokens of a segment are not adjacent.
+    of_tokens = segment_ids.keys if isinstance(segment_ids, ops.PackedSegments) else segment_ids
     optional: dict[str, tuple[Any, LogicalAxes]] = {
-        "segment_ids": (segment_ids, ("batch", "seq")),
+        "segment_ids": (of_tokens, ("batch", "seq")),
         "sinks": (sinks, (axes["query"][2],)),
     }
     # `map_parts` maps arrays only: absent operands are omitted, and the rest get their names back on each device.

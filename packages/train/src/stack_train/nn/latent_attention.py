@@ -110,8 +110,7 @@ class MultiHeadLatentAttention(nnx.Module):
             key,
             value,
             scale=spec.scale,
-            segment_ids=rows.segment_ids,
-            packed=True,
+            segment_ids=rows.segments,
             axes=axes,
             context_keys=spec.context_keys,
         )

@@ -55,6 +55,11 @@ class Rows:
     segment_ids: Int[Array, "batch seq"] | None
     ahead: Int[Array, "batch seq"] | None = None
 
+    @property
+    def segments(self) -> ops.PackedSegments | None:
+        """The segments as `ops.attention` takes them."""
+        return None if self.segment_ids is None else ops.PackedSegments.of(self.segment_ids)
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ __all__ = [
     "FinishReason",
     "GenerationRequest",
     "GenerationUpdate",
+    "PromptImage",
     "RequestTimes",
     "SamplingParams",
     "TokenLogprob",
@@ -140,6 +141,16 @@ class SamplingParams:
     constraint: Constraint | None = None
 
 
+@dataclass(frozen=True)
+class PromptImage:
+    """An image of a prompt: tokens `start` to `start + tokens`, pixels uint8[side, side, channels] and their digest."""
+
+    start: int
+    tokens: int
+    pixels: Any
+    digest: bytes
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
     """A prompt to continue.
@@ -153,6 +164,7 @@ class GenerationRequest:
         only 0.
       timeout_s: seconds from `submit` until the request finishes with "deadline"; None means no deadline.
       adapter: name of the adapter to apply; None is the base model. An engine may support no adapters.
+      images: images of the prompt in order; an engine may support none.
     """
 
     request_id: str
@@ -161,6 +173,7 @@ class GenerationRequest:
     priority: int = 0
     timeout_s: float | None = None
     adapter: str | None = None
+    images: tuple[PromptImage, ...] = ()
 
 
 @dataclass(frozen=True)

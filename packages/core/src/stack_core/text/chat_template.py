@@ -53,12 +53,14 @@ class ChatTemplate:
     Args:
       source: Jinja source, as in `tokenizer_config.json`.
       special_tokens: texts available to the template, such as `bos_token`.
+      images: whether contents may have image parts, as returned by `stack_core.text.images.take_images`.
 
     Raises:
       ChatTemplateError: the source is not valid Jinja.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str], *, images: bool = False) -> None:
+        self._reads_images = images
         environment = _environment()
         try:
             self._tree = environment.parse(source)
@@ -294,6 +296,11 @@ class ChatTemplate:
             kept |= self._reasoning(reasoning, f"{where}.reasoning_content")
         if content is None and "tool_calls" in kept:  # only calls, without text
             return {"role": role, "content": None if self._tests_for_none else "", **kept}
+        if self._reads_images and isinstance(content, list) and {"type": "image"} in content:
+            for place, part in enumerate(content):
+                if part != {"type": "image"}:
+                    _text([part], f"{where}.content.{place}")
+            return {"role": role, "content": content, **kept}
         text = _text(content, f"{where}.content")
         parts = [{"type": "text", "text": text}] if self._needs_parts else text
         return {"role": role, "content": parts, **kept}

@@ -45,6 +45,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
     stored_responses: int | None = None,
     adapter_loading: bool | None = None,
     sleep_mode: bool | None = None,
+    remote_images: bool | None = None,
     engine: str | None = None,
     timeout_s: float | None = None,
     drain_s: float | None = None,
@@ -98,6 +99,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
       stored_responses: maximum number of responses in memory that later ones continue (256); 0 keeps none.
       adapter_loading: let clients load adapters from paths on this machine, and unload them (no).
       sleep_mode: let clients free the device memory by /sleep, until /wake_up (no).
+      remote_images: fetch images of chat messages from http(s) URLs; data URLs are always read (no).
       engine: generation engine (llm); only `llm` accepts the options from max-sequences to speculation.
       timeout_s: timeout of a request in seconds, after which it ends with an error (no timeout).
       drain_s: maximum seconds to wait for running requests after SIGTERM (30).

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from stack_core import ops
 from stack_core.abi.caches import AttentionSpec, KeysValues, Latent, LayerState, Recurrent, Transition
@@ -138,6 +138,7 @@ class PagedKVCache:
         spec: AttentionSpec,
         *,
         sinks: Float[Array, " heads"] | None = None,
+        ahead: Int[Array, "tokens 1"] | None = None,
     ) -> tuple[Float[Array, "tokens 1 heads value_dim"], PagedLayer]:
         """Writes keys and values to their pages and computes attention, in the dtype of the pages unless quantized."""
         pages = tuple("act_kv_heads" if axis == "h" else None for axis in self.layout)
@@ -150,6 +151,8 @@ class PagedKVCache:
         own: dict[str, Any] = {} if sinks is None else {"sinks": sinks}
         if sinks is not None:
             axes["sinks"] = ("act_heads",)
+        if ahead is not None:
+            own["ahead"], axes["ahead"] = ahead[:, 0], (None,)
         return self._attention(layer, query, spec, axes=axes, **own), layer
 
     def _attention(

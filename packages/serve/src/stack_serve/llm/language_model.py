@@ -18,9 +18,10 @@ from stack_core.abi.config import parse
 from stack_core.abi.engines import Pooling
 from stack_core.abi.errors import EngineBusy, GenerationError
 from stack_core.abi.formats import GenerativeCheckpoint
-from stack_core.abi.generation import GenerationRequest, GenerationUpdate, SamplingParams, TokenLogprob
+from stack_core.abi.generation import GenerationRequest, GenerationUpdate, PromptImage, SamplingParams, TokenLogprob
 from stack_core.abi.model_formats import open_for_generation
 from stack_core.text.chat_template import ChatTemplate
+from stack_core.text.images import expand_images, image_reader_of, place_images, read_images, take_images
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.engine import LLMEngine
 from stack_serve.llm.vectors import finished_vectors
@@ -205,7 +206,8 @@ class LLM:
 
         Args:
           messages: messages of one conversation, such as `[{"role": "user", "content": "Hello"}]`, a list of
-            conversations, or the text of a single user message.
+            conversations, or the text of a single user message. A content may be a list of parts: `{"type": "text",
+            "text": ...}`, and for models with images `{"type": "image_url", "image_url": {"url": "data:..."}}`.
           sampling: as in `generate`.
           options: other arguments of `generate`, such as `chat_template_kwargs`.
 
@@ -247,7 +249,10 @@ class LLM:
           GenerationError: a prompt, `pooling` or `dimensions` is invalid.
         """
         each: Sequence[Any] = [prompts] if _is_one(prompts) else prompts
-        tokens = [self._tokens(prompt, chat_template_kwargs)[0] for prompt in each]
+        found = [self._tokens(prompt, chat_template_kwargs) for prompt in each]
+        if any(images for *_, images in found):
+            raise GenerationError("Embeddings are computed of text only. Leave the images out.", parameter="prompt")
+        tokens = [tokens for tokens, *_ in found]
         vectors = self._engine.embed(tokens, pooling=pooling)
         return finished_vectors(vectors, dimensions=dimensions, normalize=normalize)
 
@@ -298,9 +303,9 @@ class LLM:
             )
         requests, texts = list[GenerationRequest](), list[str | None]()
         for prompt, wanted, name in zip(each, params, adapters, strict=True):
-            tokens, text = self._tokens(prompt, variables)
+            tokens, text, images = self._tokens(prompt, variables)
             request = GenerationRequest(
-                request_id=f"llm-{next(self._ids)}", prompt=tokens, sampling=wanted, adapter=name
+                request_id=f"llm-{next(self._ids)}", prompt=tokens, sampling=wanted, adapter=name, images=images
             )
             # Every prompt is checked before the first is submitted, so a bad one starts no work.
             self._engine.check(request)
@@ -308,21 +313,30 @@ class LLM:
             texts.append(text)
         return requests, texts
 
-    def _tokens(self, prompt: Any, variables: Mapping[str, Any] | None) -> tuple[tuple[int, ...], str | None]:
-        """Tokenizes a prompt; returns its tokens and its text, which is None for a prompt of token ids."""
+    def _tokens(
+        self, prompt: Any, variables: Mapping[str, Any] | None
+    ) -> tuple[tuple[int, ...], str | None, tuple[PromptImage, ...]]:
+        """Tokenizes a prompt; returns its tokens, its text, which is None for a prompt of token ids, and its images."""
         if not isinstance(prompt, str) and prompt and all(isinstance(token, int) for token in prompt):
-            return tuple(prompt), None
+            return tuple(prompt), None, ()
         if self._checkpoint.tokenizer is None:
             raise GenerationError(f"{self._checkpoint.name} has no tokenizer. Give token ids.", parameter="prompt")
         if isinstance(prompt, str):
-            return tuple(self._checkpoint.tokenizer.encode(prompt)), prompt
+            return tuple(self._checkpoint.tokenizer.encode(prompt)), prompt, ()
         if not prompt or not all(isinstance(message, Mapping) for message in prompt):
             raise GenerationError(
                 f"{str(prompt)[:100]!r} is not a prompt; expected a text, token ids or messages.", parameter="prompt"
             )
+        reader, files = image_reader_of(self._checkpoint), list[bytes]()
+        if reader is not None:
+            prompt, files = take_images(prompt)
         text = self._template.render(prompt, variables=variables)
+        pixels = read_images(reader, files)
+        if reader is not None:
+            text = expand_images(text, reader, len(files))
         # Chat templates write special tokens such as the beginning of the sequence themselves.
-        return tuple(self._checkpoint.tokenizer.encode(text, add_special_tokens=False)), text
+        tokens = tuple(self._checkpoint.tokenizer.encode(text, add_special_tokens=False))
+        return tokens, text, () if reader is None else place_images(tokens, reader, pixels)
 
     @cached_property
     def _template(self) -> ChatTemplate:
@@ -331,7 +345,8 @@ class LLM:
                 f"{self._checkpoint.name} has no chat template for messages. Give it a text to continue.",
                 parameter="prompt",
             )
-        return ChatTemplate(self._checkpoint.chat_template, self._checkpoint.special_tokens)
+        images = image_reader_of(self._checkpoint) is not None
+        return ChatTemplate(self._checkpoint.chat_template, self._checkpoint.special_tokens, images=images)
 
     def _updates(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GenerationUpdate]]:
         """Submits requests as the engine's queue permits and yields (number of the request, update) pairs."""

@@ -14,6 +14,7 @@ from stack_core.chips.memory import free_bytes
 from stack_core.ops.building import holds_values
 from stack_core.ops.sampling.logprobs import MOST_LOGPROBS
 from stack_core.ops.sampling.sampling import MOST_BIASES, MOST_STOP_TOKENS
+from stack_core.text.images import image_reader_of
 from stack_serve.llm.cache import empty_layers, supports_shared_pool
 from stack_serve.llm.config import ANY_LAYOUT, EngineConfig
 
@@ -37,6 +38,7 @@ class Limits:
       has_tokenizer: whether the model has a tokenizer, which stop texts and constraints require.
       priorities: whether requests may set a priority.
       prefix_caching: whether later requests can reuse the pages of a prompt with the same prefix.
+      image_tokens: number of tokens per image; 0 for a model of text.
     """
 
     max_tokens: int
@@ -46,6 +48,7 @@ class Limits:
     has_tokenizer: bool
     priorities: bool = False
     prefix_caching: bool = True
+    image_tokens: int = 0
 
     @classmethod
     def of(cls, checkpoint: GenerativeCheckpoint, config: EngineConfig) -> "Limits":
@@ -74,6 +77,14 @@ class Limits:
                 f"speculation: model {checkpoint.name!r} has recurrent states, which cannot be rewound to the token "
                 "before a rejected draft. Leave it out."
             )
+        reader = image_reader_of(checkpoint)
+        image_tokens = 0 if reader is None else reader.tokens
+        if reader is not None and config.step_tokens < config.max_sequences + image_tokens:
+            raise ConfigError(
+                f"step_tokens={config.step_tokens} is less than an image of {image_tokens} tokens and a token of each "
+                f"of max_sequences={config.max_sequences} sequences. Raise step_tokens to at least "
+                f"{config.max_sequences + image_tokens}, or lower max_sequences."
+            )
         needed = -(-max_tokens // config.page_tokens)
         pages = config.pages or min(needed * config.max_sequences, max(needed, _fitting_pages(checkpoint, config)))
         if pages < needed:
@@ -89,6 +100,7 @@ class Limits:
             checkpoint.tokenizer is not None,
             config.priorities > 0,
             _keeps_prefixes(checkpoint, config),
+            image_tokens,
         )
 
     def total_tokens(self, request: GenerationRequest) -> int:
@@ -99,6 +111,7 @@ class Limits:
     def check(self, request: GenerationRequest) -> None:
         """Raises a GenerationError that names the parameter if the request cannot be served."""
         self._check_prompt(request)
+        self._check_images(request)
         self._check_sampling(request.sampling)
         if request.timeout_s is not None and not request.timeout_s > 0:  # also rejects NaN
             raise GenerationError(f"timeout_s={request.timeout_s}: expected a positive time.", parameter="timeout_s")
@@ -143,6 +156,18 @@ class Limits:
                 f"{self.max_tokens} for prompt and continuation. Request at most {self.max_tokens - tokens}.",
                 parameter="max_tokens",
             )
+
+    def _check_images(self, request: GenerationRequest) -> None:
+        if request.images and not self.image_tokens:
+            raise GenerationError("The model reads text only. Leave the images out.", parameter="images")
+        for image in request.images:
+            # The last token of a prompt is computed like a generated one.
+            if image.tokens != self.image_tokens or not 0 <= image.start < len(request.prompt) - image.tokens:
+                raise GenerationError(
+                    f"An image has tokens {image.start} to {image.start + image.tokens} of a prompt of "
+                    f"{len(request.prompt)} tokens; expected {self.image_tokens} tokens before the last.",
+                    parameter="images",
+                )
 
     def _check_sampling(self, sampling: SamplingParams) -> None:
         self._check_count("n", sampling.n, _MOST_CONTINUATIONS, "continuations")

@@ -21,6 +21,7 @@ from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.constraints import ConstraintCompiler, Matcher
 from stack_serve.llm.dispatcher import End, OutputEvent, PromptScores, Tokens
 from stack_serve.llm.drafts import Drafts
+from stack_serve.llm.images import StepImages, images_of_rows, token_rows
 from stack_serve.llm.limits import Limits
 from stack_serve.llm.output import GOES_ON, Ending, EndOfTokens, Output
 from stack_serve.llm.programs import ForwardResult, Programs, StepResult
@@ -163,6 +164,7 @@ class EngineLoop:
                 # Cached pages lack the hidden states from which the log-probabilities of a prompt are computed.
                 cacheable=sampling.prompt_logprobs is None or index > 0,
                 is_constrained=sampling.constraint is not None,
+                images=request.images,
                 leader=leader,
             )
             # The first continuation computes the prompt; the others wait for its pages (see the scheduler).
@@ -317,12 +319,22 @@ class EngineLoop:
             masks = self._masks_of_drafts(plan.rows, drafts)
             result = self._programs.verify(rows, tables, tokens, masks, candidates=candidates)
         elif any(row.samples and row.sequence.is_constrained for row in plan.rows):
-            result = self._programs.forward(rows, tables)
+            result = self._programs.forward(rows, tables, self._images(plan))
         else:
-            result = self._programs.step(rows, tables, repeats=plan.repeats, candidates=candidates)
+            result = self._programs.step(
+                rows, tables, repeats=plan.repeats, candidates=candidates, images=self._images(plan)
+            )
         # A step with drafts has no prompts.
         prompt_logprobs = None if plan.drafts else self._prompt_logprobs(plan.rows, result)
         return _StartedStep(plan, self._version, result, prompt_logprobs, now_s, drafts, is_ahead)
+
+    def _images(self, plan: Plan) -> StepImages | None:
+        """Computes missing features of a step's images, and returns the places of their tokens."""
+        images = images_of_rows(plan.rows)
+        if not images:
+            return None
+        places = [(place, image.tokens, self._programs.image_slot(image)) for place, image in images]
+        return token_rows(sum(row.tokens for row in plan.rows), places)
 
     def _reports_candidates(self, plan: Plan) -> bool:
         """Returns whether a request of the step's rows, not yet ended, asks for candidates."""

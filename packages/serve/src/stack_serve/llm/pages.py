@@ -5,6 +5,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
 
+from stack_core.abi.generation import PromptImage
+
 __all__ = ["PagePool", "extend_digests"]
 
 
@@ -94,17 +96,26 @@ class PagePool:
 
 
 def extend_digests(
-    digests: list[bytes], tokens: Sequence[int], *, page_tokens: int, pages: int, adapter: int | None = None
+    digests: list[bytes],
+    tokens: Sequence[int],
+    *,
+    page_tokens: int,
+    pages: int,
+    adapter: int | None = None,
+    images: Sequence[PromptImage] = (),
 ) -> None:
     """Appends page digests until there are `pages` of them; `tokens` must fill all these pages.
 
         digests[i] = sha256(digests[i - 1] + tokens[i page_tokens : (i + 1) page_tokens])
 
     Each digest covers the tokens of its page and all earlier tokens, since keys and values depend on them and on the
-    adapter. The adapter's number takes the place of digests[-1].
+    adapter. The adapter's number takes the place of digests[-1]. The digests of images that the page overlaps follow
+    its tokens.
     """
     first = b"" if adapter is None else adapter.to_bytes(8, "little")
     for page in range(len(digests), pages):
         # A cryptographic hash, because a collision would serve the keys of another client's prompt.
-        contents = array("i", tokens[page * page_tokens : (page + 1) * page_tokens]).tobytes()
+        start, end = page * page_tokens, (page + 1) * page_tokens
+        contents = array("i", tokens[start:end]).tobytes()
+        contents += b"".join(each.digest for each in images if each.start < end and start < each.start + each.tokens)
         digests.append(sha256((digests[-1] if digests else first) + contents).digest())

@@ -12,14 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from stack_core.abi.formats import GenerativeCheckpoint
+from stack_core.abi.generation import PromptImage
+from stack_core.abi.models import ImageTokens
 from stack_core.ops.building import holds_values
 from stack_core.ops.sampling.logprobs import TokenLogprobs
 from stack_core.ops.sampling.sampling import Sampled, SamplingSettings, mask_words
+from stack_core.text.images import ImageReader, image_reader_of
 from stack_serve.llm.adapters import AdapterShapes, HostAdapter, Weights, put, unusable
 from stack_serve.llm.buckets import Buckets
 from stack_serve.llm.cache import LayoutPreferences, empty_layers, supports_shared_pool
 from stack_serve.llm.compiler_options import compile_threads, compiler_options, is_for_gpus
 from stack_serve.llm.config import ANY_LAYOUT, EngineConfig, PageLayout
+from stack_serve.llm.images import FeatureSlots, StepImages, feature_shape
 from stack_serve.llm.new_weights import leaves_by_path
 from stack_serve.llm.placement import Placement
 from stack_serve.llm.sleeping import HostWeights, delete_arrays
@@ -31,6 +35,7 @@ __all__ = ["ForwardResult", "Programs", "StepResult"]
 # XLA computes a product with one row as a multiplication and a sum, both in main memory: 14.5 us instead of about 3 us
 # for a matrix of 2048 x 2048 in bfloat16 on an H100. With four rows it is a product.
 _GPU_ROWS = 4
+_MIN_IMAGES = 16
 
 Key = tuple[str, *tuple[int, ...]]
 Progress = Callable[[str, int, int], None]
@@ -127,6 +132,17 @@ class Programs:
         held = None if adapters is None else self._placement.replicated(split_layers(adapters.pool(), looped.pool))
         self._weights, self._adapters = Weights(params, held), adapters
         self._slept_params: HostWeights | None = None
+        self._reader = image_reader_of(checkpoint)
+        self._features: Any = None
+        if self._reader is not None:
+            # Twice the images of a step, so that a step never replaces an image that it reads.
+            self._image_slots = FeatureSlots(max(2 * -(-config.step_tokens // self._reader.tokens), _MIN_IMAGES))
+            self._features = self._make_features(self._reader)
+
+    def _make_features(self, reader: ImageReader) -> Any:
+        shape = feature_shape(self._checkpoint, reader)
+        rows = self._image_slots.slots * shape.shape[0]
+        return self._placement.replicated(np.zeros((rows, shape.shape[1]), shape.dtype))
 
     @property
     def buckets(self) -> Buckets:
@@ -192,7 +208,13 @@ class Programs:
         self._slots = self._program(("admit",))(self._slots, np.int32(slot), padded, settings.packed())
 
     def step(
-        self, rows: Sequence[tuple[int, ...]], tables: np.ndarray, *, repeats: int = 1, candidates: bool = False
+        self,
+        rows: Sequence[tuple[int, ...]],
+        tables: np.ndarray,
+        *,
+        repeats: int = 1,
+        candidates: bool = False,
+        images: StepImages | None = None,
     ) -> StepResult:
         """Launches a step, padded to the next bucket of shapes.
 
@@ -202,10 +224,11 @@ class Programs:
           repeats: number of decoding steps in the launch. Above 1, a row computes one token per step until it has
             computed all tokens of its field.
           candidates: whether to report the candidates of sampled tokens, by programs that are compiled on first use.
+          images: image tokens of the step; None without any.
         """
         # Prompt chunks of one token run in a decode program, too.
-        if repeats == 1 and sum(row[2] for row in rows) != len(rows):
-            return self.sample(self.forward(rows, tables), candidates=candidates)
+        if images is not None or (repeats == 1 and sum(row[2] for row in rows) != len(rows)):
+            return self.sample(self.forward(rows, tables, images), candidates=candidates)
         known, settings = self._slots.tokens, self._slots.settings
         row_bucket = self._buckets.of_decoding(len(rows))
         packed = self._packed(rows, tables, row_bucket)
@@ -214,10 +237,29 @@ class Programs:
         self._slots = SlotState(known, settings)
         return StepResult(sampled, hidden)
 
-    def forward(self, rows: Sequence[tuple[int, ...]], tables: np.ndarray) -> ForwardResult:
+    def image_slot(self, image: PromptImage) -> int:
+        """Returns the slot of an image's features for the next step, and launches their computation if needed."""
+        slot, is_new = self._image_slots.slot(image)
+        if is_new:
+            pixels = np.asarray(image.pixels, np.uint8)
+            self._features = self._program(("encode",))(self._weights, self._features, np.int32(slot), pixels)
+        return slot
+
+    def forward(
+        self, rows: Sequence[tuple[int, ...]], tables: np.ndarray, images: StepImages | None = None
+    ) -> ForwardResult:
         """Launches the forward pass of a step; `sample` launches the rest. See `step` for the arguments."""
         tokens = sum(row[2] for row in rows)
         packed = given = self._packed(rows, tables, self._buckets.largest_rows)
+        if images is not None:
+            size = self._buckets.of_prompts(tokens)
+            places = np.full(size, -1, np.int32), np.zeros(size, np.int32)
+            places[0][:tokens], places[1][:tokens] = images.rows, images.ahead
+            program = self._program(("see", size))
+            self._layers, hidden, last = program(
+                self._weights, self._layers, self._slots.tokens, packed, self._features, *places
+            )
+            return ForwardResult(hidden, last, packed, [place for place, row in enumerate(rows) if row[3]])
         if tokens == len(rows):
             row_bucket = self._buckets.of_decoding(len(rows))
             program, given = self._program(("forward", row_bucket)), packed[:row_bucket]
@@ -301,6 +343,7 @@ class Programs:
         """Returns the size of the device arrays by purpose."""
         held = {"parameters": self._weights.params, "pages": self._layers, "slots": self._slots}
         held |= {} if self._weights.pool is None else {"adapters": self._weights.pool}
+        held |= {} if self._features is None else {"images": self._features}
         return {name: sum(array.nbytes for array in jax.tree.leaves(tree)) for name, tree in held.items()}
 
     def place(self, params: Any, *, donate: bool) -> Mapping[str, Any]:
@@ -322,6 +365,8 @@ class Programs:
         paths = leaves_by_path(self._checkpoint.parameters)
         leaves = [params.get(path, leaf) for path, leaf in zip(paths, old_leaves, strict=True)]
         self._weights = replace(self._weights, params=jax.tree.unflatten(structure, leaves))
+        if self._reader is not None:
+            self._image_slots.clear()
 
     def sleep(self, *, keep_weights: bool) -> None:
         """Frees the pages, and the weights or their place on the devices, until `wake_up`; no step may run.
@@ -334,7 +379,7 @@ class Programs:
         params = self._weights.params
         stays = keep_weights and jax.default_backend() == "cpu"
         self._slept_params = HostWeights.of(params) if keep_weights and not stays else None
-        delete_arrays(self._layers if stays else (self._layers, params))
+        delete_arrays((self._layers, self._features) if stays else (self._layers, self._features, params))
 
     def wake_up(self) -> None:
         """Creates the pages and places the weights again.
@@ -347,6 +392,9 @@ class Programs:
             kept = self._slept_params
             params = self._placement.load(self._checkpoint, self._looped) if kept is None else kept.restored()
         self._layers = self._make_pools()
+        if self._reader is not None:
+            self._image_slots.clear()
+            self._features = self._make_features(self._reader)
         self._weights, self._slept_params = replace(self._weights, params=params), None
 
     def load_adapter(self, slot: int, adapter: HostAdapter) -> None:
@@ -374,8 +422,10 @@ class Programs:
             "prompt_logprobs": sorted({buckets.largest_rows, buckets.largest_tokens}),
             "forward": buckets.decoding if self._constraints else [],
             "verify": buckets.verification,
+            "see": buckets.prompts if self._reader is not None else [],
         }
         loads: list[Key] = [] if self._adapters is None else [("adapter",)]
+        loads += [] if self._reader is None else [("encode",)]
         return [("admit",), *loads, *((kind, size) for kind, sizes in of_kinds.items() for size in sizes)]
 
     def _program(self, key: Key) -> Any:
@@ -426,6 +476,28 @@ class Programs:
 
         packed = _int32(self._buckets.largest_rows, self._row_fields)
         return jax.jit(prefill, donate_argnums=1).lower(self._weights, self._layers, self._slots.tokens, packed)
+
+    def _lowered_see(self, tokens: int) -> Any:
+        padded_tokens = self._buckets.largest_tokens
+
+        def see(weights: Weights, layers: Any, known: Any, packed: Any, features: Any, rows: Any, ahead: Any) -> Any:
+            images = ImageTokens(features, rows[:, None], ahead[:, None])
+            options: Any = {"tokens": tokens, "padded_tokens": padded_tokens, "images": images}
+            return layer_by_layer(partial(self._step.prefill, **options))(weights, layers, known, packed)
+
+        packed = _int32(self._buckets.largest_rows, self._row_fields)
+        places = (_int32(tokens), _int32(tokens))
+        jitted = jax.jit(see, donate_argnums=1)
+        return jitted.lower(self._weights, self._layers, self._slots.tokens, packed, self._features, *places)
+
+    def _lowered_encode(self) -> Any:
+        assert self._reader is not None
+        pixels = jax.ShapeDtypeStruct(self._reader.shape, np.uint8)
+
+        def encode(weights: Weights, features: Any, slot: Any, pixels: Any) -> Any:
+            return layer_by_layer(self._step.encode)(weights, features, slot, pixels)
+
+        return jax.jit(encode, donate_argnums=1).lower(self._weights, self._features, _int32(), pixels)
 
     def _lowered_verify(self, tokens: int, candidates: int = 0) -> Any:
         def verify(weights: Weights, layers: Any, known: Any, settings: Any, *step: Any) -> Any:

@@ -218,7 +218,9 @@ def schedule(
         if missing == 1:
             tokens = min(repeats, _left(sequence)) + len(drafts.get(sequence.id, ()))
         else:
-            tokens = min(missing, prompt_tokens)
+            tokens = _chunk(sequence, sequence.computed_tokens, missing, prompt_tokens)
+            if not tokens:
+                continue
         # Making room may preempt this sequence itself.
         if not _make_room(state, sequence, tokens, preempted):
             continue
@@ -228,9 +230,10 @@ def schedule(
             chunks.append(_advance_prompt(sequence, tokens))
             prompt_tokens -= tokens
     # After a preemption the cache is full, and an admitted sequence could be preempted at once.
-    while not preempted and prompt_tokens and (sequence := _admit(state)) is not None:
+    while not preempted and prompt_tokens and (sequence := _admit(state, prompt_tokens)) is not None:
         admitted.append(sequence)
-        tokens = min(sequence.total_tokens - sequence.computed_tokens, prompt_tokens)
+        missing = sequence.total_tokens - sequence.computed_tokens
+        tokens = _chunk(sequence, sequence.computed_tokens, missing, prompt_tokens)
         _make_room(state, sequence, tokens, preempted)
         chunks.append(_advance_prompt(sequence, tokens))
         prompt_tokens -= tokens
@@ -407,12 +410,23 @@ def _release(state: SchedulerState, sequence: Sequence) -> None:
     sequence.computed_tokens = 0
 
 
-def _admit(state: SchedulerState) -> Sequence | None:
-    """Moves the next waiting sequence to the running ones, with the cached pages of its prefix, if it can start."""
+def _chunk(sequence: Sequence, start: int, missing: int, prompt_tokens: int) -> int:
+    """Returns the number of tokens to compute next, at most `prompt_tokens`; the tokens of an image stay together."""
+    return max(sequence.image_boundary(start + min(missing, prompt_tokens)) - start, 0)
+
+
+def _admit(state: SchedulerState, prompt_tokens: int) -> Sequence | None:
+    """Moves the next waiting sequence to the running ones, with the cached pages of its prefix, if it can start.
+
+    It waits for another step if an image comes next that is larger than the `prompt_tokens` left in this one.
+    """
     found = _next_to_begin(state)
     if found is None:
         return None
     sequence, pages = found
+    start = len(pages) * state.page_tokens
+    if not _chunk(sequence, start, sequence.total_tokens - start, prompt_tokens):
+        return None
     state.waiting.remove(sequence)
     insort(state.running, sequence, key=_order)
     # Before any allocation, which could otherwise evict these unreferenced cached pages.
@@ -491,12 +505,15 @@ def _find_prefix(state: SchedulerState, sequence: Sequence) -> list[int]:
         return []
     pages = (len(sequence.tokens) - 1) // state.page_tokens
     _extend_digests(state, sequence, pages)
-    return state.pool.find(sequence.digests)
+    found = state.pool.find(sequence.digests)
+    # The rest of an image is computed together with its first tokens.
+    return found[: sequence.image_boundary(len(found) * state.page_tokens) // state.page_tokens]
 
 
 def _extend_digests(state: SchedulerState, sequence: Sequence, pages: int) -> None:
     digests, tokens = sequence.digests, sequence.tokens
-    extend_digests(digests, tokens, page_tokens=state.page_tokens, pages=pages, adapter=sequence.adapter)
+    options = {"page_tokens": state.page_tokens, "pages": pages}
+    extend_digests(digests, tokens, **options, adapter=sequence.adapter, images=sequence.images)
 
 
 def _count_prompt(state: SchedulerState, sequence: Sequence) -> None:

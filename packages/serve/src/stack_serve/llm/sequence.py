@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from stack_core.abi.generation import PromptImage
+
 __all__ = ["Sequence"]
 
 
@@ -29,6 +31,7 @@ class Sequence:
       adapter: number of the adapter; None means the base model.
       cacheable: whether the prompt may use the prefix cache; False if prompt log-probabilities are requested.
       is_constrained: whether the next token can be sampled only after the host has read the previous one.
+      images: images of the prompt in order.
       leader: first continuation of the request; this one waits for its prompt in order to share the pages.
       computed_tokens: number of tokens whose keys and values are in the pages after all planned steps.
       in_flight: number of tokens sampled by planned steps but not yet read by the host.
@@ -56,6 +59,7 @@ class Sequence:
     adapter: int | None = None
     cacheable: bool = True
     is_constrained: bool = False
+    images: tuple[PromptImage, ...] = ()
     leader: Sequence | None = None
     computed_tokens: int = 0
     in_flight: int = 0
@@ -74,3 +78,7 @@ class Sequence:
     def total_tokens(self) -> int:
         """Number of tokens after all planned steps."""
         return len(self.tokens) + self.in_flight
+
+    def image_boundary(self, end: int) -> int:
+        """Returns the start of the image that contains both sides of position `end`, otherwise `end`."""
+        return next((image.start for image in self.images if image.start < end < image.start + image.tokens), end)

@@ -5,9 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt8
 
 from stack_core.abi.formats import GenerativeCheckpoint
+from stack_core.abi.models import ImageTokens
 from stack_core.ops.sampling.logprobs import TokenLogprobs, token_logprobs
 from stack_core.ops.sampling.sampling import Sampled, SamplingSettings, sample
 from stack_serve.llm.adapters import Weights, with_rows
@@ -85,10 +86,24 @@ class Step:
         *,
         tokens: int,
         padded_tokens: int,
+        images: ImageTokens | None = None,
     ) -> tuple[Any, Float[Array, "padded_tokens 1 embed"], Float[Array, "rows embed"]]:
         """Runs a step with prompt chunks. Padded hidden states reduce the shapes of later programs."""
-        layers, hidden, last = self(weights, layers, known, rows, tokens=tokens)
+        layers, hidden, last = self(weights, layers, known, rows, tokens=tokens, images=images)
         return layers, _padded(hidden, padded_tokens), last
+
+    @jax.named_scope("encode")
+    def encode(
+        self,
+        weights: Weights,
+        features: Float[Array, "rows embed"],
+        slot: Int[Array, ""],
+        pixels: UInt8[Array, "side side channels"],
+    ) -> Float[Array, "rows embed"]:
+        """Writes the features of an image to its slot of the feature pool."""
+        model: Any = self.checkpoint.model(weights.params)
+        found = model.image_features(pixels[None])[0].astype(features.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(features, found, slot * len(found), axis=0)
 
     def __call__(
         self,
@@ -100,6 +115,7 @@ class Step:
         tokens: int,
         single: bool = False,
         preferences: LayoutPreferences | None = None,
+        images: ImageTokens | None = None,
     ) -> tuple[Any, Float[Array, "tokens 1 embed"], Float[Array, "rows embed"]]:
         """Runs the forward pass over the tokens of all rows.
 
@@ -111,6 +127,7 @@ class Step:
           tokens: size of the token axis, at least the number of tokens in all rows.
           single: whether every row has at most one token.
           preferences: collects the preferred page layout of each attention call.
+          images: image tokens of the step; None without any.
 
         Returns:
           The updated layers, the hidden states of all tokens, and the hidden state of each row's last token.
@@ -118,7 +135,8 @@ class Step:
         places, token_ids, positions, adapters = self._places(known, rows, tokens)
         cache: Any = PagedKVCache(layers, places, self.layout, single, preferences)
         model = self.checkpoint.model(with_rows(weights, adapters))
-        outputs = model(token_ids[:, None], positions[:, None], cache=cache)
+        given: dict[str, Any] = {} if images is None else {"images": images}
+        outputs = model(token_ids[:, None], positions[:, None], cache=cache, **given)
         after: Any = outputs.cache
         hidden = outputs.hidden
         # Rows without tokens get an arbitrary hidden state, which is never read; the clamp avoids the index -1.

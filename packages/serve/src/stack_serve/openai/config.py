@@ -29,6 +29,7 @@ class OpenAIConfig(ServerConfig):
       adapter_loading: whether clients may load adapters from paths on this machine, and unload them.
       sleep_mode: whether clients may put the engine to sleep and wake it up.
       stored_responses: maximum number of responses of `/v1/responses` in memory, which `previous_response_id` may name.
+      remote_images: whether the server fetches images of chat messages from http(s) URLs; data URLs are always read.
       pooling: vector of a text in `/v1/embeddings`: the hidden state of its last token, or the mean over its tokens.
     """
 
@@ -42,3 +43,4 @@ class OpenAIConfig(ServerConfig):
     adapter_loading: bool = False
     sleep_mode: bool = False
     stored_responses: NonNegativeInt = 256
+    remote_images: bool = False

@@ -83,6 +83,7 @@ class Generation:
                     priority=job.priority,
                     timeout_s=backend.timeout_s,
                     adapter=job.adapter,
+                    images=prompt.images,
                 )
                 backend.engine.submit(request, backend.office.receiver(self._mailbox, number))
                 self._open |= {(number, index): request.request_id for index in range(job.sampling.n)}

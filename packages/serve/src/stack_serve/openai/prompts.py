@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stack_core.abi.data import Tokenizer
+from stack_core.abi.generation import PromptImage
 from stack_serve.http.slices import maybe_in_thread
 from stack_serve.openai.errors import ApiError, bad_request
 
@@ -17,6 +18,7 @@ class Prompt:
 
     tokens: tuple[int, ...]
     text: str | None
+    images: tuple[PromptImage, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,11 @@ class Prompts:
           reserved_tokens: number of tokens of the continuation, for which -1 leaves room.
         """
         count = max(self.max_tokens - reserved_tokens, 1) if keep_tokens < 0 else keep_tokens
-        return prompt if len(prompt.tokens) <= count else Prompt(prompt.tokens[-count:], None)
+        if len(prompt.tokens) <= count:
+            return prompt
+        if prompt.images:
+            raise bad_request("A prompt with images cannot be truncated. Shorten it.", param="truncate_prompt_tokens")
+        return Prompt(prompt.tokens[-count:], None)
 
     def _checked(self, field: Any, max_prompts: int, param: str) -> list[Prompt | str]:
         """Prompts of tokens, or texts to encode."""

@@ -13,6 +13,7 @@ from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.generation import Constraint, EngineStats, SamplingParams
 from stack_core.text.chat_template import ChatTemplate
 from stack_core.text.detokenize import prompt_text
+from stack_core.text.images import image_reader_of, place_images
 from stack_serve.http.slices import maybe_in_thread
 from stack_serve.openai.answer import Answer
 from stack_serve.openai.chat import ChatWriter
@@ -22,6 +23,7 @@ from stack_serve.openai.constraints import constraint_and_field
 from stack_serve.openai.errors import ApiError, as_api_error, bad_request
 from stack_serve.openai.forced_calls import forced_calls
 from stack_serve.openai.generation import Backend, Generation
+from stack_serve.openai.images import ImageInput
 from stack_serve.openai.job import Job
 from stack_serve.openai.logprobs import LogprobWriter, TokenTexts
 from stack_serve.openai.mailbox import PostOffice
@@ -50,6 +52,7 @@ class AnswerForm:
     make_writer: Callable[[Job], ChatWriter]
 
 
+_IMAGE_SIZE = 2**20
 CHAT_FORM = AnswerForm("chatcmpl-", ChatWriter)
 
 
@@ -92,7 +95,10 @@ class Service:
         self.token_texts = None if checkpoint.tokenizer is None else TokenTexts(checkpoint.tokenizer)
         # Read now, because a wrong template should fail before the weights are loaded.
         source = _template_source(checkpoint, config)
-        self._template = None if source is None else ChatTemplate(source, checkpoint.special_tokens)
+        reader = image_reader_of(checkpoint)
+        self._images = ImageInput(reader, config.remote_images, config.max_body_bytes)
+        special_tokens, images = checkpoint.special_tokens, reader is not None
+        self._template = None if source is None else ChatTemplate(source, special_tokens, images=images)
         parsers = {"tool_parser": config.tool_parser, "reasoning_parser": config.reasoning_parser}
         self._format = MessageFormat(source, checkpoint.tokenizer, **parsers)
         self._end_tokens = frozenset(checkpoint.end_tokens)
@@ -250,14 +256,16 @@ class Service:
                 self._format.check_tools()
         render = partial(
             self._template.render,
-            body.messages,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             variables=_variables(body, self._template),
             tools=tools,
         )
-        text = await maybe_in_thread(_size(body.messages), render)
-        return await self.prompts.of_text(text, add_special_tokens=body.add_special_tokens)
+        text, pixels = await maybe_in_thread(_size(body.messages), self._images.render, render, body.messages)
+        prompt = await self.prompts.of_text(text, add_special_tokens=body.add_special_tokens)
+        if self._images.reader is None:
+            return prompt
+        return replace(prompt, images=place_images(prompt.tokens, self._images.reader, pixels))
 
     async def complete(self, body: CompletionBody, request_id: str) -> Answer:
         """The answer to prompts."""
@@ -404,8 +412,14 @@ class Service:
 
 def _size(messages: Sequence[Mapping[str, Any]]) -> int:
     """Estimates the size of messages: their characters, plus a constant for each message."""
-    contents = (message.get("content") for message in messages)
-    return 64 * len(messages) + sum(len(content) for content in contents if isinstance(content, (str, list)))
+    contents = [message.get("content") for message in messages]
+    # Images are decoded, and perhaps fetched.
+    images = _IMAGE_SIZE * sum("image_url" in part for part in _parts(contents))
+    return 64 * len(messages) + images + sum(len(each) for each in contents if isinstance(each, (str, list)))
+
+
+def _parts(contents: Sequence[Any]) -> list[Mapping[str, Any]]:
+    return [part for each in contents if isinstance(each, list) for part in each if isinstance(part, Mapping)]
 
 
 def _check_streaming(body: GenerationBody) -> None:

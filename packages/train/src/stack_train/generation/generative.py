@@ -22,7 +22,9 @@ from stack_core.abi.generation import SamplingParams
 from stack_core.abi.mesh import DEFAULT_RULES, AnyMesh, LogicalAxes
 from stack_core.abi.models import LanguageModel
 from stack_core.ops.building import is_quantized
+from stack_core.text.images import ImageReader
 from stack_train.data.tokenizer import HuggingFaceTokenizer
+from stack_train.vision.reader import SeesImages, image_reader
 
 __all__ = ["ModuleCheckpoint", "generative_checkpoint", "parameters_of"]
 
@@ -48,6 +50,7 @@ class ModuleCheckpoint:
       graph: static structure (`nnx.GraphDef`) of the module.
       logical_axes: logical axes of each parameter, in the structure of `parameters`; () if a parameter has none.
       adapters_at: function that reads the adapters at an address for this model.
+      images: preprocessing of images; None for models of text.
     """
 
     name: str
@@ -65,6 +68,7 @@ class ModuleCheckpoint:
     graph: Any
     logical_axes: Any
     adapters_at: Callable[[str], Adapters]
+    images: ImageReader | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "read": _read_nothing, "adapters_at": no_adapters}
@@ -214,6 +218,7 @@ def generative_checkpoint(
         graph=graph,
         logical_axes=nnx.traversals.unflatten_mapping(logical_axes),
         adapters_at=adapters_at,
+        images=image_reader(config, found) if isinstance(config, SeesImages) and found is not None else None,
     )
 
 

@@ -130,7 +130,7 @@ class Gemma3Vision(Decoder):
 
         Args:
           tokens, positions, segment_ids, cache, images: see `Decoder`.
-          pixels: the images of each row, in the order of its runs of image tokens; rows with fewer images are padded.
+          pixels: images of each row, in the order of its image tokens, padded to the same number.
 
         Raises:
           ArgumentError: images are given twice, or the config has no `image_token`.
@@ -175,7 +175,7 @@ class _ConfigMap(ConfigMap):
             "image_begin": outer.get("boi_token_index", "boi_token_id", default=255_999),
             "image_end": outer.get("eoi_token_index", "eoi_token_id", default=256_000),
         }
-        outer.get("initializer_range")  # the parts have their own
+        outer.get("initializer_range")  # each part repeats it
         problems = [*outer.problems, *outer.unread(), *vision.problems, *vision.unread()]
         if problems:
             raise ConversionError(

@@ -36,7 +36,7 @@ _ATTENTION: Final = {"query": _HEADS, "key": _HEADS, "value": _HEADS}
 
 @config
 class SiglipConfig:
-    """Size of a SigLIP tower; dtypes come from the model that it belongs to.
+    """Size of a SigLIP tower; its model has the dtypes.
 
     Attributes:
       embed: width of the residual stream.
@@ -160,7 +160,7 @@ class Siglip(nnx.Module):
         """Returns the features of each patch, row by row, in `dtype`.
 
         Args:
-          pixels: images of `config.image_size` squared; a value of 0 to 255 becomes one of -1 to 1.
+          pixels: square images with sides of `config.image_size`; values of 0 to 255 are scaled to -1 to 1.
         """
         x = self._embedded(pixels)
 

@@ -1,0 +1,78 @@
+"""A tiny Gemma 3 with images and a tokenizer of words, for tests of serving."""
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from stack_train.models.gemma3_vision import FAMILY, Gemma3VisionConfig
+from stack_train.vision.siglip import SiglipConfig
+
+WORDS = ["<pad>", "<bos>", "<eos>", "<img>", "<pix>", "</img>", "user", "model", "?", "!"]
+COLORS = {"red": (220, 40, 40), "green": (40, 200, 60), "blue": (50, 60, 220), "white": (240, 240, 240)}
+SHAPES = ["square", "circle", "triangle"]
+QUESTIONS = ["which", "color", "shape", "is", "it", "and"]
+TEMPLATE = """{% for message in messages %}{{ message.role + ' ' }}{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}{% if part.type == 'image' %}<img> {% else %}{{ part.text + ' ' }}{% endif %}{% endfor %}{% endif %}{% if message.role == 'assistant' %} <eos>{% endif %} {% endfor %}{% if add_generation_prompt %}assistant {% endif %}"""  # noqa: E501
+TEMPLATE = TEMPLATE.strip()
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Writes a tokenizer of words, with the tokens of images and a chat template."""
+    directory.mkdir(parents=True, exist_ok=True)
+    words = [*WORDS, "assistant", *QUESTIONS, *COLORS, *SHAPES]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.WordPiece(prefix="##")
+    tokenizer.add_special_tokens(WORDS[:6])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    names = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "chat_template": TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(names))
+
+
+def make_config(**changes: Any) -> Gemma3VisionConfig:
+    fields: dict[str, Any] = {
+        "vocab_size": len(WORDS) + 1 + len(QUESTIONS) + len(COLORS) + len(SHAPES),
+        "embed": 32,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 8,
+        "mlp": 64,
+        "layers": 2,
+        "period": 2,
+        "window": 6,
+        "max_positions": 96,
+        "query_scalar": 8,
+        "dtype": "float32",
+        "tie_embeddings": False,
+        "image_begin": 3,
+        "image_token": 4,
+        "image_end": 5,
+        "image_tokens": 4,
+        "vision": SiglipConfig(embed=24, heads=2, mlp=48, layers=1, image_size=24, patch=6),
+    }
+    return Gemma3VisionConfig(**{**fields, **changes})
+
+
+def make_model(config: Gemma3VisionConfig) -> Any:
+    return jax.jit(lambda: FAMILY.build(config, key=jax.random.key(0)))()
+
+
+def png(pixels: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, format="PNG")
+    return file.getvalue()
+
+
+def data_url(data: bytes, kind: str = "png") -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def question(text: str, *images: bytes) -> list[dict[str, Any]]:
+    parts = [{"type": "image_url", "image_url": {"url": data_url(each)}} for each in images]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]

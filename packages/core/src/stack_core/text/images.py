@@ -1,0 +1,208 @@
+"""Images in chat messages: content parts of OpenAI's API, and the tokens that stand for images in a prompt."""
+
+import base64
+import binascii
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from stack_core.abi.errors import ChatTemplateError, DataError, GenerationError
+from stack_core.abi.generation import PromptImage
+
+__all__ = [
+    "ImageReader",
+    "ReadsImages",
+    "data_of_url",
+    "expand_images",
+    "image_reader_of",
+    "place_images",
+    "read_images",
+    "take_images",
+]
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@runtime_checkable
+class ImageReader(Protocol):
+    """Preprocessing of a model's images.
+
+    Attributes:
+      placeholder: text that the chat template writes for an image.
+      expansion: text that replaces the placeholder; it has `tokens` tokens `token` in a row.
+      token: id of the token that stands for a feature of an image.
+      tokens: number of these tokens per image.
+      shape: (side, side, channels) of the pixels.
+    """
+
+    @property
+    def placeholder(self) -> str: ...
+
+    @property
+    def expansion(self) -> str: ...
+
+    @property
+    def token(self) -> int: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def shape(self) -> tuple[int, int, int]: ...
+
+    def read(self, data: bytes) -> np.ndarray:
+        """Decodes and scales an image file, uint8[side, side, channels].
+
+        Raises:
+          DataError: the data is not an image, or Pillow is not installed.
+        """
+        ...
+
+
+@runtime_checkable
+class ReadsImages(Protocol):
+    """A `GenerativeCheckpoint` whose models have `image_features(uint8[n, side, side, channels])`.
+
+    The method returns [n, tokens, embed] for `ImageTokens`. `images` is None for a model of text.
+    """
+
+    images: ImageReader | None
+
+
+def image_reader_of(checkpoint: Any) -> ImageReader | None:
+    """Returns the preprocessing of a checkpoint's images; None for a model of text."""
+    return checkpoint.images if isinstance(checkpoint, ReadsImages) else None
+
+
+def take_images(
+    messages: Messages, load: Callable[[str], bytes] | None = None
+) -> tuple[list[dict[str, Any]], list[bytes]]:
+    """Replaces the image parts of messages by `{"type": "image"}` for the chat template.
+
+    Args:
+      messages: messages whose contents are texts or lists of parts: `{"type": "text", "text": ...}`, or `{"type":
+        "image_url", "image_url": {"url": ...}}`.
+      load: reads the image of a URL; None takes data URLs only.
+
+    Returns:
+      The messages, and the image files in order.
+
+    Raises:
+      ChatTemplateError: a part has another type, or its image cannot be loaded; names the part.
+    """
+    found, images = list[dict[str, Any]](), list[bytes]()
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        if isinstance(content, list):
+            parts = []
+            for place, part in enumerate(content):
+                where = f"messages.{number}.content.{place}"
+                url = _url_of(part, where)
+                if url is not None:
+                    images.append(_loaded(url, where, load or data_of_url))
+                parts.append(part if url is None else {"type": "image"})
+            message = {**message, "content": parts}  # noqa: PLW2901  a copy without the URLs
+        found.append(dict(message))
+    return found, images
+
+
+def _url_of(part: Any, where: str) -> str | None:
+    """Returns the URL of an image part, and None for a text part."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text":
+        return None
+    if kind != "image_url":
+        raise ChatTemplateError(
+            f"{where} is of type {kind!r}; the model reads parts of type 'text' and 'image_url'. Leave it out.",
+            parameter=where,
+        )
+    image = part.get("image_url")
+    url = image.get("url") if isinstance(image, Mapping) else image
+    if not isinstance(url, str):
+        message = f'{where} has no image; expected {{"type": "image_url", "image_url": {{"url": "data:..."}}}}.'
+        raise ChatTemplateError(message, parameter=where)
+    return url
+
+
+def _loaded(url: str, where: str, load: Callable[[str], bytes]) -> bytes:
+    try:
+        return load(url)
+    except GenerationError as error:
+        raise ChatTemplateError(f"{where}: {error}", parameter=where) from error
+
+
+def data_of_url(url: str) -> bytes:
+    """Returns the contents of a data URL.
+
+    Raises:
+      GenerationError: it is not a base64 data URL of an image.
+    """
+    header, comma, data = url.partition(",")
+    if not header.startswith("data:"):
+        raise GenerationError(f"The image {url[:60]!r} is no data URL. Send its contents: data:image/png;base64,...")
+    if not comma or not header.startswith("data:image/") or not header.endswith(";base64"):
+        raise GenerationError(f"The data URL begins with {header[:60]!r}; expected data:image/TYPE;base64,...")
+    try:
+        return base64.b64decode(data, validate=True)
+    except binascii.Error as error:
+        raise GenerationError(f"The data URL is not valid base64: {error}.") from error
+
+
+def expand_images(text: str, reader: ImageReader, images: int) -> str:
+    """Replaces the placeholders of a rendered prompt by the tokens of its images.
+
+    Raises:
+      ChatTemplateError: the number of placeholders is not the number of images, because the template omits images or
+        a text contains the placeholder.
+    """
+    if (count := text.count(reader.placeholder)) != images:
+        raise ChatTemplateError(
+            f"The prompt has {count} times {reader.placeholder!r}, which stands for an image, and {images} images. "
+            "Leave it out of texts, and use a chat template that writes it for each image part.",
+            parameter="messages",
+        )
+    return text.replace(reader.placeholder, reader.expansion)
+
+
+def read_images(reader: ImageReader | None, files: Sequence[bytes]) -> list[np.ndarray]:
+    """Decodes image files in order.
+
+    Raises:
+      ChatTemplateError: a file is not an image; names its number.
+    """
+    found = []
+    for number, data in enumerate(files):
+        assert reader is not None
+        try:
+            found.append(reader.read(data))
+        except DataError as error:
+            message = f"Image {number + 1} of {len(files)}: {error}"
+            raise ChatTemplateError(message, parameter="messages") from error
+    return found
+
+
+def place_images(tokens: Sequence[int], reader: ImageReader, images: Sequence[np.ndarray]) -> tuple[PromptImage, ...]:
+    """Returns the images of a prompt with their places.
+
+    Args:
+      tokens: tokens of the prompt, with the expansion of each image.
+      images: pixels of each image, as returned by `ImageReader.read`.
+
+    Raises:
+      ChatTemplateError: the prompt does not have `reader.tokens` image tokens in a row for each image.
+    """
+    array = np.asarray(tokens)
+    is_image = np.concatenate([[False], array == reader.token, [False]])
+    starts, ends = np.flatnonzero(is_image[1:] & ~is_image[:-1]), np.flatnonzero(~is_image[1:] & is_image[:-1])
+    if len(starts) != len(images) or any(ends - starts != reader.tokens):
+        raise ChatTemplateError(
+            f"The prompt has image tokens in runs of {(ends - starts).tolist()}; expected {len(images)} runs of "
+            f"{reader.tokens}. Leave the names of image tokens out of texts.",
+            parameter="messages",
+        )
+    return tuple(
+        PromptImage(int(start), reader.tokens, pixels, sha256(pixels.tobytes()).digest())
+        for start, pixels in zip(starts, images, strict=True)
+    )

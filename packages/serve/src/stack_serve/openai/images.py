@@ -1,0 +1,62 @@
+"""Images of chat requests: from content parts to pixels and the text of the prompt."""
+
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from stack_core.abi.errors import GenerationError
+from stack_core.text.images import ImageReader, data_of_url, expand_images, read_images, take_images
+
+__all__ = ["ImageInput"]
+
+_FETCH_S = 10.0
+
+
+@dataclass(frozen=True)
+class ImageInput:
+    """Reads the images of messages.
+
+    Attributes:
+      reader: preprocessing of the model's images; None for a model of text, whose template refuses image parts.
+      remote: whether http(s) URLs are fetched.
+      max_bytes: maximum size of a fetched image.
+    """
+
+    reader: ImageReader | None
+    remote: bool
+    max_bytes: int
+
+    def render(
+        self, render: Callable[[Sequence[Mapping[str, Any]]], str], messages: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, list[np.ndarray]]:
+        """Renders messages, and returns the text with the tokens of images, and the images' pixels.
+
+        Raises:
+          ChatTemplateError: a part or an image cannot be read, or the template rejects the messages.
+        """
+        if self.reader is None:
+            return render(messages), []
+        taken, files = take_images(messages, self._load)
+        text = render(taken)
+        return expand_images(text, self.reader, len(files)), read_images(self.reader, files)
+
+    def _load(self, url: str) -> bytes:
+        if url.startswith("data:"):
+            return data_of_url(url)
+        if not url.startswith(("http://", "https://")) or not self.remote:
+            raise GenerationError(
+                f"The image {url[:60]!r} is no data URL, and this server fetches no others. Send its contents: "
+                "data:image/png;base64,... (or start the server with --remote-images)."
+            )
+        try:
+            with urllib.request.urlopen(url, timeout=_FETCH_S) as answer:
+                data: bytes = answer.read(self.max_bytes + 1)
+        except (urllib.error.URLError, OSError, ValueError) as error:
+            raise GenerationError(f"The image {url[:60]!r} cannot be fetched: {error}") from error
+        if len(data) > self.max_bytes:
+            raise GenerationError(f"The image {url[:60]!r} has more than {self.max_bytes} bytes. Send a smaller one.")
+        return data

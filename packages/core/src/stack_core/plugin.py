@@ -66,6 +66,7 @@ def stack_register_tool_parsers(registry: Registrar) -> None:
     registry.add("hermes", "stack_core.text.parsers.hermes:HermesParser")
     registry.add("llama3_json", "stack_core.text.parsers.llama3:Llama3Parser")
     registry.add("mistral", "stack_core.text.parsers.mistral:MistralParser")
+    registry.add("pythonic", "stack_core.text.parsers.pythonic:PythonicParser")
     registry.add("qwen3", "stack_core.text.parsers.hermes:HermesParser")
     registry.add("qwen3_coder", "stack_core.text.parsers.qwen3_coder:Qwen3CoderParser")
 

@@ -27,6 +27,7 @@ from stack_core.text.parsers.hermes import HermesParser
 from stack_core.text.parsers.json_scanner import JsonScanner
 from stack_core.text.parsers.llama3 import Llama3Parser
 from stack_core.text.parsers.mistral import MistralParser, MistralReasoningParser
+from stack_core.text.parsers.pythonic import PythonicParser
 from stack_core.text.parsers.qwen3_coder import Qwen3CoderParser
 from stack_core.text.parsers.think import ThinkParser
 
@@ -115,6 +116,11 @@ def write_qwen3_coder(calls: Calls) -> str:
     )
 
 
+def write_pythonic(calls: Calls) -> str:
+    each = ", ".join(f"{n}({', '.join(f'{key}={value!r}' for key, value in a.items())})" for n, a in calls)
+    return f"<|python_start|>[{each}]<|python_end|>"
+
+
 def write_harmony(calls: Calls) -> str:
     return "".join(
         f"<|start|>assistant<|channel|>commentary to=functions.{n} <|constrain|>json<|message|>{dumped(a)}<|call|>"
@@ -138,6 +144,7 @@ WRITERS: list[tuple[type[MessageParser], Callable[[Calls], str]]] = [
     (DeepSeekV3Parser, write_deepseek_v31),
     (DeepSeekV32Parser, write_deepseek_v32),
     (Qwen3CoderParser, write_qwen3_coder),
+    (PythonicParser, write_pythonic),
     (HarmonyParser, write_harmony),
     (HarmonyParser, write_harmony_role),
 ]
@@ -288,6 +295,10 @@ MALFORMED = [
     (Qwen3CoderParser, "<tool_call>\n<function=add>\ntext"),
     (Qwen3CoderParser, "<tool_call>text</tool_call>"),
     (Qwen3CoderParser, "<function=a b></function>"),
+    (PythonicParser, "[unknown(a=1)]"),
+    (PythonicParser, "[add(1)]"),
+    (PythonicParser, '["add"]'),
+    (PythonicParser, "<|python_start|>print(1)<|python_end|>"),
 ]
 
 
@@ -352,6 +363,21 @@ def test_values_of_deepseek_are_text_or_json() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "content", "arguments"),
+    [
+        ("[add()]", "", ["{}"]),
+        (" [ add( count = 1 ), add(flag=True,) ]\n", "", ['{"count": 1}', '{"flag": true}']),
+        (r"""[add(text='a\n"\x41\u00e9\'', items=[1, 'b)'])]""", "", [r"""{"text": "a\n\"Aé'", "items": [1, "b)"]}"""]),
+        ("[add(count={1, 2})]", "{1, 2})]", ['{"count": ']),
+        ("[add(ratio=1e999)]", "1e999)]", ['{"ratio": ']),
+        ("[add(text='a", "", ['{"text": "a']),
+    ],
+)
+def test_calls_in_python(text: str, content: str, arguments: list[str]) -> None:
+    assert parse_calls(PythonicParser(tools=TOOLS), text) == (content, [ToolCall("add", each) for each in arguments])
+
+
+@pytest.mark.parametrize(
     ("text", "prompt", "expected"),
     [
         ("<think>\nhm\n</think>\n\nyes ", "", {"reasoning": "hm", "content": "yes "}),
@@ -403,6 +429,7 @@ def test_adjacent_deltas_are_merged() -> None:
         ("<tool_call>\n<function=f>\n<parameter=p>", "qwen3_coder"),
         ('{{ "<|channel|>final<|message|>" }}', "gpt_oss"),
         ("""the format {"name": function name, "parameters": dictionary of argument name}""", "llama3_json"),
+        ("in the format of [func_name1(params_name1=params_value1, ...)]", "pythonic"),
         ("<tool_call>{function-name}\n<arg_key>", None),
         (None, None),
     ],

@@ -101,5 +101,11 @@ def stack_register_commands(registry: Registrar) -> None:
         "config explain", "stack_core.commands.config:explain", help="Explain a config key: text, type, default."
     )
     registry.add("config keys", "stack_core.commands.config:keys", help="List the keys that a config file accepts.")
+    registry.add(
+        "config show", "stack_core.commands.config_show:show", help="Show a resolved config, with the origin of values."
+    )
+    registry.add(
+        "config schema", "stack_core.commands.config_schema:schema", help="Print a JSON schema of config files."
+    )
     registry.add("doctor", "stack_core.commands.doctor:doctor", help="Check this installation and suggest fixes.")
     registry.add("plugins", "stack_core.commands.plugins:plugins", help="List plugins and what they register.")

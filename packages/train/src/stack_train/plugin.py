@@ -131,8 +131,10 @@ def stack_register_commands(registry: Registrar) -> None:
         help="Train a model from a config file.",
         huge_pages=True,
         config="stack_train.run.config:RunConfig",
+        parse="stack_train.run.resolve:parse_run",
         function="stack_train.run.session:train",
     )
+    registry.add("init", "stack_train.commands.init:init", help="Write a commented config file for a first run.")
     registry.add(
         "compile",
         "stack_train.commands.compile:compile_run",

@@ -160,7 +160,7 @@ REGISTRY_KINDS = tuple(name.removeprefix("stack_register_") for name in HOOKS if
 DETAILS: Mapping[str, Mapping[str, type]] = {
     "chips": {"device_kinds": tuple},
     "op_definitions": {"function": str, "suite": str},
-    "commands": {"help": str, "huge_pages": bool, "config": str, "function": str},
+    "commands": {"help": str, "huge_pages": bool, "config": str, "parse": str, "function": str},
     "checks": {"variables": tuple},
     "analyses": {"help": str},
     "panels": {"order": int},

@@ -1,15 +1,12 @@
 """`stack config`: the keys that config files accept."""
 
 import dataclasses
-import importlib
 import json as json_format
 import textwrap
 from collections.abc import Sequence
-from typing import Any
 
 from stack_core.abi.errors import UnknownName, nearest
-from stack_core.abi.plugins import registries
-from stack_core.commands.config_keys import Key, config_keys
+from stack_core.commands.config_keys import Key, config_keys, reads_config
 
 __all__ = ["explain", "keys"]
 
@@ -66,14 +63,8 @@ def explain(key: str, /, *, command: str = "train", json: bool = False) -> None:
 
 
 def _keys(command: str) -> list[Key]:
-    """Lists the keys of the config class that a command registers as its detail `config`."""
-    roots = {each.name: each for each in registries.commands.entries() if "config" in each.details}
-    if command not in roots:
-        known = ", ".join(roots) or "none; install stack-train for `stack train`"
-        raise UnknownName(f"{command!r} reads no config file.{nearest(command, roots)} Commands that do: {known}.")
-    module, _, name = roots[command].details["config"].partition(":")
-    root: Any = getattr(importlib.import_module(module), name)
-    return config_keys(root, roots[command].provider)
+    root, entry = reads_config(command)
+    return config_keys(root, entry.provider)
 
 
 def _under(found: Sequence[Key], prefix: str) -> list[Key]:

@@ -1,6 +1,7 @@
 """Lists the keys of config classes, with types, defaults and the texts of their "Attributes:" sections."""
 
 import dataclasses
+import importlib
 import re
 import textwrap
 import types
@@ -10,9 +11,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from stack_core.abi.config import Sections, Selected, mark_of, to_mapping
-from stack_core.abi.registry import Registry
+from stack_core.abi.errors import UnknownName, nearest
+from stack_core.abi.plugins import registries
+from stack_core.abi.registry import Entry, Registry
 
-__all__ = ["Key", "attribute_texts", "config_keys"]
+__all__ = [
+    "Key",
+    "attribute_texts",
+    "config_keys",
+    "default_of",
+    "entry_class",
+    "nested_class",
+    "reads_config",
+    "registered_classes",
+]
 
 
 @dataclass(frozen=True)
@@ -38,6 +50,21 @@ class Key:
     plugins: tuple[str, ...]
     selections: tuple[str, ...] = ()
     selector: str = ""
+
+
+def reads_config(command: str) -> tuple[type, Entry]:
+    """Returns the config class that a command registers as its detail `config`, and the command's entry.
+
+    Raises:
+      UnknownName: there is no such command, or it reads no config file.
+    """
+    roots = {each.name: each for each in registries.commands.entries() if "config" in each.details}
+    if command not in roots:
+        known = ", ".join(roots) or "none; install stack-train for `stack train`"
+        raise UnknownName(f"{command!r} reads no config file.{nearest(command, roots)} Commands that do: {known}.")
+    module, _, name = roots[command].details["config"].partition(":")
+    root: Any = getattr(importlib.import_module(module), name)
+    return root, roots[command]
 
 
 def config_keys(cls: type, plugin: str) -> list[Key]:
@@ -101,12 +128,12 @@ def _keys_of(cls: type, parent: Key, outer: tuple[type, ...] = ()) -> Iterator[K
         hint = hints[field.name]
         name = f"{parent.name}.{field.name}" if parent.name else field.name
         place = dataclasses.replace(parent, name=name)
-        default, required = _default(field)
+        default, required = default_of(field)
         if sections := mark_of(hint, Sections):
-            for section, kind, plugin in _classes(sections.registry):
+            for section, kind, plugin in registered_classes(sections.registry):
                 yield from _keys_of(kind, Key(section, "", None, False, "", (plugin,)), outer)
         elif selected := mark_of(hint, Selected):
-            for entry, kind, plugin in _classes(selected.registry):
+            for entry, kind, plugin in registered_classes(selected.registry):
                 selection = Key(name, "", None, False, "", (plugin,), (entry,), f"{name}.{selected.key}")
                 yield from (key for key in _keys_of(kind, selection, outer) if key.name != selection.selector)
             plain = to_mapping(getattr(default, selected.key, None))
@@ -115,18 +142,18 @@ def _keys_of(cls: type, parent: Key, outer: tuple[type, ...] = ()) -> Iterator[K
             yield dataclasses.replace(
                 place, name=f"{name}.{selected.key}", type=choices, default=plain, required=required, text=text
             )
-        elif (nested := _nested(hint)) is not None:
+        elif (nested := nested_class(hint)) is not None:
             yield from _keys_of(nested, place, outer)
         else:
             text = texts.get(field.name, "")
             yield dataclasses.replace(
                 place, type=_type_text(hint), default=to_mapping(default), required=required, text=text
             )
-            if (entry := _entry_class(hint)) is not None:
+            if (entry := entry_class(hint)) is not None:
                 yield from _keys_of(entry, dataclasses.replace(parent, name=f"{name}[]"), outer)
 
 
-def _classes(registry: Registry[Any]) -> Iterator[tuple[str, type, str]]:
+def registered_classes(registry: Registry[Any]) -> Iterator[tuple[str, type, str]]:
     """Yields the name, config class and plugin of every entry whose config is a dataclass."""
     for entry in registry.entries():
         found = registry[entry.name]
@@ -135,7 +162,8 @@ def _classes(registry: Registry[Any]) -> Iterator[tuple[str, type, str]]:
             yield entry.name, kind, entry.provider
 
 
-def _default(field: "dataclasses.Field[Any]") -> tuple[Any, bool]:
+def default_of(field: "dataclasses.Field[Any]") -> tuple[Any, bool]:
+    """Returns the default of a field, and whether the field is required."""
     default, factory = field.default, field.default_factory
     if hasattr(default, "is_required") and hasattr(default, "get_default"):  # pydantic.Field
         return (None, True) if default.is_required() else (default.get_default(call_default_factory=True), False)
@@ -144,19 +172,19 @@ def _default(field: "dataclasses.Field[Any]") -> tuple[Any, bool]:
     return (None, True) if factory is dataclasses.MISSING else (factory(), False)
 
 
-def _nested(hint: Any) -> type | None:
+def nested_class(hint: Any) -> type | None:
     """Returns the config class of a section, also of an optional one."""
     hint = typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Annotated else hint
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     return next((each for each in options if isinstance(each, type) and dataclasses.is_dataclass(each)), None)
 
 
-def _entry_class(hint: Any) -> type | None:
+def entry_class(hint: Any) -> type | None:
     """Returns the config class of the entries of a list, or None if they have none."""
     hint = typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Annotated else hint
     origin = typing.get_origin(hint)
     if isinstance(origin, type) and issubclass(origin, Sequence):
-        return next((found for each in typing.get_args(hint) if (found := _nested(each))), None)
+        return next((found for each in typing.get_args(hint) if (found := nested_class(each))), None)
     return None
 
 

@@ -29,6 +29,21 @@ def train(
 
     SIGTERM and the limit run.minutes save and exit with status 0; Ctrl-C saves and exits with status 2.
 
+    `stack init llm` writes a first config, `stack config keys` lists all keys. Keys to know first:
+
+    - output: directory of the run
+    - run.steps: number of updates
+    - run.init_from: run or hf:DIR to start from
+    - run.evaluate_every_steps: interval of evaluations
+    - model.name: family of the model, of `stack models`
+    - model.layers, model.embed: size of the model
+    - data.name: text, chat, preferences, rollouts, images
+    - data.source: files of the data
+    - data.batch_size, data.seq_tokens: rows and tokens per row
+    - objective.name: causal_lm, dpo, grpo and others
+    - optimizer.learning_rate: peak of the schedule
+    - checkpoint.every_steps: interval of checkpoints
+
     Args:
       config: YAML file of the run.
       overrides: --section.key VALUE, any number of them.

@@ -1,0 +1,106 @@
+"""`stack init` writes configs that run, `stack config show` and `schema` explain them."""
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from stack_core.cli import main
+from stack_core.commands.config_schema import json_schema
+from stack_train.run.config import RunConfig
+
+EXAMPLES = sorted(Path(__file__).parents[1].glob("examples/*.yaml"))
+KINDS = ("llm", "chat", "lora", "dpo", "grpo", "diffusion")  # in an order in which each finds the run it starts from
+SMALL = {
+    "llm": "--data.source text:*.txt --model.vocab_size 400 --model.layers 1 --model.embed 32 --model.heads 2 "
+    "--model.mlp 32 --model.max_positions 256",
+    "grpo": "--data.groups 1 --data.group_size 2 --data.seq_tokens 200 --data.environment.max_tokens 2",
+    "diffusion": "--model.layers 1 --data.batch_size 8",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("starters")
+    for number in range(30):
+        (folder / f"{number}.txt").write_text(f"{number} which color is the apple? The apple is red.\n" * 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.chdir(folder)
+        for kind in KINDS:
+            main(["init", kind])
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def validator():
+    schema = json_schema(RunConfig)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)
+
+
+@pytest.mark.slow
+def test_every_starter_trains_a_step(folder):
+    for kind in KINDS:
+        sizes = SMALL.get(kind, "--data.batch_size 2").split()
+        main(["train", f"{kind}.yaml", "--run.steps", "1", "--run.evaluate_every_steps", "0", *sizes])
+        assert (folder / "runs" / kind / "config.yaml").is_file()
+
+
+def test_nothing_is_overwritten(folder, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["init", "llm"])
+    assert left.value.code == 2
+    assert "llm.yaml exists and is not overwritten" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_schema_accepts_the_starters(kind, folder, validator):
+    validator.validate(yaml.safe_load((folder / f"{kind}.yaml").read_text()))
+
+
+def test_the_schema_accepts_examples_and_refuses_unknown_keys(validator):
+    for path in EXAMPLES:
+        validator.validate({"model": {"name": "llama"}, **yaml.safe_load(path.read_text())})
+    base = {"output": "x", "model": {"name": "llama"}}
+    for wrong in (
+        {"run": {"stepz": 1}},
+        {"model": {"name": "lama"}},
+        {"optimizer": {"name": "sgd", "beta2": 0.1}},
+        {"rnu": {}},
+    ):
+        assert not validator.is_valid({**base, **wrong}), wrong
+    run = validator.schema["$defs"]["stack_train.run.config.RunSettings"]["properties"]
+    assert run["steps"]["description"] == "total number of optimizer updates."
+    assert (run["steps"]["default"], run["steps"]["type"]) == (1000, "integer")
+
+
+def test_show_names_the_origin_of_each_value(folder, capsys):
+    main(["config", "show", "llm.yaml", "--run.steps", "7", "--objective", "causal_lm"])
+    shown = capsys.readouterr().out
+    lines = {line.split("  #")[0].strip(): line.rpartition("# ")[2] for line in shown.splitlines()}
+    assert lines["steps: 7"] == lines["name: causal_lm"] == "command line"
+    text = (folder / "llm.yaml").read_text().splitlines()
+    assert lines["layers: 4"] == f"llm.yaml:{1 + text.index('  layers: 4')}"
+    assert lines["z_loss: 0.0"] == lines["beta1: 0.9"] == "default"
+    resolved = yaml.safe_load(shown)
+    assert (resolved["run"]["steps"], resolved["model"]["embed"]) == (7, 256)
+    main(["config", "show", "llm.yaml", "--changed"])
+    changed = yaml.safe_load(capsys.readouterr().out)
+    written = yaml.safe_load((folder / "llm.yaml").read_text())
+    assert {name: set(section) for name, section in changed.items() if name != "output"} == {
+        name: set(section) for name, section in written.items() if name != "output"
+    }
+
+
+def test_the_schema_is_written_for_an_editor(folder, capsys):
+    main(["config", "schema", "--out", "run.schema.json"])
+    assert "yaml-language-server: $schema=run.schema.json" in capsys.readouterr().out
+    assert json.loads((folder / "run.schema.json").read_text())["$ref"].endswith("RunConfig")
+
+
+def test_the_help_of_train_lists_the_keys_to_know_first(capsys):
+    main(["train", "--help"])
+    assert "optimizer.learning_rate: peak of the schedule" in " ".join(capsys.readouterr().out.split())

@@ -1,0 +1,47 @@
+"""`stack init`: a commented config file for a first run, with example data."""
+
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+from stack_core.abi.errors import ConfigError
+
+__all__ = ["init"]
+
+Kind = Literal["llm", "chat", "lora", "dpo", "grpo", "diffusion"]
+
+_DATA: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "chat": ("chats.jsonl", "chat.jinja"),
+        "lora": ("chats.jsonl", "chat.jinja"),
+        "dpo": ("pairs.jsonl",),
+        "grpo": ("tasks.jsonl",),
+    }
+)
+_STARTS = MappingProxyType({"chat": "llm", "lora": "llm", "dpo": "chat", "grpo": "chat"})
+
+
+def init(kind: Kind, /, *, directory: Path = Path()) -> None:
+    """Write a commented config for a first run: stack init llm && stack train llm.yaml
+
+    Example data is written beside it, to be replaced by your own. Nothing is overwritten.
+
+    Args:
+      kind: llm: pretraining on text; chat: fine-tuning on conversations; lora: adapters; dpo: preferences; grpo:
+        reinforcement learning; diffusion: images.
+      directory: directory to write to.
+    """
+    config, data = f"{kind}.yaml", _DATA.get(kind, ())
+    if (directory / config).exists():
+        raise ConfigError(f"{directory / config} exists and is not overwritten. Move it, or set --directory.")
+    directory.mkdir(parents=True, exist_ok=True)
+    written = [name for name in (config, *data) if not (directory / name).exists()]
+    for name in written:
+        text = resources.files("stack_train.starters").joinpath(name).read_text(encoding="utf-8")
+        (directory / name).write_text(text, encoding="utf-8")
+    print(f"wrote {', '.join(str(directory / name) for name in written)}")
+    if start := _STARTS.get(kind):
+        print(f"It starts from runs/{start}, of `stack init {start}`; set run.init_from to any other run or hf:DIR.")
+    print(f"next: stack train {directory / config}")

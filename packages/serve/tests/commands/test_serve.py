@@ -118,7 +118,7 @@ def test_a_key_of_the_environment_counts_where_none_is_given(
 def test_help_tells_the_truth(capsys: Any) -> None:
     main(["serve", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert "status 503 until all programs are compiled" in shown and "--memory-fraction" in shown
+    assert "status 503 until the first programs are compiled" in shown and "--memory-fraction" in shown
 
 
 def test_an_engine_of_another_class_is_refused(served: list[HttpServer], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -693,3 +693,60 @@ def test_a_cache_of_codes_generates() -> None:
     with LLMEngine(TinyCheckpoint(), dataclasses.replace(CONFIG, cache_dtype="int8")) as engine:
         (updates,) = run(engine, request_of("codes"))
         assert len(tokens_of(updates)) == 8
+
+
+WIDE = EngineConfig(max_sequences=8, step_tokens=64, page_tokens=4)
+PROMPTS = {"short": (1, 2, 3)} | {f"long {length}": (5,) * length for length in (10, 20, 30, 40)}
+
+
+def test_requests_are_served_while_other_programs_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, release = list[str](), threading.Event()
+    engine = LLMEngine(TinyCheckpoint(), WIDE, progress=lambda name, *_: told.append(name))
+    programs = engine._programs
+    lowered = programs._lowered
+
+    def wait_in_background(key: Any) -> Any:
+        if threading.current_thread().name == "stack-compile":
+            assert release.wait(60)
+        return lowered(key)
+
+    monkeypatch.setattr(programs, "_lowered", wait_in_background)
+    engine.prepare()
+    first = set(told)
+    assert len(first) < len(programs._keys()) // 2
+    with engine:
+        # One row and few tokens run in the programs of more rows and tokens, which need no compilation.
+        short = tokens_of(run(engine, request_of("short", PROMPTS["short"]))[0])
+        assert engine.stats().compilations == 0 and set(told) == first
+        # Many rows and tokens compile their own programs, before the background does.
+        updates = run(engine, *(request_of(name, prompt) for name, prompt in PROMPTS.items()))
+        expected = list(map(tokens_of, updates))
+        assert expected[0] == short and engine.stats().compilations
+        release.set()
+        for thread in programs._background:
+            thread.join()
+        assert set(programs._compiled) >= set(programs._keys())
+        before = engine.stats().compilations
+        updates = run(engine, *(request_of(f"{name} again", prompt) for name, prompt in PROMPTS.items()))
+        assert list(map(tokens_of, updates)) == expected
+        assert engine.stats().compilations == before
+
+
+def test_a_closed_engine_compiles_no_more(idle: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, release = list[str](), threading.Event()
+
+    class Lowered:
+        def compile(self, options: Any) -> None:
+            compiled.append(name := threading.current_thread().name)
+            assert name != "stack-compile" or release.wait(60)
+
+    programs = idle._programs
+    monkeypatch.setattr(programs, "_lowered", lambda key: Lowered())
+    idle.prepare()
+    closing = threading.Thread(target=idle.close)
+    closing.start()
+    while programs._waiting:
+        time.sleep(0.01)
+    release.set()
+    closing.join()
+    assert compiled.count("stack-compile") <= 1 and not any(thread.is_alive() for thread in programs._background)

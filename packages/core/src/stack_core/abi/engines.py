@@ -65,6 +65,10 @@ class Engine(ABC):
     def warm_up(self) -> None:  # noqa: B027  optional
         """Compiles all programs that requests may need; call it before `start`, or not at all."""
 
+    def prepare(self) -> None:
+        """Compiles enough programs to serve requests. Others may be compiled in the background; see `warm_up`."""
+        self.warm_up()
+
     def compile_constraint(self, constraint: Constraint) -> None:
         """Compiles a constraint before `submit`, blocking for up to a second; raises a GenerationError if it cannot."""
         message = "This engine does not support constraints. Leave it out, or use the engine 'llm'."

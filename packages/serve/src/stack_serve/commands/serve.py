@@ -75,8 +75,9 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
 ) -> None:
     """Serve a language model with OpenAI's API, or bundles: stack serve RUN|HF_DIR|gguf:FILE | --repository DIR
 
-    The server listens immediately and answers with status 503 until all programs are compiled; /ready reports the
-    progress. On SIGTERM it waits for running requests and exits with status 0; a second SIGTERM exits immediately.
+    The server listens immediately and answers with status 503 until the first programs are compiled; /ready reports the
+    progress. Programs for other numbers of rows and tokens are compiled while it serves. On SIGTERM it waits for
+    running requests and exits with status 0; a second SIGTERM exits immediately.
 
     A repository contains bundles as MODEL/VERSION/ and is served with the Open Inference Protocol. New versions are
     loaded and deleted versions are unloaded without interrupting other models.
@@ -187,7 +188,7 @@ def _serve(model: str, engine_name: str, config: Any, options: dict[str, Any], *
             found = make_engine(checkpoint, engine_config, progress=progress) if is_llm else make_engine(checkpoint)
             made = checked_engine(engine_name, found)
             service.progress = "compiling"
-            _say("compiling; requests get status 503 until it is done")
+            _say("compiling the first programs; requests get status 503 until it is done")
             return made
 
         printed_s = time.monotonic()

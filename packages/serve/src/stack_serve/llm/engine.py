@@ -113,6 +113,14 @@ class LLMEngine(Engine):
     def warm_up(self) -> None:
         """Compiles every program of a step, to keep requests from waiting for compilation."""
         self._programs.compile_all(self._progress)
+        self._finish_warm_up()
+
+    def prepare(self) -> None:
+        """Compiles one program for each part of a step; a thread in the background compiles the other sizes."""
+        self._programs.compile_first(self._progress)
+        self._finish_warm_up()
+
+    def _finish_warm_up(self) -> None:
         if self._compiles_pooling:
             self._pooling.compile_all(self._progress)
         give_memory_back()
@@ -152,6 +160,7 @@ class LLMEngine(Engine):
                 self._lock.wait(left_s)
             was_closing, self._closing = self._closing, True
             self._lock.notify_all()
+        self._programs.stop_compiling()
         if self._thread is not None:
             self._thread.join()
         # Without a thread, the waiting requests are ended here, and only once: a dispatcher cannot start twice.

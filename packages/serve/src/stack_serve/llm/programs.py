@@ -1,6 +1,7 @@
 """Device programs of an engine: a small set of fixed shapes, which can be compiled before the first request."""
 
 import itertools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -36,6 +37,8 @@ __all__ = ["ForwardResult", "Programs", "StepResult"]
 # for a matrix of 2048 x 2048 in bfloat16 on an H100. With four rows it is a product.
 _GPU_ROWS = 4
 _MIN_IMAGES = 16
+# A prompt of up to so many tokens can start as soon as the server is ready.
+_FIRST_TOKENS = 64
 
 Key = tuple[str, *tuple[int, ...]]
 Progress = Callable[[str, int, int], None]
@@ -108,6 +111,10 @@ class Programs:
         self._buckets = Buckets(config.max_sequences, config.step_tokens, drafts, min_rows)
         self._placement = Placement(checkpoint.states, config.tensor) if placement is None else placement
         self._compiled: dict[Key, Any] = {}
+        # Programs that threads in the background compile later, and those that they compile now.
+        self._waiting, self._in_progress = list[Key](), set[Key]()
+        self._lock = threading.Condition()
+        self._background: list[threading.Thread] = []
 
         self._slots = self._placement.replicated(self._empty_slots())
         # Preferences come from a traced step, which itself needs some layout.
@@ -176,19 +183,83 @@ class Programs:
           progress: callback, on any thread, that receives the name of a compiled program, the number of compiled
             programs and the total number of programs.
         """
-        keys, compiled = self._keys(), itertools.count(1)
+        keys = self._keys()
+        self._compile(keys, _counted(progress, len(keys)))
 
-        def tell(key: Key, _: object) -> None:
-            if progress is not None:
-                progress(" ".join(map(str, key)), next(compiled), len(keys))
+    def compile_first(self, progress: Progress | None = None) -> None:
+        """Compiles one program of each kind that a request without constraints needs, and the others in the background.
 
+        Until they are compiled, a step runs in the smallest compiled program that holds it, or waits for its own.
+
+        Args:
+          progress: as in `compile_all`, for all programs.
+        """
+        keys, first = self._keys(), self._first_keys()
+        tell = _counted(progress, len(keys))
+        self._compile(first, tell)
+        self._waiting = [key for key in keys if key not in first]
+        self._waiting.sort(key=self._urgency)
+        # On CPUs, XLA itself compiles with several threads, and the steps need the rest.
+        count = compile_threads() if is_for_gpus() else 1
+        self._background = [
+            threading.Thread(target=self._compile_waiting, args=[tell], name="stack-compile", daemon=True)
+            for _ in range(count)
+        ]
+        for thread in self._background:
+            thread.start()
+
+    def stop_compiling(self) -> None:
+        """Ends the compilation in the background, after the current programs."""
+        with self._lock:
+            self._waiting.clear()
+        for thread in self._background:
+            thread.join()
+
+    def _compile(self, keys: Sequence[Key], tell: Callable[[Key], None]) -> None:
         # XLA releases the GIL, which lets compilation overlap with tracing of the next program.
         with ThreadPoolExecutor(max_workers=compile_threads()) as threads:
             compiling = {}
             for key in keys:
                 compiling[key] = threads.submit(self._lowered(key).compile, compiler_options())
-                compiling[key].add_done_callback(partial(tell, key))
+                compiling[key].add_done_callback(lambda _, key=key: tell(key))
             self._compiled |= {key: program.result() for key, program in compiling.items()}
+
+    def _compile_waiting(self, tell: Callable[[Key], None]) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    return
+                key = self._waiting.pop(0)
+                self._in_progress.add(key)
+            try:
+                self._compiled[key] = self._lowered(key).compile(compiler_options())
+            finally:
+                with self._lock:
+                    self._in_progress.discard(key)
+                    self._lock.notify_all()
+            tell(key)
+
+    def _first_keys(self) -> list[Key]:
+        buckets = self._buckets
+        # The smallest programs would serve one row, or few tokens.
+        decode = buckets.of_decoding(min(2, self._config.max_sequences))
+        prefill = buckets.of_prompts(min(_FIRST_TOKENS, self._config.step_tokens))
+        first: list[Key] = [("admit",), ("decode", decode), ("prefill", prefill), ("sample", buckets.samples[0])]
+        return first if self._adapters is None else [*first, ("adapter",)]
+
+    def _urgency(self, key: Key) -> tuple[int, bool, tuple[int, ...]]:
+        """Orders programs: the one-row and largest steps first, because they serve all rows and tokens."""
+        kinds = ("decode", "prefill", "sample", "verify", "prompt_logprobs", "forward")
+        kind, *sizes = key
+        of_kind = [sizes for other, *sizes in self._keys() if other == kind]
+        is_extreme = sizes in (of_kind[0], of_kind[-1])
+        return (kinds.index(kind) if kind in kinds[4:] else 0, not is_extreme, tuple(sizes))
+
+    def _ready_size(self, kind: str, size: int, sizes: Sequence[int]) -> int:
+        """Returns the smallest size, from `size` on, of a compiled program while others compile; otherwise `size`."""
+        if not (self._waiting or self._in_progress):
+            return size
+        return next((each for each in sizes if each >= size and (kind, each) in self._compiled), size)
 
     def largest(self) -> dict[str, jax.stages.Compiled]:
         """Compiles the two programs with the largest memory use: the full decode batch and the longest prefill."""
@@ -230,7 +301,7 @@ class Programs:
         if images is not None or (repeats == 1 and sum(row[2] for row in rows) != len(rows)):
             return self.sample(self.forward(rows, tables, images), candidates=candidates)
         known, settings = self._slots.tokens, self._slots.settings
-        row_bucket = self._buckets.of_decoding(len(rows))
+        row_bucket = self._ready_size("decode", self._buckets.of_decoding(len(rows)), self._buckets.decoding)
         packed = self._packed(rows, tables, row_bucket)
         decode = self._program(_sampling_key("decode", row_bucket, candidates))
         self._layers, hidden, known, sampled = decode(self._weights, self._layers, known, settings, packed)
@@ -261,10 +332,11 @@ class Programs:
             )
             return ForwardResult(hidden, last, packed, [place for place, row in enumerate(rows) if row[3]])
         if tokens == len(rows):
-            row_bucket = self._buckets.of_decoding(len(rows))
+            row_bucket = self._ready_size("forward", self._buckets.of_decoding(len(rows)), self._buckets.decoding)
             program, given = self._program(("forward", row_bucket)), packed[:row_bucket]
         else:
-            program = self._program(("prefill", self._buckets.of_prompts(tokens)))
+            size = self._ready_size("prefill", self._buckets.of_prompts(tokens), self._buckets.prompts)
+            program = self._program(("prefill", size))
         self._layers, hidden, last = program(self._weights, self._layers, self._slots.tokens, given)
         return ForwardResult(hidden, last, packed, [place for place, row in enumerate(rows) if row[3]])
 
@@ -279,7 +351,7 @@ class Programs:
         places = forward.places
         if not places:
             return StepResult(None, forward.hidden)
-        size = self._buckets.of_samples(len(places))
+        size = self._ready_size("sample", self._buckets.of_samples(len(places)), self._buckets.samples)
         chosen = np.full(size, len(forward.packed), np.int32)
         chosen[: len(places)] = places
         masks: Any = self._all_tokens(size)
@@ -309,7 +381,7 @@ class Programs:
           mask: int32[tokens, words], tokens allowed by a constraint at each of these positions; None allows all.
           candidates: as in `step`.
         """
-        size = self._buckets.of_verification(len(drafted))
+        size = self._ready_size("verify", self._buckets.of_verification(len(drafted)), self._buckets.verification)
         packed = self._packed(rows, tables, self._buckets.largest_rows)
         padded = np.zeros(size, np.int32)
         padded[: len(drafted)] = drafted
@@ -430,7 +502,13 @@ class Programs:
 
     def _program(self, key: Key) -> Any:
         if key not in self._compiled:
-            self._compiled[key] = self._lowered(key).compile(compiler_options())
+            with self._lock:
+                if key in self._waiting:
+                    self._waiting.remove(key)
+                while key in self._in_progress:
+                    self._lock.wait()
+            if key not in self._compiled:  # nor by the background
+                self._compiled[key] = self._lowered(key).compile(compiler_options())
         return self._compiled[key]
 
     def _lowered(self, key: Key) -> Any:
@@ -587,6 +665,17 @@ def _sampling_key(kind: str, size: int, candidates: bool) -> Key:
     Only rollouts request candidates, so `compile_all` leaves these programs to their first use.
     """
     return (kind, size, 1) if candidates else (kind, size)
+
+
+def _counted(progress: Progress | None, total: int) -> Callable[[Key], None]:
+    """Returns a function that reports a compiled program by its key."""
+    compiled = itertools.count(1)
+
+    def tell(key: Key) -> None:
+        if progress is not None:
+            progress(" ".join(map(str, key)), next(compiled), total)
+
+    return tell
 
 
 def _int32(*shape: int) -> jax.ShapeDtypeStruct:

@@ -26,9 +26,9 @@ class OpenAIApp:
         self._engine: Engine | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Builds the engine and compiles its programs."""
+        """Builds the engine and compiles the programs that it needs first."""
         engine = self.make_engine()
-        engine.warm_up()
+        engine.prepare()
         engine.start()
         self._engine = engine
 

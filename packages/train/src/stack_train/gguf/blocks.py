@@ -1,6 +1,6 @@
 """Dequantization of GGUF tensors.
 
-The `gguf` package converts 16 rows at a time; for the types here, whole tensors are converted with equal results.
+The results equal the `gguf` package's, which converts only 16 rows at a time.
 
 Source: the definitions of the block types in ggml (`ggml-common.h`).
 """
@@ -37,7 +37,7 @@ def _halves(blocks: np.ndarray, start: int) -> np.ndarray:
 
 
 def _write_nibbles(packed: np.ndarray, values: np.ndarray) -> None:
-    """Writes codes of 4 bits: the low halves of a block's bytes are its first entries, the high halves the others."""
+    """Unpacks 4-bit codes. The low nibbles of a block are its first entries, the high nibbles its last entries."""
     half = packed.shape[1]
     values[:, :half] = packed & np.uint8(15)
     values[:, half:] = packed >> np.uint8(4)

@@ -310,7 +310,7 @@ class _Source:
             def fill(name: str, part: np.ndarray) -> None:
                 values = dequantize(gguf, self.tensors[self.architecture.name_of(name)])
                 values = self.architecture.read(name, values.reshape(part.shape), heads)
-                # A transposed copy of the whole matrix would miss the caches.
+                # In blocks of rows, because a transposed copy of an entire matrix is several times slower.
                 for start in range(0, len(part), _COPIED_ROWS):
                     part[start : start + _COPIED_ROWS] = values[start : start + _COPIED_ROWS]
 

@@ -52,10 +52,10 @@ class GgufFile:
 
 
 class _Cursor:
-    """Position in the bytes of a file; each method reads a value and moves behind it."""
+    """Cursor over the bytes of a file. Each method reads the next value."""
 
     def __init__(self, contents: np.ndarray) -> None:
-        self._contents = memoryview(contents)
+        self._contents = memoryview(contents.data)
         self.place = 0
 
     def bytes(self, size: int) -> bytes:
@@ -109,7 +109,7 @@ def read_file(gguf: Any, path: Path) -> GgufFile:
     infos = [_read_info(gguf, cursor) for _ in range(tensor_count)]
     alignment = settings.get("general.alignment", _DEFAULT_ALIGNMENT)
     start = -(-cursor.place // alignment) * alignment
-    return GgufFile(settings, {name: _map_tensor(gguf, contents, name, start, *info) for name, *info in infos})
+    return GgufFile(settings, {info[0]: _map_tensor(gguf, contents, start, *info) for info in infos})
 
 
 def _letter(kind: int) -> str:
@@ -128,7 +128,7 @@ def _read_info(gguf: Any, cursor: _Cursor) -> tuple[str, tuple[int, ...], Any, i
 
 
 def _map_tensor(
-    gguf: Any, contents: np.ndarray, name: str, start: int, shape: tuple[int, ...], type_: Any, offset: int
+    gguf: Any, contents: np.ndarray, start: int, name: str, shape: tuple[int, ...], type_: Any, offset: int
 ) -> StoredTensor:
     block, block_bytes = gguf.GGML_QUANT_SIZES[type_]
     *outer, row = shape or (1,)

@@ -140,7 +140,7 @@ class ModuleCheckpoint:
 
 
 def _read_nothing(shardings: Any) -> Iterator[tuple[_Path, Any]]:
-    """Raises a GenerationError: a checkpoint that was pickled has no values."""
+    """Raises a GenerationError: a pickled checkpoint lacks its values."""
     raise GenerationError("This checkpoint was pickled, which leaves its parameters behind. Open it again.")
 
 

@@ -122,7 +122,7 @@ class GgufFormat:
 
         Raises:
           ConversionError: the file is not a valid GGUF file; its architecture, a tensor type or its tokenizer is not
-            supported; its tensors do not match its settings, with a list of all of them; or `run` exists.
+            supported; its tensors do not match its settings (all are listed); or `run` exists.
         """
         source = _Source.open(directory)
         with atomic_directory(run) as partial:

@@ -89,7 +89,7 @@ class Architecture:
         """Returns the GGUF name of a tensor of a Hugging Face checkpoint.
 
         Raises:
-          ConversionError: GGUF has no name for the tensor.
+          ConversionError: GGUF lacks a name for the tensor.
         """
         if name in _OUTER:
             return _OUTER[name]

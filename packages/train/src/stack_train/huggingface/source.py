@@ -29,7 +29,7 @@ from stack_train.safetensors_files import StoredTensor, read_tensors
 
 __all__ = ["HuggingFaceSource", "open_source", "read_config"]
 
-# A transposed copy of an entire matrix reads a cache line for each number: 0.16 GB/s, and 2.0 GB/s in blocks of 64 rows.
+# A transposed copy of a full matrix reads a cache line for each number: 0.16 GB/s, and 2.0 GB/s in blocks of 64 rows.
 _BLOCK_ROWS = 64
 # Bounds the tensors in memory.
 _MOST_READERS = 8

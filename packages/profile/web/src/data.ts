@@ -1,7 +1,7 @@
 // The capture that the page embeds: events in typed arrays, and the tables that they refer to.
 
 export interface Kind {
-  readonly type: "step" | "operation" | "host" | "collective" | "compile" | "input";
+  readonly type: "step" | "operation" | "host" | "collective" | "compile" | "input" | "sample" | "gc";
   readonly name: string;
   readonly module?: string;
   readonly category?: string;
@@ -45,7 +45,7 @@ export interface Lane {
   readonly index: number;
   readonly group: string;
   readonly name: string;
-  readonly type: "steps" | "operations" | "thread" | "collectives" | "compile" | "input";
+  readonly type: "steps" | "operations" | "thread" | "stacks" | "gc" | "collectives" | "compile" | "input";
   readonly rows: number;
   readonly first: number; // of its events
   readonly limit: number; // after its last event
@@ -294,8 +294,10 @@ async function inflate(text: string): Promise<Uint8Array> {
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
 
-/** Whether the events of a lane are other events' too, so that counts and searches leave them out. */
-export const isDerived = (lane: Lane): boolean => lane.type === "collectives" || lane.type === "compile" || lane.type === "input";
+/** Whether a lane shows other events again, or samples, so that counts and searches leave its events out. */
+export const isDerived = (lane: Lane): boolean => isSampled(lane) || lane.type === "collectives" || lane.type === "compile" || lane.type === "input";
+
+export const isSampled = (lane: Lane): boolean => lane.type === "stacks";
 
 /** Index of the lane's first event that may end after `time`. */
 export function firstEndingAfter(capture: Capture, lane: Lane, time: number): number {

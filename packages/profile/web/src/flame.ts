@@ -32,7 +32,7 @@ export function flameTree(capture: Capture, found: Sums, by: View["flame"]): Nod
     if (!found.count[i] || !found.self[i]) return;
     let node = root;
     node.total += found.self[i]!;
-    for (const step of by === "scope" ? scopeSteps(kind) : stackSteps(capture, kind)) {
+    for (const step of kind.type === "sample" ? sampleSteps(capture, kind) : by === "scope" ? scopeSteps(kind) : stackSteps(capture, kind)) {
       const key = `${step.field}\0${step.value}\0${step.name}`;
       const child = node.children.get(key) ?? empty(step);
       node.children.set(key, child);
@@ -50,6 +50,11 @@ function scopeSteps(kind: Kind): Step[] {
   const path = scopePath(kind);
   const steps = path.map((name, i): Step => ({ name: name || "(no program)", field: "under", value: path.slice(0, i + 1).join("/") }));
   return [...steps, { name: kind.name, field: "op", value: valueOf(kind, "op") }];
+}
+
+/** The thread, and the frames of a sample without those that all samples of the thread share. */
+function sampleSteps(capture: Capture, kind: Kind): Step[] {
+  return [{ name: kind.module!, field: "module", value: kind.module! }, ...stackSteps(capture, kind).slice(0, -1)];
 }
 
 /** Frames of the compiled function, outermost first; frames of libraries beside each other are one step. */

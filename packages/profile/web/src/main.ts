@@ -95,7 +95,7 @@ class Instrument {
       step,
       window: meets(view.window) ? view.window : null,
       selection: meets(view.selection) ? view.selection : null,
-      of: capture.lanes.some((lane) => lane.type === "operations") ? view.of : "thread",
+      of: capture.lanes.some((lane) => lane.type === view.of) ? view.of : capture.lanes.some((lane) => lane.type === "operations") ? "operations" : "thread",
     };
   }
 

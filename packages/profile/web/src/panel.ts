@@ -14,7 +14,7 @@ import { morePanel } from "./more";
 import { type Sums, type Total, totals, valueOf } from "./query";
 import { rooflinePanel } from "./roofline";
 import { rowKey, type TableRow, visit } from "./tables";
-import { type Field, GROUPINGS, type Range, type Tab, TABS, type View } from "./view";
+import { type Field, GROUPINGS, LANES, type Range, type Tab, TABS, type View } from "./view";
 
 export interface PanelActions {
   change(view: Partial<View>): void;
@@ -33,6 +33,9 @@ export interface Shown {
   readonly busy: number; // of all events in the range, in picoseconds
 }
 
+const TIMES: Readonly<Record<View["of"], string>> = { operations: "devices", thread: "host threads", stacks: "Python stacks" };
+const SAMPLED: ReadonlySet<View["by"]> = new Set(["op", "line", "file", "module"]); // groupings of Python stacks
+const titleOf = (view: View, by: View["by"]): string => (by === "op" ? "name" : by === "module" && view.of === "stacks" ? "thread" : by);
 const NAMES: Readonly<Record<Tab, string>> = { ops: "Ops", advice: "Advice", event: "Event", source: "Source", flame: "Flame", roofline: "Roofline", memory: "Memory", graph: "Graph", communication: "Communication", input: "Input", compile: "Compile", more: "More" };
 
 export class Panel {
@@ -110,14 +113,14 @@ export class Panel {
   /** Sums of the selection by name, line, file, layer, scope, category, pass or module. */
   private ops({ view, range, found, busy }: Shown): HTMLElement {
     const { actions, capture } = this;
-    const isHost = view.of === "thread";
-    const by = isHost ? "op" : view.by;
+    const isHost = view.of !== "operations";
+    const by = view.of === "thread" || (view.of === "stacks" && !SAMPLED.has(view.by)) ? "op" : view.by;
     const groups = totals(capture, found, by);
     const controls = h(
       "div",
       { class: "controls" },
-      select("time of", [["operations", "devices"], ["thread", "host threads"]], view.of, (of) => actions.change({ of: of as View["of"] })),
-      isHost ? null : select("by", GROUPINGS.map((each) => [each, each === "op" ? "name" : each]), view.by, (value) => actions.change({ by: value as View["by"] })),
+      this.timesOf(view),
+      view.of === "thread" ? null : select("by", GROUPINGS.filter((each) => !isHost || SAMPLED.has(each)).map((each) => [each, titleOf(view, each)]), by, (value) => actions.change({ by: value as View["by"] })),
       h("span", { class: "help" }, `${sumText(found.busy, busy)} in ${rangeText(range)}`),
     );
     if (!groups.length) return h("div", {}, controls, h("p", { class: "empty" }, "No event of the selection matches."));
@@ -131,13 +134,19 @@ export class Panel {
         : { key: "line", title: "line", kind: "text", value: (group) => group.kind.line ?? group.kind.package_line ?? "", show: (group) => this.line(group.kind) },
     ];
     const columns: readonly Column<Total>[] = [
-      { key: "name", title: isHost || by === "op" ? "name" : by, kind: "text", value: name, show: (group) => button(name(group), () => actions.filter(by, group.name), { class: "link", title: "Show only these events" }) },
+      { key: "name", title: titleOf(view, by), kind: "text", value: name, show: (group) => button(name(group), () => actions.filter(by, group.name), { class: "link", title: "Show only these events" }) },
       { key: "self", title: "self", kind: "number", value: (group) => group.self * 1e-12, show: (group) => picoseconds(group.self) },
       { key: "share", title: "% of busy", kind: "number", value: part, show: (group) => share(part(group)) },
       { key: "occurrences", title: "occurrences", kind: "number", value: (group) => group.count, show: (group) => count(group.count) },
-      ...(isHost ? [] : costs),
+      ...(view.of === "thread" ? [] : costs),
     ];
     return h("div", {}, controls, grid("ops", groups, columns, view, actions, "-self"));
+  }
+
+  /** Chooses the lanes whose times are summed; only captures with samples have Python stacks. */
+  private timesOf(view: View): HTMLElement {
+    const known = LANES.filter((type) => this.capture.lanes.some((lane) => lane.type === type));
+    return select("time of", known.map((type) => [type, TIMES[type]] as const), view.of, (of) => this.actions.change({ of: of as View["of"] }));
   }
 
   /** A kind's line as a link to its source, with the line in a package below it. */
@@ -184,7 +193,7 @@ export class Panel {
       { class: "controls" },
       button("Zoom to it", () => actions.fit([start, end])),
       button("Select its time", () => actions.change({ selection: [start, end], step: "" })),
-      kind.type === "step" ? null : button(`All of this name: ${this.executions(event)}`, () => actions.filter(kind.type === "host" ? "name" : "op", valueOf(kind, "op"))),
+      kind.type === "step" ? null : button(`All of this name: ${this.executions(event)}`, () => actions.filter(kind.type === "operation" || kind.type === "collective" ? "op" : "name", valueOf(kind, "op"))),
       kind.line ? button("All of this line", () => actions.filter("line", kind.line!)) : null,
     );
     return h("div", { class: "scroll" }, doing, list, this.dispatch(event), this.tableLinks(kind), this.stack(kind));
@@ -263,10 +272,12 @@ export class Panel {
   }
 
   private source({ view, found }: Shown): HTMLElement {
-    return sourcePanel(this.capture, view, found, {
+    const listing = sourcePanel(this.capture, view, found, {
       open: (source) => this.actions.change({ source }),
       filter: (line) => this.actions.filter("frame", line),
     });
+    listing.querySelector(".controls")?.append(this.timesOf(view));
+    return listing;
   }
 
   private flame({ view, found, range, busy }: Shown): HTMLElement {
@@ -274,7 +285,8 @@ export class Panel {
     const controls = h(
       "div",
       { class: "controls" },
-      select("by", [["scope", "named scope"], ["stack", "Python stack"]], view.flame, (value) => this.actions.change({ flame: value as View["flame"] })),
+      this.timesOf(view),
+      view.of === "operations" ? select("by", [["scope", "named scope"], ["stack", "Python stack"]], view.flame, (value) => this.actions.change({ flame: value as View["flame"] })) : null,
       h("span", { class: "help" }, `${sumText(found.busy, busy)} in ${rangeText(range)}`),
     );
     return h("div", {}, controls, flamePanel(flameTree(this.capture, found, view.flame), (field, value) => this.actions.filter(field, value)));

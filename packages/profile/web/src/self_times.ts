@@ -39,7 +39,7 @@ function selfTimes(capture: Capture, lane: Lane, from: number, to: number): Read
   const inOrder = [...overlapping(capture, lane, from, to)].sort((a, b) => capture.start[a]! - capture.start[b]! || capture.end[b]! - capture.end[a]!);
   for (const i of inOrder) {
     let level = -1;
-    if (lane.type === "thread" || lane.type === "input" || capture.kinds[capture.kind[i]!]!.contains) {
+    if (lane.type === "thread" || lane.type === "stacks" || lane.type === "input" || capture.kinds[capture.kind[i]!]!.contains) {
       while (open.length && capture.end[open.at(-1)!]! <= capture.start[i]!) open.pop();
       level = open.length;
       open.push(i);

@@ -111,8 +111,8 @@ export function sourcePanel(capture: Capture, view: View, found: Sums, actions: 
 }
 
 const TITLES: Readonly<Record<string, string>> = {
-  self: "time of operations of which this is the innermost line of yours",
-  total: "time of operations that have this line anywhere on their Python stack",
+  self: "time of operations or samples of which this is the innermost line of yours",
+  total: "time of operations or samples that have this line anywhere on their Python stack",
   FLOPs: "of the operations of self",
   bytes: "main-memory traffic of the operations of self",
 };

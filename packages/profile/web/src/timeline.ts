@@ -4,7 +4,7 @@
 // same however many events are narrower than a pixel. Labels are drawn over them.
 
 import { type Colour, css, inkOn, mix, type Palette, pixel } from "./colours";
-import { type Allocator, type Capture, firstEndingAfter, type Lane, laneOf } from "./data";
+import { type Allocator, type Capture, firstEndingAfter, isSampled, type Lane, laneOf } from "./data";
 import { h } from "./dom";
 import { bytes, picoseconds } from "./format";
 import { isChosen, isGroup } from "./query";
@@ -196,7 +196,9 @@ export class Timeline {
   }
 
   private isFolded(lane: Lane): boolean {
-    return FOLDED_NAMES.test(lane.name) !== this.toggled.has(this.key(lane));
+    // A thread that waits for the whole capture has one event a row.
+    const isStill = isSampled(lane) && lane.limit - lane.first === lane.rows;
+    return (isStill || FOLDED_NAMES.test(lane.name)) !== this.toggled.has(this.key(lane));
   }
 
   private layout(): void {

@@ -8,6 +8,7 @@ export const GROUPINGS = ["op", "line", "file", "layer", "scope", "category", "p
 export const ARRAYS = ["buffer", "line", "layer", "kind"] as const;
 export const COLLECTIVES = ["op", "kind", "axis", "line", "layer"] as const;
 export const DEPTHS = ["1", "2", "3", "4"] as const;
+export const LANES = ["operations", "thread", "stacks"] as const;
 export const POINTS = ["op", "line"] as const;
 export type Range = readonly [number, number];
 
@@ -20,7 +21,7 @@ export interface View {
   readonly query: string;
   readonly event: number | null;
   readonly tab: Tab;
-  readonly of: "operations" | "thread";
+  readonly of: (typeof LANES)[number]; // whose times are summed
   readonly by: (typeof GROUPINGS)[number];
   readonly source: string; // open file, with ":line" to scroll to
   readonly flame: "scope" | "stack";
@@ -81,7 +82,7 @@ export function parseView(hash: string): View | null {
     query: found.get("q") ?? "",
     event: event !== null && /^\d+$/.test(event) ? Number(event) : null,
     tab: one("tab", TABS, EMPTY.tab),
-    of: one("of", ["operations", "thread"], EMPTY.of),
+    of: one("of", LANES, EMPTY.of),
     by: one("by", GROUPINGS, EMPTY.by),
     source: found.get("source") ?? "",
     flame: one("flame", ["scope", "stack"], EMPTY.flame),

@@ -1,11 +1,14 @@
 """Advice: avoidable time by cause, with its evidence, an estimate of the gain, and the change to try.
 
 Gains are estimates of the time that a change saves in this capture, per device. They overlap: the sum of all gains is
-not a prediction. Causes on the host share the devices' idle time: compilations first, then input, then all else.
+not a prediction. Causes on the host share the devices' idle time: compilations first, then input, garbage collections,
+then all else.
 """
 
+import collections
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -14,7 +17,7 @@ from stack_core.report.plots import bars
 from stack_profile.analyses.advice_kernels import find_in_kernels
 from stack_profile.analyses.advice_operations import Finding, find_in_operations
 from stack_profile.analyses.compile import compilation_events, compilations
-from stack_profile.analyses.input_pipeline import input_pipeline, input_wait
+from stack_profile.analyses.input_pipeline import input_pipeline, input_processes, input_wait
 from stack_profile.analyses.ops import chosen_devices
 from stack_profile.analyses.overview import idle_by_event
 from stack_profile.analyses.roofline import chip_of
@@ -124,8 +127,22 @@ def _find_on_host(trace: Trace, devices: Sequence[Ops], windows: Sequence[tuple[
             "Prepare batches ahead of the step: prefetch in threads or worker processes, and move costly "
             "transformations offline.",
             event=stage.stage,
+            line=stage.host_line,
         )
-    host_s = idle_s - compile_s - input_s
+    collecting = [each.pauses for each in trace.host_stacks if each is not None]
+    pauses = union(*(np.concatenate([[0], *(getattr(each, name) for each in collecting)]) for name in _EDGES))
+    pauses = pauses[pauses[:, 1] > 0]
+    collect_s = max(min(_during(pauses, idle), idle_s - compile_s - input_s), 0.0) if len(pauses) else 0.0
+    if collect_s:
+        yield Finding(
+            "garbage collection",
+            collect_s,
+            f"Python collected garbage {sum(len(each.start_ps) for each in collecting):,} times, for "
+            f"{number('_s', _length_s(pauses))}, of which devices were idle for {number('_s', collect_s)}",
+            "Call gc.freeze() after the set-up, or gc.disable() and gc.collect() every few hundred steps right after "
+            "a dispatch, and create fewer cyclic objects.",
+        )
+    host_s = idle_s - compile_s - input_s - collect_s
     if host_s > 0 and len(trace.host_events.which):
         free = union(*(np.concatenate([each[:, column] for each in idle]) for column in (0, 1)))
         event, inside_s = next(iter(idle_by_event(trace.host_events, free)), ("", 0.0))
@@ -139,7 +156,22 @@ def _find_on_host(trace: Trace, devices: Sequence[Ops], windows: Sequence[tuple[
             "Let the host run ahead of devices: read results (float(), np.asarray, print) some steps later, move "
             "other Python work behind the dispatch, or run several steps in one program with lax.scan.",
             event=event,
+            line=_host_line(trace, devices, free, compiling),
         )
+
+
+def _host_line(trace: Trace, devices: Sequence[Ops], idle: np.ndarray, compiling: np.ndarray) -> str:
+    """Returns the most frequent line of the threads that call JAX in idle time outside of compilations and input."""
+    lines: collections.Counter[str] = collections.Counter()
+    inputs = {each.prefix: each for each in input_processes(trace, devices)}
+    for each in trace.calling_samples:
+        busy = [compiling]
+        if part := inputs.get(each.prefix):
+            rows = part.inside[part.calls_jax[part.inside]]
+            busy.append(np.stack([part.events.start_ps[rows], part.events.end_ps[rows]], axis=1))
+        blocked = union(*np.concatenate(busy).T)
+        lines.update(each.lines(np.concatenate([gaps(blocked, *interval) for interval in idle.tolist()])))
+    return next(iter(lines.most_common(1)), ("", 0))[0]
 
 
 def _gap_sizes(trace: Trace, idle: Sequence[np.ndarray]) -> str:
@@ -186,6 +218,9 @@ def _compilations(
             program=longest,
             event=longest,
         )
+
+
+_EDGES: Final = ("start_ps", "end_ps")
 
 
 def _length_s(times: np.ndarray) -> float:

@@ -4,6 +4,7 @@ A GPU works on kernels as the host launches them. Gaps show where the host is la
 launches the next kernels or CUDA graph, or runs Python between programs.
 """
 
+import collections
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from stack_profile.answer import Answer
 from stack_profile.traces.categories import HOST_COPY, category_of
 from stack_profile.traces.instructions import CONTAINERS
 from stack_profile.traces.intervals import gaps
-from stack_profile.traces.operations import PICOSECOND, HostEvents, Operation, Ops
+from stack_profile.traces.operations import PICOSECOND, Operation, Ops
 from stack_profile.traces.trace import Trace
 
 __all__ = ["IdleRow", "idle"]
@@ -37,6 +38,9 @@ class IdleRow:
       median_gap_s: median length of a gap.
       before, after: operations around the longest gap.
       host: the host's activity in the longest gap; None without events of the host.
+      host_line: Python line in most samples of the thread that calls JAX during these gaps; "" without samples.
+      samples: number of these samples.
+      host_line_samples_share: share of `samples` that have the line; None without samples.
     """
 
     cause: str
@@ -48,6 +52,9 @@ class IdleRow:
     before: str
     after: str
     host: str | None
+    host_line: str
+    samples: int
+    host_line_samples_share: float | None
 
 
 def idle(trace: Trace, *, device: str | None = None) -> Answer[IdleRow]:
@@ -65,13 +72,13 @@ def idle(trace: Trace, *, device: str | None = None) -> Answer[IdleRow]:
         for gap in _gaps(each, *_window(trace, each)):
             found.setdefault((gap.cause, gap.line), []).append(gap)
     window_s = sum((end - start for start, end in (_window(trace, each) for each in devices)), 0) * PICOSECOND
-    rows = tuple(sorted((_row(*key, each, window_s, trace.host_events) for key, each in found.items()), key=_size))
+    rows = tuple(sorted((_row(*key, each, window_s, trace) for key, each in found.items()), key=_size))
     return Answer(
         name="idle",
         facts=_totals(len(devices), rows, window_s),
         row_type=IdleRow,
         rows=rows,
-        notes=(*_notes(devices), *trace.problems),
+        notes=(*_notes(devices, rows), *trace.problems),
         plots=(bars("Idle time by cause", rows, "idle_s", label="cause"),) if rows else (),
     )
 
@@ -84,6 +91,7 @@ class _Gap:
     end_ps: int
     before: Operation
     after: Operation
+    device: str
 
 
 def _window(trace: Trace, ops: Ops) -> tuple[int, int]:
@@ -111,10 +119,15 @@ def _gaps(ops: Ops, start_ps: int, end_ps: int) -> Iterator[_Gap]:
         else:
             cause = "between operations" if ops.run[before] == ops.run[after] else "between runs"
         source = instruction.source() if instruction else None
-        yield _Gap(cause, str(source) if source else "", start, end, first, second)
+        yield _Gap(cause, str(source) if source else "", start, end, first, second, ops.device)
 
 
-def _row(cause: str, line: str, found: Sequence[_Gap], window_s: float, host: HostEvents) -> IdleRow:
+def _row(cause: str, line: str, found: Sequence[_Gap], window_s: float, trace: Trace) -> IdleRow:
+    lines: collections.Counter[str] = collections.Counter()
+    for each in trace.calling_samples:
+        own = [(gap.start_ps, gap.end_ps) for gap in found if gap.device.startswith(each.prefix)]
+        lines.update(each.lines(np.array(own, np.int64).reshape(-1, 2)))
+    host_line, count = next(iter(lines.most_common(1)), ("", 0))
     sizes = [gap.end_ps - gap.start_ps for gap in found]
     longest = max(found, key=lambda gap: gap.end_ps - gap.start_ps)
     return IdleRow(
@@ -126,7 +139,10 @@ def _row(cause: str, line: str, found: Sequence[_Gap], window_s: float, host: Ho
         median_gap_s=float(np.median(sizes)) * PICOSECOND,
         before=longest.before.name,
         after=longest.after.name,
-        host=activity_of(host, longest.start_ps, longest.end_ps),
+        host=activity_of(trace.host_events, longest.start_ps, longest.end_ps),
+        host_line=host_line,
+        samples=lines.total(),
+        host_line_samples_share=count / lines.total() if count else None,
     )
 
 
@@ -145,8 +161,10 @@ def _totals(devices: int, rows: Sequence[IdleRow], window_s: float) -> dict[str,
     }
 
 
-def _notes(devices: Sequence[Ops]) -> Iterator[str]:
+def _notes(devices: Sequence[Ops], rows: Sequence[IdleRow]) -> Iterator[str]:
     if not devices:
         yield "No data: the trace has no operations of any device."
         return
     yield "From the first step to the last, summed over devices. A row is named by the operation before its gaps."
+    if any(row.host_line for row in rows):
+        yield "The host's line is the most frequent one of the sampled Python stacks during the gaps."

@@ -5,7 +5,8 @@ one, or transfers one to devices. Waiting costs nothing as long as the devices a
 Stages have self times, without the stages that they call.
 """
 
-from collections.abc import Iterator, Sequence
+import collections
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from stack_core.report.plots import bars
 from stack_profile.analyses.ops import chosen_devices
 from stack_profile.answer import Answer
 from stack_profile.captures.processes import names_of
+from stack_profile.traces.host_stacks import HostStacks, thread_of
 from stack_profile.traces.input_stages import ANNOTATION, Stage, StageEvents, stage_events
 from stack_profile.traces.intervals import gaps, self_times, union
 from stack_profile.traces.operations import PICOSECOND, Ops, Step
@@ -40,6 +42,8 @@ class InputRow:
       idle_s: part of `waited_s` in which a device was idle.
       idle_steps_share: `idle_s` as a share of `all_steps_s`.
       detail: arguments of the stage, such as its function.
+      host_line: Python line in most samples of the threads that run the stage, without the stages that it calls; ""
+        without samples.
     """
 
     stage: str
@@ -53,6 +57,7 @@ class InputRow:
     idle_s: float
     idle_steps_share: float
     detail: str
+    host_line: str
 
 
 def input_pipeline(trace: Trace, *, annotation: str = ANNOTATION, device: str | None = None) -> Answer[InputRow]:
@@ -121,6 +126,7 @@ class InputProcess:
       steps: number of steps of the first device.
       steps_s: time from the first step to the last.
       device_idle_s: time in which at least one device was idle.
+      lines: for each stage by its index, how often each Python line was sampled in it.
     """
 
     prefix: str
@@ -133,6 +139,7 @@ class InputProcess:
     steps: int
     steps_s: float
     device_idle_s: float
+    lines: Mapping[int, collections.Counter[str]]
 
     @property
     def calls_jax(self) -> np.ndarray:
@@ -148,15 +155,21 @@ class InputProcess:
 
 def input_processes(trace: Trace, devices: Sequence[Ops], annotation: str = ANNOTATION) -> Iterator[InputProcess]:
     """Yields the stages of each process that has steps, during these steps."""
-    for space, prefix in zip(trace.spaces, names_of(trace.spaces), strict=True):
+    for space, prefix, stacks in zip(trace.spaces, names_of(trace.spaces), trace.host_stacks, strict=True):
         # A pipeline feeds only the devices of its process.
         own = [each for each in devices if each.device.startswith(prefix) and trace.steps[each.device]]
         if own:
             steps = [trace.steps[each.device] for each in own]
-            yield _process(prefix, stage_events(space, trace.base_ns, annotation), own, steps)
+            yield _process(prefix, stage_events(space, trace.base_ns, annotation), own, steps, stacks)
 
 
-def _process(prefix: str, events: StageEvents, devices: Sequence[Ops], steps: Sequence[Sequence[Step]]) -> InputProcess:
+def _process(
+    prefix: str,
+    events: StageEvents,
+    devices: Sequence[Ops],
+    steps: Sequence[Sequence[Step]],
+    stacks: HostStacks | None,
+) -> InputProcess:
     first, last = min(each[0].start_ps for each in steps), max(each[-1].end_ps for each in steps)
     # A device that is idle for input loses time, even if another one is busy.
     free = np.concatenate([gaps(each.covered, first, last) for each in devices])
@@ -183,7 +196,27 @@ def _process(prefix: str, events: StageEvents, devices: Sequence[Ops], steps: Se
         steps=len(steps[0]),
         steps_s=(last - first) * PICOSECOND,
         device_idle_s=int(np.sum(idle[:, 1] - idle[:, 0])) * PICOSECOND,
+        lines=_sampled_lines(events, inside, stacks) if stacks else {},
     )
+
+
+def _sampled_lines(
+    events: StageEvents, inside: np.ndarray, stacks: HostStacks
+) -> dict[int, "collections.Counter[str]"]:
+    """Counts the sampled lines of each stage, for the innermost stage of a thread at each sample."""
+    found: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for thread in np.unique(events.thread[inside]).tolist():
+        sampled = thread_of(events.lines[thread], stacks.threads)
+        if sampled is None:
+            continue
+        rows = inside[events.thread[inside] == thread]
+        stage = np.full(len(stacks.tick_ps), -1)
+        for row in rows[np.argsort(events.depth[rows], kind="stable")].tolist():
+            first, last = np.searchsorted(stacks.tick_ps, (events.start_ps[row], events.end_ps[row]))
+            stage[first:last] = events.which[row]
+        for each in np.unique(stage[stage >= 0]).tolist():
+            found[each].update(stacks.lines_at(sampled, stage == each))
+    return found
 
 
 def _wait(parts: Sequence[InputProcess]) -> InputWait | None:
@@ -200,6 +233,7 @@ def _rows(parts: Sequence[InputProcess], steps_s: float) -> Iterator[InputRow]:
     stages = dict.fromkeys(stage for part in parts for stage in part.events.stages)
     for stage in stages:
         threads = calls = 0
+        lines: collections.Counter[str] = collections.Counter()
         self_s = waited_s = idle_s = 0.0
         for part in parts:
             rows = part.inside[_are(part, stage)[part.inside]]
@@ -210,10 +244,12 @@ def _rows(parts: Sequence[InputProcess], steps_s: float) -> Iterator[InputRow]:
             self_s += float(part.self_ps[rows].sum()) * PICOSECOND
             waited_s += float(part.self_ps[mine].sum()) * PICOSECOND
             idle_s += float(part.idle_ps[mine].sum()) * PICOSECOND
+            lines.update(part.lines.get(part.events.stages.index(stage), {}) if stage in part.events.stages else {})
         if calls:
+            host_line = next(iter(lines.most_common(1)), ("", 0))[0]
             shares = (waited_s / steps_s, idle_s / steps_s)
             times = (self_s, self_s / calls, waited_s, shares[0], idle_s, shares[1])
-            yield InputRow(stage.name, stage.kind, threads, calls, *times, stage.detail)
+            yield InputRow(stage.name, stage.kind, threads, calls, *times, stage.detail, host_line)
 
 
 def _are(part: InputProcess, stage: Stage) -> np.ndarray:

@@ -13,6 +13,7 @@ from typing import Any, Final
 from stack_core.abi.config import parse
 from stack_profile.captures.addresses import Address, addresses, forget
 from stack_profile.captures.listener import LOOPBACK, CaptureRequest
+from stack_profile.captures.stacks import STACKS_HZ
 from stack_profile.errors import CaptureError
 
 __all__ = ["Attached", "address_of", "attach", "attachable"]
@@ -80,6 +81,7 @@ def attach(
     duration_s: float = 5.0,
     name: str | None = None,
     host_tracer_level: int = 2,
+    stacks_hz: float = STACKS_HZ,
 ) -> list[Attached]:
     """Captures processes at the same time and under one name, which makes them one trace, and waits for the results.
 
@@ -88,7 +90,7 @@ def attach(
       out: directory that the processes can write.
       duration_s: seconds to capture.
       name: name of the capture, by default the time.
-      host_tracer_level: see `stack_profile.capture`.
+      host_tracer_level, stacks_hz: see `stack_profile.capture`.
 
     Raises:
       ConfigError: `name` is not a file name, or `duration_s` is not positive or over a day.
@@ -98,6 +100,7 @@ def attach(
         "name": name or datetime.now().astimezone().strftime("%Y_%m_%d_%H_%M_%S_%f"),
         "duration_s": duration_s,
         "host_tracer_level": host_tracer_level,
+        "stacks_hz": stacks_hz,
     }
     # Validated here, before any process starts to record.
     parse(CaptureRequest, request)

@@ -16,9 +16,10 @@ from types import MappingProxyType, TracebackType
 from typing import Any
 
 from stack_core.chips import machine
-from stack_profile.captures.processes import SUFFIX, stem
+from stack_profile.captures.processes import STACKS_SUFFIX, SUFFIX, stem
 from stack_profile.captures.recording import Background, Recording, record
 from stack_profile.captures.sources import source_digests
+from stack_profile.captures.stacks import STACKS_HZ, StackSampler
 from stack_profile.errors import CaptureError, ProfileError, TraceError
 from stack_profile.traces.hlo import hlo_proto, outline, program_key
 from stack_profile.traces.xplane import Plane, read_space
@@ -31,7 +32,12 @@ class CaptureWarning(UserWarning):
 
 
 def capture(
-    out: str | Path, *, name: str | None = None, process: int | None = None, host_tracer_level: int = 2
+    out: str | Path,
+    *,
+    name: str | None = None,
+    process: int | None = None,
+    host_tracer_level: int = 2,
+    stacks_hz: float = STACKS_HZ,
 ) -> "Capture":
     """Captures what runs inside a `with` block, or in each call of a function that it decorates.
 
@@ -47,8 +53,13 @@ def capture(
       name: name of this capture, by default the time. Processes of one run use the same name and are read as one trace.
       process: index of this process in the run, by default JAX's.
       host_tracer_level: 1 records operations and annotations, 2 adds events of JAX's runtime, 3 adds their details.
+      stacks_hz: how often to sample the Python stacks of all threads, per second; 0 for no samples. The rate falls if
+        sampling would take over 1% of a processor.
+
+    Raises:
+      CaptureError: `stacks_hz` is negative or over 1000.
     """
-    return Capture(Path(out), name=name, process=process, host_tracer_level=host_tracer_level)
+    return Capture(Path(out), name=name, process=process, host_tracer_level=host_tracer_level, stacks_hz=stacks_hz)
 
 
 class Capture(contextlib.ContextDecorator):
@@ -60,9 +71,21 @@ class Capture(contextlib.ContextDecorator):
     """
 
     def __init__(
-        self, out: Path, *, name: str | None = None, process: int | None = None, host_tracer_level: int = 2
+        self,
+        out: Path,
+        *,
+        name: str | None = None,
+        process: int | None = None,
+        host_tracer_level: int = 2,
+        stacks_hz: float = STACKS_HZ,
     ) -> None:
-        self._arguments: dict[str, Any] = {"name": name, "process": process, "host_tracer_level": host_tracer_level}
+        self._arguments: dict[str, Any] = {
+            "name": name,
+            "process": process,
+            "host_tracer_level": host_tracer_level,
+            "stacks_hz": stacks_hz,
+        }
+        self._sampler = StackSampler(stacks_hz) if stacks_hz else None
         self._out = out
         self._recording: Recording | None = None
         self._writer: Background | None = None
@@ -88,6 +111,10 @@ class Capture(contextlib.ContextDecorator):
             raise
         self._about = {"started_at": datetime.now(UTC).isoformat()}
         self._recording = mine
+        if recording is not None:
+            self._sampler = None  # its steps are over
+        if self._sampler is not None:
+            self._sampler.start()
         return self
 
     def stop(self, *, settle: bool = True, about: Mapping[str, Any] = MappingProxyType({})) -> None:
@@ -105,6 +132,8 @@ class Capture(contextlib.ContextDecorator):
             _settle()
         started_s = time.perf_counter()
         recording.end()
+        if self._sampler is not None:
+            self._sampler.stop()
         if settle:
             recording.wait_until_off()
         # Without `_settle`, whose wait is the program's own work.
@@ -160,6 +189,8 @@ class Capture(contextlib.ContextDecorator):
         programs = client.live_executables() if hasattr(client, "live_executables") else []
         for file, content in _missing_programs(data, programs):
             _replace(self.path.with_name(f"{stem(self.path)}.{file}.hlo.pb"), content)
+        if self._sampler is not None:
+            _replace(self.path.with_name(f"{stem(self.path)}{STACKS_SUFFIX}"), self._sampler.content())
         _replace(self.path.with_name(f"{stem(self.path)}.capture.json"), json.dumps(self._about, indent=2).encode())
         # The trace comes last: readers look for it, and then need the other files.
         _replace(self.path, data)

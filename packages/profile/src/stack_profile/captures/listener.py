@@ -21,6 +21,7 @@ from stack_core.abi.errors import ConfigError
 from stack_profile.captures.addresses import Address, forget, publish
 from stack_profile.captures.capture import Capture
 from stack_profile.captures.recording import backend_started
+from stack_profile.captures.stacks import HIGHEST_HZ, STACKS_HZ
 from stack_profile.errors import CaptureError
 
 __all__ = ["LOOPBACK", "CaptureRequest", "Listener", "listen"]
@@ -39,13 +40,14 @@ class CaptureRequest:
       out: directory of the capture, an absolute path.
       name: name of the capture; processes captured together share it.
       duration_s: seconds to capture, at most a day; fewer if the process ends earlier.
-      host_tracer_level: see `stack_profile.capture`.
+      host_tracer_level, stacks_hz: see `stack_profile.capture`.
     """
 
     out: str
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
     duration_s: Annotated[float, Field(gt=0, le=86_400)]
     host_tracer_level: Annotated[int, Field(ge=1, le=3)] = 2
+    stacks_hz: Annotated[float, Field(ge=0, le=HIGHEST_HZ)] = STACKS_HZ
 
 
 def listen(*, port: int = 0) -> "Listener":
@@ -119,7 +121,11 @@ class Listener:
             raise CaptureError("The process has used no device of JAX yet. Attach once it has.")
         # The process ID separates processes of one host, which may be different programs.
         captured = Capture(
-            Path(request.out), name=request.name, process=os.getpid(), host_tracer_level=request.host_tracer_level
+            Path(request.out),
+            name=request.name,
+            process=os.getpid(),
+            host_tracer_level=request.host_tracer_level,
+            stacks_hz=request.stacks_hz,
         )
         captured.start()
         started_s = time.monotonic()

@@ -2,9 +2,9 @@
 
 import warnings
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from stack_core.abi.config import config
 from stack_core.abi.event_bus import ObserverContext
@@ -12,6 +12,7 @@ from stack_core.abi.events import Event, RunFailed, RunFinished, RunStarted, Ste
 from stack_profile.captures.capture import Capture, CaptureWarning, capture
 from stack_profile.captures.listener import listen
 from stack_profile.captures.slow_steps import AnomalyConfig
+from stack_profile.captures.stacks import HIGHEST_HZ, STACKS_HZ
 from stack_profile.captures.watch import Watch
 
 __all__ = ["ProfileConfig", "ProfileObserver", "profile_observer"]
@@ -26,6 +27,7 @@ class ProfileConfig:
       steps: number of steps to capture; 0 captures none.
       anomaly: settings for capturing anomalously slow steps, `{}` for the defaults; None disables this.
       listen: whether `stack profile attach` can capture the run.
+      stacks_hz: samples of the threads' Python stacks per second in captures of steps; 0 for none.
       output: directory of the captures; None is `profile` in the run's directory.
     """
 
@@ -33,6 +35,7 @@ class ProfileConfig:
     steps: NonNegativeInt = 5
     anomaly: AnomalyConfig | None = None
     listen: bool = False
+    stacks_hz: Annotated[float, Field(ge=0, le=HIGHEST_HZ)] = STACKS_HZ
     output: str | None = None
 
 
@@ -57,6 +60,7 @@ class ProfileObserver:
     def __init__(self, section: ProfileConfig, directory: Path) -> None:
         self._first, self._last = section.first_step, section.first_step + section.steps - 1
         self._directory = directory
+        self._stacks_hz = section.stacks_hz
         self._capture: Capture | None = None
         # The loop dispatches a step before it reads the results of the previous one.
         self._watch = Watch(directory, section.anomaly, runs_ahead=True) if section.anomaly else None
@@ -73,7 +77,8 @@ class ProfileObserver:
                     stacklevel=2,
                 )
             case StepStarted(step=step) if step == self._first <= self._last:
-                self._capture = capture(self._directory, name=f"steps_{self._first}_to_{self._last}").start()
+                name = f"steps_{self._first}_to_{self._last}"
+                self._capture = capture(self._directory, name=name, stacks_hz=self._stacks_hz).start()
             case StepFinished(step=step, duration_s=duration_s):
                 if step >= self._last:
                     self._stop()

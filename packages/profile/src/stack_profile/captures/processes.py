@@ -14,9 +14,10 @@ from typing import Any, Final
 from stack_profile.errors import TraceError
 from stack_profile.traces.xplane import Space
 
-__all__ = ["SUFFIX", "about_of", "captured_programs", "incomplete_reasons", "names_of", "stem"]
+__all__ = ["STACKS_SUFFIX", "SUFFIX", "about_of", "captured_programs", "incomplete_reasons", "names_of", "stem"]
 
 SUFFIX: Final = ".xplane.pb"
+STACKS_SUFFIX: Final = ".stacks.json.gz"  # sampled Python stacks of the same process
 
 
 def stem(file: Path) -> str:

@@ -11,6 +11,7 @@ from cyclopts import Parameter
 from stack_profile.captures.addresses import Address
 from stack_profile.captures.attach import Attached, address_of, attachable
 from stack_profile.captures.attach import attach as attach_to
+from stack_profile.captures.stacks import STACKS_HZ
 from stack_profile.errors import CaptureError
 
 __all__ = ["attach"]
@@ -22,6 +23,7 @@ def attach(
     duration_s: float = 5.0,
     name: str | None = None,
     host_tracer_level: int = 2,
+    stacks_hz: float = STACKS_HZ,
     port: int | None = None,
     token: str | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
@@ -37,6 +39,7 @@ def attach(
       duration_s: seconds to capture.
       name: name of the capture, by default the time.
       host_tracer_level: 1, 2 or 3: level of detail on the host.
+      stacks_hz: samples of the threads' Python stacks per second; 0 for none.
       port: port of a process on this machine whose address is not found, with --token.
       token: token of this process.
       json: print machine-readable results.
@@ -50,7 +53,8 @@ def attach(
     else:
         _list(attachable(), json=json)
         return
-    results = attach_to(targets, out=out, duration_s=duration_s, name=name, host_tracer_level=host_tracer_level)
+    levels = {"host_tracer_level": host_tracer_level, "stacks_hz": stacks_hz}
+    results = attach_to(targets, out=out, duration_s=duration_s, name=name, **levels)
     _report(results, json=json)
 
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 from stack_profile.captures.capture import Capture, capture
 from stack_profile.captures.listener import listen
 from stack_profile.captures.recording import backend_started
+from stack_profile.captures.stacks import STACKS_HZ
 from stack_profile.errors import CaptureError
 
 __all__ = ["run_script"]
@@ -38,7 +39,7 @@ def run_script(tokens: Sequence[str]) -> None:
     if options.listen:
         _run_listening(options)
         return
-    captured = capture(options.out, host_tracer_level=options.host_tracer_level)
+    captured = capture(options.out, host_tracer_level=options.host_tracer_level, stacks_hz=options.stacks_hz)
     with _Watch(captured, delay_s=options.delay_s, duration_s=options.duration_s) as watch:
         status = _run(options.script, options.arguments, module=options.module)
     if watch.failure is not None and status == 0:
@@ -67,6 +68,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--delay-s", type=float, default=0.0, help="seconds from the first device to the capture")
     parser.add_argument("--duration-s", type=float, help="seconds to capture, by default to the script's end")
     parser.add_argument("--host-tracer-level", type=int, default=2, help="1, 2 or 3: how much of the host is traced")
+    parser.add_argument(
+        "--stacks-hz",
+        type=float,
+        default=STACKS_HZ,
+        help="samples of Python stacks per second; 0 for none",
+    )
     parser.add_argument("--listen", action="store_true", help="capture only when `stack profile attach` asks for it")
     parser.add_argument("--port", type=int, default=0, help="to listen on, by default any that is free")
     parser.add_argument("--json", action="store_true", help="print the trace's file after the script, as JSON")

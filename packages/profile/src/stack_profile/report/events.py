@@ -1,9 +1,10 @@
 """Events of a trace for the interactive page: lanes, the kinds of events, and one row per event.
 
-Lanes are the steps and operations of devices, and the threads of hosts. Each event has a kind with the common
-properties of all executions of an operation, or of all host events with one name.
+Lanes are the steps and operations of devices, and the threads of hosts with their sampled Python stacks. Each event has
+a kind with the common properties of all executions of an operation, or of all host events with one name.
 """
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,9 @@ from stack_profile.analyses.roofline import roof_of
 from stack_profile.captures.processes import names_of
 from stack_profile.report.flows import dispatches, launches_of
 from stack_profile.report.lanes import Lane, derived_lanes, host_group
+from stack_profile.report.stack_lanes import StackLanes
 from stack_profile.traces.categories import category_of
+from stack_profile.traces.host_stacks import HostStacks, thread_of
 from stack_profile.traces.instructions import Frame, Instruction
 from stack_profile.traces.intervals import nesting, self_times, tracks
 from stack_profile.traces.operations import Operation, Ops, Step
@@ -111,8 +114,9 @@ class _Collector:
             steps = trace.steps[each.device]
             recorded.lanes += [self._steps(each.device, steps)] if steps else []
             recorded.lanes.append(self._operations(each))
-        for process, (space, prefix) in enumerate(zip(trace.spaces, names_of(trace.spaces), strict=True)):
-            threads = self._threads(space, host_group(trace, prefix))
+        processes = zip(trace.spaces, names_of(trace.spaces), trace.host_stacks, strict=True)
+        for process, (space, prefix, stacks) in enumerate(processes):
+            threads = self._threads(space, host_group(trace, prefix), stacks)
             recorded.lanes += [dataclasses.replace(lane, process=process) for lane in threads]
         self._leave_out(limit)
         if self._recorded.lanes:
@@ -125,7 +129,7 @@ class _Collector:
         lanes = self._recorded.lanes
         for lane in derived:
             own = [place for place, each in enumerate(lanes) if each.group == lane.group]
-            steps = [place for place in own if lanes[place].type not in ("operations", "thread")]
+            steps = [place for place in own if lanes[place].type not in ("operations", "thread", "stacks")]
             lanes.insert(steps[-1] + 1 if steps else own[0] if own else len(lanes), lane)
 
     def _steps(self, device: str, steps: Sequence[Step]) -> Lane:
@@ -208,12 +212,25 @@ class _Collector:
         self._recorded.kinds += kinds
         return first
 
-    def _threads(self, space: Space, group: str) -> Iterator[Lane]:
-        names: dict[str, int] = {}
-        lines = [(plane, line) for plane in space.planes if plane.name == "/host:CPU" for line in plane.lines]
-        for lane in filter(None, (self._thread(group, *each) for each in lines)):
-            count = names[lane.name] = names.get(lane.name, 0) + 1
-            yield dataclasses.replace(lane, name=f"{lane.name} ({count})") if count > 1 else lane
+    def _threads(self, space: Space, group: str, stacks: HostStacks | None) -> Iterator[Lane]:
+        """Yields garbage collections, and the events of each thread with its sampled stacks below."""
+        names: collections.Counter[str] = collections.Counter()
+        sampled = StackLanes(stacks, group, self._kinds, self._stack, self._paths) if stacks else None
+        yield from filter(None, [sampled.collections()] if sampled else [])
+        seen: set[int] = set()
+        hosts = [plane for plane in space.planes if plane.name == "/host:CPU"]
+        for plane, line in ((host, line) for host in hosts for line in host.lines):
+            lane = self._thread(group, plane, line)
+            thread = thread_of(line, stacks.threads) if stacks else None
+            if lane is not None:
+                name = lane.name if stacks is None or thread is None else stacks.threads[thread].name
+                names[name] += 1
+                yield dataclasses.replace(lane, name=f"{name} ({names[name]})" if names[name] > 1 else name)
+            if sampled is not None and thread is not None and thread not in seen:
+                seen.add(thread)
+                yield from filter(None, [sampled.thread(thread)])
+        if sampled is not None:
+            yield from sampled.threads(seen)
 
     def _thread(self, group: str, plane: Plane, line: Line) -> Lane | None:
         """Returns a thread's events except the runtime's bookkeeping and operations, which are on their device."""
@@ -246,7 +263,7 @@ class _Collector:
     def _leave_out(self, limit: int) -> None:
         """Removes the shortest events beyond the limit, of threads first."""
         lanes = self._recorded.lanes
-        for types in (("thread",), ("operations", "steps")):
+        for types in (("thread", "stacks", "gc"), ("operations", "steps")):
             chosen = [place for place, lane in enumerate(lanes) if lane.type in types]
             excess = sum(map(len, lanes)) - limit
             if excess <= 0 or not chosen:

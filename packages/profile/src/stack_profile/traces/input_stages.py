@@ -45,6 +45,7 @@ class StageEvents:
       start_ps, end_ps: times since the base of the trace.
       depth: number of enclosing stages on the same thread.
       calling: number of the thread that calls JAX; None without such a thread.
+      lines: the trace's line of each thread.
     """
 
     stages: tuple[Stage, ...]
@@ -54,6 +55,7 @@ class StageEvents:
     end_ps: np.ndarray
     depth: np.ndarray
     calling: int | None
+    lines: tuple[Line, ...]
 
 
 def stage_events(space: Space, base_ns: int, annotation: str = ANNOTATION) -> StageEvents:
@@ -61,7 +63,8 @@ def stage_events(space: Space, base_ns: int, annotation: str = ANNOTATION) -> St
     stages: dict[Stage, int] = {}
     calls: dict[int, int] = {}
     columns = [np.zeros((5, 0), np.int64)]
-    for thread, (plane, line) in enumerate(_threads(space)):
+    threads = list(_threads(space))
+    for thread, (plane, line) in enumerate(threads):
         kinds, counts = np.unique(line.events.metadata, return_counts=True)
         calls[thread] = int(counts[[_CALL.match(plane.event_names.get(kind, "")) is not None for kind in kinds]].sum())
         found = _stages(plane, line, annotation)
@@ -73,9 +76,8 @@ def stage_events(space: Space, base_ns: int, annotation: str = ANNOTATION) -> St
     which, thread, start, end, depth = np.concatenate(columns, axis=1)
     # The thread with the most calls runs the program's loop.
     calling = max(calls, key=lambda each: calls[each], default=None)
-    return StageEvents(
-        tuple(stages), which, thread, start, end, depth, calling if calling is not None and calls[calling] else None
-    )
+    calling = calling if calling is not None and calls[calling] else None
+    return StageEvents(tuple(stages), which, thread, start, end, depth, calling, tuple(line for _, line in threads))
 
 
 _CALL: Final = re.compile(r"PjitFunction|\w+LoadedExecutable::Execute")

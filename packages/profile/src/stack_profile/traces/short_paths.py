@@ -52,10 +52,11 @@ class ShortPaths:
 
 
 def short_paths(trace: Trace) -> ShortPaths:
-    """Names the files of all programs that ran, relative to the captured process's working directory.
+    """Names the files of programs that ran and of sampled stacks, relative to the captured process's directory.
 
     A trace that does not record the directory takes the current one.
     """
     frames = {frame for program in trace.ran for each in program.instructions.values() for frame in each.frames}
+    frames |= {frame for each in trace.host_stacks if each for stack in each.stacks for frame in stack}
     files = sorted({frame.file for frame in frames if not frame.package})
     return ShortPaths(files, str(trace.about.get("directory") or Path.cwd()))

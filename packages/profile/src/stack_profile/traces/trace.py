@@ -10,9 +10,17 @@ from typing import Any, Final
 
 import numpy as np
 
-from stack_profile.captures.processes import about_of, captured_programs, incomplete_reasons, names_of
+from stack_profile.captures.processes import (
+    STACKS_SUFFIX,
+    about_of,
+    captured_programs,
+    incomplete_reasons,
+    names_of,
+    stem,
+)
 from stack_profile.errors import TraceError
 from stack_profile.traces.hlo import Program, outline, program_key
+from stack_profile.traces.host_stacks import CallingSamples, HostStacks, read_host_stacks
 from stack_profile.traces.join import device_ops, executions, join
 from stack_profile.traces.operations import HostEvents, Ops, Step, StepMarks, steps_of
 from stack_profile.traces.wire import WireError
@@ -33,6 +41,7 @@ class Trace:
       programs: all loaded programs; their contents are read on first use.
       devices: devices on which operations ran.
       problems: reasons why the trace is incomplete; empty if it is complete.
+      host_stacks: sampled Python stacks of each process, None for a process without samples.
     """
 
     source: str
@@ -41,6 +50,7 @@ class Trace:
     programs: tuple[Program, ...]
     devices: tuple[Ops, ...]
     problems: tuple[str, ...]
+    host_stacks: tuple[HostStacks | None, ...] = ()
 
     def _repr_html_(self) -> str:
         """Shows the report in a notebook, in a frame of its own."""
@@ -62,6 +72,16 @@ class Trace:
     def host_events(self) -> HostEvents:
         """Events of the threads that call JAX."""
         return _host_events(self.spaces, self.base_ns)
+
+    @functools.cached_property
+    def calling_samples(self) -> tuple[CallingSamples, ...]:
+        """Samples of the thread that calls JAX, of each process that has samples."""
+        found = []
+        for space, prefix, stacks in zip(self.spaces, names_of(self.spaces), self.host_stacks, strict=True):
+            thread = stacks.calling(space) if stacks else None
+            if stacks is not None and thread is not None:
+                found.append(CallingSamples(prefix, stacks, thread))
+        return tuple(found)
 
     @functools.cached_property
     def steps(self) -> Mapping[str, tuple[Step, ...]]:
@@ -105,12 +125,16 @@ def load_trace(path: Path | str) -> Trace:
     """
     files = trace_files(Path(path))
     spaces, abouts = [read_space(file) for file in files], [about_of(file) for file in files]
+    problems = list(incomplete_reasons(files, abouts, spaces))
+    base_ns = _base_ns(spaces)
+    stacks = [read_host_stacks(file.with_name(f"{stem(file)}{STACKS_SUFFIX}"), base_ns, problems) for file in files]
     return trace_of(
         spaces,
         source=str(files[0] if len(files) == 1 else files[0].parent),
         about=abouts[0],
         extra_programs=[captured_programs(file) for file in files],
-        problems=tuple(incomplete_reasons(files, abouts, spaces)),
+        problems=problems,
+        host_stacks=stacks,
     )
 
 
@@ -121,6 +145,7 @@ def trace_of(
     about: Mapping[str, Any] | None = None,
     extra_programs: Sequence[Sequence[bytes]] = (),
     problems: Sequence[str] = (),
+    host_stacks: Sequence[HostStacks | None] = (),
 ) -> Trace:
     """Joins the operations of the processes with their programs.
 
@@ -130,6 +155,7 @@ def trace_of(
       about: metadata of the capture.
       extra_programs: HloProtos of each process that the trace itself lacks.
       problems: known reasons why the trace is incomplete.
+      host_stacks: sampled Python stacks of each process.
     """
     base_ns = _base_ns(spaces)
     found_problems = list(problems)
@@ -148,7 +174,8 @@ def trace_of(
         programs += found.values()
         devices += [ops for each in ran for ops in device_ops(each, joined, prefix)]
         found_problems += [*joined.problems(), *space.problems]
-    return Trace(source, tuple(spaces), about or {}, tuple(programs), tuple(devices), tuple(found_problems))
+    stacks = tuple(host_stacks) or (None,) * len(spaces)
+    return Trace(source, tuple(spaces), about or {}, tuple(programs), tuple(devices), tuple(found_problems), stacks)
 
 
 _HLO_STAT: Final = "Hlo Proto"

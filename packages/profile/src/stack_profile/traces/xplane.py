@@ -33,7 +33,7 @@ Stat = int | float | str | bytes
 # Field numbers by message.
 _SPACE_PLANES, _SPACE_ERRORS, _SPACE_WARNINGS, _SPACE_HOSTS = 1, 2, 3, 4
 _PLANE_NAME, _PLANE_LINES, _PLANE_EVENT_METADATA, _PLANE_STAT_METADATA, _PLANE_STATS = 2, 3, 4, 5, 6
-_LINE_NAME, _LINE_TIMESTAMP_NS, _LINE_EVENTS = 2, 3, 4
+_LINE_ID, _LINE_NAME, _LINE_TIMESTAMP_NS, _LINE_EVENTS = 1, 2, 3, 4
 _EVENT_METADATA, _EVENT_OFFSET, _EVENT_DURATION, _EVENT_STATS, _EVENT_OCCURRENCES = 1, 2, 3, 4, 5
 _STAT_METADATA, _STAT_DOUBLE, _STAT_UINT, _STAT_INT, _STAT_STRING, _STAT_BYTES, _STAT_REFERENCE = 1, 2, 3, 4, 5, 6, 7
 _METADATA_NAME, _METADATA_DISPLAY_NAME, _METADATA_STATS = 2, 4, 5
@@ -80,10 +80,17 @@ class Events:
 
 @dataclass(frozen=True)
 class Line:
-    """A thread of a host, a stream of a device, or a row derived from them."""
+    """A thread of a host, a stream of a device, or a row derived from them.
+
+    Attributes:
+      name: name of the line.
+      events: events of the line.
+      id: number of the line; for a thread of a host, a hash of its identifier, see `host_stacks.thread_of`.
+    """
 
     name: str
     events: Events
+    id: int = 0
 
 
 @dataclass
@@ -209,6 +216,7 @@ class Plane:
         return Line(
             name=self._text(named.get(_LINE_NAME, 0)),
             events=self._events(spans, self.origin_ns + signed(_integer(named.get(_LINE_TIMESTAMP_NS)))),
+            id=_integer(named.get(_LINE_ID)),
         )
 
     def _events(self, spans: Spans, timestamp_ns: int) -> Events:

@@ -59,16 +59,19 @@ def open_auxiliary(address: str, name: str, abstract: Any) -> Any:
 
 def _found(address: str, ability: type[Format]) -> tuple[Format, Path]:
     """Resolves an address to a directory and the format that opens it, among formats with an ability."""
+    address = local_address(address)
+    scheme, separator, path = address.partition(":")
+    # Other formats are not imported if the address names its own, which saves half a second of CPU time.
+    if separator and scheme in registries.model_formats:
+        format_ = registries.model_formats[scheme]
+        if isinstance(format_, ability):
+            return format_, Path(path)
     registered = {name: registries.model_formats[name] for name in registries.model_formats}
     formats = {name: format_ for name, format_ in registered.items() if isinstance(format_, ability)}
     known = ", ".join(formats) or f"none; `{install_command(provider_of('model_formats') or '')}` provides some"
-    address = local_address(address)
-    scheme, separator, path = address.partition(":")
     if separator and "/" not in scheme:
-        if scheme not in formats:
-            advice = nearest(scheme, formats)
-            raise ConversionError(f"Unknown model format {scheme!r} in {address!r}.{advice} Known: {known}.")
-        return formats[scheme], Path(path)
+        advice = nearest(scheme, formats)
+        raise ConversionError(f"Unknown model format {scheme!r} in {address!r}.{advice} Known: {known}.")
     directory = Path(address)
     found = [name for name, format_ in formats.items() if format_.recognizes(directory)]
     if len(found) > 1:

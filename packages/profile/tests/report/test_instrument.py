@@ -77,6 +77,17 @@ def test_totals_are_the_numbers_of_the_analysis(browser, report, trace, by):
     assert browser.complaints == []
 
 
+def test_totals_by_kernel_are_the_numbers_of_the_analysis(browser, h100_train, tmp_path, report):
+    write([page(h100_train, [])], tmp_path / "gpu.html")
+    browser.open(tmp_path / "gpu.html", "#by=kernel")
+    expected = {row.name: row.self_s for row in ops(h100_train, by="kernel").rows if row.self_s}
+    found = {row["kernel"]: row["self"] for row in browser.rows() if row["self"]}
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert "kernel" in browser.values(".panel select option", "each.value")
+    browser.open(report)
+    assert "kernel" not in browser.values(".panel select option", "each.value"), "a CPU has none"
+
+
 def test_totals_have_the_flops_and_bytes_of_the_roofline(browser, report, trace):
     browser.open(report)
     expected = {f"{row.program}: {row.name}": (row.flops, row.traffic_bytes) for row in roofline(trace).rows}

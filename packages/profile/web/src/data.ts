@@ -5,6 +5,7 @@ export interface Kind {
   readonly name: string;
   readonly module?: string;
   readonly category?: string;
+  readonly kernel?: string; // of a GPU's operation, unless it has the operation's name
   readonly layer?: string;
   readonly scope?: string;
   readonly pass?: string;

@@ -43,6 +43,7 @@ export class Panel {
   private readonly body = h("div", { class: "body", role: "tabpanel" });
   private readonly actions: PanelActions;
   private readonly operations: ReadonlySet<string>;
+  private readonly hasKernels: boolean; // as on GPUs
   private readonly tabs: ReadonlyMap<Tab, HTMLButtonElement>;
 
   constructor(
@@ -56,6 +57,7 @@ export class Panel {
       place: (place) => this.place(place),
       operation: (program, name) => this.operation(program, name),
     };
+    this.hasKernels = capture.kinds.some((kind) => kind.kernel);
     this.operations = new Set(capture.kinds.filter((kind) => kind.type === "operation").map((kind) => valueOf(kind, "op")));
     this.tabs = new Map(TABS.map((tab) => [tab, button(NAMES[tab], () => actions.change({ tab, sort: "", rows: "" }), { role: "tab" })]));
     const list = h("div", { class: "tabs", role: "tablist", aria: { label: "Details" } }, ...this.tabs.values());
@@ -120,7 +122,7 @@ export class Panel {
       "div",
       { class: "controls" },
       this.timesOf(view),
-      view.of === "thread" ? null : select("by", GROUPINGS.filter((each) => !isHost || SAMPLED.has(each)).map((each) => [each, titleOf(view, each)]), by, (value) => actions.change({ by: value as View["by"] })),
+      view.of === "thread" ? null : select("by", GROUPINGS.filter((each) => (isHost ? SAMPLED.has(each) : each !== "kernel" || this.hasKernels)).map((each) => [each, titleOf(view, each)]), by, (value) => actions.change({ by: value as View["by"] })),
       h("span", { class: "help" }, `${sumText(found.busy, busy)} in ${rangeText(range)}`),
     );
     if (!groups.length) return h("div", {}, controls, h("p", { class: "empty" }, "No event of the selection matches."));
@@ -180,7 +182,7 @@ export class Panel {
       ["duration", picoseconds(end - start)],
       ["self", picoseconds(capture.self[event]!)],
     ];
-    for (const field of ["module", "category", "layer", "scope", "pass", "opcode", "op_name", "package_line"] as const) {
+    for (const field of ["module", "category", "kernel", "layer", "scope", "pass", "opcode", "op_name", "package_line"] as const) {
       if (kind[field]) facts.push([field.replace("_", " "), kind[field]]);
     }
     if (kind.line) facts.push(["line", this.line(kind)]);

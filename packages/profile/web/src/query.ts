@@ -7,6 +7,7 @@ import { FIELDS, type Field, type Range, type View } from "./view";
 /** Value of a field of a kind; "" if the kind has none. */
 export function valueOf(kind: Kind, field: Field): string {
   if (field === "op") return kind.type === "operation" || kind.type === "collective" ? `${kind.module}: ${kind.name}` : kind.name;
+  if (field === "kernel") return kind.kernel ?? (kind.type === "operation" ? kind.name : "");
   if (field === "under" || field === "frame") return "";
   return kind[field] ?? "";
 }

@@ -1,10 +1,10 @@
 // What the page shows, as it stands in the address: a link opens the same view.
 
-export const FIELDS = ["op", "name", "line", "file", "layer", "scope", "under", "category", "pass", "module", "frame"] as const;
+export const FIELDS = ["op", "name", "line", "file", "layer", "scope", "under", "category", "pass", "module", "kernel", "frame"] as const;
 export type Field = (typeof FIELDS)[number];
 export const TABS = ["ops", "advice", "event", "source", "flame", "roofline", "memory", "graph", "communication", "input", "compile", "more"] as const;
 export type Tab = (typeof TABS)[number];
-export const GROUPINGS = ["op", "line", "file", "layer", "scope", "category", "pass", "module"] as const;
+export const GROUPINGS = ["op", "line", "file", "layer", "scope", "category", "pass", "module", "kernel"] as const;
 export const ARRAYS = ["buffer", "line", "layer", "kind"] as const;
 export const COLLECTIVES = ["op", "kind", "axis", "line", "layer"] as const;
 export const DEPTHS = ["1", "2", "3", "4"] as const;

@@ -4,9 +4,10 @@
 
 A block is a number of steps, each waited for. In a round every contender runs one block, in an order that changes:
 `off` and `off again` plain, whose difference is what chance makes; `capture` with a trace of its first steps, which is
-encoded and written while the others run, and waited for; `watch` with `stack_profile.Watch` over all. Costs are
-differences to `off` of the same round, over the time of the captured steps, or of the steps that a capture is made for;
-confidence intervals are of the median, by bootstrap over rounds. Writes `results/profile_overhead.md` and `.json`, and
+encoded and written while the others run, and waited for; `no samples` with the same without samples of Python stacks;
+`watch` with `stack_profile.Watch` over all. Costs are differences to `off` of the same round, over the time of the
+captured steps, or of the steps that a capture is made for; those of samples are differences to `no samples`.
+Confidence intervals are of the median, by bootstrap over rounds. Writes `results/profile_overhead.md` and `.json`, and
 fails when a cost is surely over its limit.
 """
 
@@ -130,6 +131,7 @@ def _measured(training: Training, folder: Path, rounds: int) -> list[dict[str, B
         "off": lambda: _timed(training),
         "off again": lambda: _timed(training),
         "capture": lambda: _timed(training, Capture(folder / "capture")),
+        "no samples": lambda: _timed(training, Capture(folder / "no_samples", stacks_hz=0.0)),
         "watch": lambda: _watched(training, folder / "watch"),
     }
     order = random.Random(0)
@@ -171,7 +173,7 @@ def _events_per_step(training: Training, folder: Path) -> int:
 
 
 def _costs(rounds: Sequence[Mapping[str, Block]]) -> list[dict[str, Any]]:
-    """Each with its share as (lower, median, upper), and whether the limit is its own."""
+    """Each with its share over `off`, or another contender, as (lower, median, upper), and whether it has the limit."""
     whole = CAPTURED_STEPS + OTHER_STEPS
     rows = [
         ("off again, per captured step", "off again", "wall_s", CAPTURED_STEPS, False),
@@ -179,21 +181,24 @@ def _costs(rounds: Sequence[Mapping[str, Block]]) -> list[dict[str, Any]]:
         ("capture, all of it, CPU time", "capture", "cpu_s", CAPTURED_STEPS, False),
         ("capture, without start and stop", "capture", "captured_s", CAPTURED_STEPS, True),
         (f"capture, one in {CADENCE_STEPS} steps", "capture", "wall_s", CADENCE_STEPS, True),
+        ("samples, captured steps, over capture without", "capture", "captured_s", CAPTURED_STEPS, True, "no samples"),
+        ("samples, all of a capture, over capture without", "capture", "wall_s", whole, True, "no samples"),
+        ("samples, CPU time, over capture without", "capture", "cpu_s", whole, False, "no samples"),
         ("off again, all steps", "off again", "wall_s", whole, False),
         ("watch, all steps", "watch", "wall_s", whole, True),
         ("watch, all steps, CPU time", "watch", "cpu_s", whole, False),
     ]
     return [
-        {"name": name, "share": _interval(_shares(rounds, who, what, steps)), "limited": limited}
-        for name, who, what, steps, limited in rows
+        {"name": name, "share": _interval(_shares(rounds, who, what, steps, *base)), "limited": limited}
+        for name, who, what, steps, limited, *base in rows
     ]
 
 
-def _shares(rounds: Sequence[Mapping[str, Block]], who: str, what: str, steps: int) -> list[float]:
-    """What a contender took more than `off`, over what `off` takes for so many steps."""
+def _shares(rounds: Sequence[Mapping[str, Block]], who: str, what: str, steps: int, base: str = "off") -> list[float]:
+    """What a contender took more than `base`, over what `base` takes for so many steps."""
     shares = []
     for blocks in rounds:
-        off, on = getattr(blocks["off"], what), getattr(blocks[who], what)
+        off, on = getattr(blocks[base], what), getattr(blocks[who], what)
         measured_steps = CAPTURED_STEPS if what == "captured_s" else CAPTURED_STEPS + OTHER_STEPS
         shares.append((on - off) / (off * steps / measured_steps))
     return shares

@@ -53,7 +53,9 @@ class CausalLMConfig(Objective):
         self, model: LanguageModel, batch: Mapping[str, jax.Array], *, key: jax.Array, **auxiliary: Any
     ) -> tuple[jax.Array, Metrics]:
         del key  # a dense decoder without dropout draws nothing
-        outputs = model(batch["tokens"], batch["positions"], batch["segment_ids"])
+        # Only data with images has pixels, and only models with images take them.
+        images: dict[str, Any] = {"pixels": batch["pixels"]} if "pixels" in batch else {}
+        outputs = model(batch["tokens"], batch["positions"], batch["segment_ids"], **images)
         targets, head = batch["targets"], model.head()
         loss = head.cross_entropy(outputs.hidden, targets, ignore_index=IGNORED_TARGET, z_loss=self.z_loss)
         # Microbatches and stages are averaged by their targets, since rows may have very different numbers.

@@ -57,6 +57,7 @@ def stack_register_data_sources(registry: Registrar) -> None:
 def stack_register_data(registry: Registrar) -> None:
     registry.add("text", "stack_train.data.kinds.text:TextData")
     registry.add("chat", "stack_train.data.kinds.chat:ChatData")
+    registry.add("image_chat", "stack_train.data.kinds.image_chat:ImageChatData")
     registry.add("preferences", "stack_train.data.kinds.preferences:PreferenceData")
     registry.add("judged", "stack_train.data.kinds.judged:JudgedData")
     registry.add("arrays", "stack_train.data.kinds.arrays:ArraysData")

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Int32, Int64
 
 from stack_core.abi.errors import ChatTemplateError, DataError
 from stack_core.text.chat_template import TEMPLATE_FIELDS, ChatTemplate
+from stack_core.text.images import ImageReader, expand_images
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 
 __all__ = ["Conversation", "Messages", "Tokenization", "messages_of"]
@@ -34,6 +35,11 @@ class Conversation:
     tokens: Int32[np.ndarray, " tokens"]
     supervised: Bool[np.ndarray, " tokens"]
 
+    @property
+    def identity(self) -> str:
+        """Text that is equal for equal conversations, which go to the same split."""
+        return self.tokens.tobytes().hex()
+
 
 class Tokenization:
     """Tokenizes conversations with a chat template, and finds the assistant's tokens.
@@ -45,20 +51,25 @@ class Tokenization:
     Args:
       tokenizer: tokenizer of the rendered text.
       template: chat template; None if all conversations are pairs of plain texts.
+      images: preprocessing of images, whose tokens replace the placeholders of the template; None for texts alone.
     """
 
-    def __init__(self, tokenizer: HuggingFaceTokenizer, template: ChatTemplate | None) -> None:
-        self._tokenizer, self._template = tokenizer, template
+    def __init__(
+        self, tokenizer: HuggingFaceTokenizer, template: ChatTemplate | None, images: ImageReader | None = None
+    ) -> None:
+        self._tokenizer, self._template, self._images = tokenizer, template, images
 
     @classmethod
-    def by_template_of(cls, tokenizer: HuggingFaceTokenizer) -> "Tokenization":
+    def by_template_of(cls, tokenizer: HuggingFaceTokenizer, images: ImageReader | None = None) -> "Tokenization":
         """Creates a tokenization with the tokenizer's own chat template, if it has one.
 
         Raises:
           ChatTemplateError: the template is malformed.
         """
         source = tokenizer.chat_template
-        return cls(tokenizer, None if source is None else ChatTemplate(source, tokenizer.special_tokens))
+        if source is None:
+            return cls(tokenizer, None, images)
+        return cls(tokenizer, ChatTemplate(source, tokenizer.special_tokens, images=images is not None), images)
 
     def conversation(self, name: str, record: Mapping[str, Any]) -> Conversation:
         """Tokenizes a record with `messages`, or with `prompt` and `completion`, each a text or a list of messages.
@@ -94,6 +105,8 @@ class Tokenization:
             first = len(self._spans(name, prompt, options)[1]) if _has_assistant(prompt) else 0
         except ChatTemplateError as error:
             raise ChatTemplateError(f"{name}: {error}", parameter=error.parameter) from error
+        if self._images is not None:
+            text, spans = _with_images(name, text, spans, [*prompt, *answer], self._images)
         ids, offsets = self._tokenizer.encode_with_offsets(text)
         supervised = np.zeros(len(ids), bool)
         for begin, end in spans[first:]:
@@ -151,6 +164,24 @@ class Tokenization:
             # Templates such as ChatML's put a newline after the token that ends a turn, at which generation stops.
             found.append((len(before), len(before) + len(after[len(before) :].rstrip("\n"))))
         return text, found
+
+
+def _with_images(
+    name: str, text: str, spans: list[Span], messages: Messages, reader: ImageReader
+) -> tuple[str, list[Span]]:
+    """Replaces the placeholders of images in a rendered conversation, and moves the spans behind them."""
+    contents = [message.get("content") for message in messages]
+    images = sum(part == {"type": "image"} for each in contents if isinstance(each, list) for part in each)
+    try:
+        expanded = expand_images(text, reader, images)
+    except ChatTemplateError as error:
+        raise DataError(f"{name}: {error}") from error
+    longer = len(reader.expansion) - len(reader.placeholder)
+
+    def shift(place: int) -> int:
+        return place + longer * text[:place].count(reader.placeholder)
+
+    return expanded, [(shift(begin), shift(end)) for begin, end in spans]
 
 
 def messages_of(name: str, record: Mapping[str, Any]) -> tuple[Messages, Messages]:

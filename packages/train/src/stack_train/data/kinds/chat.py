@@ -125,7 +125,7 @@ class ChatBatches(ProcessRows):
     ) -> None:
         self.tokenizer = tokenizer
         self._config, self._conversations, self._seed = config, conversations, seed
-        digests = np.asarray([text_digest(each.tokens.tobytes().hex()) for each in conversations], np.uint64)
+        digests = np.asarray([text_digest(each.identity) for each in conversations], np.uint64)
         training, validation = split_documents(digests, config.validation_fraction)
         # The split orders by digest; sorting restores the order of the files.
         self._training, self._validation = self._plan(np.sort(training)), self._plan(np.sort(validation))

@@ -1,0 +1,55 @@
+"""The example of pictures: a model with images is trained, and served through the openai client."""
+
+import base64
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import openai
+import pytest
+
+from stack_core.abi.generation import SamplingParams
+from stack_core.cli import main
+from stack_serve.llm.language_model import LLM
+
+ROOT = Path(__file__).parents[1]
+PORT = 18_431
+
+
+def questions(directory):
+    """Yields each held-out question with a data URL of its picture, and the answer."""
+    for line in (directory / "held_out.jsonl").read_text().splitlines():
+        messages = json.loads(line)["messages"]
+        path = messages[0]["content"][0]["image_url"]["url"]
+        url = f"data:image/png;base64,{base64.b64encode((directory / path).read_bytes()).decode()}"
+        for asked, answer in zip(messages[::2], messages[1::2], strict=True):
+            parts = [{"type": "image_url", "image_url": {"url": url}}, asked["content"][-1]]
+            yield [{"role": "user", "content": parts}], answer["content"]
+
+
+@pytest.mark.slow  # minutes: it trains a model
+def test_a_model_learns_shapes_and_colors_and_is_served_with_the_same_answers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    subprocess.run([sys.executable, ROOT / "examples" / "shapes.py"], check=True)
+    main(["train", str(ROOT / "examples" / "shapes.yaml")])
+    found = list(questions(tmp_path / "runs" / "shapes-data"))
+    assert len(found) >= 400
+    greedy = SamplingParams(temperature=0.0, max_tokens=3)
+    with LLM("runs/shapes", max_sequences=8, step_tokens=64) as llm:
+        answers = [output.text for output in llm.chat([messages for messages, _ in found], greedy)]
+    right = sum(given == answer for given, (_, answer) in zip(answers, found, strict=True))
+    assert right >= 0.95 * len(found), f"{right} of {len(found)} held-out questions"
+    command = [sys.executable, "-m", "stack_core", "serve", "runs/shapes", "--port", str(PORT), "--json"]
+    with subprocess.Popen([*command, "--max-sequences", "8", "--step-tokens", "64"], stdout=subprocess.PIPE) as server:
+        try:
+            assert server.stdout is not None
+            assert server.stdout.readline()  # when it is ready
+            client = openai.OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key="none", max_retries=0)
+            for (messages, _), answer in list(zip(found, answers, strict=True))[:60]:
+                served = client.chat.completions.create(
+                    model=client.models.list().data[0].id, messages=messages, temperature=0, max_tokens=3
+                )
+                assert served.choices[0].message.content == answer
+        finally:
+            server.terminate()

@@ -1,0 +1,199 @@
+"""`data.name: image_chat`: conversations with images for supervised fine-tuning on the assistant's tokens."""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jax
+import numpy as np
+from jaxtyping import Int64, UInt8
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from stack_core.abi.config import config
+from stack_core.abi.data import Shapes
+from stack_core.abi.errors import ConfigError, DataError, GenerationError
+from stack_core.text.images import ImageReader, data_of_url, take_images
+from stack_train.data.conversations import Conversation, Tokenization
+from stack_train.data.examples import fitting
+from stack_train.data.files import expand_glob
+from stack_train.data.jsonl import jsonl_records
+from stack_train.data.kinds.chat import ChatBatches, ChatData, load_tokenizer
+from stack_train.data.kinds.text import check_positions, check_vocabulary, language_model_shapes
+from stack_train.vision.reader import SeesImages, image_reader
+
+__all__ = ["ImageChatData"]
+
+_DECODERS = 4
+_MESSAGES = ("messages", "prompt", "completion")
+
+
+@config
+class ImageChatData:
+    """Conversations with images in JSONL files, in the form of `chat` with content parts of OpenAI's API.
+
+    The content of a message is a text or a list of parts, `{"type": "text", "text": ...}` and `{"type": "image_url",
+    "image_url": {"url": ...}}`. A URL is a data URL, or the path of a file relative to its JSONL file. Images are
+    decoded while batches are assembled; needs stack-train[images]. A batch also contains "pixels".
+
+    Attributes:
+      source: glob of JSONL files, such as "chats/*.jsonl".
+      name: selects this kind of data.
+      tokenizer, chat_template, seq_tokens, packed, batch_size, validation_fraction, prefetch_batches: see `ChatData`.
+      too_long: policy for conversations longer than a row: "error" or "drop".
+      row_images: maximum number of images per row.
+    """
+
+    source: str
+    name: Literal["image_chat"] = "image_chat"
+    tokenizer: str | None = None
+    chat_template: str | None = None
+    seq_tokens: PositiveInt = 512
+    packed: bool = True
+    too_long: Literal["error", "drop"] = "error"
+    batch_size: PositiveInt = 8
+    validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.05
+    prefetch_batches: NonNegativeInt = 2
+    row_images: PositiveInt = 1
+
+    def spec(self, model: Any) -> Shapes:
+        vision = model.vision
+        shape = (self.batch_size, self.row_images, vision.image_size, vision.image_size, vision.channels)
+        pixels = jax.ShapeDtypeStruct(shape, np.uint8)
+        return {**language_model_shapes(self.batch_size, self.seq_tokens), "pixels": pixels}
+
+    def work(self) -> tuple[str, int]:
+        return "tokens", self.batch_size * self.seq_tokens
+
+    def check(self, model: Any) -> None:
+        if not isinstance(model, SeesImages):
+            raise ConfigError(
+                f"Data of kind image_chat is for language models with images, not for family {model.name!r}; use "
+                "gemma3_vision, or data of kind chat."
+            )
+        tokens = {"image_token": model.image_token, "image_begin": model.image_begin, "image_end": model.image_end}
+        if missing := [f"model.{name}" for name, token in tokens.items() if token is None]:
+            raise ConfigError(f"Set {', '.join(missing)} to the ids of the tokenizer's tokens of images.")
+        check_positions(self.seq_tokens, model)
+
+    def build(self, *, seed: int, model: Any) -> "ImageChatBatches":
+        """Reads and tokenizes every conversation, and reads its image files without decoding them.
+
+        Raises:
+          ConfigError: no tokenizer is configured, or its vocabulary is larger than the model's.
+          DataError: a record is malformed, too long, or has too many images, or the training split is empty.
+          ChatTemplateError: the template rejects a conversation.
+        """
+        tokenizer = load_tokenizer(self.tokenizer, self.name, self.chat_template)
+        check_vocabulary(tokenizer.vocab_size, model)
+        reader = image_reader(model, tokenizer)
+        if reader is None:
+            raise ConfigError(f"Images have {model.vision.channels} channels; set model.vision.channels to 1 or 3.")
+        tokenization = Tokenization.by_template_of(tokenizer, reader)
+        conversations = [
+            self._conversation(tokenization, name, record)
+            for name, record in jsonl_records(expand_glob(self.source, self.name))
+        ]
+        if not conversations:
+            raise DataError(f"{self.source} holds no conversation. Point data.source at files with some.")
+        same = ("tokenizer", "chat_template", "seq_tokens", "packed", "too_long", "batch_size", "validation_fraction")
+        chat = ChatData(prefetch_batches=self.prefetch_batches, **{name: getattr(self, name) for name in same})
+        kept = fitting(conversations, self.seq_tokens, self.too_long)
+        return ImageChatBatches(chat, tokenizer, kept, seed=seed, reader=reader, row_images=self.row_images)
+
+    def _conversation(self, tokenization: Tokenization, name: str, record: Mapping[str, Any]) -> "ImageConversation":
+        folder, urls = Path(name.rpartition(":")[0]).parent, list[str]()
+        digest = sha256()
+
+        def load(url: str) -> bytes:
+            # Only the URL is kept; batches read the image again.
+            url = url if url.startswith("data:") else str(folder / Path(url).expanduser())
+            digest.update(_contents(url))
+            urls.append(url)
+            return b""
+
+        lists = {key: record[key] for key in _MESSAGES if isinstance(record.get(key), list)}
+        taken = {key: take_images(messages, load)[0] for key, messages in lists.items()}
+        if len(urls) > self.row_images:
+            raise DataError(
+                f"{name} has {len(urls)} images, and a row {self.row_images}. Raise data.row_images, or divide it."
+            )
+        found = tokenization.conversation(name, {**record, **taken})
+        return ImageConversation(found.name, found.tokens, found.supervised, tuple(urls), digest.hexdigest())
+
+
+def _contents(url: str) -> bytes:
+    if url.startswith("data:"):
+        return data_of_url(url)
+    try:
+        return Path(url).read_bytes()
+    except OSError as error:
+        raise GenerationError(f"{url} cannot be read: {error}.") from error
+
+
+@dataclass(frozen=True)
+class ImageConversation(Conversation):
+    """A tokenized conversation with images.
+
+    Attributes:
+      images: path or data URL of each image.
+      digest: hash of the image files.
+    """
+
+    images: tuple[str, ...] = ()
+    digest: str = ""
+
+    @property
+    def identity(self) -> str:
+        return self.digest + super().identity
+
+
+class ImageChatBatches(ChatBatches):
+    """Batches of conversations with the pixels of their images."""
+
+    def __init__(self, config: ChatData, *rest: Any, reader: ImageReader, row_images: int, **options: Any) -> None:
+        self._reader, self._row_images = reader, row_images
+        super().__init__(config, *rest, **options)
+        self.fingerprint["data.row_images"] = row_images
+
+    def _plan(self, chosen: Int64[np.ndarray, " chosen"]) -> list[Int64[np.ndarray, " in_row"]]:
+        return [part for row in super()._plan(chosen) for part in self._within(row)]
+
+    def _within(self, row: Int64[np.ndarray, " in_row"]) -> list[Int64[np.ndarray, " in_part"]]:
+        """Divides a row of conversations into rows that have at most `row_images` images."""
+        counts = [len(self._images_of(index)) for index in row.tolist()]
+        parts, images = list[list[int]]([[]]), 0
+        for index, count in zip(row.tolist(), counts, strict=True):
+            if images + count > self._row_images:
+                parts.append([])
+                images = 0
+            parts[-1].append(index)
+            images += count
+        return [np.asarray(part, np.int64) for part in parts]
+
+    def _rows(self, plan: Sequence[Any], rows: Int64[np.ndarray, " batch"]) -> dict[str, Any]:
+        pixels = np.zeros((len(rows), self._row_images, *self._reader.shape), np.uint8)
+        places = [
+            (number, place, index, url)
+            for number, row in enumerate(rows)
+            for place, (index, url) in enumerate(
+                (index, url) for index in plan[row] for url in self._images_of(int(index))
+            )
+        ]
+        with ThreadPoolExecutor(_DECODERS) as decoders:
+            decoded = decoders.map(lambda place: self._decoded(int(place[2]), place[3]), places)
+            for (number, place, _, _), image in zip(places, decoded, strict=True):
+                pixels[number, place] = image
+        return {**super()._rows(plan, rows), "pixels": pixels}
+
+    def _decoded(self, index: int, url: str) -> UInt8[np.ndarray, "side side channels"]:
+        try:
+            return self._reader.read(_contents(url))
+        except (DataError, GenerationError) as error:
+            raise DataError(f"{self._conversations[index].name}: {url[:80]}: {error}") from error
+
+    def _images_of(self, index: int) -> tuple[str, ...]:
+        conversation: Any = self._conversations[index]
+        return conversation.images

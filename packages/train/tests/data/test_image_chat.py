@@ -1,0 +1,118 @@
+"""Conversations with images: their tokens, pixels and errors."""
+
+import base64
+import io
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from stack_core.abi.data import IGNORED_TARGET
+from stack_core.abi.errors import ChatTemplateError, ConfigError, DataError
+from stack_train.data.kinds.image_chat import ImageChatData
+from stack_train.models.gemma3_vision import Gemma3VisionConfig
+from stack_train.models.llama import LlamaConfig
+from stack_train.vision.siglip import SiglipConfig
+
+WORDS = ["<pad>", "<end>", "<image>", "<soft>", "</image>", "user", "assistant", "what", "red", "blue"]
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role + ' ' }}{% if m.content is string %}{{ m.content + ' ' }}{% else %}"
+    "{% for p in m.content %}{% if p.type == 'image' %}<image> {% else %}{{ p.text + ' ' }}{% endif %}{% endfor %}"
+    "{% endif %}{% if m.role == 'assistant' %}<end> {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
+MODEL = Gemma3VisionConfig(
+    vocab_size=10,
+    embed=8,
+    heads=2,
+    image_begin=2,
+    image_token=3,
+    image_end=4,
+    image_tokens=4,
+    vision=SiglipConfig(embed=8, heads=2, image_size=4, patch=2),
+)
+
+
+def png(color):
+    file = io.BytesIO()
+    Image.new("RGB", (6, 3), color).save(file, format="PNG")
+    return file.getvalue()
+
+
+def image(url):
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def chat(*images, answer="red"):
+    parts = [*map(image, images), {"type": "text", "text": "what"}]
+    return [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
+
+
+def data(tmp_path, *conversations, **fields):
+    tokenizer = Tokenizer(models.WordLevel({word: place for place, word in enumerate(WORDS)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(WORDS[:5])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    names = {"eos_token": "<end>", "chat_template": TEMPLATE}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
+    lines = [json.dumps({"messages": each}) for each in conversations]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "red.png").write_bytes(png((255, 0, 0)))
+    settings = {"source": str(tmp_path / "*.jsonl"), "tokenizer": str(tmp_path), "validation_fraction": 0.0}
+    return ImageChatData(**{**settings, "seq_tokens": 24, "batch_size": 1, "prefetch_batches": 0, **fields})
+
+
+def batches(config):
+    config.check(MODEL)
+    return config.build(seed=0, model=MODEL)
+
+
+def test_a_row_has_the_tokens_and_the_pixels_of_its_images(tmp_path):
+    blue = f"data:image/png;base64,{base64.b64encode(png((0, 0, 255))).decode()}"
+    config = data(tmp_path, chat("red.png", blue), chat(answer="blue"), row_images=2)
+    batch = batches(config).train_batch(np.array([0]))
+    assert {name: array.shape for name, array in batch.items()} == {
+        name: struct.shape for name, struct in config.spec(MODEL).items()
+    }
+    tokens = [5, *[2, 3, 3, 3, 3, 4] * 2, 7, 6, 8]
+    begin = batch["tokens"][0].tolist().index(2) - 1
+    assert batch["tokens"][0, begin : begin + 16].tolist() == tokens
+    targets = batch["targets"][0]
+    assert sorted(targets[targets != IGNORED_TARGET].tolist()) == [1, 1, 8, 9]
+    assert (batch["pixels"][0, 0] == (255, 0, 0)).all()
+    assert (batch["pixels"][0, 1] == (0, 0, 255)).all()
+
+
+def test_rows_have_at_most_row_images(tmp_path):
+    found = batches(data(tmp_path, *[chat("red.png")] * 2, chat(), seq_tokens=40))
+    assert found.train_rows == 2
+    with pytest.raises(DataError, match=r"chats\.jsonl:1 has 2 images, and a row 1\. Raise data\.row_images"):
+        batches(data(tmp_path, chat("red.png", "red.png")))
+
+
+def test_the_order_depends_on_the_pixels(tmp_path):
+    first = batches(data(tmp_path, chat("red.png"))).fingerprint
+    found = data(tmp_path, chat("red.png"))
+    (tmp_path / "red.png").write_bytes(png((254, 0, 0)))
+    assert batches(found).fingerprint != first
+
+
+def test_bad_images_are_named(tmp_path):
+    with pytest.raises(ChatTemplateError, match=r"messages\.0\.content\.0: .*none\.png cannot be read"):
+        batches(data(tmp_path, chat("none.png")))
+    (tmp_path / "text.png").write_text("no image")
+    found = batches(data(tmp_path, chat("text.png")))
+    with pytest.raises(DataError, match=r"chats\.jsonl:1: .*text\.png: The 8 bytes are no image that Pillow reads"):
+        found.train_batch(np.array([0]))
+    with pytest.raises(DataError, match="has 1 times '<image>', which stands for an image, and 0 images"):
+        batches(data(tmp_path, chat(answer="<image>")))
+
+
+def test_models_need_a_tower_and_its_tokens(tmp_path):
+    found = data(tmp_path, chat())
+    with pytest.raises(ConfigError, match="not for family 'llama'; use gemma3_vision"):
+        found.check(LlamaConfig())
+    with pytest.raises(ConfigError, match=r"Set model\.image_token, model\.image_begin, model\.image_end"):
+        found.check(Gemma3VisionConfig())

@@ -51,7 +51,7 @@ class Tokenization:
     Args:
       tokenizer: tokenizer of the rendered text.
       template: chat template; None if all conversations are pairs of plain texts.
-      images: preprocessing of images, whose tokens replace the placeholders of the template; None for texts alone.
+      images: preprocessing of images, whose tokens replace the placeholders of the template; None for text.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Tokenization:
 def _with_images(
     name: str, text: str, spans: list[Span], messages: Messages, reader: ImageReader
 ) -> tuple[str, list[Span]]:
-    """Replaces the placeholders of images in a rendered conversation, and moves the spans behind them."""
+    """Replaces the placeholders of images in a rendered conversation, and adjusts the spans."""
     contents = [message.get("content") for message in messages]
     images = sum(part == {"type": "image"} for each in contents if isinstance(each, list) for part in each)
     try:

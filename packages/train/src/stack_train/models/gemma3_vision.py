@@ -133,7 +133,7 @@ class Gemma3Vision(Decoder):
           pixels: images of each row, in the order of its image tokens, padded to the same number.
 
         Raises:
-          ArgumentError: images are given twice, or the config has no `image_token`.
+          ArgumentError: both `pixels` and `images`, or `image_token` is not set.
         """
         if pixels is not None:
             if images is not None:
@@ -175,7 +175,7 @@ class _ConfigMap(ConfigMap):
             "image_begin": outer.get("boi_token_index", "boi_token_id", default=255_999),
             "image_end": outer.get("eoi_token_index", "eoi_token_id", default=256_000),
         }
-        outer.get("initializer_range")  # each part repeats it
+        outer.get("initializer_range")  # unused: each part repeats this key
         problems = [*outer.problems, *outer.unread(), *vision.problems, *vision.unread()]
         if problems:
             raise ConversionError(

@@ -14,7 +14,7 @@ def place_features(
 ) -> ImageTokens:
     """Assigns the features of each row's images, in order, to the row's runs of image tokens.
 
-    A run may be shorter than an image if the row ends in it. Tokens of further runs keep their embeddings.
+    A run at the end of a row may be shorter than an image. Tokens of further runs keep their embeddings.
 
     Args:
       features: features of each row's images.

@@ -56,7 +56,7 @@ class SquareImages:
 
 
 def image_reader(config: SeesImages, tokenizer: HuggingFaceTokenizer) -> SquareImages | None:
-    """Returns the preprocessing of a model's images; None if the config names no image tokens."""
+    """Returns the preprocessing of a model's images; None without image tokens in the config."""
     tokens = (config.image_begin, config.image_token, config.image_end)
     if config.image_token is None or None in tokens or config.vision.channels not in _MODES:
         return None

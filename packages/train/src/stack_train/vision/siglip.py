@@ -44,7 +44,7 @@ class SiglipConfig:
       layers: number of layers.
       heads: number of attention heads, a divisor of `embed`.
       image_size: side of the square images in pixels.
-      patch: side of a patch in pixels; pixels beyond the last whole patch are not read.
+      patch: side of a patch in pixels; pixels beyond the last complete patch are not read.
       channels: number of color channels.
       norm_epsilon: term added to the variance in layer norms.
     """
@@ -115,7 +115,7 @@ class Siglip(nnx.Module):
     """Images to one feature vector per patch.
 
     Initial values: matrices are normal with standard deviation `std`, or std / sqrt(2 layers) if they write to the
-    residual stream; norms start as the identity, and biases at 0.
+    residual stream; norms start as the identity, and biases are zero.
 
     Args:
       config: size of the tower.
@@ -160,7 +160,7 @@ class Siglip(nnx.Module):
         """Returns the features of each patch, row by row, in `dtype`.
 
         Args:
-          pixels: square images with sides of `config.image_size`; values of 0 to 255 are scaled to -1 to 1.
+          pixels: square images with sides of `config.image_size`; values in [0, 255] are scaled to [-1, 1].
         """
         x = self._embedded(pixels)
 

@@ -79,7 +79,7 @@ class ImageChatData:
         check_positions(self.seq_tokens, model)
 
     def build(self, *, seed: int, model: Any) -> "ImageChatBatches":
-        """Reads and tokenizes every conversation, and reads its image files without decoding them.
+        """Reads and tokenizes every conversation, and hashes its image files.
 
         Raises:
           ConfigError: no tokenizer is configured, or its vocabulary is larger than the model's.
@@ -108,7 +108,7 @@ class ImageChatData:
         digest = sha256()
 
         def load(url: str) -> bytes:
-            # Only the URL is kept; batches read the image again.
+            # Batches read the image again.
             url = url if url.startswith("data:") else str(folder / Path(url).expanduser())
             digest.update(_contents(url))
             urls.append(url)

@@ -45,7 +45,7 @@ def _optimized(array: jax.Array, spec: ArraySpec, steps: int, p: float, beta: fl
     mapped = scales(span, kind, unit_axes=axes, double=spec.double_quantized)
     tiles = Tiling(array.shape, mapped.full.shape)
     values = tiles.split(array).astype(jnp.float32)
-    # Errors are multiples of the initial scale, because `beta` has no unit.
+    # Errors are multiples of the initial scale, because `beta` is a pure number.
     unit = tiles.split(mapped.full)
     zero = np.float32(0) if mapped.zero_point is None else tiles.split(mapped.zero_point).astype(jnp.float32)
     smallest = -kind.largest if mapped.zero_point is None else None

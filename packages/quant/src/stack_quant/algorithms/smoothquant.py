@@ -1,4 +1,4 @@
-"""SmoothQuant: moves the range of activations into the weights, input by input.
+"""SmoothQuant: moves the range of activations into the weights, one factor per input.
 
 For y = x W, input j is divided by s_j and row j of W is multiplied by s_j:
 

@@ -37,8 +37,8 @@ def run_algorithms(
 ) -> dict[str, Quantized]:
     """Quantizes the parameters whose rules have an algorithm. Returns them by path.
 
-    The inputs of a product are computed with the parameters quantized before it and with rounded activations; the
-    activations stay in float if an algorithm transforms them. Tables without a product stay rounded to the nearest.
+    Inputs of a product are computed with the parameters quantized so far and with rounded activations. Activations that
+    an algorithm transforms stay in float. Tables without a product stay rounded to the nearest.
 
     Args:
       parameters: floating parameters; if they are shapes, nothing is computed.

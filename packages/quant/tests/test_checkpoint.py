@@ -17,7 +17,7 @@ from stack_core.abi.metrics import Metric, Metrics
 from stack_core.abi.models import Outputs
 from stack_core.ops import Head
 from stack_core.ops.building import is_quantized
-from stack_quant.errors import QuantError
+from stack_quant.errors import QuantError, RuleError
 from stack_quant.rules import Rule
 from stack_quant.section import QuantConfig
 
@@ -118,6 +118,28 @@ def test_activations_that_a_loss_multiplies_with_the_head_are_rounded_too(traine
     assert weights.loss_after != both.loss_after
 
 
+def test_a_recipe_has_an_algorithm_for_models_with_a_stream(trained: Trained, tmp_path: Path) -> None:
+    quantize_checkpoint(str(tmp_path), "w8a8", tmp_path / "out", evaluation_batches=0)
+    quantize_checkpoint(str(tmp_path), "w8a8", tmp_path / "out", evaluation_batches=0, algorithm="nearest")
+    recipe = tmp_path / "tiles.yaml"
+    recipe.write_text("rules: [{path: .*, weights: int4, tile_size: 4, with_stream: gptq}]")
+    quantize_checkpoint(str(tmp_path), str(recipe), tmp_path / "out", evaluation_batches=0)
+    rules = [sections["quant"].rules[0] for _, _, sections in trained.saved]
+    assert [rule.algorithm for rule in rules] == ["smoothquant+hadamard,least=1", "nearest", "gptq"]
+    schemes = [model.lm_head.get_value().scheme for _, model, _ in trained.saved]
+    assert schemes == ["int8 scaled rotated by 16", "int8", "int4/t4"]
+
+
+def test_a_model_that_the_default_algorithm_cannot_quantize_is_rounded_with_a_warning(trained, tmp_path: Path) -> None:
+    recipe = tmp_path / "blocks.yaml"
+    recipe.write_text('rules: [{path: .*, weights: int8, with_stream: "hadamard,least=32"}]')
+    with pytest.warns(UserWarning, match="rounded to the nearest, as with --algorithm nearest: .*lm_head.*,least=1"):
+        quantize_checkpoint(str(tmp_path), str(recipe), tmp_path / "out", evaluation_batches=0)
+    assert trained.saved[0][2]["quant"].rules[0].algorithm is None
+    with pytest.raises(RuleError, match="blocks of at least 32 inputs"):
+        quantize_checkpoint(str(tmp_path), str(recipe), tmp_path / "out", algorithm="hadamard,least=32")
+
+
 def test_progress_is_told(trained: Trained, tmp_path: Path) -> None:
     told: list[tuple[str, int, int]] = []
     quantize_checkpoint(str(tmp_path), "w8a8", tmp_path / "out", progress=lambda *stage: told.append(stage))
@@ -125,6 +147,7 @@ def test_progress_is_told(trained: Trained, tmp_path: Path) -> None:
         "reading the model",
         "reading the data",
         "quantizing",
+        "reading the stream",
         "loss before",
         "loss after",
         "writing",

@@ -18,8 +18,10 @@ SHAPES = {"embedder": (64, 256), "layers/up": (256, 256), "norm": (256,), "lm_he
 SCHEMES = {
     "fp8": {"embedder": "fp8_e4m3", "layers/up": "fp8_e4m3", "lm_head": "fp8_e4m3"},
     "nf4": {"embedder": "int8", "layers/up": "nf4/t64", "lm_head": "int8"},
-    "w4": {"embedder": "int8", "layers/up": "int4/t128", "lm_head": "int8"},
-    "w4a8": {"embedder": "int8", "layers/up": "int4/t128", "lm_head": "int8"},
+    "w4": {"embedder": "int8", "layers/up": "int4/t32", "lm_head": "int8"},
+    "w4_t128": {"embedder": "int8", "layers/up": "int4/t128", "lm_head": "int8"},
+    "w4a8": {"embedder": "int8/t32", "layers/up": "int4/t32", "lm_head": "int8/t32"},
+    "w4a8_t128": {"embedder": "int8", "layers/up": "int4/t128", "lm_head": "int8"},
     "w8a8": {"embedder": "int8", "layers/up": "int8", "lm_head": "int8"},
 }
 
@@ -37,10 +39,10 @@ def test_a_recipe_quantizes_what_its_name_says(name: str) -> None:
     schemes = {row.path: row.scheme for row in report(quantized).parameters if not row.reason}
     assert schemes == SCHEMES[name]
     computed = {row.computed for row in report(quantized).operations if "layers/up" in row.paths}
-    assert computed == {"quantized" if name in ("w8a8", "w4a8", "fp8") else "dequantized"}
+    assert computed == {"quantized" if name in ("w8a8", "w4a8", "w4a8_t128", "fp8") else "dequantized"}
 
 
-@pytest.mark.parametrize("name", ["w4", "w4a8"])
+@pytest.mark.parametrize("name", ["w4_t128", "w4a8_t128"])
 @pytest.mark.parametrize(("entries", "tile"), [(64, 64), (192, 96), (257, 257), (262, 131)])
 def test_a_recipe_takes_the_largest_tile_that_divides_and_says_so(name: str, entries: int, tile: int) -> None:
     weight, x = jax.random.normal(jax.random.key(0), (entries, 16)), jnp.ones((2, entries))

@@ -1,6 +1,7 @@
 """Quantization of checkpoints in any registered model format, with the loss before and after."""
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from stack_core.abi.config import differences, to_mapping
-from stack_core.abi.errors import ConversionError
+from stack_core.abi.errors import ConversionError, StackError
 from stack_core.abi.metrics import combine_all
 from stack_core.abi.model_formats import open_model
 from stack_quant.calibration import STREAM_BATCHES
@@ -100,7 +101,8 @@ def quantize_checkpoint(
       recipe: name of a recipe in `stack_quant.recipes`, path of a YAML file, or rules; None uses the recipe of the
         model's quantized training.
       destination: run directory to write, which must not exist.
-      algorithm: algorithm of all rules with weights, as in `Rule`; None uses the recipe's own.
+      algorithm: algorithm of all rules with weights, as in `Rule`; "nearest" rounds. None uses the recipe's own, and
+        rounds with a warning if it cannot quantize the model.
       data: address of the documents for calibration and evaluation; None uses the model's data.
       calibration_batches: number of training batches for static ranges and algorithms.
       evaluation_batches: maximum number of held-out batches for the loss; 0 skips the measurement.
@@ -122,15 +124,21 @@ def quantize_checkpoint(
     if algorithm is not None:
         rules = tuple(replace(rule, algorithm=rule.weights and algorithm) for rule in rules)
         _check_algorithm(source, algorithm, rules)
-    section = QuantConfig(rules=rules)
     _check_finite(source, trained.model)
     progress("reading the data", 0, 1)
     sample_batch = next(iter(trained.training_batches()))
     progress("quantizing", 0, 1)
-    stream = _followed(trained.training_batches(), calibration_batches, progress)
-    quantized = quantize_model(
-        trained.model, section.rules, dict(sample_batch), stream=stream, stream_batches=calibration_batches
-    )
+
+    def quantized_by(rules: tuple[Rule, ...]) -> Any:
+        stream = _followed(trained.training_batches(), calibration_batches, progress)
+        batch = dict(sample_batch)
+        return quantize_model(trained.model, rules, batch, stream=stream, stream_batches=calibration_batches)
+
+    quantized = None
+    if algorithm is None and trained.sections.get(_SECTION) is None:
+        rules, quantized = _by_defaults(recipe, rules, quantized_by)
+    quantized = quantized_by(rules) if quantized is None else quantized
+    section = QuantConfig(rules=rules)
     batches = list(islice(trained.validation_batches(), evaluation_batches))
     before, targets = _mean_loss(trained.metrics, trained.model, batches, functools.partial(progress, "loss before"))
     quantized_metrics = functools.partial(Quantization(section, sample_batch).call, trained.metrics)
@@ -138,6 +146,31 @@ def quantize_checkpoint(
     progress("writing", 0, 1)
     trained.save(destination, quantized, {_SECTION: section})
     return QuantizedCheckpoint(destination, report(quantized), before, after, targets)
+
+
+def _by_defaults(
+    recipe: Rules | None, rules: tuple[Rule, ...], quantized_by: Callable[[tuple[Rule, ...]], Any]
+) -> tuple[tuple[Rule, ...], Any]:
+    """Quantizes by the algorithms that a recipe has for models with a stream.
+
+    Returns the rules with the quantized model. For a recipe without such algorithms, and with a warning for a model
+    that they cannot quantize, returns `rules` and None.
+    """
+    chosen = [rule.algorithm for rule in as_rules(recipe, with_stream=True)]
+    calibrated = tuple(replace(rule, algorithm=name) for rule, name in zip(rules, chosen, strict=True))
+    if calibrated == rules:
+        return rules, None
+    try:
+        return calibrated, quantized_by(calibrated)
+    except StackError as error:
+        # Nobody requested these algorithms, and some models and data sets do not suit an algorithm.
+        names = " and ".join(dict.fromkeys(filter(None, chosen)))
+        warnings.warn(
+            f"The recipe's {names} cannot quantize this model, and weights are rounded to the nearest, as with "
+            f"--algorithm nearest: {error}",
+            stacklevel=3,
+        )
+        return rules, None
 
 
 def _followed(batches: Iterable[Batch], count: int, progress: Progress) -> Iterator[Batch]:

@@ -21,6 +21,7 @@ def stack_register_methods(registry: Registrar) -> None:
 
 @hookimpl
 def stack_register_algorithms(registry: Registrar) -> None:
+    registry.add("nearest", "stack_quant.algorithms.nearest:NEAREST")
     registry.add("gptq", "stack_quant.algorithms.gptq:GPTQ")
     registry.add("hqq", "stack_quant.algorithms.hqq:HQQ")
     registry.add("awq", "stack_quant.algorithms.awq:AWQ")

@@ -12,10 +12,12 @@ Sources: Chee et al., QuIP, 2023 (arXiv:2307.13304); Ashkboos et al., QuaRot, 20
 2. Blocks are the largest power of two that divides the inputs, at most `block`, instead of a Hadamard matrix of the
    complete size, which does not exist for all sizes.
 3. The signs are not randomized.
+
+Inputs whose largest block would be smaller than `least` are an error; with least=1 they are not rotated.
 """
 
 from stack_quant.algorithms import Algorithm
 
 __all__ = ["HADAMARD"]
 
-HADAMARD = Algorithm("hadamard", needs_stream=False, rotates=True, options={"block": 512})
+HADAMARD = Algorithm("hadamard", needs_stream=False, rotates=True, options={"block": 512, "least": 16})

@@ -34,9 +34,10 @@ def quantize(
 
     Args:
       source: a run directory, or a directory with a Hugging Face checkpoint; FORMAT:DIR if the format is ambiguous.
-      recipe: a YAML file of rules, or w8a8, w4, w4a8, nf4 or fp8; by default the recipe of the model's training.
-      algorithm: algorithm for the codes of the weights: gptq, hqq, or one with options as gptq,damp=0.02; by default
-        the recipe's own, else rounding to the nearest.
+      recipe: a YAML file of rules, or w8a8, w4, w4a8, w4_t128, w4a8_t128, nf4 or fp8; by default the recipe of the
+        model's training.
+      algorithm: algorithms for the weights: nearest, gptq, hqq, awq, smoothquant, hadamard, with options as in
+        gptq,damp=0.02, or joined as hadamard+gptq; by default the recipe's own.
       out: the directory to write; it must not exist.
       data: documents for calibration and evaluation, as SOURCE or SOURCE:ADDRESS; by default the run's own data.
       calibration_batches: number of training batches for static ranges and algorithms, if the recipe has any.

@@ -1,4 +1,7 @@
-"""Recipes: rules in YAML files. The files in this directory are available by name."""
+"""Recipes: rules in YAML files. The files in this directory are available by name.
+
+A rule of a recipe may have a key `with_stream`: its algorithm if there are batches for calibration.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,8 +34,11 @@ def recipe_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in Path(__file__).parent.glob("*.yaml")))
 
 
-def load_recipe(recipe: str | Path) -> tuple[Rule, ...]:
+def load_recipe(recipe: str | Path, *, with_stream: bool = False) -> tuple[Rule, ...]:
     """Loads the rules of a recipe: a name, such as "w4a8", or the path of a YAML file.
+
+    Args:
+      with_stream: give rules the algorithms that the recipe has for models with a calibration stream.
 
     Raises:
       UnknownName: the recipe does not exist; the message suggests the nearest name and lists all names.
@@ -41,25 +47,25 @@ def load_recipe(recipe: str | Path) -> tuple[Rule, ...]:
     """
     path = Path(recipe)
     if path.suffix in (".yaml", ".yml"):
-        return _read(path)
+        return _read(path, with_stream)
     known = recipe_names()
     if str(recipe) not in known:
         raise UnknownName(
             f"Unknown recipe {str(recipe)!r}.{nearest(str(recipe), known)} Recipes: {', '.join(known)}; or give the "
             "path of a file that ends in .yaml."
         )
-    return _read(Path(__file__).with_name(f"{recipe}.yaml"))
+    return _read(Path(__file__).with_name(f"{recipe}.yaml"), with_stream)
 
 
-def as_rules(rules: Any) -> tuple[Rule, ...]:
-    """Parses rules in any of the forms of `Rules`.
+def as_rules(rules: Any, *, with_stream: bool = False) -> tuple[Rule, ...]:
+    """Parses rules in any of the forms of `Rules`. For `with_stream` see `load_recipe`.
 
     Raises:
       RuleError: `rules` has none of these forms, or a rule contradicts itself.
       ConfigError, UnknownName: as `load_recipe`.
     """
     if isinstance(rules, str | Path):
-        return load_recipe(rules)
+        return load_recipe(rules, with_stream=with_stream)
     if isinstance(rules, Mapping):
         return as_rules(rules["rules"]) if rules.keys() == {"rules"} else (_rule(rules, 0),)
     if isinstance(rules, Rule):
@@ -72,13 +78,22 @@ def as_rules(rules: Any) -> tuple[Rule, ...]:
     return tuple(_rule(rule, place) for place, rule in enumerate(rules))
 
 
-def _read(path: Path) -> tuple[Rule, ...]:
+def _read(path: Path, with_stream: bool) -> tuple[Rule, ...]:
     try:
         mapping = load_yaml(path)
     except ConfigError as error:
         raise ConfigError(f"{error} A recipe is a YAML file: `rules:`, then a list of mappings.") from error
     listed = mapping.get("rules")
+    if isinstance(listed, list):
+        listed = [_with_algorithm(rule, with_stream) if isinstance(rule, Mapping) else rule for rule in listed]
     return parse(Recipe, {**mapping, "rules": as_rules(listed)} if isinstance(listed, list) else mapping).rules
+
+
+def _with_algorithm(rule: Mapping[str, Any], with_stream: bool) -> dict[str, Any]:
+    fields = {name: value for name, value in rule.items() if name != "with_stream"}
+    if with_stream and "with_stream" in rule:
+        fields.setdefault("algorithm", rule["with_stream"])
+    return fields
 
 
 def _rule(rule: Any, place: int) -> Rule:

@@ -20,7 +20,6 @@ __all__ = ["Plan", "plan"]
 
 
 _MOST_SHOWN = 8
-_LEAST_BLOCK = 16
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ def _input_spec(path: str, rule: Rule, shape: tuple[int, ...], use: Use) -> Inpu
     """Returns the form of the transform of a parameter's inputs, or None for an algorithm without transform."""
     assert rule.algorithm is not None, "asked only of rules with one"
     steps = parse_algorithms(rule.algorithm)
-    blocks = [options["block"] for step, options in steps if step.rotates]
+    blocks = [(int(options["block"]), options["least"]) for step, options in steps if step.rotates]
     has_scale = any(step.input_scale is not None for step, _ in steps)
     if not blocks and not has_scale:
         return None
@@ -154,11 +153,13 @@ def _input_spec(path: str, rule: Rule, shape: tuple[int, ...], use: Use) -> Inpu
             "over a part of an axis. Give it a rule of its own with another algorithm."
         )
     # The largest power of two that divides the axis.
-    block = int(min(blocks[0], last.size & -last.size)) if blocks else 1
-    if blocks and block < _LEAST_BLOCK:
+    (most, least), *_ = blocks or [(1, 1)]
+    block = min(most, last.size & -last.size)
+    if block < least:
         raise RuleError(
-            f"{path}, of shape {list(shape)}: a rotation needs blocks of at least {_LEAST_BLOCK} inputs, a power of "
-            f"two that divides its {last.size} inputs. Give it a rule of its own with another algorithm."
+            f"{path}, of shape {list(shape)}: a rotation needs blocks of at least {least} inputs, a power of two that "
+            f"divides its {last.size} inputs. Give it a rule of its own with another algorithm, or allow smaller "
+            "blocks: hadamard,least=1."
         )
     scale_shape = tuple(1 if axis in kept else size for axis, size in enumerate(shape)) if has_scale else None
     return InputSpec(scale_shape, last.axis - len(shape), block)

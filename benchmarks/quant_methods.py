@@ -35,20 +35,23 @@ TYPES = {
     "w8a8": "w8a8",
     "w8a8, head without a8": [HEAD, {"path": ".*", "weights": "int8", "activations": "int8"}],
     "w8": {"path": ".*", "weights": "int8"},
-    "w4 (tiles of 128)": "w4",
+    "w4 (tiles of 128)": "w4_t128",
     "w4, tiles of 32": [HEAD, {"path": ".*", "weights": "int4", "tile_size": 32}],
     "w4, tiles of 32, zero points": [
         HEAD,
         {"path": ".*", "weights": "int4", "tile_size": 32, "weight_calibration": "minmax"},
     ],
-    "w4a8 (tiles of 128)": "w4a8",
+    "w4a8 (tiles of 128)": "w4a8_t128",
+    "w4a8 (tiles of 32, zero points)": "w4a8",
     "nf4 (tiles of 64)": "nf4",
     "fp8": "fp8",
 }
 ALGORITHMS = {
+    "w8a8": ("smoothquant", "hadamard", "smoothquant+hadamard"),
     "w4 (tiles of 128)": ("gptq", "hqq"),
-    "w4, tiles of 32": ("gptq", "hqq"),
+    "w4, tiles of 32": ("gptq", "hqq", "awq", "awq+gptq", "hadamard+gptq"),
     "w4, tiles of 32, zero points": ("gptq",),
+    "w4a8 (tiles of 32, zero points)": ("gptq",),
     "w4a8 (tiles of 128)": ("gptq",),
     "nf4 (tiles of 64)": ("gptq",),
 }

@@ -58,7 +58,7 @@ def quantize(
 ) -> QuantizedCheckpoint:
     """Quantizes a run or a checkpoint, as `stack quantize` does: `quantize("runs/mine", "w4a8")`.
 
-    `quantize_model` and `quantize_function` quantize models in memory, `quantize_array` single arrays.
+    See `quantize_model` and `quantize_function` for models in memory.
 
     Args:
       source: address of the model, "DIR" or "FORMAT:DIR".
@@ -68,7 +68,7 @@ def quantize(
       options: other options of `quantize_checkpoint`, such as `algorithm="gptq"`.
 
     Raises:
-      QuantError: `source` is not an address, or rules were given without `out`.
+      QuantError: `source` is not an address, or `out` is None for rules without a name.
       StackError: as `quantize_checkpoint`.
     """
     if not isinstance(source, str | Path):

@@ -22,16 +22,16 @@ __all__ = ["convert", "format_of"]
 
 
 def convert(source: str, destination: str, *, progress: Progress | None = None, **options: Any) -> Conversion:
-    """Converts weights: one of the addresses is a run directory, the other FORMAT:DIR. Nothing is overwritten.
+    """Converts weights between a run directory and FORMAT:DIR, in either direction. Nothing is overwritten.
 
     Args:
       source: address of the weights to read.
       destination: address to write, which must not exist.
       progress: callback with the path of each converted parameter, the bytes done and the total bytes.
-      options: options of formats: `base` and `base_model` of adapters, `ignore` of a config.json, `stored` of types.
+      options: options of formats: `base`, `base_model`, `ignore` and `stored`, as in `stack convert`.
 
     Raises:
-      ConversionError: an address names no format that can be read or written, or an option does not apply to it.
+      ConversionError: an address names an unknown format, or an option does not apply.
       StackError: the weights cannot be read or written.
     """
     (from_format, from_path), (to_format, to_path) = format_of(source, ImportsRuns), format_of(destination, ExportsRuns)
@@ -73,7 +73,11 @@ def _check_options(options: Mapping[str, Any], source: str, from_format: Any, de
     """Raises a ConversionError if an option does not apply to the source or destination format."""
     uses = {
         "base": (from_format, ImportsAdapters, f"applies to adapters, but {source!r} is not an adapter. Leave it out"),
-        "ignore": (from_format, IgnoresKeys, f"ignores keys of a config.json, but {source!r} does not have one"),
+        "ignore": (
+            from_format,
+            IgnoresKeys,
+            f"ignores keys of a config.json, but {source!r} does not have one. Leave it out",
+        ),
         "base_model": (to_format, ExportsAdapters, f"applies to written adapters, but {destination!r} is not one"),
         "stored": (to_format, ExportsStored, f"applies to formats with a choice of dtypes, unlike {destination!r}"),
     }

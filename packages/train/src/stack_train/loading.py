@@ -31,11 +31,11 @@ def load(address: str | Path) -> "LoadedModel":
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A trained language model; `load` opens it.
+    """A trained language model, opened by `load`.
 
     Attributes:
-      address: address that it was opened from.
-      checkpoint: the opened checkpoint, with its tokenizer and sizes; engines take it as well.
+      address: address of the model.
+      checkpoint: the opened checkpoint, which engines also accept.
     """
 
     address: str
@@ -55,7 +55,7 @@ class LoadedModel:
         return self._generator.generate(prompt, parse(SamplingConfig, sampling))
 
     def save_pretrained(self, directory: str | Path, *, format: str = "hf") -> Conversion:  # noqa: A002
-        """Exports the model, as `stack convert` does, to a directory that transformers opens.
+        """Exports the model, as `stack convert` does. Transformers opens the default format.
 
         Args:
           directory: directory or file to write, which must not exist.
@@ -67,7 +67,7 @@ class LoadedModel:
         destination = f"{format}:{directory}"
         if format_of(self.address, ImportsRuns)[0] is None:
             return convert(self.address, destination)
-        # Beside the destination, because temporary directories may be in memory.
+        # On the disk of the destination: temporary directories may be in memory.
         parent = Path(directory).absolute().parent
         parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=parent, prefix=".convert-") as folder:

@@ -65,7 +65,7 @@ class Trainer:
         self.history: list[dict[str, float]] = []
 
     def train(self, steps: int | None = None, *, log_every_steps: int = 0) -> list[dict[str, float]]:
-        """Trains up to step `steps` (all by default), from the newest checkpoint if there is one.
+        """Trains up to step `steps` (all by default), resuming from the newest checkpoint.
 
         Args:
           steps: step to stop at; a later call continues.

@@ -205,7 +205,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"Cannot read config {str(path)!r}: {error}") from error
+        raise ConfigError(f"Cannot read config {str(path)!r}: {error}. Give the path of a YAML file.") from error
     return parse_yaml(text, str(path))
 
 
@@ -238,7 +238,9 @@ def apply_overrides(mapping: Mapping[str, Any], overrides: Sequence[str]) -> dic
         for parent in parents:
             section = section.setdefault(parent, {})
             if not isinstance(section, dict):
-                raise ConfigError(f"Override {override!r}: {parent!r} is the value {section!r}, not a section.")
+                raise ConfigError(
+                    f"Override {override!r}: {parent!r} is the value {section!r}, not a section. Set {parent!r} itself."
+                )
         section[leaf] = _override_value(override, text)
     return result
 

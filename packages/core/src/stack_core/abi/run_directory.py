@@ -81,7 +81,9 @@ class RunDirectory:
         try:
             return self.config.read_text(encoding="utf-8")
         except FileNotFoundError as error:
-            raise RunDirectoryError(f"{self.path} holds no run: it has no {self.config.name}.") from error
+            raise RunDirectoryError(
+                f"{self.path} holds no run: it has no {self.config.name}. Give the output of a run."
+            ) from error
         except (OSError, UnicodeDecodeError) as error:
             raise RunDirectoryError(f"{self.config} cannot be read: {error}") from error
 

@@ -61,7 +61,7 @@ AdapterRules = AdapterRule | Mapping[str, Any] | Sequence[AdapterRule | Mapping[
 """One rule or several, as `AdapterRule`s or mappings of their fields."""
 
 
-def as_adapter_rules(rules: AdapterRules) -> tuple[AdapterRule, ...]:
+def as_adapter_rules(rules: Any) -> tuple[AdapterRule, ...]:
     """Parses one or several rules, given as `AdapterRule`s or mappings.
 
     Raises:

@@ -54,7 +54,7 @@ def checkpoint_at(path: Path) -> Path:
         return path
     directory = CheckpointDirectory(RunDirectory(path).checkpoints)
     if not directory.root.is_dir():
-        raise CheckpointError(f"{path} is neither a checkpoint nor a run directory.")
+        raise CheckpointError(f"{path} is neither a checkpoint nor a run directory. Give the directory of a run.")
     if not (steps := directory.steps()):
         raise CheckpointError(f"{path} has no complete checkpoint.")
     return directory.path(steps[-1])

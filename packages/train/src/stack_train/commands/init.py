@@ -26,12 +26,12 @@ _STARTS = MappingProxyType({"chat": "llm", "lora": "llm", "dpo": "chat", "grpo":
 def init(kind: Kind, /, *, directory: Path = Path()) -> None:
     """Write a commented config for a first run: stack init llm && stack train llm.yaml
 
-    Example data is written beside it, to be replaced by your own. Nothing is overwritten.
+    Example data is written to the same directory; replace the data with yours. Nothing is overwritten.
 
     Args:
       kind: llm: pretraining on text; chat: fine-tuning on conversations; lora: adapters; dpo: preferences; grpo:
         reinforcement learning; diffusion: images.
-      directory: directory to write to.
+      directory: directory of the files.
     """
     config, data = f"{kind}.yaml", _DATA.get(kind, ())
     if (directory / config).exists():

@@ -9,6 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from stack_core.abi.config import apply_overrides, load_yaml
+from stack_core.abi.errors import ConfigError
 from stack_core.cli import overrides_from
 from stack_core.runtime.compile_cache import keep_compiled
 
@@ -56,6 +57,8 @@ def train(
     named = {"cluster.hosts": hosts, "cluster.launcher": launcher}
     given = [f"{key}={value}" for key, value in named.items() if value is not None]
     mapping = apply_overrides(load_yaml(config), [*overrides_from(overrides), *given])
+    if launcher is not None and not (isinstance(mapping["cluster"], dict) and mapping["cluster"].get("hosts")):
+        raise ConfigError("--launcher acts only with several hosts. Set --hosts N, or leave it out.")
     # JAX is imported late so that a typo in the file is reported without delay.
     import jax
 

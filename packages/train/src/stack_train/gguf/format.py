@@ -85,7 +85,7 @@ class GgufFormat:
         if stored not in self.stored_types:
             raise ConversionError(f"{stored!r} is no type that is written; take one of {', '.join(self.stored_types)}.")
         if directory.exists():
-            raise ConversionError(f"{directory} exists; a conversion overwrites nothing.")
+            raise ConversionError(f"{directory} exists; a conversion overwrites nothing. Choose a new path.")
         saved = run_config(run)
         if holds_codes(saved):
             raise ConversionError(f"The parameters of {run} are quantized. Convert the run that it was made from.")
@@ -287,7 +287,9 @@ class _Source:
         try:
             file = read_file(gguf, path)
         except (OSError, ValueError) as error:
-            raise ConversionError(f"{path} is no whole GGUF file: {type(error).__name__}: {error}.") from error
+            raise ConversionError(
+                f"{path} is no whole GGUF file: {type(error).__name__}: {error}. Give a complete file."
+            ) from error
         settings, tensors = file.settings, file.tensors
         config, architecture = _config_of(settings, tensors, path)
         rules = architecture.rules(config)

@@ -58,7 +58,8 @@ def check_sections(config: RunConfig) -> None:
     batch_size = next(iter(shapes.values())).shape[0]
     if batch_size % config.run.accumulation_steps:
         raise ConfigError(
-            f"data.batch_size {batch_size} is not a multiple of run.accumulation_steps {config.run.accumulation_steps}."
+            f"data.batch_size {batch_size} is not a multiple of run.accumulation_steps "
+            f"{config.run.accumulation_steps}. Change one of them."
         )
 
 

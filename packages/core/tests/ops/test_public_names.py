@@ -112,8 +112,8 @@ def test_signatures_are_those_of_abi_1() -> None:
         "reduction implementation axes",
         "low_rank": "x down up scale rows implementation axes",
         "norm": "x scale offset kind epsilon scale_offset residual axis implementation axes",
-        "paged_attention": "query key_pages value_pages block_tables kv_lengths query_starts window softcap sinks ahead "
-        "scale value_dim layout implementation axes",
+        "paged_attention": "query key_pages value_pages block_tables kv_lengths query_starts window softcap sinks "
+        "ahead scale value_dim layout implementation axes",
         "ragged_dot": "lhs rhs group_sizes bias implementation axes",
         "ring_attention": "query key value axis_name order causal query_offset window segment_ids kv_lengths softcap "
         "sinks scale return_lse implementation axes",

@@ -1,7 +1,9 @@
 """`linear` of a few rows on CPUs, in machine code: for decoding, which is bound by reading weights."""
 
+import dataclasses
 import functools
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -36,7 +38,7 @@ _MAX_INTEGER_DEPTH = 2**16
 
 
 def supports_few_rows(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
-    """Checks for up to 64 rows of `x`, and weights that are floats or 4-bit or 8-bit codes without a zero point.
+    """Checks for up to 64 rows of `x`, and weights that are floats or 4-bit or 8-bit codes.
 
     The limit is 8 rows for bf16 or int8 operands if the processor has AMX tiles for them.
     """
@@ -78,7 +80,7 @@ def _reads(weight: Any) -> bool | str:
         return weight.dtype.name in BITS or f"it does not read {weight.dtype.name}"
     view = abstract_view(weight)
     name = view.qvalue.dtype.name
-    if name not in BITS or view.zero_point is not None:
+    if name not in BITS:
         return f"it does not read {view.scheme}"
     if view.codebook is not None and (BITS[name] != 4 or view.codebook.shape[0] > _LEVELS):
         return f"it looks up to {_LEVELS} levels for codes of 4 bits, and {view.scheme} is another"
@@ -91,6 +93,9 @@ def few_rows_product(x: Any, weight: Any) -> jax.Array:
     Has no gradient.
     """
     view = weight.__stack_qview__() if is_quantized(weight) else None
+    if view is not None and view.zero_point is not None:
+        of_codes = few_rows_product(x, _Viewed(dataclasses.replace(view, zero_point=None)))
+        return of_codes - _product_of_zero_points(x, view)
     if is_quantized(x):
         if view is not None and _has_integer_dot(x.__stack_qview__(), view):
             return _integer_product(x.__stack_qview__(), view)
@@ -107,6 +112,28 @@ def few_rows_product(x: Any, weight: Any) -> jax.Array:
     # A code beyond the last level counts as the last, as in `linear.codes`.
     levels = [] if view.codebook is None else [jnp.pad(view.codebook, (0, _LEVELS - len(view.codebook)), mode="edge")]
     return _call(product, rows.astype(jnp.float32), view.qvalue, _column_scales(view, len(view.scale)), *levels)
+
+
+@dataclass(frozen=True)
+class _Viewed:
+    view: QView
+
+    def __stack_qview__(self) -> QView:
+        return self.view
+
+
+def _product_of_zero_points(x: Any, weight: QView) -> jax.Array:
+    """Returns the product of `x` with the weight's zero points times their scales, float32[rows, n].
+
+    They are constant within a tile, so it needs one sum of `x` per tile.
+    """
+    assert weight.zero_point is not None
+    tiles = len(weight.scale)
+    rows = dequantized(x, jnp.float32) if is_quantized(x) else x.astype(jnp.float32)
+    sums = jnp.sum(rows.reshape(-1, tiles, rows.shape[-1] // tiles), axis=2)
+    offsets = weight.zero_point.astype(jnp.float32) * weight.scale.astype(jnp.float32)
+    product = jnp.dot(sums, offsets, precision=lax.Precision.HIGHEST)
+    return jnp.repeat(product, weight.qvalue.shape[1] // product.shape[1], axis=1)
 
 
 def _plain_product(rows: jax.Array, weight: jax.Array) -> jax.Array:

@@ -208,7 +208,7 @@ def clients(session: nox.Session, client: str) -> None:
 @nox.parametrize("extra", [nox.param(name, id=name) for name in ENVIRONMENTS])
 def environments(session: nox.Session, extra: str) -> None:
     """Environments of other packages, each in an environment of its own, because their pins exclude one another."""
-    session.install(*_with_extras("rl", extra), *TEST_NEEDS["rl"], *GROUPS("test"))
+    session.install(*_with_extras("rl", extra), *_wheels("serve"), *TEST_NEEDS["rl"], *GROUPS("test"))
     _pytest(session, [f"packages/rl/tests/environments/test_{extra.replace('-', '_')}.py"])
 
 

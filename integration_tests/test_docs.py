@@ -39,6 +39,7 @@ CONTRACTS = (
     "stack_core.abi.reports",
     "stack_core.abi.transforms",
     "stack_core.abi.tuning",
+    "stack_core.text.chat_server",
     "stack_core.text.message_parsers",
     "stack_rl.contracts",
 )

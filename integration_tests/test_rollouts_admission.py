@@ -9,7 +9,8 @@ import pytest
 from stack_core.abi.errors import EngineBusy
 from stack_rl.concurrent import ConcurrentPlayer
 from stack_rl.contracts import Action, Environment, Observation, StepResult, Tasks
-from stack_rl.episodes import Attempt, Player, PolicySampling
+from stack_rl.episodes import Attempt, Player
+from stack_rl.sampling import PolicySampling
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.engine import LLMEngine
 

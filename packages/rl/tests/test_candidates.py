@@ -8,11 +8,12 @@ import pytest
 from stack_core.abi.errors import DataError
 from stack_core.abi.generation import GenerationUpdate, SamplingParams, TokenLogprob
 from stack_rl.environments.cell import CellConfig
-from stack_rl.episodes import Attempt, Player, PolicySampling
+from stack_rl.episodes import Attempt, Player
 from stack_rl.experience import batch_of, batch_shapes
 from stack_rl.groups import Group
 from stack_rl.objectives.presets import DrGRPOConfig
 from stack_rl.rollouts import RolloutData
+from stack_rl.sampling import PolicySampling
 
 from .scripted import Policy, ScriptedEngine
 

@@ -15,9 +15,10 @@ from stack_rl import episodes
 from stack_rl.concurrent import ConcurrentPlayer
 from stack_rl.contracts import Action, EnvironmentKind, Observation, StepResult, Tasks
 from stack_rl.environments.cell import CellConfig
-from stack_rl.episodes import Attempt, Player, PolicySampling
+from stack_rl.episodes import Attempt, Player
 from stack_rl.groups import Group
 from stack_rl.rewards.unchecked import Unchecked
+from stack_rl.sampling import PolicySampling
 
 from .scripted import Policy, ScriptedEngine
 

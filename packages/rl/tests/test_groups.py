@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from stack_core.abi.errors import DataError
 from stack_rl.contracts import Trajectory
-from stack_rl.episodes import PolicySampling
 from stack_rl.experience import batch_of, batch_shapes
 from stack_rl.groups import Group, Ledger
 from stack_rl.objectives.presets import GRPOConfig
+from stack_rl.sampling import PolicySampling
 
 
 def trajectory(group=0, tokens=(5, 6, 7), version=3, reward=0.5):

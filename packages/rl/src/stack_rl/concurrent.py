@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -11,19 +12,20 @@ import numpy as np
 from stack_core.abi.engines import Engine
 from stack_core.abi.errors import EngineBusy, EngineStopped, EnvironmentFailed
 from stack_core.abi.generation import GenerationRequest, GenerationUpdate
-from stack_rl.contracts import Tasks, Trajectory
+from stack_rl.contracts import PlaysItself, Tasks, Trajectory
 from stack_rl.episodes import (
     Attempt,
     Episode,
     EventLoop,
     OnFailure,
-    PolicySampling,
     failure_message,
     joined,
     sampling_for,
     within,
 )
+from stack_rl.requests import EpisodeRequests, Receive
 from stack_rl.rewards.unchecked import Unchecked
+from stack_rl.sampling import PolicySampling
 
 __all__ = ["ConcurrentPlayer"]
 
@@ -105,19 +107,46 @@ class ConcurrentPlayer:
             if self._on_failure == "stop" and not isinstance(error, Unchecked):
                 raise EnvironmentFailed(failure_message(episode, self._tasks)) from error
         finally:
-            await episode.environment.close()
+            await episode.close()
         return None if episode.failure else episode.trajectory()
 
     async def _turns(self, episode: Episode, place: int) -> None:
         environment, limit_s = episode.environment, self._timeout_s
+        if isinstance(environment, PlaysItself):
+            await self._watch(episode, place)
+            return
         episode.begin(await within(environment.reset(), limit_s), self._seq_tokens)
         for turn in itertools.count():
             if episode.observation is None:
                 return
-            seed = np.random.default_rng([self._seed, episode.attempt.group, place, turn]).integers(1 << 62)
-            episode.act(await self._act(episode, int(seed)), self._seq_tokens)
+            seed = self._action_seed(episode, place, turn)
+            episode.act(await self._act(episode, seed), self._seq_tokens)
             assert episode.action is not None
             episode.take(await within(environment.step(episode.action), limit_s), self._seq_tokens)
+
+    def _action_seed(self, episode: Episode, place: int, turn: int) -> int:
+        return int(np.random.default_rng([self._seed, episode.attempt.group, place, turn]).integers(1 << 62))
+
+    async def _watch(self, episode: Episode, place: int) -> None:
+        """Lets an episode play itself, with a time limit between its requests."""
+        loop = asyncio.get_running_loop()
+
+        def send(request: GenerationRequest, receive: Receive) -> None:
+            def arrive(update: GenerationUpdate) -> None:
+                with contextlib.suppress(RuntimeError):  # the run has ended and its event loop is closed
+                    loop.call_soon_threadsafe(receive, update)
+
+            self._engine.submit(request, arrive)
+
+        seeds = functools.partial(self._action_seed, episode, place)
+        requests = EpisodeRequests(self._engine, send, self._policy_sampling, False, seeds, self._seq_tokens)
+        playing = episode.play_itself(requests)
+        while not playing.done():
+            await within(requests.wait_for_request(playing), self._timeout_s)
+            await requests.wait_for_answers(playing)
+        if requests.failure is not None:
+            self._engine.stats()  # raises if the engine itself has failed, and not only a request
+        episode.finish(self._seq_tokens)
 
     async def _act(self, episode: Episode, seed: int) -> GenerationUpdate:
         """Requests one action from the engine, which answers on its own thread."""

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from stack_core.abi.formats import GenerativeCheckpoint
     from stack_core.abi.generation import FinishReason
+    from stack_rl.requests import EpisodeRequests
 
 __all__ = [
     "Action",
@@ -18,6 +19,7 @@ __all__ = [
     "Environment",
     "EnvironmentKind",
     "Observation",
+    "PlaysItself",
     "Reward",
     "Score",
     "StepResult",
@@ -90,6 +92,19 @@ class Environment(Protocol):
 
 
 @runtime_checkable
+class PlaysItself(Protocol):
+    """One episode that requests the policy's answers itself. An exception fails the episode, as in `Environment`."""
+
+    async def play(self, requests: EpisodeRequests) -> StepResult:
+        """Plays the episode to its end and returns its reward, without an observation."""
+        ...
+
+    async def close(self) -> None:
+        """Frees the episode's resources. Called exactly once, also after a failure."""
+        ...
+
+
+@runtime_checkable
 class Tasks(Protocol):
     """The tasks of an environment, numbered from 0. An episode is one attempt at a task.
 
@@ -104,7 +119,7 @@ class Tasks(Protocol):
     @property
     def held_out(self) -> int: ...
 
-    def episode(self, task: int, *, held_out: bool = False) -> Environment:
+    def episode(self, task: int, *, held_out: bool = False) -> Environment | PlaysItself:
         """Creates a new attempt at a task; attempts at the same task differ only in the policy's actions."""
         ...
 
@@ -120,6 +135,8 @@ class Tasks(Protocol):
 @runtime_checkable
 class EnvironmentKind(Protocol):
     """A config class in the registry `environments`.
+
+    An attribute `plays_itself = True` says that its episodes may play themselves, see `PlaysItself`.
 
     Attributes:
       name: key of the class in the registry.
@@ -193,7 +210,7 @@ class Trajectory:
     Attributes:
       group: number of the group, which consists of all attempts at one task.
       task: number of the task.
-      tokens: int32, all tokens of the episode, exactly as observed and sampled.
+      tokens: int32, all tokens of the episode, exactly as observed and sampled, one branch after the other.
       sampled: bool, True for tokens sampled by the policy.
       logprobs: float32, log-probability of each sampled token under the sampling distribution; 0 elsewhere.
       versions: int32, version of the weights that sampled each token; -1 elsewhere.
@@ -205,6 +222,8 @@ class Trajectory:
       limit_tokens: maximum number of tokens that the policy could have sampled, given its earlier actions; None if
         unknown.
       action_starts: index of the first token of each action.
+      action_temperatures: temperature of each action; empty if all have the run's.
+      branch_starts: index of the first token of each branch of the episode's prefix tree, see `Branch`; empty for one.
       facts: named measurements to report.
       candidates: candidates of each token if sampling was restricted (`top_p`, `top_k`, `min_p`), else None:
         int32[tokens] with the number per token, and int32[...] with the candidates of all tokens concatenated.
@@ -223,6 +242,8 @@ class Trajectory:
     is_cut: bool = False
     limit_tokens: int | None = None
     action_starts: Sequence[int] = ()
+    action_temperatures: Sequence[float] = ()
+    branch_starts: Sequence[int] = ()
     facts: Mapping[str, float] = field(default_factory=dict)
     candidates: tuple[np.ndarray, np.ndarray] | None = None
 

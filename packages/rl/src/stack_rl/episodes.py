@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import math
 import threading
 import time
@@ -16,20 +17,21 @@ import numpy as np
 from stack_core.abi.engines import Engine
 from stack_core.abi.errors import EngineBusy, EnvironmentFailed, StackError
 from stack_core.abi.generation import GenerationRequest, GenerationUpdate, SamplingParams
-from stack_rl.contracts import Action, Environment, Observation, StepResult, Tasks, Trajectory, Verdict
+from stack_rl.branches import Branch, laid_out
+from stack_rl.contracts import Action, Environment, Observation, PlaysItself, StepResult, Tasks, Trajectory, Verdict
+from stack_rl.requests import EpisodeRequests, Receive
 from stack_rl.rewards.unchecked import Unchecked
 from stack_rl.rewards.weighted import as_floats
+from stack_rl.sampling import AS_MODEL, PolicySampling
 from stack_rl.threads import DaemonExecutor
 
 __all__ = [
-    "AS_MODEL",
     "STEP_TIMEOUT_S",
     "Attempt",
     "Episode",
     "EventLoop",
     "OnFailure",
     "Player",
-    "PolicySampling",
     "failure_message",
     "joined",
     "sampling_for",
@@ -43,6 +45,7 @@ OnFailure = Literal["stop", "drop"]
 STEP_TIMEOUT_S: Final = 300.0
 """Default time limit of an environment step in seconds."""
 
+_POLL_S = 0.02
 _FAREWELL_S = 5.0  # extra time for coroutines to handle their own timeout or cancellation
 _T = TypeVar("_T")
 
@@ -56,60 +59,37 @@ class Attempt:
     held_out: bool = False
 
 
-@dataclass(frozen=True)
-class PolicySampling:
-    """Sampling settings of the policy, named and defined as in `SamplingParams`; the defaults sample from the model."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-
-    @property
-    def is_narrowed(self) -> bool:
-        """Whether tokens may be excluded from sampling; trajectories then store the candidates."""
-        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
-
-    @property
-    def penalties(self) -> tuple[float, float, float]:
-        """Repetition, frequency and presence penalty."""
-        return self.repetition_penalty, self.frequency_penalty, self.presence_penalty
-
-    @property
-    def is_penalized(self) -> bool:
-        """True if the logits depend on earlier tokens."""
-        return self.penalties != (1.0, 0.0, 0.0)
-
-
-AS_MODEL: Final = PolicySampling()
-"""Settings that sample from the model's own distribution."""
-
-
 @dataclass
 class Episode:
-    """A running episode; lists have one entry per token."""
+    """A running episode.
+
+    Attributes:
+      branches: record of its tokens; a single branch, unless the episode plays itself.
+      playing: task of an episode that plays itself.
+      requests: requests of such an episode.
+    """
 
     attempt: Attempt
-    environment: Environment
+    environment: Environment | PlaysItself
     observation: Observation | None = None
     action: Action | None = None
-    tokens: list[int] = field(default_factory=list)
-    sampled: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    candidates: list[tuple[int, ...]] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
+    branches: list[Branch] = field(default_factory=lambda: [Branch()])
     verdict: Verdict | None = None
     parsed: str | None = None
     is_truncated: bool = False
     is_cut: bool = False
     limit_tokens: int = 0
-    action_starts: list[int] = field(default_factory=list)
     facts: dict[str, float] = field(default_factory=dict)
     failure: str | None = None
+    playing: "asyncio.Task[StepResult] | None" = None
+    requests: EpisodeRequests | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens so far."""
+        return (
+            self.branches[0].tokens if len(self.branches) == 1 else [t for each in self.branches for t in each.tokens]
+        )
 
     def begin(self, observation: Observation, seq_tokens: int) -> None:
         """Appends the prompt.
@@ -129,26 +109,14 @@ class Episode:
         if len(self.tokens) + len(observation.tokens) >= seq_tokens:  # an action needs at least one more token
             self.observation, self.is_truncated = None, True
             return
-        count = len(observation.tokens)
-        self.tokens += observation.tokens
-        self.sampled += [False] * count
-        self.logprobs += [0.0] * count
-        self.versions += [-1] * count
-        self.candidates += [()] * count
-        self.rewards += [0.0] * count
+        self.branches[0].observe(observation.tokens)
 
     def act(self, update: GenerationUpdate, seq_tokens: int) -> None:
         """Appends the policy's action."""
-        assert self.observation is not None and update.logprobs is not None and update.finish_reason is not None
-        count = len(update.tokens)
-        self.limit_tokens = sum(self.sampled) + min(self.observation.max_tokens, seq_tokens - len(self.tokens))
-        self.action_starts.append(len(self.tokens))
-        self.tokens += update.tokens
-        self.sampled += [True] * count
-        self.logprobs += [each.logprob for each in update.logprobs]
-        self.versions += update.weights_versions
-        self.candidates += update.candidates or [()] * count
-        self.rewards += [0.0] * count
+        assert self.observation is not None and update.finish_reason is not None
+        (branch,), count = self.branches, len(update.tokens)
+        self.limit_tokens = sum(branch.sampled) + min(self.observation.max_tokens, seq_tokens - len(branch.tokens))
+        branch.act(update)
         # An action that reaches its own `max_tokens` is complete; a shorter one was cut by `data.seq_tokens`.
         self.is_cut = update.finish_reason == "length"
         self.is_truncated = self.is_cut and count < self.observation.max_tokens
@@ -158,37 +126,75 @@ class Episode:
         reward = float(result.reward)  # sums of NumPy half-precision numbers would stay in half precision
         if not math.isfinite(reward):
             raise ValueError(f"the reward is {reward}; it must be finite")
-        # Before `show` appends the observation: the reward belongs to the last token of the action.
-        self.rewards[-1] += reward
+        # Before `show` appends the observation: the reward belongs to the last token of the action. With several
+        # branches it belongs to the last action in their order, because credit goes to earlier tokens of the row.
+        last = next(each for each in reversed(self.branches) if each.action_starts)
+        last.rewards[np.flatnonzero(last.sampled)[-1]] += reward
         if result.verdict is not None:
             self.verdict, self.parsed = result.verdict, result.parsed
         self.facts |= as_floats(result.facts)
         self.show(result.observation, seq_tokens)
 
+    def play_itself(self, requests: EpisodeRequests) -> "asyncio.Task[StepResult]":
+        """Starts an episode that plays itself; called on the event loop."""
+        assert isinstance(self.environment, PlaysItself)
+        self.requests, self.branches = requests, requests.branches
+        self.playing = asyncio.ensure_future(self.environment.play(requests))
+        return self.playing
+
+    def finish(self, seq_tokens: int) -> None:
+        """Takes the result of an episode that has played itself.
+
+        Raises:
+          ValueError: none of its answers can be trained.
+          Exception: the episode or the engine failed.
+        """
+        assert self.playing is not None and self.requests is not None
+        requests = self.requests
+        self.end_requests()
+        if requests.failure is not None:
+            raise requests.failure
+        if self.playing.cancelled():
+            raise ValueError("its task was cancelled")
+        result = self.playing.result()
+        if not requests.answers:
+            raise ValueError(f"no room for an answer in data.seq_tokens: {seq_tokens}")
+        if requests.answers == requests.untrained_answers:
+            raise ValueError(
+                f"none of its {requests.answers} answers can be trained, because each request is greedy, has a "
+                "constraint, a bias or min_tokens, or changes sampling settings other than the temperature"
+            )
+        counts = {"turns": requests.answers, "branches": len(requests.branches)}
+        self.facts |= as_floats({**counts, "untrained_answers": requests.untrained_answers})
+        self.is_truncated, self.is_cut = requests.is_truncated, requests.is_cut
+        self.limit_tokens = requests.limit_tokens
+        self.take(result, seq_tokens)
+
+    def end_requests(self) -> None:
+        """Ends the requests of an episode that plays itself."""
+        if self.requests is not None:
+            self.requests.close()
+            self.requests = None
+
+    async def close(self) -> None:
+        """Closes the environment, and ends everything that the episode has started."""
+        self.end_requests()
+        if self.playing is not None:
+            self.playing.cancel()
+        await self.environment.close()
+
     def trajectory(self) -> Trajectory:
         return Trajectory(
             group=self.attempt.group,
             task=self.attempt.task,
-            tokens=np.asarray(self.tokens, np.int32),
-            sampled=np.asarray(self.sampled, bool),
-            logprobs=np.asarray(self.logprobs, np.float32),
-            versions=np.asarray(self.versions, np.int32),
-            rewards=np.asarray(self.rewards, np.float32),
             verdict=self.verdict,
             parsed=self.parsed,
             is_truncated=self.is_truncated,
             is_cut=self.is_cut,
             limit_tokens=self.limit_tokens,
-            action_starts=tuple(self.action_starts),
             facts=self.facts,
-            candidates=_flat(self.candidates),
+            **laid_out(self.branches),
         )
-
-
-def _flat(candidates: Sequence[tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray] | None:
-    """Flattens candidates to the arrays of a `Trajectory`; None if all tokens lack them."""
-    counts = np.asarray([len(each) for each in candidates], np.int32)
-    return (counts, np.asarray([token for each in candidates for token in each], np.int32)) if counts.any() else None
 
 
 class Player:
@@ -238,27 +244,59 @@ class Player:
         """
         made = [self._tasks.episode(each.task, held_out=each.held_out) for each in attempts]
         episodes = [Episode(*pair) for pair in zip(attempts, made, strict=True)]
+        sent = deque[tuple[str, Receive]]()
+        places = {id(each): place for place, each in enumerate(episodes)}
+
+        def send(request: GenerationRequest, receive: Receive) -> None:
+            # Without a receiver, so that all episodes are answered in lockstep.
+            self._engine.submit(request)
+            sent.append((request.request_id, receive))
+
+        async def begin(episode: Episode) -> None:
+            if not isinstance(episode.environment, PlaysItself):
+                episode.begin(await episode.environment.reset(), self._seq_tokens)
+                return
+            seeds = lambda number: int(np.random.default_rng([*seed, places[id(episode)], number]).integers(1 << 62))
+            settings = self._policy_sampling, greedy, seeds, self._seq_tokens
+            episode.play_itself(EpisodeRequests(self._engine, send, *settings))
+            await self._step(episode)
+
         try:
-            self._together(episodes, self._reset)
-            for turn in range(self._seq_tokens):
+            self._together(episodes, begin)
+            for turn in itertools.count():
                 acting = [place for place, each in enumerate(episodes) if each.observation is not None]
-                if not acting:
+                playing = [each for each in episodes if each.requests is not None]
+                if not acting and not playing and not sent:
                     break
                 # One seed per episode, running or not, so the seeds do not depend on when other episodes end.
                 seeds = np.random.default_rng([*seed, turn]).integers(1 << 62, size=len(episodes))
                 self._act([episodes[place] for place in acting], seeds[acting], greedy=greedy)
-                self._together([episodes[place] for place in acting], self._step)
+                if not acting and not sent:
+                    time.sleep(_POLL_S)  # all requests wait for room in the engine's queue
+                self._answer(sent)
+                self._together([*(episodes[place] for place in acting), *playing], self._step)
         finally:
-            closing = [each.environment.close() for each in episodes]
+            closing = [each.close() for each in episodes]
             self._loop.run(closing, timeout_s=self._timeout_s + _FAREWELL_S)
         return [each.trajectory() if each.failure is None else None for each in episodes]
 
-    async def _reset(self, episode: Episode) -> None:
-        episode.begin(await episode.environment.reset(), self._seq_tokens)
-
     async def _step(self, episode: Episode) -> None:
-        assert episode.action is not None
-        episode.take(await episode.environment.step(episode.action), self._seq_tokens)
+        """Steps an environment, or waits until an episode that plays itself needs an answer or has ended."""
+        if not isinstance(episode.environment, PlaysItself):
+            assert episode.action is not None
+            episode.take(await episode.environment.step(episode.action), self._seq_tokens)
+            return
+        assert episode.playing is not None and episode.requests is not None
+        await episode.requests.wait_for_request(episode.playing)
+        if episode.playing.done():
+            episode.finish(self._seq_tokens)
+
+    def _answer(self, sent: "deque[tuple[str, Receive]]") -> None:
+        """Answers the requests of episodes that play themselves."""
+        while sent:
+            name, receive = sent.popleft()
+            for update in self._engine.stream(name):
+                self._loop.call(receive, update)
 
     def _act(self, acting: Sequence[Episode], seeds: np.ndarray, *, greedy: bool) -> None:
         """Takes one action in each episode."""
@@ -297,6 +335,7 @@ class Player:
                 await within(work(episode), self._timeout_s)
             except Exception as error:  # Environments are user code and may raise any exception.
                 episode.failure, episode.observation = f"{type(error).__name__}: {error}", None
+                episode.end_requests()
                 if self._on_failure == "stop" and not isinstance(error, Unchecked):
                     raise EnvironmentFailed(failure_message(episode, self._tasks)) from error
 
@@ -376,6 +415,10 @@ class EventLoop:
         self._loop.set_default_executor(DaemonExecutor())  # used by `asyncio.to_thread` in user environments
         self._thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
         self._thread.start()
+
+    def call(self, function: Callable[..., object], *args: Any) -> None:
+        """Calls a function on the event loop, after everything that was started before."""
+        self._loop.call_soon_threadsafe(function, *args)
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         """Starts a coroutine."""

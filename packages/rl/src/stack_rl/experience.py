@@ -9,12 +9,12 @@ import numpy as np
 from stack_core.abi.data import IGNORED_TARGET, Shapes
 from stack_core.abi.errors import DataError
 from stack_rl.contracts import Trajectory
-from stack_rl.episodes import AS_MODEL, PolicySampling
 from stack_rl.math.advantages import ADVANTAGES, equal_groups, gae, kl_to_go, overlong, whitened_tokens
 from stack_rl.math.weights import token_weights
 from stack_rl.objectives.policy import PolicyConfig
 from stack_rl.objectives.ppo import PPOConfig
 from stack_rl.reward_parts import lay_out_parts
+from stack_rl.sampling import AS_MODEL, PolicySampling
 
 __all__ = ["REFERENCE_LOGPROBS", "batch_of", "batch_shapes", "credited", "overlong_rewards", "update_batch"]
 
@@ -43,6 +43,7 @@ def batch_shapes(
     *,
     candidates: int = 0,
     sampling: PolicySampling = AS_MODEL,
+    temperatures: bool = False,
     reference: bool = False,
 ) -> Shapes:
     """Returns the arrays of a batch: token arrays are [rows, seq_tokens], row arrays [rows].
@@ -54,6 +55,7 @@ def batch_shapes(
       candidates: maximum number of candidates per target, stored as int32[rows, seq_tokens, candidates] and padded with
         -1. 0 omits the array, because all tokens are candidates.
       sampling: sampling settings; a temperature and penalties need further arrays, see `sampled_figures`.
+      temperatures: include the temperature of each token, because actions may have their own.
       reference: include the reference's log-probabilities of the targets.
     """
     more = {
@@ -66,7 +68,7 @@ def batch_shapes(
     tokens = {name: jax.ShapeDtypeStruct((rows, seq_tokens), np.dtype(dtype)) for name, dtype in dtypes.items()}
     if candidates:
         tokens["candidates"] = jax.ShapeDtypeStruct((rows, seq_tokens, candidates), np.dtype(np.int32))
-    if sampling.temperature != 1:
+    if sampling.temperature != 1 or temperatures:
         tokens["temperature"] = jax.ShapeDtypeStruct((rows, seq_tokens), np.dtype(np.float32))
     if sampling.is_penalized:
         tokens["penalties"] = jax.ShapeDtypeStruct((rows, seq_tokens, 3), np.dtype(np.float32))
@@ -246,11 +248,14 @@ def _excluded(algorithm: PolicyConfig, trajectories: Sequence[Trajectory]) -> np
 def _lay_out(batch: Mapping[str, np.ndarray], row: int, trajectory: Trajectory, version: int) -> None:
     # Position t predicts token t + 1, so arrays about sampled tokens shift by one.
     sampled, count = trajectory.sampled[1:], len(trajectory.tokens) - 1
+    # Branches are segments, which do not attend to each other. The first token of a branch is never a target.
+    starts = np.asarray(trajectory.branch_starts or (0,))
+    branches = np.searchsorted(starts, np.arange(count), side="right")
     of_tokens = {
         "tokens": trajectory.tokens[:-1],
         "targets": np.where(sampled, trajectory.tokens[1:], IGNORED_TARGET),
-        "positions": np.arange(count),
-        "segment_ids": np.ones(count),
+        "positions": np.arange(count) - starts[branches - 1],
+        "segment_ids": branches,
         "behaviour_logprobs": trajectory.logprobs[1:],
     }
     of_row = {
@@ -265,6 +270,10 @@ def _lay_out(batch: Mapping[str, np.ndarray], row: int, trajectory: Trajectory, 
     }
     if "generated_tokens" in batch:
         of_tokens["generated_tokens"] = _generated_tokens(trajectory)[1:]
+    if "temperature" in batch and trajectory.action_temperatures:
+        temperatures = np.asarray([0.0, *trajectory.action_temperatures], np.float32)
+        actions = np.searchsorted(trajectory.action_starts, np.arange(count) + 1, side="right")
+        of_tokens["temperature"] = np.where(sampled, temperatures[actions], batch["temperature"][row, :count])
     if "candidates" in batch:
         _lay_out_candidates(batch["candidates"][row], trajectory)
     for name, values in of_tokens.items():

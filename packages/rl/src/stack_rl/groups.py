@@ -16,7 +16,18 @@ __all__ = ["Group", "Ledger", "trained_on"]
 
 # Serialized in little-endian order on every machine.
 _ARRAYS: Final = {"tokens": "<i4", "sampled": "?", "logprobs": "<f4", "versions": "<i4", "rewards": "<f4"}
-_PLAIN: Final = ("group", "task", "verdict", "is_truncated", "is_cut", "limit_tokens", "action_starts", "parsed")
+_PLAIN: Final = (
+    "group",
+    "task",
+    "verdict",
+    "is_truncated",
+    "is_cut",
+    "limit_tokens",
+    "action_starts",
+    "action_temperatures",
+    "branch_starts",
+    "parsed",
+)
 
 
 @dataclass(frozen=True)

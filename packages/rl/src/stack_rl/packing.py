@@ -33,7 +33,7 @@ def row_counts(rows: int, parts: int) -> tuple[int, ...]:
 class PackedRows:
     """A placement of the sequences of a padded batch, which has one sequence per row, in fewer rows.
 
-    Sequence order[i] is in row rows[i], from position starts[i] on, as segment segments[i].
+    Sequence order[i] is in row rows[i], from position starts[i] on; its first segment becomes segment segments[i].
 
     Attributes:
       order: rows of the padded batch that hold a sequence.
@@ -56,7 +56,7 @@ class PackedRows:
         """Plans rows by best-fit decreasing; see `stack_core.text.packing.best_fit`.
 
         Args:
-          segment_ids: 1 at the tokens of each sequence, which begin their row; 0 in padding.
+          segment_ids: at the tokens of each sequence, which begin their row, its segments from 1; 0 in padding.
           counts: numbers of rows that the packed batch may have besides the rows of the padded one.
         """
         lengths = np.count_nonzero(segment_ids, axis=1).astype(np.int64)
@@ -66,12 +66,13 @@ class PackedRows:
         needed, padded = len(offsets) - 1, len(segment_ids)
         # With one sequence per row, all sequences fit.
         rows = min(count for count in (*counts, padded) if count >= needed)
-        of_rows = [lengths[order[first:end]] for first, end in itertools.pairwise(offsets)]
+        of_rows = [order[first:end] for first, end in itertools.pairwise(offsets)]
+        before = lambda sizes: np.cumsum(sizes) - sizes
         return cls(
             order=order,
             rows=np.repeat(np.arange(needed), np.diff(offsets)),
-            starts=_joined(np.cumsum(each) - each for each in of_rows),
-            segments=_joined(1 + np.arange(len(each)) for each in of_rows),
+            starts=_joined(before(lengths[each]) for each in of_rows),
+            segments=_joined(1 + before(segment_ids[each].max(axis=1).astype(np.int64)) for each in of_rows),
             lengths=lengths[order],
             shape=(rows, padded),
             seq_tokens=segment_ids.shape[1],
@@ -97,7 +98,8 @@ class PackedRows:
         if array.ndim == 1:
             return self._pack_rows(name, array, found)
         for sequence, row, start, segment, count in self._places():
-            found[row, start : start + count] = segment if name == "segment_ids" else array[sequence, :count]
+            moved = segment - 1 if name == "segment_ids" else 0
+            found[row, start : start + count] = array[sequence, :count] + moved if moved else array[sequence, :count]
         return found
 
     def _pack_rows(self, name: str, array: np.ndarray, found: np.ndarray) -> np.ndarray:

@@ -29,7 +29,7 @@ from stack_rl.concurrent import ConcurrentPlayer
 from stack_rl.contracts import Tasks, Trajectory
 from stack_rl.engine_process import open_in_process
 from stack_rl.environments.records import files_digest
-from stack_rl.episodes import AS_MODEL, STEP_TIMEOUT_S, Attempt, OnFailure, Player, PolicySampling
+from stack_rl.episodes import STEP_TIMEOUT_S, Attempt, OnFailure, Player
 from stack_rl.experience import REFERENCE_LOGPROBS, batch_of, batch_shapes, credited, update_batch
 from stack_rl.groups import Ledger, trained_on
 from stack_rl.objectives.policy import OF_DATA, PolicyConfig
@@ -43,6 +43,7 @@ from stack_rl.reference import Reference, ReferenceConfig
 from stack_rl.reward_parts import part_shapes
 from stack_rl.rollout_journal import RolloutJournal
 from stack_rl.samples import MOST_SAMPLES, SAMPLES_FILE, write_samples
+from stack_rl.sampling import AS_MODEL, PolicySampling
 from stack_rl.supply import AheadSupply, Rounds, Supply, TogetherSupply, Weights
 from stack_rl.updates import CurrentBatch, check_minibatches, mean_kl
 
@@ -211,7 +212,11 @@ class PolicyRollouts:
         """Returns the shapes of a batch with a number of rows."""
         data = self.data
         candidates = data.most_candidates if data.policy_sampling.is_narrowed else 0
-        more = {"candidates": candidates, "reference": data.reference is not None}
+        more = {
+            "candidates": candidates,
+            "temperatures": _plays_itself(data.environment),
+            "reference": data.reference is not None,
+        }
         shapes = batch_shapes(rows, data.seq_tokens, self.algorithm, sampling=data.policy_sampling, **more)
         return {**shapes, **part_shapes(data.environment, rows)}
 
@@ -230,8 +235,8 @@ class PolicyRollouts:
                 "data.most_candidates would have no effect, because every token is a candidate. Set data.top_k, "
                 "data.top_p or data.min_p, or leave it out."
             )
-        if data.packed:
-            _check_positions(model, data.seq_tokens)
+        if data.packed or _plays_itself(data.environment):
+            _check_positions(model, data)
         if data.engine not in registries.engines:
             raise registries.engines.unknown(data.engine)
         if data.reference is not None:
@@ -242,16 +247,25 @@ class PolicyRollouts:
         return RolloutBatches(self, seed=seed)
 
 
-def _check_positions(model: Any, seq_tokens: int) -> None:
+def _plays_itself(environment: Any) -> bool:
+    """Returns whether episodes may have several branches, and actions their own temperatures."""
+    return getattr(environment, "plays_itself", False)
+
+
+def _check_positions(model: Any, data: RolloutData) -> None:
     """Raises a ConfigError if the scaling of positions depends on the longest sequence of a row."""
+    seq_tokens = data.seq_tokens
     scaling = getattr(model, "rope_scaling", None)
     kind = getattr(scaling, "rope_type", None)
     unscaled = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
     if kind in unscaled and seq_tokens > (limit := getattr(scaling, unscaled[kind])):
+        reason, remedy = "data.packed is true", "data.packed: false, or "
+        if not data.packed:
+            reason, remedy = f"Episodes of {data.environment.name!r} may have several conversations", ""
         raise ConfigError(
-            f"data.packed is true, but model.rope_scaling is {kind!r}, which depends on the longest sequence of a row: "
-            f"beyond {limit} tokens, episodes of a row would change each other's positions, and data.seq_tokens is "
-            f"{seq_tokens}. Set data.packed: false, or data.seq_tokens to at most {limit}."
+            f"{reason}, but model.rope_scaling is {kind!r}, which depends on the longest sequence of a row: beyond "
+            f"{limit} tokens, sequences of a row would change each other's positions, and data.seq_tokens is "
+            f"{seq_tokens}. Set {remedy}data.seq_tokens to at most {limit}."
         )
 
 

@@ -17,6 +17,7 @@ ROWS = [{"question": f"letter {each}?", "answer": each} for each in "abcdef"]
 
 @pytest.fixture(scope="module")
 def vf():
+    pytest.importorskip("stack_serve", reason="needs stack-serve (stack-rl[verifiers]); run with nox -s environments")
     reason = "needs verifiers (stack-rl[verifiers]); run with nox -s environments"
     with warnings.catch_warnings(action="ignore"):
         vf = pytest.importorskip("verifiers", reason=reason)
@@ -26,7 +27,7 @@ def vf():
     return vf
 
 
-def single(vf, *, tools=None, **fields):
+def single(vf, **fields):
     from datasets import Dataset
 
     def exact(completion, answer):
@@ -36,9 +37,7 @@ def single(vf, *, tools=None, **fields):
         return len(completion[-1]["content"])
 
     rubric = vf.Rubric(funcs=[exact, length], weights=[1.0, 0.25])
-    return vf.SingleTurnEnv(
-        dataset=Dataset.from_list(ROWS), system_prompt="One letter.", rubric=rubric, tool_defs=tools, **fields
-    )
+    return vf.SingleTurnEnv(dataset=Dataset.from_list(ROWS), system_prompt="One letter.", rubric=rubric, **fields)
 
 
 def guessing(vf, max_turns=3):
@@ -117,13 +116,11 @@ def test_an_installed_environment_is_loaded_by_its_id_and_signals_keep_their_han
 
 
 def test_what_cannot_be_played_is_refused(vf, monkeypatch):
-    tool = {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}}
     grouped = single(vf)
     grouped.rubric.add_reward_func(lambda completions: [0.0] * len(completions))
     for env, message in [
         ("no-such-env", "cannot load 'no-such-env'"),
         (lambda: 3, "is a int; a SingleTurnEnv"),
-        (single(vf, tools=[tool]), "Give the functions to the environment 'tools'"),
         (grouped, "scores whole groups"),
         (single(vf), r"6 examples, of which data\.environment\.held_out: 64"),
     ]:

@@ -12,11 +12,12 @@ from stack_core.ops import Head
 from stack_core.ops.sampling.sampling import SamplingSettings, sample
 from stack_rl.contracts import Observation, Trajectory
 from stack_rl.environments.cell import CellConfig
-from stack_rl.episodes import Attempt, Episode, PolicySampling, sampling_for
+from stack_rl.episodes import Attempt, Episode, sampling_for
 from stack_rl.experience import batch_of, batch_shapes
 from stack_rl.objectives.presets import DrGRPOConfig
 from stack_rl.objectives.sampled import SAMPLING_INPUTS, sampled_figures
 from stack_rl.packing import PackedRows, row_counts
+from stack_rl.sampling import PolicySampling
 
 from ..scripted import Policy
 from .test_policy import EMBED, RunningSum

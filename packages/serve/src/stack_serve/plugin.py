@@ -1,4 +1,4 @@
-"""The engine, the check and the commands registered by stack-serve."""
+"""Registrations of stack-serve."""
 
 from stack_core.abi.hookspecs import hookimpl
 from stack_core.abi.registry import Registrar
@@ -9,6 +9,11 @@ STACK_ABI_MINOR = 0
 @hookimpl
 def stack_register_engines(registry: Registrar) -> None:
     registry.add("llm", "stack_serve.llm.engine:LLMEngine")
+
+
+@hookimpl
+def stack_register_chat_servers(registry: Registrar) -> None:
+    registry.add("openai", "stack_serve.openai.local_server:LocalServer")
 
 
 @hookimpl

@@ -185,11 +185,12 @@ class GenerationError(StackError):
 
     Attributes:
       parameter: the field of the request at fault, or None.
+      code: error code for clients of OpenAI's API, such as "context_length_exceeded", or None.
     """
 
-    def __init__(self, message: str, *, parameter: str | None = None) -> None:
+    def __init__(self, message: str, *, parameter: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.parameter = parameter
+        self.parameter, self.code = parameter, code
 
 
 class ChatTemplateError(GenerationError): ...

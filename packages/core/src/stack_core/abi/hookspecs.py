@@ -80,6 +80,11 @@ def stack_register_engines(registry: Registrar) -> None:
 
 
 @hookspec
+def stack_register_chat_servers(registry: Registrar) -> None:
+    """Registers servers of chat APIs, each a `ChatServer` class."""
+
+
+@hookspec
 def stack_register_rewards(registry: Registrar) -> None:
     """Registers rewards by name, each a `Reward`: a function on the host that scores a completion."""
 

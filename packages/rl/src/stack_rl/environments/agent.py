@@ -1,4 +1,4 @@
-"""`environment.name: agent`: episodes played by a user's program through an OpenAI client."""
+"""`environment.name: agent`: episodes played by a user's program through a client of OpenAI's API."""
 
 import asyncio
 import contextlib
@@ -6,20 +6,21 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 from pydantic import PositiveInt
 
 from stack_core.abi.config import config
 from stack_core.abi.errors import EnvironmentFailed
 from stack_core.abi.formats import GenerativeCheckpoint
-from stack_rl.contracts import Action, Environment, Observation, Score, StepResult, Tasks
-from stack_rl.environments.endpoint import MODEL, ChatEndpoint, ChatRequest, ChatSession
+from stack_rl.contracts import PlaysItself, Score, StepResult, Tasks
+from stack_rl.environments.agent_server import MODEL, AgentServer, AgentSession, check_server
 from stack_rl.environments.functions import imported
-from stack_rl.environments.messages import History, Message, MessageEnvironment, Renderer, Reply, renderer_of
+from stack_rl.environments.messages import Renderer, renderer_of
 from stack_rl.environments.records import Record, read_records
 from stack_rl.environments.tasks import ListedTasks
+from stack_rl.requests import EpisodeRequests
 
 __all__ = ["AgentAccess", "AgentConfig", "AgentLimits", "agent_tasks"]
 
@@ -41,16 +42,21 @@ class AgentAccess:
 
 @config
 class AgentConfig:
-    """A user's agent that queries the policy through OpenAI's chat completions and returns the episode's reward.
+    """A user's agent that queries the policy through OpenAI's API and returns the episode's reward.
 
     The agent is a function of an `AgentAccess` and a record of `source`, and returns a number or a `Score`. A function
-    that is not async runs on its own thread. Every request is answered with the policy's current weights; the sampled
-    token ids and their log-probabilities are recorded. The requests of an episode form one conversation: each starts
-    with the messages and the answer of the previous one. The run sets the sampling options; requests with a
-    temperature, tools or streaming are refused.
+    that is not async runs on its own thread. The server is that of `stack serve`, in front of the policy's engine:
+    tools, streaming, stop texts and sampling options have the same effects and the same errors.
 
-    If the agent raises, the episode has failed; it does not get a reward of 0. The exception is an agent that raises
-    because the conversation ran out of room (status 400, as OpenAI's): the episode is then truncated, with reward 0.
+    Every request is answered with the policy's current weights; the sampled token ids and their log-probabilities are
+    recorded. The conversations of an episode form a prefix tree: a prompt after a recorded answer keeps its tokens and
+    extends its branch, and any other prompt begins a new branch. Branches are separate segments of the episode's row
+    and share its `seq_tokens`. The run's sampling settings are the defaults of requests. `EpisodeRequests` lists the
+    answers that are trained. Tokens of a stop text are not recorded.
+
+    If the agent raises, the episode has failed; it does not get a reward of 0. Only if the agent raises after a refused
+    request, for lack of room (status 400, as OpenAI's) or because of `most_turns`, is the reward 0. Without room, the
+    episode is truncated.
 
     Attributes:
       agent: "module:function", or in Python the function itself.
@@ -59,8 +65,9 @@ class AgentConfig:
       held_out: glob of JSONL files with evaluation records; None disables evaluation.
       max_tokens: maximum number of tokens per answer; requests may set a lower limit.
       most_turns: maximum number of answers per episode; further requests are refused.
-      history: handling of chat templates that rewrite earlier turns; see `MessageEnvironment`.
     """
+
+    plays_itself: ClassVar[bool] = True
 
     agent: Any
     source: str
@@ -68,14 +75,14 @@ class AgentConfig:
     held_out: str | None = None
     max_tokens: PositiveInt = 128
     most_turns: PositiveInt = 16
-    history: History = "exact"
 
     def check(self, model: Any) -> None:
+        check_server()
         self._function()
         self._records()
 
     def build(self, policy: GenerativeCheckpoint, *, seq_tokens: int, seed: int) -> Tasks:
-        limits = AgentLimits(self.max_tokens, self.most_turns, self.history)
+        limits = AgentLimits(self.max_tokens, self.most_turns)
         return agent_tasks(self._function(), *self._records(), limits=limits, policy=policy, seq_tokens=seq_tokens)
 
     def _function(self) -> Callable[..., Any]:
@@ -92,7 +99,6 @@ class AgentLimits:
 
     max_tokens: int
     most_turns: int
-    history: History = "exact"
 
 
 def agent_tasks(
@@ -108,178 +114,93 @@ def agent_tasks(
 
     Raises:
       DataError: the policy cannot exchange messages.
+      UnknownName: no installed package has a chat server.
     """
+    check_server()
     renderer = renderer_of(policy)
-    endpoints: weakref.WeakKeyDictionary[Any, ChatEndpoint] = weakref.WeakKeyDictionary()
+    servers: weakref.WeakKeyDictionary[Any, AgentServer] = weakref.WeakKeyDictionary()
 
-    def endpoint() -> ChatEndpoint:
-        """Returns the endpoint of the running event loop, which its episodes share."""
-        return endpoints.setdefault(asyncio.get_running_loop(), ChatEndpoint())
+    def find_server(requests: EpisodeRequests) -> AgentServer:
+        """Returns the server of the running event loop, which its episodes share."""
+        loop = asyncio.get_running_loop()
+        if loop not in servers:
+            servers[loop] = AgentServer(policy, seq_tokens=seq_tokens, sampling=requests.sampling)
+        return servers[loop]
 
-    def start(record: Record) -> Environment:
-        return _Episode(limits, agent, record[1], renderer, seq_tokens, endpoint)
+    def start(record: Record) -> PlaysItself:
+        return _Episode(limits, agent, record[1], renderer, find_server)
 
     return ListedTasks(training, evaluation, start=start, label=lambda record: record[0], renderer=renderer)
 
 
-@dataclass(frozen=True)
-class _Returned:
-    value: Any
-
-
-@dataclass(frozen=True)
-class _Raised:
-    error: BaseException
-
-
 class _Episode:
-    """An `Environment` and also the `Conversation` inside it, in which the agent plays the environment's side."""
+    """A `PlaysItself`: the agent plays, and its requests reach the policy through a server."""
 
     def __init__(
         self,
-        settings: AgentLimits,
+        limits: AgentLimits,
         agent: Callable[..., Any],
         record: Mapping[str, Any],
         renderer: Renderer,
-        seq_tokens: int,
-        endpoint: Callable[[], ChatEndpoint],
+        find_server: Callable[[EpisodeRequests], AgentServer],
     ) -> None:
-        self._settings, self._agent, self._record, self._seq_tokens = settings, agent, record, seq_tokens
-        self._find_endpoint, self._session = endpoint, ChatSession()
-        self._endpoint: ChatEndpoint | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._asked: ChatRequest | None = None
-        self._tokens = self._turns = 0
-        # The conversation enforces the turn limit itself so that the agent gets an error; the inner limit is never met.
-        budgets = {"max_tokens": settings.max_tokens, "most_turns": settings.most_turns + 1}
-        self._inner = MessageEnvironment(self, renderer, **budgets, history=settings.history)
+        self._limits, self._agent, self._record, self._renderer = limits, agent, record, renderer
+        self._find_server = find_server
+        self._opened: tuple[AgentServer, AgentSession] | None = None
 
-    async def reset(self) -> Observation:
-        return self._within_limits(await self._inner.reset())
-
-    async def step(self, action: Action) -> StepResult:
-        self._tokens += len(action.tokens)
-        outcome = await self._inner.step(action)
-        shown = outcome.observation
-        if shown is None:
-            return outcome
-        if self._tokens + len(shown.tokens) < self._seq_tokens:
-            return replace(outcome, observation=self._within_limits(shown))
-        reply = await self._refuse_remaining(
-            # OpenAI's words, by which clients recognize the error.
-            f"This model's maximum context length is {self._seq_tokens} tokens, with an answer. However, your messages "
-            f"resulted in {self._tokens + len(shown.tokens)} tokens.",
-            "context_length_exceeded",
-        )
-        # Returns the observation that does not fit, because the player then marks the episode as truncated.
-        return replace(outcome, reward=reply.reward, verdict=reply.verdict, facts={**outcome.facts, **reply.facts})
-
-    async def begin(self) -> Sequence[Message]:
-        self._endpoint = self._find_endpoint()
-        access = AgentAccess(await self._endpoint.open(self._session), self._session.key)
-        self._start(access)
-        event = await self._session.events.get()
-        if isinstance(event, ChatRequest):
-            self._asked = event
-            return event.messages
-        if isinstance(event, _Raised):
-            raise _failed(event.error)
-        raise EnvironmentFailed(f"the agent returned {event.value!r} before its first request to the policy")
-
-    async def reply(self, text: str, *, is_finished: bool, tokens: tuple[int, ...]) -> Reply:
-        before = self._asked
-        assert before is not None
-        prompt_tokens = self._tokens - len(tokens)
-        self._session.answer(text, is_finished=is_finished, prompt_tokens=prompt_tokens, tokens=len(tokens))
-        self._turns += 1
-        event = await self._session.events.get()
-        if isinstance(event, _Raised):
-            raise _failed(event.error)
-        if isinstance(event, _Returned):
-            return _scored(event.value)
-        if self._turns >= self._settings.most_turns:
-            message = f"The episode has had environment.most_turns: {self._settings.most_turns} answers."
-            return await self._refuse_remaining(message, "turns_exceeded")
-        self._asked = event
-        said = [*before.messages, {"role": "assistant", "content": text}]
-        if event.messages[: len(said)] != said or len(event.messages) == len(said):
-            raise EnvironmentFailed(_other_history(said, event.messages))
-        return Reply(messages=event.messages[len(said) :])
+    async def play(self, requests: EpisodeRequests) -> StepResult:
+        server = self._find_server(requests)
+        session = AgentSession(requests, self._renderer, self._limits.max_tokens, self._limits.most_turns)
+        self._opened = server, session
+        access = AgentAccess(await server.open(session), session.key)
+        value, error = await self._run(access)
+        requests.is_truncated |= session.is_full
+        if error is not None:
+            # An agent need not handle the end of its episode, which the policy has caused.
+            if session.is_over or (session.is_full and requests.answers):
+                return StepResult()
+            raise EnvironmentFailed(f"the agent raised {type(error).__name__}: {error}") from error
+        if not requests.answers:
+            raise EnvironmentFailed(f"the agent returned {value!r} without an answer of the policy")
+        return _scored(value)
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-        if self._endpoint is not None:
-            await self._endpoint.close(self._session)
+        if self._opened is not None:
+            server, session = self._opened
+            await server.close(session)
 
-    def _within_limits(self, observation: Observation) -> Observation:
-        """Applies the request's token limit to an observation."""
-        self._tokens += len(observation.tokens)
-        asked = None if self._asked is None else self._asked.max_tokens
-        return replace(observation, max_tokens=min(observation.max_tokens, asked or observation.max_tokens))
-
-    async def _refuse_remaining(self, message: str, code: str) -> Reply:
-        """Refuses all requests until the agent ends; an exception it then raises counts as reward 0."""
-        event = None
-        while event is None or isinstance(event, ChatRequest):
-            self._session.refuse(message, code)
-            event = await self._session.events.get()
-        return Reply() if isinstance(event, _Raised) else _scored(event.value)
-
-    def _start(self, access: AgentAccess) -> None:
-        """Starts the agent; its result arrives as an event of the session."""
+    async def _run(self, access: AgentAccess) -> tuple[Any, BaseException | None]:
+        """Runs the agent, on its own thread if it is not async, and returns its value or its exception."""
         if inspect.iscoroutinefunction(self._agent):
-            self._task = asyncio.ensure_future(self._run_async(access))
-            return
-        loop, events = asyncio.get_running_loop(), self._session.events
+            try:
+                return await self._agent(access, self._record), None
+            except Exception as error:  # an agent is user code and may raise any exception
+                return None, error
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
 
         def run() -> None:
             try:
-                ended: _Returned | _Raised = _Returned(self._agent(access, self._record))
-            except BaseException as error:  # An agent is user code, and may even call sys.exit.
-                ended = _Raised(error)
+                result = self._agent(access, self._record), None
+            except BaseException as error:  # an agent may even call sys.exit
+                result = None, error
             with contextlib.suppress(RuntimeError):  # the run is over and its event loop is closed
-                loop.call_soon_threadsafe(events.put_nowait, ended)
+                loop.call_soon_threadsafe(lambda: None if ended.done() else ended.set_result(result))
 
         # A daemon, because a thread cannot be cancelled, and a hanging agent must not keep the process alive.
         threading.Thread(target=run, name="agent", daemon=True).start()
-
-    async def _run_async(self, access: AgentAccess) -> None:
-        try:
-            ended: _Returned | _Raised = _Returned(await self._agent(access, self._record))
-        except Exception as error:  # An agent is user code and may raise any exception.
-            ended = _Raised(error)
-        self._session.events.put_nowait(ended)
+        return await ended
 
 
-def _failed(error: BaseException) -> EnvironmentFailed:
-    failure = EnvironmentFailed(f"the agent raised {type(error).__name__}: {error}")
-    failure.__cause__ = error
-    return failure
-
-
-def _scored(value: Any) -> Reply:
-    """Converts the agent's return value to the last reply.
+def _scored(value: Any) -> StepResult:
+    """Converts the agent's return value to the result of its episode.
 
     Raises:
       EnvironmentFailed: the value is not a number or a `Score`.
     """
     if isinstance(value, Score):
-        return Reply(reward=value.value, verdict=value.verdict, facts=value.facts, parsed=value.parsed)
+        return StepResult(reward=value.value, verdict=value.verdict, facts=value.facts, parsed=value.parsed)
     try:
-        return Reply(reward=float(value))
+        return StepResult(reward=float(value))
     except (TypeError, ValueError) as error:
         raise EnvironmentFailed(f"the agent returned {value!r}; a number or a Score was expected") from error
-
-
-def _other_history(previous: Sequence[Message], current: Sequence[Message]) -> str:
-    """Formats the error for a request that does not continue the conversation."""
-    place = next(
-        (at for at, pair in enumerate(zip(previous, current, strict=False)) if pair[0] != pair[1]), len(current)
-    )
-    was = previous[place] if place < len(previous) else "the policy's answer, and something new behind it"
-    now = current[place] if place < len(current) else "nothing"
-    return (
-        f"the agent's request does not continue the previous one: message {place} was {was!r}, and is {now!r}. "
-        "An episode is one conversation, in which the policy's answers must not change"
-    )

@@ -16,7 +16,7 @@ from stack_core.abi.errors import ConfigError, DataError
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.plugins import registries
 from stack_rl.choosing import Memory, choose_task
-from stack_rl.contracts import Environment, Tasks, Trajectory
+from stack_rl.contracts import Environment, PlaysItself, Tasks, Trajectory
 
 __all__ = ["CurriculumConfig", "MixConfig", "MixedTasks", "WeightedEnvironment"]
 
@@ -102,6 +102,11 @@ class MixConfig:
             found += getattr(each.environment, "sources", [source] if isinstance(source, str) else [])
         return found
 
+    @property
+    def plays_itself(self) -> bool:
+        """Whether episodes of an environment play themselves."""
+        return any(getattr(each.environment, "plays_itself", False) for each in self.environments)
+
     def check(self, model: Any) -> None:
         if self.curriculum is None:
             _block_groups(_shares([each.weight for each in self.environments]))
@@ -146,7 +151,7 @@ class MixedTasks:
     def held_out(self) -> int:
         return sum(each.held_out for each in self.parts)
 
-    def episode(self, task: int, *, held_out: bool = False) -> Environment:
+    def episode(self, task: int, *, held_out: bool = False) -> Environment | PlaysItself:
         part, place = self._place(task, held_out)
         return part.episode(place, held_out=held_out)
 

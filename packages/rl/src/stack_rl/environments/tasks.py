@@ -5,7 +5,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from stack_rl.contracts import Environment
+from stack_rl.contracts import Environment, PlaysItself
 from stack_rl.environments.messages import Renderer
 
 __all__ = ["ListedTasks", "SeededTasks"]
@@ -29,7 +29,7 @@ class ListedTasks(Generic[R]):
         training: Sequence[R],
         evaluation: Sequence[R],
         *,
-        start: Callable[[R], Environment],
+        start: Callable[[R], Environment | PlaysItself],
         label: Callable[[R], str],
         renderer: Renderer,
     ) -> None:
@@ -37,7 +37,7 @@ class ListedTasks(Generic[R]):
         self._start, self._label, self._renderer = start, label, renderer
         self.training, self.held_out = len(training), len(evaluation)
 
-    def episode(self, task: int, *, held_out: bool = False) -> Environment:
+    def episode(self, task: int, *, held_out: bool = False) -> Environment | PlaysItself:
         return self._start((self._evaluation if held_out else self._training)[task])
 
     def name(self, task: int, *, held_out: bool = False) -> str:

@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
@@ -17,8 +17,8 @@ from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.installing import install_command
 from stack_rl.contracts import Score, Tasks, Verdict
 from stack_rl.environments.agent import AgentAccess, AgentLimits, agent_tasks
+from stack_rl.environments.agent_server import check_server
 from stack_rl.environments.functions import imported
-from stack_rl.environments.messages import History
 from stack_rl.environments.optional import optional_module
 from stack_rl.environments.records import Record
 
@@ -43,10 +43,9 @@ class VerifiersConfig:
       args: arguments of `load_environment`.
       max_tokens: maximum number of tokens per answer.
       held_out: maximum number of evaluation examples.
-      history: handling of chat templates that rewrite earlier turns; see `MessageEnvironment`.
 
-    Departures from verifiers: (1) environments with tools of the API or with rewards per group are refused; (2)
-    environments of verifiers 0.4 and later (`verifiers.v1`) are not supported.
+    Departures from verifiers: (1) environments with rewards per group are refused; (2) environments of verifiers 0.4
+    and later (`verifiers.v1`) are not supported.
     """
 
     env: Any
@@ -54,16 +53,19 @@ class VerifiersConfig:
     args: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: PositiveInt = 512
     held_out: NonNegativeInt = 64
-    history: History = "exact"
+
+    plays_itself: ClassVar[bool] = True
 
     def check(self, model: Any) -> None:
-        self._records(self._environment())
+        environment = self._environment()
+        check_server()
+        self._records(environment)
 
     def build(self, policy: GenerativeCheckpoint, *, seq_tokens: int, seed: int) -> Tasks:
         environment = self._environment()
         # An environment without a limit of turns is limited by the tokens, of which each turn has at least one.
         turns = getattr(environment, "max_turns", 0)
-        limits = AgentLimits(self.max_tokens, turns if turns > 0 else seq_tokens, self.history)
+        limits = AgentLimits(self.max_tokens, turns if turns > 0 else seq_tokens)
         play = functools.partial(_play, environment)
         return agent_tasks(play, *self._records(environment), limits=limits, policy=policy, seq_tokens=seq_tokens)
 
@@ -84,11 +86,6 @@ class VerifiersConfig:
         if not isinstance(found, verifiers.MultiTurnEnv):
             raise ConfigError(
                 f"{self.env!r} is a {type(found).__name__}; a SingleTurnEnv or MultiTurnEnv of verifiers was expected."
-            )
-        if found.tool_defs:
-            raise ConfigError(
-                f"{self.env!r} calls tools by the API's `tools`, which the policy's endpoint does not have. Give the "
-                "functions to the environment 'tools' instead."
             )
         if found.requires_group_rollouts:
             raise ConfigError(

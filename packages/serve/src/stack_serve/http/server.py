@@ -17,7 +17,7 @@ from stack_core.abi.errors import ConfigError
 from stack_serve.http.config import ServerConfig
 from stack_serve.http.protocol import LimitedProtocol
 
-__all__ = ["App", "HttpServer", "listen"]
+__all__ = ["App", "HttpServer", "listen", "uvicorn_server"]
 
 # uvicorn drops requests after its own limit; requests that were cut short need time to answer 503 before.
 _AFTER_DRAIN_S = 5
@@ -95,7 +95,7 @@ class HttpServer:
         self._listener = listener
         self._config = config
         self._announce = announce
-        self._uvicorn = _Uvicorn(_uvicorn_config(app, config))
+        self._uvicorn = uvicorn_server(app.asgi, config)
         self._failure: Exception | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -158,13 +158,15 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-def _uvicorn_config(app: App, config: ServerConfig) -> uvicorn.Config:
+def uvicorn_server(asgi: ASGIApp, config: ServerConfig) -> uvicorn.Server:
+    """Returns a uvicorn server of an application, with the limits of a config and without signal handlers."""
+
     class Limited(LimitedProtocol):
         receive_timeout_s = config.receive_timeout_s
         stall_timeout_s = config.stall_timeout_s
 
-    return uvicorn.Config(
-        app.asgi,
+    settings = uvicorn.Config(
+        asgi,
         http=Limited,
         ws="none",
         lifespan="off",
@@ -175,6 +177,7 @@ def _uvicorn_config(app: App, config: ServerConfig) -> uvicorn.Config:
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(config.drain_s) + _AFTER_DRAIN_S,
     )
+    return _Uvicorn(settings)
 
 
 @contextlib.contextmanager

@@ -100,4 +100,4 @@ def as_api_error(error: GenerationError | EngineBusy | EngineStopped, names: Map
         return ApiError(503, str(error), code="engine_stopped")
     param = names.get(error.parameter, error.parameter) if error.parameter else None
     message = str(error) if param is None or param in str(error) else f"{param}: {error}"
-    return bad_request(message, param=param)
+    return bad_request(message, param=param, code=error.code)

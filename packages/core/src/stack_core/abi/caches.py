@@ -9,16 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_che
 if TYPE_CHECKING:
     import jax
 
-__all__ = [
-    "AttentionSpec",
-    "CacheStorage",
-    "KVCache",
-    "KeysValues",
-    "Latent",
-    "LayerState",
-    "Recurrent",
-    "Transition",
-]
+__all__ = ["AttentionSpec", "CacheStorage", "KVCache", "KeysValues", "Latent", "LayerState", "Recurrent", "Transition"]
 
 
 @dataclass(frozen=True)

@@ -331,11 +331,7 @@ def axes_of(logical_axis: str) -> tuple[str, ...]:
 
 
 def map_parts(
-    function: Callable[..., Any],
-    arguments: Sequence[tuple[jax.Array, LogicalAxes]],
-    out_axes: Any,
-    *,
-    name: str,
+    function: Callable[..., Any], arguments: Sequence[tuple[jax.Array, LogicalAxes]], out_axes: Any, *, name: str
 ) -> Any:
     """Calls a function on each device of the surrounding `use_mesh` with the device's shards of the arrays.
 

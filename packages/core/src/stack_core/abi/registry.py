@@ -13,11 +13,7 @@ __all__ = ["Entry", "Registrar", "Registry"]
 T = TypeVar("T")
 
 _NAME = re.compile(r"\w([\w .+/-]*[\w.+])?")
-_NAMES = {
-    "ops": re.compile(r"\w+/[\w.+-]+"),
-    "op_definitions": re.compile(r"\w+"),
-    "analyses": re.compile(r"\w+"),
-}
+_NAMES = {"ops": re.compile(r"\w+/[\w.+-]+"), "op_definitions": re.compile(r"\w+"), "analyses": re.compile(r"\w+")}
 _FORMS = {
     "ops": "of the form op/implementation",
     "op_definitions": "of letters, digits and _",

@@ -680,13 +680,13 @@ def test_an_engine_says_what_its_memory_is_for(idle: LLMEngine) -> None:
 def test_pages_take_memory_as_they_are_used() -> None:
     before_bytes = resident_bytes()
     assert before_bytes is not None
-    config = dataclasses.replace(CONFIG, pages=2**20)
+    config = dataclasses.replace(CONFIG, pages=2**22)
     with LLMEngine(TinyCheckpoint(), config) as engine:
-        assert engine._programs.sizes_bytes()["pages"] > 500_000_000
+        assert engine._programs.sizes_bytes()["pages"] > 2_000_000_000
         (updates,) = run(engine, request_of("pages"))
         assert len(tokens_of(updates)) == 8
         used_bytes = resident_bytes()
-        assert used_bytes is not None and used_bytes - before_bytes < 300_000_000
+        assert used_bytes is not None and used_bytes - before_bytes < 1_000_000_000
 
 
 def test_a_cache_of_codes_generates() -> None:

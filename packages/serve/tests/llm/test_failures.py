@@ -48,7 +48,9 @@ class FakePrograms(Programs):
 
     def admit(self, slot: int, tokens: Any, settings: Any) -> None: ...
 
-    def step(self, rows: Any, tables: Any, *, repeats: int = 1, candidates: bool = False) -> StepResult:
+    def step(
+        self, rows: Any, tables: Any, *, repeats: int = 1, candidates: bool = False, images: Any = None
+    ) -> StepResult:
         sampled = Sampled(**figures_of(repeats, len(rows)), ok=np.ones((repeats, len(rows)), bool))
         return StepResult(sampled, self.hidden)
 
@@ -59,6 +61,8 @@ class FakePrograms(Programs):
         return params
 
     def use(self, placed: Any) -> None: ...
+
+    def stop_compiling(self) -> None: ...
 
 
 PARAMS = random_params()

@@ -19,10 +19,13 @@ ELSEWHERE = {
     "max_positions": "data and engines check lengths against it",
     "context_keys": "acts on a mesh that splits sequences (test_families)",
     "expert_buffer": "acts on a mesh that splits experts",
+    "image_begin": "the reader of images writes it (test_gemma3_vision)",
+    "image_end": "the reader of images writes it (test_gemma3_vision)",
 }
 """Fields whose effect is outside of a program on one device, and where it is."""
 
 SIZES = {"vocab_size": 61, "embed": 24, "heads": 4, "kv_heads": 2, "mlp": 40, "max_positions": 32, "dtype": "float32"}
+TOWER = {"embed": 16, "mlp": 24, "layers": 2, "heads": 2, "image_size": 28, "patch": 7}
 EXPERTS = {"experts": 4, "active_experts": 2, "expert_mlp": 16}
 FAMILIES = {
     "llama": {"layers": 2},
@@ -32,6 +35,17 @@ FAMILIES = {
     "qwen3_moe": {"layers": 3, "dense_layers": (0,), **EXPERTS},
     "qwen3": {"layers": 3, "head_dim": 8, "window": 5, "full_layers": 1},
     "gemma3": {"layers": 4, "head_dim": 8, "period": 2, "window": 5, "query_scalar": 9, "logit_softcap": 3.0},
+    "gemma3_vision": {
+        "layers": 4,
+        "head_dim": 8,
+        "period": 2,
+        "window": 5,
+        "query_scalar": 9,
+        "logit_softcap": 3.0,
+        "vision": TOWER,
+        "image_tokens": 4,
+        "image_token": 7,
+    },
     "gemma2": {"layers": 4, "head_dim": 8, "window": 5, "query_scalar": 9},
     "olmo2": {"layers": 2},
     "gpt_oss": {"layers": 4, "head_dim": 8, "window": 5, "experts": 4, "active_experts": 2},
@@ -145,6 +159,7 @@ FAMILIES = {
 }
 VALUES = {
     "heads": 2,
+    "vision": {**TOWER, "mlp": 32},
     "rope_scaling": {"rope_type": "linear", "factor": 2.0},
     "dense_layers": {"glm4_moe": 0, "deepseek_v2": 0, "deepseek_v3": 0}
     | dict.fromkeys(("qwen2_moe", "qwen3_moe", "qwen3_next"), (1,)),
@@ -189,15 +204,20 @@ def programs(name, mapping):
     build = lambda key: nnx.split(family.build(config, key=key))[1]
     graph, state = nnx.split(nnx.eval_shape(lambda: family.build(config, key=jax.random.key(0))))
 
-    def loss(state, tokens, positions, segments):
+    images = {}
+    if (vision := getattr(config, "vision", None)) is not None:
+        shape = (2, 1, vision.image_size, vision.image_size, vision.channels)
+        images["pixels"] = jax.ShapeDtypeStruct(shape, jnp.uint8)
+
+    def loss(state, tokens, positions, segments, images):
         model = nnx.merge(graph, state)
         model.train()
-        outputs = model(tokens, positions, segments)
+        outputs = model(tokens, positions, segments, **images)
         further = [jnp.sum(each).astype(jnp.float32) for each in outputs.further]
         head = model.head().cross_entropy(outputs.hidden, tokens)
         return head + sum(jnp.sum(each) for each in outputs.facts.values()) + sum(further), nnx.state(model)
 
-    return program(build, jax.random.key(0)), program(loss, state, IDS, IDS, IDS)
+    return program(build, jax.random.key(0)), program(loss, state, IDS, IDS, IDS, images)
 
 
 def test_every_language_model_is_here():

@@ -1,5 +1,6 @@
 """Images of chat requests: from content parts to pixels and the text of the prompt."""
 
+import http.client
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +56,7 @@ class ImageInput:
         try:
             with urllib.request.urlopen(url, timeout=_FETCH_S) as answer:
                 data: bytes = answer.read(self.max_bytes + 1)
-        except (urllib.error.URLError, OSError, ValueError) as error:
+        except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError) as error:
             raise GenerationError(f"The image {url[:60]!r} cannot be fetched: {error}") from error
         if len(data) > self.max_bytes:
             raise GenerationError(f"The image {url[:60]!r} has more than {self.max_bytes} bytes. Send a smaller one.")

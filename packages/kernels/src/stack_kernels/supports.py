@@ -31,7 +31,7 @@ def unquantized(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
 def takes_no(call: OpCall, *names: str) -> bool | str:
     """Returns True if these optional arguments are all unset, else a reason with the names of set ones."""
     arguments = {**call.arrays, **call.options}
-    present = [name for name in names if arguments[name] is not None]
+    present = [name for name in names if arguments.get(name) is not None]
     return f"it takes no {' and no '.join(present)}" if present else True
 
 

@@ -248,7 +248,7 @@ class Player:
         places = {id(each): place for place, each in enumerate(episodes)}
 
         def send(request: GenerationRequest, receive: Receive) -> None:
-            # Without a receiver, so that all episodes are answered in lockstep.
+            # The receiver is not passed on: all episodes are answered in lockstep, see `_answer`.
             self._engine.submit(request)
             sent.append((request.request_id, receive))
 

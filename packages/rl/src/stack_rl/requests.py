@@ -26,7 +26,7 @@ class _Pending:
     """A request in progress.
 
     Attributes:
-      wanted_tokens: maximum number of tokens per answer before it is limited by the episode's room.
+      requested_tokens: maximum number of tokens per answer before it is limited by the episode's room.
       reserved_tokens: room that the answers may take.
       branch: branch that the first answer extends; None begins a new one.
       is_trained: whether the loss can reproduce the distribution of the answers.
@@ -38,7 +38,7 @@ class _Pending:
     receive: Receive
     on_answer: OnAnswer
     wants_logprobs: bool
-    wanted_tokens: int
+    requested_tokens: int
     reserved_tokens: int
     branch: Branch | None
     is_trained: bool
@@ -153,16 +153,16 @@ class EpisodeRequests:
         Raises:
           GenerationError: there is no room for a token of each answer.
         """
-        wanted, prompt = request.sampling, request.prompt
+        requested, prompt = request.sampling, request.prompt
         reserved = {id(each.branch) for each in self._pending.values()}
         continued = [each for each in self.branches if id(each) not in reserved and _continues(prompt, each)]
         branch = max(continued, key=lambda each: len(each.tokens), default=None)
         used = sum(len(each.tokens) for each in self.branches)
         used += sum(each.reserved_tokens for each in self._pending.values())
         # Each further answer to the same prompt needs another branch.
-        context = len(prompt) * wanted.n - (0 if branch is None else len(branch.tokens))
-        wanted_tokens = min(max_tokens, wanted.max_tokens or max_tokens)
-        count = min(wanted_tokens, (self.seq_tokens - used - context) // wanted.n)
+        context = len(prompt) * requested.n - (0 if branch is None else len(branch.tokens))
+        requested_tokens = min(max_tokens, requested.max_tokens or max_tokens)
+        count = min(requested_tokens, (self.seq_tokens - used - context) // requested.n)
         if count < 1:
             raise GenerationError(
                 # OpenAI's words, by which clients recognize the error.
@@ -171,25 +171,25 @@ class EpisodeRequests:
                 parameter="prompt",
                 code="context_length_exceeded",
             )
-        sampling = self._sampling(wanted, count)
+        sampling = self._sampling(requested, count)
         return _Pending(
             replace(request, sampling=sampling),
             receive,
             on_answer,
-            wanted.logprobs is not None,
-            wanted_tokens,
-            context + count * wanted.n,
+            requested.logprobs is not None,
+            requested_tokens,
+            context + count * requested.n,
             branch,
             self.is_greedy or _is_trained(sampling, self.sampling),
-            {index: [] for index in range(wanted.n)},
+            {index: [] for index in range(requested.n)},
         )
 
-    def _sampling(self, wanted: SamplingParams, max_tokens: int) -> SamplingParams:
-        seed = self.seed(self._requests) if wanted.seed is None else wanted.seed
-        changes: dict[str, Any] = {"max_tokens": max_tokens, "seed": seed, "logprobs": wanted.logprobs or 0}
+    def _sampling(self, requested: SamplingParams, max_tokens: int) -> SamplingParams:
+        seed = self.seed(self._requests) if requested.seed is None else requested.seed
+        changes: dict[str, Any] = {"max_tokens": max_tokens, "seed": seed, "logprobs": requested.logprobs or 0}
         if self.is_greedy:
-            return replace(wanted, **(changes | vars(PolicySampling()) | {"temperature": 0.0}))
-        return replace(wanted, **changes, logprobs_of="processed", candidates=self.sampling.is_narrowed)
+            return replace(requested, **(changes | vars(PolicySampling()) | {"temperature": 0.0}))
+        return replace(requested, **changes, logprobs_of="processed", candidates=self.sampling.is_narrowed)
 
     def _send(self, pending: _Pending) -> None:
         request = pending.request
@@ -250,7 +250,7 @@ class EpisodeRequests:
             self.untrained_answers += 1
             branch.observe(answer.tokens)
         self.is_cut = answer.finish_reason == "length"
-        self.is_truncated = self.is_cut and len(answer.tokens) < pending.wanted_tokens
+        self.is_truncated = self.is_cut and len(answer.tokens) < pending.requested_tokens
 
     def _end(self, request_id: str) -> None:
         """Ends a request that the engine does not have."""

@@ -1,4 +1,4 @@
-"""`stack config schema`: a JSON schema of config files, with which editors complete and check them."""
+"""`stack config schema`: a JSON schema of config files, which editors use to complete and check them."""
 
 import dataclasses
 import json
@@ -10,8 +10,14 @@ from typing import Any
 import pydantic
 
 from stack_core.abi.config import Sections, Selected, mark_of, to_mapping
-from stack_core.commands.config_keys import attribute_texts, default_of, entry_class, nested_class, reads_config
-from stack_core.commands.config_keys import registered_classes as classes
+from stack_core.commands.config_keys import (
+    attribute_texts,
+    default_of,
+    entry_class,
+    nested_class,
+    reads_config,
+    registered_classes,
+)
 
 __all__ = ["json_schema", "schema"]
 
@@ -42,7 +48,7 @@ def json_schema(cls: type) -> dict[str, Any]:
 
 
 def _reference(cls: type, definitions: dict[str, Any]) -> dict[str, Any]:
-    """Defines a class once and returns a reference to it."""
+    """Adds the definition of a class, unless it exists, and returns a reference."""
     name = f"{cls.__module__}.{cls.__qualname__}"
     if name not in definitions:
         definitions[name] = {}  # before its fields, which may contain the class itself
@@ -57,7 +63,9 @@ def _object(cls: type, definitions: dict[str, Any]) -> dict[str, Any]:
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
         if sections := mark_of(hint, Sections):
-            properties |= {name: _reference(kind, definitions) for name, kind, _ in classes(sections.registry)}
+            properties |= {
+                name: _reference(kind, definitions) for name, kind, _ in registered_classes(sections.registry)
+            }
             continue
         default, is_required = default_of(field)
         shape = _field(hint, definitions)
@@ -90,10 +98,10 @@ def _field(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
 
 def _selected(selected: Selected, definitions: dict[str, Any]) -> dict[str, Any]:
     """Builds the choice between the names of a registry and, for each name, the keys of its class."""
-    found = list(classes(selected.registry))
+    found = list(registered_classes(selected.registry))
     options: list[Any] = [{"type": "string", "enum": [name for name, _, _ in found]}]
     for name, kind, _ in found:
-        keys = _object(kind, definitions) if kind is not None else {}
+        keys = _object(kind, definitions)
         own = {**keys["properties"], selected.key: {"const": name}}
         required = [key for key in keys["required"] if key != selected.key]
         options.append({**keys, "title": name, "properties": own, "required": required})
@@ -104,9 +112,11 @@ def _plain(hint: Any) -> dict[str, Any]:
     """Returns pydantic's schema of a type; the empty schema, which accepts everything, if it has none."""
     try:
         found: Mapping[str, Any] = pydantic.TypeAdapter(hint).json_schema()
-    except (pydantic.PydanticSchemaGenerationError, pydantic.PydanticUserError):
+    except (
+        pydantic.PydanticSchemaGenerationError,
+        pydantic.PydanticUserError,
+        pydantic.errors.PydanticInvalidForJsonSchema,
+    ):
         return {}
-    except pydantic.errors.PydanticInvalidForJsonSchema:
-        return {}
-    # References inside would point to definitions of their own.
+    # Its references would refer to definitions that the full schema lacks.
     return {} if "$defs" in found else dict(found)

@@ -284,11 +284,11 @@ def _limits(call: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     lengths, offset = call["kv_lengths"], call["query_offset"]
     place = jnp.arange(q_seq, dtype=jnp.int32) + offset
     firsts, ends = list[jax.Array](), list[jax.Array]()
-    if call["causal"] and right is None and offset == 0 and lengths is None:
-        pass  # left to the kernel
-    elif call["causal"] or right is not None:
-        last = min(right or 0, 0) if call["causal"] else right
-        ends.append(jnp.clip(place + last + 1, 0, kv_seq)[None, None])
+    is_of_kernel = call["causal"] and right is None and offset == 0 and lengths is None
+    if call["causal"]:
+        right = min(right or 0, 0)
+    if right is not None and not is_of_kernel:
+        ends.append(jnp.clip(place + right + 1, 0, kv_seq)[None, None])
     if left is not None:
         firsts.append(jnp.clip(place - left, 0, kv_seq)[None, None])
     if isinstance(call["segment_ids"], ops.PackedSegments):

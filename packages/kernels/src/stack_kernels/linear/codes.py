@@ -45,11 +45,11 @@ class Columns:
         The barrier keeps the conversion out of the product, where it is slow.
         """
         view = QView((1, 0), self.decode(self.stored), self.scale, self.zero_point, "columns")
-        return lax.optimization_barrier(dequantize(_QuantizedView(view), dtype))
+        return lax.optimization_barrier(dequantize(QuantizedView(view), dtype))
 
 
 @dataclass(frozen=True)
-class _QuantizedView:
+class QuantizedView:
     view: QView
 
     def __stack_qview__(self) -> QView:
@@ -91,7 +91,7 @@ def interleaved(parts: list[jax.Array]) -> jax.Array:
 
 def dequantized(array: QuantizedArray, dtype: DTypeLike) -> jax.Array:
     """Computes the same as `ops.dequantize`, faster."""
-    return dequantize(_QuantizedView(decoded(array.__stack_qview__())), dtype)
+    return dequantize(QuantizedView(decoded(array.__stack_qview__())), dtype)
 
 
 def decoded(view: QView) -> QView:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from stack_core.abi.data import Tokenizer
 from stack_core.abi.engines import Engine
-from stack_core.abi.errors import GenerationError
+from stack_core.abi.errors import GenerationError, StackError
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.generation import Constraint, EngineStats, GenerationRequest, GenerationUpdate
 from stack_core.abi.plugins import registries
@@ -227,7 +227,7 @@ class _SessionEngine(Engine):
     def close(self, *, drain_s: float = 0.0) -> None: ...
 
     def stream(self, request_id: str) -> Any:
-        raise NotImplementedError
+        raise StackError("Requests of agents have receivers. Pass one to submit.")
 
     def update_weights(self, params: Any, **_: Any) -> None:
-        raise NotImplementedError
+        raise StackError("The trainer updates the weights of the policy; its agents cannot.")

@@ -58,7 +58,8 @@ class EngineConfig:
       pages: number of cache pages; None means enough for `max_sequences` sequences of `max_tokens`, or as many as
         fit in memory.
       memory_fraction: fraction of the memory left free by the parameters that the cache may use if `pages` is None.
-        None means 0.5, and on CPUs, whose memory other programs share, at most 2 GiB or a quarter, whichever is less.
+        None means 0.5, and on CPUs, whose memory other programs share, at most 2 GiB or a quarter, whichever is less,
+        rounded down to a power of two.
       cache_dtype: dtype of the cached keys and values; "model" is the dtype in which the model computes them.
       page_layout: axis order of the page pool, in the notation of `ops.paged_attention`. None selects the best layout
         for the chip's implementations (see `ops.page_layout`), or "pshd" if no other is better.

@@ -243,8 +243,8 @@ def _share_bytes(left_bytes: int, fraction: float | None) -> int:
     if fraction is not None or jax.default_backend() != "cpu":
         return int(left_bytes * (_DEVICE_FRACTION if fraction is None else fraction))
     share_bytes = min(int(left_bytes * _CPU_FRACTION), _MOST_CPU_BYTES)
-    # Programs are compiled for a number of pages. One that follows the free memory exactly changes with every start,
-    # and no program would be found in the compilation cache.
+    # Programs are compiled for a fixed number of pages. Without the rounding, this number would follow the free memory,
+    # and each start would miss the compilation cache.
     return 1 << share_bytes.bit_length() - 1 if share_bytes else 0
 
 

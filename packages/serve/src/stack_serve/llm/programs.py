@@ -39,6 +39,7 @@ _GPU_ROWS = 4
 _MIN_IMAGES = 16
 # A prompt of up to so many tokens can start as soon as the server is ready.
 _FIRST_TOKENS = 64
+_LATER_KINDS = ("prompt_logprobs", "forward")
 
 Key = tuple[str, *tuple[int, ...]]
 Progress = Callable[[str, int, int], None]
@@ -248,12 +249,11 @@ class Programs:
         return first if self._adapters is None else [*first, ("adapter",)]
 
     def _urgency(self, key: Key) -> tuple[int, bool, tuple[int, ...]]:
-        """Orders programs: the one-row and largest steps first, because they serve all rows and tokens."""
-        kinds = ("decode", "prefill", "sample", "verify", "prompt_logprobs", "forward")
+        """Orders programs: steps with one row and the largest steps first, since all rows and tokens fit in them."""
         kind, *sizes = key
         of_kind = [sizes for other, *sizes in self._keys() if other == kind]
         is_extreme = sizes in (of_kind[0], of_kind[-1])
-        return (kinds.index(kind) if kind in kinds[4:] else 0, not is_extreme, tuple(sizes))
+        return (_LATER_KINDS.index(kind) + 1 if kind in _LATER_KINDS else 0, not is_extreme, tuple(sizes))
 
     def _ready_size(self, kind: str, size: int, sizes: Sequence[int]) -> int:
         """Returns the smallest size, from `size` on, of a compiled program while others compile; otherwise `size`."""

@@ -84,6 +84,8 @@ def _with_images(
     query: jax.Array, key: jax.Array, value: jax.Array, ahead: jax.Array, *, window: Any, axes: Any, **options: Any
 ) -> jax.Array:
     """Computes attention with a mask, because kernels of causal attention hide the rest of an image."""
+    if parts_of(_SHARED) > 1:
+        raise ShardingError("Attention with images is not split over the sequence. Set mesh.context to 1.")
     seq = query.shape[1]
     mask = ahead_mask(jnp.broadcast_to(jnp.arange(seq), ahead.shape), seq, ahead)
     window = None if window is None else (window[0], None)

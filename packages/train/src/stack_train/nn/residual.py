@@ -57,7 +57,7 @@ class Rows:
 
     @property
     def segments(self) -> ops.PackedSegments | None:
-        """The segments as `ops.attention` takes them."""
+        """Argument `segment_ids` of `ops.attention`."""
         return None if self.segment_ids is None else ops.PackedSegments.of(self.segment_ids)
 
 

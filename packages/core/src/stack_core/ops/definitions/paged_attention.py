@@ -175,8 +175,9 @@ def checked_call(
         "kv_lengths": kv_lengths,
         "query_starts": query_starts,
         "sinks": sinks,
-        "ahead": ahead,
     }
+    if ahead is not None:  # implementations may not know it
+        arrays["ahead"] = ahead
     options = {
         "window": window,
         "softcap": softcap,

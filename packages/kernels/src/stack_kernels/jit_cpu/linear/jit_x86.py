@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from stack_kernels.jit_cpu.linear.block import Product
 from stack_kernels.jit_cpu.linear.streams import SEGMENT_COLUMNS, STREAMS, StreamedProduct, streamed_module
 from stack_kernels.jit_cpu.linear.tiles import product_module
 from stack_kernels.jit_cpu.numbers import BITS
-from stack_kernels.linear.codes import dequantized
+from stack_kernels.linear.codes import QuantizedView, dequantized
 from stack_kernels.linear.integer_dot import rows_of
 from stack_kernels.supports import abstract_view
 
@@ -94,7 +93,7 @@ def few_rows_product(x: Any, weight: Any) -> jax.Array:
     """
     view = weight.__stack_qview__() if is_quantized(weight) else None
     if view is not None and view.zero_point is not None:
-        of_codes = few_rows_product(x, _Viewed(dataclasses.replace(view, zero_point=None)))
+        of_codes = few_rows_product(x, QuantizedView(dataclasses.replace(view, zero_point=None)))
         return of_codes - _product_of_zero_points(x, view)
     if is_quantized(x):
         if view is not None and _has_integer_dot(x.__stack_qview__(), view):
@@ -112,14 +111,6 @@ def few_rows_product(x: Any, weight: Any) -> jax.Array:
     # A code beyond the last level counts as the last, as in `linear.codes`.
     levels = [] if view.codebook is None else [jnp.pad(view.codebook, (0, _LEVELS - len(view.codebook)), mode="edge")]
     return _call(product, rows.astype(jnp.float32), view.qvalue, _column_scales(view, len(view.scale)), *levels)
-
-
-@dataclass(frozen=True)
-class _Viewed:
-    view: QView
-
-    def __stack_qview__(self) -> QView:
-        return self.view
 
 
 def _product_of_zero_points(x: Any, weight: QView) -> jax.Array:

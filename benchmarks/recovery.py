@@ -34,7 +34,7 @@ from stack_core.runtime.signals import StopRequest
 from stack_core.runtime.config import ClusterConfig
 from stack_core.runtime.supervised import Job, supervise
 job = Job("recovery_job:worker", {"folder": sys.argv[1], "steps": int(sys.argv[2])}, ("recovery_job", "jax"))
-config = ClusterConfig(hosts=2, most_failures=100)
+config = ClusterConfig(hosts=2, max_failures=100)
 supervise(job, config, Path(sys.argv[1]), observe=lambda event: None, stop=StopRequest())
 """
 

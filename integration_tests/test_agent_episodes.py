@@ -382,7 +382,7 @@ def test_a_conversation_without_room_is_truncated_and_no_failure(tmp_path):
                 messages = [user("again?")] if endless.forgets else [*messages, answer, user("go on?")]
 
     for endless.gives_up, endless.forgets, reward in ((True, False, 0.25), (False, False, 0.0), (False, True, 0.0)):
-        for fields, code in (({}, "context_length_exceeded"), ({"most_turns": 3}, "turns_exceeded")):
+        for fields, code in (({}, "context_length_exceeded"), ({"max_turns": 3}, "turns_exceeded")):
             endless.codes = []
             (found,), _ = play(tmp_path, endless, **fields)
             assert endless.codes == [code] and found.rewards.sum() == reward

@@ -176,7 +176,7 @@ def test_a_field_that_another_turns_off_is_refused(objective, problem):
 @pytest.mark.parametrize(
     ("setting", "problem"),
     [
-        ({"most_candidates": 8}, "data.most_candidates would have no effect, because every token is a candidate"),
+        ({"max_candidates": 8}, "data.max_candidates would have no effect, because every token is a candidate"),
     ],
 )
 def test_a_setting_of_rollouts_that_another_turns_off_is_refused(setting, problem):

@@ -60,7 +60,7 @@ def test_batches_have_a_row_of_candidates_for_each_target():
     nothing = [-1, -1]
     assert batch["candidates"][0].tolist() == [nothing, nothing, [3, 5], nothing, [4, -1], nothing]
     assert (batch["candidates"][2] == -1).all()
-    with pytest.raises(DataError, match=r"drawn from 2 candidates, but data.most_candidates is 1"):
+    with pytest.raises(DataError, match=r"drawn from 2 candidates, but data.max_candidates is 1"):
         batch_of(played(), shapes=batch_shapes(2, 6, DrGRPOConfig(), candidates=1), version=0)
     assert "candidates" not in batch_of(played(), shapes=batch_shapes(2, 6, DrGRPOConfig()), version=0)
     assert np.asarray(batch["candidates"]).dtype == np.int32

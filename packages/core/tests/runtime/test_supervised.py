@@ -112,7 +112,7 @@ class Blows:
 def test_random_blows_end_bitwise_equal_and_each_is_blamed_on_the_right_one(bench, seed, count):
     calm, _ = bench.run("calm", steps=8 * count, step_s=0.0)
     blows = Blows(seed, count)
-    config = replace(bench.config, most_failures=30)
+    config = replace(bench.config, max_failures=30)
     struck, record = bench.run("struck", on_event=blows, steps=8 * count, step_s=0.05, config=config)
     assert struck == calm
     expected = [

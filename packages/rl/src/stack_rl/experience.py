@@ -296,7 +296,7 @@ def _lay_out_candidates(into: np.ndarray, trajectory: Trajectory) -> None:
     counts, candidates = trajectory.candidates or (np.zeros(len(tokens), np.int32), none)
     if (most := int(counts.max(initial=0))) > into.shape[1]:
         raise DataError(
-            f"A token was drawn from {most} candidates, but data.most_candidates is {into.shape[1]}. Raise it, or "
+            f"A token was drawn from {most} candidates, but data.max_candidates is {into.shape[1]}. Raise it, or "
             "lower data.top_p or data.top_k, or raise data.min_p."
         )
     ends = np.cumsum(counts)

@@ -99,7 +99,7 @@ class RolloutData:
       repetition_penalty: penalty of tokens of the episode so far, as in `SamplingParams`; 1 has no effect.
       frequency_penalty: penalty of tokens of the action so far, for each occurrence, as in `SamplingParams`.
       presence_penalty: penalty of tokens of the action so far, as in `SamplingParams`.
-      most_candidates: maximum number of candidates per token; every batch reserves this many entries per token. A token
+      max_candidates: maximum number of candidates per token; every batch reserves this many entries per token. A token
         with more candidates raises a DataError.
       max_staleness: maximum number of batches between the dispatch of a group and its use: 0 is synchronous, 1 is one
         batch off-policy.
@@ -128,7 +128,7 @@ class RolloutData:
     repetition_penalty: PositiveFloat = 1.0
     frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
-    most_candidates: PositiveInt = 64
+    max_candidates: PositiveInt = 64
     max_staleness: NonNegativeInt = 0
     stale_keys: Literal["keep", "recompute"] = "keep"
     packed: bool = False
@@ -142,6 +142,7 @@ class RolloutData:
             "whiten": "objective.whiten_advantages",
             "critic_warmup_steps": "objective.critic_warmup_steps",
             "refill_rounds": "objective.refill_rounds",
+            "most_candidates": "data.max_candidates",
         }
     )
 
@@ -211,7 +212,7 @@ class PolicyRollouts:
     def shapes(self, rows: int) -> Shapes:
         """Returns the shapes of a batch with a number of rows."""
         data = self.data
-        candidates = data.most_candidates if data.policy_sampling.is_narrowed else 0
+        candidates = data.max_candidates if data.policy_sampling.is_narrowed else 0
         more = {
             "candidates": candidates,
             "temperatures": _plays_itself(data.environment),
@@ -230,9 +231,9 @@ class PolicyRollouts:
                 f"data.seq_tokens is {data.seq_tokens}, but model.max_positions is {model.max_positions}. Lower the "
                 "first or raise the second."
             )
-        if not data.policy_sampling.is_narrowed and changed_fields(data, ("most_candidates",)):
+        if not data.policy_sampling.is_narrowed and changed_fields(data, ("max_candidates",)):
             raise ConfigError(
-                "data.most_candidates would have no effect, because every token is a candidate. Set data.top_k, "
+                "data.max_candidates would have no effect, because every token is a candidate. Set data.top_k, "
                 "data.top_p or data.min_p, or leave it out."
             )
         if data.packed or _plays_itself(data.environment):

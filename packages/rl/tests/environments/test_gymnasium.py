@@ -34,7 +34,7 @@ def test_an_environment_of_gymnasium_is_played_in_text(gymnasium):
 @pytest.mark.parametrize("name", ["FrozenLake-v1", "Blackjack-v1", "Taxi-v4", "CliffWalking-v1", "CartPole-v1"])
 def test_observations_and_rewards_are_those_of_the_environment(gymnasium, name):
     actions = np.random.default_rng(0).integers(2, size=8).tolist()
-    tasks, found = play_episode(GymnasiumConfig(id=name, most_turns=8), [f"action {each}" for each in actions], task=5)
+    tasks, found = play_episode(GymnasiumConfig(id=name, max_turns=8), [f"action {each}" for each in actions], task=5)
     seed = int(np.random.default_rng([0, False, 5]).integers(1 << 31))
     env = gymnasium.make(name)
     observation, _ = env.reset(seed=seed)
@@ -66,7 +66,7 @@ def test_text_is_shown_and_accepted_as_it_is(gymnasium):
 
     gymnasium.register("StackEcho-v0", entry_point=Echo, disable_env_checker=True)
     try:
-        config = GymnasiumConfig(id="StackEcho-v0", most_turns=3, invalid_reward=-2.0)
+        config = GymnasiumConfig(id="StackEcho-v0", max_turns=3, invalid_reward=-2.0)
         tasks, found = play_episode(config, ["north", "south", "a longer text"])
     finally:
         gymnasium.registry.pop("StackEcho-v0")

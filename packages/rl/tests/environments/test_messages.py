@@ -119,7 +119,7 @@ def test_the_template_decides_the_format_of_calls(tmp_path):
 
 
 def test_turns_are_bounded_and_a_message_that_was_cut_off_calls_nothing(tmp_path):
-    _, found = play(tmp_path, [CALL, CALL, CALL], most_turns=2)
+    _, found = play(tmp_path, [CALL, CALL, CALL], max_turns=2)
     assert found.facts["turns"] == 2.0 and found.rewards.sum() == 0.0 and found.verdict is None
     _, found = play(tmp_path, [CALL], max_tokens=20)
     assert found.sampled.sum() == 20 and found.verdict == "wrong"

@@ -50,7 +50,7 @@ def test_an_episode_is_a_session_with_its_seed_and_rewards(url):
 
 
 def test_actions_and_observations_are_json_unless_a_field_is_named(url):
-    config = OpenEnvConfig(url=url, reset={"below": 5}, most_turns=2)
+    config = OpenEnvConfig(url=url, reset={"below": 5}, max_turns=2)
     tasks, found = play_episode(config, ['{"number": 99}', f'{{"number": {hidden(0, below=5)}}}'])
     text = tasks.text(tuple(found.tokens.tolist()))
     assert '<user>{"hint": "below 5", "guesses": 0}\x00' in text and '{"hint": "less", "guesses": 1}' in text

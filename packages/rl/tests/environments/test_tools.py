@@ -141,7 +141,7 @@ def test_a_tool_that_waits_for_ever_is_an_error_that_the_policy_sees(tmp_path, m
 def test_results_and_errors_are_text(tmp_path, module, isolation):
     tools = tuple(f"{module}:{name}" for name in ("add", "later", "late"))
     script = [call("add", first=2, second=3), call("later", x=4), call("add"), call("late"), call("sub"), "done"]
-    ((text, found),) = play(tmp_path, tools, script, isolation=isolation, most_turns=9)
+    ((text, found),) = play(tmp_path, tools, script, isolation=isolation, max_turns=9)
     assert "<tool>5\x00" in text and "<tool>4 later\x00" in text and "<tool>Error: TypeError: add() missing" in text
     assert "<tool>Error: TimeoutError: the server is late\x00" in text and "no such call (KeyError: 'sub')" in text
     assert (found.verdict, found.parsed) == ("correct", "done") and found.facts["tool_timeouts"] == 0.0
@@ -176,7 +176,7 @@ def test_a_process_is_used_again_with_new_state(tmp_path, module):
 @ISOLATIONS
 def test_tools_whose_call_hung_start_again_without_their_state(tmp_path, module, isolation):
     up = call("raise_count")
-    fields = {"tool_timeout_s": 3.0, "isolation": isolation, "most_turns": 9}
+    fields = {"tool_timeout_s": 3.0, "isolation": isolation, "max_turns": 9}
     ((text, found),) = play(tmp_path, (f"{module}:Counter",), [up, up, call("freeze"), up, "done"], **fields)
     assert "'freeze' did not return within 3 s. The tools start again and have lost their state.\x00" in text
     assert text.count("<tool>count 1\x00") == 2 and "count 2" in text and found.verdict == "correct"
@@ -221,7 +221,7 @@ def test_a_step_s_reward_reaches_the_tokens_of_its_message(tmp_path, module):
 
 
 def test_an_episode_that_ends_at_its_last_call_has_the_step_s_reward(tmp_path, module):
-    fields = {"step_rewards": (worked,), "isolation": "thread", "most_turns": 1}
+    fields = {"step_rewards": (worked,), "isolation": "thread", "max_turns": 1}
     ((_, found),) = play(tmp_path, (f"{module}:add",), [call("add", first=1)], **fields)
     assert found.rewards.sum() == 0.5 and found.facts["step.worked"] == 0.5 and found.facts["calls"] == 1.0
 

@@ -18,7 +18,7 @@ def run():
     config = AdamWConfig(
         learning_rate=0.1,
         schedule=ScheduleConfig(decay="linear", final_fraction=0.0),
-        skip_spikes=SpikeConfig(window_steps=8, deviations=4.0, most_in_a_row=2),
+        skip_spikes=SpikeConfig(window_steps=8, deviations=4.0, max_consecutive=2),
     )
     transformation = config.build(100, AXES)
 

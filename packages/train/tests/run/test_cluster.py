@@ -33,7 +33,7 @@ CONFIG = {
     "run": {"steps": STEPS},
     "checkpoint": {"every_steps": 2, "keep": 10},
     "mesh": {"fsdp": 2},
-    "cluster": {"hosts": 2, "silence_s": 8.0, "stopped_s": 1.0, "orphan_s": 120.0, "most_failures": 20},
+    "cluster": {"hosts": 2, "silence_s": 8.0, "stopped_s": 1.0, "orphan_s": 120.0, "max_failures": 20},
 }
 LEAST_S = 0.05
 LIMIT_S = 900

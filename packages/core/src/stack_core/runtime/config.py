@@ -1,6 +1,8 @@
 """The config of a cluster: its hosts, and the timeouts after which silence counts as a failure."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
+from typing import ClassVar
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -30,7 +32,7 @@ class ClusterConfig:
       deadline_s: seconds without a completed step, evaluation or save after which a formation counts as hanging.
       first_deadline_s: `deadline_s` before the first step, which includes compilation and reading checkpoints.
       orphan_s: seconds that agents keep running without a driver, during which another driver can attach.
-      most_failures: maximum number of consecutive failures without a completed step before the run fails.
+      max_failures: maximum number of consecutive failures without a completed step before the run fails.
     """
 
     hosts: PositiveInt | None = None
@@ -45,7 +47,9 @@ class ClusterConfig:
     deadline_s: PositiveFloat = 600.0
     first_deadline_s: PositiveFloat = 3600.0
     orphan_s: NonNegativeFloat = 60.0
-    most_failures: NonNegativeInt = 5
+    max_failures: NonNegativeInt = 5
+
+    moved_keys: ClassVar[Mapping[str, str]] = MappingProxyType({"most_failures": "cluster.max_failures"})
 
 
 @config

@@ -209,7 +209,7 @@ class _Driver:
         self._failed(formation, failure)
         self._end(formation)
         self._replace_lost()
-        verdict = after(self.failures, max_failures=self.config.most_failures)
+        verdict = after(self.failures, max_failures=self.config.max_failures)
         if isinstance(verdict, GiveUp):
             raise self._reason(formation, failure, verdict)
         self.tell_observers(WorkerDied(failure.rank, failure.host, failure.step, str(failure)))

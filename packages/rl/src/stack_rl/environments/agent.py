@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 from pydantic import PositiveInt
@@ -55,7 +56,7 @@ class AgentConfig:
     answers that are trained. Tokens of a stop text are not recorded.
 
     If the agent raises, the episode has failed; it does not get a reward of 0. Only if the agent raises after a refused
-    request, for lack of room (status 400, as OpenAI's) or because of `most_turns`, is the reward 0. Without room, the
+    request, for lack of room (status 400, as OpenAI's) or because of `max_turns`, is the reward 0. Without room, the
     episode is truncated.
 
     Attributes:
@@ -64,7 +65,7 @@ class AgentConfig:
       name: selects this environment.
       held_out: glob of JSONL files with evaluation records; None disables evaluation.
       max_tokens: maximum number of tokens per answer; requests may set a lower limit.
-      most_turns: maximum number of answers per episode; further requests are refused.
+      max_turns: maximum number of answers per episode; further requests are refused.
     """
 
     plays_itself: ClassVar[bool] = True
@@ -74,7 +75,9 @@ class AgentConfig:
     name: Literal["agent"] = "agent"
     held_out: str | None = None
     max_tokens: PositiveInt = 128
-    most_turns: PositiveInt = 16
+    max_turns: PositiveInt = 16
+
+    moved_keys: ClassVar[Mapping[str, str]] = MappingProxyType({"most_turns": "environment.max_turns"})
 
     def check(self, model: Any) -> None:
         check_server()
@@ -82,7 +85,7 @@ class AgentConfig:
         self._records()
 
     def build(self, policy: GenerativeCheckpoint, *, seq_tokens: int, seed: int) -> Tasks:
-        limits = AgentLimits(self.max_tokens, self.most_turns)
+        limits = AgentLimits(self.max_tokens, self.max_turns)
         return agent_tasks(self._function(), *self._records(), limits=limits, policy=policy, seq_tokens=seq_tokens)
 
     def _function(self) -> Callable[..., Any]:
@@ -98,7 +101,7 @@ class AgentLimits:
     """Limits of an agent's episode; see `AgentConfig`."""
 
     max_tokens: int
-    most_turns: int
+    max_turns: int
 
 
 def agent_tasks(
@@ -150,7 +153,7 @@ class _Episode:
 
     async def play(self, requests: EpisodeRequests) -> StepResult:
         server = self._find_server(requests)
-        session = AgentSession(requests, self._renderer, self._limits.max_tokens, self._limits.most_turns)
+        session = AgentSession(requests, self._renderer, self._limits.max_tokens, self._limits.max_turns)
         self._opened = server, session
         access = AgentAccess(await server.open(session), session.key)
         value, error = await self._run(access)

@@ -74,7 +74,7 @@ class AgentSession:
         """
         if self._sent + request.sampling.n > self.max_answers:
             self.is_over = True
-            message = f"An episode has at most environment.most_turns: {self.max_answers} answers."
+            message = f"An episode has at most environment.max_turns: {self.max_answers} answers."
             raise GenerationError(message, code="turns_exceeded")
         self.requests.submit(request, receive, max_tokens=self.max_tokens, on_answer=self._note)
         self._sent += request.sampling.n

@@ -4,7 +4,8 @@ import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import NonNegativeInt, PositiveInt
@@ -34,7 +35,7 @@ class GymnasiumConfig:
       options: keyword arguments of `gymnasium.make`.
       instruction: text shown before the first observation.
       max_tokens: maximum number of tokens per action.
-      most_turns: maximum number of actions per episode.
+      max_turns: maximum number of actions per episode.
       invalid_reward: reward of an answer that is not an action.
       held_out: number of seeds reserved for evaluation.
       history: handling of chat templates that rewrite earlier turns; see `MessageEnvironment`.
@@ -45,16 +46,18 @@ class GymnasiumConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
     instruction: str = ""
     max_tokens: PositiveInt = 16
-    most_turns: PositiveInt = 32
+    max_turns: PositiveInt = 32
     invalid_reward: float = 0.0
     held_out: NonNegativeInt = 64
     history: History = "exact"
+
+    moved_keys: ClassVar[Mapping[str, str]] = MappingProxyType({"most_turns": "environment.max_turns"})
 
     def check(self, model: Any) -> None:
         self._made().close()
 
     def build(self, policy: GenerativeCheckpoint, *, seq_tokens: int, seed: int) -> Tasks:
-        renderer, limits = renderer_of(policy), {"max_tokens": self.max_tokens, "most_turns": self.most_turns}
+        renderer, limits = renderer_of(policy), {"max_tokens": self.max_tokens, "max_turns": self.max_turns}
 
         def start(episode_seed: int) -> Environment:
             game = _Game(self._made(), self, episode_seed)

@@ -126,7 +126,7 @@ class MessageEnvironment:
       conversation: the other side of the conversation.
       renderer: renders and tokenizes messages.
       max_tokens: maximum number of tokens per message of the policy.
-      most_turns: maximum number of messages of the policy; the last reply ends the episode.
+      max_turns: maximum number of messages of the policy; the last reply ends the episode.
       history: "exact" fails if the template rewrites earlier turns. "as_seen" keeps them as the policy saw them and
         counts such breaks in the fact `prefix_breaks`.
     """
@@ -137,11 +137,11 @@ class MessageEnvironment:
         renderer: Renderer,
         *,
         max_tokens: int,
-        most_turns: int,
+        max_turns: int,
         history: History = "exact",
     ) -> None:
         self._conversation, self._renderer = conversation, renderer
-        self._max_tokens, self._most_turns, self._history = max_tokens, most_turns, history
+        self._max_tokens, self._max_turns, self._history = max_tokens, max_turns, history
         self._messages: list[Message] = []
         self._seen = ""
         self._turns = self._breaks = 0
@@ -158,7 +158,7 @@ class MessageEnvironment:
         self._turns += 1
         facts = {**reply.facts, "turns": float(self._turns)}
         outcome = {"reward": reply.reward, "verdict": reply.verdict, "parsed": reply.parsed}
-        if not reply.messages or self._turns >= self._most_turns:
+        if not reply.messages or self._turns >= self._max_turns:
             return StepResult(**outcome, facts={**facts, "prefix_breaks": float(self._breaks)})
         shown = self._renderer.encode(self._behind(action, text, reply.messages), begins=False)
         return StepResult(**outcome, facts=facts, observation=self._observed(shown))

@@ -3,7 +3,8 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -35,7 +36,7 @@ class OpenEnvConfig:
       reset: arguments of the environment's `reset`, in addition to the seed.
       instruction: text shown before the first observation.
       max_tokens: maximum number of tokens per action.
-      most_turns: maximum number of actions per episode.
+      max_turns: maximum number of actions per episode.
       invalid_reward: reward of an answer that is not an action.
       held_out: number of seeds reserved for evaluation.
       timeout_s: time limit of the server's answers in seconds.
@@ -49,11 +50,13 @@ class OpenEnvConfig:
     reset: Mapping[str, Any] = field(default_factory=dict)
     instruction: str = ""
     max_tokens: PositiveInt = 128
-    most_turns: PositiveInt = 16
+    max_turns: PositiveInt = 16
     invalid_reward: float = 0.0
     held_out: NonNegativeInt = 64
     timeout_s: PositiveFloat = 60.0
     history: History = "exact"
+
+    moved_keys: ClassVar[Mapping[str, str]] = MappingProxyType({"most_turns": "environment.max_turns"})
 
     def check(self, model: Any) -> None:
         """Plays a first observation, to find a server or a field that does not exist."""
@@ -73,7 +76,7 @@ class OpenEnvConfig:
             )
 
     def build(self, policy: GenerativeCheckpoint, *, seq_tokens: int, seed: int) -> Tasks:
-        renderer, limits = renderer_of(policy), {"max_tokens": self.max_tokens, "most_turns": self.most_turns}
+        renderer, limits = renderer_of(policy), {"max_tokens": self.max_tokens, "max_turns": self.max_turns}
 
         def start(episode_seed: int) -> Environment:
             session = _Session(self._client(), self, episode_seed)

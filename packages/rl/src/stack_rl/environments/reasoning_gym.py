@@ -84,7 +84,7 @@ class ReasoningGymConfig:
         def start(question: tuple[int, int]) -> Environment:
             number, _ = question
             conversation = _Question(self, datasets[number], entry(*question))
-            return MessageEnvironment(conversation, renderer, max_tokens=self.max_tokens, most_turns=1)
+            return MessageEnvironment(conversation, renderer, max_tokens=self.max_tokens, max_turns=1)
 
         def label(question: tuple[int, int]) -> str:
             number, place = question

@@ -4,7 +4,8 @@ import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
 
@@ -51,7 +52,7 @@ class ToolsConfig:
         schemas are generated from annotations and docstrings.
       name: selects this environment.
       max_tokens: maximum number of tokens per message.
-      most_turns: maximum number of messages of the policy, including the answer.
+      max_turns: maximum number of messages of the policy, including the answer.
       tool_timeout_s: time limit of a call in seconds, from the start of the function.
       step_rewards: rewards of each message with calls, in addition to `rewards`. The reward is stored at the message's
         last token, from which `gae` computes advantages; other advantages use the sum of an episode's rewards. The
@@ -71,12 +72,14 @@ class ToolsConfig:
     name: Literal["tools"] = "tools"
     held_out: str | None = None
     max_tokens: PositiveInt = 128
-    most_turns: PositiveInt = 4
+    max_turns: PositiveInt = 4
     tool_timeout_s: PositiveFloat = 30.0
     step_rewards: tuple[Annotated[WeightedReward, BeforeValidator(as_weighted)], ...] = ()
     isolation: Literal["process", "thread"] = "process"
     calls_at_once: PositiveInt = 32
     history: History = "exact"
+
+    moved_keys: ClassVar[Mapping[str, str]] = MappingProxyType({"most_turns": "environment.max_turns"})
 
     def check(self, model: Any) -> None:
         for each in (*self.rewards, *self.step_rewards):
@@ -93,7 +96,7 @@ class ToolsConfig:
             [(*resolved(each.reward), each.weight) for each in several] for several in (self.rewards, self.step_rewards)
         )
         parser = functools.partial(_parser_of(policy), tools=schemas)
-        limits = {"max_tokens": self.max_tokens, "most_turns": self.most_turns}
+        limits = {"max_tokens": self.max_tokens, "max_turns": self.max_turns}
 
         def start(record: Record) -> Environment:
             conversation = _ToolConversation(

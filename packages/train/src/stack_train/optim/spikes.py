@@ -1,6 +1,8 @@
 """Skipping of updates with outlier gradient norms."""
 
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +26,17 @@ class SpikeConfig:
       window_steps: number of recent norms in mean and standard deviation. Until half of them have been observed, only
         updates with a non-finite norm are skipped.
       deviations: number of standard deviations above the mean from which a norm is a spike.
-      most_in_a_row: maximum number of consecutive skipped updates. The next update is applied regardless of its norm;
+      max_consecutive: maximum number of consecutive skipped updates. The next update is applied regardless of its norm;
         a diverged run then fails with an error.
     """
 
     window_steps: Annotated[int, Field(ge=2)] = 128
     deviations: PositiveFloat = 6.0
-    most_in_a_row: PositiveInt = 10
+    max_consecutive: PositiveInt = 10
+
+    moved_keys: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"most_in_a_row": "optimizer.skip_spikes.max_consecutive"}
+    )
 
 
 class SkippedState(NamedTuple):
@@ -66,7 +72,7 @@ def skip_spikes(inner: optax.GradientTransformation, config: SpikeConfig) -> opt
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, SkippedState]:
         norm = optax.tree.norm(updates).astype(jnp.float32)
         finite = jnp.isfinite(norm)
-        skip = (~finite | _is_spike(norm, state, config)) & (state.skipped_in_a_row < config.most_in_a_row)
+        skip = (~finite | _is_spike(norm, state, config)) & (state.skipped_in_a_row < config.max_consecutive)
         # Always computed: both results are selected below, inside one program.
         applied, inner_state = extended.update(updates, state.inner, params, **extra)
 

@@ -19,7 +19,7 @@ from stack_train.checkpoint import named_leaves
 from stack_train.generation.generate import TokenGenerator
 from stack_train.generation.sampling import SamplingConfig
 from stack_train.huggingface import FORMAT
-from stack_train.huggingface.blocks import with_blocks
+from stack_train.huggingface.quantization import with_codes
 from stack_train.models.family import DecoderFamily
 from stack_train.safetensors_files import read_tensors
 from stack_train.variables.trained_model import RUN_FORMAT
@@ -359,6 +359,6 @@ def test_microscaled_experts_are_those_of_transformers(tmp_path):
     blocks = random.integers(0, 256, (2, 6, 3, 16)).astype(np.uint8)
     scales = random.integers(100, 140, (2, 6, 3)).astype(np.uint8)
     save_file({"up_blocks": blocks, "up_scales": scales}, tmp_path / "model.safetensors")
-    _, tensors = with_blocks({"quantization_config": {"quant_method": "mxfp4"}}, read_tensors(tmp_path))
+    _, coding = with_codes({"quantization_config": {"quant_method": "mxfp4"}}, read_tensors(tmp_path))
     expected = mxfp4.convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales))
-    np.testing.assert_array_equal(tensors["up"].read().astype(np.float32), expected.float().numpy())
+    np.testing.assert_array_equal(coding.tensors["up"].read().astype(np.float32), expected.float().numpy())

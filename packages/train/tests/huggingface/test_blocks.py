@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from stack_core.abi.errors import ConversionError
-from stack_train.huggingface.blocks import with_blocks
 from stack_train.huggingface.format import FORMAT
+from stack_train.huggingface.quantization import with_codes
 from stack_train.huggingface.source import open_source
 from stack_train.run.config import run_config
 from stack_train.safetensors_files import read_tensors
@@ -17,6 +17,7 @@ from stack_train.variables.weights import read_params
 
 ROWS, COLUMNS = 8, 6  # neither divides every matrix
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "uint8": "U8"}
+DTYPES |= {"float16": "F16", "int8": "I8", "int32": "I32", "int64": "I64"}
 
 
 def write_file(path: Path, tensors: dict[str, np.ndarray]) -> None:
@@ -73,8 +74,10 @@ def test_blocks_are_read_as_the_floats_that_they_stand_for(make_checkpoint, tmp_
 @pytest.mark.parametrize(
     ("coding", "message"),
     [
-        ({"quant_method": "awq"}, "quantized by 'awq'"),
-        ({"weight_block_size": None}, "weight_block_size=None"),
+        ({"quant_method": "bitsandbytes"}, "quant_method='bitsandbytes'.*Read are compressed-tensors, gptq, awq, fp8"),
+        ({"weight_block_size": [4]}, r"weight_block_size=\[4\], not \[rows, columns\] or null"),
+        ({"weight_block_size": None}, r"q_proj.weight_scale_inv is F32\[2, 3\]; expected F32\[\]"),
+        ({"rotation": "hadamard"}, "rotation='hadamard'"),
         ({"weight_block_size": [4, 4]}, r"q_proj.weight_scale_inv is F32\[2, 3\]; expected F32\[4, 4\]"),
     ],
 )
@@ -98,8 +101,8 @@ def microscaled(directory: Path, **changes: np.ndarray) -> tuple[dict[str, objec
     write_file(
         directory / "model.safetensors", {name: array for name, array in (tensors | changes).items() if array.size}
     )
-    config, found = with_blocks(MXFP4, read_tensors(directory))
-    return {"config": config, **tensors}, dict(found)
+    config, coding = with_codes(MXFP4, read_tensors(directory))
+    return {"config": config, **tensors}, dict(coding.tensors)
 
 
 def test_microscaled_blocks_are_read_as_the_floats_that_they_stand_for(tmp_path):

@@ -14,8 +14,8 @@ from stack_core.abi.plugins import registries
 from stack_core.cli import main
 from stack_train.checkpoint import named_leaves
 from stack_train.huggingface import FORMAT
-from stack_train.huggingface.blocks import QUANTIZATION
 from stack_train.huggingface.language_part import language_part
+from stack_train.huggingface.quantization import QUANTIZATION
 from stack_train.huggingface.source import read_config
 from stack_train.models.family import DecoderFamily
 from stack_train.run.config import run_config

@@ -9,28 +9,25 @@ import ml_dtypes
 import numpy as np
 
 from stack_core.abi.errors import ConversionError
+from stack_train.huggingface.codes import Coding, check_read, fp4_values, is_positive
+from stack_train.models.reader import Reader
 from stack_train.safetensors_files import StoredTensor
 
-__all__ = ["QUANTIZATION", "BlockTensor", "MicroscaledTensor", "with_blocks"]
+__all__ = ["BlockTensor", "MicroscaledTensor", "fp8_codes", "read_fp8", "read_mxfp4"]
 
-QUANTIZATION = "quantization_config"
-"""The key of `config.json` with the quantization of a checkpoint's weights."""
-
-_CODES, _SCALE = "F8_E4M3", "_scale_inv"
+_CODES, _SCALE, _ACTIVATION_SCALE = "F8_E4M3", "_scale_inv", ".activation_scale"
 _FP4_CODES, _FP4_SCALES = "_blocks", "_scales"
-_FP4_VALUES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-# The highest bit of a code is the sign.
-_FP4_VALUES = np.concatenate([_FP4_VALUES, -_FP4_VALUES]).astype(ml_dtypes.bfloat16)
+_FLOATS = ("F32", "BF16")
 
 
 @dataclass(frozen=True)
 class BlockTensor(StoredTensor):
-    """A matrix in FP8 (E4M3) with one scale per block, dequantized to bfloat16 on reading.
+    """A matrix in FP8 (E4M3) with one scale per block, dequantized to the tensor's `dtype` on reading.
 
         w[i, j] = code[i, j] * scale[i // rows, j // columns]
 
     Attributes:
-      scales: the scales, float32[ceil(d_out / rows), ceil(d_in / columns)].
+      scales: the scales, [ceil(d_out / rows), ceil(d_in / columns)].
       block: size of a block, (rows, columns).
 
     Source: DeepSeek-AI, DeepSeek-V3 Technical Report, 2024 (arXiv:2412.19437), section 3.3.
@@ -41,12 +38,12 @@ class BlockTensor(StoredTensor):
 
     def read(self) -> np.ndarray:
         # In float32, since FP8 cannot represent the products with the scales.
-        codes = _bytes_of(self).view(ml_dtypes.float8_e4m3fn).reshape(self.shape).astype(np.float32)
-        scales = self.scales.read()
+        codes = fp8_codes(self).astype(np.float32)
+        scales = np.atleast_2d(self.scales.read().astype(np.float32))
         # The last block of an axis may be partial, hence the `take`.
         for axis, size in enumerate(self.block):
             scales = np.repeat(scales, size, axis).take(range(self.shape[axis]), axis)
-        return (codes * scales).astype(ml_dtypes.bfloat16)
+        return (codes * scales).astype(self.numpy_dtype)
 
 
 @dataclass(frozen=True)
@@ -72,60 +69,70 @@ class MicroscaledTensor(StoredTensor):
         values = np.empty(self.shape, ml_dtypes.bfloat16)
         # One expert at a time, because the float32 intermediates are larger than the result.
         for expert, (codes_of, scales_of) in enumerate(zip(codes, scales, strict=True)):
-            numbers = np.stack([codes_of & 0xF, codes_of >> 4], axis=-1)  # [d_out, blocks, 16, 2]
             # `ldexp` computes powers of 2 exactly.
             factors = np.ldexp(np.float32(1), scales_of.astype(np.int32) - 127)[..., None]
-            of_blocks = _FP4_VALUES[numbers].astype(np.float32).reshape(*scales_of.shape, 32) * factors
+            of_blocks = fp4_values(codes_of).astype(np.float32) * factors  # [d_out, blocks, 32]
             values[expert] = of_blocks.reshape(len(scales_of), -1).T
         return values
 
 
-def with_blocks(
-    config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
-) -> tuple[Mapping[str, Any], Mapping[str, StoredTensor]]:
-    """Presents a quantized checkpoint as a bfloat16 checkpoint; returns any other one unchanged.
+def fp8_codes(tensor: StoredTensor) -> np.ndarray:
+    """Reads a tensor of float8_e4m3fn."""
+    return _bytes_of(tensor).view(ml_dtypes.float8_e4m3fn).reshape(tensor.shape)
+
+
+def read_fp8(coding: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> Coding:
+    """Presents the FP8 matrices of a checkpoint as bfloat16 tensors.
+
+    Their scales are `weight_scale_inv`: one per block of `weight_block_size`, or one per matrix if it is null.
 
     Args:
-      config: content of `config.json`.
+      coding: the `quantization_config`.
       tensors: tensors of the checkpoint by name.
 
-    Returns:
-      The config without the quantization, and the tensors, which are dequantized when they are read.
-
     Raises:
-      ConversionError: the quantization is not supported, or scales are missing or have the wrong shape; names each.
+      ConversionError: a setting is not supported, or scales are missing or have the wrong shape; names each.
     """
-    coding = config.get(QUANTIZATION)
-    if coding is None:
-        return config, tensors
-    if coding.get("quant_method") == "mxfp4":
-        return {key: value for key, value in config.items() if key != QUANTIZATION}, _microscaled(tensors)
-    block = coding.get("weight_block_size")
-    if coding.get("quant_method") != "fp8" or not isinstance(block, list) or len(block) != 2:
-        raise ConversionError(
-            f"The checkpoint is quantized by {coding.get('quant_method')!r}, weight_block_size={block!r}. Read are "
-            "weights in float, in FP8 by blocks (quant_method 'fp8', weight_block_size [rows, columns]), and in MXFP4 "
-            "(quant_method 'mxfp4')."
-        )
-    size = (int(block[0]), int(block[1]))
-    found, problems = dict[str, StoredTensor](), list[str]()
+    reader = Reader(coding)
+    # Activations are in float here, whatever their type was, and the scales have been rounded already.
+    reader.get("quant_method", "activation_scheme", "scale_fmt", "modules_to_not_convert", "ignored_layers")
+    reader.expect("fmt", "e4m3")
+    block = reader.get("weight_block_size")
+    if block is not None and not (isinstance(block, list) and len(block) == 2 and all(map(is_positive, block))):
+        reader.problems.append(f"weight_block_size={block!r}, not [rows, columns] or null")
+    check_read(reader, "quantization_config")
+    found, problems, unread = dict[str, StoredTensor](), list[str](), set[str]()
     for name, tensor in tensors.items():
         # Scales are read together with their codes.
         if name.endswith(_SCALE) and _is_coded(tensors.get(name.removesuffix(_SCALE))):
             continue
+        if name.endswith(_ACTIVATION_SCALE):
+            unread.add("scales of activations")
+            continue
         found[name] = tensor
         if not _is_coded(tensor):
             continue
-        expected = tuple(-(-length // entries) for length, entries in zip(tensor.shape, size, strict=True))
+        size = (int(block[0]), int(block[1])) if block else (tensor.shape[0], tensor.shape[1])
+        expected = (
+            tuple(-(-length // entries) for length, entries in zip(tensor.shape, size, strict=True)) if block else ()
+        )
         scales = tensors.get(name + _SCALE)
-        if scales is None or (scales.shape, scales.dtype) != (expected, "F32"):
+        if scales is None or scales.shape != expected or scales.dtype not in _FLOATS:
             there = "is missing" if scales is None else f"is {scales.dtype}{list(scales.shape)}"
             problems.append(f"{name}{_SCALE} {there}; expected F32{list(expected)}")
         else:
             found[name] = BlockTensor(tensor.path, name, "BF16", tensor.shape, scales, size)
     if problems:
         raise ConversionError("The scales of FP8 weights do not fit:\n  " + "\n  ".join(sorted(problems)))
-    return {key: value for key, value in config.items() if key != QUANTIZATION}, found
+    return Coding(found, tuple(unread))
+
+
+def read_mxfp4(coding: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> Coding:
+    """Presents the MXFP4 experts of a checkpoint as bfloat16 tensors; arguments and errors of `read_fp8`."""
+    reader = Reader(coding)
+    reader.get("quant_method", "modules_to_not_convert", "dequantize")
+    check_read(reader, "quantization_config")
+    return Coding(_microscaled(tensors))
 
 
 def _microscaled(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

@@ -26,8 +26,8 @@ from stack_train.data.kinds.text import TextData
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.diffusion.exchange import component_in, component_of, export_images, import_images
 from stack_train.generation.generative import ModuleCheckpoint, generative_checkpoint
-from stack_train.huggingface.blocks import QUANTIZATION
 from stack_train.huggingface.hub import on_disk
+from stack_train.huggingface.quantization import QUANTIZATION
 from stack_train.huggingface.source import HuggingFaceSource, open_source, read_config
 from stack_train.models.weight_map import joined_tensors, shared_tensors
 from stack_train.optim.optax_optimizer import as_optimizer

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -21,8 +22,9 @@ from stack_core.abi.plugins import registries
 from stack_core.runtime.digest import array_digests
 from stack_train.checkpoint import named_leaves
 from stack_train.checkpoint.leaves import LeafSpec, spec_of
-from stack_train.huggingface.blocks import with_blocks
+from stack_train.huggingface.codes import QuantizedTensor
 from stack_train.huggingface.language_part import language_part
+from stack_train.huggingface.quantization import with_codes
 from stack_train.models.weight_map import WeightRule
 from stack_train.run.model import abstract_params
 from stack_train.safetensors_files import StoredTensor, read_tensors
@@ -119,7 +121,10 @@ def open_source(directory: Path, *, ignore: Collection[str] = ()) -> HuggingFace
       ConversionError: the directory has no checkpoint; its architecture or one of its settings is not supported; or
         tensors are missing, unexpected, or have the wrong shape or dtype. Names all of them.
     """
-    mapping, tensors = with_blocks(_read_config(directory), read_tensors(directory))
+    mapping, coding = with_codes(_read_config(directory), read_tensors(directory))
+    tensors = coding.tensors
+    if coding.unread:
+        warnings.warn(f"{directory}: its {' and '.join(coding.unread)} are not read.", stacklevel=2)
     family = _family_of(mapping, directory)
     rewritten, left_out = None, ()
     if isinstance(family, RenamesTensors):
@@ -265,6 +270,10 @@ def _problem_of_extra(name: str, tensors: Mapping[str, StoredTensor], redundant:
             known = original in tensors and tensors[original].numpy_dtype is not None
             same = original is None or not known or _equal(tensors[name], tensors[original])
             return [] if same else [f"{name} differs from {original}, to which config.json ties it"]
+    # AutoGPTQ adds a bias of zeros to every quantized layer.
+    weight = tensors.get(f"{name.removesuffix('.bias')}.weight")
+    if name.endswith(".bias") and isinstance(weight, QuantizedTensor) and not tensors[name].read().any():
+        return []
     return [f"{name} is unexpected; it has shape {tensors[name].shape}"]
 
 

@@ -25,12 +25,12 @@ TABLE = Path(__file__).parents[1] / "docs" / "adapters.md"
 HEAD = """\
 # Adapters and nf4, by family
 
-The parameters of each family that support low-rank adapters (`lora:` with path `blocks`; `.*_blocks` for `flux`, all
-paths for `autoencoder_kl`), and the subset that the recipe `nf4` leaves unquantized. In matrix products, adapters are
-applied as two low-rank products. In convolutions (marked *), the adapter is added to the kernel first. Parameters
-without a product, such as norms and biases, support neither.
+The parameters of each family that support low-rank adapters (`lora:` with path `blocks`; `.*_blocks` for `flux`,
+`.*attentions.*` for `unet`, all paths for `autoencoder_kl`), and the subset that the recipe `nf4` leaves unquantized.
+In matrix products, adapters are applied as two low-rank products. In convolutions (marked *), the adapter is added to
+the kernel first. Parameters without a product, such as norms and biases, support neither.
 """
-PATHS = {"flux": ".*_blocks", "autoencoder_kl": ".*"}
+PATHS = {"flux": ".*_blocks", "unet": ".*attentions.*", "autoencoder_kl": ".*"}
 SMALL = {"vocab_size": 64, "embed": 64, "heads": 4, "mlp": 64, "max_positions": 32}
 FEW = ("llama", "deepseek_v3", "qwen3_next", "autoencoder_kl")  # every kind of layer with products
 SLOW = pytest.mark.slow
@@ -44,6 +44,8 @@ NARROW = {
     "dit": {"image_size": 8, "head_dim": 16},
     "flux": {"image_size": 8, "head_dim": 16, "rope_axes": (4, 6, 6), "text_dim": 64, "pooled_dim": 64}
     | {"text_tokens": 4, "double_layers": 2, "single_layers": 2},
+    "unet": {"image_size": 4, "widths": (64, 64), "heads": (2, 2), "transformer_layers": (0, 2), "blocks_per_level": 1}
+    | {"text_dim": 64, "pooled_dim": 64, "text_tokens": 4, "size_features": 16},
     "autoencoder_kl": {"image_size": 8, "widths": (64, 64), "groups": 4},
     "qwen3_next": {"layers": 3, "period": 2, "key_heads": 2, "value_heads": 2, "key_dim": 32, "value_dim": 32}
     | {"experts": 4, "active_experts": 2, "expert_mlp": 64, "shared_mlp": 64},
@@ -100,7 +102,8 @@ def batch_of(model: Any) -> dict[str, jax.ShapeDtypeStruct]:
     if not hasattr(config, "text_dim"):
         return batch
     text = jax.ShapeDtypeStruct((2, config.text_tokens, config.text_dim), float32)
-    return batch | {"text": text, "pooled": jax.ShapeDtypeStruct((2, config.pooled_dim), float32)}
+    batch |= {"text": text, "pooled": jax.ShapeDtypeStruct((2, config.pooled_dim), float32)}
+    return batch | ({"sizes": jax.ShapeDtypeStruct((2, 6), float32)} if hasattr(config, "size_features") else {})
 
 
 def row(name: str) -> str:

@@ -9,7 +9,7 @@ import torch
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from safetensors.numpy import load_file
 
-from stack_train.diffusion import autoencoder_kl, dit, flux
+from stack_train.diffusion import autoencoder_kl, dit, flux, unet
 from stack_train.diffusion.components import load_component, save_component
 from stack_train.diffusion.noise import NoiseConfig
 from stack_train.diffusion.samplers import SamplerConfig, levels_of, table_of
@@ -79,7 +79,48 @@ def of_flux(*, guidance):
     )
 
 
-MODELS = {"dit": of_dit, "flux_dev": lambda: of_flux(guidance=True), "flux_schnell": lambda: of_flux(guidance=False)}
+def of_unet(**settings):
+    """Of Stable Diffusion 1.5, by default."""
+    return unet.COMPONENT, diffusers.UNet2DConditionModel(
+        **{
+            "in_channels": 3,
+            "out_channels": 3,
+            "block_out_channels": (8, 24, 24),
+            "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+            "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+            "norm_num_groups": 4,
+            "cross_attention_dim": 24,
+            "attention_head_dim": 2,
+            "layers_per_block": 1,
+            "sample_size": 8,
+        }
+        | settings
+    )
+
+
+def of_unet_xl(**settings):
+    return of_unet(
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        transformer_layers_per_block=(1, 2, 3),
+        attention_head_dim=(2, 4, 6),
+        layers_per_block=2,
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=6,
+        projection_class_embeddings_input_dim=20 + 6 * 6,
+        **settings,
+    )
+
+
+MODELS = {
+    "dit": of_dit,
+    "flux_dev": lambda: of_flux(guidance=True),
+    "flux_schnell": lambda: of_flux(guidance=False),
+    "unet": of_unet,
+    "unet_xl": of_unet_xl,
+    "unet_scale_shift": lambda: of_unet_xl(resnet_time_scale_shift="scale_shift", norm_eps=1e-3),
+}
 
 
 AUTOENCODERS = {
@@ -146,6 +187,8 @@ def predictions(family, ours, theirs):
         with torch.no_grad():
             said = theirs(of_torch(images), torch.tensor(timesteps), torch.tensor(labels)).sample
         return ours(*given, {"labels": jnp.asarray(labels, jnp.int32)}), of_numpy(said)
+    if family == "unet":
+        return unet_predictions(ours, theirs, timesteps, rng)
     text, pooled = rng.standard_normal((2, 5, 24), np.float32), rng.standard_normal((2, 20), np.float32)
     guidance = np.array([1.5, 4.0], np.float32) if theirs.config.guidance_embeds else None
     patches = diffusers.FluxPipeline._pack_latents(of_torch(images), 2, 3, 8, 8)
@@ -162,6 +205,22 @@ def predictions(family, ours, theirs):
     said = diffusers.FluxPipeline._unpack_latents(said, 64, 64, 8)
     condition = {"text": text, "pooled": pooled} | ({} if guidance is None else {"guidance": guidance})
     return ours(*given, jax.tree.map(jnp.asarray, condition)), of_numpy(said)
+
+
+def unet_predictions(ours, theirs, timesteps, rng):
+    # Sizes that the levels do not divide.
+    images, text = rng.standard_normal((2, 7, 10, 3), np.float32), rng.standard_normal((2, 5, 24), np.float32)
+    condition = {"text": text}
+    added = None
+    if theirs.config.addition_embed_type:
+        pooled = rng.standard_normal((2, 20), np.float32)
+        sizes = np.array([[56, 80, 0, 0, 56, 80], [512, 300, 3, 9, 56, 80]], np.float32)
+        condition |= {"pooled": pooled, "sizes": sizes}
+        added = {"text_embeds": torch.tensor(pooled), "time_ids": torch.tensor(sizes)}
+    with torch.no_grad():
+        said = theirs(of_torch(images), torch.tensor(timesteps), torch.tensor(text), added_cond_kwargs=added).sample
+    found = ours(jnp.asarray(images), jnp.asarray(timesteps), jax.tree.map(jnp.asarray, condition))
+    return found, of_numpy(said)
 
 
 def test_a_denoiser_says_what_diffusers_says(pair):

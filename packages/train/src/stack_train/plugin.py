@@ -37,6 +37,7 @@ def stack_register_models(registry: Registrar) -> None:
     registry.add("glm4_moe", "stack_train.models.glm4_moe:FAMILY")
     registry.add("dit", "stack_train.diffusion.dit:FAMILY")
     registry.add("flux", "stack_train.diffusion.flux:FAMILY")
+    registry.add("unet", "stack_train.diffusion.unet:FAMILY")
     registry.add("autoencoder_kl", "stack_train.diffusion.autoencoder_kl:FAMILY")
 
 

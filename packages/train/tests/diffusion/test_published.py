@@ -11,7 +11,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from stack_core.abi.errors import ConversionError
-from stack_train.diffusion import autoencoder_kl, clip, dit, exchange, flux, t5
+from stack_train.diffusion import autoencoder_kl, clip, dit, exchange, flux, t5, unet
 from stack_train.diffusion.components import load_component
 from stack_train.diffusion.noise import DynamicShift
 from stack_train.diffusion.scheduler import read_scheduler
@@ -25,6 +25,8 @@ PARAMETERS = {
     "FLUX.1-dev/text_encoder": (clip, 123_060_480),
     "FLUX.1-dev/text_encoder_2": (t5, 4_762_310_656),
     "DiT-XL-2-256/transformer": (dit, 749_826_464),  # each block has its own embedding of times and labels
+    "stable-diffusion-v1-5/unet": (unet, 859_520_964),
+    "stable-diffusion-xl-base-1.0/unet": (unet, 2_567_463_684),
 }
 FLUX = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 1, "num_single_layers": 2}
 FLUX |= {"in_channels": 16, "out_channels": 16, "joint_attention_dim": 24, "pooled_projection_dim": 20}
@@ -52,6 +54,35 @@ def test_a_flux_that_predicts_other_channels_is_refused():
     mapping = published("FLUX.1-schnell/transformer") | {"out_channels": 128}
     with pytest.raises(ConversionError, match="out_channels=128, not in_channels, 64"):
         flux.COMPONENT.read_config(mapping)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"class_embed_type": "timestep"}, "class_embed_type='timestep'"),
+        ({"act_fn": "gelu"}, "act_fn='gelu', not 'silu'"),
+        ({"addition_embed_type": "image"}, "addition_embed_type='image' .* not text_time"),
+        ({"down_block_types": ["AttnDownBlock2D"] * 4}, r"down_block_types=\['AttnDownBlock2D'\], not DownBlock2D or"),
+        ({"up_block_types": ["UpBlock2D"] * 4}, "up_block_types="),
+        ({"attention_head_dim": [8, 8]}, "heads have 4, 4 and 2 entries"),
+        ({"norm_num_groups": 48}, "no multiples of groups=48"),
+        ({"attention_head_dim": 7}, "a multiple of its number of heads"),
+    ],
+)
+def test_a_unet_with_other_blocks_is_refused(settings, message):
+    with pytest.raises(ConversionError, match=message):
+        unet.COMPONENT.read_config(published("stable-diffusion-v1-5/unet") | settings)
+
+
+@pytest.mark.parametrize("name", ["stable-diffusion-v1-5/unet", "stable-diffusion-xl-base-1.0/unet"])
+def test_a_published_unet_config_is_written_with_the_same_values(name):
+    mapping = published(name)
+    written_again = unet.COMPONENT.write_config(unet.COMPONENT.read_config(mapping))
+    heads = mapping["attention_head_dim"]
+    expected = {key: value for key, value in mapping.items() if value and not key.startswith("_")}
+    expected["attention_head_dim"] = heads if isinstance(heads, list) else [heads] * 4
+    expected.pop("addition_embed_type_num_heads", None)
+    assert {key: written_again[key] for key in expected} == expected
 
 
 def written(component, mapping, directory, *, files):

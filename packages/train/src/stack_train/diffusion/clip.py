@@ -17,9 +17,9 @@ from stack_core import ops
 from stack_core.abi.config import config
 from stack_core.abi.errors import ConfigError
 from stack_train.diffusion.components import Component
-from stack_train.diffusion.layers import ATTENTION, TOKENS, Tokens, split_heads
+from stack_train.diffusion.layers import ATTENTION, LayerNorm, Tokens, split_heads
 from stack_train.models.reader import Setting
-from stack_train.nn.build import Build, Parameter
+from stack_train.nn.build import Build
 from stack_train.nn.linear import FloatName, lookup
 from stack_train.nn.residual import Norm
 from stack_train.nn.stack import scan_layers
@@ -68,19 +68,6 @@ class ClipTextConfig:
     def __post_init__(self) -> None:
         if self.embed % self.heads:
             raise ConfigError(f"embed={self.embed} is no multiple of heads={self.heads}; change one of them.")
-
-
-class LayerNorm(nnx.Module):
-    """A layer norm with a scale and a bias, [embed] or, for repeated layers, [layers, embed]."""
-
-    def __init__(self, scale: Parameter, bias: Parameter, epsilon: float) -> None:
-        self.scale, self.bias, self.epsilon = scale, bias, epsilon
-
-    def __call__(self, x: Tokens) -> Tokens:
-        normed: Any = ops.norm(
-            x, self.scale[...], offset=self.bias[...], kind="layer", epsilon=self.epsilon, axes={"x": TOKENS}
-        )
-        return normed
 
 
 class ClipBlock(nnx.Module):

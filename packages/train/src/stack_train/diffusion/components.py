@@ -32,6 +32,10 @@ def _nothing(_: Any) -> dict[str, Any]:
     return {}
 
 
+def _dotted(path: str) -> str:
+    return path.replace("/", ".")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Component:
     """A model class of diffusers or transformers, and the equivalent family.
@@ -44,6 +48,7 @@ class Component:
       names: of modules, the path of ours -> theirs; of parameters that are no kernel, scale or bias of a module, the
         whole names. "{layer}" stands for the index into ours, which are stacked. A module without an entry has the
         same path there, with dots.
+      rename: name of a module without an entry in `names`, if it is not the path with dots.
       squares: linear layers that are convolutions in the files, by path: channels and sides of each kernel's square.
       stem: name of the tensor files without suffix.
       model_type: value in `config.json` for a class of transformers; None for a class of diffusers.
@@ -56,6 +61,7 @@ class Component:
     family: ModelFamily
     settings: tuple[Setting, ...]
     names: Mapping[str, str]
+    rename: Callable[[str], str] = _dotted
     fixed: Mapping[str, Any] = field(default_factory=dict)
     silent: tuple[str, ...] = ()
     read_others: Callable[[Reader], dict[str, Any]] = _nothing
@@ -110,7 +116,7 @@ class Component:
         if path in self.names:
             name, kernel = self.names[path], False
         else:
-            name = self.names.get(module, module.replace("/", ".")) + _ENDS[end]
+            name = (self.names.get(module) or self.rename(module)) + _ENDS[end]
             kernel = end == "kernel"
         square = self.squares(config).get(module) if kernel else None
         layers = range(len(parameter)) if "{layer}" in name else ()

@@ -16,7 +16,9 @@ __all__ = [
     "Predicted",
     "condition_of",
     "image_tokens",
+    "positive",
     "predicted_halfway",
+    "unconditional",
 ]
 
 TIMESTEPS = 1000.0
@@ -29,7 +31,12 @@ Predicted = Float[Array, "batch height width predicted"]
 """What a denoiser says; some say more channels than images have, such as variances."""
 
 Condition = Mapping[str, jax.Array]
-"""What images are to show, by the names that the data gives it: "labels"; every array leads with [batch, ...]."""
+"""What images are to show, by the names that the data gives it: "labels"; every array leads with [batch, ...].
+
+"negative_text" is what they are not to show in place of "text", and the same holds for other names.
+"""
+
+_NEGATIVE = "negative_"
 
 
 @runtime_checkable
@@ -45,7 +52,7 @@ class Denoiser(Protocol):
         ...
 
     def unconditional(self, condition: Condition) -> Condition:
-        """The condition that asks for any image, in the shapes of `condition`."""
+        """The condition that asks for any image, in the names and shapes of `positive(condition)`."""
         ...
 
 
@@ -66,6 +73,23 @@ class ImagesConfig(Protocol):
 def condition_of(batch: Mapping[str, jax.Array]) -> Condition:
     """Returns the condition in a batch: all arrays except "images" and "weights"."""
     return {name: array for name, array in batch.items() if name not in ("images", "weights")}
+
+
+def positive(condition: Condition) -> Condition:
+    """Returns the condition without negative counterparts."""
+    return {name: array for name, array in condition.items() if not name.startswith(_NEGATIVE)}
+
+
+def unconditional(condition: Condition, *, kept: tuple[str, ...] = ()) -> Condition:
+    """Replaces each array by its negative counterpart, or by 0 if it has none.
+
+    Args:
+      kept: names of arrays that both predictions share.
+    """
+    return {
+        name: array if name in kept else condition.get(_NEGATIVE + name, jnp.zeros_like(array))
+        for name, array in positive(condition).items()
+    }
 
 
 def image_tokens(model: Any, height: int, width: int) -> int:

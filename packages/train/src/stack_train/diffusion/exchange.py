@@ -19,7 +19,7 @@ from stack_core.abi.run_directory import RunDirectory
 from stack_train.checkpoint import CheckpointStore
 from stack_train.data.kinds.captioned import CaptionedData, EncoderIdentity
 from stack_train.data.kinds.images import ImagesData
-from stack_train.diffusion import autoencoder_kl, dit, flux
+from stack_train.diffusion import autoencoder_kl, dit, flux, unet
 from stack_train.diffusion.components import Component, load_component, save_component
 from stack_train.diffusion.objectives import FlowMatchingConfig
 from stack_train.diffusion.pipeline import INDEX, open_encoders, open_pipeline, save_pipeline
@@ -30,7 +30,9 @@ from stack_train.variables.weights import read_params
 
 __all__ = ["component_in", "component_of", "export_images", "import_images"]
 
-_COMPONENTS = {each.family.name: each for each in (dit.COMPONENT, flux.COMPONENT, autoencoder_kl.COMPONENT)}
+_COMPONENTS = {
+    each.family.name: each for each in (dit.COMPONENT, flux.COMPONENT, unet.COMPONENT, autoencoder_kl.COMPONENT)
+}
 _SOURCE = "images/**/*"
 
 

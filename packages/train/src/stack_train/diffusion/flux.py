@@ -20,7 +20,7 @@ from stack_core.abi.config import config
 from stack_core.abi.errors import ConfigError
 from stack_core.abi.mesh import constrain
 from stack_train.diffusion.components import Component
-from stack_train.diffusion.denoiser import Condition, Images, Predicted, predicted_halfway
+from stack_train.diffusion.denoiser import Condition, Images, Predicted, predicted_halfway, unconditional
 from stack_train.diffusion.layers import (
     HEADS,
     Heads,
@@ -257,9 +257,8 @@ class Flux(nnx.Module):
         return predicted_halfway(self, batch)
 
     def unconditional(self, condition: Condition) -> Condition:
-        """Texts that are 0 throughout."""
-        # Guidance as an input belongs to both predictions.
-        return {name: array if name == "guidance" else jnp.zeros_like(array) for name, array in condition.items()}
+        """See `unconditional`; guidance as an input belongs to both predictions."""
+        return unconditional(condition, kept=("guidance",))
 
     def _embedded(self, timesteps: Float[Array, " batch"], condition: Condition) -> Float[Array, "batch embed"]:
         dtype = self.config.dtype

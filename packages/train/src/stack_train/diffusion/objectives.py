@@ -14,7 +14,7 @@ from stack_core.abi.config import changed_fields, config
 from stack_core.abi.errors import ConfigError
 from stack_core.abi.metrics import Metric, Metrics
 from stack_core.abi.objectives import Objective
-from stack_train.diffusion.denoiser import TIMESTEPS, Condition, Denoiser, Images, condition_of, image_tokens
+from stack_train.diffusion.denoiser import TIMESTEPS, Condition, Denoiser, Images, condition_of, image_tokens, positive
 from stack_train.diffusion.noise import DynamicShift, FlowConfig, NoiseConfig, Prediction, Schedule
 
 __all__ = ["Denoises", "EpsilonConfig", "FlowMatchingConfig", "VConfig"]
@@ -92,7 +92,7 @@ class DenoisingConfig(Objective):
         def mixed(value: Array, none: Array) -> Array:
             return jnp.where(dropped.reshape(-1, *[1] * (value.ndim - 1)), none, value)
 
-        return jax.tree.map(mixed, condition, model.unconditional(condition))
+        return jax.tree.map(mixed, dict(positive(condition)), dict(model.unconditional(condition)))
 
 
 @config

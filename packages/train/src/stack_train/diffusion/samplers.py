@@ -28,7 +28,7 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from stack_core.abi.config import config
 from stack_core.abi.errors import ConfigError
-from stack_train.diffusion.denoiser import TIMESTEPS, Condition, Denoiser, Images, Predicted
+from stack_train.diffusion.denoiser import TIMESTEPS, Condition, Denoiser, Images, Predicted, positive
 from stack_train.diffusion.noise import FlowConfig, NoiseConfig, Prediction, Schedule
 
 __all__ = ["Levels", "SamplerConfig", "Table", "guided", "levels_of", "sample", "table_of"]
@@ -245,5 +245,6 @@ def guided(
 
     if guidance == 1.0 or not condition:
         return plain
-    both = jax.tree.map(lambda *rows: jnp.concatenate(rows), condition, denoiser.unconditional(condition))
+    without = denoiser.unconditional(condition)
+    both = {name: jnp.concatenate([array, without[name]]) for name, array in positive(condition).items()}
     return strengthened

@@ -158,7 +158,7 @@ async def loaded(server: Server, options: argparse.Namespace) -> dict[str, Any]:
         model = (await endpoint.models())[0]
         source = random.Random(options.seed)
         known = [await _known(endpoint, model, source) for _ in range(options.known)]
-        at_first = await metrics(server.address)
+        at_first = await _warm(server)
         tally, samples, cpu_s = Tally(), [], server.cpu_s()
         end_s = time.monotonic() + 60 * options.minutes
         async with asyncio.TaskGroup() as group:
@@ -225,6 +225,13 @@ async def _watch(server: Server, samples: list[tuple[float, int]]) -> None:
     while True:
         samples.append((time.monotonic(), server.rss_bytes()))
         await asyncio.sleep(0.5)
+
+
+async def _warm(server: Server) -> dict[str, float]:
+    """Waits until the server has compiled all its programs; returns its metrics."""
+    while (now := await metrics(server.address))["stack:engine_programs_to_compile"]:
+        await asyncio.sleep(0.2)
+    return now
 
 
 async def metrics(address: str) -> dict[str, float]:

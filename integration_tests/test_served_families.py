@@ -17,6 +17,7 @@ from stack_serve.llm.config import EngineConfig, SpeculationConfig
 from stack_serve.llm.engine import LLMEngine
 from stack_serve.llm.speculation import Speculation
 from stack_train.generation.generative import generative_checkpoint
+from stack_train.vision.siglip import SiglipConfig
 
 from .generation import Reference, complete, greedy
 
@@ -32,6 +33,13 @@ FAMILIES = {
     "mixtral": {"window": 9, **EXPERTS},
     "qwen3_moe": {"dense_layers": (0,), "expert_mlp": 24, **EXPERTS},
     "gemma3": {"window": 6, "period": 2, "query_scalar": 24, "logit_softcap": 5.0},
+    "gemma3_vision": {
+        "window": 6,
+        "period": 2,
+        "query_scalar": 24,
+        "image_tokens": 4,
+        "vision": SiglipConfig(embed=14, heads=2, mlp=18, layers=2, image_size=23, patch=4),
+    },
     "gemma2": {"window": 6, "query_scalar": 24},
     "olmo2": {},
     "gpt_oss": {"window": 6, **EXPERTS},

@@ -199,7 +199,7 @@ class FakeEngine(Engine):
         return EngineStats(
             running=used, waiting=0, used_pages=used, pages=64, steps=self.steps, prompt_tokens=11, generated_tokens=22,
             prefix_queries_tokens=33, prefix_hits_tokens=4, preemptions=5, compilations=0,
-            drafts=6, drafted_tokens=30, accepted_tokens=18,
+            drafts=6, drafted_tokens=30, accepted_tokens=18, programs_to_compile=7,
         )  # fmt: skip
 
     def _run(self) -> None:

@@ -61,7 +61,7 @@ def test_requests_are_counted(serve: Callable[..., Served]) -> None:
     assert found["vllm:e2e_request_latency_seconds_count", ""] == 4
     assert found["http_requests_total", "200"] == found["http_requests_total", "400"] == 1
     drafts = [found[f"vllm:spec_decode_num_{name}_total", ""] for name in ("drafts", "draft_tokens", "accepted_tokens")]
-    assert drafts == [6, 30, 18]
+    assert drafts == [6, 30, 18] and found["stack:engine_programs_to_compile", ""] == 7
     assert found["vllm:prompt_tokens_total", ""] == 11 and found["vllm:prefix_cache_hits_total", ""] == 4
 
 

@@ -261,6 +261,7 @@ class EngineStats:
       drafts: number of times that drafted tokens of a continuation were verified (speculative decoding).
       drafted_tokens: number of drafted tokens.
       accepted_tokens: number of drafted tokens that were generated.
+      programs_to_compile: number of programs that still compile in the background.
     """
 
     running: int
@@ -277,6 +278,7 @@ class EngineStats:
     drafts: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    programs_to_compile: int = 0
 
     @property
     def acceptance(self) -> float | None:

@@ -4,6 +4,7 @@ The host runs one step ahead: it plans and launches step k + 1 while the devices
 of step k. A sequence that ends with a token of step k therefore has a row in step k + 1 too; its tokens are dropped.
 """
 
+import dataclasses
 import logging
 import queue
 import threading
@@ -391,7 +392,7 @@ class LLMEngine(Engine):
         """
         if self._failure is not None:
             self._check_running()
-        return self._loop.stats
+        return dataclasses.replace(self._loop.stats, programs_to_compile=self._programs.to_compile)
 
     def _constraint_compiler(self) -> ConstraintCompiler:
         """Returns the compiler of constraints, made at the first use, because it reads the whole vocabulary."""

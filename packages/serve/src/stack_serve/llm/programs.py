@@ -209,6 +209,12 @@ class Programs:
         for thread in self._background:
             thread.start()
 
+    @property
+    def to_compile(self) -> int:
+        """Number of programs that still compile in the background."""
+        with self._lock:
+            return len(self._waiting) + len(self._in_progress)
+
     def stop_compiling(self) -> None:
         """Ends the compilation in the background, after the current programs."""
         with self._lock:

@@ -177,6 +177,8 @@ class _EngineCollector:
             "spec_decode_num_accepted_tokens": ("Tokens of drafts that were generated.", stats.accepted_tokens),
         }
         yield from self._families(GaugeMetricFamily, "vllm", gauges)
+        waiting = ("Programs that still compile in the background.", stats.programs_to_compile)
+        yield from self._families(GaugeMetricFamily, "stack", {"engine_programs_to_compile": waiting})
         yield from self._families(CounterMetricFamily, "vllm", counters)
         own = {
             "engine_steps": ("Steps of the engine.", stats.steps),

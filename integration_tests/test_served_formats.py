@@ -4,15 +4,19 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import gguf
 import httpx2
 import jax
 import numpy as np
 import pytest
 
+from stack_core.abi.errors import GenerationError
+from stack_core.abi.generation import SamplingParams
 from stack_core.abi.model_formats import open_for_generation
 from stack_core.cli import main
 from stack_core.text.chat_template import ChatTemplate
 from stack_serve.http import server
+from stack_serve.llm.language_model import LLM
 from stack_serve.openai.served import OpenAIApp
 from stack_train.generation.generate import TokenGenerator
 from stack_train.generation.sampling import SamplingConfig
@@ -45,8 +49,64 @@ def test_a_file_is_opened_as_its_run(root: Path, scheme: str) -> None:
     jax.tree.map(np.testing.assert_array_equal, ours.load_params(), run.load_params())
 
 
+# A type for each matrix that `gguf` can quantize to; the type of the embedding depends on the test.
+TYPES = {"attn_q": "Q4_0", "attn_k": "Q4_1", "attn_v": "Q5_0", "attn_output": "Q5_1", "ffn_gate": "Q8_0"}
+
+
+def write_quantized(source: Path, target: Path, *, tied: bool) -> None:
+    """Copies a file with quantized matrices; `tied` leaves out the head."""
+    reader, writer = gguf.GGUFReader(source), gguf.GGUFWriter(target, "llama")
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            writer.add_key_value(name, field.contents(), field.types[0], field.types[-1] if field.types[1:] else None)
+    for each in reader.tensors:
+        if len(each.shape) == 1:
+            writer.add_tensor(each.name, np.asarray(each.data))
+        elif not (tied and each.name == "output.weight"):
+            place = each.name.removesuffix(".weight").split(".")[-1]
+            kind = gguf.GGMLQuantizationType[TYPES.get(place, "Q4_0" if tied else "Q4_1")]
+            values = gguf.quants.dequantize(each.data, each.tensor_type)
+            # Larger weights than at the start of a training, which decide tokens clearly.
+            writer.add_tensor(each.name, gguf.quants.quantize(3 * values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_quantized_weights_generate_as_the_same_weights_in_floats(root: Path, tmp_path: Path, tied: bool) -> None:
+    write_quantized(root / "model.gguf", tmp_path / "model.gguf", tied=tied)
+    sizes = {"max_sequences": 1, "max_tokens": 32, "step_tokens": 16, "decode_repeats": 2, "prefix_caching": False}
+    sampling = SamplingParams(temperature=0.0, max_tokens=16, logprobs=0, ignore_eos=True)
+    found = []
+    for dequantize in (False, True):
+        with LLM(f"gguf:{tmp_path / 'model.gguf'}", dequantize=dequantize, **sizes) as llm:
+            found.append([output.outputs[0] for output in llm.generate(["the cat sat"], sampling)])
+            weights_bytes = llm._engine._programs.sizes_bytes()["parameters"]
+        assert (weights_bytes < 60_000) == (not dequantize)
+    for ours, floats in zip(*found, strict=True):
+        assert ours.token_ids == floats.token_ids and len(set(ours.token_ids)) > 1
+        assert ours.logprobs is not None and floats.logprobs is not None
+        logprobs = [[each.logprob for each in output.logprobs] for output in (ours, floats)]
+        np.testing.assert_allclose(*logprobs, rtol=0, atol=1e-4)
+
+
+def test_floats_are_not_read_in_another_form(root: Path) -> None:
+    for address in (f"gguf:{root / 'model.gguf'}", str(root / "run")):
+        with pytest.raises(GenerationError, match="not read in another form: dequantize is for GGUF files"):
+            LLM(address, dequantize=True)
+
+
 @pytest.mark.slow
-def test_a_served_file_answers_as_its_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_served_file_answers_as_its_run(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantized: bool
+) -> None:
+    if quantized:
+        write_quantized(root / "model.gguf", tmp_path / "model.gguf", tied=True)
+        main(["convert", f"gguf:{tmp_path / 'model.gguf'}", str(tmp_path / "run")])
+        root = tmp_path
     answers: list[str] = []
 
     class InProcess:

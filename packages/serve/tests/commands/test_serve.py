@@ -144,6 +144,7 @@ def test_the_engine_is_made_of_its_options(
             "--max-sequences",
             "3",
             "--no-prefix-caching",
+            "--dequantize",
             "--cache-dtype",
             "int8",
             "--memory-fraction",
@@ -160,6 +161,7 @@ def test_the_engine_is_made_of_its_options(
     server._app.make_engine()
     _, config, progress = made
     assert (config.max_sequences, config.prefix_caching, config.cache_dtype) == (3, False, "int8")
+    assert config.dequantize
     assert config.memory_fraction == 0.3 and config.max_adapters == 2
     assert config.adapters == {"mine": "runs/lora", "yours": "peft:a=b"}
     assert server._app.service.adapters == ("mine", "yours")

@@ -1,4 +1,4 @@
-"""Rows of a table of 16-bit floats are the same in a loop, which casts no table."""
+"""Rows of a table of 16-bit floats or 4-bit integers are the same in a loop, which casts no table."""
 
 import jax
 import jax.numpy as jnp
@@ -40,12 +40,13 @@ def test_rows_are_those_of_the_table(dtype, function):
     )
 
 
-def test_a_loop_casts_no_table():
-    table, places = jax.ShapeDtypeStruct((ROWS, FEATURES), jnp.bfloat16), jax.ShapeDtypeStruct((2,), jnp.int32)
+@pytest.mark.parametrize(("dtype", "cast_bytes"), [(jnp.bfloat16, 4), (jnp.int4, 1)])
+def test_a_loop_casts_no_table(dtype, cast_bytes):
+    table, places = jax.ShapeDtypeStruct((ROWS, FEATURES), dtype), jax.ShapeDtypeStruct((2,), jnp.int32)
     cast, taken = (
         in_a_loop(function).lower(table, places).compile().memory_analysis().temp_size_in_bytes
         for function in (embedded, layer_by_layer(embedded))
     )
     assert taken < 5_000
     if jax.__version_info__ < (0, 11):  # later ones cast the rows alone by themselves
-        assert cast >= 4 * ROWS * FEATURES
+        assert cast >= cast_bytes * ROWS * FEATURES

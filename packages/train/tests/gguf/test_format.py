@@ -2,13 +2,16 @@ import dataclasses
 import sys
 
 import gguf
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tokenizers import Regex, pre_tokenizers
 
 from stack_core.abi.config import to_mapping
-from stack_core.abi.errors import ConversionError
+from stack_core.abi.errors import ConversionError, GenerationError
 from stack_core.abi.plugins import registries
+from stack_core.ops.building import is_quantized
 from stack_train.checkpoint import named_leaves
 from stack_train.commands.convert import convert
 from stack_train.data.tokenizer import HuggingFaceTokenizer
@@ -18,6 +21,7 @@ from stack_train.gguf.vocabulary import Vocabulary
 from stack_train.run.config import run_config
 from stack_train.variables.weights import read_params
 
+from .random_blocks import random_blocks
 from .tiny_runs import TEMPLATE, TEXT, VOCAB, make_run, write_tokenizer
 
 FAMILIES = {
@@ -96,40 +100,105 @@ def test_the_matrix_of_the_logits_keeps_eight_bits_beside_four(tmp_path, tied):
     assert types["blk.0.ffn_down.weight"] == "Q4_0"
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
-def test_types_that_llama_cpp_writes_are_read(tmp_path, kind):
-    """Blocks of random bytes are as good as any: each stands for numbers."""
-    make_run(tmp_path / "run", embed=256, heads=4, mlp=256)
-    FORMAT.export_run(tmp_path / "run", tmp_path / "plain.gguf")
-    reader, wanted = gguf.GGUFReader(tmp_path / "plain.gguf"), {}
-    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+def rewrite(source, target, type_of):
+    """Copies a file, with random blocks of the type `type_of(name)` as its matrices, or as they are if it is None."""
+    reader, writer = gguf.GGUFReader(source), gguf.GGUFWriter(target, "llama")
     for name, field in reader.fields.items():
         if not name.startswith("GGUF.") and name != "general.architecture":
             writer.add_key_value(
                 name, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None
             )
-    rng, type_ = np.random.default_rng(0), gguf.GGMLQuantizationType[kind]
+    rng = np.random.default_rng(0)
     for each in reader.tensors:
-        if len(each.shape) == 1:
-            writer.add_tensor(each.name, np.asarray(each.data))
-            continue
-        shape = gguf.quant_shape_to_byte_shape(tuple(map(int, reversed(each.shape))), type_)
-        block_bytes = gguf.GGML_QUANT_SIZES[type_][1]
-        blocks = rng.integers(0, 256, shape, np.uint8).reshape(-1, block_bytes)
-        scales = np.full((len(blocks), 2), 0.01, np.float16).view(np.uint8)  # where a block keeps its halves
-        blocks[:, slice(0, 4) if kind == "Q4_K" else slice(-2, None)] = scales[:, : 4 if kind == "Q4_K" else 2]
-        writer.add_tensor(each.name, blocks.reshape(shape), raw_dtype=type_)
-        wanted[each.name] = gguf.quants.dequantize(blocks.reshape(shape), type_)
+        if len(each.shape) == 1 or (kind := type_of(each.name)) is None:
+            writer.add_tensor(each.name, np.asarray(each.data), raw_dtype=each.tensor_type)
+        else:
+            blocks = random_blocks(kind, tuple(map(int, reversed(each.shape))), rng)
+            writer.add_tensor(each.name, blocks, raw_dtype=gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A file without quantized matrices whose rows divide into the blocks of all types."""
+    root = tmp_path_factory.mktemp("plain")
+    make_run(root / "run", embed=256, heads=4, mlp=256)
+    FORMAT.export_run(root / "run", root / "plain.gguf")
+    return root / "plain.gguf"
+
+
+def wanted_values(path):
+    return {each.name: gguf.quants.dequantize(each.data, each.tensor_type) for each in gguf.GGUFReader(path).tensors}
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "TQ1_0"])
+def test_types_that_llama_cpp_writes_are_imported(tmp_path, plain, kind):
+    """Blocks of random bytes are as good as any: each stands for numbers."""
+    rewrite(plain, tmp_path / "model.gguf", lambda name: kind)
     FORMAT.import_run(tmp_path / "model.gguf", tmp_path / "again")
-    found = parameters(tmp_path / "again")
+    found, wanted = parameters(tmp_path / "again"), wanted_values(tmp_path / "model.gguf")
     np.testing.assert_array_equal(found["embedding"], wanted["token_embd.weight"])
     down = np.asarray(found["blocks/0/0/feed_forward/down/kernel"])
     np.testing.assert_array_equal(down[1].T, wanted["blk.1.ffn_down.weight"])
     assert np.isfinite(down).all() and down.std() > 0
+
+
+def logits(checkpoint):
+    tokens = jnp.arange(12).reshape(2, 6) * 7 % VOCAB
+
+    def compute(params):
+        model = checkpoint.model(params)
+        return model.logits(model(tokens, jnp.broadcast_to(jnp.arange(6), tokens.shape)).hidden)
+
+    return np.asarray(jax.jit(compute)(checkpoint.load_params()))
+
+
+MIXED = {
+    "attn_q": "Q2_K",
+    "attn_k": "Q3_K",
+    "attn_v": "Q5_0",
+    "attn_output": "Q5_1",
+    "ffn_gate": "Q4_K",
+    "ffn_up": "Q5_K",
+    "ffn_down": "Q6_K",
+    "blk.1.ffn_down": "Q4_1",
+    "token_embd": "Q4_0",
+    "output": "Q8_0",
+}
+
+
+@pytest.mark.parametrize("kind", ["mixed", "Q4_1", "Q6_K"])
+def test_a_model_opened_for_generation_stays_quantized(tmp_path, plain, kind):
+    """The logits equal those of the float32 weights, with all types in one model, too."""
+
+    def type_of(name):
+        place = name.removesuffix(".weight")
+        return kind if kind != "mixed" else MIXED.get(place) or MIXED[place.split(".")[-1]]
+
+    rewrite(plain, tmp_path / "model.gguf", type_of)
+    ours = FORMAT.open_for_generation(tmp_path / "model.gguf")
+    floats = ours.dequantized()
+    quantized = [each for each in jax.tree.leaves(ours.parameters, is_leaf=is_quantized) if is_quantized(each)]
+    assert len(quantized) == 9  # seven kernels, the embedding and the head
+    assert not any(map(is_quantized, jax.tree.leaves(floats.parameters, is_leaf=is_quantized)))
+    found, wanted = logits(ours), logits(floats)
+    assert wanted.std() > 0.1
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
+    with pytest.raises(GenerationError, match="are not read in another form"):
+        floats.dequantized()
+
+
+def test_types_that_do_not_stay_quantized_are_named(tmp_path, plain):
+    # Layers of one parameter are stacked, so F16 in one of them makes all of them floats.
+    kinds = {"blk.0.ffn_up.weight": None, "blk.0.ffn_gate.weight": "TQ1_0"}
+    rewrite(plain, tmp_path / "model.gguf", lambda name: kinds.get(name, "Q4_0"))
+    with pytest.warns(UserWarning, match="read as float32: 1 of type TQ1_0, 2 of type Q4_0"):
+        ours = FORMAT.open_for_generation(tmp_path / "model.gguf")
+    layer = ours.parameters["blocks"][0][0]["feed_forward"]
+    assert [is_quantized(layer[name]["kernel"]) for name in ("gate", "up", "down")] == [False, False, True]
 
 
 LLAMA_3 = pre_tokenizers.Sequence(

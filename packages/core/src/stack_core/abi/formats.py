@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Conversion",
+    "Dequantizes",
     "ExportsAdapters",
     "ExportsRuns",
     "ExportsStored",
@@ -291,6 +292,15 @@ class GenerativeCheckpoint(Protocol):
 
         For a quantized array it is a pytree of shardings.
         """
+        ...
+
+
+@runtime_checkable
+class Dequantizes(Protocol):
+    """A `GenerativeCheckpoint` whose quantized weights may be read in floating point instead."""
+
+    def dequantized(self) -> GenerativeCheckpoint:
+        """Returns the checkpoint in floating point; raises a StackError if it is not stored in such a format."""
         ...
 
 

@@ -19,7 +19,7 @@ from stack_core import ops
 from stack_core.abi.adapters import Adapters
 from stack_core.abi.engines import Engine, Pooling
 from stack_core.abi.errors import EngineBusy, EngineStopped, GenerationError, nearest
-from stack_core.abi.formats import GenerativeCheckpoint
+from stack_core.abi.formats import Dequantizes, GenerativeCheckpoint
 from stack_core.abi.generation import Constraint, EngineStats, GenerationRequest, GenerationUpdate
 from stack_core.chips.machine import give_memory_back, resident_bytes
 from stack_serve.llm.adapters import AdapterShapes, HostAdapter, read_all
@@ -56,6 +56,7 @@ class LLMEngine(Engine):
 
     Raises:
       ConfigError: the config is inconsistent with the model.
+      GenerationError: `config.dequantize` is set, and the checkpoint cannot be read in floating point.
       HardwareError: fewer devices are available than `config.tensor`.
     """
 
@@ -65,6 +66,7 @@ class LLMEngine(Engine):
         self, checkpoint: GenerativeCheckpoint, config: EngineConfig | None = None, *, progress: Progress | None = None
     ) -> None:
         config = EngineConfig() if config is None else config
+        checkpoint = _dequantized(checkpoint) if config.dequantize else checkpoint
         given = read_all(checkpoint, config.adapters)
         self._shapes = AdapterShapes.of(checkpoint, config, given) if given else None
         self._adapters = {name: self._fitted(name, adapters) for name, adapters in given.items()}
@@ -487,3 +489,9 @@ class LLMEngine(Engine):
         with self._lock:
             self._work.pop(work.request.request_id, None)
             self._lock.notify_all()
+
+
+def _dequantized(checkpoint: GenerativeCheckpoint) -> GenerativeCheckpoint:
+    if not isinstance(checkpoint, Dequantizes):
+        raise GenerationError(f"{checkpoint.name} cannot be read in floating point. Leave out dequantize.")
+    return checkpoint.dequantized()

@@ -1,8 +1,8 @@
-"""Workaround for slow gathers of bfloat16 or float16 rows in loops on CPUs.
+"""Workaround for slow gathers of bfloat16, float16 or int4 rows in loops on CPUs.
 
-XLA's CPU compiler gathers such rows in float32. Outside of loops it casts only the gathered rows. In a loop the table
-is invariant, so XLA hoists the cast of the whole table: an embedding of 32,000 x 512 became 65 MB of float32 in each
-decoding program, and the cast took as long as a step (JAX 0.10.2; fixed in 0.11).
+XLA's CPU compiler gathers such rows in float32, and int4 rows in int8. Outside of loops it casts only the gathered
+rows. In a loop the table is invariant, so XLA hoists the cast of the whole table: an embedding of 32,000 x 512 became
+65 MB of float32 in each decoding program, and the cast took as long as a step (JAX 0.10.2; fixed in 0.11).
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from stack_core.programs.jaxprs import bind, equations_of, inner
 
 __all__ = ["contains_half_gather", "gather_rows"]
 
-_DTYPES = ("bfloat16", "float16")
+_DTYPES = ("bfloat16", "float16", "int4")
 
 
 def contains_half_gather(equation: Any) -> bool:

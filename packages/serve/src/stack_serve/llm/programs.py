@@ -422,7 +422,7 @@ class Programs:
         held = {"parameters": self._weights.params, "pages": self._layers, "slots": self._slots}
         held |= {} if self._weights.pool is None else {"adapters": self._weights.pool}
         held |= {} if self._features is None else {"images": self._features}
-        return {name: sum(array.nbytes for array in jax.tree.leaves(tree)) for name, tree in held.items()}
+        return {name: sum(map(_stored_bytes, jax.tree.leaves(tree))) for name, tree in held.items()}
 
     def place(self, params: Any, *, donate: bool) -> Mapping[str, Any]:
         """Places new parameters for `use`, on any thread.
@@ -682,6 +682,11 @@ def _counted(progress: Progress | None, total: int) -> Callable[[Key], None]:
             progress(" ".join(map(str, key)), next(compiled), total)
 
     return tell
+
+
+def _stored_bytes(array: Any) -> int:
+    # `nbytes` counts one byte for an int4 entry; CPUs and accelerators store two in a byte.
+    return array.nbytes // 2 if array.dtype == jnp.int4 else array.nbytes
 
 
 def _int32(*shape: int) -> jax.ShapeDtypeStruct:

@@ -51,6 +51,7 @@ class ModuleCheckpoint:
       logical_axes: logical axes of each parameter, in the structure of `parameters`; () if a parameter has none.
       adapters_at: function that reads the adapters at an address for this model.
       images: preprocessing of images; None for models of text.
+      as_floats: function that opens the checkpoint with its quantized matrices in floating point; None if it has none.
     """
 
     name: str
@@ -69,9 +70,23 @@ class ModuleCheckpoint:
     logical_axes: Any
     adapters_at: Callable[[str], Adapters]
     images: ImageReader | None = None
+    as_floats: Callable[[], "ModuleCheckpoint"] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "read": _read_nothing, "adapters_at": no_adapters}
+        return {**vars(self), "read": _read_nothing, "adapters_at": no_adapters, "as_floats": None}
+
+    def dequantized(self) -> "ModuleCheckpoint":
+        """Returns the checkpoint with float32 weights; see `Dequantizes`.
+
+        Raises:
+          GenerationError: it is not a GGUF file with quantized matrices.
+        """
+        if self.as_floats is None:
+            raise GenerationError(
+                f"The weights of {self.name} are not read in another form: dequantize is for GGUF files with quantized "
+                "matrices. Leave it out."
+            )
+        return self.as_floats()
 
     def read_adapters(self, address: str) -> Adapters:
         return self.adapters_at(address)

@@ -1,5 +1,7 @@
 """The model format `gguf:FILE`: conversions between GGUF files and run directories."""
 
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -9,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from stack_core import ops
 from stack_core.abi.adapters import Adapters
@@ -33,9 +36,11 @@ from stack_train.gguf.names import (
     architecture_of,
     settings_of,
 )
+from stack_train.gguf.quantized import FORMS, convert, empty_arrays, matrix_struct, writable_arrays
 from stack_train.gguf.reader import MAGIC, StoredTensor, read_file
 from stack_train.gguf.vocabulary import Vocabulary
 from stack_train.models.weight_map import WeightRule
+from stack_train.nn.quantized import QuantizedMatrix
 from stack_train.run.config import RunConfig, run_config
 from stack_train.run.model import abstract_model, abstract_params, holds_codes
 from stack_train.variables.weights import read_params
@@ -46,6 +51,7 @@ __all__ = ["FORMAT", "GgufFormat"]
 _FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7}
 _MOST_THREADS = 8
 _COPIED_ROWS = 64
+_FLOATS = ("F32", "F16", "BF16", "F64")
 
 
 class GgufFormat:
@@ -55,7 +61,7 @@ class GgufFormat:
     embedding of a model with tied embeddings. Vectors and routers are F32, and matrices whose rows do not divide into
     quantization blocks are F16. All types that the `gguf` package can dequantize are read, as float32. A file contains
     the tokenizer and its chat template. Imports hold one parameter in memory; exports load the model and convert one
-    tensor at a time.
+    tensor at a time. Models opened for generation keep the quantized types in `gguf.quantized.FORMS` quantized.
 
     Attributes:
       stored_types: types of matrices that can be written; the first is the default.
@@ -141,7 +147,10 @@ class GgufFormat:
         return Conversion(run, parameters, source.total_bytes, "float32", ("the tokenizer",))
 
     def open_for_generation(self, directory: Path) -> ModuleCheckpoint:
-        """Opens a file for text generation in float32, with its tokenizer and chat template; nothing is written.
+        """Opens a file for text generation, with its tokenizer and chat template; nothing is written.
+
+        Activations are float32. Quantized matrices stay quantized; `dequantized` of the checkpoint reads them as
+        float32.
 
         Args:
           directory: path of the file.
@@ -151,15 +160,22 @@ class GgufFormat:
           GenerationError: the tokenizer has more tokens than the model.
         """
         source = _Source.open(directory)
-        return generative_checkpoint(
-            abstract_model(source.config),
-            source.config,
-            read=lambda shardings: source.values(),
-            adapters_at=lambda address: _refuse_adapters(address, directory),
-            name=directory.stem,
-            tokenizer=HuggingFaceTokenizer(source.vocabulary.files(), str(directory)),
-            origin=None,
-        )
+        quantized = source.quantized()
+        tokenizer = HuggingFaceTokenizer(source.vocabulary.files(), str(directory))
+
+        def opened(quantized: Mapping[str, QuantizedMatrix]) -> ModuleCheckpoint:
+            return generative_checkpoint(
+                _with_quantized(abstract_model(source.config), quantized),
+                source.config,
+                read=lambda shardings: source.values(quantized),
+                adapters_at=lambda address: _refuse_adapters(address, directory),
+                name=directory.stem,
+                tokenizer=tokenizer,
+                origin=None,
+            )
+
+        checkpoint = opened(quantized)
+        return replace(checkpoint, as_floats=lambda: opened({})) if quantized else checkpoint
 
 
 FORMAT = GgufFormat()
@@ -265,6 +281,7 @@ def _write(gguf: Any, writer: Any, tensors: Sequence[_Tensor], progress: Progres
 class _Source:
     """A file whose tensors have been matched to the parameters of a model."""
 
+    path: Path
     config: Any
     vocabulary: Vocabulary
     architecture: Architecture
@@ -295,34 +312,73 @@ class _Source:
         rules = architecture.rules(config)
         parameters = named_leaves(abstract_params(config))
         _check(gguf, path, architecture, rules, parameters, tensors)
-        return cls(config, Vocabulary.read(settings), architecture, tensors, parameters, rules)
+        return cls(path, config, Vocabulary.read(settings), architecture, tensors, parameters, rules)
 
-    def values(self) -> Iterator[tuple[tuple[str | int, ...], np.ndarray]]:
+    def quantized(self) -> dict[str, QuantizedMatrix]:
+        """Returns the parameters that stay quantized, and warns of quantized types that are read as float32."""
+        found, floats = dict[str, QuantizedMatrix](), Counter[str]()
+        for rule in self.rules:
+            shape = self.parameters[rule.parameter].shape
+            names = map(self.architecture.name_of, rule.tensor_shapes(shape))
+            types = [self.tensors[name].tensor_type.name for name in names]
+            if all(each in FORMS for each in types):
+                is_tied = rule.parameter == "embedding" and self.config.tie_embeddings
+                forms = [FORMS[each] for each in types]
+                found[rule.parameter] = matrix_struct(
+                    forms, shape, in_rows=rule.transposed or is_tied, is_transposed=is_tied
+                )
+            else:
+                floats.update(each for each in types if each not in _FLOATS)
+        if floats:
+            counts = ", ".join(f"{count} of type {name}" for name, count in floats.items())
+            warnings.warn(
+                f"{self.path} has quantized matrices that are read as float32: {counts}. Types that stay quantized: "
+                f"{', '.join(FORMS)}, if all layers have such a type.",
+                stacklevel=3,
+            )
+        return found
+
+    def values(self, quantized: Mapping[str, QuantizedMatrix]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
         """Reads the parameters with their paths, in which indices into lists of modules are integers."""
-        for name, leaf in self.leaves(None):
+        for name, leaf in self.leaves(None, quantized):
             yield tuple(int(step) if step.isdigit() else step for step in name.split("/")), leaf
 
-    def leaves(self, progress: Progress | None) -> Iterator[tuple[str, np.ndarray]]:
-        """Reads the parameters one by one with their paths."""
+    def leaves(
+        self, progress: Progress | None, quantized: Mapping[str, QuantizedMatrix] | None = None
+    ) -> Iterator[tuple[str, Any]]:
+        """Reads the parameters one by one with their paths: float32, or quantized if they are in `quantized`."""
         gguf, heads, done_bytes = _library(), _reordered(self.config), 0
         for rule in self.rules:
-            wanted = self.parameters[rule.parameter]
-            leaf = np.empty(wanted.shape, wanted.dtype)
+            matrix = (quantized or {}).get(rule.parameter)
+            leaf = empty_arrays(self.parameters[rule.parameter] if matrix is None else matrix)
+            parts = [rule.tensors(array) for array in writable_arrays(leaf)]
 
-            def fill(name: str, part: np.ndarray) -> None:
-                values = dequantize(gguf, self.tensors[self.architecture.name_of(name)])
-                values = self.architecture.read(name, values.reshape(part.shape), heads)
-                # In blocks of rows, because a transposed copy of an entire matrix is several times slower.
-                for start in range(0, len(part), _COPIED_ROWS):
-                    part[start : start + _COPIED_ROWS] = values[start : start + _COPIED_ROWS]
+            def fill(name: str, matrix: QuantizedMatrix | None = matrix, parts: Any = parts) -> None:
+                tensor = self.tensors[self.architecture.name_of(name)]
+                arrays = [dequantize(gguf, tensor)] if matrix is None else convert(gguf, tensor, matrix)
+                for part, array in zip((each[name] for each in parts), arrays, strict=True):
+                    values = self.architecture.read(name, array.reshape(part.shape), heads)
+                    # In blocks of rows, because a transposed copy of an entire matrix is several times slower.
+                    for start in range(0, len(part), _COPIED_ROWS):
+                        part[start : start + _COPIED_ROWS] = values[start : start + _COPIED_ROWS]
 
-            parts = rule.tensors(leaf)
             with ThreadPoolExecutor(min(usable_cores(), _MOST_THREADS)) as threads:
-                list(threads.map(fill, parts, parts.values()))
+                list(threads.map(fill, parts[0]))
             yield rule.parameter, leaf
-            done_bytes += leaf.nbytes
+            done_bytes += sum(array.nbytes for array in jax.tree.leaves(leaf))
             if progress is not None:
                 progress(rule.parameter, done_bytes, self.total_bytes)
+
+
+def _with_quantized(model: Any, quantized: Mapping[str, QuantizedMatrix]) -> Any:
+    """Sets the quantized parameters of an abstract model."""
+    for path, variable in nnx.iter_graph(model):
+        if (matrix := quantized.get("/".join(map(str, path)))) is not None:
+            *stack, rows, columns = variable.get_metadata()["logical_axes"]
+            axes = (*stack, columns, rows) if matrix.is_transposed else (*stack, rows, columns)
+            variable.set_value(matrix)
+            variable.set_metadata(logical_axes=axes)
+    return model
 
 
 def _refuse_adapters(address: str, path: Path) -> Adapters:

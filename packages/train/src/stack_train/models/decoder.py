@@ -18,12 +18,14 @@ from stack_core.abi.errors import ArgumentError, ConfigError, ShapeError
 from stack_core.abi.mesh import constrain
 from stack_core.abi.models import ImageTokens, Outputs
 from stack_core.ops import Head
+from stack_core.ops.building import is_quantized
 from stack_train.nn.attention import Attention, Mixer, Rope
 from stack_train.nn.build import Build, Parameter
 from stack_train.nn.context import ContextKeys, check_unsplit_sequence, from_zigzag, shared_rows, to_zigzag
 from stack_train.nn.feed_forward import Facts, TokenLayer
 from stack_train.nn.groups import Group, groups_of
 from stack_train.nn.linear import FloatName, lookup
+from stack_train.nn.quantized import read_weight
 from stack_train.nn.residual import STREAM, Norm, ResidualStream, Rows, gather_sequence, shard_residual
 from stack_train.nn.stack import RematPolicy, scan_layers
 
@@ -328,9 +330,12 @@ class Decoder(nnx.Module):
 
     def head(self) -> Head:
         """Returns the head in `config.dtype`, tied or not."""
-        weight = self.embedding[...].T if self.lm_head is None else self.lm_head[...]
-        # Gathered once here; otherwise the loss would gather it in every iteration of its loop over chunks of rows.
-        weight = constrain(weight.astype(self.config.dtype), "act_embed", "act_vocab", name="head")
+        dtype = self.config.dtype
+        tied = self.lm_head is None
+        weight = read_weight(self.embedding, dtype).T if tied else read_weight(self.lm_head, dtype)
+        if not is_quantized(weight):
+            # Gathered once here; otherwise the loss would gather it in every iteration of its loop over chunks of rows.
+            weight = constrain(weight, "act_embed", "act_vocab", name="head")
         return Head(weight, scale=self.logit_scale, softcap=self.logit_softcap)
 
     def logits(self, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
@@ -371,7 +376,7 @@ class Decoder(nnx.Module):
         return MultiTokenLayer(spec.further[0], build)
 
     def _embedded(self, tokens: jax.Array) -> jax.Array:
-        x = lookup(self.embedding[...], tokens, self.config.dtype)
+        x = lookup(read_weight(self.embedding), tokens, self.config.dtype)
         # transformers rounds Gemma's scale to the dtype of the activations, too.
         return x if self.embedding_scale == 1.0 else x * jnp.asarray(self.embedding_scale, x.dtype)
 

@@ -17,6 +17,7 @@ from stack_core.abi.mesh import axes_of, map_parts
 from stack_core.ops.building import gate_product
 from stack_train.nn.build import Build
 from stack_train.nn.feed_forward import Activation, Facts, Gated
+from stack_train.nn.quantized import read_weight
 from stack_train.nn.residual import Hidden, Rows
 
 __all__ = ["Experts", "Mixture", "Router", "route"]
@@ -140,7 +141,7 @@ class Mixture(nnx.Module):
     def _parameters(self, dtype: Any) -> dict[str, jax.Array]:
         """Returns parameters by the names of `_PARAMETERS`; matrices of experts are cast to `dtype`."""
         found = {"router": self.router.kernel[...]}
-        found |= {name: getattr(self, f"expert_{name}")[...].astype(dtype) for name in ("gate", "up", "down")}
+        found |= {name: read_weight(getattr(self, f"expert_{name}"), dtype) for name in ("gate", "up", "down")}
         if self.router.bias is not None:
             found["router_bias"] = self.router.bias[...]
             found |= {name: getattr(self, f"expert_{name}")[...] for name in ("gate_bias", "up_bias", "down_bias")}

@@ -10,6 +10,7 @@ from stack_core import ops
 from stack_core.abi.mesh import constrain
 from stack_core.ops.building import ACTIVATIONS
 from stack_train.nn.build import Build
+from stack_train.nn.quantized import read_weight
 from stack_train.nn.residual import Hidden, Rows
 
 __all__ = ["Activation", "Facts", "FeedForward", "Gated", "TokenLayer"]
@@ -59,7 +60,7 @@ class FeedForward(nnx.Module):
         del rows
         activation = self.spec.activation
         if self.gate.bias is None:
-            gate, up = (linear.kernel[...].astype(x.dtype) for linear in (self.gate, self.up))
+            gate, up = (read_weight(linear.kernel, x.dtype) for linear in (self.gate, self.up))
             axes = {"x": ("batch", "seq", "act_embed"), "w_gate": self.gate.axes, "w_up": self.up.axes}
             gated = ops.gated_linear_unit(x, gate, up, activation=activation, axes=axes)
         else:

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from stack_core import ops
 from stack_core.abi.mesh import constrain
 from stack_core.ops.building import accurate_dtype
+from stack_train.nn.quantized import QuantizedMatrix, read_weight
 from stack_train.nn.residual import Hidden, shard_residual
 
 __all__ = ["FloatName", "Linear", "activation_axis", "lookup", "take_rows"]
@@ -49,7 +50,7 @@ class Linear(nnx.Module):
         # Cut to the rank of x, which may have fewer or more leading axes than [batch, seq].
         rows = ("batch", "seq", *[None] * x.ndim)[: x.ndim - 1]
         axes = {"x": (*rows, self.axes[0]), "weight": self.axes}
-        return ops.linear(x, self.kernel[...].astype(x.dtype), bias=bias, axes=axes)
+        return ops.linear(x, read_weight(self.kernel, x.dtype), bias=bias, axes=axes)
 
 
 def activation_axis(axis: str | None) -> str | None:
@@ -57,18 +58,25 @@ def activation_axis(axis: str | None) -> str | None:
     return None if axis is None else f"act_{axis}"
 
 
-def lookup(table: Float[Array, "vocab embed"], tokens: Int[Array, "batch seq"], dtype: FloatName) -> Hidden:
+def lookup(
+    table: Float[Array, "vocab embed"] | QuantizedMatrix, tokens: Int[Array, "batch seq"], dtype: FloatName
+) -> Hidden:
     """Returns the rows of an embedding for tokens, cast to `dtype`; NaN for tokens outside of the vocabulary.
 
     Each device looks up its slice of the embedding for all tokens of its group, and an all-to-all assembles complete
     rows. Without these constraints, XLA may gather the table on every device, or each row.
     """
-    if jax.__version_info__ >= (0, 12) and jax.sharding.get_abstract_mesh().manual_axes:
-        # Inside a `jax.shard_map` over stages, XLA's partitioner fails if both operands are split ("Check failed:
-        # num_replica_groups"), so the vocabulary is not split here.
-        table = constrain(table, None, "embed", name="embedding")
     tokens = constrain(tokens, "lookup_batch", "seq", name="tokens")
-    parts = take_rows(table, tokens).astype(dtype)
+    if isinstance(table, QuantizedMatrix):
+        places = jnp.where(tokens < 0, tokens + table.shape[0], tokens)  # as `take_rows`
+        is_known = (places >= 0) & (places < table.shape[0])
+        parts = jnp.where(is_known[..., None], table.rows(places, dtype), jnp.nan)
+    else:
+        if jax.__version_info__ >= (0, 12) and jax.sharding.get_abstract_mesh().manual_axes:
+            # Inside a `jax.shard_map` over stages, XLA's partitioner fails if both operands are split ("Check failed:
+            # num_replica_groups"), so the vocabulary is not split here.
+            table = constrain(table, None, "embed", name="embedding")
+        parts = take_rows(table, tokens).astype(dtype)
     return shard_residual(constrain(parts, "lookup_batch", "seq", "embed", name="embedded tokens"))
 
 

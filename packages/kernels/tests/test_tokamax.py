@@ -114,6 +114,7 @@ class Vjp:
         group = query.shape[2] // key.shape[2]
         highest, total = residuals
         bias, cap = options["bias"], options["logits_soft_cap"]
+        bias = None if bias is None else bias.astype(jnp.float32)
         allowed = options["mask"].as_array(query.shape[1], key.shape[1])
         allowed = jnp.ones((1, 1, 1, 1), bool) if allowed is None else allowed
 
@@ -251,6 +252,55 @@ class OfHopper(ragged.Kernel):
 
     def _outer(self, lhs: Any, cotangent: Any, sizes: Any, config: Any) -> Any:
         return jnp.full((len(sizes), lhs.shape[1], cotangent.shape[1]), jnp.inf, lhs.dtype)
+
+
+@dataclasses.dataclass
+class Forward(Vjp):
+    """Attention in float32, and the maximum and the sum that its gradients need."""
+
+    def _fwd(self, q: Any, k: Any, v: Any, *, config: Any, **options: Any) -> Any:
+        query, key, value = (x.astype(jnp.float32) for x in (q, k, v))
+        group, cap = query.shape[2] // key.shape[2], options["logits_soft_cap"]
+        logits = jnp.einsum("bqhd,bkhd->bhqk", query, jnp.repeat(key, group, 2)) * options["logits_scale"]
+        logits = logits if options["bias"] is None else logits + options["bias"].astype(jnp.float32)
+        logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+        allowed = options["mask"].as_array(query.shape[1], key.shape[1])
+        logits = logits if allowed is None else jnp.where(allowed, logits, jnp.finfo(jnp.float32).min)
+        highest = logits.max(3)
+        total = jnp.exp(logits - highest[..., None]).sum(3)
+        weights = jnp.exp(logits - highest[..., None]) / total[..., None]
+        out = jnp.einsum("bhqk,bkhd->bqhd", weights, jnp.repeat(value, group, 2))
+        return out.astype(q.dtype), (highest, total)
+
+
+@dataclasses.dataclass
+class VjpOfHopper(Vjp):
+    """The gradients as Hopper's kernel computes them: by whole tiles of queries, read as zeros after the last one."""
+
+    def _fwd(self, residuals: Any, out: Any, dout: Any, q: Any, k: Any, v: Any, *, config: Any, **options: Any) -> Any:
+        q_seq, rest = q.shape[1], -q.shape[1] % config.block_q_dkv
+
+        def read(x: Any, axis: int) -> Any:
+            return jnp.pad(x, [(0, rest if each == axis else 0) for each in range(x.ndim)])
+
+        highest, total = (read(x, 2) for x in residuals)
+        # The queries that do not exist have logits of 0.
+        weights = jnp.exp(-highest) / (total + jnp.finfo(jnp.float32).tiny)
+        of_rest = jnp.einsum("bhq,bqhd->bhd", weights[:, :, q_seq:].astype(q.dtype), read(dout, 1)[:, q_seq:])
+        of_rest = of_rest.reshape(len(k), k.shape[2], -1, v.shape[3]).sum(2)[:, None]
+        found, residuals = super()._fwd(residuals, out, dout, q, k, v, config=config, **options)
+        return found | {"v": found["v"] + of_rest}, residuals
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not from_tokamax.is_installed(), reason="needs tokamax, which needs Python 3.12")
+@pytest.mark.parametrize("check", accelerator_checks("attention"), ids=str)
+def test_gradients_of_attention_by_whole_tiles_of_queries(check: OpCheck, monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = importlib.import_module(f"{OPS}.attention.pallas_mosaic_gpu")
+    monkeypatch.setattr(attention, "PallasMosaicGpuFlashAttention", Forward)
+    monkeypatch.setattr(attention.vjp, "PallasMosaicGpuFlashAttentionVjp", VjpOfHopper)
+    with use_chip(registries.chips["h100"]), pretend_tokamax():
+        check(ATTENTION)
 
 
 _GROUPS = ("partial_groups", "empty_first_and_last_groups", "all_rows_in_one_group", "only_rows_of_no_group")

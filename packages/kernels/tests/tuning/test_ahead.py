@@ -1,6 +1,7 @@
 """Compilation in threads."""
 
 import threading
+import time
 
 from stack_kernels.tuning.ahead import compile_ahead
 
@@ -35,4 +36,20 @@ def test_none_starts_after_the_deadline_and_a_slow_one_is_not_awaited() -> None:
     jobs = {"slow": slow, "never": lambda: started.append("never")}
     assert compile_ahead(jobs, threads=1, deadline_s=0.1, clock=clock) == {} and entered.is_set()
     release.set()
+    assert not started
+
+
+def test_what_runs_at_the_deadline_is_awaited_until_the_end() -> None:
+    entered, started = threading.Event(), list[str]()
+
+    def slow() -> str:
+        entered.set()
+        time.sleep(0.2)
+        return "late"
+
+    def clock() -> float:
+        return 1.0 if entered.is_set() else 0.0
+
+    jobs = {"slow": slow, "never": lambda: started.append("never")}
+    assert compile_ahead(jobs, threads=1, deadline_s=0.5, end_s=60.0, clock=clock) == {"slow": "late"}
     assert not started

@@ -185,7 +185,7 @@ def _forward(
     lse, output = jnp.where(seen, lse, -math.inf), jnp.where(seen[..., None], output, 0)
     if call["sinks"] is not None:
         share, lse = joined_by_sinks(lse, call["sinks"])
-        output = (output * share[..., None]).astype(output.dtype)
+        output = (output.astype(jnp.float32) * share[..., None]).astype(output.dtype)
     return (output, lse) if return_lse else output, {"lse": lse}
 
 
@@ -215,13 +215,33 @@ def _backward(call: BackwardCall, *, config: HeadTiles) -> Mapping[str, Any]:
         )
         return tuple(found[name] for name in ("q", "k", "v", "bias") if found.get(name) is not None)
 
-    names = ("query", "key", "value", "bias")
-    operands = (call.arrays[name] for name in names)
-    values = from_tokamax.on_arrays(gradients, output, cotangent, finite_lse, *operands, _limits(arguments))
-    found = dict(zip(names, values, strict=False))
+    arrays, q_seq = call.arrays, call.arrays["query"].shape[1]
+    # The kernels divide by a sum of 0 in rows after the last query. Multiplied by their cotangents, which are 0, the
+    # quotient is 0 in bfloat16; in float16 it is infinite, and the gradients were NaN on an H100.
+    padding = -q_seq % config.queries if arrays["query"].dtype == jnp.float16 else 0
+    query, output, cotangent = (_padded(x, 1, padding) for x in (arrays["query"], output, cotangent))
+    bias = _padded_queries(arrays["bias"], 2, q_seq, padding)
+    mask, *bounds = _limits(arguments)
+    limits = (_padded_queries(mask, 2, q_seq, padding), *(_padded_queries(each, 2, q_seq, padding) for each in bounds))
+    operands = (output, cotangent, _padded(finite_lse, 2, padding), query, arrays["key"], arrays["value"], bias, limits)
+    found = dict(zip(("query", "key", "value", "bias"), from_tokamax.on_arrays(gradients, *operands), strict=False))
+    if padding:
+        found["query"] = found["query"][:, :q_seq]
+        if bias is not None and bias.shape[2] > 1:
+            found["bias"] = found["bias"][:, :, :q_seq]
     if "sinks" in call.requested:
         found["sinks"] = sinks_gradient(call.arrays["sinks"], lse, call.outputs, call.cotangents)
     return found
+
+
+def _padded(x: Any, axis: int, padding: int) -> Any:
+    """Appends zeros along an axis."""
+    return jnp.pad(x, [(0, padding if each == axis else 0) for each in range(x.ndim)])
+
+
+def _padded_queries(x: Any, axis: int, q_seq: int, padding: int) -> Any:
+    """Appends zeros along the queries of an array that may be None, or the same for all queries."""
+    return x if x is None or x.shape[axis] != q_seq or q_seq == 1 else _padded(x, axis, padding)
 
 
 def _of_forward(library: Any, config: HeadTiles, *features: int) -> Any:

@@ -134,6 +134,7 @@ def measure_waves(
             {str(task): functools.partial(_noted, programs, task, say) for task in wave},
             threads=threads,
             deadline_s=time.perf_counter() + _COMPILING_SHARE * (wave_end_s - time.perf_counter()),
+            end_s=wave_end_s,
         )
         for number, task in enumerate(wave):
             found, remaining_s = prepared.get(str(task)), wave_end_s - time.perf_counter()

@@ -1,7 +1,7 @@
 """Compilation of many programs in threads before any of them is timed.
 
 XLA compiles without Python's lock, so threads of the process that owns the device are enough: only tracing and lowering
-take turns. Nothing compiles during a measurement.
+take turns. A compilation that still runs disturbs a measurement: XLA tries kernels on the device.
 """
 
 import queue
@@ -21,12 +21,18 @@ def compile_ahead(
     *,
     threads: int,
     deadline_s: float,
+    end_s: float | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[K, T | Exception]:
     """Runs functions that compile, in `threads` threads, in their order.
 
-    No function starts after `deadline_s` of `clock`. The results are those that were complete then: a compilation that
-    takes minutes continues in its thread without being waited for.
+    Args:
+      jobs: functions by key.
+      threads: number of threads.
+      deadline_s: time of `clock` after which no function starts.
+      end_s: time of `clock` until which running functions are waited for; `deadline_s` by default. One that takes
+        longer continues in its thread, and has no result.
+      clock: returns the time in seconds.
 
     Returns:
       Results by key, or the exception that the function raised.
@@ -34,27 +40,33 @@ def compile_ahead(
     waiting: queue.SimpleQueue[K] = queue.SimpleQueue()
     for key in jobs:
         waiting.put(key)
-    finished: queue.SimpleQueue[tuple[K, T | Exception]] = queue.SimpleQueue()
+    finished: queue.SimpleQueue[tuple[K, T | Exception] | None] = queue.SimpleQueue()
 
     def work() -> None:
         while clock() < deadline_s:
             try:
                 key = waiting.get_nowait()
             except queue.Empty:
-                return
+                break
             try:
                 finished.put((key, jobs[key]()))
             except Exception as error:  # any failure of a compiler is the result
                 finished.put((key, error))
+        finished.put(None)
 
     # Daemons: a compilation that hangs must not keep the process from ending.
-    for _ in range(max(min(threads, len(jobs)), 0)):
+    running = max(min(threads, len(jobs)), 0)
+    for _ in range(running):
         threading.Thread(target=work, daemon=True).start()
     found: dict[K, Any] = {}
-    while len(found) < len(jobs):
+    end_s = deadline_s if end_s is None else end_s
+    while running:
         try:
-            key, result = finished.get(timeout=max(deadline_s - clock(), 0.0))
+            result = finished.get(timeout=max(end_s - clock(), 0.0))
         except queue.Empty:
             break
-        found[key] = result
+        if result is None:
+            running -= 1
+        else:
+            found[result[0]] = result[1]
     return {key: found[key] for key in jobs if key in found}

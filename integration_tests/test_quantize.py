@@ -308,12 +308,10 @@ def test_a_run_whose_recipe_leaves_codes_is_not_trained(folder, capsys):
     assert "no optimizer can update" in refusal(capsys, "train", written(folder / "codes.yaml", run))
 
 
-def test_a_quantized_run_is_neither_quantized_nor_converted(folder, quantized, capsys):
+def test_a_quantized_run_is_not_quantized_again(folder, quantized, capsys):
     run = quantized(W4)
     message = refusal(capsys, "quantize", run, "--recipe", recipe(folder, W8A8), "--out", folder / "never")
     assert "are quantized already, by section quant" in message
-    message = " ".join(refusal(capsys, "convert", run, f"hf:{folder / 'never'}").split())
-    assert "are quantized, by section quant" in message and "hf: writes checkpoints in float alone" in message
 
 
 def test_weights_that_are_not_finite_are_named(folder, capsys):

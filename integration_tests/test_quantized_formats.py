@@ -1,12 +1,137 @@
-"""The table of docs/quantized.md lists the formats of quantized checkpoints that stack-train reads."""
+"""Quantized runs become checkpoints of compressed-tensors, which stand for the same floats; the table of formats."""
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from stack_core.abi.errors import ConversionError, StackError
+from stack_core.cli import main
+from stack_quant.model import quantize_model
+from stack_quant.recipes import as_rules
+from stack_quant.section import QuantConfig
+from stack_train.checkpoint import named_leaves
+from stack_train.huggingface import FORMAT
 from stack_train.huggingface.compressed_tensors import FORMATS
 from stack_train.huggingface.quantization import READERS
+from stack_train.huggingface.source import open_source
+from stack_train.run.config import run_config
+from stack_train.variables.trained_model import RUN_FORMAT
+from stack_train.variables.weights import read_params
 
 PAGE = Path(__file__).parents[1] / "docs" / "quantized.md"
+SIZES = {"vocab_size": 53, "hidden_size": 32, "intermediate_size": 52, "num_hidden_layers": 2, "num_attention_heads": 4}
+CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_key_value_heads": 2, **SIZES}
+BATCH = {name: jnp.zeros((1, 8), jnp.int32) for name in ("tokens", "positions", "segment_ids")}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with random parameters."""
+    folder, random = tmp_path_factory.mktemp("formats"), np.random.default_rng(0)
+    linears = dict.fromkeys(("self_attn.q_proj", "self_attn.o_proj"), (32, 32))
+    linears |= {"self_attn.k_proj": (16, 32), "self_attn.v_proj": (16, 32)}
+    linears |= {"mlp.gate_proj": (52, 32), "mlp.up_proj": (52, 32), "mlp.down_proj": (32, 52)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (53, 32), "lm_head": (53, 32), "model.norm": (32,)}
+    for layer in range(2):
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in linears.items()}
+        shapes |= {f"model.layers.{layer}.{name}_layernorm": (32,) for name in ("input", "post_attention")}
+    (folder / "hf").mkdir()
+    (folder / "hf" / "config.json").write_text(json.dumps(CONFIG))
+    tensors = {f"{name}.weight": random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    save_file(tensors, folder / "hf" / "model.safetensors")
+    FORMAT.import_run(folder / "hf", folder / "run")
+    return folder / "run"
+
+
+def quantized(run: Path, destination: Path, rules: Any) -> Path:
+    opened = RUN_FORMAT.open_model(run)
+    model = quantize_model(opened.model, rules, BATCH)
+    opened.save(destination, model, {"quant": QuantConfig(rules=as_rules(rules))})
+    return destination
+
+
+def one(**rule: Any) -> list[dict[str, Any]]:
+    return [{"path": "query", **rule}]
+
+
+ALL = [
+    {"path": "query", "weights": "int8", "activations": "int8"},
+    {"path": "key", "weights": "int8", "activations": "int8", "tile_size": 4, "weight_calibration": "minmax"},
+    {"path": "value", "weights": "fp8_e4m3", "activations": "fp8_e4m3"},
+    {"path": "output", "weights": "mxfp4"},
+    {"path": "gate", "weights": "int3", "tile_size": [4, 2]},
+    {"path": "up", "weights": "int6"},
+    {"path": "down", "weights": "int4", "tile_size": 4, "activations": "int8", "weight_calibration": "minmax"},
+]
+WRITTEN = {"int-quantized", "float-quantized", "pack-quantized", "mxfp4-pack-quantized"}
+
+
+def check_written(directory: Path, stored: Path) -> dict[str, Any]:
+    """Checks that a checkpoint stands for the floats of a run, and returns its `quantization_config`."""
+    wanted = named_leaves(read_params(stored, run_config(stored).model)[0])
+    for path, leaf in open_source(directory).leaves():
+        np.testing.assert_array_equal(leaf, wanted[path], err_msg=path)
+    return json.loads((directory / "config.json").read_text())["quantization_config"]
+
+
+def test_every_type_is_written_in_codes(run, tmp_path):
+    stored = quantized(run, tmp_path / "run", ALL)
+    result = FORMAT.export_run(stored, tmp_path / "hf")
+    section = check_written(tmp_path / "hf", stored)
+    assert section["format"] == "mixed-precision" and result.dtype == "mixed-precision and float32"
+    assert {group["format"] for group in section["config_groups"].values()} == WRITTEN
+
+
+def test_the_command_names_what_stays_in_float(run, tmp_path, capsys):
+    stored = quantized(run, tmp_path / "run", "w4_t128")
+    with pytest.warns(UserWarning, match="Written as floats, because only linear layers have codes.*: embedding"):
+        main(["convert", str(stored), f"hf:{tmp_path / 'hf'}"])
+    assert "pack-quantized and float32" in capsys.readouterr().out
+    section = check_written(tmp_path / "hf", stored)
+    assert section["format"] == "pack-quantized"
+    four, eight = section["config_groups"]["group_0"], section["config_groups"]["group_1"]
+    assert (four["targets"], four["weights"]["num_bits"], four["weights"]["group_size"]) == (["Linear"], 4, None)
+    assert {"lm_head"} <= {each for group in section["config_groups"].values() for each in group["targets"]}
+    assert eight["input_activations"] is None and section["ignore"] == []
+
+
+@pytest.mark.parametrize(
+    ("rules", "problem"),
+    [
+        (one(weights="nf4", tile_size=4), "is nf4/t4, which `hf:` does not write"),
+        (one(weights="fp8_e5m2"), "is fp8_e5m2, which `hf:` does not write"),
+        (one(weights="int8", tile_size=1), "with a scale for each input, which `hf:` does not write"),
+        (one(weights="int8", activations="fp8_e4m3"), "is int8 and multiplies inputs in fp8_e4m3"),
+        ([{"path": "embedding", "weights": "int8"}], "No quantized parameter belongs to a linear layer"),
+    ],
+)
+def test_codes_without_a_place_are_refused(rules, problem, run, tmp_path):
+    stored = quantized(run, tmp_path / "run", rules)
+    with pytest.raises(ConversionError, match=problem):
+        FORMAT.export_run(stored, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize(
+    ("rule", "problem"),
+    [
+        ({"algorithm": "hadamard"}, "rotated by 32, which `hf:` does not write"),
+        ({"activations": "int8", "static_ranges": True}, "multiplies inputs with static ranges"),
+    ],
+)
+def test_inputs_without_a_place_are_refused(rule, problem, run, tmp_path):
+    opened = RUN_FORMAT.open_model(run)
+    rules = [{"path": "query", "weights": "int8", **rule}]
+    model = quantize_model(opened.model, rules, BATCH, stream=[BATCH])
+    opened.save(tmp_path / "run", model, {"quant": QuantConfig(rules=as_rules(rules))})
+    with pytest.raises(StackError, match=problem):
+        FORMAT.export_run(tmp_path / "run", tmp_path / "hf")
 
 
 def rows() -> list[list[str]]:
@@ -16,7 +141,8 @@ def rows() -> list[list[str]]:
     return [[*(re.sub("`", "", cell) for cell in row[:2]), *row[2:]] for row in cells if row[0] != "`quant_method`"]
 
 
-def test_the_table_lists_what_is_read():
+def test_the_table_lists_what_is_read_and_written():
     read = [row for row in rows() if row[3] == "yes"]
     assert {row[0] for row in read} == set(READERS)
     assert {row[1] for row in read if row[0] == "compressed-tensors"} == set(FORMATS)
+    assert {row[1] for row in rows() if row[4] == "yes"} == WRITTEN

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator
 
 from stack_core.abi.config import config
 from stack_core.ops.building import is_quantized
+from stack_quant.errors import QuantError
 from stack_quant.methods import method
 from stack_quant.model import quantize_model
 from stack_quant.recipes import as_rules
@@ -69,3 +70,18 @@ class Quantization:
     def trained(self, path: tuple[Any, ...], variable: Any) -> bool:
         """Returns whether a variable is trained: every variable that is not stored as codes."""
         return not is_quantized(variable.get_value())
+
+    def input_type(self, model: Any, path: str) -> str | None:
+        """Returns the type of the inputs that a parameter multiplies; None for floats.
+
+        Raises:
+          QuantError: the inputs have static ranges.
+        """
+        number = model.quantization.resolved.of_path.get(path)
+        rule = None if number is None else self.recipe.rules[number]
+        if rule is not None and rule.is_static:
+            raise QuantError(
+                f"{path} multiplies inputs with static ranges, which belong to a product and not to a parameter. "
+                "Quantize again without static_ranges."
+            )
+        return None if rule is None else rule.activations

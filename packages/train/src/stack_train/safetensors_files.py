@@ -25,7 +25,14 @@ __all__ = ["StoredTensor", "TensorSpec", "plan_shards", "read_tensors", "write_s
 _STEM = "model"
 
 _DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+# Of tensors that are written; codes are read by the modules that know their layouts.
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()} | {
+    np.dtype(np.int8): "I8",
+    np.dtype(np.uint8): "U8",
+    np.dtype(np.int32): "I32",
+    np.dtype(np.int64): "I64",
+    np.dtype(ml_dtypes.float8_e4m3fn): "F8_E4M3",
+}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from stack_core.abi.adapters import AdaptsModels
-from stack_core.abi.transforms import MergesModel, ModelTransform
+from stack_core.abi.transforms import HoldsCodes, MergesModel, ModelTransform
 
 __all__ = ["UNCHANGED", "Transforms"]
 
@@ -39,6 +39,11 @@ class Transforms:
     def adapting(self) -> AdaptsModels | None:
         """The last transform that adds adapters, or None."""
         return next((member for member in reversed(self.members) if isinstance(member, AdaptsModels)), None)
+
+    def input_type(self, model: Any, path: str) -> str | None:
+        """Returns the type of the inputs that a parameter multiplies; None for floats."""
+        found = (member.input_type(model, path) for member in self.members if isinstance(member, HoldsCodes))
+        return next((kind for kind in found if kind is not None), None)
 
     def merged(self, model: Any) -> Any:
         """Merges the additions of all mergeable transforms into the model; other transforms remain applied."""

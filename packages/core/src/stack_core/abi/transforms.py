@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["MergesModel", "ModelTransform", "TransformFactory"]
+__all__ = ["HoldsCodes", "MergesModel", "ModelTransform", "TransformFactory"]
 
 
 @runtime_checkable
@@ -48,6 +48,15 @@ class MergesModel(Protocol):
         Args:
           model: a model with values that `apply` returned; it stays unchanged.
         """
+        ...
+
+
+@runtime_checkable
+class HoldsCodes(Protocol):
+    """A transform whose models hold quantized arrays."""
+
+    def input_type(self, model: Any, path: str) -> str | None:
+        """Returns the type of the inputs that a parameter multiplies, such as "int8"; None for floats."""
         ...
 
 

@@ -16,6 +16,7 @@ __all__ = [
     "Coding",
     "QuantizedTensor",
     "check_read",
+    "fp4_pairs",
     "fp4_values",
     "is_positive",
     "pack_words",
@@ -131,3 +132,11 @@ def pack_words(codes: np.ndarray, bits: int) -> np.ndarray:
 def fp4_values(pairs: np.ndarray) -> np.ndarray:
     """Decodes bytes with two 4-bit floats (E2M1) each, the first in the low bits, along the last axis, to bfloat16."""
     return _FP4_VALUES[np.stack([pairs & 0xF, pairs >> 4], -1)].reshape(*pairs.shape[:-1], -1)
+
+
+def fp4_pairs(values: np.ndarray) -> np.ndarray:
+    """Encodes 4-bit floats (E2M1) as bytes: the inverse of `fp4_values`."""
+    numbers = values.astype(np.float32)
+    codes = np.searchsorted(_FP4_VALUES[:8].astype(np.float32), np.abs(numbers)).astype(np.uint8)
+    codes |= np.signbit(numbers).astype(np.uint8) << np.uint8(3)
+    return codes[..., ::2] | codes[..., 1::2] << np.uint8(4)

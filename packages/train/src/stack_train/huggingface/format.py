@@ -5,6 +5,7 @@ import shutil
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.nnx.traversals import flatten_mapping
 
 from stack_core.abi.atomic_directory import atomic_directory
 from stack_core.abi.config import to_yaml
@@ -28,16 +30,18 @@ from stack_train.diffusion.exchange import component_in, component_of, export_im
 from stack_train.generation.generative import ModuleCheckpoint, generative_checkpoint
 from stack_train.huggingface.hub import on_disk
 from stack_train.huggingface.quantization import QUANTIZATION
+from stack_train.huggingface.quantized_export import PlannedTensors, quantized_tensors
 from stack_train.huggingface.source import HuggingFaceSource, open_source, read_config
 from stack_train.models.weight_map import joined_tensors, shared_tensors
 from stack_train.optim.optax_optimizer import as_optimizer
 from stack_train.run.config import RunConfig, run_config
 from stack_train.run.model import abstract_model, abstract_params, holds_codes
-from stack_train.run.transforms import transform_names
+from stack_train.run.transforms import transform_names, transform_of
 from stack_train.safetensors_files import TensorSpec, plan_shards, write_shards
 from stack_train.variables.adapters import read_adapters
+from stack_train.variables.model_variables import stored_values
 from stack_train.variables.trained_model import TrainedLanguageModel
-from stack_train.variables.weights import read_params
+from stack_train.variables.weights import read_model, read_params
 
 __all__ = ["FORMAT", "HuggingFaceFormat"]
 
@@ -105,54 +109,46 @@ class HuggingFaceFormat:
     ) -> Conversion:
         """Converts a run's newest checkpoint to a Hugging Face checkpoint with the dtype of `model.param_dtype`.
 
+        A quantized run becomes a checkpoint of compressed-tensors.
+
         Args:
           max_shard_bytes: maximum size of a weights file; a larger tensor gets a file to itself.
 
         Raises:
-          ConversionError: the model has no Hugging Face counterpart or is quantized, or `directory` exists.
+          ConversionError: the model has no Hugging Face counterpart, its codes have none in compressed-tensors, or
+            `directory` exists.
           RunDirectoryError: `run` is not a run directory.
           CheckpointError: the run has no checkpoint, or its newest checkpoint is damaged.
         """
         saved = run_config(run)
-        if holds_codes(saved):
-            raise ConversionError(
-                f"The parameters of {run} are quantized, by section {' and '.join(transform_names(saved))} of its "
-                "config, and hf: writes checkpoints in float alone. Convert the run that it was made from."
-            )
         config = saved.model
         if component_of(config.name) is not None:
+            if holds_codes(saved):
+                raise ConversionError(
+                    f"The parameters of {run} are quantized, by section {' and '.join(transform_names(saved))} of its "
+                    "config, and diffusers directories are written in float. Convert the run that it was made from."
+                )
             return export_images(run, directory, saved)
         family = registries.models[config.name]
         if not isinstance(family, ConvertibleFamily):
             raise ConversionError(f"Models of family {config.name!r} have no Hugging Face counterpart.")
-        abstract = named_leaves(abstract_params(config))
-        # Parameters that share a tensor must be written together.
-        groups = shared_tensors(family.weight_rules(config))
-        rules = [rule for group in groups for rule in group]
-        specs = [
-            TensorSpec(name, np.dtype(abstract[rule.parameter].dtype), shape)
-            for rule, *_ in groups
-            for name, shape in rule.tensor_shapes(abstract[rule.parameter].shape).items()
-        ]
-        total_bytes = sum(spec.size_bytes for spec in specs)
         with atomic_directory(directory) as partial, CheckpointStore(RunDirectory(run).checkpoints) as store:
+            planned = (_coded_tensors if holds_codes(saved) else _float_tensors)(run, saved, family, store)
+            total_bytes = sum(spec.size_bytes for spec in planned.specs)
             special_ids = _special_ids(run / "tokenizer")
             _write_config(run / "huggingface" / _CONFIG, config, family, special_ids, partial / _CONFIG)
-            stored = _derived_leaves(run, saved, rules) or _stored_leaves(store, rules, abstract)
-            leaves = _reported(stored, total_bytes, progress)
-            # The leaves arrive in the order of `rules`, so each group takes the next ones.
-            values = (leaf for _, leaf in leaves)
-            tensors = (
-                tensor for group in groups for tensor in joined_tensors(group, list(islice(values, len(group)))).items()
-            )
-            write_shards(partial, plan_shards(specs, max_shard_bytes), tensors)
+            if planned.section:
+                mapping = json.loads((partial / _CONFIG).read_bytes())
+                _write_json({**mapping, QUANTIZATION: planned.section}, partial / _CONFIG)
+            tensors = _reported(planned.tensors(), total_bytes, progress)
+            write_shards(partial, plan_shards(planned.specs, max_shard_bytes), tensors)
             copied = _copy(_TOKENIZER_FILES, run / "tokenizer", partial)
             # Without an original file, transformers still needs the ids of the end tokens to stop.
             copied += _copy((_GENERATION_CONFIG,), run / "huggingface", partial) or _write_json(
                 special_ids, partial / _GENERATION_CONFIG
             )
-        parameters = sum(int(np.prod(spec.shape, dtype=np.int64)) for spec in specs)
-        return Conversion(directory, parameters, total_bytes, config.param_dtype, copied)
+        dtype = f"{planned.section['format']} and {config.param_dtype}" if planned.section else config.param_dtype
+        return Conversion(directory, planned.parameters, total_bytes, dtype, copied)
 
     def recognizes(self, directory: Path) -> bool:
         return (directory / _CONFIG).is_file()
@@ -219,6 +215,37 @@ class HuggingFaceFormat:
 
 
 FORMAT = HuggingFaceFormat()
+
+
+def _float_tensors(run: Path, saved: RunConfig, family: Any, store: CheckpointStore) -> PlannedTensors:
+    abstract = named_leaves(abstract_params(saved.model))
+    # Parameters that share a tensor must be written together.
+    groups = shared_tensors(family.weight_rules(saved.model))
+    rules = [rule for group in groups for rule in group]
+    specs = [
+        TensorSpec(name, np.dtype(abstract[rule.parameter].dtype), shape)
+        for rule, *_ in groups
+        for name, shape in rule.tensor_shapes(abstract[rule.parameter].shape).items()
+    ]
+
+    def tensors() -> Iterator[tuple[str, np.ndarray]]:
+        leaves = _derived_leaves(run, saved, rules) or _stored_leaves(store, rules, abstract)
+        # The leaves arrive in the order of `rules`, so each group takes the next ones.
+        values = (leaf for _, leaf in leaves)
+        for group in groups:
+            yield from joined_tensors(group, list(islice(values, len(group)))).items()
+
+    return PlannedTensors({}, specs, tensors, sum(int(np.prod(spec.shape, dtype=np.int64)) for spec in specs))
+
+
+def _coded_tensors(run: Path, saved: RunConfig, family: Any, store: CheckpointStore) -> PlannedTensors:
+    # Holds the quantized model, and the floats of one parameter at a time.
+    model, _ = read_model(run, saved)
+    values = {"/".join(map(str, path)): value for path, value in flatten_mapping(stored_values(model)).items()}
+    transform = transform_of(saved)
+    rules = family.weight_rules(saved.model)
+    dtype = jnp.dtype(saved.model.param_dtype)
+    return quantized_tensors(values, rules, partial(transform.input_type, model), dtype)
 
 
 def _model(source: HuggingFaceSource) -> Any:

@@ -1,0 +1,282 @@
+"""Quantized models as checkpoints of compressed-tensors; `compressed_tensors` describes the layout."""
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from stack_core import ops
+from stack_core.abi.errors import ConversionError
+from stack_core.ops.building import is_quantized
+from stack_train.huggingface.codes import fp4_pairs, pack_words
+from stack_train.models.weight_map import WeightRule, joined_tensors, shared_tensors
+from stack_train.safetensors_files import TensorSpec
+
+__all__ = ["PlannedTensors", "quantized_tensors"]
+
+# Codes of fewer bits fit into the next size that vLLM has kernels for.
+_BITS = {f"int{bits}": 4 if bits <= 4 else 8 for bits in range(2, 9)}
+_FLOATS = {"fp8_e4m3": 8, "mxfp4": 4}
+_INPUTS = {"int8": "int", "fp8_e4m3": "float"}
+_F32, _I8, _U8 = np.dtype(np.float32), np.dtype(np.int8), np.dtype(np.uint8)
+_I32, _I64, _FP8 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+@dataclass(frozen=True)
+class _Scheme:
+    """How matrices are stored: an entry of `config_groups`.
+
+    Attributes:
+      type: quantized type of the codes, such as "int4".
+      group: number of inputs that share a scale; None for one scale per output.
+      symmetric: True without zero points.
+      inputs: type of the inputs in products; None for floats.
+    """
+
+    type: str
+    group: int | None
+    symmetric: bool
+    inputs: str | None
+
+    @property
+    def bits(self) -> int:
+        return _BITS.get(self.type) or _FLOATS[self.type]
+
+    @property
+    def format(self) -> str:
+        if self.type == "mxfp4":
+            return "mxfp4-pack-quantized"
+        if self.type in _FLOATS:
+            return "float-quantized"
+        return "int-quantized" if self.bits == 8 and self.inputs else "pack-quantized"
+
+    def section(self, targets: Sequence[str]) -> dict[str, Any]:
+        strategy = {"strategy": "channel", "group_size": None}
+        if self.group is not None:
+            strategy = {"strategy": "group", "group_size": self.group}
+        kind = "float" if self.type in _FLOATS else "int"
+        weights = {"num_bits": self.bits, "type": kind, "symmetric": self.symmetric, "dynamic": False, **strategy}
+        inputs = None
+        if self.inputs is not None:
+            # The inputs of a product share their tiles with its weight.
+            rows = {"strategy": "token", "group_size": None} if self.group is None else strategy
+            inputs = {"num_bits": 8, "type": _INPUTS[self.inputs], "symmetric": True, "dynamic": True, **rows}
+        return {
+            "targets": list(targets),
+            "format": self.format,
+            "weights": weights,
+            "input_activations": inputs,
+            "output_activations": None,
+        }
+
+    def specs(self, name: str, shape: tuple[int, ...]) -> list[TensorSpec]:
+        """Returns the tensors of a matrix [d_out, d_in] in the order of `tensors`."""
+        groups = (shape[0], 1 if self.group is None else shape[1] // self.group)
+        module = name.removesuffix("weight")
+        scale = TensorSpec(f"{module}weight_scale", _U8 if self.type == "mxfp4" else _F32, groups)
+        if self.format == "mxfp4-pack-quantized":
+            return [TensorSpec(f"{module}weight_packed", _U8, (shape[0], shape[1] // 2)), scale]
+        if self.format != "pack-quantized":
+            zeros = [] if self.symmetric else [TensorSpec(f"{module}weight_zero_point", _I8, groups)]
+            return [TensorSpec(name, _FP8 if self.type in _FLOATS else _I8, shape), scale, *zeros]
+        per_word = 32 // self.bits
+        zeros = TensorSpec(f"{module}weight_zero_point", _I32, (-(-shape[0] // per_word), groups[1]))
+        return [
+            TensorSpec(f"{module}weight_packed", _I32, (shape[0], -(-shape[1] // per_word))),
+            TensorSpec(f"{module}weight_shape", _I64, (2,)),
+            scale,
+            *([] if self.symmetric else [zeros]),
+        ]
+
+    def tensors(self, codes: np.ndarray, scale: np.ndarray, zero_point: np.ndarray | None) -> Iterator[np.ndarray]:
+        """Yields the values of `specs` from codes [d_out, d_in], and scales and zero points [d_out, groups]."""
+        if self.format == "mxfp4-pack-quantized":
+            yield fp4_pairs(codes)
+            yield (np.frexp(scale)[1] + 126).astype(np.uint8)  # 2**e is 0.5 * 2**(e + 1) in `frexp`
+            return
+        if self.format != "pack-quantized":
+            yield codes if self.type in _FLOATS else codes.astype(np.int8)
+            yield scale
+            if zero_point is not None:
+                yield zero_point.astype(np.int8)
+            return
+        offset = 2 ** (self.bits - 1)
+        yield pack_words(codes.astype(np.int16) + offset, self.bits)
+        yield np.array(codes.shape, np.int64)
+        yield scale
+        if zero_point is not None:
+            yield np.ascontiguousarray(pack_words(zero_point.astype(np.int16).T + offset, self.bits).T)
+
+
+@dataclass(frozen=True)
+class PlannedTensors:
+    """The tensors of a checkpoint to write.
+
+    Attributes:
+      section: the `quantization_config`; empty if all tensors are floats.
+      specs: names, dtypes and shapes of the tensors, in order.
+      tensors: function that yields names and values in the order of `specs`.
+      parameters: number of parameters.
+    """
+
+    section: Mapping[str, Any]
+    specs: Sequence[TensorSpec]
+    tensors: Callable[[], Iterator[tuple[str, np.ndarray]]]
+    parameters: int
+
+
+def quantized_tensors(
+    values: Mapping[str, Any], rules: Sequence[WeightRule], input_type: Callable[[str], str | None], dtype: Any
+) -> PlannedTensors:
+    """Plans the tensors of a quantized model. Matrices of linear layers stay in codes, other parameters become floats.
+
+    Args:
+      values: parameters by path, some of them quantized.
+      rules: locations of the parameters in the checkpoint.
+      input_type: function of a path to the type of the inputs that a parameter multiplies; None for floats.
+      dtype: dtype of the parameters that become floats.
+
+    Raises:
+      ConversionError: compressed-tensors cannot represent the codes of a parameter.
+    """
+    groups = shared_tensors(rules)
+    schemes = [_scheme(group, [values[rule.parameter] for rule in group], input_type) for group in groups]
+    if not any(schemes):
+        raise ConversionError(
+            "No quantized parameter belongs to a linear layer, and compressed-tensors has codes for these alone. "
+            "Convert the run that it was made from."
+        )
+    decoded = [
+        rule.parameter
+        for group, scheme in zip(groups, schemes, strict=True)
+        for rule in group
+        if scheme is None and is_quantized(values[rule.parameter])
+    ]
+    if decoded:
+        warnings.warn(
+            f"Written as floats, because only linear layers have codes in compressed-tensors: {', '.join(decoded)}.",
+            stacklevel=2,
+        )
+    shapes = [group[0].tensor_shapes(values[group[0].parameter].shape) for group in groups]
+    planned = list(zip(groups, schemes, shapes, strict=True))
+    specs = [
+        spec
+        for group, scheme, named in planned
+        for name, shape in named.items()
+        for spec in (
+            [TensorSpec(name, _float_dtype(values[group[0].parameter], dtype), shape)]
+            if scheme is None
+            else scheme.specs(name, shape)
+        )
+    ]
+
+    def tensors() -> Iterator[tuple[str, np.ndarray]]:
+        for group, scheme, _ in planned:
+            arrays = [values[rule.parameter] for rule in group]
+            if scheme is None:
+                floats = [
+                    np.asarray(ops.dequantize(array, dtype) if is_quantized(array) else array) for array in arrays
+                ]
+                yield from joined_tensors(group, floats).items()
+                continue
+            views = [array.__stack_qview__() for array in arrays]
+            codes = joined_tensors(group, [np.asarray(view.qvalue) for view in views])
+            scales = joined_tensors(group, [_per_output(view.scale, view.qvalue.shape) for view in views])
+            zeros = (
+                {}
+                if scheme.symmetric
+                else joined_tensors(group, [_per_output(view.zero_point, view.qvalue.shape) for view in views])
+            )
+            for name, matrix in codes.items():
+                parts = scheme.tensors(matrix, scales[name], zeros.get(name))
+                for spec, part in zip(scheme.specs(name, matrix.shape), parts, strict=True):
+                    yield spec.name, part
+
+    parameters = sum(int(np.prod(shape, dtype=np.int64)) for named in shapes for shape in named.values())
+    return PlannedTensors(_section(planned), specs, tensors, parameters)
+
+
+def _scheme(
+    group: Sequence[WeightRule], arrays: Sequence[Any], input_type: Callable[[str], str | None]
+) -> _Scheme | None:
+    """Returns the scheme of the tensors that parameters share; None if these are written as floats.
+
+    Raises:
+      ConversionError: compressed-tensors cannot represent the codes.
+    """
+    shapes = group[0].tensor_shapes(arrays[0].shape).values()
+    # Routers are no linear layers in most of transformers' families, and no library quantizes them.
+    is_linear = all(rule.transposed and "router" not in rule.parameter for rule in group)
+    if not is_linear or any(len(shape) != 2 for shape in shapes) or not all(map(is_quantized, arrays)):
+        return None
+    found = {
+        _of_array(rule.parameter, array, input_type(rule.parameter)) for rule, array in zip(group, arrays, strict=True)
+    }
+    return found.pop() if len(found) == 1 else None
+
+
+def _of_array(path: str, array: Any, inputs: str | None) -> _Scheme:
+    view = array.__stack_qview__()
+    kind = view.scheme.partition("/")[0]
+    d_in, groups = view.qvalue.shape[-2], view.scale.shape[-2]
+    if kind not in _BITS and kind not in _FLOATS:
+        raise ConversionError(
+            f"{path} is {view.scheme}, which `hf:` does not write. It writes int2 to int8, fp8_e4m3 and mxfp4, without "
+            "scaled or rotated inputs. Quantize again, for example with --recipe w4_t128 or --algorithm nearest."
+        )
+    if 1 < groups == d_in:
+        raise ConversionError(
+            f"{path} is {view.scheme}, with a scale for each input, which `hf:` does not write. Quantize again with "
+            "--algorithm nearest or gptq."
+        )
+    if inputs is not None and (inputs not in _INPUTS or (inputs == "int8") != (kind in _BITS)):
+        raise ConversionError(
+            f"{path} is {kind} and multiplies inputs in {inputs}. `hf:` writes int8 inputs of integers and fp8_e4m3 "
+            "inputs of fp8_e4m3. Quantize again by such a recipe, or without activations."
+        )
+    # The group of mxfp4 is a part of the format, also if it covers all inputs.
+    group = None if groups == 1 and kind != "mxfp4" else d_in // groups
+    return _Scheme(kind, group, view.zero_point is None, inputs)
+
+
+def _per_output(factor: Any, shape: Sequence[int]) -> np.ndarray:
+    """Repeats scales or zero points over their tiles along all axes but the inputs."""
+    full = np.asarray(factor)
+    for axis in range(full.ndim):
+        if axis != full.ndim - 2:
+            full = np.repeat(full, shape[axis] // full.shape[axis], axis)
+    return full
+
+
+def _float_dtype(array: Any, dtype: Any) -> np.dtype[Any]:
+    return np.dtype(dtype if is_quantized(array) else array.dtype)
+
+
+def _section(planned: Sequence[tuple[Sequence[WeightRule], _Scheme | None, Mapping[str, Any]]]) -> dict[str, Any]:
+    # The most common scheme targets all linear layers, and the others name theirs.
+    counts = Counter(scheme for _, scheme, named in planned if scheme is not None for _ in named)
+    common = counts.most_common(1)[0][0]
+    targets: dict[_Scheme, list[str]] = {common: ["Linear"]}
+    floats = list[str]()
+    for group, scheme, named in planned:
+        modules = [name.removesuffix(".weight") for name in named]
+        if scheme is None:
+            floats += modules if group[0].transposed else []
+        elif scheme != common:
+            targets.setdefault(scheme, []).extend(modules)
+    written = {module for _, scheme, named in planned if scheme is not None for module in named}
+    # A tied head has no tensor, but is a linear layer.
+    ignored = sorted({*floats, *([] if "lm_head.weight" in written else ["lm_head"])})
+    formats = {scheme.format for scheme in targets}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "config_groups": {f"group_{n}": scheme.section(names) for n, (scheme, names) in enumerate(targets.items())},
+        "ignore": ignored,
+        "kv_cache_scheme": None,
+        "quantization_status": "compressed",
+    }

@@ -94,7 +94,7 @@ class Served:
 
     def __init__(
         self,
-        directory: Path,
+        directory: Path | str,
         *options: str,
         python: str = sys.executable,
         under: Sequence[str] = (),

@@ -16,6 +16,7 @@ def test_families_are_listed_with_lines_sizes_and_what_is_tested(capsys, monkeyp
         "tested": ["logits", "greedy", "conversion", "pages"],
     }
     assert 30 < rows["olmo2"]["lines"] < rows["deepseek_v3"]["lines"] < 220
+    assert rows["bert"]["architecture"] == "BertModel" and "embeddings" in rows["bert"]["tested"]
     assert (rows["dit"]["architecture"], rows["dit"]["tested"]) == (None, [])
     for columns in ("40", "80"):
         monkeypatch.setenv("COLUMNS", columns)

@@ -53,6 +53,11 @@ class CausalLMConfig(Objective):
         self, model: LanguageModel, batch: Mapping[str, jax.Array], *, key: jax.Array, **auxiliary: Any
     ) -> tuple[jax.Array, Metrics]:
         del key  # a dense decoder without dropout draws nothing
+        if not hasattr(model, "head"):
+            raise ConfigError(
+                f"objective.name={self.name!r} predicts the next token, and this model has no head: its family is no "
+                "language model. Choose another model.name or objective.name."
+            )
         # Only data with images has pixels, and only models with images take them.
         images: dict[str, Any] = {"pixels": batch["pixels"]} if "pixels" in batch else {}
         outputs = model(batch["tokens"], batch["positions"], batch["segment_ids"], **images)

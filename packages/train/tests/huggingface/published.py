@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, models
 
 FOLDER = Path(__file__).parent / "published"
 RECONSTRUCTED = (
+    "ModernBERT-base",
     "DeepSeek-V2-Lite",
     "Kimi-K2-Instruct",
     "Olmo-3-7B-Instruct",
@@ -91,6 +92,8 @@ def tensor_shapes(name: str, config: dict[str, Any]) -> Shapes:
     """The tensors of a checkpoint in float, without the parts of larger models that are not read."""
     text = config.get("text_config", config)
     embed, kind = text["hidden_size"], text["model_type"]
+    if kind in ENCODERS:
+        return ENCODERS[kind](config, embed)
     shapes: Shapes = {"model.embed_tokens.weight": (text["vocab_size"], embed), "model.norm.weight": (embed,)}
     if not text.get("tie_word_embeddings", kind.startswith("gemma")) or name == "Qwen3-0.6B":
         shapes["lm_head.weight"] = (text["vocab_size"], embed)  # of Qwen3 0.6B a copy of the embedding
@@ -105,6 +108,32 @@ def tensor_shapes(name: str, config: dict[str, Any]) -> Shapes:
         shapes["multi_modal_projector.mm_input_projection_weight"] = (config["vision_config"]["hidden_size"], embed)
         shapes["multi_modal_projector.mm_soft_emb_norm.weight"] = (config["vision_config"]["hidden_size"],)
     return shapes
+
+
+def _bert(config: dict[str, Any], embed: int) -> Shapes:
+    mlp, pairs = config["intermediate_size"], {"embeddings.LayerNorm": (embed,), "pooler.dense": (embed, embed)}
+    for number in range(config["num_hidden_layers"]):
+        layer = {f"attention.self.{name}": (embed, embed) for name in ("query", "key", "value")}
+        layer |= {"attention.output.dense": (embed, embed), "attention.output.LayerNorm": (embed,)}
+        layer |= {"intermediate.dense": (mlp, embed), "output.dense": (embed, mlp), "output.LayerNorm": (embed,)}
+        pairs |= {f"encoder.layer.{number}.{name}": shape for name, shape in layer.items()}
+    shapes = {f"{name}.weight": shape for name, shape in pairs.items()}
+    shapes |= {f"{name}.bias": shape[:1] for name, shape in pairs.items()}
+    tables = {"word": "vocab_size", "position": "max_position_embeddings", "token_type": "type_vocab_size"}
+    return shapes | {f"embeddings.{name}_embeddings.weight": (config[key], embed) for name, key in tables.items()}
+
+
+def _modernbert(config: dict[str, Any], embed: int) -> Shapes:
+    mlp = config["intermediate_size"]
+    shapes = {"embeddings.tok_embeddings": (config["vocab_size"], embed), "embeddings.norm": (embed,)}
+    for number in range(config["num_hidden_layers"]):
+        layer = {"attn.Wqkv": (3 * embed, embed), "attn.Wo": (embed, embed), "mlp.Wi": (2 * mlp, embed)}
+        layer |= {"mlp.Wo": (embed, mlp), "mlp_norm": (embed,), **({"attn_norm": (embed,)} if number else {})}
+        shapes |= {f"layers.{number}.{name}": shape for name, shape in layer.items()}
+    return {f"model.{name}.weight": shape for name, shape in {**shapes, "final_norm": (embed,)}.items()}
+
+
+ENCODERS = {"bert": _bert, "modernbert": _modernbert}
 
 
 def _tower(config: dict[str, Any]) -> Shapes:
@@ -276,6 +305,8 @@ def small_checkpoint(name: str, directory: Path, *, files: int = 3) -> dict[str,
         beside = {"vision_tower.vision_model.post_layernorm.weight": np.ones(6, ml_dtypes.bfloat16)}
         beside |= {"multi_modal_projector.mm_input_projection_weight": np.ones((6, 32), ml_dtypes.bfloat16)}
         beside |= {"vision_tower.vision_model.post_layernorm.bias": np.ones(6, ml_dtypes.bfloat16)}
+    if config["model_type"] == "modernbert":
+        beside = {"head.norm.weight": np.ones(32, ml_dtypes.bfloat16), "decoder.bias": np.ones(53, ml_dtypes.bfloat16)}
     _write(directory, config, {**coded, **beside}, files)
     generation = FOLDER / name / "generation_config.json"
     text = generation.read_text() if generation.exists() else '{"do_sample": true}\n'

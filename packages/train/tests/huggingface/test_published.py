@@ -17,6 +17,7 @@ from stack_train.huggingface import FORMAT
 from stack_train.huggingface.language_part import language_part
 from stack_train.huggingface.quantization import QUANTIZATION
 from stack_train.huggingface.source import read_config
+from stack_train.models.encoder_family import EncoderFamily
 from stack_train.models.family import DecoderFamily
 from stack_train.run.config import run_config
 from stack_train.run.model import abstract_params
@@ -52,6 +53,8 @@ PARAMETERS = {
     "DeepSeek-V2-Lite": ("deepseek_v2", 15_706_484_224),
     "granite-3.0-1b-a400m-instruct": ("granite_moe", 1_334_628_352),
     "MiniMax-M2.5": ("minimax_m2", 228_689_764_864),
+    "all-MiniLM-L6-v2": ("bert", 22_713_216),
+    "ModernBERT-base": ("modernbert", 149_014_272),  # without the head of masked language modeling
 }
 """Family and parameters of each model, as counted by the publishers' indices, without tensors that repeat others.
 
@@ -64,7 +67,9 @@ FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "s
 
 
 def test_every_family_has_a_published_checkpoint():
-    families = [name for name in registries.models if isinstance(registries.models[name], DecoderFamily)]
+    families = [
+        name for name in registries.models if isinstance(registries.models[name], DecoderFamily | EncoderFamily)
+    ]
     assert {family for family, _ in PARAMETERS.values()} | UNPUBLISHED == set(families)
     assert {path.name for path in FOLDER.iterdir()} == PARAMETERS.keys()
 
@@ -102,6 +107,9 @@ def test_a_published_checkpoint_opens_and_comes_back(name, tmp_path):
         assert back["architectures"] == [registries.models[PARAMETERS[name][0]].config_map.architecture]
         config = {**config["text_config"], "architectures": back["architectures"]}
         tensors = {each.removeprefix("language_model."): tensor for each, tensor in tensors.items()}
+    if config["model_type"] == "modernbert":  # without its head
+        config["architectures"] = ["ModernBertModel"]
+        tensors = {each.removeprefix("model."): tensor for each, tensor in tensors.items()}
     assert config.items() <= back.items()
     found = loaded(tmp_path / "back")
     copies = {"lm_head.weight"} if back.get("tie_word_embeddings") else set()

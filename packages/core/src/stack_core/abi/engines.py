@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine", "Pooling", "checked_engine"]
 
-Pooling = Literal["last", "mean"]
-"""Vector of a prompt: the hidden state of its last token, or the mean over its tokens."""
+Pooling = Literal["last", "mean", "cls"]
+"""Vector of a prompt: the hidden state of its last token, the mean over its tokens, or the state of its first token."""
 
 
 class Engine(ABC):

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, TypeVar
 
-from stack_core.abi.errors import ConversionError, nearest
+from stack_core.abi.errors import ConversionError, GenerationError, nearest
 from stack_core.abi.formats import (
     GenerativeCheckpoint,
     ModelFormat,
@@ -35,15 +35,21 @@ def open_model(address: str, *, data: str | None = None) -> TrainedModel:
     return format_.open_model(directory, data=data)
 
 
-def open_for_generation(address: str) -> GenerativeCheckpoint:
+def open_for_generation(address: str, *, encoders: bool = False) -> GenerativeCheckpoint:
     """Opens a language model for text generation.
+
+    Args:
+      encoders: whether an encoder is opened, too; see `stack_core.text.embeddings`.
 
     Raises:
       ConversionError: as `open_model`.
-      StackError: the checkpoint cannot be used.
+      StackError: the checkpoint cannot be used, or is an encoder.
     """
     format_, directory = _found(address, OpensForGeneration)
-    return format_.open_for_generation(directory)
+    checkpoint = format_.open_for_generation(directory)
+    if not (encoders or getattr(checkpoint, "generates", True)):
+        raise GenerationError(f"{address} is an encoder: it embeds texts and generates none. Use it in stack serve.")
+    return checkpoint
 
 
 def open_auxiliary(address: str, name: str, abstract: Any) -> Any:

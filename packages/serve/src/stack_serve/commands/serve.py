@@ -41,7 +41,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
     chat_template: Path | None = None,
     tool_parser: str | None = None,
     reasoning_parser: str | None = None,
-    pooling: Literal["last", "mean"] | None = None,
+    pooling: Literal["last", "mean", "cls"] | None = None,
     stored_responses: int | None = None,
     adapter_loading: bool | None = None,
     sleep_mode: bool | None = None,
@@ -74,7 +74,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
     speculation: str | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
-    """Serve a language model with OpenAI's API, or bundles: stack serve RUN|HF_DIR|gguf:FILE | --repository DIR
+    """Serve a language model or an encoder with OpenAI's API, or bundles: stack serve RUN|hf:DIR | --repository DIR
 
     The server listens immediately and answers with status 503 until the first programs are compiled; /ready reports the
     progress. Programs for other numbers of rows and tokens are compiled while it serves. On SIGTERM it waits for
@@ -97,7 +97,8 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
       chat_template: file with a Jinja template for messages (the template of the model).
       tool_parser: format of the model's tool calls, e.g. hermes, or none (recognized by the chat template).
       reasoning_parser: format of the model's reasoning, e.g. qwen3, or none (recognized by the chat template).
-      pooling: embedding of a text: the hidden state of its last token, or the mean over its tokens (last).
+      pooling: embedding of a text: the hidden state of its last or first (cls) token, or the mean over its tokens (what
+        an encoder's directory recommends; last for language models).
       stored_responses: maximum number of responses in memory that later ones continue (256); 0 keeps none.
       adapter_loading: let clients load adapters from paths on this machine, and unload them (no).
       sleep_mode: let clients free the device memory by /sleep, until /wake_up (no).
@@ -160,7 +161,6 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
 
 
 def _serve(model: str, engine_name: str, config: Any, options: dict[str, Any], *, json: bool) -> None:
-    from stack_core.abi.engines import checked_engine
     from stack_core.abi.model_formats import open_for_generation
     from stack_core.abi.plugins import registries
 
@@ -175,20 +175,18 @@ def _serve(model: str, engine_name: str, config: Any, options: dict[str, Any], *
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ConfigError(f"{flags} {'is' if len(given) == 1 else 'are'} for the engine llm, not for {engine_name}.")
     engine_config = parse(EngineConfig, given)
-    make_engine = registries.engines[engine_name]
+    registries.engines[engine_name]  # fail on an unknown name before loading a large model
     with listen(config) as listener:  # fail on a used address before loading a large model
         keep_compiled()
         _say(f"loading {model}")
-        checkpoint = open_for_generation(model)
+        checkpoint = open_for_generation(model, encoders=True)
         service = Service(checkpoint, config, engine_config.max_tokens, tuple(engine_config.adapters))
 
         made: Any = None
 
         def engine() -> Any:
             nonlocal made
-            is_llm = engine_name == "llm"
-            found = make_engine(checkpoint, engine_config, progress=progress) if is_llm else make_engine(checkpoint)
-            made = checked_engine(engine_name, found)
+            made = _make_engine(engine_name, checkpoint, engine_config, progress)
             service.progress = "compiling"
             _say("compiling the first programs; requests get status 503 until it is done")
             return made
@@ -213,13 +211,25 @@ def _serve(model: str, engine_name: str, config: Any, options: dict[str, Any], *
                 print(json_format.dumps(ready), flush=True)
             _say(f"{service.names[0]} is served at {address}/v1")
             if sys.stderr.isatty():
-                print(_next_steps(address, service.names[0]), file=sys.stderr, flush=True)
+                print(_next_steps(address, service.names[0], service.is_encoder), file=sys.stderr, flush=True)
             if engine_name == "llm" and made is not None:
                 _say(f"memory: {made.memory()}")
 
         # Limits how long the event loop and the engine wait for the GIL (default 5 ms).
         sys.setswitchinterval(0.001)
         HttpServer(OpenAIApp(service, engine), listener, config, announce=announce).run()
+
+
+def _make_engine(name: str, checkpoint: Any, config: Any, progress: Any) -> Any:
+    from stack_core.abi.engines import checked_engine
+    from stack_core.abi.plugins import registries
+    from stack_core.text.embeddings import check_generates
+    from stack_serve.llm.encoder_engine import make_engine
+
+    if name == "llm":
+        return make_engine(checkpoint, config, progress=progress)
+    check_generates(checkpoint)
+    return checked_engine(name, registries.engines[name](checkpoint))
 
 
 def _only(cls: type, options: dict[str, Any]) -> dict[str, Any]:
@@ -288,8 +298,11 @@ def _say(message: str) -> None:
     print(f"stack: {message}", file=sys.stderr, flush=True)
 
 
-def _next_steps(address: str, model: str) -> str:
+def _next_steps(address: str, model: str, is_encoder: bool) -> str:
     """Returns what to try with a server, for a person at a terminal."""
+    if is_encoder:
+        body = json_format.dumps({"model": model, "input": "Hello"})
+        return f"  from a script: curl {address}/v1/embeddings -H 'Content-Type: application/json' -d '{body}'"
     body = json_format.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
     return (
         f"  in a browser:  {address}/\n"

@@ -29,7 +29,7 @@ from stack_serve.llm.dispatcher import Dispatcher, End
 from stack_serve.llm.limits import Limits
 from stack_serve.llm.loop import EngineLoop, KeysOfOldWeights
 from stack_serve.llm.new_weights import check_params
-from stack_serve.llm.pooling import PoolingPrograms
+from stack_serve.llm.pooling import PoolingPrograms, check_pooling
 from stack_serve.llm.programs import Programs, Progress
 from stack_serve.llm.work import Continuation, Work
 
@@ -228,9 +228,7 @@ class LLMEngine(Engine):
 
         Each shape of a batch is compiled on first use, or by `warm_up` with `EngineConfig.embeddings`.
         """
-        if pooling not in (known := get_args(Pooling)):
-            expected = ", ".join(map(repr, known))
-            raise GenerationError(f"pooling={pooling!r}: expected one of {expected}.", parameter="pooling")
+        check_pooling(pooling)
         for prompt in prompts:
             self.limits.check_input(prompt)
         if not prompts:

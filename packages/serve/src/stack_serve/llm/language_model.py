@@ -21,9 +21,11 @@ from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.generation import GenerationRequest, GenerationUpdate, PromptImage, SamplingParams, TokenLogprob
 from stack_core.abi.model_formats import open_for_generation
 from stack_core.text.chat_template import ChatTemplate
+from stack_core.text.embeddings import check_generates, embedding_settings_of
 from stack_core.text.images import expand_images, image_reader_of, place_images, read_images, take_images
 from stack_serve.llm.config import EngineConfig
-from stack_serve.llm.engine import LLMEngine
+from stack_serve.llm.encoder_engine import make_engine
+from stack_serve.llm.truncation import encoder_ending, truncated_tokens
 from stack_serve.llm.vectors import finished_vectors
 
 __all__ = ["LLM", "Completion", "Output", "Piece"]
@@ -98,7 +100,7 @@ class Piece:
 
 
 class LLM:
-    """A language model for batched generation from texts, token ids or chat messages.
+    """A language model for batched generation from texts, token ids or chat messages, or an encoder for `embed`.
 
     Programs are compiled on first use, or in advance by `warm_up`. Instances are thread-safe. The model is released by
     `close`, at the end of a `with` block, or when the instance is garbage-collected.
@@ -113,8 +115,8 @@ class LLM:
 
     def __init__(self, model: str | Path | GenerativeCheckpoint, **settings: Any) -> None:
         config = parse(EngineConfig, settings)
-        self._checkpoint = open_for_generation(str(model)) if isinstance(model, str | Path) else model
-        self._engine = LLMEngine(self._checkpoint, config)
+        self._checkpoint = open_for_generation(str(model), encoders=True) if isinstance(model, str | Path) else model
+        self._engine = make_engine(self._checkpoint, config)
         self._engine.start()
         self._ids = itertools.count()
         # The callback is bound to the engine: a reference to `self` would keep this object alive for ever.
@@ -228,18 +230,23 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        pooling: Pooling = "last",
-        normalize: bool = True,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
         dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> np.ndarray:
         """Computes an embedding of each prompt from the hidden states of the base model, without continuing it.
 
         Args:
           prompts: one prompt or a list of prompts.
-          pooling: hidden state of the "last" token of a prompt, or the "mean" over its tokens.
-          normalize: whether to scale each vector to length 1.
+          pooling: hidden state of the "last" or the first ("cls") token of a prompt, or the "mean" over its tokens.
+            None is what an encoder's directory recommends, and "last" for language models.
+          normalize: whether to scale each vector to length 1; None does, unless an encoder's directory says otherwise.
           dimensions: number of first dimensions to return; None returns all.
+          truncate_prompt_tokens: maximum number of tokens of a prompt, -1 for the maximum of the model. Encoders keep
+            the first tokens and the special token at the end, language models the last tokens. None refuses longer
+            prompts.
           chat_template_kwargs: as in `generate`.
 
         Returns:
@@ -252,9 +259,22 @@ class LLM:
         found = [self._tokens(prompt, chat_template_kwargs) for prompt in each]
         if any(images for *_, images in found):
             raise GenerationError("Embeddings are computed of text only. Leave the images out.", parameter="prompt")
-        tokens = [tokens for tokens, *_ in found]
-        vectors = self._engine.embed(tokens, pooling=pooling)
+        tokens = [self._truncated(tokens, truncate_prompt_tokens) for tokens, *_ in found]
+        settings = embedding_settings_of(self._checkpoint)
+        vectors = self._engine.embed(tokens, pooling=settings.pooling if pooling is None else pooling)
+        normalize = settings.normalize if normalize is None else normalize
         return finished_vectors(vectors, dimensions=dimensions, normalize=normalize)
+
+    def _truncated(self, tokens: tuple[int, ...], max_tokens: int | None) -> tuple[int, ...]:
+        if max_tokens is None:
+            return tokens
+        if max_tokens < -1 or max_tokens == 0:
+            raise GenerationError(
+                f"truncate_prompt_tokens={max_tokens}: expected a positive number, or -1 for the maximum of the model.",
+                parameter="truncate_prompt_tokens",
+            )
+        count = self._engine.limits.max_tokens if max_tokens < 0 else max_tokens
+        return truncated_tokens(tokens, count, encoder_ending(self._checkpoint))
 
     def stream(
         self,
@@ -286,6 +306,7 @@ class LLM:
         variables: Mapping[str, Any] | None,
     ) -> tuple[list[GenerationRequest], list[str | None]]:
         """Builds and validates one request per prompt; also returns the prompt texts."""
+        check_generates(self._checkpoint)
         each: Sequence[Any] = [prompts] if _is_one(prompts) else prompts
         if sampling is None:
             sampling = parse(SamplingParams, self._checkpoint.sampling_defaults)

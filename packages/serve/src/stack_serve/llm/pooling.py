@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +10,14 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from stack_core.abi.engines import Pooling
+from stack_core.abi.errors import GenerationError
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_serve.llm.placement import Placement
-from stack_serve.llm.unstacking import layer_by_layer
+from stack_serve.llm.unstacking import layer_by_layer, loops_over
 
-__all__ = ["PoolingPrograms"]
+__all__ = ["PoolingPrograms", "check_pooling"]
+
+_KNOWN = get_args(Pooling)
 
 # A shorter bucket would save little time for one more program.
 _LEAST_TOKENS = 16
@@ -26,8 +29,8 @@ Progress = Callable[[str, int, int], None]
 class PoolingPrograms:
     """Programs that run the body of a model on whole prompts, without pages, next to the steps of an engine.
 
-    A program has the shape [rows, tokens], where `tokens` is a power of two, and `rows` is 1 or the number of rows that
-    have `batch_tokens` tokens in total. Prompts are sorted by length to reduce padding.
+    A program has the shape [rows, tokens], where `tokens` is a power of two or `max_tokens`, and `rows` is 1 or the
+    number of rows that have `batch_tokens` tokens in total. Prompts are sorted by length to reduce padding.
 
     Args:
       checkpoint: model to run.
@@ -55,13 +58,19 @@ class PoolingPrograms:
 
     def compile_all(self, progress: Progress | None = None) -> None:
         """Compiles the programs of all shapes; `progress` is as in `Programs.compile_all`."""
-        longest = self._tokens_bucket(self._max_tokens)
-        sizes = [1 << power for power in range(_LEAST_TOKENS.bit_length() - 1, longest.bit_length())]
+        powers = range(_LEAST_TOKENS.bit_length() - 1, self._max_tokens.bit_length() + 1)
+        sizes = {self._tokens_bucket(1 << power) for power in powers}
         shapes = sorted({(rows, tokens) for tokens in sizes for rows in (1, self._rows(tokens))})
         for number, shape in enumerate(shapes, start=1):
             self._program(shape)
             if progress is not None:
                 progress("embed {} {}".format(*shape), number, len(shapes))
+
+    def looped(self, params: Any) -> Any:
+        """Returns True for each parameter that the loops over layers only slice; see `loops_over`."""
+        rows, tokens = 1, self._tokens_bucket(1)
+        shapes = (jax.ShapeDtypeStruct((rows, tokens), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32))
+        return loops_over(self._pool, params, *shapes, jax.ShapeDtypeStruct((), jnp.int32))
 
     def embed(self, prompts: Sequence[Sequence[int]], pooling: Pooling) -> np.ndarray:
         """Computes float32[prompts, embed] of prompts with 1 to `max_tokens` tokens each; waits for the result."""
@@ -83,7 +92,7 @@ class PoolingPrograms:
         for row, prompt in enumerate(prompts):
             packed[row, : len(prompt)] = prompt
             lengths[row] = len(prompt)
-        return self._program((rows, tokens))(self._params(), packed, lengths, np.bool_(pooling == "mean"))
+        return self._program((rows, tokens))(self._params(), packed, lengths, np.int32(_KNOWN.index(pooling)))
 
     def _program(self, shape: Shape) -> Any:
         if shape not in self._compiled:
@@ -95,7 +104,7 @@ class PoolingPrograms:
             return layer_by_layer(self._pool)(*args)
 
         tokens, lengths = (jax.ShapeDtypeStruct(each, jnp.int32) for each in (shape, shape[:1]))
-        return jax.jit(pool).lower(self._params(), tokens, lengths, jax.ShapeDtypeStruct((), jnp.bool_))
+        return jax.jit(pool).lower(self._params(), tokens, lengths, jax.ShapeDtypeStruct((), jnp.int32))
 
     @jax.named_scope("embed")
     def _pool(
@@ -103,9 +112,9 @@ class PoolingPrograms:
         params: Any,
         tokens: Int[Array, "rows tokens"],
         lengths: Int[Array, " rows"],
-        mean: Any,
+        how: Int[Array, ""],
     ) -> Float[Array, "rows embed"]:
-        """Returns the hidden state of each row's last token, or the mean over its tokens."""
+        """Returns the vector of each row; `how` is an index into the values of `Pooling`."""
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         is_real = positions < lengths[:, None]
         segments = is_real.astype(jnp.int32)  # 0 is padding
@@ -114,10 +123,18 @@ class PoolingPrograms:
         hidden = outputs.hidden.astype(jnp.float32)
         last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
         summed = jnp.sum(jnp.where(is_real[..., None], hidden, 0.0), axis=1)
-        return jnp.where(mean, summed / lengths[:, None].astype(jnp.float32), last)
+        found = {"last": last, "mean": summed / lengths[:, None].astype(jnp.float32), "cls": hidden[:, 0]}
+        return jax.lax.select_n(how, *(found[name] for name in _KNOWN))
 
     def _tokens_bucket(self, tokens: int) -> int:
-        return max(_LEAST_TOKENS, 1 << (tokens - 1).bit_length())
+        return min(max(_LEAST_TOKENS, 1 << (tokens - 1).bit_length()), self._max_tokens)
 
     def _rows(self, tokens: int) -> int:
         return max(1, self._batch_tokens // tokens)
+
+
+def check_pooling(pooling: str) -> None:
+    """Raises a GenerationError if a pooling is unknown."""
+    if pooling not in _KNOWN:
+        expected = ", ".join(map(repr, _KNOWN))
+        raise GenerationError(f"pooling={pooling!r}: expected one of {expected}.", parameter="pooling")

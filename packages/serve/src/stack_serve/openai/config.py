@@ -30,7 +30,8 @@ class OpenAIConfig(ServerConfig):
       sleep_mode: whether clients may put the engine to sleep and wake it up.
       stored_responses: maximum number of responses of `/v1/responses` in memory, which `previous_response_id` may name.
       remote_images: whether the server fetches images of chat messages from http(s) URLs; data URLs are always read.
-      pooling: vector of a text in `/v1/embeddings`: the hidden state of its last token, or the mean over its tokens.
+      pooling: vector of a text in `/v1/embeddings`; None is what an encoder's directory recommends, and "last" for
+        language models.
     """
 
     model_names: tuple[Annotated[str, Field(min_length=1)], ...] | None = None
@@ -39,7 +40,7 @@ class OpenAIConfig(ServerConfig):
     reasoning_parser: str | None = None
     timeout_s: Seconds | None = None
     max_choices: PositiveInt = 1024
-    pooling: Pooling = "last"
+    pooling: Pooling | None = None
     adapter_loading: bool = False
     sleep_mode: bool = False
     stored_responses: NonNegativeInt = 256

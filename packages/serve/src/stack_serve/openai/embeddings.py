@@ -50,7 +50,8 @@ class Embeddings:
         """
         model = self.check_model(body.model)
         prompts = await self.prompts(body.input, body, "input")
-        vectors = await self.vectors(prompts, is_gone, dimensions=body.dimensions, normalize=body.normalize)
+        normalize = self._service.embedding.normalize if body.normalize is None else body.normalize
+        vectors = await self.vectors(prompts, is_gone, dimensions=body.dimensions, normalize=normalize)
         tokens = sum(len(prompt.tokens) for prompt in prompts)
         answer = {
             "id": f"embd-{request_id}",
@@ -116,7 +117,7 @@ class Embeddings:
         is_gone: IsGone,
         finish: Callable[[np.ndarray], np.ndarray],
     ) -> np.ndarray:
-        loop, pooling = asyncio.get_running_loop(), self._service.config.pooling
+        loop, pooling = asyncio.get_running_loop(), self._service.config.pooling or self._service.embedding.pooling
 
         def embed(places: Sequence[int]) -> np.ndarray:
             return finish(engine.embed([prompts[place].tokens for place in places], pooling=pooling))

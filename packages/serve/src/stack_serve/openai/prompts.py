@@ -7,6 +7,7 @@ from typing import Any
 from stack_core.abi.data import Tokenizer
 from stack_core.abi.generation import PromptImage
 from stack_serve.http.slices import maybe_in_thread
+from stack_serve.llm.truncation import truncated_tokens
 from stack_serve.openai.errors import ApiError, bad_request
 
 __all__ = ["Prompt", "Prompts"]
@@ -28,11 +29,13 @@ class Prompts:
     Attributes:
       tokenizer: tokenizer of the model, or None.
       max_tokens: maximum length of a prompt with its continuation.
+      ending: special tokens that encoders keep at the end of a truncated text; None for language models.
     """
 
     tokenizer: Tokenizer | None
     vocab_size: int
     max_tokens: int
+    ending: tuple[int, ...] | None = None
 
     def needed_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer.
@@ -78,7 +81,7 @@ class Prompts:
         return read if keep_tokens is None else [self.truncated(each, keep_tokens, reserved_tokens) for each in read]
 
     def truncated(self, prompt: Prompt, keep_tokens: int, reserved_tokens: int = 0) -> Prompt:
-        """Returns a prompt's last tokens, whose text is unknown.
+        """Returns a part of a prompt, whose text is unknown; see `truncated_tokens`.
 
         Args:
           keep_tokens: maximum number of tokens; -1 keeps as many as the model takes.
@@ -89,7 +92,7 @@ class Prompts:
             return prompt
         if prompt.images:
             raise bad_request("A prompt with images cannot be truncated. Shorten it.", param="truncate_prompt_tokens")
-        return Prompt(prompt.tokens[-count:], None)
+        return Prompt(truncated_tokens(prompt.tokens, count, self.ending), None)
 
     def _checked(self, field: Any, max_prompts: int, param: str) -> list[Prompt | str]:
         """Prompts of tokens, or texts to encode."""

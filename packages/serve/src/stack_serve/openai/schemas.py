@@ -275,7 +275,8 @@ class PromptFields(Body):
     """Fields of requests for embeddings.
 
     Attributes:
-      truncate_prompt_tokens: number of last tokens of each text that are used; -1 uses as many as the model takes.
+      truncate_prompt_tokens: maximum number of tokens of each text, of which language models use the last and encoders
+        the first; -1 is the maximum of the model. Without it, longer texts are refused.
       user: note of the client, which the server ignores.
     """
 
@@ -290,13 +291,13 @@ class EmbeddingBody(PromptFields):
     Attributes:
       input: a text, texts, token ids, or lists of token ids.
       dimensions: number of first dimensions to return; None returns all.
-      normalize: whether vectors have length 1 (vLLM).
+      normalize: whether vectors have length 1 (vLLM); None does, unless an encoder's directory says otherwise.
     """
 
     input: Prompts
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    normalize: bool = True
+    normalize: bool | None = None
 
 
 class ScoreBody(PromptFields):

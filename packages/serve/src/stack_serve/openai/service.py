@@ -13,8 +13,10 @@ from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.generation import Constraint, EngineStats, SamplingParams
 from stack_core.text.chat_template import ChatTemplate
 from stack_core.text.detokenize import prompt_text
+from stack_core.text.embeddings import embedding_settings_of, is_encoder
 from stack_core.text.images import image_reader_of, place_images
 from stack_serve.http.slices import maybe_in_thread
+from stack_serve.llm.truncation import encoder_ending
 from stack_serve.openai.answer import Answer
 from stack_serve.openai.chat import ChatWriter
 from stack_serve.openai.completions import CompletionWriter
@@ -64,13 +66,15 @@ class Service:
       progress: human-readable progress of the startup.
       names: names of the model for clients.
       max_tokens: maximum length of a prompt with its continuation.
+      embedding: settings of embeddings that the checkpoint recommends.
+      is_encoder: whether the model embeds texts without generating any.
 
     Args:
       max_tokens: maximum length; None uses the model's `max_positions`.
       adapters: names of the engine's adapters.
 
     Raises:
-      ConfigError: an adapter has the model's name.
+      ConfigError: an adapter has the model's name, or a setting has no effect on an encoder.
       GenerationError: the chat template cannot be read.
       UnknownName: no parser has the configured name.
     """
@@ -89,8 +93,13 @@ class Service:
         if taken := set(self.names).intersection(adapters):
             raise ConfigError(f"The model and an adapter are both called {taken.pop()!r}. Name the adapter otherwise.")
         self.max_tokens = min(max_tokens or checkpoint.max_positions, checkpoint.max_positions)
+        self.embedding = embedding_settings_of(checkpoint)
+        self.is_encoder = is_encoder(checkpoint)
+        if self.is_encoder:
+            _check_of_encoder(checkpoint.name, config)
         self.created = int(time.time())
-        self.prompts = Prompts(checkpoint.tokenizer, checkpoint.vocab_size, self.max_tokens)
+        ending = encoder_ending(checkpoint)
+        self.prompts = Prompts(checkpoint.tokenizer, checkpoint.vocab_size, self.max_tokens, ending)
         self.metrics = Metrics(self.names[0], self.max_tokens, self.stats)
         self.token_texts = None if checkpoint.tokenizer is None else TokenTexts(checkpoint.tokenizer)
         # Read now, because a wrong template should fail before the weights are loaded.
@@ -155,9 +164,19 @@ class Service:
             raise bad_request(message, param="model")
         return name
 
+    def check_generates(self) -> None:
+        """Raises an ApiError if the model is an encoder."""
+        if self.is_encoder:
+            raise bad_request(
+                f"The model {self.names[0]!r} is an encoder: it embeds texts and generates none. Use /v1/embeddings, "
+                "/v1/score or /v1/rerank.",
+                param="model",
+            )
+
     async def chat(self, body: ChatBody, request_id: str, form: AnswerForm = CHAT_FORM) -> Answer:
         """Returns the answer to messages in the form of an interface."""
         model = self.check_model(body.model)
+        self.check_generates()
         _check_streaming(body)
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs: true beside it.", param="top_logprobs")
@@ -244,6 +263,7 @@ class Service:
         Raises:
           ApiError: the model lacks a template, or the template rejects the messages.
         """
+        self.check_generates()
         if self._template is None:
             raise bad_request(
                 "The model has no chat template. Use /v1/completions, or start the server with --chat-template FILE.",
@@ -270,6 +290,7 @@ class Service:
     async def complete(self, body: CompletionBody, request_id: str) -> Answer:
         """The answer to prompts."""
         model = self.check_model(body.model)
+        self.check_generates()
         _check_streaming(body)
         if body.max_tokens == 0 and not body.echo:
             raise bad_request("max_tokens is 0, which needs echo: true. Ask for a token.", param="max_tokens")
@@ -408,6 +429,15 @@ class Service:
             return ApiError(503, "The engine sleeps. POST /wake_up wakes it up.", code="sleeping")
         message = f"The server is still starting: {self.progress}. /ready answers 200 when it has."
         return ApiError(503, message, code="starting", headers={"Retry-After": "5"})
+
+
+def _check_of_encoder(name: str, config: OpenAIConfig) -> None:
+    """Raises a ConfigError about settings of generation, which have no effect on an encoder."""
+    settings = ("chat_template", "tool_parser", "reasoning_parser", "adapter_loading", "sleep_mode", "remote_images")
+    default = OpenAIConfig()
+    changed = [each for each in (*settings, "stored_responses") if getattr(config, each) != getattr(default, each)]
+    if changed:
+        raise ConfigError(f"{', '.join(changed)}: {name!r} is an encoder, which generates no text. Leave them out.")
 
 
 def _size(messages: Sequence[Mapping[str, Any]]) -> int:

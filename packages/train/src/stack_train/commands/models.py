@@ -9,6 +9,7 @@ from rich.table import Table
 
 from stack_core.abi.plugins import registries
 from stack_core.commands.tables import print_table
+from stack_train.models.encoder_family import EncoderFamily
 from stack_train.models.family import DecoderFamily
 
 __all__ = ["models"]
@@ -19,7 +20,8 @@ def models(*, json: bool = False) -> None:
 
     Lines are the non-blank lines of the family's file. Tests of decoders compare logits, greedy continuations and
     gradients with transformers, check that conversion to Hugging Face and back is bitwise exact and that paged engines
-    generate what the model does without a cache, and compile a train step of a published size.
+    generate what the model does without a cache, and compile a train step of a published size. Tests of encoders
+    compare hidden states and gradients with transformers, and served embeddings with sentence-transformers.
 
     Args:
       json: print the table as JSON.
@@ -36,13 +38,13 @@ def models(*, json: bool = False) -> None:
 
 
 def _record(name: str, family: Any) -> dict[str, Any]:
-    is_decoder = isinstance(family, DecoderFamily)
+    is_text = isinstance(family, DecoderFamily | EncoderFamily)
     return {
         "family": name,
-        "architecture": family.config_map.architecture if is_decoder else None,
+        "architecture": family.config_map.architecture if is_text else None,
         "lines": _lines(family.config_class),
-        "sizes": list(family.sizes) if is_decoder else [],
-        "tested": list(family.tested) if is_decoder else [],
+        "sizes": list(family.sizes) if is_text else [],
+        "tested": list(family.tested) if is_text else [],
     }
 
 

@@ -1,5 +1,6 @@
 """Tokenizers in the Hugging Face format: `tokenizer.json`, and config files that name the special tokens."""
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -45,6 +46,7 @@ class HuggingFaceTokenizer:
       eos_id, bos_id, pad_id: ids of the special tokens named in `tokenizer_config.json`, or None.
       special_tokens: text of each special token by its role, such as `bos_token`.
       chat_template: Jinja source of the chat template, or None.
+      max_tokens: maximum length of a text by `model_max_length` in `tokenizer_config.json`, or None.
       digest: hash of everything that determines a text's token ids.
 
     Args:
@@ -70,6 +72,8 @@ class HuggingFaceTokenizer:
         self.bos_id = self._special_id("bos_token")
         self.pad_id = self._special_id("pad_token")
         self.chat_template = _chat_template(files, settings)
+        length = settings.get("model_max_length")
+        self.max_tokens = int(length) if isinstance(length, int | float) and length >= 1 else None
         self._prefix = self._missing_prefix(settings)
         self._suffix_tokens = self._ending_tokens()
         self._token_bytes = TokenBytes(self._for_prompts)
@@ -101,6 +105,20 @@ class HuggingFaceTokenizer:
     def with_chat_template(self, template: str) -> "HuggingFaceTokenizer":
         """Returns a copy with another chat template (Jinja source), which `save` writes with the other files."""
         return HuggingFaceTokenizer({**self._files, _TEMPLATE: template.encode("utf-8")}, self._origin)
+
+    def for_encoder(self, *, lowercase: bool = False) -> "HuggingFaceTokenizer":
+        """Returns a copy whose `encode` keeps the special tokens at both ends of a text.
+
+        Args:
+          lowercase: whether it converts texts to lower case first.
+        """
+        found = copy.copy(self)
+        found._suffix_tokens = 0
+        if lowercase:
+            found._for_prompts = _parse_vocabulary(self.vocabulary, self._origin)
+            steps = [tokenizers.normalizers.Lowercase(), *filter(None, [found._for_prompts.normalizer])]
+            found._for_prompts.normalizer = tokenizers.normalizers.Sequence(steps)
+        return found
 
     @property
     def vocabulary(self) -> bytes:

@@ -17,9 +17,10 @@ from stack_core import ops
 from stack_core.abi.config import config
 from stack_core.abi.errors import ConfigError
 from stack_train.diffusion.components import Component
-from stack_train.diffusion.layers import ATTENTION, LayerNorm, Tokens, split_heads
+from stack_train.diffusion.layers import ATTENTION, TOKENS, Tokens, split_heads
 from stack_train.models.reader import Setting
 from stack_train.nn.build import Build
+from stack_train.nn.layer_norm import LayerNorm
 from stack_train.nn.linear import FloatName, lookup
 from stack_train.nn.residual import Norm
 from stack_train.nn.stack import scan_layers
@@ -81,11 +82,7 @@ class ClipBlock(nnx.Module):
         self.output = build.linear((embed, embed), ("heads", "embed"), bias=True)
         self.up = build.linear((embed, config.mlp), ("embed", "mlp"), bias=True)
         self.down = build.linear((config.mlp, embed), ("mlp", "embed"), bias=True)
-
-        def norm() -> LayerNorm:
-            return LayerNorm(build.full(embed, "norm", 1.0), build.full(embed, "norm", 0.0), build.norm.epsilon)
-
-        self.attention_norm, self.mlp_norm = norm(), norm()
+        self.attention_norm, self.mlp_norm = (LayerNorm.of_layers(build, TOKENS) for _ in range(2))
 
     def __call__(self, x: Tokens) -> Tokens:
         normed = self.attention_norm(x)
@@ -110,8 +107,7 @@ class ClipText(nnx.Module):
         self.embedding = nnx.Param(tokens, logical_axes=("vocab", "embed"))
         self.positions = nnx.Param(positions, logical_axes=(None, "embed"))
         self.blocks = ClipBlock(config, Build(config.embed, config.layers, std, std, norm, dtype, inner))
-        scale, bias = (nnx.Param(jnp.full(config.embed, x, dtype), logical_axes=("norm",)) for x in (1.0, 0.0))
-        self.norm = LayerNorm(scale, bias, norm.epsilon)
+        self.norm = LayerNorm.single(config.embed, norm.epsilon, TOKENS, dtype)
 
     def __call__(self, tokens: Int[Array, "batch seq"]) -> tuple[Tokens, Float[Array, "batch embed"]]:
         """Returns hidden states and the vector of each text, in float32."""

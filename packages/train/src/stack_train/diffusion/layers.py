@@ -5,20 +5,17 @@ from typing import Any, Final
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Float
 
 from stack_core import ops
 from stack_core.abi.mesh import LogicalAxes, constrain
 from stack_train.diffusion.denoiser import Images
-from stack_train.nn.build import Parameter
 
 __all__ = [
     "ATTENTION",
     "HEADS",
     "TOKENS",
     "Heads",
-    "LayerNorm",
     "Tokens",
     "grid_positions",
     "modulated",
@@ -35,19 +32,6 @@ TOKENS: Final[LogicalAxes] = ("batch", "seq", None)
 HEADS: Final[LogicalAxes] = ("batch", "seq", "act_heads", None)
 ATTENTION: Final[dict[str, LogicalAxes]] = {"query": HEADS, "key": HEADS, "value": HEADS}
 """The logical axes of the operands of `ops.attention`; `TOKENS` and `HEADS` are those of activations."""
-
-
-class LayerNorm(nnx.Module):
-    """A layer norm with a scale and a bias, [embed] or, for repeated layers, [layers, embed]."""
-
-    def __init__(self, scale: Parameter, bias: Parameter, epsilon: float) -> None:
-        self.scale, self.bias, self.epsilon = scale, bias, epsilon
-
-    def __call__(self, x: Tokens) -> Tokens:
-        normed: Any = ops.norm(
-            x, self.scale[...], offset=self.bias[...], kind="layer", epsilon=self.epsilon, axes={"x": TOKENS}
-        )
-        return normed
 
 
 def patches_of(images: Images, patch: int) -> Float[Array, "batch seq features"]:

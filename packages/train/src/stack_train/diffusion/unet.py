@@ -22,9 +22,10 @@ from stack_core.abi.errors import ConfigError
 from stack_train.diffusion.components import Component
 from stack_train.diffusion.convolution import Convolution, Features, GroupNorm
 from stack_train.diffusion.denoiser import Condition, Images, Predicted, predicted_halfway, unconditional
-from stack_train.diffusion.layers import ATTENTION, LayerNorm, Tokens, split_heads, waves
+from stack_train.diffusion.layers import ATTENTION, TOKENS, Tokens, split_heads, waves
 from stack_train.models.reader import Reader, Setting
 from stack_train.nn.build import Build
+from stack_train.nn.layer_norm import LayerNorm
 from stack_train.nn.linear import FloatName, Linear
 from stack_train.nn.residual import Norm
 from stack_train.nn.stack import scan_layers
@@ -195,11 +196,7 @@ class TransformerBlock(nnx.Module):
 
     def __init__(self, config: UnetConfig, build: Build, width: int, heads: int) -> None:
         mlp = _EXPANSION * width
-
-        def norm() -> LayerNorm:
-            return LayerNorm(build.full(width, "norm", 1.0), build.full(width, "norm", 0.0), build.norm.epsilon)
-
-        self.norm1, self.norm2, self.norm3 = norm(), norm(), norm()
+        self.norm1, self.norm2, self.norm3 = (LayerNorm.of_layers(build, TOKENS) for _ in range(3))
         self.attn1 = Attention(build, width, width, heads)
         self.attn2 = Attention(build, width, config.text_dim, heads)
         # [up, gate], one matrix in checkpoints.

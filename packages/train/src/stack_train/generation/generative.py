@@ -20,10 +20,11 @@ from stack_core.abi.config import parse
 from stack_core.abi.errors import ConfigError, GenerationError
 from stack_core.abi.generation import SamplingParams
 from stack_core.abi.mesh import DEFAULT_RULES, AnyMesh, LogicalAxes
-from stack_core.abi.models import LanguageModel
 from stack_core.ops.building import is_quantized
+from stack_core.text.embeddings import EmbeddingSettings, TextEncoder
 from stack_core.text.images import ImageReader
 from stack_train.data.tokenizer import HuggingFaceTokenizer
+from stack_train.generation.embedding_settings import read_encoder_settings
 from stack_train.vision.reader import SeesImages, image_reader
 
 __all__ = ["ModuleCheckpoint", "generative_checkpoint", "parameters_of"]
@@ -52,6 +53,7 @@ class ModuleCheckpoint:
       adapters_at: function that reads the adapters at an address for this model.
       images: preprocessing of images; None for models of text.
       as_floats: function that opens the checkpoint with its quantized matrices in floating point; None if it has none.
+      embedding, generates: see `EmbedsText`.
     """
 
     name: str
@@ -71,6 +73,8 @@ class ModuleCheckpoint:
     adapters_at: Callable[[str], Adapters]
     images: ImageReader | None = None
     as_floats: Callable[[], "ModuleCheckpoint"] | None = None
+    embedding: EmbeddingSettings | None = None
+    generates: bool = True
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "read": _read_nothing, "adapters_at": no_adapters, "as_floats": None}
@@ -103,7 +107,7 @@ class ModuleCheckpoint:
             place = None if shardings is None else _at(path, shardings)
             params[path] = jax.device_put(_as_computed(value, axes[path], self.dtype), place)
         loaded = nnx.traversals.unflatten_mapping(params)
-        if not jax.tree.leaves(self.states):
+        if self.generates and not jax.tree.leaves(self.states):
             self._check_stateless(loaded)
         return loaded
 
@@ -125,7 +129,8 @@ class ModuleCheckpoint:
                 "(KeysValues, Latent or Recurrent of stack_core.abi.caches) and read it through the cache."
             )
 
-    def model(self, params: Any) -> LanguageModel:
+    def model(self, params: Any) -> Any:
+        """Returns the `LanguageModel`, or the `TextEncoder` of a checkpoint that generates nothing."""
         return nnx.merge(self.graph, nnx.State(params))
 
     def shardings(self, mesh: AnyMesh) -> Any:
@@ -177,8 +182,9 @@ def generative_checkpoint(
     """Returns a checkpoint that engines generate from.
 
     Args:
-      model: an `nnx.Module` of a registered family, quantized or not, that is a `LanguageModel`; abstract if `read`
-        is given. Its property `kv_cache_positions`, if any, bounds the tokens of a sequence that a cache may hold.
+      model: an `nnx.Module` of a registered family, quantized or not, that is a `LanguageModel` or a `TextEncoder`;
+        abstract if `read` is given. Its property `kv_cache_positions`, if any, bounds the tokens of a sequence that a
+        cache may hold.
       config: the config that the model was built from, a `LanguageModelConfig`.
       name: name of the checkpoint in messages.
       tokenizer: the tokenizer, or its directory, which need not exist.
@@ -192,7 +198,9 @@ def generative_checkpoint(
         tokenizer has more tokens than the model, or a file cannot be read.
       DataError: the tokenizer is malformed.
     """
-    _check_parts(model, config)
+    is_encoder = isinstance(model, TextEncoder)
+    _check_parts(model, config, is_encoder=is_encoder)
+    encoder = read_encoder_settings(origin) if is_encoder else None
     max_positions: int = getattr(model, "kv_cache_positions", config.max_positions)
     if max_positions < config.max_positions:
         warnings.warn(
@@ -209,6 +217,11 @@ def generative_checkpoint(
             f"The tokenizer has {found.vocab_size} tokens, but the model only {config.vocab_size}. "
             f"Put the tokenizer that the model was trained with into {place}."
         )
+    if encoder is not None:
+        # Newer releases of sentence-transformers write the maximum length to the tokenizer's config.
+        own = encoder.max_tokens or (None if found is None else found.max_tokens)
+        max_positions = min(max_positions, own or max_positions)
+        found = None if found is None else found.for_encoder(lowercase=encoder.lowercase)
     graph, state = nnx.split(model)
     variables = dict(nnx.to_flat_state(state))
     logical_axes = {path: variable.get_metadata().get("logical_axes", ()) for path, variable in variables.items()}
@@ -220,12 +233,14 @@ def generative_checkpoint(
     return ModuleCheckpoint(
         name=name,
         parameters=nnx.traversals.unflatten_mapping(parameters),
-        states=model.states,
+        states=() if is_encoder else model.states,
         vocab_size=config.vocab_size,
         max_positions=max_positions,
         tokenizer=found,
-        end_tokens=_end_tokens(found, generation, {} if origin is None else _mapping(origin / _CONFIG)),
-        chat_template=None if found is None else found.chat_template,
+        end_tokens=frozenset()
+        if is_encoder
+        else _end_tokens(found, generation, {} if origin is None else _mapping(origin / _CONFIG)),
+        chat_template=None if found is None or is_encoder else found.chat_template,
         special_tokens={} if found is None else found.special_tokens,
         sampling_defaults={} if origin is None else _recommended(generation, origin / _GENERATION_CONFIG),
         dtype=config.dtype,
@@ -234,6 +249,8 @@ def generative_checkpoint(
         logical_axes=nnx.traversals.unflatten_mapping(logical_axes),
         adapters_at=adapters_at,
         images=image_reader(config, found) if isinstance(config, SeesImages) and found is not None else None,
+        embedding=None if encoder is None else encoder.embedding,
+        generates=not is_encoder,
     )
 
 
@@ -241,10 +258,10 @@ def _tokenizer_in(directory: Path) -> HuggingFaceTokenizer | None:
     return HuggingFaceTokenizer.load(directory) if (directory / "tokenizer.json").is_file() else None
 
 
-def _check_parts(model: Any, config: Any) -> None:
+def _check_parts(model: Any, config: Any, *, is_encoder: bool) -> None:
     """Raises a GenerationError that names the attributes missing from a model or its config."""
     for part, value, names, contract in (
-        ("model", model, ("states", "head", "logits"), "LanguageModel"),
+        ("model", model, () if is_encoder else ("states", "head", "logits"), "LanguageModel"),
         ("config", config, ("vocab_size", "max_positions", "dtype"), "LanguageModelConfig"),
     ):
         if missing := [name for name in names if not hasattr(value, name)]:

@@ -27,6 +27,7 @@ from stack_train.checkpoint.frozen import FROZEN
 from stack_train.data.kinds.text import TextData
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.diffusion.exchange import component_in, component_of, export_images, import_images
+from stack_train.generation.embedding_settings import EMBEDDING_FILES
 from stack_train.generation.generative import ModuleCheckpoint, generative_checkpoint
 from stack_train.huggingface.hub import on_disk
 from stack_train.huggingface.quantization import QUANTIZATION
@@ -52,6 +53,7 @@ _TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
+    "vocab.txt",
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
@@ -62,10 +64,10 @@ _CONFIG, _GENERATION_CONFIG = "config.json", "generation_config.json"
 class HuggingFaceFormat:
     """The model format `hf:DIR`, or `hf:ORG/MODEL` for a model of the hub, which is downloaded.
 
-    An imported run keeps the tokenizer's files under `tokenizer/`. It also keeps `config.json` and
-    `generation_config.json` under `huggingface/`, and exports write them back unchanged. Parameters are converted one
-    by one: memory holds about four of the largest, or 1 GiB if that is more. Exports of runs with averaged or frozen
-    parameters load all parameters.
+    An imported run keeps the tokenizer's files under `tokenizer/`. It also keeps `config.json`,
+    `generation_config.json` and the files of sentence-transformers under `huggingface/`, and exports write them back
+    unchanged. Parameters are converted one by one: memory holds about four of the largest, or 1 GiB if that is more.
+    Exports of runs with averaged or frozen parameters load all parameters.
     """
 
     config_file = _CONFIG
@@ -147,6 +149,7 @@ class HuggingFaceFormat:
             copied += _copy((_GENERATION_CONFIG,), run / "huggingface", partial) or _write_json(
                 special_ids, partial / _GENERATION_CONFIG
             )
+            copied += _copy(EMBEDDING_FILES, run / "huggingface", partial)
         dtype = f"{planned.section['format']} and {config.param_dtype}" if planned.section else config.param_dtype
         return Conversion(directory, planned.parameters, total_bytes, dtype, copied)
 
@@ -273,18 +276,18 @@ def _open_language_model(directory: Path) -> HuggingFaceSource:
 def _copy_to_run(source: HuggingFaceSource, run: RunDirectory) -> tuple[str, ...]:
     directory, configs = source.directory, run.path / "huggingface"
     copied = _copy(_TOKENIZER_FILES, directory, run.tokenizer)
+    others = (_GENERATION_CONFIG, *EMBEDDING_FILES)
     if source.rewritten is None:
-        return copied + _copy((_CONFIG, _GENERATION_CONFIG), directory, configs)
+        return copied + _copy((_CONFIG, *others), directory, configs)
     configs.mkdir(exist_ok=True)
     _write_json(source.rewritten, configs / _CONFIG)
-    return copied + _copy((_GENERATION_CONFIG,), directory, configs)
+    return copied + _copy(others, directory, configs)
 
 
 def _copy(names: Iterable[str], source: Path, destination: Path) -> tuple[str, ...]:
     present = tuple(name for name in names if (source / name).is_file())
-    if present:
-        destination.mkdir(exist_ok=True)
     for name in present:
+        (destination / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, destination / name)
     return present
 

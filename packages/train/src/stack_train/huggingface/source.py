@@ -44,6 +44,15 @@ class RenamesTensors(Protocol):
     def published_name(self, tensor: str) -> str: ...
 
 
+@runtime_checkable
+class ExtractsItself(Protocol):
+    """A family that extracts its model from checkpoints of the larger models of `IsPart.published_in`."""
+
+    def part_of(
+        self, mapping: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
+    ) -> tuple[Mapping[str, Any], Mapping[str, StoredTensor], tuple[str, ...]]: ...
+
+
 @dataclass(frozen=True)
 class HuggingFaceSource:
     """A checkpoint whose tensors have been matched to the parameters of a model.
@@ -129,11 +138,15 @@ def open_source(directory: Path, *, ignore: Collection[str] = ()) -> HuggingFace
     rewritten, left_out = None, ()
     if isinstance(family, RenamesTensors):
         tensors = {family.published_name(name): tensor for name, tensor in tensors.items()}
-    # The checkpoint is of a larger model, whose language model belongs to this family.
+    # The checkpoint is of a larger model, a part of which belongs to this family.
     if _architecture(mapping) != family.config_map.architecture:
-        names = {"architecture": family.config_map.architecture, "model_type": family.config_map.model_type}
-        part = language_part(mapping, tensors, **names)
-        mapping, tensors, rewritten, left_out = part.config, part.tensors, part.config, part.left_out
+        if isinstance(family, ExtractsItself):
+            mapping, tensors, left_out = family.part_of(mapping, tensors)
+        else:
+            names = {"architecture": family.config_map.architecture, "model_type": family.config_map.model_type}
+            part = language_part(mapping, tensors, **names)
+            mapping, tensors, left_out = part.config, part.tensors, part.left_out
+        rewritten = mapping
     if ignore:
         mapping = rewritten = _without(mapping, ignore)
     # In bfloat16 first: parameters that are float32 even then do not decide the dtype of the checkpoint.

@@ -15,7 +15,9 @@ from stack_train.nn.groups import groups_of
 __all__ = ["DecoderFamily", "Tested"]
 
 
-Tested = Literal["logits", "greedy", "gradients", "conversion", "pages", "w8a8 pages", "compiled"]
+Tested = Literal[
+    "logits", "greedy", "gradients", "conversion", "pages", "w8a8 pages", "compiled", "hidden states", "embeddings"
+]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -186,7 +186,8 @@ class ConfigMap:
     Attributes:
       architecture: name in `architectures`.
       model_type: value of `model_type`.
-      settings: settings that correspond one to one, in addition to `COMMON`.
+      settings: settings that correspond one to one, in addition to `common`.
+      common: settings of all models of a kind; those in `settings` override them.
       fixed: keys for which the model supports only one value.
       silent: keys that do not change what the model computes, in addition to `HARMLESS_KEYS`.
       read_others, write_others: conversion of the settings that do not correspond one to one.
@@ -195,6 +196,7 @@ class ConfigMap:
     architecture: str
     model_type: str
     settings: tuple[Setting, ...] = ()
+    common: tuple[Setting, ...] = COMMON
     fixed: Mapping[str, Any] = field(default_factory=dict)
     silent: tuple[str, ...] = ()
     read_others: Callable[[Reader], dict[str, Any]] = read_rope
@@ -237,4 +239,4 @@ class ConfigMap:
 
     @property
     def _settings(self) -> tuple[Setting, ...]:
-        return tuple({setting.ours: setting for setting in (*COMMON, *self.settings)}.values())
+        return tuple({setting.ours: setting for setting in (*self.common, *self.settings)}.values())

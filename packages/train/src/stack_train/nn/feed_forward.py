@@ -1,4 +1,4 @@
-"""Gated feed-forward layers."""
+"""Feed-forward layers, gated and plain."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -13,7 +13,7 @@ from stack_train.nn.build import Build
 from stack_train.nn.quantized import read_weight
 from stack_train.nn.residual import Hidden, Rows
 
-__all__ = ["Activation", "Facts", "FeedForward", "Gated", "TokenLayer"]
+__all__ = ["Activation", "Facts", "FeedForward", "Gated", "Plain", "TokenLayer"]
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]
 Facts = dict[str, jax.Array]
@@ -66,3 +66,35 @@ class FeedForward(nnx.Module):
         else:
             gated = ACTIVATIONS[activation](self.gate(x)) * self.up(x)  # the op does not support biases
         return self.down(constrain(gated, "batch", "seq", "act_mlp", name="gated activations")), {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plain:
+    """Feed-forward layer without a gate, y = f(x U) D.
+
+    Attributes:
+      width: hidden width.
+      activation: f.
+      bias: adds biases to the two products.
+    """
+
+    width: int
+    activation: Activation = "gelu"
+    bias: bool = True
+
+    def build(self, build: Build) -> "PlainFeedForward":
+        return PlainFeedForward(self, build)
+
+
+class PlainFeedForward(nnx.Module):
+    """Module of a `Plain`."""
+
+    def __init__(self, spec: Plain, build: Build) -> None:
+        self.spec = spec
+        self.up = build.linear((build.embed, spec.width), ("embed", "mlp"), bias=spec.bias)
+        self.down = build.linear((spec.width, build.embed), ("mlp", "embed"), bias=spec.bias, residual=True)
+
+    def __call__(self, x: Hidden, rows: Rows) -> tuple[Hidden, Facts]:
+        del rows
+        wide = ACTIVATIONS[self.spec.activation](self.up(x))
+        return self.down(constrain(wide, "batch", "seq", "act_mlp", name="activations")), {}

@@ -19,7 +19,8 @@ from stack_core.abi.errors import ConfigError
 from stack_core.abi.mesh import LogicalAxes, constrain
 from stack_train.models.reader import Reader, Setting
 from stack_train.models.weight_map import WeightRule
-from stack_train.nn.build import Build, Parameter
+from stack_train.nn.build import Build
+from stack_train.nn.layer_norm import LayerNorm
 from stack_train.nn.linear import FloatName
 from stack_train.nn.residual import Norm
 from stack_train.nn.stack import RematPolicy, scan_layers
@@ -70,19 +71,6 @@ class SiglipConfig:
         return self.image_size // self.patch
 
 
-class _LayerNorm(nnx.Module):
-    """A layer norm with a scale and a bias, [embed] or, for repeated layers, [layers, embed]."""
-
-    def __init__(self, scale: Parameter, bias: Parameter, epsilon: float) -> None:
-        self.scale, self.bias, self.epsilon = scale, bias, epsilon
-
-    def __call__(self, x: Patches) -> Patches:
-        normed: Any = ops.norm(
-            x, self.scale[...], offset=self.bias[...], kind="layer", epsilon=self.epsilon, axes={"x": _PATCHES}
-        )
-        return normed
-
-
 class SiglipBlock(nnx.Module):
     """h = x + attention(norm(x)); y = h + feed_forward(norm(h)). Parameters are stacked, [layers, ...]."""
 
@@ -94,11 +82,7 @@ class SiglipBlock(nnx.Module):
         self.output = build.linear((embed, embed), ("heads", "embed"), bias=True, residual=True)
         self.up = build.linear((embed, config.mlp), ("embed", "mlp"), bias=True)
         self.down = build.linear((config.mlp, embed), ("mlp", "embed"), bias=True, residual=True)
-
-        def norm() -> _LayerNorm:
-            return _LayerNorm(build.full(embed, "norm", 1.0), build.full(embed, "norm", 0.0), config.norm_epsilon)
-
-        self.attention_norm, self.feed_forward_norm = norm(), norm()
+        self.attention_norm, self.feed_forward_norm = (LayerNorm.of_layers(build, _PATCHES) for _ in range(2))
 
     def __call__(self, x: Patches) -> Patches:
         normed = self.attention_norm(x)
@@ -151,10 +135,7 @@ class Siglip(nnx.Module):
         self.blocks = SiglipBlock(
             config, Build(config.embed, config.layers, std, residual_std, norm, param_dtype, block_key)
         )
-        scale, bias = (
-            nnx.Param(jnp.full(config.embed, value, param_dtype), logical_axes=("norm",)) for value in (1.0, 0.0)
-        )
-        self.norm = _LayerNorm(scale, bias, config.norm_epsilon)
+        self.norm = LayerNorm.single(config.embed, config.norm_epsilon, _PATCHES, param_dtype)
 
     def __call__(self, pixels: UInt8[Array, "images side side channels"]) -> Patches:
         """Returns the features of each patch, row by row, in `dtype`.

@@ -1,0 +1,169 @@
+"""The engine of encoders, which compute embeddings without pages and steps."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from typing import Any, Literal, NoReturn
+
+import jax
+import numpy as np
+
+from stack_core.abi.engines import Engine, Pooling
+from stack_core.abi.errors import ConfigError, EngineStopped, GenerationError
+from stack_core.abi.formats import GenerativeCheckpoint
+from stack_core.abi.generation import EngineStats, GenerationRequest, GenerationUpdate
+from stack_core.text.embeddings import check_generates, is_encoder
+from stack_serve.llm.config import EngineConfig
+from stack_serve.llm.engine import LLMEngine
+from stack_serve.llm.limits import Limits
+from stack_serve.llm.new_weights import check_params, leaves_by_path
+from stack_serve.llm.placement import Placement
+from stack_serve.llm.pooling import PoolingPrograms, check_pooling
+from stack_serve.llm.programs import Progress
+from stack_serve.llm.unstacking import Layers
+
+__all__ = ["EncoderEngine", "make_engine"]
+
+_LOG = logging.getLogger(__name__)
+_USED = frozenset({"max_tokens", "step_tokens", "tensor", "embeddings"})
+
+
+def make_engine(
+    checkpoint: GenerativeCheckpoint, config: EngineConfig | None = None, *, progress: Progress | None = None
+) -> "LLMEngine | EncoderEngine":
+    """Returns the engine of a language model or of an encoder."""
+    return (EncoderEngine if is_encoder(checkpoint) else LLMEngine)(checkpoint, config, progress=progress)
+
+
+class EncoderEngine(Engine):
+    """An engine whose only ability is `embed`, on the caller's thread.
+
+    Attributes:
+      limits: maximum length and vocabulary, against which texts are validated.
+
+    Args:
+      checkpoint: encoder to serve.
+      config: settings, of which `max_tokens`, `step_tokens` (the tokens of a launch), `tensor` and `embeddings` apply.
+      progress: see `LLMEngine`.
+
+    Raises:
+      ConfigError: a setting has no effect on encoders, or `max_tokens` is more than the model's.
+      HardwareError: fewer devices are available than `config.tensor`.
+    """
+
+    keeps_missing = True
+
+    def __init__(
+        self, checkpoint: GenerativeCheckpoint, config: EngineConfig | None = None, *, progress: Progress | None = None
+    ) -> None:
+        config = EngineConfig() if config is None else config
+        self._checkpoint, self._config, self._progress = checkpoint, config, progress
+        max_tokens = _max_tokens(checkpoint, config)
+        has_tokenizer = checkpoint.tokenizer is not None
+        self.limits = Limits(max_tokens, 0, checkpoint.vocab_size, 0, has_tokenizer, prefix_caching=False)
+        self._placement = Placement((), config.tensor)
+        self._programs = PoolingPrograms(
+            checkpoint,
+            self._placement,
+            lambda: self._params,
+            max_tokens=max_tokens,
+            batch_tokens=config.step_tokens,
+        )
+        self._looped = self._placement.traced(self._programs.looped, checkpoint.parameters)
+        self._params: Any = self._placement.load(checkpoint, self._looped)
+        self._lock = threading.Lock()
+        self._is_closed, self._prompt_tokens = False, 0
+
+    def warm_up(self) -> None:
+        """Compiles the programs of all shapes."""
+        self._programs.compile_all(self._progress)
+
+    def prepare(self) -> None:
+        """Compiles the programs of all shapes if `config.embeddings` is set; otherwise each compiles on first use."""
+        if self._config.embeddings:
+            self.warm_up()
+        _LOG.info("Memory: %s", self.memory())
+
+    def memory(self) -> str:
+        """Returns the memory of the parameters, as human-readable text."""
+        size_bytes = sum(array.nbytes for array in jax.tree.leaves(self._params))
+        return f"parameters {size_bytes / 2**20:.0f} MB"
+
+    def embed(self, prompts: Sequence[Sequence[int]], *, pooling: Pooling = "mean") -> np.ndarray:
+        """Computes the pooled hidden states of texts; see `Engine`."""
+        check_pooling(pooling)
+        for prompt in prompts:
+            self.limits.check_input(prompt)
+        if not prompts:
+            raise GenerationError("No prompts were given; give at least one.", parameter="input")
+        if self._is_closed:
+            raise EngineStopped("The engine was closed. Start another.")
+        vectors = self._programs.embed(prompts, pooling)
+        with self._lock:
+            self._prompt_tokens += sum(map(len, prompts))
+        return vectors
+
+    def check(self, request: GenerationRequest) -> NoReturn:
+        """Raises a GenerationError, because an encoder generates nothing."""
+        check_generates(self._checkpoint)
+        raise AssertionError
+
+    def start(self) -> None:
+        """Has no effect, because texts are embedded on the callers' threads."""
+
+    def close(self, *, drain_s: float = 0.0) -> None:
+        """Refuses later calls of `embed`."""
+        del drain_s
+        self._is_closed = True
+
+    def submit(self, request: GenerationRequest, receive: Callable[[GenerationUpdate], None] | None = None) -> None:
+        """Raises a GenerationError, because an encoder generates nothing."""
+        self.check(request)
+
+    def stream(self, request_id: str) -> Iterator[GenerationUpdate]:
+        """Raises a GenerationError, because an encoder generates nothing."""
+        raise GenerationError(f"No request has the id {request_id!r}.", parameter="request_id")
+
+    def abort(self, request_id: str) -> None:
+        """Has no effect."""
+
+    def update_weights(
+        self,
+        params: Any,
+        *,
+        version: int | None = None,
+        kv: Literal["keep", "recompute", "abort"] = "keep",
+        donate: bool = False,
+    ) -> None:
+        """Replaces all or some parameters; see `Engine`. Vectors have no version, and there are no keys to keep."""
+        del version, kv
+        check_params(params, self._checkpoint.parameters)
+        placed = self._placement.params(self._checkpoint, params, self._looped, donate=donate)
+        with self._lock:
+            old, structure = jax.tree.flatten(self._params, is_leaf=lambda node: isinstance(node, Layers))
+            paths = leaves_by_path(self._checkpoint.parameters)
+            leaves = [placed.get(path, leaf) for path, leaf in zip(paths, old, strict=True)]
+            self._params = jax.tree.unflatten(structure, leaves)
+
+    def stats(self) -> EngineStats:
+        """Returns the number of embedded tokens; all other counts are 0."""
+        zeros = {each.name: 0 for each in fields(EngineStats)}
+        return EngineStats(**{**zeros, "prompt_tokens": self._prompt_tokens})
+
+
+def _max_tokens(checkpoint: GenerativeCheckpoint, config: EngineConfig) -> int:
+    """Returns the maximum length of a text; raises a ConfigError about settings without an effect."""
+    default = EngineConfig()
+    changed = [each.name for each in fields(EngineConfig) if getattr(config, each.name) != getattr(default, each.name)]
+    if unused := [name for name in changed if name not in _USED]:
+        raise ConfigError(
+            f"{', '.join(unused)}: {checkpoint.name!r} is an encoder, on which only {', '.join(sorted(_USED))} act. "
+            "Leave the others out."
+        )
+    if config.max_tokens is not None and config.max_tokens > checkpoint.max_positions:
+        raise ConfigError(
+            f"max_tokens={config.max_tokens} is more than the {checkpoint.max_positions} tokens of a text of "
+            f"{checkpoint.name!r}. Lower it, or omit it to use all of them."
+        )
+    return config.max_tokens or checkpoint.max_positions

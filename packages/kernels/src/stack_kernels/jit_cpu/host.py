@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import hashlib
 import os
 import platform
 import sys
@@ -12,6 +13,7 @@ from importlib import resources
 from typing import Any
 
 import jax
+import llvmlite
 import llvmlite.binding as llvm
 import numpy as np
 from jax import ffi
@@ -22,7 +24,7 @@ from stack_core.chips import Chip
 from stack_core.chips.machine import cpu_model
 from stack_core.ops.building import vary_alike
 from stack_kernels.checks import CPU_KERNELS_VARIABLE
-from stack_kernels.jit_cpu import crash_note
+from stack_kernels.jit_cpu import crash_note, objects
 from stack_kernels.jit_cpu.builder import BYTE, INDEX, POINTER, Builder
 from stack_kernels.jit_cpu.xla_ffi import check_handler, interface_refusal
 
@@ -150,10 +152,20 @@ def _register(target: str, build: Callable[[Processor], ir.Module], processor: P
 
 
 def compiled(module: ir.Module, processor: Processor) -> llvm.ExecutionEngine:
-    """Compiles the module with XLA's handler to machine code; crash reports show the module's name."""
+    """Compiles the module with XLA's handler to machine code; crash reports show the module's name.
+
+    The object code is cached if JAX caches programs, because compilation takes LLVM a third of a second per kernel.
+    """
     crash_note.share_note()
     target = _target_machine(processor.features)
-    engine = llvm.create_mcjit_compiler(_optimized(module, target), target)
+    _complete(module)
+    parts = (_handler(), str(module), llvm.get_host_cpu_name(), processor.features, llvmlite.__version__)
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    if (code := objects.load(key)) is None:
+        code = target.emit_object(_optimized(module, target))
+        objects.store(key, code)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target)
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     return engine
 
@@ -172,7 +184,23 @@ def _optimized(module: ir.Module, target: llvm.TargetMachine) -> llvm.ModuleRef:
 
 
 def _linked(module: ir.Module) -> llvm.ModuleRef:
-    """Links the module with the handler, adding defaults for parts that the module leaves out."""
+    """Links the module with the handler."""
+    _complete(module)
+    linked = llvm.parse_assembly(_handler())
+    linked.link_in(llvm.parse_assembly(str(module)))
+    linked.verify()
+    return linked
+
+
+@functools.cache
+def _handler() -> str:
+    return resources.files("stack_kernels.jit_cpu").joinpath("xla_call.ll").read_text()
+
+
+def _complete(module: ir.Module) -> None:
+    """Adds defaults for parts that the module leaves out."""
+    if "kernel_name" in module.globals:
+        return
     name = bytearray(module.name.encode() + b"\0")
     _constant(module, "kernel_name", ir.Constant(ir.ArrayType(BYTE, len(name)), name))
     if "scratch_bytes" not in module.globals:
@@ -181,10 +209,6 @@ def _linked(module: ir.Module) -> llvm.ModuleRef:
         Builder(module, "finish", [POINTER, POINTER]).close()
     if "is_small" not in module.globals:
         Builder(module, "is_small", [POINTER, POINTER], INDEX).close(INDEX(0))
-    linked = llvm.parse_assembly(resources.files("stack_kernels.jit_cpu").joinpath("xla_call.ll").read_text())
-    linked.link_in(llvm.parse_assembly(str(module)))
-    linked.verify()
-    return linked
 
 
 def _constant(module: ir.Module, name: str, value: ir.Constant) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.generation import PromptImage
 from stack_core.abi.models import ImageTokens
+from stack_core.chips.machine import give_memory_back
 from stack_core.ops.building import holds_values
 from stack_core.ops.sampling.logprobs import TokenLogprobs
 from stack_core.ops.sampling.sampling import Sampled, SamplingSettings, mask_words
@@ -135,8 +136,11 @@ class Programs:
         self._looped = looped.params
         empty, layout = self._empty, self._step.layout
         self._make_pools = lambda: self._placement.pools(lambda: split_layers(empty(), looped_pools), layout)
-        self._layers = self._make_pools()
-        params = self._placement.load(checkpoint, self._looped)
+        # Pools are written once, with zeros, which takes about a second on CPUs. XLA releases the GIL meanwhile.
+        with ThreadPoolExecutor(max_workers=1) as threads:
+            pools = threads.submit(self._make_pools)
+            params = self._placement.load(checkpoint, self._looped)
+            self._layers = pools.result()
         held = None if adapters is None else self._placement.replicated(split_layers(adapters.pool(), looped.pool))
         self._weights, self._adapters = Weights(params, held), adapters
         self._slept_params: HostWeights | None = None
@@ -232,12 +236,7 @@ class Programs:
             self._compiled |= {key: program.result() for key, program in compiling.items()}
 
     def _compile_waiting(self, tell: Callable[[Key], None]) -> None:
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    return
-                key = self._waiting.pop(0)
-                self._in_progress.add(key)
+        while (key := self._next_waiting()) is not None:
             try:
                 self._compiled[key] = self._lowered(key).compile(compiler_options())
             finally:
@@ -245,6 +244,15 @@ class Programs:
                     self._in_progress.discard(key)
                     self._lock.notify_all()
             tell(key)
+        give_memory_back()  # about 100 MB that the compiler has freed
+
+    def _next_waiting(self) -> Key | None:
+        with self._lock:
+            if not self._waiting:
+                return None
+            key = self._waiting.pop(0)
+            self._in_progress.add(key)
+            return key
 
     def _first_keys(self) -> list[Key]:
         buckets = self._buckets

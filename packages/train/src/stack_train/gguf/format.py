@@ -37,7 +37,7 @@ from stack_train.gguf.names import (
     settings_of,
 )
 from stack_train.gguf.quantized import FORMS, convert, empty_arrays, matrix_struct, writable_arrays
-from stack_train.gguf.reader import MAGIC, StoredTensor, read_file
+from stack_train.gguf.reader import MAGIC, GgufFile, read_file
 from stack_train.gguf.vocabulary import Vocabulary
 from stack_train.models.weight_map import WeightRule
 from stack_train.nn.quantized import QuantizedMatrix
@@ -285,7 +285,7 @@ class _Source:
     config: Any
     vocabulary: Vocabulary
     architecture: Architecture
-    tensors: Mapping[str, StoredTensor]
+    file: GgufFile
     parameters: Mapping[str, jax.ShapeDtypeStruct]
     rules: Sequence[WeightRule]
 
@@ -312,7 +312,7 @@ class _Source:
         rules = architecture.rules(config)
         parameters = named_leaves(abstract_params(config))
         _check(gguf, path, architecture, rules, parameters, tensors)
-        return cls(path, config, Vocabulary.read(settings), architecture, tensors, parameters, rules)
+        return cls(path, config, Vocabulary.read(settings), architecture, file, parameters, rules)
 
     def quantized(self) -> dict[str, QuantizedMatrix]:
         """Returns the parameters that stay quantized, and warns of quantized types that are read as float32."""
@@ -320,7 +320,7 @@ class _Source:
         for rule in self.rules:
             shape = self.parameters[rule.parameter].shape
             names = map(self.architecture.name_of, rule.tensor_shapes(shape))
-            types = [self.tensors[name].tensor_type.name for name in names]
+            types = [self.file.tensors[name].tensor_type.name for name in names]
             if all(each in FORMS for each in types):
                 is_tied = rule.parameter == "embedding" and self.config.tie_embeddings
                 forms = [FORMS[each] for each in types]
@@ -354,7 +354,7 @@ class _Source:
             parts = [rule.tensors(array) for array in writable_arrays(leaf)]
 
             def fill(name: str, matrix: QuantizedMatrix | None = matrix, parts: Any = parts) -> None:
-                tensor = self.tensors[self.architecture.name_of(name)]
+                tensor = self.file.tensors[self.architecture.name_of(name)]
                 arrays = [dequantize(gguf, tensor)] if matrix is None else convert(gguf, tensor, matrix)
                 for part, array in zip((each[name] for each in parts), arrays, strict=True):
                     values = self.architecture.read(name, array.reshape(part.shape), heads)
@@ -368,6 +368,7 @@ class _Source:
             done_bytes += sum(array.nbytes for array in jax.tree.leaves(leaf))
             if progress is not None:
                 progress(rule.parameter, done_bytes, self.total_bytes)
+        self.file.release_pages()
 
 
 def _with_quantized(model: Any, quantized: Mapping[str, QuantizedMatrix]) -> Any:

@@ -5,6 +5,7 @@ The `gguf` package creates several NumPy arrays for each token of a vocabulary, 
 Source: the specification of the format in ggml (docs/gguf.md), versions 2 and 3, little-endian.
 """
 
+import mmap
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,10 +46,17 @@ class GgufFile:
     Attributes:
       settings: numbers, strings, booleans and lists by key.
       tensors: tensors by name.
+      mapping: mapped file that contains the tensors.
     """
 
     settings: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
+    mapping: mmap.mmap
+
+    def release_pages(self) -> None:
+        """Removes the file's pages from the memory of this process; the next access to a tensor maps them again."""
+        if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
+            self.mapping.madvise(mmap.MADV_DONTNEED)
 
 
 class _Cursor:
@@ -95,7 +103,9 @@ def read_file(gguf: Any, path: Path) -> GgufFile:
       ValueError: the file is not a GGUF file, is cut off, or has an unknown version or type.
       OSError: the file cannot be read.
     """
-    contents = np.memmap(path, np.uint8, mode="r").view(np.ndarray)
+    with path.open("rb") as file:
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    contents = np.frombuffer(mapping, np.uint8)
     cursor = _Cursor(contents)
     if cursor.bytes(len(MAGIC)) != MAGIC:
         raise ValueError("GGUF magic invalid")
@@ -109,7 +119,8 @@ def read_file(gguf: Any, path: Path) -> GgufFile:
     infos = [_read_info(gguf, cursor) for _ in range(tensor_count)]
     alignment = settings.get("general.alignment", _DEFAULT_ALIGNMENT)
     start = -(-cursor.place // alignment) * alignment
-    return GgufFile(settings, {info[0]: _map_tensor(gguf, contents, start, *info) for info in infos})
+    tensors = {info[0]: _map_tensor(gguf, contents, start, *info) for info in infos}
+    return GgufFile(settings, tensors, mapping)
 
 
 def _letter(kind: int) -> str:

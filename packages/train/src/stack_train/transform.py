@@ -3,12 +3,21 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from stack_core.abi.adapters import AdaptsModels
-from stack_core.abi.transforms import HoldsCodes, MergesModel, ModelTransform
+from stack_core.abi.transforms import MergesModel, ModelTransform
 
-__all__ = ["UNCHANGED", "Transforms"]
+__all__ = ["UNCHANGED", "HoldsCodes", "Transforms"]
+
+
+@runtime_checkable
+class HoldsCodes(Protocol):
+    """A `ModelTransform` whose models hold quantized arrays, and which exports to other libraries take."""
+
+    def input_type(self, model: Any, path: str) -> str | None:
+        """Returns the type of the inputs that a parameter multiplies, such as "int8"; None for floats."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["HoldsCodes", "MergesModel", "ModelTransform", "TransformFactory"]
+__all__ = ["MergesModel", "ModelTransform", "TransformFactory"]
 
 
 @runtime_checkable
@@ -43,20 +43,7 @@ class MergesModel(Protocol):
     """A transform that can fold its changes back into the original model structure, as adapters are merged."""
 
     def merged(self, model: Any) -> Any:
-        """Returns a model without the parts that `apply` added; it computes the same function up to rounding.
-
-        Args:
-          model: a model with values that `apply` returned; it stays unchanged.
-        """
-        ...
-
-
-@runtime_checkable
-class HoldsCodes(Protocol):
-    """A transform whose models hold quantized arrays."""
-
-    def input_type(self, model: Any, path: str) -> str | None:
-        """Returns the type of the inputs that a parameter multiplies, such as "int8"; None for floats."""
+        """Returns a model without the parts that `apply` added to `model`; the same function up to rounding."""
         ...
 
 

@@ -8,8 +8,8 @@ import threading
 import jax
 import jax.numpy as jnp
 
-from stack_core.abi.jit_context import JitContext
 from stack_core.chips import Chip, current_chip, target_chip, use_chip
+from stack_core.chips.jit_context import JitContext
 
 
 def chip(kind: str, bandwidth: float | None = None) -> Chip:

@@ -5,8 +5,8 @@ import re
 from typing import Final
 
 from stack_core.abi.chips import Chip
-from stack_core.abi.jit_context import JitContext
 from stack_core.chips.devices import current_chip
+from stack_core.chips.jit_context import JitContext
 
 __all__ = ["target", "target_chip", "target_platform", "use_chip"]
 

@@ -20,10 +20,10 @@ from typing import Any, Final
 import jax
 
 from stack_core.abi.errors import ArgumentError, PluginError, UnsupportedOp
-from stack_core.abi.jit_context import JitContext
 from stack_core.abi.ops import OWN, OpCall, OpImplementation, TunedChoice, supports_everything
 from stack_core.abi.plugins import plugins, registries
 from stack_core.chips.context import target_chip, target_platform
+from stack_core.chips.jit_context import JitContext
 from stack_core.ops.dispatch.op import op_named
 from stack_core.ops.dispatch.report import warn_once
 from stack_core.ops.dispatch.request import Implementation, Request

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import jax
 
-from stack_core.abi.jit_context import JitContext
+from stack_core.chips.jit_context import JitContext
 from stack_core.ops.dispatch.backward import called
 from stack_core.ops.dispatch.check import check_static
 from stack_core.ops.dispatch.manual_axes import vary_alike

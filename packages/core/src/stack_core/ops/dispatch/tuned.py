@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from stack_core.abi.errors import nearest
-from stack_core.abi.jit_context import JitContext
 from stack_core.abi.ops import OpCall, OpImplementation, TunedChoice
 from stack_core.abi.plugins import registries
 from stack_core.abi.tuning import TunedTable
 from stack_core.chips.context import target_chip
+from stack_core.chips.jit_context import JitContext
 from stack_core.ops.dispatch.report import warn_once
 
 __all__ = ["in_use", "tuned_choices", "use_tuned_table"]

@@ -1,5 +1,8 @@
 """Denoisers and samplers against diffusers on PyTorch, both in float32, on tiny random configurations."""
 
+import sys
+from dataclasses import replace
+
 import diffusers
 import jax
 import jax.numpy as jnp
@@ -11,16 +14,14 @@ from safetensors.numpy import load_file
 
 from stack_train.diffusion import autoencoder_kl, dit, flux, unet
 from stack_train.diffusion.components import load_component, save_component
-from stack_train.diffusion.noise import NoiseConfig
-from stack_train.diffusion.samplers import SamplerConfig, levels_of, table_of
-from stack_train.diffusion.scheduler import read_scheduler
+from stack_train.diffusion.samplers import levels_of, table_of
+from stack_train.diffusion.scheduler import read_scheduler, write_scheduler
 
 pytestmark = pytest.mark.parity
 
 TOLERANCE = 1e-4
 STEPS = 10
 BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
-NOISE = NoiseConfig(betas="scaled_linear", beta_start=0.00085, beta_end=0.012)
 
 
 def drawn(model):
@@ -246,11 +247,51 @@ def test_what_is_read_and_written_again_is_the_same_bit_by_bit(written):
     )
 
 
+LEADING = {"timestep_spacing": "leading", "steps_offset": 1}
+TRAILING = {"timestep_spacing": "trailing"}
+SDE = {"algorithm_type": "sde-dpmsolver++"}
+ZERO_SNR = {"rescale_betas_zero_snr": True, "prediction_type": "v_prediction", **TRAILING}
+COSINE = {"beta_schedule": "squaredcos_cap_v2"}
 SCHEDULERS = {
-    "ddim": (diffusers.DDIMScheduler, {"clip_sample": False}),
-    "euler": (diffusers.EulerDiscreteScheduler, {}),
-    "heun": (diffusers.HeunDiscreteScheduler, {}),
+    "ddim": (diffusers.DDIMScheduler, {**LEADING, "clip_sample": False, "set_alpha_to_one": False}),
+    "ddim_trailing": (diffusers.DDIMScheduler, {"clip_sample": False, **TRAILING}),
+    "ddim_linspace": (diffusers.DDIMScheduler, {"clip_sample": False, "timestep_spacing": "linspace"}),
+    "ddim_cosine": (diffusers.DDIMScheduler, {"clip_sample": False, **COSINE}),
+    "ddim_zero_snr": (diffusers.DDIMScheduler, {"clip_sample": False, **ZERO_SNR}),
+    "pndm": (diffusers.PNDMScheduler, {**LEADING, "skip_prk_steps": True}),
+    "pndm_to_one": (diffusers.PNDMScheduler, {"skip_prk_steps": True, "set_alpha_to_one": True}),
+    "euler": (diffusers.EulerDiscreteScheduler, LEADING),
+    "euler_linspace": (diffusers.EulerDiscreteScheduler, {"final_sigmas_type": "sigma_min"}),
+    "euler_karras": (diffusers.EulerDiscreteScheduler, {"use_karras_sigmas": True, **LEADING}),
+    "euler_karras_bounds": (
+        diffusers.EulerDiscreteScheduler,
+        {"use_karras_sigmas": True, "sigma_min": 0.05, "sigma_max": 9.0},
+    ),
+    "euler_exponential": (diffusers.EulerDiscreteScheduler, {"use_exponential_sigmas": True, **TRAILING}),
+    "euler_beta": (diffusers.EulerDiscreteScheduler, {"use_beta_sigmas": True}),
+    "euler_zero_snr": (diffusers.EulerDiscreteScheduler, ZERO_SNR),
+    "euler_ancestral": (diffusers.EulerAncestralDiscreteScheduler, LEADING),
+    "euler_ancestral_trailing": (diffusers.EulerAncestralDiscreteScheduler, TRAILING),
+    "heun": (diffusers.HeunDiscreteScheduler, TRAILING),
+    "heun_karras": (diffusers.HeunDiscreteScheduler, {"use_karras_sigmas": True}),
     "dpmpp_2m": (diffusers.DPMSolverMultistepScheduler, {}),
+    "dpmpp_2m_heun": (diffusers.DPMSolverMultistepScheduler, {"solver_type": "heun", **LEADING}),
+    "dpmpp_2m_karras": (diffusers.DPMSolverMultistepScheduler, {"use_karras_sigmas": True, **TRAILING}),
+    "dpmpp_2m_exponential": (diffusers.DPMSolverMultistepScheduler, {"use_exponential_sigmas": True}),
+    "dpmpp_2m_lu": (diffusers.DPMSolverMultistepScheduler, {"use_lu_lambdas": True}),
+    "dpmpp_2m_euler_at_final": (
+        diffusers.DPMSolverMultistepScheduler,
+        {"euler_at_final": True, "lower_order_final": False, "final_sigmas_type": "sigma_min"},
+    ),
+    "dpmpp_2m_to_min": (
+        diffusers.DPMSolverMultistepScheduler,
+        {"lower_order_final": False, "final_sigmas_type": "sigma_min"},
+    ),
+    "dpmpp_3m": (diffusers.DPMSolverMultistepScheduler, {"solver_order": 3}),
+    "dpmpp_3m_whole": (diffusers.DPMSolverMultistepScheduler, {"solver_order": 3, "lower_order_final": False}),
+    "dpmpp_2m_sde": (diffusers.DPMSolverMultistepScheduler, SDE),
+    "dpmpp_2m_sde_heun": (diffusers.DPMSolverMultistepScheduler, {**SDE, "solver_type": "heun"}),
+    "dpmpp_3m_sde": (diffusers.DPMSolverMultistepScheduler, {**SDE, "solver_order": 3, "use_karras_sigmas": True}),
 }
 
 
@@ -258,41 +299,76 @@ def said(x, timestep, xp):
     return xp.tanh(0.7 * x) * 0.9 + 0.05 * xp.sin(timestep / 100.0)
 
 
-def trajectory(table, noise):
-    """Every x of a sampler, as `sample` computes it."""
-    found, x, before = [], noise, jnp.zeros_like(noise)
-    for timestep, p, q, a, b, c, _ in jnp.asarray(table.rows, jnp.float32):
-        expected = p * x + q * said(x, timestep, jnp)
-        x, before = a * x + b * expected + c * before, expected
+def trajectory(table, noise, added=None):
+    """Every x of a sampler, as `sample` computes it, with given noise."""
+    found, x, history = [], table.start * noise, [jnp.zeros_like(noise)] * (table.rows.shape[1] - 6)
+    for number, (timestep, p, q, a, n, *b) in enumerate(jnp.asarray(table.rows, jnp.float32)):
+        history = [p * x + q * said(x, timestep, jnp), *history]
+        x = a * x + sum(weight * each for weight, each in zip(b, history, strict=True))
+        x, history = x if added is None else x + n * added[number], history[:-1]
         found.append(np.asarray(x))
     return found
 
 
+def noise_of(monkeypatch, scheduler, added):
+    """Lets a scheduler add the given noise, row by row."""
+    rows = iter(added)
+    module = sys.modules[type(scheduler).__module__]
+    if hasattr(module, "randn_tensor"):
+        monkeypatch.setattr(module, "randn_tensor", lambda *_, **__: torch.tensor(next(rows)))
+
+
 # diffusers makes NumPy arrays of tensors
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-@pytest.mark.parametrize("prediction", ["epsilon", "v"])
+@pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning")
+@pytest.mark.parametrize("steps", [STEPS, 21])
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_sampler_goes_the_way_of_diffusers(name, prediction):
+def test_a_sampler_goes_the_way_of_diffusers(name, prediction, steps, tmp_path, monkeypatch):
     scheduler_class, settings = SCHEDULERS[name]
-    kind = {"epsilon": "epsilon", "v": "v_prediction"}[prediction]
-    scheduler = scheduler_class(**BETAS, prediction_type=kind, timestep_spacing="trailing", **settings)
-    scheduler.set_timesteps(STEPS)
-    noise = np.random.default_rng(0).standard_normal((2, 4, 4, 3)).astype(np.float32)
-    levels = levels_of(NOISE, STEPS, "trailing")
-    table = table_of(SamplerConfig(name=name, steps=STEPS, spacing="trailing"), levels, prediction)
-    scaled = name in ("euler", "heun")  # diffusers keeps x / alpha there
-    x, wanted = torch.tensor(noise) / (levels.alphas[0] if scaled else 1.0), []
-    for timestep in scheduler.timesteps:
+    scheduler = scheduler_class(**{**BETAS, "prediction_type": prediction, **settings})
+    scheduler.save_pretrained(tmp_path)
+    read = read_scheduler(tmp_path)
+    write_scheduler(tmp_path / "again", read)
+    assert read_scheduler(tmp_path / "again") == read
+    again = scheduler_class.from_pretrained(tmp_path / "again").config
+    assert {key: again[key] for key in settings} == settings
+    scheduler.set_timesteps(steps)
+    shape = (2, 4, 4, 3)
+    noise, added = np.split(np.random.default_rng(0).standard_normal((50, *shape)).astype(np.float32), [1])
+    noise_of(monkeypatch, scheduler, added)
+    sampler = replace(read.sampler, steps=steps)
+    table = table_of(sampler, levels_of(read.objective.schedule(1), sampler), read.objective.prediction)
+    x, wanted = torch.tensor(noise[0]) * scheduler.init_noise_sigma, []
+    for step, timestep in enumerate(scheduler.timesteps):
         given = scheduler.scale_model_input(x, timestep)
         x = scheduler.step(said(given, timestep.float(), torch), timestep, x).prev_sample.float()
-        wanted.append(x.numpy())
-    got = trajectory(table, jnp.asarray(noise))
+        # These keep y = x / alpha.
+        scaled = sampler.name in ("euler", "euler_ancestral", "heun")
+        wanted.append(x.numpy() / (np.sqrt(scheduler.sigmas[step + 1] ** 2 + 1).numpy() if scaled else 1.0))
+    np.testing.assert_allclose(table.rows[:, 0], scheduler.timesteps.numpy(), atol=2e-3)
+    # diffusers draws noise for every row, of which ours reads those that add any.
+    got = trajectory(table, jnp.asarray(noise[0]), added)
     assert len(got) == len(wanted)
-    np.testing.assert_allclose(table.rows[:, 0], scheduler.timesteps.numpy(), atol=1e-3)
-    alphas = np.interp(table.rows[1:, 0], levels.timesteps[::-1], levels.alphas[:-1][::-1])
     for step, (ours, theirs) in enumerate(zip(got, wanted, strict=True)):
-        scale = alphas[step] if scaled and step < len(alphas) else 1.0
-        np.testing.assert_allclose(ours, theirs * scale, atol=TOLERANCE, err_msg=f"step {step}")
+        tolerance = TOLERANCE * max(1.0, np.abs(theirs).max())
+        np.testing.assert_allclose(ours, theirs, atol=tolerance, rtol=0, err_msg=f"step {step}")
+
+
+@pytest.mark.parametrize("eta", [0.4, 1.0])
+def test_ddim_adds_the_noise_of_diffusers(eta, tmp_path):
+    scheduler = diffusers.DDIMScheduler(**BETAS, clip_sample=False)
+    scheduler.save_pretrained(tmp_path)
+    read = read_scheduler(tmp_path)
+    scheduler.set_timesteps(STEPS)
+    noise, added = np.split(np.random.default_rng(0).standard_normal((50, 2, 4, 4, 3)).astype(np.float32), [1])
+    sampler = replace(read.sampler, steps=STEPS, eta=eta)
+    table = table_of(sampler, levels_of(read.objective.schedule(1), sampler), "epsilon")
+    x, got = torch.tensor(noise[0]), trajectory(table, jnp.asarray(noise[0]), added)
+    for step, timestep in enumerate(scheduler.timesteps):
+        drawn_noise = torch.tensor(added[step])
+        output = said(x, timestep.float(), torch)
+        x = scheduler.step(output, timestep, x, eta=eta, variance_noise=drawn_noise).prev_sample
+        np.testing.assert_allclose(got[step], x.numpy(), atol=TOLERANCE, err_msg=f"step {step}")
 
 
 @pytest.mark.parametrize(
@@ -303,6 +379,10 @@ def test_a_sampler_goes_the_way_of_diffusers(name, prediction):
         ({"use_dynamic_shifting": True}, 1024),
         ({"use_dynamic_shifting": True, "shift": 3.0, "max_shift": 1.3}, 512),
         ({"use_dynamic_shifting": True, "time_shift_type": "linear"}, 256),
+        ({"shift": 2.0, "shift_terminal": 0.1}, 512),
+        ({"shift": 2.0, "use_karras_sigmas": True}, 512),
+        ({"use_exponential_sigmas": True, "shift_terminal": 0.05}, 512),
+        ({"use_beta_sigmas": True}, 512),
     ],
 )
 def test_a_flow_goes_the_way_of_diffusers(settings, pixels, tmp_path):
@@ -312,9 +392,11 @@ def test_a_flow_goes_the_way_of_diffusers(settings, pixels, tmp_path):
     line = config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift
     scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / STEPS, STEPS), mu=calculate_shift(tokens, *line))
     noise = np.random.default_rng(0).standard_normal((2, 4, 4, 3)).astype(np.float32)
-    levels = levels_of(read_scheduler(tmp_path).schedule(tokens), STEPS)
-    np.testing.assert_allclose(levels.sigmas, scheduler.sigmas.numpy(), atol=1e-6)
-    table = table_of(SamplerConfig(steps=STEPS), levels, "flow")
+    read = read_scheduler(tmp_path)
+    sampler = replace(read.sampler, steps=STEPS)
+    levels = levels_of(read.objective.schedule(tokens), sampler)
+    np.testing.assert_allclose(levels.sigmas, scheduler.sigmas[:-1].numpy(), atol=1e-6)
+    table = table_of(sampler, levels, "flow")
     x = torch.tensor(noise)
     for step, (timestep, ours) in enumerate(
         zip(scheduler.timesteps, trajectory(table, jnp.asarray(noise)), strict=True)

@@ -17,6 +17,7 @@ from stack_train.diffusion.denoiser import image_tokens
 from stack_train.diffusion.pipeline import open_pipeline, save_pipeline
 from stack_train.diffusion.prompts import load_prompt_tokenizer
 from stack_train.diffusion.samplers import SamplerConfig, levels_of, sample, table_of
+from stack_train.diffusion.sampling import open_images
 
 pytestmark = pytest.mark.parity
 
@@ -51,6 +52,12 @@ def of_clip(activation="quick_gelu", end=2, vocab=99):
     )
 
 
+def of_projected_clip(vocab=99):
+    config = of_clip("gelu", vocab=vocab)[1].config
+    config.projection_dim = 20
+    return clip.PROJECTED, transformers.CLIPTextModelWithProjection(config)
+
+
 def of_t5(vocab=99):
     return t5.COMPONENT, transformers.T5EncoderModel(
         transformers.T5Config(
@@ -70,6 +77,7 @@ def of_t5(vocab=99):
 MODELS = {
     "clip": of_clip,
     "clip_of_newer_checkpoints": lambda: of_clip("gelu", end=98),
+    "clip_with_projection": of_projected_clip,
     "t5": of_t5,
 }
 
@@ -86,12 +94,14 @@ def test_a_text_encoder_says_what_transformers_says(pair):
     tokens = np.random.default_rng(0).integers(3, 97, (3, 16))
     tokens[:, 10:] = 98
     with torch.no_grad():
-        said = theirs(input_ids=torch.tensor(tokens))
+        said = theirs(input_ids=torch.tensor(tokens), output_hidden_states=True)
     with jax.default_matmul_precision("highest"):
         found = ours(jnp.asarray(tokens, jnp.int32))
     pairs = [(found, said.last_hidden_state)]
-    if component is clip.COMPONENT:
-        pairs = [(found[0], said.last_hidden_state), (found[1], said.pooler_output)]
+    if component is not t5.COMPONENT:
+        pooled = said.text_embeds if component is clip.PROJECTED else said.pooler_output
+        pairs = [(found.hidden, said.last_hidden_state), (found.pooled, pooled)]
+        pairs.append((found.penultimate, said.hidden_states[-2]))
     for got, state in pairs:
         wanted = state.numpy()
         assert np.abs(wanted).max() > 0.1
@@ -203,7 +213,7 @@ def test_a_pipeline_makes_the_images_of_diffusers_and_is_opened_there_again(pipe
     opened = open_pipeline(directory, text_tokens=8)
     noise = np.random.default_rng(0).standard_normal((1, 8, 8, 4)).astype(np.float32)
     condition = {**opened.encoders.text(["a red circle"]), "guidance": jnp.array([2.0])}
-    levels = levels_of(opened.objective.schedule(image_tokens(opened.model, 8, 8)), 4)
+    levels = levels_of(opened.objective.schedule(image_tokens(opened.model, 8, 8)), SamplerConfig(steps=4))
     table = table_of(SamplerConfig(steps=4), levels, "flow")
     with jax.default_matmul_precision("highest"):
         latents = sample(
@@ -217,6 +227,130 @@ def test_a_pipeline_makes_the_images_of_diffusers_and_is_opened_there_again(pipe
     found = np.clip(np.asarray(images) / 2 + 0.5, 0, 1)
     assert wanted.std() > 0.01
     np.testing.assert_allclose(found, wanted, atol=1e-3)
-    save_pipeline(tmp_path / "ours", opened.config, opened.model, opened.encoders, opened.objective.shift)
+    save_pipeline(tmp_path / "ours", opened)
     again = diffusers.FluxPipeline.from_pretrained(tmp_path / "ours")
     np.testing.assert_allclose(images_of(again, noise), wanted, atol=1e-5)
+
+
+def tiny_vae():
+    return diffusers.AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(4, 4, 4, 8),
+        norm_num_groups=4,
+        latent_channels=4,
+        sample_size=64,
+    )
+
+
+def tiny_unet(**settings):
+    return diffusers.UNet2DConditionModel(
+        **{
+            "block_out_channels": (8, 16),
+            "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+            "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+            "norm_num_groups": 4,
+            "cross_attention_dim": 32,
+            "attention_head_dim": 2,
+            "layers_per_block": 1,
+            "sample_size": 8,
+        }
+        | settings
+    )
+
+
+def stable_diffusion(tokenizers_of, scheduler):
+    return diffusers.StableDiffusionPipeline(
+        scheduler=scheduler,
+        vae=drawn(tiny_vae()),
+        text_encoder=drawn(of_clip(vocab=49)[1]),
+        tokenizer=transformers.CLIPTokenizer.from_pretrained(tokenizers_of / "clip", model_max_length=16),
+        unet=drawn(tiny_unet()),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+
+
+def stable_diffusion_xl(tokenizers_of, scheduler):
+    tokenizer = transformers.CLIPTokenizer.from_pretrained(tokenizers_of / "clip", model_max_length=16)
+    unet = tiny_unet(
+        cross_attention_dim=64,
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=6,
+        projection_class_embeddings_input_dim=20 + 6 * 6,
+    )
+    return diffusers.StableDiffusionXLPipeline(
+        scheduler=scheduler,
+        vae=drawn(tiny_vae()),
+        text_encoder=drawn(of_clip(vocab=49)[1]),
+        text_encoder_2=drawn(of_projected_clip(vocab=49)[1]),
+        tokenizer=tokenizer,
+        tokenizer_2=tokenizer,
+        unet=drawn(unet),
+        add_watermarker=False,
+    )
+
+
+BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
+PIPELINES = {
+    "sd": (
+        stable_diffusion,
+        diffusers.PNDMScheduler(**BETAS, skip_prk_steps=True, set_alpha_to_one=False),
+        {"guidance_scale": 3.0},
+    ),
+    "sd_negative": (
+        stable_diffusion,
+        diffusers.DDIMScheduler(**BETAS, clip_sample=False, prediction_type="v_prediction"),
+        {"guidance_scale": 2.0, "negative_prompt": "a blue sea", "guidance_rescale": 0.7},
+    ),
+    "sdxl": (
+        stable_diffusion_xl,
+        diffusers.EulerDiscreteScheduler(**BETAS, timestep_spacing="leading"),
+        {"guidance_scale": 2.0},
+    ),
+    "sdxl_negative": (
+        stable_diffusion_xl,
+        diffusers.DPMSolverMultistepScheduler(**BETAS, use_karras_sigmas=True),
+        {"guidance_scale": 2.0, "negative_prompt": "a blue sea"},
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("name", PIPELINES)
+def test_stable_diffusion_makes_the_images_of_diffusers_and_is_opened_there_again(name, tokenizers_of, tmp_path):
+    make, scheduler, settings = PIPELINES[name]
+    made = make(tokenizers_of, scheduler)
+    made.save_pretrained(tmp_path / "theirs")
+    # Latents of 3 x 5, which the levels of the UNet do not divide.
+    opened = open_images(f"hf:{tmp_path / 'theirs'}", size=(24, 40))
+    noise = np.random.default_rng(0).standard_normal((1, 3, 5, 4)).astype(np.float32)
+
+    def images_of(pipeline):
+        pipeline.set_progress_bar_config(disable=True)
+        latents = torch.tensor(noise.transpose(0, 3, 1, 2))
+        size = {"height": 24, "width": 40, "num_inference_steps": 5}
+        return pipeline("a red circle", latents=latents, output_type="np", **size, **settings).images
+
+    changes = {"steps": 5, "guidance": settings["guidance_scale"]}
+    changes |= {"guidance_rescale": settings["guidance_rescale"]} if "guidance_rescale" in settings else {}
+    sampler = opened.sampler.changed(changes)
+    negative = [settings["negative_prompt"]] if "negative_prompt" in settings else None
+    condition = opened._condition(["a red circle"], negative, sampler)
+    with jax.default_matmul_precision("highest"):
+        latents = opened._sampled(condition, 1, sampler, 0, noise=jnp.asarray(noise))
+        found = np.clip(np.asarray(opened.encoders.autoencoder.images_of(latents)) / 2 + 0.5, 0, 1)
+    wanted = images_of(made)
+    assert wanted.std() > 0.01
+    np.testing.assert_allclose(found, wanted, atol=TOLERANCE)
+    save_pipeline(tmp_path / "ours", open_pipeline(tmp_path / "theirs"))
+    for part in ("unet", "vae"):
+        before, after = (
+            load_file(tmp_path / each / part / "diffusion_pytorch_model.safetensors") for each in ("theirs", "ours")
+        )
+        assert before.keys() == after.keys()
+        assert all(np.array_equal(tensor, after[each]) for each, tensor in before.items())
+    again = type(made).from_pretrained(tmp_path / "ours", **({"add_watermarker": False} if "xl" in name else {}))
+    np.testing.assert_allclose(images_of(again), wanted, atol=1e-5)

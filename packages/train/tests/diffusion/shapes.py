@@ -11,8 +11,8 @@ from sklearn.svm import SVC
 
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.diffusion import clip, t5
-from stack_train.diffusion.pipeline import Encoders
-from stack_train.diffusion.prompts import PromptTokenizer, TextEncoders
+from stack_train.diffusion.pipeline import PIPELINES, Encoders
+from stack_train.diffusion.prompts import PromptTokenizer, TextEncoder, TextEncoders
 
 SIZE = 16
 SHAPES = ("circle", "square", "triangle", "bar", "ring")
@@ -88,8 +88,8 @@ def word_tokenizer():
     )
 
 
-def encoders(directory, autoencoder, *, width=32, tokens=6):
-    """Text encoders with random weights around an autoencoder; `directory` need not be there."""
+def encoders(directory, autoencoder, *, width=32, tokens=6, name="FluxPipeline"):
+    """Text encoders of a pipeline with random weights around an autoencoder; `directory` need not be there."""
     tokenizer, words = word_tokenizer(), 32
     floats = {"dtype": "float32", "param_dtype": "float32"}
     clip_config = clip.ClipTextConfig(
@@ -106,17 +106,19 @@ def encoders(directory, autoencoder, *, width=32, tokens=6):
     t5_config = t5.T5EncoderConfig(
         vocab_size=words, embed=width, mlp=width, layers=1, heads=2, head_dim=16, buckets=8, max_distance=8, **floats
     )
-    clip_model = clip.FAMILY.build(replace(clip_config, initializer_std=0.3), key=jax.random.key(0))
-    return Encoders(
-        directory,
-        autoencoder,
-        TextEncoders(
-            clip_model,
-            PromptTokenizer(tokenizer, "text_encoder", tokens, 0),
-            t5.FAMILY.build(t5_config, key=jax.random.key(1)),
-            PromptTokenizer(tokenizer, "text_encoder_2", tokens, 0),
-        ),
+    clip_config = replace(clip_config, initializer_std=0.3)
+    configs = (
+        (clip.COMPONENT, clip_config),
+        (clip.PROJECTED, replace(clip_config, projects=True)),
+        (t5.COMPONENT, t5_config),
     )
+    (pipeline,) = [each for each in PIPELINES if each.name == name]
+    made = {}
+    for number, (folder, (component, _)) in enumerate(pipeline.text.items()):
+        config = next(config for each, config in configs if each is component)
+        model = component.family.build(config, key=jax.random.key(number))
+        made[folder] = TextEncoder(model, PromptTokenizer(tokenizer, folder, tokens, 0))
+    return Encoders(directory, autoencoder, TextEncoders(made, pipeline.condition), pipeline)
 
 
 class Reader:

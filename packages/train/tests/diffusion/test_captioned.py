@@ -39,17 +39,24 @@ def flux_config(output, folder, pipeline, *, steps, model, **sections):
         RunConfig,
         {
             "output": str(output),
-            "model": {**FLUX, "text_tokens": 6, **model},
+            "model": model if "name" in model else {**FLUX, "text_tokens": 6, **model},
             "data": {"name": "captioned", "source": f"{folder}/*.png", "pipeline": str(pipeline)}
             | sections.pop("data"),
-            "objective": {"name": "flow_matching"},
             "run": {"steps": steps},
+            "objective": {"name": "flow_matching"},
             **sections,
         },
     )
 
 
 TINY = {"double_layers": 1, "single_layers": 1, "heads": 2, "head_dim": 16, "rope_axes": [4, 6, 6]}
+UNET = {"name": "unet", "image_size": 8, "channels": 4, "text_tokens": 6, "groups": 4, **FLOATS}
+TINY_UNET = {"widths": [8, 8], "blocks_per_level": 1, "transformer_layers": [1, 0], "heads": [2, 2], **UNET}
+FAMILIES = {
+    "StableDiffusionPipeline": {**TINY_UNET, "text_dim": 32},
+    "StableDiffusionXLPipeline": {**TINY_UNET, "text_dim": 64, "pooled_dim": 32, "size_features": 4}
+    | {"zero_unconditional": True, "linear_projections": True},
+}
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +74,50 @@ def pipeline(tmp_path_factory):
     directory = tmp_path_factory.mktemp("pipeline") / "encoders"
     save_encoders(directory, shapes.encoders(directory, model))
     return directory
+
+
+def saved_encoders(directory, name, autoencoder, **settings):
+    """Writes the encoders of a pipeline; returns their directory."""
+    save_encoders(directory, shapes.encoders(directory, autoencoder, name=name, **settings))
+    return directory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_run_of_a_unet_is_exported_and_samples_other_shapes(name, folder, tmp_path):
+    config = autoencoder_kl.AutoencoderKlConfig(widths=(4, 8), scaling_factor=2.0, **AUTOENCODER)
+    encoders = saved_encoders(tmp_path / "encoders", name, autoencoder_kl.FAMILY.build(config, key=jax.random.key(0)))
+    run = flux_config(
+        tmp_path / "run",
+        folder,
+        encoders,
+        steps=2,
+        model=FAMILIES[name],
+        data={"batch_size": 4, "validation_fraction": 0.0},
+        objective={"name": "epsilon", "noise": {"betas": "scaled_linear", "beta_start": 8.5e-4, "beta_end": 0.012}},
+    )
+    batch = next(run.data.build(seed=0, model=run.model).train_iterator())
+    spec = run.data.spec(run.model)
+    assert {key: (array.shape, array.dtype) for key, array in batch.items() if key != "row_ids"} == {
+        key: (each.shape, each.dtype) for key, each in spec.items()
+    }
+    assert ("negative_text" in batch) == (name == "StableDiffusionPipeline")
+    train(run)
+    FORMAT.export_run(tmp_path / "run", tmp_path / "pipeline")
+    FORMAT.import_run(tmp_path / "pipeline", tmp_path / "again")
+    opened = open_images(f"hf:{tmp_path / 'pipeline'}", size=(12, 20))
+    assert opened.sampler.guidance > 1.0 and opened.sampler.spacing == "leading"
+    sampler = opened.sampler.changed({"steps": 2})
+    images = opened.images_of(["a red ring"], sampler)
+    assert images.shape == (1, 12, 20, 3) and images.std() > 0
+    plain, other = (opened._condition(["a red ring"], negative, sampler) for negative in (None, ["a blue bar"]))
+    assert np.abs(other["negative_text"] - plain.get("negative_text", 0.0)).max() > 0
+    again = open_images(str(tmp_path / "again"), size=(12, 20))
+    np.testing.assert_array_equal(again.images_of(["a red ring"], sampler), images)
+    with pytest.raises(GenerationError, match="act through guidance, which is 1"):
+        opened.images_of(["a red ring"], sampler.changed({"guidance": 1.0}), negative=["a blue bar"])
+    with pytest.raises(ConversionError, match=r"encoders of a Stable.*, whose denoiser is of family unet, not flux"):
+        train(tiny(tmp_path / "flux", folder, encoders))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -153,14 +204,14 @@ def test_the_command_samples_prompts(run, tmp_path):
         assert image.size == (2 * 65 - 1, 64)
     with pytest.warns(UserWarning, match=r"text_encoder.* reads 6 tokens(.|\n)*cut off: 'a green square'"):
         sample(run.output, prompt=("a red ring a blue a green square",), out=tmp_path / "cut.png", steps=1)
-    sample(run.output, prompt=("a red ring",), out=tmp_path / "large.png", steps=1, size=32)
+    sample(run.output, prompt=("a red ring",), out=tmp_path / "large.png", steps=1, size="48x32")
 
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
         ({"label": (1,), "prompt": ("a",)}, ConfigError, "not both"),
-        ({"prompt": ("a",), "size": 18}, ConfigError, "multiple of 4"),
+        ({"prompt": ("a",), "size": "18"}, ConfigError, "multiple of 4"),
         ({"prompt": ("a",), "embedded_guidance": 2.0}, GenerationError, "takes no guidance as an input"),
         ({"label": (1,)}, GenerationError, "takes prompts: give --prompt"),
         ({"prompt": ("a",), "spacing": "trailing"}, ConfigError, "by flow matching, .* Leave it out"),
@@ -239,8 +290,25 @@ def test_an_autoencoder_trains_and_is_written_with_the_scale_of_its_latents(fold
         train(replace(config, model=dit.DitConfig(image_size=16, channels=3, classes=0), output=str(tmp_path / "dit")))
 
 
-@pytest.mark.slow  # about ten minutes on two cores
-def test_shapes_and_colours_of_captions_that_no_image_had(tmp_path):
+NOISE = {"betas": "scaled_linear", "beta_start": 8.5e-4, "beta_end": 0.012}
+LEARNERS = {
+    "FluxPipeline": (
+        {**TINY, "double_layers": 2, "single_layers": 2, "heads": 4},
+        {"name": "flow_matching"},
+        {"steps": 20},
+    ),
+    "StableDiffusionXLPipeline": (
+        {**FAMILIES["StableDiffusionXLPipeline"], "widths": [32, 64], "groups": 8}
+        | {"transformer_layers": [1, 1], "heads": [2, 4], "size_features": 8},
+        {"name": "epsilon", "noise": NOISE},
+        {"name": "dpmpp_2m", "steps": 20},
+    ),
+}
+
+
+@pytest.mark.slow  # about ten minutes on two cores, each
+@pytest.mark.parametrize("name", LEARNERS)
+def test_shapes_and_colours_of_captions_that_no_image_had(name, tmp_path):
     folder = tmp_path / "images"
     shapes.write_images(folder, 1500)
     autoencoder = parse(
@@ -256,14 +324,16 @@ def test_shapes_and_colours_of_captions_that_no_image_had(tmp_path):
     )
     train(autoencoder)
     FORMAT.export_run(tmp_path / "autoencoder", tmp_path / "vae")
-    encoders = tmp_path / "encoders"
-    save_encoders(encoders, shapes.encoders(encoders, load_component(autoencoder_kl.COMPONENT, tmp_path / "vae")[1]))
+    model, objective, sampler = LEARNERS[name]
+    vae = load_component(autoencoder_kl.COMPONENT, tmp_path / "vae")[1]
+    encoders = saved_encoders(tmp_path / "encoders", name, vae)
     config = flux_config(
         tmp_path / "run",
         folder,
         encoders,
         steps=3000,
-        model={**TINY, "double_layers": 2, "single_layers": 2, "heads": 4},
+        model=model,
+        objective=objective,
         data={"batch_size": 64},
         optimizer={
             "name": "adamw",
@@ -278,7 +348,7 @@ def test_shapes_and_colours_of_captions_that_no_image_had(tmp_path):
     read = shapes.Reader()
     asked = [pair for pair in shapes.HELD_OUT for _ in range(20)]
     opened = open_images(f"hf:{tmp_path / 'pipeline'}")
-    images = opened.images_of([shapes.caption(*pair) for pair in asked], SamplerConfig(steps=20, guidance=2.0))
+    images = opened.images_of([shapes.caption(*pair) for pair in asked], SamplerConfig(guidance=2.0, **sampler))
     found = read(images)
     right = np.mean([one == other for one, other in zip(found, asked, strict=True)])
     assert right >= 0.8, (right, list(zip(asked, found, strict=True)))

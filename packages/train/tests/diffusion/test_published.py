@@ -46,7 +46,7 @@ def test_a_published_config_is_that_of_a_model_of_its_size(name):
 
 
 def test_published_schedulers_are_read():
-    shifts = [read_scheduler(FOLDER / name / "scheduler").shift for name in ("FLUX.1-dev", "FLUX.1-schnell")]
+    shifts = [read_scheduler(FOLDER / name / "scheduler").objective.shift for name in ("FLUX.1-dev", "FLUX.1-schnell")]
     assert shifts == [DynamicShift(), 1.0]
 
 

@@ -12,7 +12,8 @@ from flax import nnx
 from stack_core.abi.errors import ConversionError
 from stack_train.diffusion import autoencoder_kl, flux
 from stack_train.diffusion.noise import DynamicShift
-from stack_train.diffusion.pipeline import save_pipeline
+from stack_train.diffusion.objectives import FlowMatchingConfig
+from stack_train.diffusion.pipeline import Pipeline, save_pipeline
 from stack_train.diffusion.samplers import SamplerConfig
 from stack_train.diffusion.sampling import ImageSampler, open_images
 from stack_train.diffusion.scheduler import read_scheduler, write_scheduler
@@ -57,25 +58,24 @@ def written(directory: Path, mapping: object) -> Path:
 )
 def test_a_scheduler_is_read_and_written(tmp_path, settings, shift):
     shift = shift or DynamicShift(curve="linear", max_shift=3.0)
-    objective = read_scheduler(written(tmp_path / "given", DEV | settings))
-    assert objective.shift == shift
-    write_scheduler(tmp_path / "back", objective.shift)
-    assert read_scheduler(tmp_path / "back") == objective
+    scheduler = read_scheduler(written(tmp_path / "given", DEV | settings))
+    assert scheduler.objective.shift == shift
+    write_scheduler(tmp_path / "back", scheduler)
+    assert read_scheduler(tmp_path / "back") == scheduler
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"use_karras_sigmas": True}, "use_karras_sigmas=True"),
-        ({"use_exponential_sigmas": True, "invert_sigmas": True}, "use_exponential_sigmas=True; invert_sigmas=True"),
+        ({"use_karras_sigmas": True, "use_beta_sigmas": True}, "use_karras_sigmas=True; use_beta_sigmas=True, of"),
+        ({"invert_sigmas": True}, "invert_sigmas=True"),
         ({"stochastic_sampling": True}, "stochastic_sampling=True"),
-        ({"shift_terminal": 0.02}, "shift_terminal=0.02"),
         ({"use_flow_sigmas": True}, "use_flow_sigmas=True"),
         ({"num_train_timesteps": 500}, "num_train_timesteps=500, not 1000"),
         ({"time_shift_type": "cubic"}, "objective.shift.curve|shift.*curve"),
         ({"use_dynamic_shifting": False, "shift": "high"}, "shift"),
         ({"use_dynamic_shifting": False, "shift": 0}, "shift"),
-        ({"_class_name": "DDIMScheduler"}, "is a DDIMScheduler; FlowMatchEulerDiscreteScheduler is read"),
+        ({"_class_name": "DDPMScheduler"}, "is a DDPMScheduler; FlowMatchEulerDiscreteScheduler, DDIMScheduler"),
     ],
 )
 def test_what_samplers_do_not_follow_is_refused_by_name(tmp_path, settings, message):
@@ -94,7 +94,7 @@ def test_a_file_that_is_no_scheduler_is_refused(tmp_path, content):
 def test_the_schedule_is_that_of_the_size_that_is_sampled(tmp_path, pixels, expected):
     model = nnx.eval_shape(lambda: flux.FAMILY.build(TINY, key=jax.random.key(0)))  # its latents have sides of 8
     config = replace(TINY, image_size=pixels // 8)
-    objective = read_scheduler(written(tmp_path, DEV))
+    objective = read_scheduler(written(tmp_path, DEV)).objective
     timesteps = ImageSampler(model, config, objective, None)._table(SamplerConfig(steps=4)).rows[:, 0]
     np.testing.assert_allclose(timesteps / 1000.0, [1.0, *expected], atol=5e-5)
 
@@ -105,12 +105,12 @@ def test_a_pipeline_its_run_and_its_export_follow_the_size_of_the_images(tmp_pat
     autoencoder = autoencoder_kl.AutoencoderKlConfig(**sizes, **FLOATS)
     model = flux.FAMILY.build(TINY, key=jax.random.key(0))
     encoders = shapes.encoders(tmp_path / "none", autoencoder_kl.FAMILY.build(autoencoder, key=jax.random.key(1)))
-    save_pipeline(tmp_path / "dev", TINY, model, encoders, 1.0)
+    save_pipeline(tmp_path / "dev", Pipeline(TINY, model, encoders, FlowMatchingConfig(), SamplerConfig()))
     written(tmp_path / "dev" / "scheduler", DEV)
     FORMAT.import_run(tmp_path / "dev", tmp_path / "run")
     FORMAT.export_run(tmp_path / "run", tmp_path / "back")
     # Latents have half the sides of these images, so that 128 pixels are the 1024 tokens of 512 pixels of FLUX.1.
     for address in (f"hf:{tmp_path}/dev", f"{tmp_path}/run"):
-        timesteps = open_images(address, size=128)._table(SamplerConfig(steps=4)).rows[:, 0]
+        timesteps = open_images(address, size=(128, 128))._table(SamplerConfig(steps=4)).rows[:, 0]
         np.testing.assert_allclose(timesteps / 1000.0, [1.0, 0.8492, 0.6525, 0.3849], atol=5e-5)
-    assert read_scheduler(tmp_path / "back" / "scheduler").shift == DynamicShift()
+    assert read_scheduler(tmp_path / "back" / "scheduler").objective.shift == DynamicShift()

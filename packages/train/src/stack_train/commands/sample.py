@@ -20,17 +20,29 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     /,
     *,
     prompt: Annotated[tuple[str, ...], Parameter(negative=())] = (),
+    negative_prompt: str | None = None,
     label: Annotated[tuple[int, ...], Parameter(negative=())] = (),
     grid: str | None = None,
     out: Path | None = None,
-    sampler: Literal["euler", "ddim", "heun", "dpmpp_2m"] = "euler",
+    sampler: Literal[
+        "euler",
+        "euler_ancestral",
+        "ddim",
+        "heun",
+        "plms",
+        "dpmpp_2m",
+        "dpmpp_3m",
+        "dpmpp_2m_sde",
+        "dpmpp_3m_sde",
+    ]
+    | None = None,
     steps: int = 50,
     spacing: Literal["leading", "trailing", "linspace"] | None = None,
     eta: float = 0.0,
-    guidance: float = 1.0,
+    guidance: float | None = None,
     guidance_rescale: float = 0.0,
     embedded_guidance: float | None = None,
-    size: int | None = None,
+    size: str | None = None,
     seed: Annotated[int, Parameter(negative=())] = 0,
 ) -> None:
     """Sample images: stack sample RUN --label 3 --grid 8x8 --out grid.png, stack sample hf:DIR --prompt "a red cat"
@@ -38,23 +50,25 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     Args:
       model: directory of a run with the objective flow_matching, epsilon or v, or hf:DIR, a diffusers directory.
       prompt: text prompt of the images; may be repeated, and the columns then alternate between the prompts.
+      negative_prompt: what the images are not to show; acts through guidance.
       label: class label of the images; may be repeated, and the columns then alternate. By default all labels.
       grid: rows x columns of images; by default 8x8, or one image per prompt.
       out: PNG file to write; by default a file in the run's directory that its report displays, or image.png.
-      sampler: numerical method that integrates from noise to images.
+      sampler: numerical method that integrates from noise to images; by default the directory's scheduler, or euler.
       steps: number of sampling steps.
-      spacing: spacing of the timesteps in a schedule of betas, linspace by default; not for flow_matching.
+      spacing: spacing of the timesteps in a schedule of betas, by default the directory's, or linspace; not for
+        flow_matching.
       eta: fraction of fresh noise in each ddim step.
-      guidance: guidance scale; values above 1 follow the label or prompt more closely, with less variety.
+      guidance: guidance scale; values above 1 follow the label or prompt more closely, with less variety. By default
+        7.5 for Stable Diffusion, 5 for Stable Diffusion XL and 1 for others.
       guidance_rescale: fraction, 0 to 1, by which the contrast added by guidance is removed.
       embedded_guidance: guidance scale passed as an input to guidance-distilled models such as FLUX.1 dev.
-      size: height and width in pixels, for latent diffusion models.
+      size: size in pixels, for latent diffusion models: a number, or WIDTHxHEIGHT.
       seed: seed of the noise; the same seed gives the same images.
     """
     model = local_address(model)
     rows, columns = _sizes(grid or (f"1x{len(prompt)}" if prompt else "8x8"))
-    settings = {"name": sampler, "steps": steps, "spacing": spacing, "eta": eta}
-    settings |= {"guidance": guidance, "guidance_rescale": guidance_rescale}
+    pixels = None if size is None else _pixels(size)
     if prompt and label:
         raise ConfigError("Give --prompt or --label, not both: a model is conditioned on either texts or labels.")
     # These import JAX, which is too slow for `stack --help`.
@@ -62,20 +76,28 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     from stack_train.diffusion.samplers import SamplerConfig
     from stack_train.diffusion.sampling import open_images
 
-    config = parse(SamplerConfig, settings, path="sampler")
+    given = {"name": sampler, "spacing": spacing, "guidance": guidance}
+    given = {name: value for name, value in given.items() if value is not None}
+    given |= {"steps": steps, "eta": eta, "guidance_rescale": guidance_rescale}
+    # Checked before the model is read; the directory's scheduler may add settings.
+    parse(SamplerConfig, {"guidance": 2.0, **given}, path="sampler")
     pillow()  # Raises now rather than after minutes of sampling if Pillow is not installed.
     keep_compiled()
-    opened = open_images(model, size=size)
+    opened = open_images(model, size=pixels)
+    config = opened.sampler.changed(given)
     places = range(rows * columns)
     if label and (opened.encoders is not None or not opened.config.classes):
         needed = "prompts: give --prompt" if opened.encoders is not None else "no labels: leave --label out"
         raise GenerationError(f"The model takes {needed}.", parameter="label")
     if prompt or opened.encoders is not None:
         prompts = [prompt[place % columns % len(prompt)] if prompt else "" for place in places]
-        images = opened.images_of(prompts, config, seed=seed, embedded_guidance=embedded_guidance)
+        negative = None if negative_prompt is None else [negative_prompt] * len(prompts)
+        images = opened.images_of(prompts, config, negative=negative, seed=seed, embedded_guidance=embedded_guidance)
     else:
         if embedded_guidance is not None:
             raise GenerationError("The model takes no guidance as an input.", parameter="embedded_guidance")
+        if negative_prompt is not None:
+            raise GenerationError("The model takes no prompts.", parameter="negative_prompt")
         labels = label or tuple(range(opened.config.classes)) or (0,)
         turns = [labels[place % columns % len(labels)] for place in places]
         images = opened.images(turns, config, seed=seed)
@@ -98,3 +120,11 @@ def _sizes(grid: str) -> tuple[int, int]:
     if not (separator and rows.isdecimal() and columns.isdecimal() and int(rows) * int(columns)):
         raise ConfigError(f"--grid is {grid!r}; expected rows x columns, such as 8x8.")
     return int(rows), int(columns)
+
+
+def _pixels(size: str) -> tuple[int, int]:
+    """Returns height and width."""
+    width, separator, height = size.partition("x")
+    if not width.isdecimal() or (separator and not height.isdecimal()):
+        raise ConfigError(f"--size is {size!r}; expected a number of pixels, or WIDTHxHEIGHT such as 768x512.")
+    return int(height or width), int(width)

@@ -1,11 +1,12 @@
 """CLIP's text encoder: a causal transformer over a text, pooled at its last token.
 
-It computes what transformers' `CLIPTextModel` does.
+It is equivalent to transformers' `CLIPTextModel` and, with a projection, to `CLIPTextModelWithProjection`.
 
 Source: Radford et al., Learning Transferable Visual Models From Natural Language Supervision, 2021 (arXiv:2103.00020).
 """
 
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +22,11 @@ from stack_train.diffusion.layers import ATTENTION, TOKENS, Tokens, split_heads
 from stack_train.models.reader import Setting
 from stack_train.nn.build import Build
 from stack_train.nn.layer_norm import LayerNorm
-from stack_train.nn.linear import FloatName, lookup
+from stack_train.nn.linear import FloatName, Linear, lookup
 from stack_train.nn.residual import Norm
 from stack_train.nn.stack import scan_layers
 
-__all__ = ["COMPONENT", "FAMILY", "ClipText", "ClipTextConfig"]
+__all__ = ["COMPONENT", "FAMILY", "PROJECTED", "ClipText", "ClipTextConfig", "Encoded"]
 
 _OLD_END = 2  # written in the configs of early CLIP models, whose end of text is the largest id
 
@@ -46,6 +47,7 @@ class ClipTextConfig:
       norm_epsilon: added to the variance in layer norms.
       end: token whose first occurrence is pooled into the vector of the text; 2 pools at the largest token id.
       projection: width of the projected vector of the text.
+      projects: whether the vector of the text is projected.
       initializer_std: standard deviation of the initial weights.
       dtype: dtype of the activations.
       param_dtype: dtype of the parameters.
@@ -62,6 +64,7 @@ class ClipTextConfig:
     norm_epsilon: PositiveFloat = 1e-5
     end: NonNegativeInt = 49_407
     projection: PositiveInt = 768
+    projects: bool = False
     initializer_std: PositiveFloat = 0.02
     dtype: FloatName = "bfloat16"
     param_dtype: FloatName = "float32"
@@ -95,6 +98,20 @@ class ClipBlock(nnx.Module):
         return x + self.down(wide)
 
 
+class Encoded(NamedTuple):
+    """Encoded texts, in float32.
+
+    Attributes:
+      hidden: hidden states after the last norm.
+      pooled: the vector of each text.
+      penultimate: inputs of the last block, which SDXL reads.
+    """
+
+    hidden: Tokens
+    pooled: Float[Array, "batch features"]
+    penultimate: Tokens
+
+
 class ClipText(nnx.Module):
     """Token ids to hidden states and one vector of the text."""
 
@@ -108,22 +125,27 @@ class ClipText(nnx.Module):
         self.positions = nnx.Param(positions, logical_axes=(None, "embed"))
         self.blocks = ClipBlock(config, Build(config.embed, config.layers, std, std, norm, dtype, inner))
         self.norm = LayerNorm.single(config.embed, norm.epsilon, TOKENS, dtype)
+        shape, axes = (config.embed, config.projection), ("embed", None)
+        options: dict[str, Any] = {"use_bias": False, "std": std, "param_dtype": dtype}
+        self.project = Linear(shape, axes, key=jax.random.fold_in(key, 2), **options) if config.projects else None
 
-    def __call__(self, tokens: Int[Array, "batch seq"]) -> tuple[Tokens, Float[Array, "batch embed"]]:
-        """Returns hidden states and the vector of each text, in float32."""
+    def __call__(self, tokens: Int[Array, "batch seq"]) -> Encoded:
         x = lookup(self.embedding[...], tokens, self.config.dtype)
         x = x + self.positions[...][: tokens.shape[1]].astype(x.dtype)
 
-        def run(block: ClipBlock, x: Tokens, _: None, __: None) -> tuple[Tokens, None]:
-            return block(x), None
+        def run(block: ClipBlock, xs: tuple[Tokens, Tokens], _: None, __: None) -> tuple[tuple[Tokens, Tokens], None]:
+            return (block(xs[0]), xs[0]), None
 
         # Nothing is rematerialized, because encoders are not trained.
-        x, _ = scan_layers(run, [self.blocks], x, [None], per_row=None, remat="none", unroll=False, moves=False)
+        options: dict[str, Any] = {"remat": "none", "unroll": False, "moves": False}
+        (x, before), _ = scan_layers(run, [self.blocks], (x, x), [None], per_row=None, **options)
         hidden = self.norm(x).astype(jnp.float32)
         old = self.config.end == _OLD_END
         # `argmax` returns the first of equal values, so the first end token counts.
         ends = jnp.argmax(tokens if old else tokens == self.config.end, axis=-1)
-        return hidden, jnp.take_along_axis(hidden, ends[:, None, None], axis=1)[:, 0]
+        pooled = jnp.take_along_axis(hidden, ends[:, None, None], axis=1)[:, 0]
+        pooled = pooled if self.project is None else self.project(pooled)
+        return Encoded(hidden, pooled, before.astype(jnp.float32))
 
 
 class ClipTextFamily:
@@ -175,4 +197,12 @@ COMPONENT = Component(
         "blocks/mlp_norm": _BLOCK + "layer_norm2",
         "norm": _TEXT + "final_layer_norm",
     },
+)
+
+PROJECTED = replace(
+    COMPONENT,
+    class_name="CLIPTextModelWithProjection",
+    read_others=lambda reader: {"projects": True},
+    prefix="",  # all of its checkpoints have the prefix
+    names={**COMPONENT.names, "project": "text_projection"},
 )

@@ -21,8 +21,8 @@ from stack_train.data.kinds.captioned import CaptionedData, EncoderIdentity
 from stack_train.data.kinds.images import ImagesData
 from stack_train.diffusion import autoencoder_kl, dit, flux, unet
 from stack_train.diffusion.components import Component, load_component, save_component
-from stack_train.diffusion.objectives import FlowMatchingConfig
-from stack_train.diffusion.pipeline import INDEX, open_encoders, open_pipeline, save_pipeline
+from stack_train.diffusion.objectives import EpsilonConfig, FlowMatchingConfig, VConfig
+from stack_train.diffusion.pipeline import INDEX, Pipeline, open_encoders, open_pipeline, save_pipeline
 from stack_train.diffusion.reconstruction import ReconstructionConfig
 from stack_train.run.config import RunConfig
 from stack_train.variables.model_variables import values_of
@@ -90,7 +90,7 @@ def _opened(directory: Path, run: Path) -> tuple[RunConfig, Any]:
         config = RunConfig(output=output, model=pipeline.config, data=data, objective=pipeline.objective)
         return config, pipeline.model
     name = json.loads((directory / "config.json").read_bytes())["_class_name"]
-    # A Flux needs its encoders, so it is read with its directory only.
+    # Denoisers of texts need their encoders, so they are read with their directories only.
     alone = (dit.COMPONENT, autoencoder_kl.COMPONENT)
     known = {name: each for each in alone for name in (each.class_name, *each.former_names)}
     if name not in known:
@@ -119,9 +119,13 @@ def export_images(run: Path, directory: Path, saved: RunConfig) -> Conversion:
         encoders = open_encoders(Path(identity.directory), text_tokens=identity.text_tokens)
         identity.check(encoders)
         objective = saved.objective
-        if not isinstance(objective, FlowMatchingConfig):
-            raise ConversionError(f"{run} trains by {objective.name}; pipelines of Flux go by flow_matching.")
-        save_pipeline(directory, config, model, encoders, objective.shift)
+        expected = (FlowMatchingConfig,) if encoders.pipeline.flows else (EpsilonConfig, VConfig)
+        if not isinstance(objective, expected):
+            names = " or ".join(each.name for each in expected)
+            raise ConversionError(
+                f"{run} trains by {objective.name}; a {encoders.pipeline.name} samples models of {names}."
+            )
+        save_pipeline(directory, Pipeline(config, model, encoders, objective, encoders.pipeline.sampler))
     else:
         if component is autoencoder_kl.COMPONENT:
             config = replace(config, scaling_factor=measured_scaling(model, saved), shift_factor=0.0)

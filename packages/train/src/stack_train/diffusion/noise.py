@@ -26,6 +26,8 @@ class NoiseConfig:
       steps: number of timesteps.
       betas: schedule of beta: linear, linear in its square root ("scaled_linear"), or from a squared cosine alpha^2.
       beta_start, beta_end: first and last beta of the linear schedules.
+      zero_snr: rescales alphas so that the last timestep is pure noise, which a model of v can learn (Lin et al., 2023,
+        arXiv:2305.08891).
 
     Source: Ho et al., DDPM, 2020 (arXiv:2006.11239); the cosine: Nichol and Dhariwal, 2021 (arXiv:2102.09672); the
     scaled one: Rombach et al., Latent Diffusion, 2022 (arXiv:2112.10752).
@@ -35,6 +37,7 @@ class NoiseConfig:
     betas: Literal["linear", "scaled_linear", "cosine"] = "linear"
     beta_start: NonNegativeFloat = 1e-4
     beta_end: NonNegativeFloat = 0.02
+    zero_snr: bool = False
 
     def __post_init__(self) -> None:
         if not self.beta_start <= self.beta_end < 1.0:
@@ -45,8 +48,10 @@ class NoiseConfig:
     def alphas_and_sigmas(self) -> tuple[Weights, Weights]:
         """alpha_t and sigma_t for t = 0 .. steps - 1, float64."""
         # In float64, because a product of a thousand factors near 1 loses digits in float32.
-        bar = np.cumprod(1.0 - self._betas())
-        return np.sqrt(bar), np.sqrt(1.0 - bar)
+        alphas = np.sqrt(np.cumprod(1.0 - self._betas()))
+        if self.zero_snr:
+            alphas = (alphas - alphas[-1]) * alphas[0] / (alphas[0] - alphas[-1])
+        return alphas, np.sqrt(1.0 - alphas**2)
 
     def _betas(self) -> Weights:
         if self.betas == "cosine":

@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,15 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import tokenizers
 from flax import nnx
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Int32
 
 from stack_core.abi.errors import ConversionError
 from stack_train.data.tokenizer import HuggingFaceTokenizer
-from stack_train.diffusion.clip import ClipText
 from stack_train.diffusion.denoiser import Condition
-from stack_train.diffusion.t5 import T5Encoder
 
-__all__ = ["PromptTokenizer", "TextEncoders", "load_prompt_tokenizer"]
+__all__ = ["PromptTokenizer", "TextEncoder", "TextEncoders", "load_prompt_tokenizer"]
 
 _VOCABULARY, _MERGES, _CONFIG = "vocab.json", "merges.txt", "tokenizer_config.json"
 _START, _END = "<|startoftext|>", "<|endoftext|>"
@@ -126,34 +124,44 @@ def _clip_tokenizer(directory: Path) -> HuggingFaceTokenizer:
 
 
 @dataclass(frozen=True)
-class TextEncoders:
-    """Encoders of a Flux's condition: T5 for the tokens, CLIP for the vector."""
+class TextEncoder:
+    """A text encoder and its tokenizer."""
 
-    clip: ClipText
-    clip_tokenizer: PromptTokenizer
-    t5: T5Encoder
-    t5_tokenizer: PromptTokenizer
+    model: Any
+    tokenizer: PromptTokenizer
+
+
+@dataclass(frozen=True)
+class TextEncoders:
+    """The text encoders of a denoiser.
+
+    Attributes:
+      encoders: the encoders by their folder in a diffusers directory.
+      condition: makes the condition of their outputs, in the same order.
+    """
+
+    encoders: Mapping[str, TextEncoder]
+    condition: Callable[[Sequence[Any]], Condition]
 
     def __call__(self, prompts: Sequence[str]) -> Condition:
-        """Returns "text", [prompts, tokens, text_dim], and "pooled", [prompts, pooled_dim], in float32."""
-        clip_ids, t5_ids = self.clip_tokenizer(prompts), self.t5_tokenizer(prompts)
-        pooled, text = self._encode(jnp.asarray(clip_ids), jnp.asarray(t5_ids))
-        return {"text": text, "pooled": pooled}
+        """Returns "text", [prompts, tokens, text_dim], and for some "pooled", [prompts, pooled_dim], in float32."""
+        return self._encode([jnp.asarray(each.tokenizer(prompts)) for each in self.encoders.values()])
 
     @cached_property
     def _encode(self) -> Any:
         # The parameters are an argument, since XLA would otherwise compile them into the program as constants.
-        graphs, states = zip(*(nnx.split(model) for model in (self.clip, self.t5)), strict=True)
+        graphs, states = zip(*(nnx.split(each.model) for each in self.encoders.values()), strict=True)
 
         @jax.jit
-        def encode(
-            states: Sequence[Any], clip_ids: Array, t5_ids: Array
-        ) -> tuple[Float[Array, "prompts pooled"], Float[Array, "prompts tokens text"]]:
-            clip, t5 = (nnx.merge(graph, state) for graph, state in zip(graphs, states, strict=True))
-            return clip(clip_ids)[1], t5(t5_ids)
+        def encode(states: Sequence[Any], ids: Sequence[Int32[Array, "prompts tokens"]]) -> Condition:
+            merged = [nnx.merge(graph, state) for graph, state in zip(graphs, states, strict=True)]
+            return self.condition([model(each) for model, each in zip(merged, ids, strict=True)])
 
-        return lambda clip_ids, t5_ids: encode(states, clip_ids, t5_ids)
+        return lambda ids: encode(states, ids)
 
     def sizes(self) -> Mapping[str, int]:
-        """Number of features of each condition array, by field of the denoiser's config."""
-        return {"text_dim": self.t5.config.embed, "pooled_dim": self.clip.config.embed}
+        """Sizes of the condition by field of the denoiser's config; a `pooled_dim` of 0 if there is no such array."""
+        ids = [jax.ShapeDtypeStruct((1, each.tokenizer.tokens), jnp.int32) for each in self.encoders.values()]
+        shapes = {name: array.shape for name, array in jax.eval_shape(self._encode, ids).items()}
+        pooled_dim = shapes["pooled"][1] if "pooled" in shapes else 0
+        return {"text_tokens": shapes["text"][1], "text_dim": shapes["text"][2], "pooled_dim": pooled_dim}

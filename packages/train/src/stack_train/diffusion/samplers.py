@@ -1,39 +1,53 @@
 """Samplers as tables: each step is one linear combination, so that one compiled scan runs every sampler.
 
-A noisy image is x = alpha x0 + sigma e. A denoiser's prediction m gives an estimate of the image, d = p x + q m,
-and a sampler continues with less noise by
+A noisy image is x = alpha x0 + sigma e. Of a denoiser's prediction m a row keeps h_0 = p x + q m, for most samplers
+the estimate of the image, and a sampler continues with less noise by
 
-    x' = a x + b d + c d' + n z
+    x' = a x + sum_i b_i h_i + n z
 
-with d' the estimate of the previous row and z new noise. All samplers use this scale of x. In it, the Euler step of
-Karras et al., y' = y + (s' - s) (y - d) / s with y = x / alpha and s = sigma / alpha, equals the DDIM step,
+with h_i the h_0 of i rows before and z new noise. All samplers use this scale of x. In it, the Euler step of Karras et
+al., y' = y + (s' - s) (y - d) / s with y = x / alpha, s = sigma / alpha and d the image, equals the DDIM step,
 
     x' = (sigma' / sigma) x + (alpha' - alpha sigma' / sigma) d,
 
 and if alpha = 1 - sigma it is the step of a flow, x + (sigma' - sigma) m.
 
-Sources: Song et al., DDIM, 2020 (arXiv:2010.02502); Karras et al., EDM, 2022 (arXiv:2206.00364), for Euler and Heun; Lu
-et al., DPM-Solver++, 2022 (arXiv:2211.01095).
+Sources: Song et al., DDIM, 2020 (arXiv:2010.02502); Liu et al., PNDM, 2022 (arXiv:2202.09778); Karras et al., EDM, 2022
+(arXiv:2206.00364), for Euler and Heun; Lu et al., DPM-Solver++, 2022 (arXiv:2211.01095).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key
-from pydantic import Field, NonNegativeFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from stack_core.abi.config import config
+from stack_core.abi.config import changed_fields, config, parse, to_mapping
 from stack_core.abi.errors import ConfigError
-from stack_train.diffusion.denoiser import TIMESTEPS, Condition, Denoiser, Images, Predicted, positive
-from stack_train.diffusion.noise import FlowConfig, NoiseConfig, Prediction, Schedule
+from stack_train.diffusion.denoiser import Condition, Denoiser, Images, Predicted, positive
+from stack_train.diffusion.levels import Levels, SigmaSpacing, Spacing, flow_levels, schedule_levels
+from stack_train.diffusion.noise import FlowConfig, Prediction, Schedule
 
-__all__ = ["Levels", "SamplerConfig", "Table", "guided", "levels_of", "sample", "table_of"]
+__all__ = ["SamplerConfig", "SamplerName", "Table", "guided", "levels_of", "sample", "table_of"]
 
-Spacing = Literal["leading", "trailing", "linspace"]
+SamplerName: TypeAlias = Literal[
+    "euler",
+    "euler_ancestral",
+    "ddim",
+    "heun",
+    "plms",
+    "dpmpp_2m",
+    "dpmpp_3m",
+    "dpmpp_2m_sde",
+    "dpmpp_3m_sde",
+]
+_DPMPP = ("dpmpp_2m", "dpmpp_3m", "dpmpp_2m_sde", "dpmpp_3m_sde")
+_FEW_STEPS = 15  # below which DPM-Solver++ ends with lower orders
+_FIXED = 5  # columns of a table before those of the history
 
 
 @config
@@ -41,22 +55,44 @@ class SamplerConfig:
     """Settings of a sampler of images.
 
     Attributes:
-      name: "euler" takes a straight step, "ddim" the same and, with `eta`, new noise; "heun" corrects each step by a
-        second call of the denoiser; "dpmpp_2m" is DPM-Solver++, which corrects with the previous step.
+      name: "euler" takes a straight step, "ddim" the same and, with `eta`, new noise; "euler_ancestral" adds as much
+        noise as DDPM; "heun" corrects each step by a second call of the denoiser; "plms" extrapolates the noise from
+        up to four steps; "dpmpp_2m" and "dpmpp_3m" are DPM-Solver++, which extrapolates the image from two or three
+        steps, and with "_sde" adds noise.
       steps: number of steps from noise to image.
-      spacing: spacing of the steps of a discrete schedule: integer strides from its first step ("leading") or its last
-        step ("trailing"), or equal distances ("linspace", the default). Flows do not support it.
+      spacing: spacing of the steps of a discrete schedule: integer strides from its first step ("leading", the default
+        and only spacing of plms) or its last step ("trailing"), or equal distances ("linspace", the default). Flows do
+        not support it.
+      steps_offset: added to the timesteps of leading spacing.
+      sigmas: spacing of the noise levels instead of the timesteps, between the same first and last level: "karras",
+        "exponential", "beta", or, with dpmpp samplers, "lu".
+      sigma_min, sigma_max: last and first level of `sigmas`, as noise to image ratio; by default those of the
+        timesteps.
+      terminal: stretches a flow's times so that the last one is this.
+      final: whether the last step leads to no noise ("zero") or to the schedule's lowest level ("min").
       eta: fraction of DDPM's noise that DDIM adds.
+      correction: form of the second-order term of DPM-Solver++.
+      lower_order_final: DPM-Solver++ of fewer than 15 steps ends with lower orders, which is more stable.
+      euler_at_final: DPM-Solver++ ends with an Euler step also if `final` is "min".
       guidance: w of m = m_none + w (m_condition - m_none); 1 evaluates only the conditional prediction.
       guidance_rescale: fraction by which the standard deviation added by guidance is reduced.
 
     Sources: guidance: Ho and Salimans, 2022 (arXiv:2207.12598); its rescale: Lin et al., 2023 (arXiv:2305.08891).
     """
 
-    name: Literal["ddim", "euler", "heun", "dpmpp_2m"] = "euler"
+    name: SamplerName = "euler"
     steps: PositiveInt = 50
     spacing: Spacing | None = None
+    steps_offset: NonNegativeInt = 0
+    sigmas: SigmaSpacing | None = None
+    sigma_min: PositiveFloat | None = None
+    sigma_max: PositiveFloat | None = None
+    terminal: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    final: Literal["zero", "min"] = "zero"
     eta: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    correction: Literal["midpoint", "heun"] = "midpoint"
+    lower_order_final: bool = True
+    euler_at_final: bool = False
     guidance: NonNegativeFloat = 1.0
     guidance_rescale: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
 
@@ -68,91 +104,127 @@ class SamplerConfig:
                 f"guidance_rescale={self.guidance_rescale} takes back contrast that guidance adds, and guidance is 1, "
                 "which adds none. Set guidance above 1, or guidance_rescale to 0."
             )
+        self._check_levels()
+        multistep = ("correction", "lower_order_final", "euler_at_final")
+        if self.name not in _DPMPP and (unused := changed_fields(self, multistep)):
+            raise ConfigError(f"{' and '.join(unused)} would have no effect on {self.name}. Leave it out.")
 
+    def _check_levels(self) -> None:
+        """Checks the settings of noise levels."""
+        if self.name == "plms" and self.spacing not in (None, "leading"):
+            raise ConfigError(f"spacing={self.spacing!r}: plms steps by equal numbers of timesteps. Set it to leading.")
+        if self.steps_offset and self.spacing != "leading":
+            raise ConfigError(f"steps_offset={self.steps_offset} shifts leading steps only. Set spacing to leading.")
+        for name, reader in (("sigma_min", self.sigmas), ("sigma_max", self.sigmas)):
+            if getattr(self, name) is not None and reader is None:
+                raise ConfigError(f"{name}={getattr(self, name)} bounds `sigmas`, which is unset. Set it to karras.")
+        if self.sigmas and self.name in ("ddim", "plms"):
+            raise ConfigError(f"sigmas={self.sigmas!r}: {self.name} steps along whole timesteps. Leave it out.")
+        if self.sigmas == "lu" and self.name not in _DPMPP:
+            raise ConfigError(f"sigmas='lu' is for {', '.join(_DPMPP)}, not {self.name}. Set it to karras.")
+        if self.final == "min" and self.name in ("heun", "euler_ancestral"):
+            raise ConfigError(f"final='min': {self.name} always ends without noise. Leave it out.")
 
-@dataclass(frozen=True)
-class Levels:
-    """The noise levels of a sampler in descending order, ending without noise.
+    def changed(self, settings: Mapping[str, Any]) -> "SamplerConfig":
+        """Returns a copy with some settings changed; another sampler keeps only the spacing, as in diffusers.
 
-    Attributes:
-      timesteps: timestep inputs of the denoiser, [steps].
-      alphas, sigmas: coefficients of each level and of the final image, [steps + 1].
-      scales: k, [steps + 1]: y = x / k goes along a straight line while d stays, with s = sigma / k as its time.
-    """
+        Raises:
+          ConfigError: the settings do not fit each other.
+        """
+        kept = dict(to_mapping(self))
+        if settings.get("name", self.name) != self.name:
+            kept = {name: kept[name] for name in ("spacing", "steps_offset", "guidance")}
+        if settings.get("spacing", "leading") != "leading":
+            kept.pop("steps_offset")
+        return parse(SamplerConfig, {**kept, **settings}, path="sampler")
 
-    timesteps: np.ndarray
-    alphas: np.ndarray
-    sigmas: np.ndarray
-    scales: np.ndarray
+    @property
+    def order(self) -> int:
+        """Number of predictions that a step of DPM-Solver++ combines."""
+        return 3 if self.name.startswith("dpmpp_3m") else 2
 
 
 @dataclass(frozen=True)
 class Table:
-    """A sampler: `rows`, [rows, 7], of timestep, p, q, a, b, c and n as defined in the module's docstring."""
+    """A sampler as defined in the module's docstring.
+
+    Attributes:
+      rows: [rows, 5 + history], of timestep, p, q, a, n and the coefficients b.
+      start: standard deviation of the initial noise.
+    """
 
     rows: np.ndarray
+    start: float = 1.0
 
 
-def levels_of(schedule: Schedule, steps: int, spacing: Spacing | None = None) -> Levels:
-    """Returns the noise levels for a number of steps; a flow takes equal steps in time and then shifts them.
+def levels_of(schedule: Schedule, sampler: SamplerConfig) -> Levels:
+    """Returns the noise levels of a sampler; a flow takes equal steps in time and then shifts them.
 
     Raises:
-      ConfigError: the schedule has fewer steps, or `spacing` is set for a flow.
+      ConfigError: the schedule has fewer steps, or a setting does not apply to it.
     """
     if isinstance(schedule, FlowConfig):
-        if spacing is not None:
+        if sampler.spacing is not None:
             raise ConfigError(
-                f"spacing={spacing!r} chooses among the whole timesteps of a schedule of betas; this model was trained "
-                "by flow matching, whose steps are equal in time. Leave it out."
+                f"spacing={sampler.spacing!r} chooses among the whole timesteps of a schedule of betas; this model was "
+                "trained by flow matching, whose steps are equal in time. Leave it out."
             )
-        sigmas = np.append(schedule.shifted(np.linspace(1.0, 1.0 / steps, steps)), 0.0)
-        return Levels(sigmas[:-1] * TIMESTEPS, 1.0 - sigmas, sigmas, np.ones_like(sigmas))
-    return _discrete_levels(schedule, steps, spacing or "linspace")
-
-
-def _discrete_levels(schedule: NoiseConfig, steps: int, spacing: Spacing) -> Levels:
-    if steps > schedule.steps:
-        raise ConfigError(f"{steps} steps are more than the {schedule.steps} of the noise schedule. Take fewer.")
-    last = schedule.steps - 1
-    match spacing:
-        case "leading":
-            timesteps = (np.arange(steps) * (schedule.steps // steps))[::-1].astype(np.float64)
-        case "trailing":
-            timesteps = np.round(np.arange(schedule.steps, 0, -schedule.steps / steps)[:steps]) - 1.0
-        case "linspace":
-            timesteps = np.linspace(0.0, last, steps)[::-1] if steps > 1 else np.array([float(last)])
-    alphas, sigmas = schedule.alphas_and_sigmas()
-    ratios = np.interp(timesteps, np.arange(schedule.steps), sigmas / alphas)  # timesteps may be fractional
-    # alpha from sigma / alpha, since alpha^2 + sigma^2 = 1.
-    kept = np.append(1.0 / np.sqrt(1.0 + ratios**2), 1.0)
-    return Levels(timesteps, kept, np.append(ratios, 0.0) * kept, kept)
+        if sampler.name == "plms" or sampler.final == "min":
+            raise ConfigError(
+                f"name={sampler.name!r} and final={sampler.final!r}: plms and a last level above 0 are for schedules "
+                "of betas; this model was trained by flow matching. Take euler, heun or dpmpp_2m."
+            )
+        return flow_levels(schedule, sampler)
+    if sampler.terminal is not None:
+        raise ConfigError(f"terminal={sampler.terminal} is the last time of a flow; the model has a schedule of betas.")
+    return schedule_levels(schedule, sampler)
 
 
 def table_of(sampler: SamplerConfig, levels: Levels, prediction: Prediction) -> Table:
-    """The rows of a sampler on given levels, for a denoiser that says `prediction`."""
-    return Table(np.concatenate([_of_step(sampler, levels, step, prediction) for step in range(len(levels.timesteps))]))
+    """The rows of a sampler on given levels, for a denoiser that says `prediction`.
+
+    Raises:
+      ConfigError: the first level is pure noise, of which noise predictions cannot say the image.
+    """
+    if prediction == "epsilon" and not levels.alphas.all():
+        raise ConfigError(
+            "The first timestep is pure noise, where a prediction of noise has no image; train v instead."
+        )
+    if sampler.name == "plms":
+        rows = _plms(levels, prediction)
+    else:
+        rows = [row for step in range(len(levels.timesteps)) for row in _of_step(sampler, levels, step, prediction)]
+    width = max(map(len, rows))
+    return Table(np.array([row + [0.0] * (width - len(row)) for row in rows]), levels.start)
 
 
-def _of_step(sampler: SamplerConfig, levels: Levels, step: int, prediction: Prediction) -> np.ndarray:
-    def row(level: int, *coefficients: float) -> list[float]:
+def _of_step(sampler: SamplerConfig, levels: Levels, step: int, prediction: Prediction) -> list[list[float]]:
+    """Lists the rows of one step, each timestep, p, q, a, n and b."""
+
+    def row(level: int, a: float, *b: float, noise: float = 0.0) -> list[float]:
         expected = _expected(prediction, levels.alphas[level], levels.sigmas[level])
-        return [levels.timesteps[level], *expected, *coefficients]
+        return [levels.timesteps[level], *expected, a, noise, *b]
 
-    euler = row(step, *_euler(levels, step), 0.0, 0.0)
-    # The last step ends without noise: Euler's step is exact, and corrections would divide by zero.
+    euler = row(step, *_euler(levels, step))
+    # A step that ends without noise is Euler's, which is exact; corrections would divide by zero.
+    ends = not levels.next_sigmas[step]
     match sampler.name:
-        case "heun" if levels.sigmas[step + 1]:
-            return np.array([euler, row(step + 1, 1.0, *_heun_correction(levels, step), 0.0)])
-        # The first step lacks an earlier estimate.
-        case "dpmpp_2m" if step and levels.sigmas[step + 1]:
-            return np.array([row(step, *_dpmpp_2m(levels, step), 0.0)])
-        case "ddim" if sampler.eta and levels.sigmas[step + 1]:
-            return np.array([row(step, *_ddim(levels, step, sampler.eta))])
-    return np.array([euler])
+        case "heun" if not ends:
+            return [euler, row(step + 1, 1.0, *_heun_correction(levels, step))]
+        case "ddim" if sampler.eta and not ends:
+            *coefficients, noise = _ddim(levels, step, sampler.eta)
+            return [row(step, *coefficients, noise=noise)]
+        case "euler_ancestral" if not ends:
+            *coefficients, noise = _ancestral(levels, step)
+            return [row(step, *coefficients, noise=noise)]
+        case "dpmpp_2m" | "dpmpp_3m" | "dpmpp_2m_sde" | "dpmpp_3m_sde" if not ends:
+            a, b, noise = _dpmpp(sampler, levels, step)
+            return [row(step, a, *b, noise=noise)]
+    return [euler]
 
 
 def _expected(prediction: Prediction, alpha: float, sigma: float) -> tuple[float, float]:
-    """p and q of d = p x + q m."""
+    """p and q of the image d = p x + q m."""
     match prediction:
         case "epsilon":
             return 1.0 / alpha, -sigma / alpha
@@ -164,36 +236,117 @@ def _expected(prediction: Prediction, alpha: float, sigma: float) -> tuple[float
 
 def _euler(levels: Levels, step: int) -> tuple[float, float]:
     """a and b."""
-    ratio = levels.sigmas[step + 1] / levels.sigmas[step]
-    return ratio, levels.alphas[step + 1] - levels.alphas[step] * ratio
+    ratio = levels.next_sigmas[step] / levels.sigmas[step]
+    return ratio, levels.next_alphas[step] - levels.alphas[step] * ratio
 
 
-def _ddim(levels: Levels, step: int, eta: float) -> tuple[float, float, float, float]:
-    """Returns a, b, c and n; n is the part of the next level's noise that is new."""
-    ratio = levels.sigmas[step + 1] / levels.sigmas[step]
-    noise = eta * ratio * np.sqrt(1.0 - (levels.alphas[step] / levels.alphas[step + 1]) ** 2)
-    kept = np.sqrt(levels.sigmas[step + 1] ** 2 - noise**2) / levels.sigmas[step]
-    return kept, levels.alphas[step + 1] - levels.alphas[step] * kept, 0.0, noise
+def _ddim(levels: Levels, step: int, eta: float) -> tuple[float, float, float]:
+    """Returns a, b and n; n is the part of the next level's noise that is new."""
+    alpha, next_alpha, next_sigma = levels.alphas[step], levels.next_alphas[step], levels.next_sigmas[step]
+    noise = eta * next_sigma / levels.sigmas[step] * np.sqrt(1.0 - (alpha / next_alpha) ** 2)
+    kept = np.sqrt(next_sigma**2 - noise**2) / levels.sigmas[step]
+    return kept, next_alpha - alpha * kept, noise
+
+
+def _ancestral(levels: Levels, step: int) -> tuple[float, float, float]:
+    """Returns a, b and n: an Euler step to less noise than the next level has, and new noise up to it."""
+    ratio = levels.sigmas[step] / levels.scales[step]
+    next_scale = levels.next_scales[step]
+    next_ratio = levels.next_sigmas[step] / next_scale
+    noise = np.sqrt(next_ratio**2 * (ratio**2 - next_ratio**2) / ratio**2)
+    kept = np.sqrt(next_ratio**2 - noise**2) / ratio
+    # y' = kept y + (1 - kept) d + noise z, in the scale of x, where a flow's d has scale 1 as well.
+    a = next_scale / levels.scales[step] * kept
+    return a, levels.next_alphas[step] - levels.alphas[step] * a, next_scale * noise
 
 
 def _heun_correction(levels: Levels, step: int) -> tuple[float, float]:
-    """b and c of the row after Euler's: the mean of the slopes at both ends, (y - d') / s and (y' - d) / s'.
+    """b of the row after Euler's: the mean of the slopes at both ends, (y - d') / s and (y' - d) / s'.
 
     As Euler's y' is on the line from y to d', their mean leads to y' + (1 - r) / (2 r) (d - d') with r = s' / s.
     """
-    next_scale = levels.scales[step + 1]
-    ratio = (levels.sigmas[step + 1] * levels.scales[step]) / (next_scale * levels.sigmas[step])
+    next_scale = levels.next_scales[step]
+    ratio = (levels.next_sigmas[step] * levels.scales[step]) / (next_scale * levels.sigmas[step])
     change = next_scale * (1.0 - ratio) / (2.0 * ratio)
     return change, -change
 
 
-def _dpmpp_2m(levels: Levels, step: int) -> tuple[float, float, float]:
-    """a, b and c: Euler's step to where the last two expected images lead, by the logarithm of alpha / sigma."""
-    with np.errstate(divide="ignore"):  # pure noise, where it is -inf: the step from there says nothing
-        before, now, after = np.log(levels.alphas[step - 1 : step + 2] / levels.sigmas[step - 1 : step + 2])
-    a, b = _euler(levels, step)
-    ahead = (after - now) / (2.0 * (now - before))
-    return a, b * (1.0 + ahead), -b * ahead
+def _dpmpp(sampler: SamplerConfig, levels: Levels, step: int) -> tuple[float, np.ndarray, float]:
+    """a, b and n: integrates a polynomial through the last images, in the logarithm of alpha / sigma."""
+    with np.errstate(divide="ignore"):  # pure noise, where it is -inf: the step from there counts for nothing
+        now, before, earlier = (
+            np.log(levels.alphas[at] / levels.sigmas[at]) for at in (step, max(step - 1, 0), max(step - 2, 0))
+        )
+    alpha, sigma = levels.next_alphas[step], levels.next_sigmas[step]
+    h = np.log(alpha / sigma) - now
+    noisy = sampler.name.endswith("sde")
+    # Twice as far with noise: exp(-2 h) in the place of exp(-h).
+    reach = 2.0 * h if noisy else h
+    left = np.expm1(-reach)
+    a = sigma / levels.sigmas[step] * (np.exp(-h) if noisy else 1.0)
+    b = np.array([-alpha * left, 0.0, 0.0])
+    order = _order(sampler, levels, step)
+    if order > 1:
+        ahead = (now - before) / h
+        slope = np.array([1.0, -1.0, 0.0]) / ahead
+        if order == 2:
+            midpoint = sampler.correction == "midpoint"
+            b += alpha * (-0.5 * left if midpoint else left / reach + 1.0) * slope
+        else:
+            further = (before - earlier) / h
+            bend = (slope - np.array([0.0, 1.0, -1.0]) / further) / (ahead + further)
+            slope = slope + ahead * bend
+            # diffusers subtracts the half with noise, too, where the term does not vanish for small steps.
+            half = -0.5 if noisy else 0.5
+            b += alpha * (left / reach + 1.0) * slope - alpha * ((left + reach) / reach**2 - half) * bend
+    return a, b, sigma * np.sqrt(-left) if noisy else 0.0
+
+
+def _order(sampler: SamplerConfig, levels: Levels, step: int) -> int:
+    """Number of images that a step of DPM-Solver++ combines; the first steps have fewer."""
+    order, steps = min(sampler.order, step + 1), len(levels.timesteps)
+    few = sampler.lower_order_final and steps < _FEW_STEPS
+    if step == steps - 1 and (few or sampler.euler_at_final):
+        return 1
+    return min(order, 2) if step == steps - 2 and few else order
+
+
+def _plms(levels: Levels, prediction: Prediction) -> list[list[float]]:
+    """Lists the rows of PLMS, which keeps predictions: p = 0 and q = 1.
+
+    The first step is taken twice, the second time with the mean of the predictions at both of its ends. As in
+    diffusers, the prediction at its end is computed again and the former is dropped.
+    """
+
+    def row(level: int, timestep: float, *weights: float) -> list[float]:
+        now = levels.alphas[level], levels.sigmas[level], levels.next_alphas[level], levels.next_sigmas[level]
+        a, b = _transfer(prediction, *now)
+        return [timestep, 0.0, 1.0, a, 0.0, *(b * weight for weight in weights)]
+
+    timesteps = levels.timesteps
+    first = row(0, timesteps[0], 1.0)
+    if len(timesteps) == 1:
+        return [first]
+    b = first[_FIXED]
+    # x before the first step is (x - b h_1) / a, and a cancels.
+    again = [timesteps[1], 0.0, 1.0, 1.0, 0.0, 0.5 * b, 0.5 * b - b]
+    weights = [(1.5, 0.0, -0.5), (23 / 12, -16 / 12, 0.0, 5 / 12), (55 / 24, -59 / 24, 37 / 24, 0.0, -9 / 24)]
+    later = (55 / 24, -59 / 24, 37 / 24, -9 / 24)
+    following = [
+        row(step, timesteps[step], *(weights[step - 1] if step <= len(weights) else later))
+        for step in range(1, len(timesteps))
+    ]
+    return [first, again, *following]
+
+
+def _transfer(
+    prediction: Prediction, alpha: float, sigma: float, next_alpha: float, next_sigma: float
+) -> tuple[float, float]:
+    """a and b of DDIM's step, with a prediction in the place of the image."""
+    ratio = next_sigma / sigma
+    to_image = next_alpha - alpha * ratio
+    p, q = _expected(prediction, alpha, sigma)
+    return ratio + to_image * p, to_image * q
 
 
 def sample(
@@ -203,26 +356,27 @@ def sample(
 
     Args:
       denoise: (noisy images, timestep) -> prediction.
-      noise: normal noise in the shape of the images.
+      noise: normal noise in the shape of the images, with the standard deviation `table.start`.
       keys: PRNG key of each image, for the noise that rows add. An image does not depend on the others. The initial
         noise may come from the same keys, because rows fold their number into them.
     """
     # Known before tracing, so deterministic samplers generate no random numbers.
-    adds_noise = bool(table.rows[:, -1].any())
+    adds_noise = bool(table.rows[:, _FIXED - 1].any())
+    depth = table.rows.shape[1] - _FIXED
 
-    def step(carry: tuple[Images, Images], row: tuple[Array, Array]) -> tuple[tuple[Images, Images], None]:
-        (x, before), ((timestep, p, q, a, b, c, n), number) = carry, row
-        expected = p * x + q * denoise(x, timestep)
-        following = a * x + b * expected + c * before
+    def step(carry: tuple[Images, Sequence[Images]], row: tuple[Array, Array]) -> tuple[Any, None]:
+        (x, before), ((timestep, p, q, a, n, *b), number) = carry, row
+        history = [p * x + q * denoise(x, timestep), *before]
+        following = a * x + sum(weight * each for weight, each in zip(b, history, strict=True))
         if adds_noise:
             row_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, number)
             following += n * jax.vmap(lambda key: jax.random.normal(key, x.shape[1:]))(row_keys)
-        return (following, expected), None
+        return (following, history[:-1]), None
 
     # float32 only here: the coefficients are differences of close numbers, so NumPy computes them in float64.
     rows = (jnp.asarray(table.rows, jnp.float32), jnp.arange(len(table.rows)))
-    # c is 0 in the first row, so the initial estimate is never used.
-    (images, _), _ = jax.lax.scan(step, (noise, jnp.zeros_like(noise)), rows)
+    # The first rows have no weights for a history, so its initial values are never used.
+    (images, _), _ = jax.lax.scan(step, (noise, [jnp.zeros_like(noise)] * (depth - 1)), rows)
     return images
 
 

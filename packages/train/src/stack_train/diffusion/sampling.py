@@ -1,7 +1,7 @@
 """Images from the model of a run, or from a diffusers directory."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from jaxtyping import UInt8
 from stack_core.abi.errors import ConfigError, ConversionError, GenerationError
 from stack_core.abi.local_paths import hub_advice, local_path
 from stack_train.data.image_batches import as_pixels
-from stack_train.data.kinds.captioned import CaptionedData, EncoderIdentity
+from stack_train.data.kinds.captioned import CaptionedData, EncoderIdentity, drops_to_empty_prompt
 from stack_train.diffusion.denoiser import Condition, Denoiser, ImagesConfig, image_tokens
 from stack_train.diffusion.objectives import Denoises
 from stack_train.diffusion.pipeline import INDEX, Encoders, open_encoders, open_pipeline
@@ -35,6 +35,8 @@ class ImageSampler:
       objective: by which it was trained.
       step: training steps done; None of a directory that does not say.
       encoders: of prompts and latents; None of a model of pixels.
+      sampler: settings of the directory's scheduler, or the defaults.
+      size: height and width of the denoiser's input; None is the square of the config.
     """
 
     model: Denoiser
@@ -42,6 +44,13 @@ class ImageSampler:
     objective: Denoises
     step: int | None
     encoders: Encoders | None = None
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    size: tuple[int, int] | None = None
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Height and width of the denoiser's input."""
+        return self.size or (self.config.image_size, self.config.image_size)
 
     def images(
         self, labels: Sequence[int], sampler: SamplerConfig, *, seed: int = 0
@@ -68,24 +77,36 @@ class ImageSampler:
         return as_pixels(self._sampled(condition, len(labels), sampler, seed))
 
     def images_of(
-        self, prompts: Sequence[str], sampler: SamplerConfig, *, seed: int = 0, embedded_guidance: float | None = None
+        self,
+        prompts: Sequence[str],
+        sampler: SamplerConfig,
+        *,
+        negative: Sequence[str] | None = None,
+        seed: int = 0,
+        embedded_guidance: float | None = None,
     ) -> UInt8[np.ndarray, "images height width channels"]:
         """Samples one image per prompt. Prompts that are too long are truncated with a warning.
 
         Args:
+          negative: what each image is not to show; used by guidance only.
           seed: as for `images`.
           embedded_guidance: guidance scale, an input of guidance-distilled models; None uses the config's.
 
         Raises:
-          GenerationError: the model takes no prompts, or no guidance as an input.
+          GenerationError: the model takes no prompts, or no guidance as an input; or there are negative prompts and no
+            guidance.
         """
+        if getattr(self.config, "extra_channels", 0):
+            raise GenerationError(
+                "The model fills the masked part of an image; it makes no images of prompts alone.", parameter="prompt"
+            )
         if self.encoders is None:
             raise GenerationError(
-                f"A {type(self.model).__name__} takes no prompts; give --label, or a model that is told a text, "
-                "such as flux.",
+                f"A {type(self.model).__name__} takes no prompts; give --label, or a model that is conditioned on "
+                "texts, such as flux or unet.",
                 parameter="prompt",
             )
-        condition = dict(self.encoders.text(prompts))
+        condition = self._condition(prompts, negative, sampler)
         if embedded_guidance is not None:
             if getattr(self.config, "guidance", None) is None:
                 raise GenerationError("The model takes no guidance as an input.", parameter="embedded_guidance")
@@ -94,14 +115,37 @@ class ImageSampler:
         graph, state = nnx.split(self.encoders.autoencoder)
         return as_pixels(jax.jit(lambda state, latents: nnx.merge(graph, state).images_of(latents))(state, latents))
 
-    def _sampled(self, condition: Condition, count: int, sampler: SamplerConfig, seed: int) -> jax.Array:
-        """Samples images or latents with the denoiser."""
+    def _condition(
+        self, prompts: Sequence[str], negative: Sequence[str] | None, sampler: SamplerConfig
+    ) -> dict[str, jax.Array]:
+        """Encodes prompts, and with guidance what they are compared with."""
+        encoders: Any = self.encoders
+        condition = dict(encoders.text(prompts))
+        if negative is not None and sampler.guidance == 1.0:
+            raise GenerationError(
+                "Negative prompts act through guidance, which is 1. Set guidance above 1.", parameter="negative"
+            )
+        if negative is None and drops_to_empty_prompt(self.config):
+            negative = [""] * len(prompts)
+        if negative is not None and sampler.guidance != 1.0:
+            condition |= {f"negative_{name}": array for name, array in encoders.text(negative).items()}
+        if getattr(self.config, "size_features", 0):
+            factor = encoders.autoencoder.config.downsampling
+            height, width = (float(side * factor) for side in self.sides)
+            sizes = jnp.array([height, width, 0.0, 0.0, height, width])
+            condition["sizes"] = jnp.broadcast_to(sizes, (len(prompts), len(sizes)))
+        return condition
+
+    def _sampled(
+        self, condition: Condition, count: int, sampler: SamplerConfig, seed: int, *, noise: jax.Array | None = None
+    ) -> jax.Array:
+        """Samples images or latents with the denoiser, from given noise or that of the seed."""
         table = self._table(sampler)
         # The parameters are an argument of the program instead of constants.
         graph, state = nnx.split(self.model)
 
         @jax.jit
-        def run(state: Any, condition: Mapping[str, jax.Array], key: jax.Array) -> jax.Array:
+        def run(state: Any, condition: Mapping[str, jax.Array], key: jax.Array, noise: jax.Array | None) -> jax.Array:
             config = self.config
             denoise = guided(
                 nnx.merge(graph, state),
@@ -110,17 +154,17 @@ class ImageSampler:
                 guidance=sampler.guidance,
                 rescale=sampler.guidance_rescale,
             )
-            shape = (config.image_size, config.image_size, config.channels)
+            shape = (*self.sides, config.channels)
             keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(count))
-            noise = jax.vmap(lambda each: jax.random.normal(each, shape))(keys)
+            if noise is None:
+                noise = jax.vmap(lambda each: jax.random.normal(each, shape))(keys)
             # Channels that predict variances are not sampled.
-            return sample(lambda x, t: denoise(x, t)[..., : config.channels], table, noise, keys=keys)
+            return sample(lambda x, t: denoise(x, t)[..., : config.channels], table, table.start * noise, keys=keys)
 
-        return run(state, condition, jax.random.key(seed))
+        return run(state, condition, jax.random.key(seed), noise)
 
     def _table(self, sampler: SamplerConfig) -> Table:
-        tokens = image_tokens(self.model, self.config.image_size, self.config.image_size)
-        levels = levels_of(self.objective.schedule(tokens), sampler.steps, sampler.spacing)
+        levels = levels_of(self.objective.schedule(image_tokens(self.model, *self.sides)), sampler)
         return table_of(sampler, levels, self.objective.prediction)
 
     def _check(self, labels: Sequence[int]) -> None:
@@ -131,11 +175,12 @@ class ImageSampler:
             )
 
 
-def open_images(address: str, *, size: int | None = None) -> ImageSampler:
+def open_images(address: str, *, size: tuple[int, int] | None = None) -> ImageSampler:
     """Opens a run, or `hf:DIR`, a diffusers directory.
 
     Args:
-      size: height and width of the images; None uses the size in the autoencoder's config, or of the run's images.
+      size: height and width of the images in pixels; None uses the size in the autoencoder's config, or of the run's
+        images.
 
     Raises:
       RunDirectoryError, GenerationError, CheckpointError: see `open_run`.
@@ -147,22 +192,25 @@ def open_images(address: str, *, size: int | None = None) -> ImageSampler:
         raise ConversionError(f"{address} is no directory of a run or of diffusers.{hub_advice(address)}")
     if address.startswith("hf:") or (path / INDEX).is_file():
         pipeline = open_pipeline(path)
-        opened = ImageSampler(pipeline.model, pipeline.config, pipeline.objective, None, pipeline.encoders)
+        parts = pipeline.model, pipeline.config, pipeline.objective
+        opened = ImageSampler(*parts, None, pipeline.encoders, pipeline.sampler)
     else:
         opened = open_run(path)
     return opened if size is None else _sized(opened, size)
 
 
-def _sized(opened: ImageSampler, size: int) -> ImageSampler:
+def _sized(opened: ImageSampler, size: tuple[int, int]) -> ImageSampler:
     if opened.encoders is None:
-        raise ConfigError(f"The model makes images of {opened.config.image_size} pixels; leave --size out.")
+        raise ConfigError(f"The model makes images of {opened.config.image_size} pixels; leave the size out.")
     # The latents must divide into the denoiser's patches.
-    factor = opened.encoders.autoencoder.config.downsampling * getattr(opened.config, "patch", 1)
-    if size < factor or size % factor:
-        raise ConfigError(f"--size is {size}; images of this model have sides of a multiple of {factor} pixels.")
-    config: Any = opened.config
-    sides = size // opened.encoders.autoencoder.config.downsampling
-    return replace(opened, config=replace(config, image_size=sides))
+    downsampling = opened.encoders.autoencoder.config.downsampling
+    factor = downsampling * getattr(opened.config, "patch", 1)
+    if any(side < factor or side % factor for side in size):
+        height, width = size
+        raise ConfigError(
+            f"The size is {width}x{height}; images of this model have sides of a multiple of {factor} pixels."
+        )
+    return replace(opened, size=(size[0] // downsampling, size[1] // downsampling))
 
 
 def open_run(directory: Path) -> ImageSampler:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -24,7 +24,7 @@ from stack_train.data.image_batches import ImageBatches, ImageSettings
 from stack_train.data.image_files import OnUnreadable, read_images
 from stack_train.diffusion.pipeline import Encoders, encoder_files, open_encoders
 
-__all__ = ["ENCODERS", "CaptionedData", "EncoderIdentity"]
+__all__ = ["ENCODERS", "CaptionedData", "EncoderIdentity", "drops_to_empty_prompt"]
 
 ENCODERS = "encoders.json"
 """Name of the file in a run's directory that identifies the encoders used in training."""
@@ -47,6 +47,11 @@ class TextConditioned(Protocol):
     dtype: str
 
 
+def drops_to_empty_prompt(model: Any) -> bool:
+    """Checks whether dropped captions of a denoiser are encoded empty ones, rather than 0."""
+    return not getattr(model, "zero_unconditional", True)
+
+
 @config
 class CaptionedData(ImageSettings):
     """Captioned image files for text-to-image models; needs stack-train[images].
@@ -55,7 +60,9 @@ class CaptionedData(ImageSettings):
     the autoencoder of a diffusers directory, and captions by its text encoders. Both are encoded once and then
     memory-mapped from the user's cache.
 
-    A batch contains "images", the scaled means of the latents; "text" and "pooled", the text conditions; and "weights".
+    A batch contains "images", the scaled means of the latents; "text", the text condition; "weights"; and, depending on
+    the denoiser, "pooled"; "sizes", those of images that are not cropped; and "negative_text", the empty caption, which
+    takes the place of captions that the objective drops.
 
     Attributes:
       source: glob of image files; `**` matches any number of folders.
@@ -74,18 +81,25 @@ class CaptionedData(ImageSettings):
     def spec(self, model: Any) -> Shapes:
         rows, dtype = self.batch_size, jnp.dtype(model.dtype)
         side = model.image_size
-        return {
+        text = jax.ShapeDtypeStruct((rows, model.text_tokens, model.text_dim), dtype)
+        shapes = {
             "images": jax.ShapeDtypeStruct((rows, side, side, model.channels), np.float32),
-            "text": jax.ShapeDtypeStruct((rows, model.text_tokens, model.text_dim), dtype),
-            "pooled": jax.ShapeDtypeStruct((rows, model.pooled_dim), dtype),
+            "text": text,
             "weights": jax.ShapeDtypeStruct((rows,), np.float32),
         }
+        if model.pooled_dim:
+            shapes["pooled"] = jax.ShapeDtypeStruct((rows, model.pooled_dim), dtype)
+        if getattr(model, "size_features", 0):
+            shapes["sizes"] = jax.ShapeDtypeStruct((rows, 6), np.float32)
+        if drops_to_empty_prompt(model):
+            shapes["negative_text"] = text
+        return shapes
 
     def check(self, model: Any) -> None:
         if not isinstance(model, TextConditioned):
             raise ConfigError(
                 f"Data of kind captioned is for denoisers with text conditions, not for family {model.name!r}; use "
-                "flux. An autoencoder trains on kind images."
+                "flux or unet. An autoencoder trains on kind images."
             )
 
     def build(self, *, seed: int, model: Any) -> "CaptionedBatches":
@@ -109,6 +123,12 @@ class CaptionedData(ImageSettings):
         captions = captions_of(images.names)
         identity = EncoderIdentity.of(encoders, model.text_tokens)
         encoded = _encoded(encoders, identity, images.pixels, captions, self.encoded_at_once)
+        if drops_to_empty_prompt(model):
+            empty = _encoded_texts(encoders, identity, [""], self.encoded_at_once)
+            encoded = replace(encoded, empty_text=empty.text[0])
+        if getattr(model, "size_features", 0):
+            side = float(images.pixels.shape[1])
+            encoded = replace(encoded, sizes=np.array([side, side, 0.0, 0.0, side, side], np.float32))
         names = [f"{name}: {caption!r}" for name, caption in zip(images.names, captions, strict=True)]
         rows = _Rows(encoded, names, jnp.dtype(model.dtype), identity)
         return CaptionedBatches(self, rows, seed=seed, identity=identity)
@@ -185,12 +205,16 @@ class _Encoded:
       text: embeddings of the distinct captions' tokens.
       pooled: pooled embeddings of the distinct captions.
       caption_of: row of `text` and `pooled` for each image; images with equal captions share a row.
+      empty_text: embeddings of the empty caption's tokens.
+      sizes: original size, crop and target size of all images.
     """
 
     latents: Float[np.ndarray, "images height width channels"]
     text: Float[np.ndarray, "captions tokens text_dim"]
-    pooled: Float[np.ndarray, "captions pooled_dim"]
+    pooled: Float[np.ndarray, "captions pooled_dim"] | None
     caption_of: Int64[np.ndarray, " images"]
+    empty_text: Float[np.ndarray, "tokens text_dim"] | None = None
+    sizes: Float[np.ndarray, " 6"] | None = None
 
 
 @dataclass(frozen=True)
@@ -215,12 +239,19 @@ class _Rows:
         return np.array([int(digest_of(each.tobytes().hex())[:16], 16) for each in self.encoded.latents], np.uint64)
 
     def arrays(self, places: Int64[np.ndarray, " rows"]) -> dict[str, np.ndarray]:
-        captions = self.encoded.caption_of[places]
-        return {
-            "images": np.asarray(self.encoded.latents[places]),
-            "text": self.encoded.text[captions].astype(self.dtype),
-            "pooled": self.encoded.pooled[captions].astype(self.dtype),
+        encoded, rows = self.encoded, len(places)
+        captions = encoded.caption_of[places]
+        found = {
+            "images": np.asarray(encoded.latents[places]),
+            "text": encoded.text[captions].astype(self.dtype),
         }
+        if encoded.pooled is not None:
+            found["pooled"] = encoded.pooled[captions].astype(self.dtype)
+        if encoded.sizes is not None:
+            found["sizes"] = np.broadcast_to(encoded.sizes, (rows, 6))
+        if encoded.empty_text is not None:
+            found["negative_text"] = np.broadcast_to(encoded.empty_text, found["text"].shape).astype(self.dtype)
+        return found
 
 
 class CaptionedBatches(ImageBatches):
@@ -250,16 +281,27 @@ def _encoded(
     )
     latents = np.load(images / _LATENTS, mmap_mode="r")
     _check_scale(latents, identity)
-    texts = cached(
-        folder / digest_of(identity.digest, different), lambda entry: _write_texts(entry, encoders, different, at_once)
-    )
+    texts = _encoded_texts(encoders, identity, different, at_once)
     places = {caption: place for place, caption in enumerate(different)}
-    return _Encoded(
-        latents,
-        np.load(texts / _TEXT, mmap_mode="r"),
-        np.load(texts / _POOLED, mmap_mode="r"),
-        np.array([places[caption] for caption in captions], np.int64),
+    return _Encoded(latents, texts.text, texts.pooled, np.array([places[caption] for caption in captions], np.int64))
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """Encoded captions; see `_Encoded`."""
+
+    text: Float[np.ndarray, "captions tokens text_dim"]
+    pooled: Float[np.ndarray, "captions pooled_dim"] | None
+
+
+def _encoded_texts(encoders: Encoders, identity: EncoderIdentity, captions: Sequence[str], at_once: int) -> _Texts:
+    """Encodes captions, or maps earlier results from the cache."""
+    folder = cached(
+        user_cache_dir() / "encoded" / digest_of(identity.digest, list(captions)),
+        lambda entry: _write_texts(entry, encoders, captions, at_once),
     )
+    pooled = folder / _POOLED
+    return _Texts(np.load(folder / _TEXT, mmap_mode="r"), np.load(pooled, mmap_mode="r") if pooled.exists() else None)
 
 
 def _write_latents(folder: Path, encoders: Encoders, pixels: np.ndarray, at_once: int) -> None:
@@ -276,7 +318,7 @@ def _write_latents(folder: Path, encoders: Encoders, pixels: np.ndarray, at_once
 def _write_texts(folder: Path, encoders: Encoders, captions: Sequence[str], at_once: int) -> None:
     def conditions(rows: Sequence[str]) -> Mapping[str, np.ndarray]:
         made = encoders.text(list(rows))
-        return {_TEXT: np.asarray(made["text"]), _POOLED: np.asarray(made["pooled"])}
+        return {file: np.asarray(made[name]) for name, file in (("text", _TEXT), ("pooled", _POOLED)) if name in made}
 
     _write_parts(folder, captions, conditions, at_once)
 

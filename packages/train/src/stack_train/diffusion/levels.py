@@ -1,0 +1,143 @@
+"""Noise levels of samplers: which of a schedule's timesteps a sampler visits, and how much noise remains at each.
+
+They are those of diffusers' schedulers, whose spacings round differently by sampler.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from stack_core.abi.errors import ConfigError
+from stack_train.diffusion.denoiser import TIMESTEPS
+from stack_train.diffusion.noise import FlowConfig, NoiseConfig
+
+__all__ = ["Levels", "SigmaSpacing", "Spacing", "flow_levels", "schedule_levels"]
+
+Spacing: TypeAlias = Literal["leading", "trailing", "linspace"]
+SigmaSpacing: TypeAlias = Literal["karras", "exponential", "beta", "lu"]
+
+_RHO = 7.0  # of Karras et al.
+_BETA = 0.6  # both parameters of the beta distribution (Lee et al., 2024, arXiv:2407.12173)
+_WHOLE = ("ddim", "plms")  # samplers whose steps lead to whole timesteps of the schedule
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The noise levels of a sampler in descending order, [steps] each.
+
+    Attributes:
+      timesteps: timestep inputs of the denoiser.
+      alphas, sigmas: coefficients of image and noise at the start of each step.
+      next_alphas, next_sigmas: coefficients at the end of each step.
+      scales, next_scales: k: y = x / k goes along a straight line while d stays, with s = sigma / k as its time.
+      start: standard deviation of the noise to begin with.
+    """
+
+    timesteps: np.ndarray
+    alphas: np.ndarray
+    sigmas: np.ndarray
+    next_alphas: np.ndarray
+    next_sigmas: np.ndarray
+    scales: np.ndarray
+    next_scales: np.ndarray
+    start: float = 1.0
+
+
+def flow_levels(schedule: FlowConfig, sampler: Any) -> Levels:
+    """Returns the levels of a flow for a `SamplerConfig`."""
+    sigmas = schedule.shifted(np.linspace(1.0, 1.0 / sampler.steps, sampler.steps))
+    if sampler.terminal is not None:
+        sigmas = 1.0 - (1.0 - sigmas) * (1.0 - sampler.terminal) / (1.0 - sigmas[-1])
+    if sampler.sigmas is not None:
+        sigmas = _spaced(sampler, sigmas[0], sigmas[-1])
+    after = np.append(sigmas[1:], 0.0)
+    ones = np.ones_like(sigmas)
+    return Levels(sigmas * TIMESTEPS, 1.0 - sigmas, sigmas, 1.0 - after, after, ones, ones)
+
+
+def schedule_levels(schedule: NoiseConfig, sampler: Any) -> Levels:
+    """Returns the levels of a schedule of betas for a `SamplerConfig`.
+
+    Raises:
+      ConfigError: the schedule has fewer steps.
+    """
+    steps, whole = sampler.steps, sampler.name in _WHOLE
+    # DPM-Solver++ divides the schedule into one more step, and leaves the last one out.
+    if steps + sampler.name.startswith("dpmpp") > schedule.steps:
+        raise ConfigError(f"{steps} steps are more than the {schedule.steps} of the noise schedule. Take fewer.")
+    alphas, sigmas = schedule.alphas_and_sigmas()
+    if not alphas[-1] and not whole:
+        alphas[-1] = 2.0**-12  # as in diffusers, where other samplers would divide by zero
+        sigmas[-1] = np.sqrt(1.0 - alphas[-1] ** 2)
+    timesteps = _timesteps(schedule, sampler)
+    if whole:
+        return _whole_levels(schedule, sampler, timesteps, alphas, sigmas)
+    every = sigmas / alphas
+    ratios = np.interp(timesteps, np.arange(schedule.steps), every)  # timesteps may be fractional
+    if sampler.sigmas is not None:
+        multistep = sampler.name.startswith("dpmpp")
+        first, last = (every[-1], every[0]) if multistep else (ratios[0], ratios[-1])
+        ratios = _spaced(sampler, first, last)
+        timesteps = np.interp(np.log(ratios), np.log(every), np.arange(schedule.steps))
+        if multistep:
+            rounds = sampler.sigmas in ("karras", "lu") and schedule.betas != "cosine"
+            # diffusers truncates what float32 may have rounded down: the schedule's last timestep becomes 998.
+            timesteps = np.round(timesteps) if rounds else np.floor(timesteps - 1e-4).clip(0.0)
+    after = np.append(ratios[1:], every[0] if sampler.final == "min" else 0.0)
+    # alpha from sigma / alpha, since alpha^2 + sigma^2 = 1.
+    kept, next_kept = (1.0 / np.sqrt(1.0 + each**2) for each in (ratios, after))
+    # diffusers starts these three from sigma z, not sqrt(1 + sigma^2) z, unless the spacing is leading.
+    scaled = sampler.name in ("euler", "euler_ancestral", "heun") and sampler.spacing != "leading"
+    start = float(ratios.max() * kept[0]) if scaled else 1.0
+    return Levels(timesteps, kept, ratios * kept, next_kept, after * next_kept, kept, next_kept, start)
+
+
+def _timesteps(schedule: NoiseConfig, sampler: Any) -> np.ndarray:
+    """Returns the timesteps of a spacing in descending order."""
+    steps, total = sampler.steps, schedule.steps
+    # DPM-Solver++ divides the schedule into one more step, and leaves the last one out.
+    parts = steps + sampler.name.startswith("dpmpp")
+    match sampler.spacing or ("leading" if sampler.name == "plms" else "linspace"):
+        case "leading":
+            timesteps = (np.arange(parts) * (total // parts))[::-1][:steps] + float(sampler.steps_offset)
+        case "trailing":
+            timesteps = np.round(np.arange(total, 0, -total / steps)[:steps]) - 1.0
+        case _:
+            timesteps = np.linspace(0.0, total - 1, parts)[::-1][:steps] if parts > 1 else np.array([total - 1.0])
+            timesteps = timesteps if sampler.name in ("euler", "euler_ancestral", "heun") else np.round(timesteps)
+    if timesteps[0] > total - 1:
+        raise ConfigError(
+            f"steps_offset={sampler.steps_offset} leads to timestep {timesteps[0]:.0f}; the schedule ends at "
+            f"{total - 1}. Reduce it."
+        )
+    return timesteps
+
+
+def _whole_levels(
+    schedule: NoiseConfig, sampler: Any, timesteps: np.ndarray, alphas: np.ndarray, sigmas: np.ndarray
+) -> Levels:
+    """Levels of samplers that step by a fixed number of timesteps, which may miss the next step's by rounding."""
+    places = timesteps.astype(np.int64)
+    after = places - schedule.steps // sampler.steps
+    final_alpha, final_sigma = (alphas[0], sigmas[0]) if sampler.final == "min" else (1.0, 0.0)
+    next_alphas = np.where(after < 0, final_alpha, alphas[after.clip(0)])
+    next_sigmas = np.where(after < 0, final_sigma, sigmas[after.clip(0)])
+    levels = alphas[places], sigmas[places], next_alphas, next_sigmas
+    return Levels(timesteps, *levels, alphas[places], next_alphas)
+
+
+def _spaced(sampler: Any, first: float, last: float) -> np.ndarray:
+    """Returns noise to image ratios, or times of a flow, from the first to the last."""
+    high, low = sampler.sigma_max or first, sampler.sigma_min or last
+    ramp = np.linspace(0.0, 1.0, sampler.steps)
+    match sampler.sigmas:
+        case "karras":
+            top, bottom = high ** (1 / _RHO), low ** (1 / _RHO)
+            return (top + ramp * (bottom - top)) ** _RHO
+        case "beta":
+            from scipy.stats import beta  # takes long to import
+
+            return low + beta.ppf(1.0 - ramp, _BETA, _BETA) * (high - low)
+        case _:  # exponential; "lu" with its rho of 1 is the same
+            return np.exp(np.log(high) + ramp * (np.log(low) - np.log(high)))

@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 import yaml
 
+from stack_core.abi.config import parse
+from stack_core.chips import Target
 from stack_core.cli import main
 from stack_core.ops.building import is_quantized
 from stack_train.checkpoint import named_leaves
-from stack_train.run.config import run_config
+from stack_train.run.compilation import compile_step
+from stack_train.run.config import RunConfig, run_config
 from stack_train.variables.weights import read_model
 
 INT8 = [{"path": "blocks/0/0/feed_forward", "weights": "int8", "activations": "int8", "gradients": "int8"}]
@@ -88,3 +91,44 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(config, tmp_pat
         main(["train", config("never", quant)])
     assert left.value.code == 2 and message in capsys.readouterr().err
     assert not (tmp_path / "never").exists()
+
+
+FP8 = {"weights": "fp8_e4m3", "activations": "fp8_e4m3", "gradients": "fp8_e5m2"}
+BYTES = {"weights": "int8", "activations": "int8", "gradients": "int8"}
+
+
+def compiled_step(types, target, tmp_path):
+    """The report of a step whose layers train in 8 bits, on four devices that share the parameters."""
+    sizes = {"vocab_size": 512, "layers": 2, "embed": 128, "heads": 4, "mlp": 256, "dtype": "bfloat16"}
+    mapping = {
+        "output": str(tmp_path / "run"),
+        "model": {"name": "llama", **sizes},
+        "data": {"seq_tokens": 128, "batch_size": 8},
+        "quant": {"method": "qt", "rules": [{"path": ".*(attention|feed_forward).*", **types}]},
+    }
+    return compile_step(parse(RunConfig, mapping), target)
+
+
+def check_trains_in_8_bits(report, dtypes):
+    """All products of the layers multiply codes; each device gets its shard of their gradients alone."""
+    flops = report.cost.flops.by_dtype
+    # The head and, without a kernel, attention multiply bfloat16.
+    assert sum(flops[dtype] for dtype in dtypes) > 0.7 * sum(flops.values()), flops
+    assert set(flops) == {*dtypes, "bfloat16"}, flops
+    assert not any(fault.kind == "gradient summed whole" for fault in report.lint.faults)
+    scattered = [found for found in report.cost.collectives if found.kind == "reduce-scatter" and found.loops]
+    assert sum(len(found.arrays) * found.times for found in scattered) == 2 * 7
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize(
+    ("chip", "types", "dtypes"), [("v7x", FP8, ("float8_e4m3fn", "float8_e5m2")), ("v5p", BYTES, ("int8",))]
+)
+def test_tpus_train_in_8_bits(chip, types, dtypes, tmp_path):
+    check_trains_in_8_bits(compiled_step(types, Target(f"{chip}:2x2x1"), tmp_path), dtypes)
+
+
+@pytest.mark.gpu_aot
+@pytest.mark.parametrize(("types", "dtypes"), [(FP8, ("float8_e4m3fn", "float8_e5m2")), (BYTES, ("int8",))])
+def test_gpus_train_in_8_bits(types, dtypes, tmp_path):
+    check_trains_in_8_bits(compiled_step(types, Target("h100:1x1x4"), tmp_path), dtypes)

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
@@ -23,6 +24,7 @@ from stack_core.chips import use_chip
 from stack_core.testing import OpCheck, accelerator_checks, first_call, op_checks
 from stack_kernels import from_tokamax
 from stack_kernels.attention.tokamax import TOKAMAX as ATTENTION
+from stack_kernels.attention.tokamax import _limits, _seen
 from stack_kernels.gated_linear_unit.tokamax import TOKAMAX as GATED
 from stack_kernels.gated_linear_unit.tokamax import GateTile
 from stack_kernels.laboratory.without_cudnn import pretend_cudnn
@@ -99,6 +101,39 @@ def test_blackwell_copies_a_bias_in_tiles_of_eight_queries(queries: int, takes: 
     with use_chip(chip), pretend_tokamax():
         answer = ATTENTION.supports(call, chip, None)
     assert answer is True if takes else "at most 8 queries with a bias, or a multiple of 8" in answer
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("queries", "keys"), [((0, 9), (0, 9)), ((9, 20), (0, 9)), ((0, 9), (9, 20)), ((4, 16), (2, 9))]
+)
+def test_parts_of_a_packed_sequence_see_the_keys_of_their_segments(
+    queries: tuple[int, int], keys: tuple[int, int], causal: bool
+) -> None:
+    """Also queries after or before all keys, as in pairs of blocks of `ring_attention`."""
+    ids = jnp.asarray([[1] * 3 + [2] * 3 + [3] * 8 + [4] * 6, [1] * 9 + [2] * 11])
+    of_queries, of_keys = ids[:, slice(*queries)], ids[:, slice(*keys)]
+    place, at = jnp.arange(*queries), jnp.arange(*keys)
+    expected = of_queries[:, :, None] == of_keys[:, None, :]
+    if causal:
+        expected &= at <= place[:, None]
+    call = {
+        "query": jnp.zeros((2, place.size, 1, 8)),
+        "key": jnp.zeros((2, at.size, 1, 8)),
+        "segment_ids": ops.PackedSegments(of_queries, of_keys),
+        "query_offset": queries[0] - keys[0],
+        "causal": causal,
+        "window": None,
+        "mask": None,
+        "kv_lengths": None,
+    }
+    mask, first, end = _limits(call)
+    assert mask is None
+    visible = jnp.arange(at.size) >= first[..., None]
+    # Without an end the kernel masks later keys itself.
+    visible &= at <= place[:, None] if end is None else jnp.arange(at.size) < end[..., None]
+    np.testing.assert_array_equal(visible[:, 0], expected)
+    np.testing.assert_array_equal(_seen(call)[..., 0], expected.any(axis=2))
 
 
 @dataclasses.dataclass

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import jax
@@ -215,3 +216,17 @@ def test_products_of_integers_are_exact_as_long_as_they_can_be() -> None:
     codes = jnp.full((1, 2**16), -128, jnp.int8)
     product = ops.linear(Foreign(one, codes, None), Foreign(one, codes.T, None), implementation="reference")
     assert float(product[0, 0]) == 2.0**30
+
+
+@pytest.mark.parametrize("dtypes", [("float8_e4m3fn",) * 2, ("float8_e5m2", "float8_e4m3fn")])
+def test_fp8_codes_are_multiplied_as_they_are(dtypes: tuple[str, str]) -> None:
+    """Two types too, as of a gradient and a weight; the sum is float32, and the result has each row's own scale."""
+    x, weight = _weight(1, (D_IN, 1), dtypes[0], zeros=False), _weight(0, (1, D_OUT), dtypes[1], zeros=False)
+    square = Foreign(x.step, jnp.concatenate([x.codes, x.codes[:, :2]], axis=1), None)  # [D_IN, D_IN]
+    call = functools.partial(ops.linear, implementation="reference")
+    np.testing.assert_allclose(call(square, weight), _dense(square) @ _dense(weight), rtol=1e-6, atol=1e-6)
+    text = jax.jit(call).lower(square, weight).as_text()
+    names = "|".join(
+        name.replace("float8_", "f8").replace("e4m3fn", "E4M3FN").replace("e5m2", "E5M2") for name in dtypes
+    )
+    assert re.search(rf"dot_general .*tensor<12x12x({names})>, tensor<12x10x({names})>\) -> tensor<12x10xf32>", text)

@@ -123,6 +123,8 @@ def test_every_branch_of_a_conditional_counts():
 
     module = executed(choose, 1, jnp.ones((16, 16)))
     assert [times(module, opcode) for opcode in ("sine", "dot", "tanh")] == [[1], [1], [1]]
+    heaviest = module.executions(lambda execution: execution.instruction.opcode == "tanh")
+    assert {"sine", "dot", "tanh"} & {execution.instruction.opcode for execution in heaviest} == {"tanh"}
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ _OPS: dict[str, str] = {
     "ragged_dot/tokamax_v1": "ragged_dot.tokamax:TOKAMAX_TPU_V1",
     "ragged_dot/tokamax_v2": "ragged_dot.tokamax:TOKAMAX_TPU_V2",
     "ragged_dot/xla_cpu": "ragged_dot.xla_cpu:XLA_CPU",
+    "ring_attention/blocks": "ring_attention.blocks:BLOCKS",
     "rope/jit_x86": "jit_cpu.rope.jit_x86:JIT_X86",
     "rope/xla_cpu": "rope.xla_cpu:XLA_CPU",
 }

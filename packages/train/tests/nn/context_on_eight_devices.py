@@ -17,7 +17,7 @@ from stack_core.ops.definitions import linear_cross_entropy
 from stack_core.ops.references import attention_tiles
 from stack_core.programs.hlo import parse_hlo
 from stack_core.programs.hlo_costs import executed_flops
-from stack_train.models import deepseek_v3, gemma3, llama, llama4
+from stack_train.models import deepseek_v3, gemma3, gpt_oss, llama, llama4
 from stack_train.nn.context import from_zigzag, to_zigzag
 from stack_train.objectives import CausalLMConfig
 from stack_train.optim import SgdConfig
@@ -35,9 +35,14 @@ CHUNKED = llama4.Llama4Config(
     **SIZES, layers=2, heads=4, kv_heads=2, mlp=64, sparse_step=3, nope_interval=2, chunk=6, temperature_tokens=5
 )
 GATHERED = dataclasses.replace(WINDOWED, context_keys="gathered")
+ULYSSES = dataclasses.replace(WINDOWED, context_keys="ulysses")
+SINKS = gpt_oss.GptOssConfig(
+    **SIZES, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=16, experts=4, active_experts=2, window=5
+)
 FEW = (
     (gemma3.FAMILY, WINDOWED, {"context": 2, "tensor": 2, "data": 2}),
     (gemma3.FAMILY, GATHERED, {"context": 4}),
+    (gemma3.FAMILY, ULYSSES, {"context": 4}),  # two key heads for four devices
 )
 ALL = (
     *FEW,
@@ -51,6 +56,11 @@ ALL = (
     (llama4.FAMILY, dataclasses.replace(CHUNKED, context_keys="gathered"), {"context": 2}),
     (deepseek_v3.FAMILY, LATENT, {"context": 2, "expert": 2}),
     (deepseek_v3.FAMILY, dataclasses.replace(LATENT, context_keys="gathered"), {"context": 2}),
+    (deepseek_v3.FAMILY, dataclasses.replace(LATENT, context_keys="ulysses"), {"context": 2, "expert": 2}),
+    (llama.FAMILY, dataclasses.replace(GROUPED, context_keys="ulysses"), {"context": 2, "fsdp": 2, "tensor": 2}),
+    (llama4.FAMILY, dataclasses.replace(CHUNKED, context_keys="ulysses"), {"context": 2}),
+    (gpt_oss.FAMILY, SINKS, {"context": 4}),
+    (gpt_oss.FAMILY, dataclasses.replace(SINKS, context_keys="ulysses"), {"context": 2}),
 )
 ROWS, SEQ = 4, 32
 MOST_WORK = 1.25  # of a device's even share of the FLOPs: of a conditional both branches are counted

@@ -5,7 +5,14 @@ from stack_core.ops.definitions.linear_cross_entropy import RowParts
 from stack_core.ops.definitions.rope import rope_angles, rotated
 from stack_core.ops.dispatch.automatic_axes import with_automatic_axes
 from stack_core.ops.dispatch.backward_call import BackwardCall, as_backward
-from stack_core.ops.dispatch.choosing import answer, implementations_of, is_installed, preferred, supporting
+from stack_core.ops.dispatch.choosing import (
+    answer,
+    choose,
+    implementations_of,
+    is_installed,
+    preferred,
+    supporting,
+)
 from stack_core.ops.dispatch.contract import accurate_dtype, contract
 from stack_core.ops.dispatch.differentiated import differentiated, forward_only
 from stack_core.ops.dispatch.manual_axes import vary_alike, varying
@@ -42,6 +49,7 @@ __all__ = [
     "by_group",
     "check_parameters",
     "check_takes",
+    "choose",
     "contract",
     "dequantize",
     "differentiated",

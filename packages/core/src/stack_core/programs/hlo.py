@@ -7,7 +7,7 @@ loop once; here the executions of an instruction include the trips of all enclos
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -153,12 +153,16 @@ class Module:
     computations: Mapping[str, Computation]
     entry: Computation
 
-    def executions(self) -> Iterator[Execution]:
+    def executions(self, weigh: Callable[[Execution], float] | None = None) -> Iterator[Execution]:
         """Yields all instructions that run.
 
-        Every branch of a conditional counts as taken, and a loop of unknown trip count as one trip.
+        A loop of unknown trip count counts as one trip.
+
+        Args:
+          weigh: cost of an execution, by which the heaviest branch of a conditional counts as taken; by default every
+            branch does.
         """
-        yield from self._executions(self.entry, 1, (), fused=False)
+        yield from self._executions(self.entry, 1, (), fused=False, weigh=weigh)
 
     def inside(self, fusion: Instruction) -> list[tuple[Instruction, Computation]]:
         """Returns the instructions in a fusion, nested fusions included, each with its computation."""
@@ -197,7 +201,14 @@ class Module:
         return None if first is None or step is None else max(0, -(-(last - first) // step))  # rounded up
 
     def _executions(
-        self, computation: Computation, times: int, loops: tuple[str, ...], *, fused: bool, runner: str = ""
+        self,
+        computation: Computation,
+        times: int,
+        loops: tuple[str, ...],
+        *,
+        fused: bool,
+        runner: str = "",
+        weigh: Callable[[Execution], float] | None = None,
     ) -> Iterator[Execution]:
         for instruction in computation.instructions.values():
             yield Execution(instruction, computation, times, loops, fused, runner or instruction.name)
@@ -207,9 +218,22 @@ class Module:
                 inner_times, inner_loops = times * (1 if trips is None else trips), (*loops, instruction.name)
             is_fusion = instruction.operation == "fusion"
             around = runner or (instruction.name if is_fusion or instruction.opcode.endswith("-start") else "")
-            for name in instruction.called(*_CALLS.get(instruction.operation, ())):
-                called = self.computations[name]
-                yield from self._executions(called, inner_times, inner_loops, fused=fused or is_fusion, runner=around)
+            branches = [
+                self._executions(
+                    self.computations[name],
+                    inner_times,
+                    inner_loops,
+                    fused=fused or is_fusion,
+                    runner=around,
+                    weigh=weigh,
+                )
+                for name in instruction.called(*_CALLS.get(instruction.operation, ()))
+            ]
+            if weigh is not None and instruction.opcode == "conditional":
+                yield from max(map(list, branches), key=lambda branch: sum(map(weigh, branch)), default=[])
+            else:
+                for branch in branches:
+                    yield from branch
 
 
 def parse_hlo(text: str) -> Module:

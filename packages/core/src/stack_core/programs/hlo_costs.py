@@ -132,13 +132,15 @@ def executed_flops(module: Module) -> Flops:
     """Counts the FLOPs of the matrix products and convolutions that one device runs.
 
     Library calls count if they are calls of cuBLAS or have an attribute `flops`. Pallas kernels and cuDNN calls do not;
-    `uncounted_kernels` lists their names.
+    `uncounted_kernels` lists their names. Of a conditional, the branch with the most FLOPs counts.
     """
     flops = Flops({}, tuple(f"loop {name}, counted once" for name in module.unknown_loops()))
-    for execution in module.executions():
-        if not execution.fused:
-            flops = sum((part * execution.times for part in _flops_inside(execution, module)), flops)
-    return flops
+
+    def executed(execution: Execution) -> Flops:
+        parts = () if execution.fused else _flops_inside(execution, module)
+        return sum((part * execution.times for part in parts), Flops())
+
+    return sum(map(executed, module.executions(lambda execution: executed(execution).total)), flops)
 
 
 def uncounted_kernels(module: Module) -> tuple[str, ...]:
@@ -156,9 +158,13 @@ def memory_traffic(module: Module) -> int:
 
     Every instruction reads its operands and writes its result; a fusion does so once for all its parts. If an array is
     only sliced or updated in place, only that part counts. Arrays whose layout places them in another memory space,
-    such as a TPU's VMEM, do not count.
+    such as a TPU's VMEM, do not count. Of a conditional, the branch with the most traffic counts.
     """
-    return sum(execution.times * _traffic(execution, module) for execution in module.executions())
+
+    def traffic(execution: Execution) -> int:
+        return execution.times * _traffic(execution, module)
+
+    return sum(map(traffic, module.executions(traffic)))
 
 
 def collectives(module: Module, device_count: int, slice_of: Sequence[int] = ()) -> tuple[Collective, ...]:

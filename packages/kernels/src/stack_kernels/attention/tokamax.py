@@ -304,7 +304,9 @@ def _limits(call: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     lengths, offset = call["kv_lengths"], call["query_offset"]
     place = jnp.arange(q_seq, dtype=jnp.int32) + offset
     firsts, ends = list[jax.Array](), list[jax.Array]()
-    is_of_kernel = call["causal"] and right is None and offset == 0 and lengths is None
+    # Queries may lie beyond the keys, where a segment of theirs may have no key.
+    beyond = isinstance(call["segment_ids"], ops.PackedSegments) and (offset < 0 or offset + q_seq > kv_seq)
+    is_of_kernel = call["causal"] and right is None and offset == 0 and lengths is None and not beyond
     if call["causal"]:
         right = min(right or 0, 0)
     if right is not None and not is_of_kernel:
@@ -312,11 +314,14 @@ def _limits(call: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     if left is not None:
         firsts.append(jnp.clip(place - left, 0, kv_seq)[None, None])
     if isinstance(call["segment_ids"], ops.PackedSegments):
-        first, end = _ranges(call["segment_ids"].keys)
-        at_queries = jnp.clip(place, 0, kv_seq - 1)
-        firsts.append(first[:, None, at_queries])
-        if not call["causal"]:
-            ends.append(end[:, None, at_queries])
+        of_queries, of_keys = call["segment_ids"]
+        first, end = _ranges(of_keys)
+        nearest = jnp.clip(place, 0, kv_seq - 1)
+        firsts.append(first[:, None, nearest])
+        if beyond:
+            ends.append(jnp.where(of_queries == of_keys[:, nearest], end[:, nearest], 0)[:, None])
+        elif not call["causal"]:
+            ends.append(end[:, None, nearest])
     if lengths is not None:
         ends.append(jnp.clip(lengths.astype(jnp.int32), 0, kv_seq)[:, None, None])
     first = functools.reduce(jnp.maximum, firsts) if firsts else None

@@ -19,6 +19,7 @@ INTERPRETABLE = {
     "norm/mosaic_tpu": "norm.mosaic_tpu:mosaic_tpu",
     "paged_attention/mosaic_tpu": "paged_attention.mosaic_tpu:mosaic_tpu",
     "ragged_dot/megablox": "ragged_dot.megablox:megablox",
+    "ring_attention/blocks": "ring_attention.blocks:blocks",
 }
 """The function that builds each implementation, `make(interpret=...)`."""
 

@@ -72,8 +72,8 @@ def implementations() -> list[str]:
 
 
 def is_of_tokamax(name: str) -> bool:
-    """Checks whether an implementation, "op/name", is a Tokamax kernel, which not every environment can install."""
-    return name.partition("/")[2].startswith("tokamax")
+    """Checks whether an implementation, "op/name", calls Tokamax on GPUs, which not every environment can install."""
+    return name == "ring_attention/blocks" or name.partition("/")[2].startswith("tokamax")
 
 
 def this_processor() -> dict[str, Any]:

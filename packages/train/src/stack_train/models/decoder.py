@@ -57,8 +57,8 @@ class DecoderConfig:
       remat: rematerialization policy of the backward pass; see `scan_layers`.
       unroll: compiles every layer separately in training instead of a loop, which makes steps faster and compilation
         slower. None does so for up to 32 layers on a single GPU.
-      context_keys: exchange of keys between the `mesh.context` devices that share a sequence: "ring" receives one
-        device's keys at a time, "gathered" all keys together.
+      context_keys: exchange between the `mesh.context` devices that share a sequence: "ring" receives one device's keys
+        at a time, "gathered" all keys together, "ulysses" some heads of all tokens.
     """
 
     name: str

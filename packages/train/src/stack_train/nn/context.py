@@ -7,7 +7,8 @@ tokens are unaffected, and XLA can merge rows and tokens into one axis.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import jax
@@ -26,8 +27,12 @@ __all__ = ["ContextKeys", "attend", "check_unsplit_sequence", "from_zigzag", "sh
 _SHARED = "shared_seq"
 """Logical axis of the devices that share a sequence inside `shared_rows`; no array uses it."""
 
-ContextKeys = Literal["ring", "gathered"]
-"""Exchange of keys between devices that share a sequence: one device's keys at a time, or all keys together."""
+ContextKeys = Literal["ring", "gathered", "ulysses"]
+"""Exchange between devices that share a sequence.
+
+ring: keys of one device at a time; gathered: keys of all devices together; ulysses: each device gets some heads of all
+tokens in place of all heads of its tokens (Jacobs et al., DeepSpeed Ulysses, 2023, arXiv:2309.14509).
+"""
 
 
 def attend(
@@ -59,10 +64,9 @@ def attend(
         )
         return output
     arguments: list[tuple[Any, LogicalAxes]] = [(query, axes["query"]), (key, axes["key"]), (value, axes["value"])]
-    # Devices share a sequence in zigzag order, where the tokens of a segment are not adjacent.
-    of_tokens = segment_ids.keys if isinstance(segment_ids, ops.PackedSegments) else segment_ids
+    packed = isinstance(segment_ids, ops.PackedSegments)
     optional: dict[str, tuple[Any, LogicalAxes]] = {
-        "segment_ids": (of_tokens, ("batch", "seq")),
+        "segment_ids": (None if segment_ids is None else _of_tokens(segment_ids), _TOKENS),
         "sinks": (sinks, (axes["query"][2],)),
     }
     # `map_parts` maps arrays only: absent operands are omitted, and the rest get their names back on each device.
@@ -70,10 +74,9 @@ def attend(
 
     def of_device(query: jax.Array, key: jax.Array, value: jax.Array, *more: jax.Array) -> jax.Array:
         named: dict[str, Any] = dict(zip(given, more, strict=True))
-        if context_keys == "gathered":
-            return _with_gathered_keys(query, key, value, **named, **options)
-        found: Any = ops.ring_attention(query, key, value, axis_name=_axis(_SHARED), causal=True, **named, **options)
-        return found
+        if packed:
+            named["segment_ids"] = ops.PackedSegments.of(named["segment_ids"])
+        return _EXCHANGES[context_keys](query, key, value, **named, **options)
 
     arguments += given.values()
     shared: Any = map_parts(of_device, arguments, tuple(axes["query"]), name="attention over a shared sequence")
@@ -94,34 +97,115 @@ def _with_images(
     return output
 
 
+def _with_passed_keys(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> jax.Array:
+    found: Any = ops.ring_attention(query, key, value, axis_name=_axis(_SHARED), causal=True, **options)
+    return found
+
+
 def _with_gathered_keys(
-    query: jax.Array, key: jax.Array, value: jax.Array, *, segment_ids: jax.Array | None = None, **options: Any
+    query: jax.Array, key: jax.Array, value: jax.Array, *, segment_ids: Any = None, window: Any = None, **options: Any
 ) -> jax.Array:
     """Computes attention of the device's two query blocks over the gathered keys of all devices."""
     axis, devices, half = _axis(_SHARED), parts_of(_SHARED), query.shape[1] // 2
-    # Gathered keys are in device order; the inverse permutation restores sequence order, which causal masks need.
     back = np.argsort(_zigzag(2 * half * devices, devices))
 
     def gather(x: jax.Array) -> jax.Array:
+        # Gathered keys are in device order, and causal masks need sequence order.
         gathered: jax.Array = lax.all_gather(x, axis, axis=1, tiled=True)[:, back]
         return gathered
 
     keys, values = gather(key), gather(value)
-    of_keys = None if segment_ids is None else gather(segment_ids)
-    device, outputs = lax.axis_index(axis), list[jax.Array]()
-    # Blocks i and 2n - 1 - i, one call each, since their queries start at different positions.
-    for rows, start in (
-        (slice(0, half), device * half),
-        (slice(half, None), (2 * devices - 1 - device) * half),
-    ):
-        pair: Any = None if segment_ids is None else (segment_ids[:, rows], of_keys)
-        # The offset depends on the device, so it is an array, and the op takes arrays with one offset per batch row.
-        offset = jnp.broadcast_to(start, query.shape[:1])
-        found: Any = ops.attention(
-            query[:, rows], keys, values, causal=True, query_offset=offset, segment_ids=pair, **options
+    of_queries = None if segment_ids is None else _of_tokens(segment_ids)
+    of_keys = None if of_queries is None else gather(of_queries)
+    left = None if window is None else window[0]
+
+    def of_device(device: int) -> jax.Array:
+        outputs = list[jax.Array]()
+        for rows, block in ((slice(0, half), device), (slice(half, None), 2 * devices - 1 - device)):
+            # Only keys up to the block are visible, from the block where the window begins.
+            first = 0 if left is None else max(block * half - left, 0) // half * half
+            seen = slice(first, (block + 1) * half)
+            pair: Any = None
+            if of_queries is not None and of_keys is not None:
+                pair = (of_queries[:, rows], of_keys[:, seen])
+                pair = ops.PackedSegments(*pair) if isinstance(segment_ids, ops.PackedSegments) else pair
+            found: Any = ops.attention(
+                query[:, rows],
+                keys[:, seen],
+                values[:, seen],
+                causal=True,
+                query_offset=block * half - first,
+                segment_ids=pair,
+                window=window,
+                **options,
+            )
+            outputs.append(found)
+        return jnp.concatenate(outputs, axis=1)
+
+    # One branch per device, because kernels need offsets that are known while tracing.
+    branches = [functools.partial(of_device, device) for device in range(devices)]
+    output: jax.Array = lax.switch(lax.axis_index(axis), branches)
+    return output
+
+
+def _with_exchanged_heads(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    segment_ids: Any = None,
+    sinks: jax.Array | None = None,
+    **options: Any,
+) -> jax.Array:
+    """Computes attention of the device's share of the heads over the full sequence."""
+    axis, devices, (heads, kv_heads) = _axis(_SHARED), parts_of(_SHARED), (query.shape[2], key.shape[2])
+    if heads % devices or (kv_heads % devices and devices % kv_heads):
+        raise ShardingError(
+            f"context_keys='ulysses' divides the heads of attention over the {devices} devices that share a sequence, "
+            f"and each has {heads} query heads and {kv_heads} key heads. Choose mesh.context and mesh.tensor so that "
+            "they divide the heads, or set model.context_keys to 'ring'.",
+            logical_axes=["seq"],
         )
-        outputs.append(found)
-    return jnp.concatenate(outputs, axis=1)
+    order = _zigzag(query.shape[1] * devices, devices)
+    back = np.argsort(order)
+
+    def exchange(x: jax.Array) -> jax.Array:
+        # Each device needs a key head of its own, also if several query groups share it.
+        x = jnp.repeat(x, max(devices // x.shape[2], 1), axis=2)
+        exchanged: jax.Array = lax.all_to_all(x, axis, split_axis=2, concat_axis=1, tiled=True)[:, back]
+        return exchanged
+
+    if segment_ids is not None:
+        gathered = lax.all_gather(_of_tokens(segment_ids), axis, axis=1, tiled=True)[:, back]
+        segment_ids = ops.PackedSegments.of(gathered) if isinstance(segment_ids, ops.PackedSegments) else gathered
+    if sinks is not None:
+        share = heads // devices
+        sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(axis) * share, share)
+    output: Any = ops.attention(
+        exchange(query),
+        exchange(key),
+        exchange(value),
+        causal=True,
+        query_offset=0,
+        segment_ids=segment_ids,
+        sinks=sinks,
+        **options,
+    )
+    restored: jax.Array = lax.all_to_all(output[:, order], axis, split_axis=1, concat_axis=2, tiled=True)
+    return restored
+
+
+def _of_tokens(segment_ids: Any) -> jax.Array:
+    found: jax.Array = segment_ids.keys if isinstance(segment_ids, ops.PackedSegments) else segment_ids
+    return found
+
+
+_TOKENS: LogicalAxes = ("batch", "seq")
+_EXCHANGES: Mapping[ContextKeys, Callable[..., jax.Array]] = {
+    "ring": _with_passed_keys,
+    "gathered": _with_gathered_keys,
+    "ulysses": _with_exchanged_heads,
+}
 
 
 @contextlib.contextmanager

@@ -43,8 +43,10 @@ _MOST_OFFSET = 2**30
 class PackedSegments(NamedTuple):
     """Segment ids of packed documents, with the promise that each is contiguous.
 
-    The keys of a segment are adjacent, and query i has the segment of key i + `query_offset`. The visible keys of a
-    query are then a range, which kernels need no mask for. Results are undefined if the promise is broken.
+    Queries and keys are parts of one packed sequence: the keys of a segment are adjacent, query i has the segment of
+    key i + `query_offset`, and a query before or after all keys can only share a segment with the nearest key. The
+    visible keys of a query are then a range, which kernels need no mask for. Results are undefined if the promise is
+    broken.
 
     Attributes:
       queries: int[batch, q_seq].
@@ -312,6 +314,10 @@ def attention_axes(call: OpCall) -> OpAxes:
 
 
 OP = Op("attention", _reference, attention_axes, folds="batch", residuals=("lse",), keeps=True, linear_in=("value",))
-"""The residual `lse` is log d, as returned with `return_lse`."""
+"""The residual `lse` is log d, as returned with `return_lse`.
+
+A backward pass that requires it, and is given the output and the lse of attention to further keys as well, returns the
+share of its own keys in the gradients, because it computes dz_ij = exp(z_ij - lse_i) (do_i v_j - do_i o_i).
+"""
 
 REFERENCE = OP.implementation()

@@ -18,10 +18,10 @@ from stack_core.ops.dispatch.splitting import LogicalNames
 from stack_core.ops.references.quantized import (
     QuantizedArray,
     dequantize,
-    has_integer_product,
-    integer_product,
+    has_product_of_codes,
     is_quantized,
     logical_array,
+    product_of_codes,
 )
 
 __all__ = ["OP", "REFERENCE", "affine", "linear"]
@@ -85,8 +85,8 @@ def _dtype(x: Any, weight: Any) -> Any:
 
 
 def _reference(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any, requested: Any) -> tuple[Any, dict[str, Any]]:
-    if has_integer_product(x, weight):
-        product = integer_product(x, weight)
+    if has_product_of_codes(x, weight):
+        product = product_of_codes(x, weight)
         return (product if bias is None else product + bias.astype(product.dtype)).astype(preferred_dtype), {}
     x, weight = (dequantize(array, _dtype(x, weight)) for array in (x, weight))
     # Not -1, which is ambiguous for arrays without features.

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from stack_core.abi.errors import ShapeError
 from stack_core.ops.definitions.attention import (
+    PackedSegments,
     attention_axes,
     bounded_lengths,
     bounded_offset,
@@ -41,7 +42,10 @@ def ring_attention(
     causal: bool = False,
     query_offset: int | Int[Array, " batch"] | None = None,
     window: tuple[int | None, int | None] | None = None,
-    segment_ids: Int[Array, "batch seq"] | tuple[Int[Array, "batch q_seq"], Int[Array, "batch kv_seq"]] | None = None,
+    segment_ids: Int[Array, "batch seq"]
+    | tuple[Int[Array, "batch q_seq"], Int[Array, "batch kv_seq"]]
+    | PackedSegments
+    | None = None,
     kv_lengths: Int[Array, " batch"] | None = None,
     softcap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
@@ -74,7 +78,8 @@ def ring_attention(
       axis_name: mesh axis or axes that shard the sequence.
       order: "zigzag" or "contiguous", for queries and keys.
       query_offset: key position of query 0 of the full sequence; by default n (kv_seq - q_seq).
-      segment_ids: segments of this device's tokens, as for `attention`.
+      segment_ids: segments of this device's tokens, as for `attention`. A `PackedSegments` promises that segments are
+        contiguous in the full sequence.
       causal, window, kv_lengths, softcap, sinks, scale, return_lse: as for `attention`.
       implementation: implementation name, or several in order of preference; None lets core choose.
       axes: logical axis names of the arrays, as in `linear`; used to shard implementations that XLA cannot partition.

@@ -36,6 +36,7 @@ __all__ = [
     "Choice",
     "Plan",
     "answer",
+    "choose",
     "for_export",
     "format_shapes",
     "highest_priority",
@@ -230,6 +231,15 @@ def highest_priority(request: Request, operands: Sequence[Any]) -> int:
     if not able:
         raise UnsupportedOp(_refusals(found.call, answers, ()))
     return max(able)
+
+
+def choose(call: OpCall, candidates: Mapping[str, OpImplementation]) -> Choice:
+    """Chooses among implementations for one direction of a call on one device, as for a call of the op itself.
+
+    Raises:
+      UnsupportedOp: none of the candidates supports the call.
+    """
+    return _choose(_Sides(call, call, None), candidates, ())
 
 
 def supporting(call: OpCall) -> dict[str, OpImplementation]:

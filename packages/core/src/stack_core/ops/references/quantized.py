@@ -11,15 +11,16 @@ from jax.typing import DTypeLike
 
 from stack_core.abi.errors import ArgumentError, ShapeError
 from stack_core.abi.ops import ABI_MAJOR, QView
+from stack_core.chips.context import target_platform
 from stack_core.ops.dispatch.automatic_axes import with_automatic_axes
 
 __all__ = [
     "QuantizedArray",
     "dequantize",
-    "has_integer_product",
-    "integer_product",
+    "has_product_of_codes",
     "is_quantized",
     "logical_array",
+    "product_of_codes",
     "take",
 ]
 
@@ -98,39 +99,52 @@ def take(array: Any, indices: jax.Array, axis: int, dtype: DTypeLike) -> jax.Arr
     return _dequantized(parts, dtype)
 
 
-def has_integer_product(x: Any, weight: Any) -> bool:
-    """Returns whether both are signed integers of up to 8 bits with one scale per row of x and per weight column."""
+def has_product_of_codes(x: Any, weight: Any) -> bool:
+    """Returns whether codes can be multiplied as they are, with one scale per row of x and per weight column.
+
+    Both operands are signed integers of up to 8 bits, or both are fp8.
+    """
     if not (is_quantized(x) and is_quantized(weight)):
         return False
     left, right = _checked_view(x), _checked_view(weight)
-    stand_for_themselves = all(
-        view.codebook is None
-        and view.zero_point is None
-        and jnp.issubdtype(view.qvalue.dtype, jnp.signedinteger)
-        and jnp.iinfo(view.qvalue.dtype).bits <= 8
-        for view in (left, right)
-    )
-    return (
-        stand_for_themselves
-        and left.scale.shape[-1] == right.scale.shape[0] == 1
+    if any(view.codebook is not None or view.zero_point is not None for view in (left, right)):
+        return False
+    if not left.scale.shape[-1] == right.scale.shape[0] == 1:
+        return False
+    dtypes = (left.qvalue.dtype, right.qvalue.dtype)
+    return all(map(_is_fp8, dtypes)) or (
+        all(jnp.issubdtype(dtype, jnp.signedinteger) and jnp.iinfo(dtype).bits <= 8 for dtype in dtypes)
         and left.qvalue.shape[-1] <= _MOST_TERMS
     )
 
 
-def integer_product(x: Any, weight: Any) -> jax.Array:
-    """Computes x W in float32 for x[..., d_in] and W[d_in, d_out] accepted by `has_integer_product`.
+def product_of_codes(x: Any, weight: Any) -> jax.Array:
+    """Computes x W in float32 for x[..., d_in] and W[d_in, d_out] accepted by `has_product_of_codes`.
 
-    With codes q, r and scales a, b, y[m, n] = (sum_k q[m, k] r[k, n]) a[m] b[n], with an exact sum in int32. CPUs and
-    TPUs multiply int8 faster than floats.
+    With codes q, r and scales a, b, y[m, n] = (sum_k q[m, k] r[k, n]) a[m] b[n]. Sums of integers are exact in int32,
+    except on several TPUs; sums of fp8 codes are fp32. CPUs and TPUs multiply int8 faster than floats, and H100s, B200s
+    and TPUs v7x fp8.
     """
     left, right = x.__stack_qview__(), weight.__stack_qview__()
     *batch, d_in = left.qvalue.shape
-    rows = left.qvalue.reshape(math.prod(batch), d_in).astype(jnp.int8)
+    is_integer = not _is_fp8(left.qvalue.dtype)
+    # Scales have gradients, and codes have none; see `dequantize`.
+    rows, columns = (
+        view.qvalue.astype(jnp.int8) if is_integer else lax.stop_gradient(view.qvalue) for view in (left, right)
+    )
+    rows = rows.reshape(math.prod(batch), d_in)
     # XLA's CPU backend uses a generic loop for a single row, which takes 2 to 4 times as long as two rows.
     padded = jnp.pad(rows, ((0, 1), (0, 0))) if len(rows) == 1 else rows
-    sums = jnp.matmul(padded, right.qvalue.astype(jnp.int8), preferred_element_type=jnp.int32)[: len(rows)]
-    sums = sums.astype(jnp.float32).reshape(*batch, sums.shape[-1])
+    # The TPU compiler has no reduce-scatter of int32, so each device would sum the whole gradient of a sharded weight.
+    on_several_tpus = target_platform() == "tpu" and jax.sharding.get_abstract_mesh().size > 1
+    dtype = jnp.int32 if is_integer and not on_several_tpus else jnp.float32
+    sums = lax.dot_general(padded, columns, (((1,), (0,)), ((), ())), preferred_element_type=dtype)
+    sums = sums[: len(rows)].astype(jnp.float32).reshape(*batch, sums.shape[-1])
     return sums * _repeated(left.scale, (*batch, 1)) * _repeated(right.scale, (1, sums.shape[-1]))[0]
+
+
+def _is_fp8(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits == 8
 
 
 def _repeated(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from stack_core.ops.definitions.attention import PackedSegments
 from stack_core.testing.cases import OpCase, OpSuite, in_tiles, integers, spoiled
 from stack_core.testing.op_suites import attention
 
@@ -107,7 +108,26 @@ _CASES = (
     spoiled(_case("", 2, causal=True), "not_a_number_over_2", query=((0, 2, 3), np.nan), value=((0, 0, 0, 5), np.nan)),
 )
 
+_TILES = (1, 192, 192, 4, 2, 64)
+_IN_TILES = integers(np.repeat([1, 2, 3, 0], (100, 29, 51, 12)))
+"""Contiguous segments that end inside blocks of 64 keys."""
+
 _FOR_ACCELERATORS = in_tiles(
+    _case("full", 1, sizes=_TILES),
+    _case("window_in_tiles", 1, sizes=_TILES, causal=True, window=(70, None)),
+    _case("segments_in_tiles", 1, sizes=_TILES, causal=True, extra=lambda rng: {"segment_ids": _IN_TILES}),
+    _case("packed", 1, sizes=_TILES, causal=True, extra=lambda rng: {"segment_ids": PackedSegments.of(_IN_TILES)}),
+    _case(
+        "packed_in_a_window",
+        1,
+        sizes=_TILES,
+        order="contiguous",
+        causal=True,
+        window=(40, None),
+        extra=lambda rng: {"segment_ids": PackedSegments.of(_IN_TILES)},
+    ),
+    _case("narrow_values_in_tiles", 1, sizes=(1, 128, 128, 2, 2, 192), value_dim=128, causal=True),
+    _case("sinks_in_tiles", 1, sizes=_TILES, causal=True, extra=lambda rng: {"sinks": rng.normal(size=4)}),
     _case("heads_of_128", 1, sizes=(1, 128, 128, 4, 2, 128), causal=True),
     _case("heads_of_64", 1, sizes=(2, 64, 128, 2, 2, 64), extra=lambda rng: {"kv_lengths": integers(0, 100)}),
 )

@@ -1,0 +1,1 @@
+"""Implementations of `ring_attention`."""

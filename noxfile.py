@@ -75,6 +75,7 @@ CLIENTS = {
     ),
     "inference-protocol": ("test_clients.py", "tritonclient[http,grpc]>=2.73,<3", "kserve>=0.21,<0.22"),
     "lm-eval": ("test_lm_eval.py", "lm_eval[api]>=0.4.13,<0.5", "transformers>=5,<6"),
+    "tinker": ("test_tinker.py", "tinker>=0.38,<0.39", "protobuf>=6,<8", "torch==2.13.0"),
     "schemathesis": ("test_schemathesis.py", "schemathesis>=4.32,<5", "openapi-spec-validator>=0.9,<1"),
 }
 # Extras of stack-rl with other people's environments; some pin versions that `constraints/` does not have.
@@ -204,7 +205,7 @@ def llama_cpp(session: nox.Session) -> None:
 def clients(session: nox.Session, client: str) -> None:
     """Unmodified clients, each kind in its own environment; `-- -m slow` sends schemathesis' 10,000 requests."""
     tests, *requirements = CLIENTS[client]
-    session.install(*_wheels("core", "train", "serve"), *GROUPS("test"), *requirements)
+    session.install(*_wheels("core", "train", "serve", "rl"), *GROUPS("test"), *requirements)
     _pytest(session, [f"integration_tests/clients/{tests}"], "-m", "clients and not slow")
 
 

@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from stack_rl.objectives.presets import RLOOConfig as RLOOConfig
     from stack_rl.objectives.reward_model import RewardModelConfig as RewardModelConfig
     from stack_rl.rollouts import RolloutData as RolloutData
+    from stack_rl.tinker.datums import Datum as Datum
+    from stack_rl.tinker.local import LocalClient as LocalClient
+    from stack_rl.tinker.training import AdamParams as AdamParams
     from stack_rl.training import train as train
 
     __version__: str
@@ -78,6 +81,9 @@ else:
             ],
             "stack_rl.objectives.reward_model": ["RewardModelConfig"],
             "stack_rl.rollouts": ["RolloutData"],
+            "stack_rl.tinker.datums": ["Datum"],
+            "stack_rl.tinker.local": ["LocalClient"],
+            "stack_rl.tinker.training": ["AdamParams"],
             "stack_rl.training": ["train"],
         },
     )

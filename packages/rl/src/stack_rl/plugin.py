@@ -44,6 +44,11 @@ def stack_register_commands(registry: Registrar) -> None:
         "stack_rl.commands.evaluate:evaluate",
         help="Play the held-out tasks of a recipe with a model.",
     )
+    registry.add(
+        "rl serve",
+        "stack_rl.commands.serve:serve",
+        help="Train and sample adapters of a model for clients of the Tinker API.",
+    )
 
 
 @hookimpl

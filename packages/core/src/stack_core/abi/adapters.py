@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["Adapters", "AdaptsModels", "LowRankFactors", "ReadsAdapters"]
+__all__ = ["Adapters", "AdaptsModels", "ExpectsAdapters", "LowRankFactors", "ReadsAdapters"]
 
 
 @dataclass(frozen=True)
@@ -69,3 +69,16 @@ class ReadsAdapters(Protocol):
           StackError: there are no adapters, or they belong to another model; names the digests or tensors that differ.
         """
         ...
+
+
+@runtime_checkable
+class ExpectsAdapters(Protocol):
+    """A `GenerativeCheckpoint` whose engine compiles its programs for adapters that `load_adapter` will load.
+
+    Attributes:
+      adapter_paths: paths of the adapted parameters.
+      adapter_rank: maximum rank.
+    """
+
+    adapter_paths: tuple[str, ...]
+    adapter_rank: int

@@ -14,7 +14,7 @@ Middleware = Callable[[ASGIApp], ASGIApp]
 
 
 class ChatServer(ABC):
-    """A server of a chat API on a free port of 127.0.0.1; each instance is used on one event loop.
+    """A server of a chat API on 127.0.0.1; each instance is used on one event loop.
 
     Args:
       checkpoint: model, of which everything but the weights is read.
@@ -30,8 +30,15 @@ class ChatServer(ABC):
     ) -> None: ...
 
     @abstractmethod
-    async def start(self) -> str:
-        """Starts answering requests and returns the base URL for clients; callable again after `close`."""
+    async def start(self, port: int = 0) -> str:
+        """Starts answering requests and returns the base URL for clients; callable again after `close`.
+
+        Args:
+          port: TCP port to listen on; 0 picks a free one.
+
+        Raises:
+          ConfigError: the port is in use.
+        """
 
     @abstractmethod
     async def close(self) -> None:

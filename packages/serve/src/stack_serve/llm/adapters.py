@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.abi.adapters import Adapters, ReadsAdapters
+from stack_core.abi.adapters import Adapters, ExpectsAdapters, ReadsAdapters
 from stack_core.abi.errors import GenerationError
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.ops import LowRankView
@@ -64,7 +64,7 @@ class AdapterShapes:
 
     @classmethod
     def of(cls, checkpoint: GenerativeCheckpoint, config: EngineConfig, adapters: Mapping[str, Adapters]) -> Any:
-        """Computes shapes that fit all adapters.
+        """Computes shapes that fit all adapters, and those that the checkpoint expects (`ExpectsAdapters`).
 
         The parameters are the union over the adapters; the rank is the maximum rank, rounded up to a power of two.
 
@@ -75,19 +75,25 @@ class AdapterShapes:
             raise GenerationError(
                 f"Adapters are served on one device, not with tensor={config.tensor}. {_MERGE}", parameter="adapter"
             )
-        targets, most = dict[str, jax.ShapeDtypeStruct](), config.adapter_rank or 1
+        paths, ranks = list[str](), [config.adapter_rank or 1]
+        if isinstance(checkpoint, ExpectsAdapters):
+            paths += checkpoint.adapter_paths
+            ranks.append(checkpoint.adapter_rank)
         for name, factors in adapters.items():
             for path, each in factors.items():
                 _check_kind(name, path, each)
-                parameter = _at(checkpoint.parameters, path)
-                if is_quantized(parameter):
-                    raise GenerationError(
-                        f"{path} of {checkpoint.name} is quantized; adapters require floating-point parameters. Serve "
-                        "the run from which it was quantized.",
-                        parameter="adapter",
-                    )
-                targets[path] = jax.ShapeDtypeStruct(parameter.shape, parameter.dtype)
-                most = max(most, each.rank)
+                paths.append(path)
+                ranks.append(each.rank)
+        targets, most = dict[str, jax.ShapeDtypeStruct](), max(ranks)
+        for path in paths:
+            parameter = _at(checkpoint.parameters, path)
+            if is_quantized(parameter):
+                raise GenerationError(
+                    f"{path} of {checkpoint.name} is quantized; adapters require floating-point parameters. Serve the "
+                    "run from which it was quantized.",
+                    parameter="adapter",
+                )
+            targets[path] = jax.ShapeDtypeStruct(parameter.shape, parameter.dtype)
         # Programs are compiled for one rank; a power of two lets adapters of
         # similar rank load later without recompilation.
         return cls(config.max_adapters, 1 << (most - 1).bit_length(), targets)

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from stack_core import ops
-from stack_core.abi.adapters import Adapters
+from stack_core.abi.adapters import Adapters, ExpectsAdapters
 from stack_core.abi.engines import Engine, Pooling
 from stack_core.abi.errors import EngineBusy, EngineStopped, GenerationError, nearest
 from stack_core.abi.formats import Dequantizes, GenerativeCheckpoint
@@ -68,7 +68,8 @@ class LLMEngine(Engine):
         config = EngineConfig() if config is None else config
         checkpoint = _dequantized(checkpoint) if config.dequantize else checkpoint
         given = read_all(checkpoint, config.adapters)
-        self._shapes = AdapterShapes.of(checkpoint, config, given) if given else None
+        takes_adapters = given or isinstance(checkpoint, ExpectsAdapters)
+        self._shapes = AdapterShapes.of(checkpoint, config, given) if takes_adapters else None
         self._adapters = {name: self._fitted(name, adapters) for name, adapters in given.items()}
         self.limits = Limits.of(checkpoint, config)
         self._max_waiting = config.max_waiting

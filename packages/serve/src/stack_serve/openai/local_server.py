@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from dataclasses import replace
 
 import uvicorn
 
@@ -30,8 +31,8 @@ class LocalServer(ChatServer):
         self._uvicorn: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
-    async def start(self) -> str:
-        listener = listen(self._config)
+    async def start(self, port: int = 0) -> str:
+        listener = listen(replace(self._config, port=port))
         self._service.serve(self._engine)
         self._uvicorn = uvicorn_server(self._app, self._config)
         self._serving = asyncio.create_task(self._serve(self._uvicorn, listener))

@@ -1,6 +1,7 @@
 """Text encoders and their tokenizers against transformers on PyTorch, and a whole pipeline against diffusers."""
 
 import json
+import sys
 
 import diffusers
 import jax
@@ -9,15 +10,17 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
-from stack_train.diffusion import clip, t5
+from stack_core.abi.adapters import LowRankFactors
+from stack_train.diffusion import clip, t5, unet
 from stack_train.diffusion.components import load_component, save_component
 from stack_train.diffusion.denoiser import image_tokens
+from stack_train.diffusion.lora import merge_lora, write_lora
 from stack_train.diffusion.pipeline import open_pipeline, save_pipeline
 from stack_train.diffusion.prompts import load_prompt_tokenizer
 from stack_train.diffusion.samplers import SamplerConfig, levels_of, sample, table_of
-from stack_train.diffusion.sampling import open_images
+from stack_train.diffusion.sampling import Start, open_images
 
 pytestmark = pytest.mark.parity
 
@@ -259,13 +262,13 @@ def tiny_unet(**settings):
     )
 
 
-def stable_diffusion(tokenizers_of, scheduler):
-    return diffusers.StableDiffusionPipeline(
+def stable_diffusion(tokenizers_of, scheduler, made=diffusers.StableDiffusionPipeline, **settings):
+    return made(
         scheduler=scheduler,
         vae=drawn(tiny_vae()),
         text_encoder=drawn(of_clip(vocab=49)[1]),
         tokenizer=transformers.CLIPTokenizer.from_pretrained(tokenizers_of / "clip", model_max_length=16),
-        unet=drawn(tiny_unet()),
+        unet=drawn(tiny_unet(**settings)),
         safety_checker=None,
         feature_extractor=None,
         requires_safety_checker=False,
@@ -354,3 +357,100 @@ def test_stable_diffusion_makes_the_images_of_diffusers_and_is_opened_there_agai
         assert all(np.array_equal(tensor, after[each]) for each, tensor in before.items())
     again = type(made).from_pretrained(tmp_path / "ours", **({"add_watermarker": False} if "xl" in name else {}))
     np.testing.assert_allclose(images_of(again), wanted, atol=1e-5)
+
+
+EULER = diffusers.EulerDiscreteScheduler(**BETAS, timestep_spacing="leading")
+DDIM = diffusers.DDIMScheduler(**BETAS, clip_sample=False)
+TASKS = {
+    "image": (diffusers.StableDiffusionImg2ImgPipeline, EULER, {}, 0.6),
+    "image_dpmpp": (
+        diffusers.StableDiffusionImg2ImgPipeline,
+        diffusers.DPMSolverMultistepScheduler(**BETAS, use_karras_sigmas=True),
+        {},
+        0.8,
+    ),
+    "mask": (diffusers.StableDiffusionInpaintPipeline, DDIM, {}, 1.0),
+    "mask_of_a_part": (diffusers.StableDiffusionInpaintPipeline, EULER, {}, 0.6),
+    "masked_channels": (diffusers.StableDiffusionInpaintPipeline, DDIM, {"in_channels": 9}, 1.0),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("name", TASKS)
+def test_an_image_is_changed_as_diffusers_changes_it(name, tokenizers_of, tmp_path, monkeypatch):
+    pipeline_class, scheduler, settings, strength = TASKS[name]
+    made = stable_diffusion(tokenizers_of, scheduler, pipeline_class, **settings)
+    made.set_progress_bar_config(disable=True)
+    made.save_pretrained(tmp_path)
+    opened = open_images(f"hf:{tmp_path}", size=(24, 40))
+    rng = np.random.default_rng(0)
+    noise = rng.standard_normal((1, 3, 5, 4)).astype(np.float32)
+    image = rng.integers(0, 256, (24, 40, 3)).astype(np.uint8)
+    mask = np.zeros((24, 40), np.uint8)
+    mask[8:, 10:30] = 255
+    module = sys.modules[pipeline_class.__module__]
+    monkeypatch.setattr(module, "randn_tensor", lambda *_, **__: torch.tensor(noise.transpose(0, 3, 1, 2)))
+    # diffusers samples latents of the given image, of which ours takes the mean.
+    monkeypatch.setattr(module, "retrieve_latents", lambda encoded, **_: encoded.latent_dist.mode())
+    given = {"image": torch.tensor(image.transpose(2, 0, 1)[None] / 127.5 - 1.0, dtype=torch.float32)}
+    start = Start(image, mask if "mask" in name else None)
+    if "mask" in name:
+        given |= {"mask_image": torch.tensor(mask[None, None] / 255.0, dtype=torch.float32), "height": 24, "width": 40}
+    wanted = made(
+        "a red circle", **given, strength=strength, num_inference_steps=5, guidance_scale=2.0, output_type="np"
+    ).images
+    sampler = opened.sampler.changed({"steps": 5, "guidance": 2.0, "strength": strength})
+    condition = opened._condition(["a red circle"], None, sampler)
+    with jax.default_matmul_precision("highest"):
+        begun = opened._begun(start, 1)
+        latents = opened._sampled(condition, 1, sampler, 0, noise=jnp.asarray(noise), begun=begun)
+        found = np.clip(np.asarray(opened.encoders.autoencoder.images_of(latents)) / 2 + 0.5, 0, 1)
+    assert wanted.std() > 0.01
+    np.testing.assert_allclose(found, wanted, atol=TOLERANCE)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("layout", ["diffusers", "kohya"])
+def test_diffusers_merges_a_lora_file_of_ours_to_the_same_weights(layout, tokenizers_of, tmp_path):
+    made = stable_diffusion(tokenizers_of, EULER)
+    made.save_pretrained(tmp_path / "theirs")
+    opened, random = open_pipeline(tmp_path / "theirs"), np.random.default_rng(0)
+    leaf = "down_blocks/0/attentions/0"
+    adapters = {
+        f"{leaf}/{name}/kernel": LowRankFactors(
+            random.normal(size=(*lead, 8, 3)).astype("f"),
+            random.normal(size=(*lead, 3, 8)).astype("f"),
+            # diffusers ignores alphas of kohya's that differ, with a warning of PEFT.
+            scale if layout == "diffusers" else 0.5,
+        )
+        for name, lead, scale in (
+            ("blocks/attn1/to_q", (1,), 0.5),
+            ("blocks/attn2/to_out", (1,), 2.0),
+            ("proj_in", (), 1.0),
+        )
+    }
+    file = tmp_path / "lora.safetensors"
+    write_lora(file, adapters, unet.COMPONENT, opened.config, folder="unet", layout=layout)
+    if layout == "diffusers":  # with an adapter of the text encoder
+        name = "text_encoder.text_model.encoder.layers.1.self_attn.q_proj"
+        down, up = random.normal(size=(3, 32)).astype("f"), random.normal(size=(32, 3)).astype("f")
+        save_file({**load_file(file), f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}, file)
+    save_pipeline(tmp_path / "ours", merge_lora(opened, file, 0.7))
+    made.load_lora_weights(str(tmp_path), weight_name=file.name)
+    made.fuse_lora(lora_scale=0.7)
+    made.unload_lora_weights()
+    made.save_pretrained(tmp_path / "fused")
+    for part, stem in (("unet", "diffusion_pytorch_model"), ("text_encoder", "model")):
+        before, theirs, ours = (
+            {
+                key.removeprefix("text_model."): tensor
+                for key, tensor in load_file(tmp_path / each / part / f"{stem}.safetensors").items()
+                if "position_ids" not in key
+            }
+            for each in ("theirs", "fused", "ours")
+        )
+        assert theirs.keys() == ours.keys()
+        for key, tensor in theirs.items():
+            np.testing.assert_allclose(ours[key], tensor, rtol=1e-5, atol=1e-5, err_msg=key)
+        changed = sum(np.abs(tensor - before[key]).max() > 0.01 for key, tensor in theirs.items())
+        assert changed == {"unet": 3, "text_encoder": int(layout == "diffusers")}[part]

@@ -8,7 +8,7 @@ import pytest
 from stack_core.abi.errors import ConfigError
 from stack_train.diffusion.noise import DynamicShift, FlowConfig, NoiseConfig
 from stack_train.diffusion.objectives import FlowMatchingConfig
-from stack_train.diffusion.samplers import SamplerConfig, guided, levels_of, sample, table_of
+from stack_train.diffusion.samplers import Kept, SamplerConfig, guided, levels_of, sample, table_of
 
 NOISE = NoiseConfig(betas="scaled_linear", beta_start=0.00085, beta_end=0.012)
 SCHEDULES = {"epsilon": NOISE, "v": NOISE, "flow": FlowConfig(shift=2.0)}
@@ -87,6 +87,23 @@ def test_the_noise_of_rows_is_not_the_initial_noise_and_is_each_images_own():
     np.testing.assert_array_equal(sample(lambda x, timestep: x, table, noise[1:], keys=keys[1:]), added[1:])
 
 
+def test_an_image_is_made_anew_where_the_mask_is_1():
+    config = SamplerConfig(steps=10, spacing="trailing", strength=0.5)
+    levels = levels_of(NOISE, config)
+    assert levels.timesteps.tolist() == [499.0, 399.0, 299.0, 199.0, 99.0]
+    keys = jax.random.split(jax.random.key(0), SHAPE[0])
+    noise = jax.vmap(lambda key: jax.random.normal(key, SHAPE[1:]))(keys)
+    image = jnp.broadcast_to(jnp.array([2.0, -2.0]).repeat(2)[:, None, None], SHAPE)
+    mask = jnp.broadcast_to((jnp.arange(4) < 2)[None, None, :, None].astype(jnp.float32), SHAPE)
+    table, denoise = table_of(config, levels, "epsilon"), gaussian("epsilon", NOISE)
+    changed = sample(denoise, table, noise, keys=keys, start=image)
+    # Half of the noise leaves traces of the image.
+    assert 0.5 < (changed[:, 0] - changed[:, -1]).mean() < 3.9
+    kept = sample(denoise, table, noise, keys=keys, start=image, kept=Kept(image, mask))
+    np.testing.assert_array_equal(kept[:, :, 2:], image[:, :, 2:])
+    np.testing.assert_allclose(kept[:, :, :2], changed[:, :, :2], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("spacing", ["leading", "trailing", "linspace"])
 def test_levels_go_from_noise_to_none(spacing):
     levels = levels_of(NOISE, SamplerConfig(steps=7, spacing=spacing))
@@ -122,6 +139,7 @@ def test_a_dynamic_shift_depends_on_the_size_of_the_images(shift, pixels, expect
     [
         (NOISE, {"name": "heun", "eta": 0.5}, "ddim alone"),
         (NOISE, {"steps": 2000}, "more than the 1000"),
+        (NOISE, {"steps": 4, "strength": 0.2}, "strength=0.2 of 4 steps is no step"),
         (NOISE, {"guidance_rescale": 0.5}, "guidance is 1, which adds none"),
         (FlowConfig(), {"spacing": "trailing"}, "spacing='trailing' .* flow matching"),
         (FlowConfig(), {"name": "plms"}, "plms and a last level above 0 are for schedules of betas"),

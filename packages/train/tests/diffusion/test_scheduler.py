@@ -11,12 +11,12 @@ from flax import nnx
 
 from stack_core.abi.errors import ConversionError
 from stack_train.diffusion import autoencoder_kl, flux
-from stack_train.diffusion.noise import DynamicShift
-from stack_train.diffusion.objectives import FlowMatchingConfig
+from stack_train.diffusion.noise import DynamicShift, NoiseConfig
+from stack_train.diffusion.objectives import EpsilonConfig, FlowMatchingConfig, VConfig
 from stack_train.diffusion.pipeline import Pipeline, save_pipeline
 from stack_train.diffusion.samplers import SamplerConfig
 from stack_train.diffusion.sampling import ImageSampler, open_images
-from stack_train.diffusion.scheduler import read_scheduler, write_scheduler
+from stack_train.diffusion.scheduler import Scheduler, read_scheduler, write_scheduler
 from stack_train.huggingface import FORMAT
 
 from . import shapes
@@ -81,6 +81,59 @@ def test_a_scheduler_is_read_and_written(tmp_path, settings, shift):
 def test_what_samplers_do_not_follow_is_refused_by_name(tmp_path, settings, message):
     with pytest.raises(ConversionError, match=message):
         read_scheduler(written(tmp_path, DEV | settings))
+
+
+BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "num_train_timesteps": 1000}
+BETAS |= {"set_alpha_to_one": False, "skip_prk_steps": True, "steps_offset": 1, "trained_betas": None}
+STABLE = {"_class_name": "PNDMScheduler", "clip_sample": False, **BETAS}
+"""`scheduler_config.json` of Stable Diffusion 1.5."""
+STABLE_2 = {"_class_name": "DDIMScheduler", "clip_sample": False, "prediction_type": "v_prediction", **BETAS}
+STABLE_XL = {"_class_name": "EulerDiscreteScheduler", "clip_sample": False, "interpolation_type": "linear", **BETAS}
+STABLE_XL |= {"prediction_type": "epsilon", "sample_max_value": 1.0, "timestep_spacing": "leading"}
+NOISE = NoiseConfig(betas="scaled_linear", beta_start=0.00085, beta_end=0.012)
+LEADING = {"spacing": "leading", "steps_offset": 1}
+
+
+@pytest.mark.parametrize(
+    ("mapping", "expected"),
+    [
+        (STABLE, Scheduler(EpsilonConfig(noise=NOISE), SamplerConfig(name="plms", final="min", **LEADING))),
+        (STABLE_2, Scheduler(VConfig(noise=NOISE), SamplerConfig(name="ddim", final="min", **LEADING))),
+        (STABLE_XL, Scheduler(EpsilonConfig(noise=NOISE), SamplerConfig(**LEADING))),
+    ],
+)
+def test_published_schedulers_of_betas_are_read_and_written(tmp_path, mapping, expected):
+    scheduler = read_scheduler(written(tmp_path / "given", mapping))
+    assert scheduler == expected
+    write_scheduler(tmp_path / "back", scheduler)
+    assert read_scheduler(tmp_path / "back") == scheduler
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({"_class_name": "DDIMScheduler"}, "clip_sample=True, not False"),  # diffusers' default
+        (STABLE_2 | {"thresholding": True}, "thresholding=True, not False"),
+        (STABLE_2 | {"prediction_type": "sample"}, "prediction_type='sample', not 'epsilon' or 'v_prediction'"),
+        (STABLE | {"skip_prk_steps": False}, "skip_prk_steps=False, not True"),
+        (STABLE | {"trained_betas": [0.1, 0.2]}, "trained_betas="),
+        (STABLE | {"beta_schedule": "sigmoid"}, "beta_schedule='sigmoid', not 'linear' or"),
+        (STABLE | {"timestep_spacing": "trailing"}, "plms steps by equal numbers of timesteps"),
+        (STABLE_XL | {"interpolation_type": "log_linear"}, "interpolation_type='log_linear', not 'linear'"),
+        (STABLE_XL | {"timestep_type": "continuous"}, "timestep_type='continuous', not 'discrete'"),
+        (STABLE_XL | {"new_key": 3}, "new_key=3"),
+        (
+            {"_class_name": "DPMSolverMultistepScheduler", "algorithm_type": "dpmsolver", "lambda_min_clipped": -5.1},
+            "algorithm_type='dpmsolver', not 2 and 'dpmsolver\\+\\+'.*; lambda_min_clipped=-5.1, not -Infinity",
+        ),
+        ({"_class_name": "DPMSolverMultistepScheduler", "solver_order": 1}, "solver_order=1 and"),
+        ({"_class_name": "DPMSolverMultistepScheduler", "use_flow_sigmas": True}, "use_flow_sigmas=True, not False"),
+        ({"_class_name": "DPMSolverMultistepScheduler", "variance_type": "learned"}, "variance_type='learned'"),
+    ],
+)
+def test_settings_of_betas_that_samplers_do_not_follow_are_refused_by_name(tmp_path, mapping, message):
+    with pytest.raises(ConversionError, match=message):
+        read_scheduler(written(tmp_path, mapping))
 
 
 @pytest.mark.parametrize("content", ["[]", "{", "3"])

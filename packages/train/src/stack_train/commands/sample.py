@@ -1,12 +1,12 @@
 """`stack sample`: sampling of images from a diffusion or flow model."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from stack_core.abi.config import parse, parse_yaml
-from stack_core.abi.errors import ConfigError, GenerationError
+from stack_core.abi.errors import ConfigError, DataError, GenerationError
 from stack_core.abi.local_paths import local_address
 from stack_core.abi.run_directory import RunDirectory
 from stack_core.runtime.compile_cache import keep_compiled
@@ -22,6 +22,10 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     prompt: Annotated[tuple[str, ...], Parameter(negative=())] = (),
     negative_prompt: str | None = None,
     label: Annotated[tuple[int, ...], Parameter(negative=())] = (),
+    image: Path | None = None,
+    mask: Path | None = None,
+    strength: float | None = None,
+    lora: Annotated[tuple[str, ...], Parameter(negative=())] = (),
     grid: str | None = None,
     out: Path | None = None,
     sampler: Literal[
@@ -52,6 +56,10 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
       prompt: text prompt of the images; may be repeated, and the columns then alternate between the prompts.
       negative_prompt: what the images are not to show; acts through guidance.
       label: class label of the images; may be repeated, and the columns then alternate. By default all labels.
+      image: image file to begin with, in the size of the images unless --size resizes it.
+      mask: image file that is white where the image is made anew and black where it is kept.
+      strength: fraction of the steps that the image is put through, 0.8 by default, or 1 with a mask.
+      lora: safetensors file of a LoRA in diffusers' or kohya's layout, or FILE=SCALE; may be repeated.
       grid: rows x columns of images; by default 8x8, or one image per prompt.
       out: PNG file to write; by default a file in the run's directory that its report displays, or image.png.
       sampler: numerical method that integrates from noise to images; by default the directory's scheduler, or euler.
@@ -79,11 +87,16 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     given = {"name": sampler, "spacing": spacing, "guidance": guidance}
     given = {name: value for name, value in given.items() if value is not None}
     given |= {"steps": steps, "eta": eta, "guidance_rescale": guidance_rescale}
+    if strength is not None or image is not None:
+        given["strength"] = (0.8 if mask is None else 1.0) if strength is None else strength
+    if mask is not None and image is None:
+        raise ConfigError("--mask chooses the part of an image that is made anew. Give --image.")
     # Checked before the model is read; the directory's scheduler may add settings.
     parse(SamplerConfig, {"guidance": 2.0, **given}, path="sampler")
     pillow()  # Raises now rather than after minutes of sampling if Pillow is not installed.
     keep_compiled()
-    opened = open_images(model, size=pixels)
+    start = None if image is None else _read_start(image, mask, pixels)
+    opened = open_images(model, size=pixels if start is None else start.image.shape[:2], loras=_loras(lora))
     config = opened.sampler.changed(given)
     places = range(rows * columns)
     if label and (opened.encoders is not None or not opened.config.classes):
@@ -92,12 +105,15 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     if prompt or opened.encoders is not None:
         prompts = [prompt[place % columns % len(prompt)] if prompt else "" for place in places]
         negative = None if negative_prompt is None else [negative_prompt] * len(prompts)
-        images = opened.images_of(prompts, config, negative=negative, seed=seed, embedded_guidance=embedded_guidance)
+        images = opened.images_of(
+            prompts, config, negative=negative, seed=seed, embedded_guidance=embedded_guidance, start=start
+        )
     else:
         if embedded_guidance is not None:
             raise GenerationError("The model takes no guidance as an input.", parameter="embedded_guidance")
-        if negative_prompt is not None:
-            raise GenerationError("The model takes no prompts.", parameter="negative_prompt")
+        if negative_prompt is not None or start is not None:
+            name = "negative_prompt" if negative_prompt is not None else "image"
+            raise GenerationError("The model takes neither prompts nor images to begin with.", parameter=name)
         labels = label or tuple(range(opened.config.classes)) or (0,)
         turns = [labels[place % columns % len(labels)] for place in places]
         images = opened.images(turns, config, seed=seed)
@@ -120,6 +136,38 @@ def _sizes(grid: str) -> tuple[int, int]:
     if not (separator and rows.isdecimal() and columns.isdecimal() and int(rows) * int(columns)):
         raise ConfigError(f"--grid is {grid!r}; expected rows x columns, such as 8x8.")
     return int(rows), int(columns)
+
+
+def _read_start(image: Path, mask: Path | None, size: tuple[int, int] | None) -> Any:
+    """Reads an image to begin with and its mask, resized if a size is given."""
+    import numpy as np
+
+    from stack_train.diffusion.grid import pillow
+    from stack_train.diffusion.sampling import Start
+
+    arrays: list[Any] = []
+    for path, mode in ((image, "RGB"), (mask, "L")):
+        if path is None:
+            arrays.append(None)
+            continue
+        try:
+            with pillow().open(path) as opened:
+                converted = opened.convert(mode)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} cannot be read as an image: {error}") from error
+        arrays.append(np.asarray(converted if size is None else converted.resize(size[::-1])))
+    return Start(*arrays)
+
+
+def _loras(arguments: tuple[str, ...]) -> dict[Path, float]:
+    found: dict[Path, float] = {}
+    for each in arguments:
+        file, _, scale = each.partition("=")
+        try:
+            found[Path(file)] = float(scale or 1.0)
+        except ValueError as error:
+            raise ConfigError(f"--lora {each}: expected FILE or FILE=SCALE, such as style.safetensors=0.8.") from error
+    return found
 
 
 def _pixels(size: str) -> tuple[int, int]:

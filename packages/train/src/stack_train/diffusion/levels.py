@@ -3,7 +3,7 @@
 They are those of diffusers' schedulers, whose spacings round differently by sampler.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -42,6 +42,11 @@ class Levels:
     scales: np.ndarray
     next_scales: np.ndarray
     start: float = 1.0
+
+    def since(self, step: int) -> "Levels":
+        """Returns the levels without those of the first steps."""
+        found = {each.name: getattr(self, each.name)[step:] for each in fields(self) if each.name != "start"}
+        return Levels(**found, start=self.start)
 
 
 def flow_levels(schedule: FlowConfig, sampler: Any) -> Levels:

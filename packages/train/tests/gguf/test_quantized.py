@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from stack_core import ops
-from stack_train.gguf.quantized import FORMS, convert, empty_arrays, matrix_struct, writable_arrays
+from stack_train.gguf.quantized import FORMS, convert, matrix_struct
 from stack_train.gguf.reader import StoredTensor
-from stack_train.nn.quantized import QuantizedMatrix
+from stack_train.nn.quantized import QuantizedMatrix, empty_arrays, writable_arrays
 
 from .random_blocks import random_blocks
 

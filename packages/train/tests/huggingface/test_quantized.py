@@ -5,16 +5,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
+from stack_core import ops
 from stack_core.abi.errors import ConversionError
 from stack_train import load
 from stack_train.huggingface.codes import pack_words, unpack_words
 from stack_train.huggingface.format import FORMAT
 from stack_train.huggingface.quantization import READERS
 from stack_train.huggingface.source import open_source
+from stack_train.nn.quantized import QuantizedMatrix
 from stack_train.run.config import run_config
 from stack_train.safetensors_files import read_tensors
 from stack_train.variables.weights import read_params
@@ -434,3 +437,49 @@ def test_a_truncated_file_is_named(write):
 def test_every_method_has_a_case():
     tested = {coding["quant_method"] for coding, *_ in CASES.values()}
     assert tested | {"fp8", "mxfp4"} == set(READERS)  # these two are in test_blocks.py
+
+
+KEPT = [name for name in CASES if name not in ("nvfp4-pack-quantized", "mxfp4-pack-quantized")]
+AS_FLOATS = {"float-quantized by block", "gptq in the order of activations", "gptq with a partial group"}
+
+
+@pytest.mark.parametrize("case", [name for name in KEPT if name not in AS_FLOATS])
+def test_matrices_stay_quantized_when_a_model_generates(case, write):
+    directory, expected = write(case)
+    opened = load(f"hf:{directory}").checkpoint
+    params = opened.load_params()
+    layer = params["blocks"][0][0]
+    for module, name in ((layer["attention"], "self_attn.{}_proj"), (layer["feed_forward"], "mlp.{}_proj")):
+        for part, linear in module.items():
+            matrix, end = linear["kernel"], {"query": "q", "key": "k", "value": "v", "output": "o"}.get(part, part)
+            assert isinstance(matrix, QuantizedMatrix)
+            wanted = expected[f"model.layers.0.{name.format(end)}.weight"]
+            # Without the format's rounding of the product to the dtype of the scale.
+            np.testing.assert_allclose(ops.dequantize(matrix, "float32")[0].T, wanted, rtol=1e-6, atol=1e-7)
+    floats = opened.dequantized()
+    tokens, positions = jnp.arange(12)[None] * 4, jnp.arange(12)[None]
+
+    def logits(checkpoint: Any) -> np.ndarray:
+        model = checkpoint.model(checkpoint.load_params())
+        return np.asarray(model.logits(model(tokens, positions).hidden))
+
+    if case in ("pack-quantized, asymmetric", "awq"):
+        # Their weights are rounded to float16.
+        np.testing.assert_allclose(logits(opened), logits(floats), atol=0.02)
+    with pytest.raises(ConversionError, match="cannot be combined with quantized weights"):
+        opened.read_adapters("peft:somewhere")
+
+
+@pytest.mark.parametrize(
+    ("case", "named"),
+    [
+        ("gptq in the order of activations", "7 in int4, groups of 8"),
+        ("gptq with a partial group", "7 in int8, groups of 12"),
+        ("nvfp4-pack-quantized", "7 in fp4, groups of 16"),
+    ],
+)
+def test_codes_that_products_do_not_take_are_read_as_floats_and_named(case, named, write):
+    directory, _ = write(case)
+    with pytest.warns(UserWarning, match=f"quantized matrices that are read as floats: {named}"):
+        opened = load(f"hf:{directory}")
+    assert opened.checkpoint.load_params()["blocks"][0][0]["attention"]["query"]["kernel"].shape[0] == 1

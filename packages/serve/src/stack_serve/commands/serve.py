@@ -128,7 +128,8 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
       max_adapters: maximum number of adapters on the devices (8); the least recently used idle one is evicted first.
       adapter_rank: maximum rank of adapters loaded later (the largest rank of the given adapters).
       priorities: N, the bound of request priorities, which range from -N to N (0: requests must not set one).
-      dequantize: read the weights of a quantized GGUF file as float32, which takes up to eight times the memory (no).
+      dequantize: read the weights of a quantized GGUF file or `hf:` checkpoint as floats, which takes up to eight times
+        the memory (no).
       seed: seed of the requests without one (random).
       speculation: method of speculative decoding, ngram, or its settings as JSON, such as
         '{"method": "ngram", "tokens": 5}' (no speculation). Outputs stay the same.

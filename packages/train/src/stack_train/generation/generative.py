@@ -80,15 +80,15 @@ class ModuleCheckpoint:
         return {**vars(self), "read": _read_nothing, "adapters_at": no_adapters, "as_floats": None}
 
     def dequantized(self) -> "ModuleCheckpoint":
-        """Returns the checkpoint with float32 weights; see `Dequantizes`.
+        """Returns the checkpoint with weights in floating point; see `Dequantizes`.
 
         Raises:
-          GenerationError: it is not a GGUF file with quantized matrices.
+          GenerationError: it is not a checkpoint with quantized matrices.
         """
         if self.as_floats is None:
             raise GenerationError(
-                f"The weights of {self.name} are not read in another form: dequantize is for GGUF files with quantized "
-                "matrices. Leave it out."
+                f"The weights of {self.name} are not read in another form: dequantize is for GGUF files and "
+                "Hugging Face checkpoints with quantized matrices. Leave it out."
             )
         return self.as_floats()
 

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from stack_core import ops
 from stack_core.abi.adapters import Adapters
@@ -36,11 +35,11 @@ from stack_train.gguf.names import (
     architecture_of,
     settings_of,
 )
-from stack_train.gguf.quantized import FORMS, convert, empty_arrays, matrix_struct, writable_arrays
+from stack_train.gguf.quantized import FORMS, convert, matrix_struct
 from stack_train.gguf.reader import MAGIC, GgufFile, read_file
 from stack_train.gguf.vocabulary import Vocabulary
 from stack_train.models.weight_map import WeightRule
-from stack_train.nn.quantized import QuantizedMatrix
+from stack_train.nn.quantized import QuantizedMatrix, empty_arrays, with_quantized, writable_arrays
 from stack_train.run.config import RunConfig, run_config
 from stack_train.run.model import abstract_model, abstract_params, holds_codes
 from stack_train.variables.weights import read_params
@@ -165,7 +164,7 @@ class GgufFormat:
 
         def opened(quantized: Mapping[str, QuantizedMatrix]) -> ModuleCheckpoint:
             return generative_checkpoint(
-                _with_quantized(abstract_model(source.config), quantized),
+                with_quantized(abstract_model(source.config), quantized),
                 source.config,
                 read=lambda shardings: source.values(quantized),
                 adapters_at=lambda address: _refuse_adapters(address, directory),
@@ -369,17 +368,6 @@ class _Source:
             if progress is not None:
                 progress(rule.parameter, done_bytes, self.total_bytes)
         self.file.release_pages()
-
-
-def _with_quantized(model: Any, quantized: Mapping[str, QuantizedMatrix]) -> Any:
-    """Sets the quantized parameters of an abstract model."""
-    for path, variable in nnx.iter_graph(model):
-        if (matrix := quantized.get("/".join(map(str, path)))) is not None:
-            *stack, rows, columns = variable.get_metadata()["logical_axes"]
-            axes = (*stack, columns, rows) if matrix.is_transposed else (*stack, rows, columns)
-            variable.set_value(matrix)
-            variable.set_metadata(logical_axes=axes)
-    return model
 
 
 def _refuse_adapters(address: str, path: Path) -> Adapters:

@@ -18,7 +18,7 @@ import numpy as np
 from stack_train.gguf.reader import StoredTensor
 from stack_train.nn.quantized import QuantizedMatrix
 
-__all__ = ["FORMS", "Form", "convert", "empty_arrays", "matrix_struct", "writable_arrays"]
+__all__ = ["FORMS", "Form", "convert", "matrix_struct"]
 
 _ROWS = 1024
 """Number of blocks that are converted together, which bounds the temporary arrays to the caches of a processor."""
@@ -68,18 +68,6 @@ def matrix_struct(forms: Sequence[Form], shape: tuple[int, ...], *, in_rows: boo
     scale = jax.ShapeDtypeStruct(tuple(tiles), jnp.float32)
     zero_point = scale if any(form.has_minima for form in forms) else None
     return QuantizedMatrix(codes, scale, zero_point, "+".join(sorted({form.name for form in forms})), is_transposed)
-
-
-def empty_arrays(tree: Any) -> Any:
-    """Returns uninitialized NumPy arrays for the structs of a tree."""
-    return jax.tree.map(lambda each: np.empty(each.shape, each.dtype), tree)
-
-
-def writable_arrays(leaf: Any) -> list[np.ndarray]:
-    """Returns the arrays of a parameter in its logical layout, as views to write to; int4 codes are seen as int8."""
-    arrays = [array.view(np.int8) if array.dtype == jnp.int4 else array for array in jax.tree.leaves(leaf)]
-    is_transposed = isinstance(leaf, QuantizedMatrix) and leaf.is_transposed
-    return [array.swapaxes(-1, -2) for array in arrays] if is_transposed else arrays
 
 
 def convert(gguf: Any, tensor: StoredTensor, matrix: QuantizedMatrix) -> list[np.ndarray]:

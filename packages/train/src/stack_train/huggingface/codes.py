@@ -14,6 +14,7 @@ from stack_train.safetensors_files import StoredTensor
 __all__ = [
     "Codes",
     "Coding",
+    "Form",
     "QuantizedTensor",
     "check_read",
     "fp4_pairs",
@@ -56,10 +57,31 @@ class Codes:
         values *= self._per_input(self.scale)
         return values.astype(dtype, copy=False)
 
+    def arrays(self) -> list[np.ndarray]:
+        """Returns codes, scales and, if there are any, zero points in float32; scales have a row for each output."""
+        shape = (self.values.shape[0], self.scale.shape[1])
+        factors = [self.scale] if self.zero_point is None else [self.scale, self.zero_point.astype(np.float32)]
+        return [self.values, *(np.broadcast_to(factor, shape) for factor in factors)]
+
     def _per_input(self, factor: np.ndarray) -> np.ndarray:
         if self.group_of is not None:
             return factor[:, self.group_of]
         return factor if factor.shape[1] == 1 else np.repeat(factor, self.values.shape[1] // factor.shape[1], 1)
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form in which a model keeps a quantized matrix.
+
+    Attributes:
+      dtype: dtype of the codes: int4, int8 or float8_e4m3fn.
+      groups: number of groups of inputs, each a run of adjacent inputs.
+      has_zero_points: whether groups have zero points.
+    """
+
+    dtype: str
+    groups: int
+    has_zero_points: bool
 
 
 @dataclass(frozen=True)
@@ -69,10 +91,12 @@ class QuantizedTensor(StoredTensor):
     Attributes:
       scheme: description for messages, such as "int4, groups of 32".
       decode: reads the codes and scales.
+      form: form in which a model keeps the matrix; None if it has to be dequantized.
     """
 
     scheme: str
     decode: Callable[[], Codes]
+    form: Form | None = None
 
     def read(self) -> np.ndarray:
         return self.decode().dequantized(self.numpy_dtype)

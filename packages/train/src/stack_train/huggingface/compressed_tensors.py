@@ -25,6 +25,7 @@ from stack_train.huggingface.blocks import BlockTensor, fp8_codes
 from stack_train.huggingface.codes import (
     Codes,
     Coding,
+    Form,
     QuantizedTensor,
     check_read,
     fp4_values,
@@ -230,7 +231,8 @@ def _plain(scheme: _Scheme, module: str, codes: StoredTensor, parts: _Parts) -> 
         zeros = None if scheme.symmetric or zero is None else _matrix(zero.read())
         return Codes(values, _matrix(scale.read().astype(np.float32)), zeros, _groups(group_of, scale))
 
-    return QuantizedTensor(codes.path, codes.name, scale.dtype, shape, str(scheme), decode)
+    form = None if group_of is not None else _form("float8_e4m3fn" if scheme.floating else "int8", scheme, scale)
+    return QuantizedTensor(codes.path, codes.name, scale.dtype, shape, str(scheme), decode, form)
 
 
 def _packed(scheme: _Scheme, module: str, codes: StoredTensor, parts: _Parts) -> StoredTensor | list[str]:
@@ -255,13 +257,18 @@ def _packed(scheme: _Scheme, module: str, codes: StoredTensor, parts: _Parts) ->
 
     def decode() -> Codes:
         # Both offsets cancel, but the signed codes are those of the scheme.
-        values = unpack_words(codes.read(), scheme.bits, shape[1]).astype(np.int16) - offset
+        values = (unpack_words(codes.read(), scheme.bits, shape[1]) - np.uint8(offset)).view(np.int8)
         zeros = None
         if not scheme.symmetric and zero is not None:
             zeros = unpack_words(zero.read().T, scheme.bits, shape[0]).T.astype(np.int16) - offset
         return Codes(values, _matrix(scale.read().astype(np.float32)), zeros, _groups(group_of, scale))
 
-    return QuantizedTensor(codes.path, f"{module}.weight", scale.dtype, shape, str(scheme), decode)
+    form = None if group_of is not None else _form("int8" if scheme.bits == 8 else "int4", scheme, scale)
+    return QuantizedTensor(codes.path, f"{module}.weight", scale.dtype, shape, str(scheme), decode, form)
+
+
+def _form(dtype: str, scheme: _Scheme, scale: StoredTensor) -> Form:
+    return Form(dtype, scale.shape[-1] if len(scale.shape) == 2 else 1, has_zero_points=not scheme.symmetric)
 
 
 def _four_bit_floats(scheme: _Scheme, module: str, codes: StoredTensor, parts: _Parts) -> StoredTensor | list[str]:

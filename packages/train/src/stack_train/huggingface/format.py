@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from flax.nnx.traversals import flatten_mapping
 
+from stack_core.abi.adapters import Adapters
 from stack_core.abi.atomic_directory import atomic_directory
 from stack_core.abi.config import to_yaml
 from stack_core.abi.errors import ConversionError
@@ -34,6 +35,7 @@ from stack_train.huggingface.quantization import QUANTIZATION
 from stack_train.huggingface.quantized_export import PlannedTensors, quantized_tensors
 from stack_train.huggingface.source import HuggingFaceSource, open_source, read_config
 from stack_train.models.weight_map import joined_tensors, shared_tensors
+from stack_train.nn.quantized import QuantizedMatrix, with_quantized
 from stack_train.optim.optax_optimizer import as_optimizer
 from stack_train.run.config import RunConfig, run_config
 from stack_train.run.model import abstract_model, abstract_params, holds_codes
@@ -199,6 +201,9 @@ class HuggingFaceFormat:
     def open_for_generation(self, directory: Path) -> ModuleCheckpoint:
         """Opens a Hugging Face checkpoint for text generation, computed in the dtype of its tensors.
 
+        Quantized matrices stay quantized if products can take them; `dequantized` of the checkpoint reads them as
+        floats.
+
         Raises:
           ConversionError: the checkpoint cannot be converted.
           GenerationError: the model cannot generate text, or its tokenizer does not match.
@@ -206,15 +211,29 @@ class HuggingFaceFormat:
         """
         directory = on_disk(directory)
         source = _open_language_model(directory)
-        return generative_checkpoint(
-            abstract_model(source.config),
-            source.config,
-            read=lambda shardings: _parameters(source),
-            adapters_at=lambda address: read_adapters(address, source.config, lambda: source.digests),
-            name=directory.resolve().name,
-            tokenizer=directory,
-            origin=directory,
-        )
+
+        def adapters_at(address: str, quantized: Mapping[str, QuantizedMatrix]) -> Adapters:
+            if quantized:
+                raise ConversionError(
+                    f"The adapters {address} cannot be combined with quantized weights. Read these as floats: "
+                    "stack serve --dequantize, or LLM(..., dequantize=True)."
+                )
+            return read_adapters(address, source.config, lambda: source.digests)
+
+        def opened(quantized: Mapping[str, QuantizedMatrix]) -> ModuleCheckpoint:
+            return generative_checkpoint(
+                with_quantized(abstract_model(source.config), quantized),
+                source.config,
+                read=lambda shardings: _parameters(source, quantized),
+                adapters_at=lambda address: adapters_at(address, quantized),
+                name=directory.resolve().name,
+                tokenizer=directory,
+                origin=directory,
+            )
+
+        quantized = source.quantized()
+        checkpoint = opened(quantized)
+        return replace(checkpoint, as_floats=lambda: opened({})) if quantized else checkpoint
 
 
 FORMAT = HuggingFaceFormat()
@@ -257,9 +276,11 @@ def _model(source: HuggingFaceSource) -> Any:
     return nnx.merge(graph, nnx.State(nnx.traversals.unflatten_mapping(params)))
 
 
-def _parameters(source: HuggingFaceSource) -> Iterator[tuple[tuple[str | int, ...], np.ndarray]]:
+def _parameters(
+    source: HuggingFaceSource, quantized: Mapping[str, QuantizedMatrix] | None = None
+) -> Iterator[tuple[tuple[str | int, ...], Any]]:
     """Reads the parameters with their paths, in which indices into lists of modules are integers."""
-    for name, leaf in source.leaves():
+    for name, leaf in source.leaves(quantized):
         yield tuple(int(step) if step.isdigit() else step for step in name.split("/")), leaf
 
 

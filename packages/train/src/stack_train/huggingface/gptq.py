@@ -25,6 +25,7 @@ from stack_core.abi.errors import ConversionError
 from stack_train.huggingface.codes import (
     Codes,
     Coding,
+    Form,
     QuantizedTensor,
     check_read,
     is_positive,
@@ -161,14 +162,16 @@ def _gptq_matrix(
     assert scales is not None and zeros is not None, "problem_of would have named it"
 
     def decode() -> Codes:
-        values = unpack_words(codes.read().T, bits, d_in).astype(np.int16)
+        values = _signed(unpack_words(codes.read().T, bits, d_in), bits)
         # Masked, because a zero point of 0 minus 1 is stored as the largest code.
-        zero_points = (unpack_words(zeros.read(), bits, d_out).astype(np.int16) + offset) & (2**bits - 1)
+        zero_points = (unpack_words(zeros.read(), bits, d_out) + np.uint8(offset)) & np.uint8(2**bits - 1)
         group_numbers = _group_numbers(group_of, d_in, size, groups)
-        return Codes(values, scales.read().astype(np.float32).T, zero_points.T, group_numbers)
+        return Codes(values, scales.read().astype(np.float32).T, _signed(zero_points, bits).T, group_numbers)
 
     scheme = f"int{bits}" if size == -1 else f"int{bits}, groups of {size}"
-    return QuantizedTensor(codes.path, f"{module}.weight", scales.dtype, (d_out, d_in), scheme, decode)
+    is_adjacent = _group_numbers(group_of, d_in, size, groups) is None
+    form = Form("int8" if bits == 8 else "int4", groups, has_zero_points=True) if is_adjacent else None
+    return QuantizedTensor(codes.path, f"{module}.weight", scales.dtype, (d_out, d_in), scheme, decode, form)
 
 
 def _awq_matrix(module: str, parts: Mapping[str, StoredTensor | None], *, size: int) -> _Opened:
@@ -188,12 +191,18 @@ def _awq_matrix(module: str, parts: Mapping[str, StoredTensor | None], *, size: 
     assert scales is not None and zeros is not None, "problem_of would have named it"
 
     def decode() -> Codes:
-        values = _in_order(unpack_words(codes.read(), 4, d_out))
-        zero_points = _in_order(unpack_words(zeros.read(), 4, d_out))
-        return Codes(values.T.astype(np.int16), scales.read().astype(np.float32).T, zero_points.T)
+        values = _signed(_in_order(unpack_words(codes.read(), 4, d_out)), 4)
+        zero_points = _signed(_in_order(unpack_words(zeros.read(), 4, d_out)), 4)
+        return Codes(values.T, scales.read().astype(np.float32).T, zero_points.T)
 
     scheme = "int4" if size == -1 else f"int4, groups of {size}"
-    return QuantizedTensor(codes.path, f"{module}.weight", scales.dtype, (d_out, d_in), scheme, decode)
+    form = Form("int4", groups, has_zero_points=True)
+    return QuantizedTensor(codes.path, f"{module}.weight", scales.dtype, (d_out, d_in), scheme, decode, form)
+
+
+def _signed(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Shifts unsigned codes to int8 codes around 0; a shift of codes and zero points cancels."""
+    return (codes - np.uint8(2 ** (bits - 1))).view(np.int8)
 
 
 def _in_order(codes: np.ndarray) -> np.ndarray:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import warnings
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from stack_train.huggingface.codes import QuantizedTensor
 from stack_train.huggingface.language_part import language_part
 from stack_train.huggingface.quantization import with_codes
 from stack_train.models.weight_map import WeightRule
+from stack_train.nn.quantized import QuantizedMatrix, empty_arrays, writable_arrays
 from stack_train.run.model import abstract_params
 from stack_train.safetensors_files import StoredTensor, read_tensors
 
@@ -86,23 +88,56 @@ class HuggingFaceSource:
         """Shape, dtype and digest of each parameter by path; reads all values."""
         return {name: (spec_of(leaf), array_digests({name: leaf})[name]) for name, leaf in self.leaves()}
 
-    def leaves(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Reads the parameters one by one with their paths; memory holds one parameter and up to eight tensors."""
-        for rule in self.rules:
-            yield rule.parameter, self._leaf(rule)
+    def quantized(self) -> dict[str, QuantizedMatrix]:
+        """Returns the parameters that may stay quantized, and warns of codes that are read as floats.
 
-    def _leaf(self, rule: WeightRule) -> np.ndarray:
-        wanted = self.parameters[rule.parameter]
+        All layers of a parameter need codes of the same form, for a matrix [d_in, d_out] that only products read.
+        """
+        found, floats = dict[str, QuantizedMatrix](), Counter[str]()
+        for rule in self.rules:
+            shape = self.parameters[rule.parameter].shape
+            tensors = [self.tensors[name] for name in rule.tensor_shapes(shape)]
+            coded = [tensor for tensor in tensors if isinstance(tensor, QuantizedTensor)]
+            forms = {tensor.form for tensor in coded}
+            form = forms.pop() if len(forms) == 1 and len(coded) == len(tensors) else None
+            # Parts along the inputs would cut groups.
+            is_product = rule.transposed and (rule.part[1] == 1 or rule.part_axis == -2)
+            if form is None or not is_product or "router" in rule.parameter:
+                floats.update(tensor.scheme for tensor in coded)
+                continue
+            scale = jax.ShapeDtypeStruct((*shape[:-2], form.groups, shape[-1]), jnp.float32)
+            codes = jax.ShapeDtypeStruct(shape, jnp.dtype(form.dtype))
+            zeros = scale if form.has_zero_points else None
+            found[rule.parameter] = QuantizedMatrix(codes, scale, zeros, coded[0].scheme)
+        if floats:
+            counts = ", ".join(f"{count} in {scheme}" for scheme, count in floats.items())
+            warnings.warn(f"{self.directory} has quantized matrices that are read as floats: {counts}.", stacklevel=3)
+        return found
+
+    def leaves(self, quantized: Mapping[str, QuantizedMatrix] | None = None) -> Iterator[tuple[str, Any]]:
+        """Reads the parameters one by one with their paths; memory holds one parameter and up to eight tensors.
+
+        Args:
+          quantized: parameters that stay quantized, by path, as returned by `quantized`.
+        """
+        for rule in self.rules:
+            yield rule.parameter, self._leaf(rule, (quantized or {}).get(rule.parameter))
+
+    def _leaf(self, rule: WeightRule, matrix: QuantizedMatrix | None) -> Any:
         # Filled tensor by tensor, because a stacked parameter has a tensor for each layer.
-        leaf = np.empty(wanted.shape, wanted.dtype)
-        parts = rule.tensors(leaf)
+        leaf = empty_arrays(self.parameters[rule.parameter] if matrix is None else matrix)
+        parts = [rule.tensors(array) for array in writable_arrays(leaf)]
 
         def fill(name: str) -> None:
-            _copy(parts[name], rule.part_of(self.tensors[name].read()))
+            tensor = self.tensors[name]
+            is_coded = matrix is not None and isinstance(tensor, QuantizedTensor)
+            arrays = tensor.decode().arrays() if is_coded else [tensor.read()]
+            for part, array in zip(parts, arrays, strict=True):
+                _copy(part[name], rule.part_of(array))
 
-        with ThreadPoolExecutor(min(len(parts), os.cpu_count() or 1, _MOST_READERS)) as readers:
+        with ThreadPoolExecutor(min(len(parts[0]), os.cpu_count() or 1, _MOST_READERS)) as readers:
             # A list, because exceptions are raised when a result is read.
-            list(readers.map(fill, parts))
+            list(readers.map(fill, parts[0]))
         return leaf
 
 

@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from stack_core import ops
 from stack_core.abi.caches import AttentionSpec, KVCache, Latent
 from stack_core.abi.mesh import constrain
 from stack_train.nn.attention import Rope
 from stack_train.nn.build import Build
 from stack_train.nn.context import ContextKeys, attend
+from stack_train.nn.quantized import read_weight
 from stack_train.nn.residual import Hidden, Norm, Rows
 
 __all__ = ["LatentAttention", "MultiHeadLatentAttention"]
@@ -125,7 +127,9 @@ class MultiHeadLatentAttention(nnx.Module):
         layer_cache: Any,
     ) -> tuple[jax.Array, Any]:
         spec = self.spec
-        kernel = self.kv.kernel[...].astype(latent.dtype).reshape(spec.kv_rank, spec.heads, -1)
+        kernel = ops.dequantize(read_weight(self.kv.kernel, latent.dtype), latent.dtype).reshape(
+            spec.kv_rank, spec.heads, -1
+        )
         to_keys, to_values = jnp.split(kernel, [spec.nope_dim], axis=-1)
         query = jnp.concatenate([jnp.einsum("bshn,lhn->bshl", still, to_keys), turning], axis=-1)
         kept = jnp.concatenate([latent, rotated_key[:, :, 0, :]], axis=-1)

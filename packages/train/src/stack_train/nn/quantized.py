@@ -1,17 +1,20 @@
 """Matrices of quantized checkpoints, which products and lookups take without a float copy."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import nnx
 from jax.typing import DTypeLike
 
 from stack_core.abi.ops import QView
 from stack_core.ops.building import is_quantized, take
 
-__all__ = ["QuantizedMatrix", "read_weight"]
+__all__ = ["QuantizedMatrix", "empty_arrays", "read_weight", "with_quantized", "writable_arrays"]
 
 
 @jax.tree_util.register_dataclass
@@ -24,7 +27,7 @@ class QuantizedMatrix:
     Invariants: `codes.shape[i] % scale.shape[i] == 0`, and `zero_point` is None or has the shape of `scale`.
 
     Attributes:
-      codes: int4 or int8, [..., rows, columns].
+      codes: int4, int8 or float8_e4m3fn, [..., rows, columns].
       scale: float32, [..., row_tiles, column_tiles].
       zero_point: float32 code of the value 0 in each tile; None if it is 0.
       type: name of the type in the checkpoint, for messages.
@@ -75,3 +78,26 @@ def read_weight(variable: Any, dtype: DTypeLike | None = None) -> Any:
     if is_quantized(value):
         return value
     return variable[...] if dtype is None else variable[...].astype(dtype)
+
+
+def with_quantized(model: Any, quantized: Mapping[str, QuantizedMatrix]) -> Any:
+    """Sets the quantized parameters of an abstract model, by path, and returns it."""
+    for path, variable in nnx.iter_graph(model):
+        if (matrix := quantized.get("/".join(map(str, path)))) is not None:
+            *stack, rows, columns = variable.get_metadata()["logical_axes"]
+            axes = (*stack, columns, rows) if matrix.is_transposed else (*stack, rows, columns)
+            variable.set_value(matrix)
+            variable.set_metadata(logical_axes=axes)
+    return model
+
+
+def empty_arrays(tree: Any) -> Any:
+    """Returns uninitialized NumPy arrays for the structs of a tree."""
+    return jax.tree.map(lambda each: np.empty(each.shape, each.dtype), tree)
+
+
+def writable_arrays(leaf: Any) -> list[np.ndarray]:
+    """Returns the arrays of a parameter in its logical layout, as views to write to; int4 codes are seen as int8."""
+    arrays = [array.view(np.int8) if array.dtype == jnp.int4 else array for array in jax.tree.leaves(leaf)]
+    is_transposed = isinstance(leaf, QuantizedMatrix) and leaf.is_transposed
+    return [array.swapaxes(-1, -2) for array in arrays] if is_transposed else arrays

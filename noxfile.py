@@ -75,6 +75,12 @@ CLIENTS = {
     ),
     "inference-protocol": ("test_clients.py", "tritonclient[http,grpc]>=2.73,<3", "kserve>=0.21,<0.22"),
     "lm-eval": ("test_lm_eval.py", "lm_eval[api]>=0.4.13,<0.5", "transformers>=5,<6"),
+    "agent-frameworks": (
+        "test_agent_frameworks.py",
+        "openai-agents>=0.24,<0.25",
+        "langgraph>=1.2,<2",
+        "langchain-openai>=1.7,<2",
+    ),
     "tinker": ("test_tinker.py", "tinker>=0.38,<0.39", "protobuf>=6,<8", "torch==2.13.0"),
     "schemathesis": ("test_schemathesis.py", "schemathesis>=4.32,<5", "openapi-spec-validator>=0.9,<1"),
 }

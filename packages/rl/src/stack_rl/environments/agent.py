@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import threading
 import weakref
@@ -46,8 +47,9 @@ class AgentConfig:
     """A user's agent that queries the policy through OpenAI's API and returns the episode's reward.
 
     The agent is a function of an `AgentAccess` and a record of `source`, and returns a number or a `Score`. A function
-    that is not async runs on its own thread. The server is that of `stack serve`, in front of the policy's engine:
-    tools, streaming, stop texts and sampling options have the same effects and the same errors.
+    that is not async runs on its own thread, and all async ones share an event loop, which is not the run's. The server
+    is that of `stack serve`, in front of the policy's engine: tools, streaming, stop texts and sampling options have
+    the same effects and errors.
 
     Every request is answered with the policy's current weights; the sampled token ids and their log-probabilities are
     recorded. The conversations of an episode form a prefix tree: a prompt after a recorded answer keeps its tokens and
@@ -173,12 +175,22 @@ class _Episode:
             await server.close(session)
 
     async def _run(self, access: AgentAccess) -> tuple[Any, BaseException | None]:
-        """Runs the agent, on its own thread if it is not async, and returns its value or its exception."""
+        """Runs the agent, and returns its value or its exception.
+
+        The run's event loop waits for the engine, so an async agent has another one: timeouts of its client would
+        expire meanwhile. An agent that is not async has its own thread.
+        """
         if inspect.iscoroutinefunction(self._agent):
-            try:
-                return await self._agent(access, self._record), None
-            except Exception as error:  # an agent is user code and may raise any exception
-                return None, error
+
+            async def play() -> tuple[Any, BaseException | None]:
+                try:
+                    return await self._agent(access, self._record), None
+                except asyncio.CancelledError:
+                    raise
+                except BaseException as error:  # an agent may even call sys.exit, which would end the loop of all
+                    return None, error
+
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(play(), _agents_loop()))
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
 
@@ -193,6 +205,14 @@ class _Episode:
         # A daemon, because a thread cannot be cancelled, and a hanging agent must not keep the process alive.
         threading.Thread(target=run, name="agent", daemon=True).start()
         return await ended
+
+
+@functools.cache
+def _agents_loop() -> asyncio.AbstractEventLoop:
+    """Starts the event loop of all async agents of this process, on its own thread."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="agents", daemon=True).start()
+    return loop
 
 
 def _scored(value: Any) -> StepResult:

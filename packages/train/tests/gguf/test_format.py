@@ -191,6 +191,20 @@ def test_a_model_opened_for_generation_stays_quantized(tmp_path, plain, kind):
         floats.dequantized()
 
 
+@pytest.mark.slow
+def test_experts_stay_quantized(tmp_path):
+    make_run(tmp_path / "run", "mixtral", embed=256, heads=4, mlp=256, experts=4)
+    FORMAT.export_run(tmp_path / "run", tmp_path / "plain.gguf")
+    kinds = {"ffn_gate_inp": None, "ffn_down_exps": "Q6_K"}
+    rewrite(tmp_path / "plain.gguf", tmp_path / "model.gguf", lambda name: kinds.get(name.split(".")[-2], "Q4_K"))
+    ours = FORMAT.open_for_generation(tmp_path / "model.gguf")
+    layer = ours.parameters["blocks"][0][0]["feed_forward"]
+    assert all(is_quantized(layer[f"expert_{name}"]) for name in ("gate", "up", "down"))
+    assert not is_quantized(layer["router"]["kernel"])
+    found, wanted = logits(ours), logits(ours.dequantized())
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
+
+
 def test_types_that_do_not_stay_quantized_are_named(tmp_path, plain):
     # Layers of one parameter are stacked, so F16 in one of them makes all of them floats.
     kinds = {"blk.0.ffn_up.weight": None, "blk.0.ffn_gate.weight": "TQ1_0"}

@@ -331,7 +331,7 @@ def axes_of(logical_axis: str) -> tuple[str, ...]:
 
 
 def map_parts(
-    function: Callable[..., Any], arguments: Sequence[tuple[jax.Array, LogicalAxes]], out_axes: Any, *, name: str
+    function: Callable[..., Any], arguments: Sequence[tuple[Any, LogicalAxes]], out_axes: Any, *, name: str
 ) -> Any:
     """Calls a function on each device of the surrounding `use_mesh` with the device's shards of the arrays.
 
@@ -339,7 +339,7 @@ def map_parts(
     arrays.
 
     Args:
-      arguments: arrays with the logical axes by which they are split.
+      arguments: arrays, quantized or not, with the logical axes by which they are split.
       out_axes: logical axes of each returned array, in the structure of the result.
       name: name of the function, for messages.
 

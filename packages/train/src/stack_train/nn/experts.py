@@ -138,8 +138,8 @@ class Mixture(nnx.Module):
             y = y + (shared if self.shared_gate is None else shared * jax.nn.sigmoid(self.shared_gate(x)))
         return y, facts
 
-    def _parameters(self, dtype: Any) -> dict[str, jax.Array]:
-        """Returns parameters by the names of `_PARAMETERS`; matrices of experts are cast to `dtype`."""
+    def _parameters(self, dtype: Any) -> dict[str, Any]:
+        """Returns parameters by the names of `_PARAMETERS`; float matrices of experts are cast to `dtype`."""
         found = {"router": self.router.kernel[...]}
         found |= {name: read_weight(getattr(self, f"expert_{name}"), dtype) for name in ("gate", "up", "down")}
         if self.router.bias is not None:
@@ -164,7 +164,7 @@ _PARAMETERS: Final[dict[str, tuple[str | None, ...]]] = {
 """Logical axes of a mixture's parameters within a layer."""
 
 
-def _mixed(spec: Experts, x: Hidden, counted: jax.Array, parameters: Mapping[str, jax.Array]) -> tuple[Hidden, Facts]:
+def _mixed(spec: Experts, x: Hidden, counted: jax.Array, parameters: Mapping[str, Any]) -> tuple[Hidden, Facts]:
     """Computes the outputs and facts of a mixture; each device processes its own tokens."""
     tokens = ("batch", "seq", "act_embed")
     arguments = [(x, tokens), (counted, tokens[:2])]
@@ -176,7 +176,7 @@ def _mixed(spec: Experts, x: Hidden, counted: jax.Array, parameters: Mapping[str
 
 
 def _mixed_part(
-    spec: Experts, names: Sequence[str], x: jax.Array, counted: jax.Array, *arrays: jax.Array
+    spec: Experts, names: Sequence[str], x: jax.Array, counted: jax.Array, *arrays: Any
 ) -> tuple[jax.Array, Facts]:
     parameters = dict(zip(names, arrays, strict=True))
     rows = x.reshape(-1, x.shape[-1])
@@ -201,7 +201,7 @@ def _outputs_of_experts(
     rows: jax.Array,
     chosen: jax.Array,
     weights: jax.Array | None,
-    parameters: Mapping[str, jax.Array],
+    parameters: Mapping[str, Any],
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns the outputs of each token's experts, [tokens, active, embed], and the fraction of dropped rows.
 
@@ -232,7 +232,7 @@ def _outputs_of_experts(
     return outputs[places].reshape(*chosen.shape, -1), dropped
 
 
-def _gated(spec: Experts, x: jax.Array, parameters: Mapping[str, jax.Array], sizes: jax.Array) -> jax.Array:
+def _gated(spec: Experts, x: jax.Array, parameters: Mapping[str, Any], sizes: jax.Array) -> jax.Array:
     """Applies each expert to its group of rows."""
 
     def product(x: jax.Array, name: str, share: jax.Array | None = None) -> jax.Array:
@@ -281,7 +281,7 @@ def _statistics(router: Router, logits: jax.Array, scores: jax.Array, chosen: ja
     return {"expert_load": load, "balance_loss": balance, "router_z": sums["z"] / tokens}
 
 
-def _gathered(kernel: jax.Array, axis: int) -> jax.Array:
+def _gathered(kernel: Any, axis: int) -> Any:
     """Gathers a kernel's residual axis, which is split over "embed"; its gradient is scattered again."""
     return lax.all_gather(kernel, axes_of("embed"), axis=axis, tiled=True) if axes_of("embed") else kernel
 

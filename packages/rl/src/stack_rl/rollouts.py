@@ -88,7 +88,7 @@ class RolloutData:
       engine_process: a process of its own for the engine, with its own devices, to which the weights are transferred.
         None runs the engine in the trainer's process.
       reference: reference model on a separate mesh that scores every batch, for an objective with `reference: data`.
-        None: the data has no reference.
+        None disables it.
       on_failure: handling of an episode whose environment or reward fails: "stop" ends the run, "drop" leaves the
         episode out and counts it.
       step_timeout_s: time limit of one environment step in seconds; a longer step is a failure.
@@ -565,7 +565,7 @@ class RolloutIterator:
         return {**self._state(), **self._fingerprint}
 
     def set_state(self, state: Any) -> None:
-        """Restores the position at which `state` was taken.
+        """Restores the position that `state` stores.
 
         Raises:
           DataError: the state belongs to different rollouts.

@@ -30,9 +30,9 @@ def serve(
 ) -> None:
     """Train and sample adapters of a model with the Tinker SDK: stack rl serve runs/chat --port 8000
 
-    Clients of the Tinker API, such as the package tinker, create adapters, train them with their own loop and sample
-    from them. Each client has its adapters, and all share the model's parameters. The server listens on 127.0.0.1; at
-    its other paths, it has OpenAI's API for the base model.
+    Clients of the Tinker API, such as the package tinker, create adapters, sample from the adapters, and train them in
+    their own loop. Each client has its adapters, and all share the model's parameters. The server listens on 127.0.0.1
+    and also serves the base model through OpenAI's API.
 
     Args:
       model: the base model: a run, or another address that `stack generate` takes.

@@ -46,10 +46,10 @@ class AgentAccess:
 class AgentConfig:
     """A user's agent that queries the policy through OpenAI's API and returns the episode's reward.
 
-    The agent is a function of an `AgentAccess` and a record of `source`, and returns a number or a `Score`. A function
-    that is not async runs on its own thread, and all async ones share an event loop, which is not the run's. The server
-    is that of `stack serve`, in front of the policy's engine: tools, streaming, stop texts and sampling options have
-    the same effects and errors.
+    The agent is a function of an `AgentAccess` and a record of `source`, and returns a number or a `Score`. Each
+    synchronous agent runs on its own thread; async agents share an event loop, separate from the run's. `stack serve`
+    provides the server in front of the policy's engine: tools, streaming, stop texts and sampling options have the same
+    effects and errors.
 
     Every request is answered with the policy's current weights; the sampled token ids and their log-probabilities are
     recorded. The conversations of an episode form a prefix tree: a prompt after a recorded answer keeps its tokens and
@@ -57,8 +57,8 @@ class AgentConfig:
     and share its `seq_tokens`. The run's sampling settings are the defaults of requests. `EpisodeRequests` lists the
     answers that are trained. Tokens of a stop text are not recorded.
 
-    If the agent raises, the episode has failed; it does not get a reward of 0. Only if the agent raises after a refused
-    request, for lack of room (status 400, as OpenAI's) or because of `max_turns`, is the reward 0. Without room, the
+    If the agent raises, the episode fails instead of getting the reward 0. The reward is 0 only if the agent raises
+    after a refused request, for lack of room (status 400, as OpenAI's) or because of `max_turns`. Without room, the
     episode is truncated.
 
     Attributes:

@@ -30,7 +30,7 @@ _FULL = b'"context_length_exceeded"'
 
 
 def check_server() -> None:
-    """Raises an UnknownName with the package to install if there is no chat server."""
+    """Raises an UnknownName with the package to install if the registry lacks a chat server."""
     if _SERVER not in registries.chat_servers:
         raise registries.chat_servers.unknown(_SERVER)
 
@@ -45,7 +45,7 @@ class AgentSession:
       max_tokens: maximum number of tokens per answer.
       max_answers: maximum number of answers; further requests are refused.
       key: API key of the client.
-      is_over, is_full: whether a request was refused because of the number of answers, or had no room.
+      is_over, is_full: a request was refused because of the number of answers, or for lack of room.
     """
 
     requests: EpisodeRequests

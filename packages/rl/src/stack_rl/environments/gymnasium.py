@@ -69,8 +69,7 @@ class GymnasiumConfig:
         """Creates the Gymnasium environment.
 
         Raises:
-          ConfigError: Gymnasium is not installed, has no environment with this id, or its actions are neither numbers
-            nor text.
+          ConfigError: Gymnasium is not installed, the id is unknown, or the actions are neither numbers nor text.
         """
         gymnasium = optional_module("gymnasium", environment=self.name, extra="gymnasium")
         try:
@@ -107,7 +106,7 @@ class _Game:
 
 
 def _as_text(observation: Any) -> str:
-    """Writes an observation: text as it is, numbers without their NumPy type, arrays in full on one line."""
+    """Formats an observation: text unchanged, numbers without their NumPy type, arrays in full on one line."""
     if isinstance(observation, str):
         return observation
     if isinstance(observation, np.ndarray):  # str() would leave out the middle of an array with over 1,000 elements
@@ -122,7 +121,7 @@ def _as_text(observation: Any) -> str:
 
 
 def _action(text: str, space: Any) -> Any:
-    """Parses the action of a text; None if the text contains no action of the space."""
+    """Parses the action of a text; None if the text lacks an action of the space."""
     if hasattr(space, "n"):
         numbers = re.findall(r"-?\d+", text)
         found = int(numbers[-1]) if numbers and len(numbers[-1]) < 19 else None  # fits np.int64

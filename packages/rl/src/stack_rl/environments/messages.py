@@ -48,7 +48,7 @@ class Conversation(Protocol):
         """Replies to a message of the policy.
 
         Args:
-          text: text of the message, without the token that ended it.
+          text: text of the message, without its end token.
           is_finished: True if the policy ended the message, False if a token limit did.
           tokens: sampled tokens, including the token that ended the message.
         """
@@ -96,7 +96,7 @@ class Renderer:
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is no chat template; earlier turns then never change."""
+        """True without a chat template; earlier turns then never change."""
         return self._template is None
 
 
@@ -104,7 +104,7 @@ def renderer_of(policy: GenerativeCheckpoint, tools: Sequence[Mapping[str, Any]]
     """Returns a renderer with the policy's tokenizer and chat template.
 
     Raises:
-      DataError: the policy has no tokenizer or no end token, or its template does not support tools.
+      DataError: the policy lacks a tokenizer or an end token, or its template does not support tools.
     """
     if policy.tokenizer is None:
         raise DataError("Messages need a tokenizer: start from a run that has one, by run.init_from.")

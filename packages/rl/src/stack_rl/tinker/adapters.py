@@ -32,7 +32,7 @@ def targets_of(checkpoint: GenerativeCheckpoint) -> dict[str, tuple[int, ...]]:
     """Returns the shapes [layers, d_in, d_out] of the matrices of attention and feed-forward layers, by path.
 
     Raises:
-      ConfigError: the model has no such matrices, or they are quantized.
+      ConfigError: the model lacks these matrices, or some are quantized.
     """
     leaves = jax.tree_util.tree_leaves_with_path(checkpoint.parameters, is_leaf=is_quantized)
     found = {path_name(path): leaf for path, leaf in leaves if len(leaf.shape) == _STACKED}
@@ -138,8 +138,8 @@ class AdaptedCheckpoint(ExpectsAdapters):
     """
 
     def __init__(self, checkpoint: GenerativeCheckpoint, *, rank: int) -> None:
-        held = [name for name in dir(checkpoint) if not name.startswith("_") and name != "load_params"]
-        vars(self).update({name: getattr(checkpoint, name) for name in held})
+        names = [name for name in dir(checkpoint) if not name.startswith("_") and name != "load_params"]
+        vars(self).update({name: getattr(checkpoint, name) for name in names})
         self.adapter_paths, self.adapter_rank = tuple(targets_of(checkpoint)), rank
         self.params = checkpoint.load_params()
 

@@ -21,7 +21,7 @@ _SHORTEST: Final = 16
 class Datum:
     """An example: position i of the input predicts target i.
 
-    The attributes are those of `tinker.Datum`, whose objects are accepted as well.
+    It has the attributes of `tinker.Datum`. Objects of that class are accepted as well.
 
     Attributes:
       model_input: token ids.
@@ -103,7 +103,7 @@ def _array(value: Any) -> np.ndarray:
 
 
 def batched(examples: Sequence[Example], *, max_tokens: int) -> Iterator[Rows]:
-    """Yields the examples in batches whose sizes are powers of two, so that few programs are compiled.
+    """Yields the examples in batches with power-of-two sizes, which limits the number of compiled programs.
 
     A batch has examples of one length class and about 8,192 tokens at most.
     """

@@ -40,9 +40,9 @@ class SampledSequence:
     """A continuation.
 
     Attributes:
-      tokens: sampled tokens, with the token or text that ended them.
-      logprobs: log-probability of each under the distribution that it was sampled from; at temperature 0, under the
-        model's.
+      tokens: sampled tokens, including the stop token or stop text.
+      logprobs: log-probability of each token under the sampling distribution, or at temperature 0 under the model's
+        distribution.
       stop_reason: "stop" or "length".
       topk_logprobs: most likely (token, log-probability) pairs at each position, if requested.
     """
@@ -77,9 +77,9 @@ class LocalClient:
         training.optim_step(AdamParams(learning_rate=1e-3)).result()
         sampler = training.save_weights_and_get_sampling_client()
 
-    Names and meanings are those of the Tinker SDK's `ServiceClient`, `TrainingClient` and `SamplingClient`. Training
-    calls return futures, run one after another in the order of the calls, on one thread for all adapters, and share the
-    base's parameters with the engine. Samples are generated at the same time, each with the adapter of its client.
+    The methods have the names and semantics of the Tinker SDK's `ServiceClient`, `TrainingClient` and `SamplingClient`.
+    Training calls return futures. They run in the order of the calls, on one thread for all adapters, and share the
+    base's parameters with the engine. The engine samples concurrently, with the adapter of each client.
 
     Args:
       model: address of the base model, as for `stack generate`; its parameters are not quantized.
@@ -111,7 +111,7 @@ class LocalClient:
         self.close()
 
     def close(self) -> None:
-        """Waits for running training calls, drops the others, and stops the engine."""
+        """Waits for running training calls, cancels queued ones, and stops the engine."""
         self._is_closed = True
         self._thread.shutdown(cancel_futures=True)
         with self._lock:
@@ -162,16 +162,16 @@ class LocalClient:
         """Creates an adapter from a path that `save_state` returned; `optimizer` also restores the optimizer.
 
         Raises:
-          CheckpointError: there is no such adapter, or it belongs to another model.
+          CheckpointError: the adapter does not exist or belongs to another model.
         """
         state = self.read(path, optimizer=optimizer)
         return TrainingClient(self, model_id or self._new_name(), state)
 
     def create_sampling_client(self, model_path: str | None = None) -> "SamplingClient":
-        """Returns a client that samples from saved weights, or from the base model if no path is given.
+        """Returns a client that samples from saved weights, or from the base model if `model_path` is None.
 
         Raises:
-          CheckpointError: there are no such weights.
+          CheckpointError: the weights do not exist.
           UnknownName: stack-serve is not installed.
         """
         if model_path is None:
@@ -179,13 +179,14 @@ class LocalClient:
         return self.sampler_of(self.read(model_path, optimizer=False))
 
     def sampler_of(self, state: AdapterState) -> "SamplingClient":
-        """Returns a client that samples from an adapter as it is now."""
+        """Returns a client that samples from a snapshot of an adapter."""
         name = self._new_name()
         adapters: Mapping[str, LowRankFactors] = as_adapters(state.factors, state.lora.scale)
         engine = self.engine
         engine.load_adapter(name, adapters)
         sampler = SamplingClient(self, name)
-        # A loop that samples after each step makes thousands of them. Requests in flight keep the adapter.
+        # A loop that samples after each step creates thousands of samplers, so the engine unloads the adapter of each
+        # deleted sampler. Requests in flight keep the adapter.
         weakref.finalize(sampler, engine.unload_adapter, name)
         return sampler
 
@@ -215,7 +216,7 @@ class LocalClient:
         """Reads the adapter at a path that `save` returned.
 
         Raises:
-          CheckpointError: there is no such adapter, it belongs to another model, or its rank is too large.
+          CheckpointError: the adapter does not exist, belongs to another model, or exceeds `max_rank`.
         """
         directory = self._directory_of(path)
         if not directory.is_dir():
@@ -271,7 +272,7 @@ class TrainingClient:
         `advantages`. All read `target_tokens`.
 
         Raises, by the future:
-          DataError: the loss is unknown, or a datum does not fit it.
+          DataError: the loss is unknown, or its inputs in a datum are invalid.
         """
         trainer = self.service.trainer
         return self.service.in_order(trainer.forward_backward, self._state, list(data), loss_fn, loss_fn_config)
@@ -307,18 +308,18 @@ class TrainingClient:
         zeros = [np.zeros(len(token_list(each.model_input)), np.float32) for each in data]
         found = trainer.forward_backward(self._state, weighted(zeros), "cross_entropy", backward=False)
         logprobs = [jnp.asarray(each["logprobs"]) for each in found.loss_fn_outputs]
-        (loss, metrics), slopes = jax.value_and_grad(lambda given: loss_fn(data, given), has_aux=True)(logprobs)
-        # The loss is linearized: its gradient is that of a sum of log-probabilities with its slopes as weights.
+        (loss, metrics), slopes = jax.value_and_grad(lambda values: loss_fn(data, values), has_aux=True)(logprobs)
+        # Linearize the loss: the sum of log-probabilities weighted by its slopes has the same gradient.
         linear = weighted([-np.asarray(each) for each in slopes])
-        done = trainer.forward_backward(self._state, linear, "cross_entropy")
+        output = trainer.forward_backward(self._state, linear, "cross_entropy")
         numbers = {name: float(value) for name, value in metrics.items()}
-        return ForwardBackwardOutput(done.loss_fn_outputs, {**numbers, "loss:sum": float(loss)})
+        return ForwardBackwardOutput(output.loss_fn_outputs, {**numbers, "loss:sum": float(loss)})
 
     def optim_step(self, adam_params: AdamParams | None = None) -> "Future[Mapping[str, float]]":
-        """Applies AdamW to the gradient and clears it; returns metrics.
+        """Applies AdamW to the accumulated gradient, resets the gradient, and returns metrics.
 
         Raises, by the future:
-          TrainingError: there is no gradient, or it is not finite.
+          TrainingError: no gradient was accumulated, or it is not finite.
         """
         adam = AdamParams() if adam_params is None else adam_params
         return self.service.in_order(self.service.trainer.optim_step, self._state, adam)
@@ -328,7 +329,7 @@ class TrainingClient:
         return self._save(_WEIGHTS, name, overwrite)
 
     def load_state(self, path: str, *, optimizer: bool = False) -> "Future[None]":
-        """Replaces the adapter by a saved one; its gradient is dropped."""
+        """Replaces the adapter by a saved one and discards its gradient."""
 
         def load() -> None:
             vars(self._state).update(vars(self.service.read(path, optimizer=optimizer)))
@@ -340,11 +341,11 @@ class TrainingClient:
         return self._save(_SAMPLER, name, overwrite=False)
 
     def save_weights_and_get_sampling_client(self) -> "SamplingClient":
-        """Returns a client that samples from the adapter after all earlier calls; waits for these."""
+        """Waits for all earlier calls, then returns a client that samples from a snapshot of the adapter."""
         return self.service.in_order(self.snapshot).result()
 
     def snapshot(self) -> "SamplingClient":
-        """Returns a client that samples from the adapter as it is, without waiting for earlier calls."""
+        """Returns a client that samples from a snapshot of the adapter, without waiting for earlier calls."""
         return self.service.sampler_of(self._state)
 
     def _save(self, kind: str, name: str, overwrite: bool) -> "Future[str]":
@@ -353,7 +354,7 @@ class TrainingClient:
 
 @dataclass(frozen=True)
 class SamplingClient:
-    """Samples from one adapter as it was, or from the base model; see `LocalClient`.
+    """Samples from a snapshot of one adapter, or from the base model; see `LocalClient`.
 
     Attributes:
       adapter: the adapter's name in the engine; None is the base.
@@ -377,8 +378,8 @@ class SamplingClient:
         Args:
           prompt: token ids.
           num_samples: number of continuations.
-          sampling_params: other sampling settings than the model's distribution up to an end token.
-          include_prompt_logprobs: whether to compute log-probabilities of the prompt.
+          sampling_params: sampling settings; by default, the model's distribution up to an end token.
+          include_prompt_logprobs: True also returns the log-probabilities of the prompt.
           topk_prompt_logprobs, topk_sample_logprobs: numbers of most likely tokens to return at each position.
 
         Raises:
@@ -408,13 +409,13 @@ class SamplingClient:
         found: Future[Sequence[float | None]] = Future()
         sampled = self.sample(prompt, 1, SamplingParams(max_tokens=1), include_prompt_logprobs=True)
 
-        def pass_on(done: "Future[SampleOutput]") -> None:
-            if (error := done.exception()) is not None:
+        def copy_result(finished: "Future[SampleOutput]") -> None:
+            if (error := finished.exception()) is not None:
                 found.set_exception(error)
             else:
-                found.set_result(done.result().prompt_logprobs)
+                found.set_result(finished.result().prompt_logprobs)
 
-        sampled.add_done_callback(pass_on)
+        sampled.add_done_callback(copy_result)
         return found
 
 

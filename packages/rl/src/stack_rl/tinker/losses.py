@@ -83,7 +83,7 @@ def loss_settings(name: str, settings: Mapping[str, float | str] | None) -> dict
     """Returns all settings of a loss, with defaults.
 
     Raises:
-      DataError: there is no such loss or setting, or a value is not a number.
+      DataError: the loss or a setting is unknown, or a value is not a number.
     """
     if name not in LOSSES:
         raise DataError(

@@ -36,7 +36,7 @@ NOTICE: Final = "This server adapts attention and feed-forward layers; the unemb
 
 @dataclass
 class _Session:
-    """A client program: when it was last heard of, and its adapters and samplers by identifier."""
+    """A client program: the time of its last heartbeat, and its adapters and samplers by identifier."""
 
     seen_s: float
     trainings: dict[str, TrainingClient] = field(default_factory=dict)
@@ -44,8 +44,8 @@ class _Session:
 
 
 @dataclass(frozen=True)
-class _Refused(Exception):
-    """A request that gets an error status."""
+class _HTTPError(Exception):
+    """An error response to a request."""
 
     status: int
     message: str
@@ -68,7 +68,7 @@ class TinkerApp:
 
     Args:
       client: the adapters.
-      other: application for all other paths.
+      other: application for the remaining paths.
       api_keys: accepted keys; empty accepts all.
     """
 
@@ -110,10 +110,10 @@ class TinkerApp:
             return
         try:
             status, kind, body = _OK, *await self._answer(scope["path"].removeprefix(_PREFIX), receive)
-        except _Refused as refused:
-            status, kind, body = refused.status, _JSON, _error(refused.message)
+        except _HTTPError as error:
+            status, kind, body = error.status, _JSON, _error(error.message)
         except (StackError, KeyError, TypeError, ValueError) as error:
-            # The SDK checks its requests; any other client gets the name of what is wrong.
+            # The SDK validates its requests; for other clients, the message names the missing or invalid field.
             missing = f"{error} is missing." if isinstance(error, KeyError) else str(error)
             status, kind, body = _BAD, _JSON, _error(missing)
         await _respond(send, status, kind, body)
@@ -124,18 +124,18 @@ class TinkerApp:
             return _json(self._forward_backward(body))
         fields = json.loads(body) if body else {}
         if not isinstance(fields, dict):
-            raise _Refused(_BAD, "The body is not a JSON object.")
+            raise _HTTPError(_BAD, "The body is not a JSON object.")
         if path == "retrieve_future":
             return await self._retrieve(fields)
         if path.startswith("samplers/"):
             return _json(self._sampler_info(path.removeprefix("samplers/")))
         if path not in self._routes:
             known = ", ".join([*self._routes, "forward_backward", "retrieve_future", "samplers/ID"])
-            raise _Refused(_NOT_FOUND, f"This server has no route {_PREFIX}{path}. It has: {known}.")
+            raise _HTTPError(_NOT_FOUND, f"This server has no route {_PREFIX}{path}. It has: {known}.")
         return _json(self._routes[path](fields))
 
     def _knows(self, headers: Mapping[bytes, bytes]) -> bool:
-        """Returns whether a request has one of the keys, as the SDK or as OpenAI's clients send it."""
+        """Returns whether a request has a valid key, in the header of the SDK or of OpenAI's clients."""
         given = headers.get(b"x-api-key", headers.get(b"authorization", b"").removeprefix(b"Bearer "))
         return not self._keys or any(secrets.compare_digest(given, key) for key in self._keys)
 
@@ -150,7 +150,7 @@ class TinkerApp:
 
     def _session(self, name: str) -> _Session:
         if name not in self._sessions:
-            raise _Refused(_NOT_FOUND, f"There is no session {name!r}: it ended, or the server was restarted.")
+            raise _HTTPError(_NOT_FOUND, f"There is no session {name!r}: it ended, or the server was restarted.")
         return self._sessions[name]
 
     def _heartbeat(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -196,12 +196,12 @@ class TinkerApp:
 
     def _check_optimizer(self, config: Mapping[str, Any] | None) -> None:
         if (kind := (config or {}).get("type", "adamw")) != "adamw":
-            raise _Refused(_BAD, f"This server has no optimizer {kind!r}. Use the default, adamw.")
+            raise _HTTPError(_BAD, f"This server has no optimizer {kind!r}. Use the default, adamw.")
 
     def _training(self, name: str) -> TrainingClient:
         session = self._session(name.partition(":")[0])
         if name not in session.trainings:
-            raise _Refused(_NOT_FOUND, f"There is no model {name!r}, or its creation has not finished.")
+            raise _HTTPError(_NOT_FOUND, f"There is no model {name!r}, or its creation has not finished.")
         return session.trainings[name]
 
     def _info(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -220,7 +220,6 @@ class TinkerApp:
         request, data, settings = parse_forward_backward(body)
         training = self._training(request.model_id)
         call = training.forward if request.forward_only else training.forward_backward
-        # Numbers are sent twice, for servers that know only one of the fields.
         return self._submitted(
             f"{request.model_id}:{request.seq_id}",
             lambda: call(data, request.loss_fn, settings),
@@ -228,10 +227,10 @@ class TinkerApp:
         )
 
     def _optim_step(self, body: dict[str, Any]) -> dict[str, Any]:
-        training, given = self._training(body["model_id"]), body.get("adam_params")
-        if given is None:
-            raise _Refused(_BAD, "This server has no optimizer but Adam. Give tinker.AdamParams.")
-        adam = AdamParams(**given)
+        training, params = self._training(body["model_id"]), body.get("adam_params")
+        if params is None:
+            raise _HTTPError(_BAD, "This server has no optimizer but Adam. Give tinker.AdamParams.")
+        adam = AdamParams(**params)
         return self._numbered(body, lambda: training.optim_step(adam), lambda metrics: {"metrics": dict(metrics)})
 
     def _save_weights(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -268,7 +267,7 @@ class TinkerApp:
         training = self._training(body["model_id"])
         _refuse(body, "ttl_seconds", "Weights stay until they are deleted. Leave ttl_seconds out.")
         if body.get("kind", "snapshot") != "snapshot":
-            raise _Refused(_BAD, "This server samples from snapshots alone. Leave kind out, and save again to update.")
+            raise _HTTPError(_BAD, "This server samples only from snapshots. Leave kind out, and save again to update.")
         kind = "save_weights_for_sampler"
         if body.get("path") is not None:
             save = lambda: training.save_weights_for_sampler(body["path"])
@@ -297,7 +296,7 @@ class TinkerApp:
     def _sampler(self, name: str) -> SamplingClient:
         session = self._session(name.partition(":")[0])
         if name not in session.samplers:
-            raise _Refused(
+            raise _HTTPError(
                 _NOT_FOUND, f"There is no sampling session {name!r}, or {_KEPT_SAMPLERS} later ones ended it."
             )
         return session.samplers[name]
@@ -314,7 +313,7 @@ class TinkerApp:
 
     def _sample(self, body: dict[str, Any]) -> dict[str, Any]:
         if body.get("sampling_session_id") is None:
-            raise _Refused(_BAD, "Sample through a sampling session (ServiceClient.create_sampling_client).")
+            raise _HTTPError(_BAD, "Sample through a sampling session (ServiceClient.create_sampling_client).")
         name, count = body["sampling_session_id"], int(body.get("num_samples", 1))
         sampler, wants_prompt = self._sampler(name), bool(body.get("prompt_logprobs"))
         unsupported = {
@@ -374,13 +373,13 @@ class TinkerApp:
     async def _retrieve(self, body: dict[str, Any]) -> tuple[bytes, bytes]:
         key = body["request_id"]
         if key not in self._results:
-            raise _Refused(_NOT_FOUND, f"There is no request {key!r}, or its result is gone.")
+            raise _HTTPError(_NOT_FOUND, f"There is no request {key!r}, or its result is gone.")
         pending = self._results[key]
         waiting = asyncio.wrap_future(pending.future)
         done, _ = await asyncio.wait([waiting], timeout=_WAIT_S)
         if not done:
             # Cancelling the wrapper would cancel the call.
-            waiting.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+            waiting.add_done_callback(lambda future: future.cancelled() or future.exception())
             return _json({"type": "try_again", "request_id": key, "queue_state": "active"})
         try:
             return pending.encode(waiting.result())
@@ -393,12 +392,12 @@ class TinkerApp:
 
     def _cancel(self, body: dict[str, Any]) -> dict[str, Any]:
         if body["request_id"] not in self._results:
-            raise _Refused(_NOT_FOUND, f"There is no request {body['request_id']!r}.")
+            raise _HTTPError(_NOT_FOUND, f"There is no request {body['request_id']!r}.")
         return {}
 
 
 async def _respond(send: Any, status: int, kind: bytes, body: bytes) -> None:
-    # Without a length, the SDK takes an error for one of a proxy and repeats the request.
+    # The SDK attributes an error without a content length to a proxy and repeats the request.
     headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
@@ -411,7 +410,7 @@ async def _read(receive: Any) -> bytes:
         part = message.get("body", b"")
         size += len(part)
         if size > _LARGEST_BODY:
-            raise _Refused(_TOO_LARGE, f"The body exceeds {_LARGEST_BODY} bytes. Send fewer data at a time.")
+            raise _HTTPError(_TOO_LARGE, f"The body exceeds {_LARGEST_BODY} bytes. Send fewer data at a time.")
         parts.append(part)
         if not message.get("more_body"):
             return b"".join(parts)
@@ -427,7 +426,7 @@ def _error(message: str) -> bytes:
 
 def _refuse(body: Mapping[str, Any], key: str, message: str) -> None:
     if body.get(key):
-        raise _Refused(_BAD, message)
+        raise _HTTPError(_BAD, message)
 
 
 def _name_of(body: Mapping[str, Any]) -> str:
@@ -437,18 +436,18 @@ def _name_of(body: Mapping[str, Any]) -> str:
 def _tokens(prompt: Mapping[str, Any]) -> list[int]:
     chunks = prompt["chunks"]
     if any("tokens" not in chunk for chunk in chunks):
-        raise _Refused(_BAD, "The prompt has an image or audio, which this server does not take. Give tokens.")
+        raise _HTTPError(_BAD, "The prompt has an image or audio, which this server does not take. Give tokens.")
     return [token for chunk in chunks for token in chunk["tokens"]]
 
 
-def _sampling(given: Mapping[str, Any]) -> SamplingParams:
+def _sampling(params: Mapping[str, Any]) -> SamplingParams:
     """Converts the sampling settings of the Tinker API, where `stop` replaces the model's own end tokens."""
     values = {
-        name: given[name] for name in ("max_tokens", "seed", "temperature", "top_p") if given.get(name) is not None
+        name: params[name] for name in ("max_tokens", "seed", "temperature", "top_p") if params.get(name) is not None
     }
-    if given.get("top_k", -1) > 0:
-        values["top_k"] = given["top_k"]
-    stop = given.get("stop")
+    if params.get("top_k", -1) > 0:
+        values["top_k"] = params["top_k"]
+    stop = params.get("stop")
     if stop is not None:
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         key = "stop" if stops and isinstance(stops[0], str) else "stop_tokens"

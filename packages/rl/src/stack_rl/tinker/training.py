@@ -36,7 +36,7 @@ class AdamParams:
       beta1, beta2: decay rates of the moments.
       eps: added to the root of the second moment.
       weight_decay: decoupled weight decay, multiplied by the learning rate as in PyTorch.
-      grad_clip_norm: maximum norm of the whole gradient; 0 disables clipping.
+      grad_clip_norm: maximum global norm of the gradient; 0 disables clipping.
     """
 
     learning_rate: NonNegativeFloat = 1e-4
@@ -53,7 +53,7 @@ class LoraSettings:
 
     Attributes:
       rank: rank of all matrices.
-      train_attn, train_mlp: whether attention and feed-forward layers have adapters.
+      train_attn, train_mlp: add adapters to the attention and feed-forward layers.
     """
 
     rank: Annotated[int, Field(ge=1)] = 32
@@ -74,7 +74,7 @@ class AdapterState:
       factors: trained parameters.
       moments: first and second moment, each in the structure of `factors`.
       steps: number of optimizer steps.
-      gradient: sum of the gradients since the last step; None if there are none.
+      gradient: sum of the gradients since the last step, or None before the first.
     """
 
     lora: LoraSettings
@@ -176,7 +176,7 @@ class AdapterTrainer:
         """Adds the gradient of a loss to `state.gradient`.
 
         Raises:
-          DataError: the loss is unknown, or a datum does not fit it.
+          DataError: the loss is unknown, or its inputs in a datum are invalid.
         """
         numbers = loss_settings(loss, settings)
         longest = self.checkpoint.max_positions
@@ -192,15 +192,15 @@ class AdapterTrainer:
             total += float(value)
             for row, number in enumerate(rows.members):
                 found[number] = np.asarray(logprobs[row, : len(examples[number].tokens)], np.float32)
-        # Assigned last, so that a failed call leaves no part of its gradient behind.
+        # Assign last: a call that fails must not leave a part of its gradient.
         state.gradient = gradient
         return ForwardBackwardOutput([{"logprobs": each} for each in found], {"loss:sum": total})
 
     def optim_step(self, state: AdapterState, adam: AdamParams) -> Mapping[str, float]:
-        """Applies AdamW to the accumulated gradient, and clears it.
+        """Applies AdamW to the accumulated gradient and resets the gradient.
 
         Raises:
-          TrainingError: there is no gradient, or it is not finite; the adapter stays unchanged.
+          TrainingError: no gradient was accumulated, or it is not finite; the adapter stays unchanged.
         """
         if state.gradient is None:
             raise TrainingError("optim_step found no gradient. Call forward_backward before it.")
@@ -230,7 +230,7 @@ class AdapterTrainer:
             hidden = model(batch["tokens"], batch["positions"], batch["segment_ids"]).hidden
             losses = model.head().cross_entropy(hidden, batch["targets"], ignore_index=IGNORED_TARGET, reduction="none")
             is_target = batch["targets"] != IGNORED_TARGET
-            # Padding has log-probability 0 and inputs of 0; a ratio of 1 times them is 0.
+            # Padding adds 0 to every loss: its log-probability and inputs are 0, and its ratio is 1.
             logprobs = jnp.where(is_target, -losses.astype(jnp.float32), 0.0)
             each = LOSSES[loss].token_losses(logprobs, inputs, settings)
             return jnp.sum(jnp.where(is_target, each, 0.0)), logprobs

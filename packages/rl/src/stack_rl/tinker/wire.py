@@ -107,6 +107,7 @@ def parse_forward_backward(body: bytes) -> tuple[Any, list[Datum], dict[str, flo
     except (DecodeError, ValueError) as error:
         raise DataError(f"The body is not a ForwardBackwardRequest of the Tinker API: {error}.") from error
     settings: dict[str, float | str] = dict(request.loss_fn_config)
+    # Clients send numbers in both fields, for servers that read a single one.
     for key, value in request.loss_fn_config_v2.items():
         settings[key] = value.number if value.HasField("number") else value.text
     return request, data, settings
@@ -147,7 +148,7 @@ def encode_forward_backward(output: ForwardBackwardOutput) -> bytes:
 
 
 def encode_samples(output: SampleOutput, *, prompt_logprobs: bool) -> bytes:
-    """Encodes sampled continuations; `prompt_logprobs` says whether the prompt's were requested."""
+    """Encodes sampled continuations, with the prompt's log-probabilities if `prompt_logprobs` is True."""
     found = messages().SampleResponse()
     for each in output.sequences:
         _add_sequence(found.sequences.add(), each)

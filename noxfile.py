@@ -80,6 +80,7 @@ CLIENTS = {
         "openai-agents>=0.24,<0.25",
         "langgraph>=1.2,<2",
         "langchain-openai>=1.7,<2",
+        "smolagents>=1.26,<2",
     ),
     "tinker": ("test_tinker.py", "tinker>=0.38,<0.39", "protobuf>=6,<8", "torch==2.13.0"),
     "schemathesis": ("test_schemathesis.py", "schemathesis>=4.32,<5", "openapi-spec-validator>=0.9,<1"),

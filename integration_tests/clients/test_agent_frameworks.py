@@ -1,4 +1,4 @@
-"""Agents of OpenAI's SDK and LangGraph are trained with a game that needs a tool.
+"""Agents of OpenAI's SDK, smolagents and LangGraph are trained with a game that needs a tool.
 
 Each framework plays through its own client and stack-serve's chat server, in front of the policy's engine.
 """
@@ -22,7 +22,7 @@ from stack_rl.rollout_journal import RolloutJournal
 from ..served import write_checkpoint
 
 pytestmark = [
-    pytest.mark.clients("agents", "langgraph", "langchain_openai"),
+    pytest.mark.clients("agents", "langgraph", "langchain_openai", "smolagents"),
     pytest.mark.filterwarnings("default"),  # warnings of the frameworks are not errors of the run
 ]
 
@@ -31,6 +31,10 @@ TIMEOUT_S = 300.0
 """Also of connections, for which clients otherwise wait 5 s: 32 episodes start at once."""
 BEGIN, END = "<|assistant|>", "</s>"
 LOOKS = [f'<tool_call>\n{{"name": "look", "arguments": {{"cell": {cell}}}}}\n</tool_call>' for cell in range(CELLS)]
+ANSWERS = [
+    f'<tool_call>\n{{"name": "final_answer", "arguments": {{"answer": "{digit}"}}}}\n</tool_call>'
+    for digit in range(DIGITS)
+]
 TEMPLATE = (
     "{{ bos_token }}{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}"
     "{% for m in messages if m.role != 'system' %}{{ '<|assistant|>' if m.role == 'assistant' else '<|user|>' }}"
@@ -179,6 +183,33 @@ def langgraph(access: AgentAccess, record: Any) -> float:
     return board.reward(messages[-1].content)
 
 
+def smolagents(access: AgentAccess, record: Any) -> float:
+    import smolagents
+
+    board = Board(record)
+
+    @smolagents.tool
+    def look(cell: int) -> str:
+        """Returns the digit in a cell.
+
+        Args:
+            cell: number of the cell.
+        """
+        return board.look(cell)
+
+    with openai.DefaultHttpxClient(timeout=TIMEOUT_S, event_hooks={"response": [note_response]}) as http:
+        model = smolagents.OpenAIModel(
+            access.model,
+            api_base=access.base_url,
+            api_key=access.api_key,
+            client_kwargs={"max_retries": 0, "timeout": TIMEOUT_S, "http_client": http},
+            tool_choice="auto",  # a forced call is a constraint, whose answers are not trained
+            extra_body=REQUESTED,
+        )
+        agent = smolagents.ToolCallingAgent([look], model, max_steps=2, verbosity_level=smolagents.LogLevel.OFF)
+        return board.reward(agent.run(record["prompt"]))
+
+
 def answers_of(trajectory: Any) -> list[tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]]:
     """Returns the context, the tokens and the log-probabilities of each trained answer of an episode."""
     found = []
@@ -213,15 +244,25 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
     return recorded
 
 
-@pytest.mark.parametrize("agent", [openai_agents, langgraph])
+@pytest.mark.parametrize(
+    ("agent", "words", "seq_tokens", "engine"),
+    [
+        (openai_agents, [*LOOKS, *"012"], 256, "static"),
+        (langgraph, [*LOOKS, *"012"], 256, "static"),
+        (smolagents, [*LOOKS, *ANSWERS], 1024, "llm"),  # its requests have stop texts, which `static` refuses
+    ],
+)
 def test_an_agent_learns_to_look_and_answer(
     tmp_path: Path,
     groups: list[Group],
     agent: Callable[[AgentAccess, Any], Any],
+    words: list[str],
+    seq_tokens: int,
+    engine: str,
 ) -> None:
     SEEN.clear()
     (tmp_path / "player").mkdir()
-    write_player(tmp_path / "player", [*LOOKS, *"012"])
+    write_player(tmp_path / "player", words)
     source = random.Random(0)
     with (tmp_path / "records.jsonl").open("w") as file:
         for number in range(64):
@@ -232,7 +273,7 @@ def test_an_agent_learns_to_look_and_answer(
         AgentConfig(agent=agent, source=str(tmp_path / "records.jsonl"), max_tokens=2, max_turns=4),
         algorithm={"name": "dr_grpo", "entropy": 0.02},
         output=tmp_path / "run",
-        data={"groups": 4, "group_size": 8, "seq_tokens": 256},
+        data={"groups": 4, "group_size": 8, "seq_tokens": seq_tokens, "engine": engine},
         optimizer={"name": "adamw", "learning_rate": 0.005},
         run={"steps": 12},
     )

@@ -58,7 +58,7 @@ class CausalLMConfig(Objective):
                 f"objective.name={self.name!r} predicts the next token, and this model has no head: its family is no "
                 "language model. Choose another model.name or objective.name."
             )
-        # Only data with images has pixels, and only models with images take them.
+        # Only image data has pixels, and only image models accept the argument.
         images: dict[str, Any] = {"pixels": batch["pixels"]} if "pixels" in batch else {}
         outputs = model(batch["tokens"], batch["positions"], batch["segment_ids"], **images)
         targets, head = batch["targets"], model.head()
@@ -80,7 +80,7 @@ class CausalLMConfig(Objective):
         return loss, metrics
 
     def _fact(self, outputs: Outputs, fact: str) -> jax.Array:
-        """Returns a router metric of the outputs; raises a ConfigError if the model has no routers."""
+        """Returns a router metric of the outputs; raises a ConfigError for a model without routers."""
         if fact not in outputs.facts:
             name = "router_z_loss" if fact == "router_z" else fact
             raise ConfigError(
@@ -93,7 +93,7 @@ class CausalLMConfig(Objective):
         """Computes the mean loss of multi-token prediction.
 
         Raises:
-          ConfigError: the model has no multi-token prediction.
+          ConfigError: the model does not support multi-token prediction.
         """
         if not outputs.further:
             raise ConfigError(

@@ -88,7 +88,7 @@ def read_tensors(directory: Path, stem: str = _STEM) -> dict[str, StoredTensor]:
       stem: file name without extension and shard number: "model" for "model-00001-of-00002.safetensors".
 
     Raises:
-      ConversionError: the directory has no checkpoint, a file is missing or damaged, or index and files disagree.
+      ConversionError: the checkpoint or a file is missing, a file is damaged, or index and files disagree.
     """
     single, index = f"{stem}.safetensors", f"{stem}.safetensors.index.json"
     if not (directory / index).is_file():
@@ -180,7 +180,7 @@ def _header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
         header[spec.name] = {"dtype": _NAMES[spec.dtype], "shape": spec.shape, "data_offsets": [start, end]}
         start = end
     content = json.dumps(header).encode()
-    # Like the safetensors library, pads the header so that the tensors are aligned to 8 bytes.
+    # Like the safetensors library, pads the header to align the tensors to 8 bytes.
     content += b" " * (-len(content) % 8)
     return len(content).to_bytes(8, "little") + content
 

@@ -22,7 +22,7 @@ class HoldsCodes(Protocol):
 
 @dataclass(frozen=True)
 class Transforms:
-    """Composition of `ModelTransform`s: each applies to the output of the transform before it."""
+    """Composition of `ModelTransform`s. Each transform receives the output of the previous one."""
 
     members: tuple[ModelTransform, ...] = ()
 

@@ -34,9 +34,10 @@ def models(
     it does not recognize, and the first part of the model whose outputs differ.
 
     Lines are the non-blank lines of the family's file. Tests of decoders compare logits, greedy continuations and
-    gradients with transformers, check that conversion to Hugging Face and back is bitwise exact and that paged engines
-    generate what the model does without a cache, and compile a train step of a published size. Tests of encoders
-    compare hidden states and gradients with transformers, and served embeddings with sentence-transformers.
+    gradients with transformers. They check that conversion to Hugging Face and back is bitwise exact and that paged
+    engines generate the same tokens as the model without a cache, and they compile a train step of a published size.
+    Tests of encoders compare hidden states and gradients with transformers, and served embeddings with
+    sentence-transformers.
 
     Args:
       action: new: draft a family.
@@ -75,7 +76,7 @@ def _record(name: str, family: Any) -> dict[str, Any]:
 
 
 def _lines(of: type) -> int | None:
-    """Counts the non-blank lines of the file that defines a class; None if the source is not available."""
+    """Returns the number of non-blank lines in a class's file, or None for a class without source."""
     try:
         path = inspect.getsourcefile(of)
     except TypeError:

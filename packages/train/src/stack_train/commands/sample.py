@@ -54,10 +54,10 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     Args:
       model: directory of a run with the objective flow_matching, epsilon or v, or hf:DIR, a diffusers directory.
       prompt: text prompt of the images; may be repeated, and the columns then alternate between the prompts.
-      negative_prompt: what the images are not to show; acts through guidance.
+      negative_prompt: prompt for the unwanted contents of the images; acts through guidance.
       label: class label of the images; may be repeated, and the columns then alternate. By default all labels.
-      image: image file to begin with, in the size of the images unless --size resizes it.
-      mask: image file that is white where the image is made anew and black where it is kept.
+      image: file of the initial image, which must have the size of the images unless --size resizes both.
+      mask: image file, white in the areas to repaint and black in the areas to keep.
       strength: fraction of the steps that the image is put through, 0.8 by default, or 1 with a mask.
       lora: safetensors file of a LoRA in diffusers' or kohya's layout, or FILE=SCALE; may be repeated.
       grid: rows x columns of images; by default 8x8, or one image per prompt.
@@ -139,7 +139,7 @@ def _sizes(grid: str) -> tuple[int, int]:
 
 
 def _read_start(image: Path, mask: Path | None, size: tuple[int, int] | None) -> Any:
-    """Reads an image to begin with and its mask, resized if a size is given."""
+    """Reads the initial image and its mask, and resizes both to `size` unless it is None."""
     import numpy as np
 
     from stack_train.diffusion.grid import pillow

@@ -103,14 +103,14 @@ class HuggingFaceTokenizer:
             raise DataError(f"Cannot read the tokenizer at {str(path)!r}: {error}. Make its files readable.") from error
 
     def with_chat_template(self, template: str) -> "HuggingFaceTokenizer":
-        """Returns a copy with another chat template (Jinja source), which `save` writes with the other files."""
+        """Returns a copy with another chat template (Jinja source), which `save` also writes."""
         return HuggingFaceTokenizer({**self._files, _TEMPLATE: template.encode("utf-8")}, self._origin)
 
     def for_encoder(self, *, lowercase: bool = False) -> "HuggingFaceTokenizer":
         """Returns a copy whose `encode` keeps the special tokens at both ends of a text.
 
         Args:
-          lowercase: whether it converts texts to lower case first.
+          lowercase: converts texts to lower case first.
         """
         found = copy.copy(self)
         found._suffix_tokens = 0
@@ -156,7 +156,7 @@ class HuggingFaceTokenizer:
     def encode_with_offsets(
         self, text: str
     ) -> tuple[Int32[np.ndarray, " tokens"], Int64[np.ndarray, "tokens begin_and_end"]]:
-        """Encodes a text without adding special tokens, because chat templates already contain them.
+        """Encodes a text without adding special tokens, which chat templates already contain.
 
         Returns:
           The ids, and the begin and end of each token in characters of the text, including the token's spaces.
@@ -165,7 +165,7 @@ class HuggingFaceTokenizer:
         return np.asarray(encoding.ids, np.int32), np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
 
     def token_id(self, text: str) -> int | None:
-        """Returns the id of the token with this text, or None if it is not in the vocabulary."""
+        """Returns the id of the token with this text, or None for a text outside of the vocabulary."""
         return self._for_prompts.token_to_id(text)
 
     def is_special(self, token: int) -> bool:
@@ -193,7 +193,7 @@ class HuggingFaceTokenizer:
         return index
 
     def _missing_prefix(self, settings: Mapping[str, Any]) -> tuple[int, ...]:
-        """Returns the beginning-of-text token if the config requires it and `tokenizer.json` does not add it."""
+        """Returns the beginning-of-text token that the config requires, unless `tokenizer.json` already adds one."""
         if not settings.get("add_bos_token") or self.bos_id is None:
             return ()
         return () if self.bos_id in self._for_prompts.encode("").ids else (self.bos_id,)

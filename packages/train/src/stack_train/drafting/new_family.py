@@ -28,7 +28,7 @@ def draft_family(name: str, address: str, out: Path) -> list[str]:
 
     Raises:
       ConfigError: the name is invalid, or the file exists.
-      ConversionError: the checkpoint cannot be read, or has no layers of a decoder.
+      ConversionError: the checkpoint cannot be read, or does not contain decoder layers.
     """
     if not name.isidentifier() or name != name.lower():
         raise ConfigError(f"{name!r} is not a name of a family. Use lower case letters, digits and _, such as olmo2.")
@@ -60,7 +60,7 @@ def draft_family(name: str, address: str, out: Path) -> list[str]:
 
 
 def _defaults(model_type: str) -> dict[str, Any]:
-    """Returns the defaults of transformers' config class; empty if it is not installed or has no such class."""
+    """Returns the defaults of transformers' config class; empty if it is not installed or lacks the class."""
     try:
         return importlib.import_module("transformers").CONFIG_MAPPING[model_type]().to_dict()
     except (ImportError, KeyError):

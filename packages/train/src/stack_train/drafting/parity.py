@@ -27,7 +27,7 @@ def load_draft(family: Any, mapping: Mapping[str, Any], tensors: Mapping[str, St
     """Builds a family's model with the values of a checkpoint, in float32, without registering the family.
 
     Raises:
-      ConversionError: the config or the tensors do not fit; names them.
+      ConversionError: the config or the tensors do not fit; lists the names.
     """
     config = read_config(family, mapping)
     model = nnx.eval_shape(lambda: family.build(config, key=jax.random.key(0)))
@@ -126,9 +126,12 @@ def _blocks(model: Any) -> list[Block]:
     return [found[number] for number in sorted(found)]
 
 
-def _difference(ours: Any, theirs: np.ndarray) -> float:
-    """Returns the largest difference; infinity for other shapes, NaN if one has it and the other does not."""
-    actual = np.asarray(ours, np.float64)
-    if actual.shape != theirs.shape:
+def _difference(output: Any, expected: np.ndarray) -> float:
+    """Returns the largest difference, relative to max(1, max |expected|).
+
+    It is infinity if the shapes differ, and NaN if an array contains NaN.
+    """
+    actual = np.asarray(output, np.float64)
+    if actual.shape != expected.shape:
         return float("inf")
-    return float(np.max(np.abs(actual - theirs)) / max(1.0, np.max(np.abs(theirs))))
+    return float(np.max(np.abs(actual - expected)) / max(1.0, np.max(np.abs(expected))))

@@ -31,8 +31,8 @@ def family_source(name: str, structure: Structure, defaults: Mapping[str, Any]) 
     """
     config = "".join(part.capitalize() for part in name.split("_")) + "Config"
     fields, settings = _fields(structure, defaults)
-    others = _others(structure, defaults)
-    reader = "ConfigMap, Reader, Setting, read_rope" if others else "ConfigMap, Setting"
+    converters = _converters(structure, defaults)
+    reader = "ConfigMap, Reader, Setting, read_rope" if converters else "ConfigMap, Setting"
     reader += ", write_rope" if structure.window else ""
     constrained = [each for each in _CONSTRAINED if any(each in annotation for _, annotation, *_ in fields)]
     todo = [f"# TODO, not recognized: {each}" for each in structure.unknown]
@@ -48,7 +48,7 @@ def family_source(name: str, structure: Structure, defaults: Mapping[str, Any]) 
         '"""',
         *(["", *todo] if todo else []),
         "",
-        f"from typing import {'Any, ' if others else ''}Literal",
+        f"from typing import {'Any, ' if converters else ''}Literal",
         "",
         *([f"from pydantic import {', '.join(constrained)}", ""] if constrained else []),
         "from stack_core.abi.config import config",
@@ -75,7 +75,7 @@ def family_source(name: str, structure: Structure, defaults: Mapping[str, Any]) 
         "",
         "",
         *_spec(config, structure),
-        *others,
+        *converters,
         "FAMILY = DecoderFamily(",
         f'    name="{name}",',
         f"    config_class={config},",
@@ -88,7 +88,7 @@ def family_source(name: str, structure: Structure, defaults: Mapping[str, Any]) 
             else []
         ),
         f"        fixed={_dict(structure.fixed)},",
-        *(["        read_others=_read,"] if others else []),
+        *(["        read_others=_read,"] if converters else []),
         *(["        write_others=_write,"] if structure.window else []),
         "    ),",
         "    spec=spec,",
@@ -129,7 +129,7 @@ def _fields(structure: Structure, defaults: Mapping[str, Any]) -> tuple[list[tup
 
 def _spec(config: str, structure: Structure) -> list[str]:
     bias = _bias(structure.bias, "attention_bias")
-    # Biases that no key sets are of queries, keys and values alone, as in Qwen2, unless the output has one, too.
+    # Without a key, only queries, keys and values have biases, as in Qwen2, unless the output also has a bias.
     biased = ("bias", "output_bias") if structure.output_bias else ("bias",)
     attention = {**structure.attention, **{name: bias for name in biased if bias}}
     attention |= _merged(structure.keys, "attention")
@@ -163,8 +163,8 @@ def _spec(config: str, structure: Structure) -> list[str]:
     ]
 
 
-def _others(structure: Structure, defaults: Mapping[str, Any]) -> list[str]:
-    """Returns functions that read and write what does not correspond key by key; empty if everything does."""
+def _converters(structure: Structure, defaults: Mapping[str, Any]) -> list[str]:
+    """Returns functions that convert settings without a one-to-one key; empty if every setting maps to one key."""
     if not (structure.kinds or structure.nope):
         return []
     lines = ["def _read(reader: Reader) -> dict[str, Any]:"]
@@ -193,11 +193,11 @@ def _others(structure: Structure, defaults: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _bias(key: str | None, ours: str) -> str:
-    """Returns the expression of a bias: the field of a key, True if tensors alone have it, or "" without one."""
+def _bias(key: str | None, field: str) -> str:
+    """Returns the expression for a bias: the config field, True for a bias without a key, or "" without a bias."""
     if key is None:
         return ""
-    return f"config.{ours}" if key else "True"
+    return f"config.{field}" if key else "True"
 
 
 def _merged(keys: Mapping[str, Key], part: str) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Recognition of a decoder's structure from `config.json` and the names and shapes of its tensors.
 
-Only what a decoder here can compute is recognized. All other tensors and keys are listed as unknown.
+Only features that a decoder here can compute are recognized. Remaining tensors and keys are listed as unknown.
 """
 
 import re
@@ -86,13 +86,13 @@ class Structure:
       attention, layer: fields of `Attention` and `Layer` that follow from tensors.
       bias, mlp_bias: the key of `config.json` that sets the biases of attention and of the feed-forward layer; "" if
         they follow from tensors, None without biases.
-      output_bias: whether the bias of attention also is one of its output.
+      output_bias: True if attention also adds a bias to its output.
       activation: activation of the feed-forward layer.
-      kinds: whether `layer_types` is given.
-      window: whether the layers in `layer_types` that slide have a window.
-      nope: whether `no_rope_layers` names layers without rotary positions.
+      kinds: True if `config.json` contains `layer_types`.
+      window: True if the sliding layers in `layer_types` have a window.
+      nope: True if `no_rope_layers` names layers without rotary positions.
       names: tensor names that differ from the default ones.
-      tied: whether the embedding is the head although `config.json` does not say so.
+      tied: True if the embedding is the head although `config.json` lacks `tie_word_embeddings`.
       unknown: descriptions of the structure that was not recognized.
       unknown_keys: keys of `config.json` whose meaning is not known.
     """
@@ -174,7 +174,7 @@ def recognize(mapping: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]])
 
 
 class _Parts:
-    """The parts of a layer, each of which removes its tensors and keys from those that are left."""
+    """The parts of a layer. Each part removes its tensors and keys from the remaining ones."""
 
     def __init__(self, mapping: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]], unknown: list[str]) -> None:
         self.mapping, self.tensors, self.unknown = mapping, dict(tensors), unknown

@@ -38,8 +38,8 @@ class EncoderSettings:
 
     Attributes:
       embedding: pooling and normalization.
-      max_tokens: maximum number of tokens of a text, the special ones included; None if the files have none.
-      lowercase: whether texts are converted to lower case before the tokenizer.
+      max_tokens: maximum number of tokens of a text, including special tokens; None without a limit.
+      lowercase: True if texts are converted to lower case before tokenization.
     """
 
     embedding: EmbeddingSettings

@@ -52,7 +52,7 @@ class ModuleCheckpoint:
       logical_axes: logical axes of each parameter, in the structure of `parameters`; () if a parameter has none.
       adapters_at: function that reads the adapters at an address for this model.
       images: preprocessing of images; None for models of text.
-      as_floats: function that opens the checkpoint with its quantized matrices in floating point; None if it has none.
+      as_floats: function that opens the checkpoint with dequantized matrices; None without quantized matrices.
       embedding, generates: see `EmbedsText`.
     """
 
@@ -179,17 +179,17 @@ def generative_checkpoint(
     read: _Read | None = None,
     adapters_at: Callable[[str], Adapters] = no_adapters,
 ) -> ModuleCheckpoint:
-    """Returns a checkpoint that engines generate from.
+    """Returns a module as a checkpoint for engines.
 
     Args:
       model: an `nnx.Module` of a registered family, quantized or not, that is a `LanguageModel` or a `TextEncoder`;
-        abstract if `read` is given. Its property `kv_cache_positions`, if any, bounds the tokens of a sequence that a
-        cache may hold.
+        abstract if `read` yields the values. Its property `kv_cache_positions`, if any, bounds the tokens of a sequence
+        that a cache may hold.
       config: the config that the model was built from, a `LanguageModelConfig`.
       name: name of the checkpoint in messages.
       tokenizer: the tokenizer, or its directory, which need not exist.
-      origin: directory with the original `config.json` and `generation_config.json`, both optional; None if there is
-        no such directory.
+      origin: directory with the original `config.json` and `generation_config.json`, both optional; None without
+        such a directory.
       read: function that yields the parameters' values, afresh on every call; None if `model` holds the values.
       adapters_at: function that reads the adapters at an address for this model.
 

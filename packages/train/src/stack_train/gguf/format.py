@@ -81,10 +81,10 @@ class GgufFormat:
 
         Args:
           directory: path of the file.
-          stored: one of `stored_types`; None uses the first.
+          stored: storage type, from `stored_types`; None uses the first.
 
         Raises:
-          ConversionError: GGUF cannot represent the model, one of its settings or its tokenizer; or the file exists.
+          ConversionError: GGUF cannot represent the model, a setting or the tokenizer; or the file exists.
         """
         gguf, stored = _library(), stored or self.stored_types[0]
         if stored not in self.stored_types:
@@ -209,8 +209,8 @@ def _tensors(
                 return architecture.stored(name, view, heads)
 
             own = architecture.name_of(name)
-            # As in llama.cpp, the logits lose too much with four bits. It takes Q6_K if rows divide into blocks of 256,
-            # else Q8_0; the `gguf` package does not quantize to Q6_K.
+            # As in llama.cpp, the logits lose too much with four bits. llama.cpp takes Q6_K if rows divide into
+            # 256-entry blocks, else Q8_0; the `gguf` package does not quantize to Q6_K.
             computes_logits = name == ("model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight")
             kind = "Q8_0" if stored == "Q4_0" and computes_logits else stored
             yield _Tensor(own, shape, _type_of(gguf, own, shape, kind), read)

@@ -36,7 +36,7 @@ class Form:
       bits: number of bits of a code, 4 or 8.
       tile: number of entries with one scale.
       center: number that is subtracted from entries.
-      has_minima: whether tiles have minima, which become zero points.
+      has_minima: True if tiles have minima, which become zero points.
       unpack: function of the bytes of blocks, uint8[blocks, bytes].
     """
 
@@ -54,9 +54,9 @@ def matrix_struct(forms: Sequence[Form], shape: tuple[int, ...], *, in_rows: boo
     Layers of several types get the widest codes and the smallest tiles among them, and zero points if any has minima.
 
     Args:
-      forms: forms of the tensors that the parameter consists of.
+      forms: forms of the parameter's tensors.
       shape: logical shape.
-      in_rows: whether a tile is a part of a column of the codes, instead of a row.
+      in_rows: True if a tile is a part of a column of the codes, instead of a row.
       is_transposed: see `QuantizedMatrix`.
     """
     *stack, rows, columns = shape
@@ -77,7 +77,7 @@ def convert(gguf: Any, tensor: StoredTensor, matrix: QuantizedMatrix) -> list[np
       matrix: matrix whose parts the arrays become; determines the size of the tiles.
 
     Returns:
-      codes int8[..., entries], scales float32[..., tiles], and zero points of their shape if the matrix has them.
+      codes int8[..., entries], scales float32[..., tiles], and zero points of the same shape for asymmetric matrices.
     """
     form = FORMS[tensor.tensor_type.name]
     size, size_bytes = gguf.GGML_QUANT_SIZES[tensor.tensor_type]

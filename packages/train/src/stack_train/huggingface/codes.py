@@ -40,8 +40,8 @@ class Codes:
     Attributes:
       values: integers or small floats, [d_out, d_in].
       scale: float32[d_out or 1, groups].
-      zero_point: integers of the shape of `scale`; None if the scheme is symmetric.
-      group_of: group of each input, int[d_in]; None if the groups are equal runs of adjacent inputs.
+      zero_point: integers of the shape of `scale`; None for symmetric schemes.
+      group_of: group of each input, int[d_in]; None for equal groups of adjacent inputs.
     """
 
     values: np.ndarray
@@ -76,7 +76,7 @@ class Form:
     Attributes:
       dtype: dtype of the codes: int4, int8 or float8_e4m3fn.
       groups: number of groups of inputs, each a run of adjacent inputs.
-      has_zero_points: whether groups have zero points.
+      has_zero_points: True if groups have zero points.
     """
 
     dtype: str
@@ -89,9 +89,9 @@ class QuantizedTensor(StoredTensor):
     """A matrix in codes, presented as a float tensor [d_out, d_in].
 
     Attributes:
-      scheme: description for messages, such as "int4, groups of 32".
+      scheme: description, such as "int4, groups of 32", for messages.
       decode: reads the codes and scales.
-      form: form in which a model keeps the matrix; None if it has to be dequantized.
+      form: form in which a model stores the matrix; None for a matrix that must be dequantized.
     """
 
     scheme: str
@@ -125,7 +125,7 @@ def check_read(reader: Reader, place: str) -> None:
 
 
 def problem_of(name: str, tensor: StoredTensor | None, dtypes: Sequence[str], shape: Sequence[int]) -> str | None:
-    """Describes why a tensor is not as expected; None if it is."""
+    """Describes a missing tensor or its unexpected dtype or shape; returns None for a valid tensor."""
     if tensor is not None and tensor.dtype in dtypes and tensor.shape == tuple(shape):
         return None
     there = "is missing" if tensor is None else f"is {tensor.dtype}{list(tensor.shape)}"

@@ -1,4 +1,4 @@
-"""Checkpoints of compressed-tensors, as llm-compressor writes and vLLM and transformers read them.
+"""Checkpoints of compressed-tensors, a format that llm-compressor writes and vLLM and transformers read.
 
 A quantized linear layer has codes [d_out, d_in] and scales [d_out, groups] in torch's layout:
 
@@ -75,7 +75,7 @@ class _Scheme:
         return f"{kind}{tiles.get(self.strategy, '')}"
 
     def scale_shapes(self, shape: tuple[int, int]) -> list[tuple[int, ...]]:
-        """Returns the accepted shapes of the scales of a matrix [d_out, d_in], or none if the groups do not divide."""
+        """Returns the accepted shapes of the scales of a matrix [d_out, d_in]; empty if the groups do not divide."""
         match self.strategy:
             case "tensor":
                 return [(1,), (), (1, 1)]
@@ -147,7 +147,7 @@ def _scheme(name: str, group: Any, format_: str | None) -> _Scheme:
     if format_ not in _LAYOUTS:
         outer.problems.append(f"format={format_!r}, not {' or '.join(FORMATS)}")
     check_read(outer, place)
-    # Calibration settings, which do not change what stored codes stand for. `actorder` shows in `weight_g_idx`.
+    # Calibration settings do not affect the decoding of stored codes. `actorder` shows in `weight_g_idx`.
     inner.get("observer", "observer_kwargs", "actorder", "scale_dtype", "zp_dtype")
     inner.expect("dynamic", False)
     bits, kind = inner.get("num_bits", default=8), inner.get("type", default="int")
@@ -256,7 +256,7 @@ def _packed(scheme: _Scheme, module: str, codes: StoredTensor, parts: _Parts) ->
     offset = 2 ** (scheme.bits - 1)
 
     def decode() -> Codes:
-        # Both offsets cancel, but the signed codes are those of the scheme.
+        # Both offsets cancel, but the scheme defines signed codes.
         values = (unpack_words(codes.read(), scheme.bits, shape[1]) - np.uint8(offset)).view(np.int8)
         zeros = None
         if not scheme.symmetric and zero is not None:

@@ -119,10 +119,10 @@ class HuggingFaceFormat:
           max_shard_bytes: maximum size of a weights file; a larger tensor gets a file to itself.
 
         Raises:
-          ConversionError: the model has no Hugging Face counterpart, its codes have none in compressed-tensors, or
-            `directory` exists.
+          ConversionError: Hugging Face has no counterpart of the model, compressed-tensors cannot represent its codes,
+            or `directory` exists.
           RunDirectoryError: `run` is not a run directory.
-          CheckpointError: the run has no checkpoint, or its newest checkpoint is damaged.
+          CheckpointError: the newest checkpoint of the run is missing or damaged.
         """
         saved = run_config(run)
         config = saved.model
@@ -201,8 +201,7 @@ class HuggingFaceFormat:
     def open_for_generation(self, directory: Path) -> ModuleCheckpoint:
         """Opens a Hugging Face checkpoint for text generation, computed in the dtype of its tensors.
 
-        Quantized matrices stay quantized if products can take them; `dequantized` of the checkpoint reads them as
-        floats.
+        Quantized matrices stay quantized if products support their form; `dequantized` of the checkpoint reads floats.
 
         Raises:
           ConversionError: the checkpoint cannot be converted.

@@ -42,7 +42,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 _PLACE = "quantization_config"
 _FLOATS = ("F16", "BF16", "F32")
-# Settings of the quantization and of kernels, which do not change what stored codes stand for.
+# Settings of the quantization and of kernels, which do not affect the decoding of stored codes.
 _GPTQ_SILENT = [
     "quant_method",
     "sym",
@@ -212,7 +212,7 @@ def _in_order(codes: np.ndarray) -> np.ndarray:
 
 
 def _group_numbers(group_of: StoredTensor | None, d_in: int, size: int, groups: int) -> np.ndarray | None:
-    """Returns the group of each input; None if the groups are equal runs of adjacent inputs."""
+    """Returns the group of each input; None for equal groups of adjacent inputs."""
     adjacent = np.arange(d_in) // (d_in if size == -1 else size)
     found = adjacent if group_of is None else group_of.read()
     if found.min() < 0 or found.max() >= groups:

@@ -18,7 +18,7 @@ from stack_train.safetensors_files import TensorSpec
 
 __all__ = ["PlannedTensors", "quantized_tensors"]
 
-# Codes of fewer bits fit into the next size that vLLM has kernels for.
+# vLLM has kernels for 4-bit and 8-bit integers; narrower codes are stored in the next larger size.
 _BITS = {f"int{bits}": 4 if bits <= 4 else 8 for bits in range(2, 9)}
 _FLOATS = {"fp8_e4m3": 8, "mxfp4": 4}
 _INPUTS = {"int8": "int", "fp8_e4m3": "float"}
@@ -203,13 +203,13 @@ def quantized_tensors(
 def _scheme(
     group: Sequence[WeightRule], arrays: Sequence[Any], input_type: Callable[[str], str | None]
 ) -> _Scheme | None:
-    """Returns the scheme of the tensors that parameters share; None if these are written as floats.
+    """Returns the scheme of the tensors that parameters share, or None for tensors written as floats.
 
     Raises:
       ConversionError: compressed-tensors cannot represent the codes.
     """
     shapes = group[0].tensor_shapes(arrays[0].shape).values()
-    # Routers are no linear layers in most of transformers' families, and no library quantizes them.
+    # Most families of transformers do not use linear layers as routers, and no library quantizes routers.
     is_linear = all(rule.transposed and "router" not in rule.parameter for rule in group)
     if not is_linear or any(len(shape) != 2 for shape in shapes) or not all(map(is_quantized, arrays)):
         return None
@@ -257,7 +257,7 @@ def _float_dtype(array: Any, dtype: Any) -> np.dtype[Any]:
 
 
 def _section(planned: Sequence[tuple[Sequence[WeightRule], _Scheme | None, Mapping[str, Any]]]) -> dict[str, Any]:
-    # The most common scheme targets all linear layers, and the others name theirs.
+    # The most common scheme targets all linear layers; the remaining schemes name their layers.
     counts = Counter(scheme for _, scheme, named in planned if scheme is not None for _ in named)
     common = counts.most_common(1)[0][0]
     targets: dict[_Scheme, list[str]] = {common: ["Linear"]}
@@ -269,7 +269,7 @@ def _section(planned: Sequence[tuple[Sequence[WeightRule], _Scheme | None, Mappi
         elif scheme != common:
             targets.setdefault(scheme, []).extend(modules)
     written = {module for _, scheme, named in planned if scheme is not None for module in named}
-    # A tied head has no tensor, but is a linear layer.
+    # A tied head is a linear layer without a tensor.
     ignored = sorted({*floats, *([] if "lm_head.weight" in written else ["lm_head"])})
     formats = {scheme.format for scheme in targets}
     return {

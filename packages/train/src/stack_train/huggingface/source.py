@@ -162,8 +162,8 @@ def open_source(directory: Path, *, ignore: Collection[str] = ()) -> HuggingFace
       ignore: keys of `config.json` to ignore.
 
     Raises:
-      ConversionError: the directory has no checkpoint; its architecture or one of its settings is not supported; or
-        tensors are missing, unexpected, or have the wrong shape or dtype. Names all of them.
+      ConversionError: the directory does not contain a checkpoint; its architecture or a setting is not supported; or
+        tensors are missing, unexpected, or have the wrong shape or dtype. Lists every problem.
     """
     mapping, coding = with_codes(_read_config(directory), read_tensors(directory))
     tensors = coding.tensors
@@ -201,7 +201,7 @@ def read_config(family: Any, mapping: Mapping[str, Any], *, dtype: str = "float3
     """Converts a `config.json` to a model config whose parameters and activations have the dtype `dtype`.
 
     Raises:
-      ConversionError: the settings are invalid, or the family does not support them.
+      ConversionError: a setting is invalid, or the family does not support its value.
     """
     settings = {"name": family.name, "dtype": dtype, "param_dtype": dtype}
     try:

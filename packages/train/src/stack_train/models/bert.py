@@ -26,7 +26,7 @@ class BertConfig(EncoderConfig):
     Attributes:
       name: selects this family.
       token_types: number of token types.
-      pooler: whether the model has a pooler, see `Encoder.pooled`.
+      pooler: adds a pooler; see `Encoder.pooled`.
     """
 
     name: Literal["bert"] = "bert"

@@ -229,8 +229,8 @@ class Decoder(nnx.Module):
     Repeating layers are stacked: `blocks[group][place]` contains all layers at one position of a group's period.
 
     Initial values: matrices are normal with standard deviation `initializer_std`. Matrices that write to the residual
-    stream use `initializer_std` / sqrt(2 layers) so that its variance does not grow with depth (GPT-2, section 2.3;
-    transformers does not scale them). Norms start as the identity, and biases at 0.
+    stream use `initializer_std` / sqrt(2 layers), which keeps its variance from growing with depth (GPT-2, section 2.3;
+    transformers omits this factor). Norms start as the identity, and biases as zeros.
     """
 
     def __init__(self, config: DecoderConfig, spec: DecoderSpec, *, key: jax.Array) -> None:
@@ -264,7 +264,7 @@ class Decoder(nnx.Module):
           positions: position of each token in its document.
           segment_ids: document of each token, 0 for padding; None if each row is one document.
           cache: keys and values of earlier tokens, which the call extends; None computes without a cache.
-          images: features that replace embeddings of tokens; None if the call has no images.
+          images: features that replace embeddings of tokens; None without images.
 
         Raises:
           ArgumentError: the tokens are not integers.
@@ -273,8 +273,8 @@ class Decoder(nnx.Module):
         """
         self._check(tokens, segment_ids, cache)
 
-        # Defined here because profiles show only this function's qualified name, not the decoder's call stack, for
-        # operations inside the loop.
+        # Defined here because, inside the loop, profiles show only this function's qualified name and not the decoder's
+        # call stack.
         def run(block: Block, stream: ResidualStream, rows: Rows, layer_cache: Any) -> tuple[Any, Any]:
             stream, layer_cache, layer_facts = block(stream, rows, cache, layer_cache)
             # The backward pass saves every layer's input, and the sum takes half the memory of its two terms.
@@ -385,7 +385,7 @@ class Decoder(nnx.Module):
     ) -> tuple[tuple[jax.Array, ...], Facts]:
         """Returns the hidden states of the multi-token prediction layers, nearest token first, and the layers' facts.
 
-        The last states of a row are meaningless because no token follows them.
+        The last states of a row are meaningless because the row does not contain their targets.
         """
         depth = layers.project.kernel.shape[0]
         # The first tokens roll to the end of a row, where the objective ignores the targets.

@@ -83,7 +83,7 @@ class EncoderLayer:
       heads: number of attention heads.
       feed_forward: specification of the feed-forward layer.
       norms_after: norms follow the residual sums.
-      attention_norm: whether attention has a norm.
+      attention_norm: applies a norm before or after attention.
       norm_bias: adds biases to norms.
       rope: rotary positions, or None.
       window: maximum distance in tokens over which attention acts, in both directions; None is unlimited.
@@ -169,7 +169,7 @@ class EncoderBlock(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """A bidirectional transformer: hidden states of all tokens, each of which depends on all others of its text.
+    """A bidirectional transformer. The hidden state of each token depends on all tokens of its text.
 
     Repeating layers are stacked, and initial values are as in `Decoder`.
     """
@@ -218,7 +218,7 @@ class Encoder(nnx.Module):
           token_types: type of each token, such as 1 for the second of two texts; None is 0 for all.
 
         Raises:
-          ArgumentError: `token_types` of a model without them.
+          ArgumentError: `token_types` is set for a model without token types.
           ShapeError: there are more tokens than `max_positions`.
           ShardingError: several devices share a sequence.
         """
@@ -251,7 +251,7 @@ class Encoder(nnx.Module):
         """Returns tanh(x P + b) of each row's first hidden state x, the input of BERT's classifiers.
 
         Raises:
-          ArgumentError: the model has no pooler.
+          ArgumentError: the model was built without a pooler.
         """
         if self.pooler is None:
             raise ArgumentError("The model has no pooler. Use its hidden states, such as their mean.")

@@ -28,7 +28,7 @@ class EncoderFamily:
       config_class: config class of the family.
       config_map: mapping between the config and `config.json`.
       spec: function from a config to its architecture.
-      names: tensor names by parameter path, as in `DecoderFamily.names`, but complete: those within layers contain
+      names: tensor names by parameter path, as in `DecoderFamily.names`, but complete. Names within layers contain
         "{layer}".
       base_prefix: prefix of the tensor names in the architectures of `published_in`, whose heads are not read.
       published_in: architectures that add a head to the encoder, such as the head of masked language modeling.
@@ -86,10 +86,10 @@ class EncoderFamily:
     def part_of(
         self, mapping: Mapping[str, Any], tensors: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], Mapping[str, Any], tuple[str, ...]]:
-        """Extracts the encoder from a checkpoint of one of the architectures `published_in`.
+        """Extracts the encoder from a checkpoint with an architecture in `published_in`.
 
         Returns:
-          Its `config.json`, its tensors by name, and descriptions of the parts that are left out.
+          Its `config.json`, its tensors by name, and descriptions of the omitted parts.
         """
         prefix = self.base_prefix
         left_out = Counter(name.partition(".")[0] for name in tensors if not name.startswith(prefix))

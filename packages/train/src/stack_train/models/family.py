@@ -29,13 +29,13 @@ class DecoderFamily:
       config_class: config class of the family.
       config_map: mapping between the config and `config.json`.
       spec: function from a config to its architecture.
-      names: tensor names that differ from the default names, or a function from a config to them.
-      further_prefix: prefix of the tensor names of multi-token prediction layers; None numbers them after the other
-        layers.
+      names: tensor names that differ from the default names, or a function that returns these names for a config.
+      further_prefix: prefix of the tensor names of multi-token prediction layers; None numbers them after the
+        decoder's layers.
       redundant: see `redundant_tensors`.
       published_in: architectures of larger models whose language model belongs to this family; see `IsPart`.
       sizes: names of published models, for listings.
-      tested: aspects covered by the project's tests, which select their cases by it.
+      tested: aspects covered by the project's tests, which use this field to select cases.
     """
 
     name: str
@@ -71,7 +71,7 @@ class DecoderFamily:
         return weight_rule(path, range(first, first + len(spec.further)), names, **prefix)
 
     def redundant_tensors(self, config: DecoderConfig) -> Mapping[str, str | None]:
-        """Returns optional tensors of a checkpoint, each with the tensor that it repeats, or None if it is unused.
+        """Returns optional tensors of a checkpoint, each with the tensor that it repeats, or None for an unused tensor.
 
         "{layer}" in a name stands for any layer.
         """

@@ -159,7 +159,7 @@ class _ConfigMap(ConfigMap):
         """Converts a `config.json` to fields of our config.
 
         Raises:
-          ConversionError: the model does not support a setting, or a key is unknown; the message lists them.
+          ConversionError: the model does not support a setting, or a key is unknown; the message lists every problem.
         """
         outer = Reader(mapping)
         parts = {name: outer.get(name) for name in ("text_config", "vision_config")}

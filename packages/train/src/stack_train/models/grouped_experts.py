@@ -88,7 +88,7 @@ class BalancedConfig(GroupedExpertsConfig):
     """Settings of sigmoid-scored experts with selection biases; inherits the fields of `GroupedExpertsConfig`.
 
     Attributes:
-      normalized: normalizes the weights of a token's experts to a sum of 1.
+      normalized: divides the weights of a token's experts by their sum.
       bias_rate: change of the experts' selection biases per step, which balances their load; see `Router`.
       mtp_layers: number of multi-token prediction layers; see `MultiTokenLayer`.
     """

@@ -27,7 +27,7 @@ class ModernBertConfig(EncoderConfig):
 
     Attributes:
       name: selects this family.
-      period: interval of layers that attend to all tokens, from the first one on; the others have a window.
+      period: interval of layers that attend to all tokens, from the first layer on; layers in between have a window.
       window: number of tokens that the window spans, half of them in each direction, besides the query.
       rope_theta: base of the rotary frequencies in layers that attend to all tokens.
       local_rope_theta: base of the rotary frequencies in layers with a window.
@@ -57,7 +57,7 @@ class ModernBertConfig(EncoderConfig):
 
 
 def spec(config: ModernBertConfig) -> EncoderSpec:
-    """Returns the architecture, whose first layer has no norm of attention after the norm of the embeddings."""
+    """Returns the architecture; its first layer omits the attention norm because the embeddings are normalized."""
 
     def layer(number: int) -> EncoderLayer:
         is_local = number % config.period != 0

@@ -26,7 +26,7 @@ class Qwen2MoeConfig(SparseConfig):
     Attributes:
       name: selects this family.
       attention_bias: adds biases to queries, keys and values.
-      shared_mlp: hidden width of the shared expert, which is applied to every token; 0 has no shared expert.
+      shared_mlp: hidden width of the shared expert, which is applied to every token; 0 omits the shared expert.
     """
 
     name: Literal["qwen2_moe"] = "qwen2_moe"

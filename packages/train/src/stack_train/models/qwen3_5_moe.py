@@ -31,7 +31,7 @@ class Qwen35MoeConfig(DeltaConfig, ExpertsConfig):
     Attributes:
       name: selects this family.
       mlp: hidden width of an expert.
-      shared_mlp: hidden width of the shared expert, which is applied to every token; 0 has no shared expert.
+      shared_mlp: hidden width of the shared expert, which is applied to every token; 0 omits the shared expert.
     """
 
     name: Literal["qwen3_5_moe"] = "qwen3_5_moe"

@@ -31,7 +31,7 @@ class SparseConfig(ExpertsConfig):
       expert_mlp: hidden width of an expert.
       sparse_step: interval of layers with mixtures; layer i (from 0) has one if (i + 1) % sparse_step == 0.
       dense_layers: indices of layers, from 0, that are dense regardless of `sparse_step`.
-      normalized: normalizes the weights of a token's experts to a sum of 1.
+      normalized: divides the weights of a token's experts by their sum.
     """
 
     expert_mlp: PositiveInt = 768

@@ -71,7 +71,7 @@ class Qwen3NextConfig(DeltaConfig, SparseConfig):
 
     Attributes:
       name: selects this family.
-      shared_mlp: hidden width of the shared expert, which is applied to every token; 0 has no shared expert.
+      shared_mlp: hidden width of the shared expert, which is applied to every token; 0 omits the shared expert.
     """
 
     name: Literal["qwen3_next"] = "qwen3_next"

@@ -50,7 +50,7 @@ class Reader:
             self.problems.append(f"{name}={given!r}, not {value!r}")
 
     def expect_layers(self, kinds: Sequence[str]) -> None:
-        """Reads `layer_types`, if present, which must match the kinds derived from the other settings."""
+        """Reads `layer_types`, which must be absent or match `kinds`, derived from other settings."""
         given = self.get("layer_types")
         if given is not None and given != list(kinds):
             self.problems.append(f"layer_types={given!r}, not {list(kinds)!r}")
@@ -187,9 +187,9 @@ class ConfigMap:
       architecture: name in `architectures`.
       model_type: value of `model_type`.
       settings: settings that correspond one to one, in addition to `common`.
-      common: settings of all models of a kind; those in `settings` override them.
+      common: settings of all models of a kind; `settings` takes precedence.
       fixed: keys for which the model supports only one value.
-      silent: keys that do not change what the model computes, in addition to `HARMLESS_KEYS`.
+      silent: keys without an effect on the model's outputs, in addition to `HARMLESS_KEYS`.
       read_others, write_others: conversion of the settings that do not correspond one to one.
     """
 
@@ -206,7 +206,7 @@ class ConfigMap:
         """Converts a `config.json` to fields of our config.
 
         Raises:
-          ConversionError: the model does not support a setting, or a key is unknown; the message lists them.
+          ConversionError: the model does not support a setting, or a key is unknown; the message lists every problem.
         """
         reader = Reader(mapping)
         # Marks these keys as read.

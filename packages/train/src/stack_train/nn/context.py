@@ -142,7 +142,7 @@ def _with_gathered_keys(
             outputs.append(found)
         return jnp.concatenate(outputs, axis=1)
 
-    # One branch per device, because kernels need offsets that are known while tracing.
+    # One branch per device, because kernels need static offsets.
     branches = [functools.partial(of_device, device) for device in range(devices)]
     output: jax.Array = lax.switch(lax.axis_index(axis), branches)
     return output
@@ -170,7 +170,7 @@ def _with_exchanged_heads(
     back = np.argsort(order)
 
     def exchange(x: jax.Array) -> jax.Array:
-        # Each device needs a key head of its own, also if several query groups share it.
+        # Each device needs its own key head, even if several query groups share one.
         x = jnp.repeat(x, max(devices // x.shape[2], 1), axis=2)
         exchanged: jax.Array = lax.all_to_all(x, axis, split_axis=2, concat_axis=1, tiled=True)[:, back]
         return exchanged
@@ -259,7 +259,7 @@ def from_zigzag(x: Float[Array, "rows tokens embed"]) -> Float[Array, "batch seq
         low, high = jnp.split(x, 2, axis=1)
         is_even = lax.axis_index(axis) % 2 == 0
         even, odd = jnp.where(is_even, low, high), jnp.where(is_even, high, low)
-        # Device d of the result has blocks 2 d and 2 d + 1, one of each parity.
+        # Device d of the result has blocks 2 d and 2 d + 1, which have opposite parity.
         moved = [
             lax.ppermute(part, axis, [(holder[2 * device + kind], device) for device in range(devices)])
             for kind, part in enumerate((even, odd))

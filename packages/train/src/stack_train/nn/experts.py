@@ -33,7 +33,7 @@ class Router:
       experts: number of experts.
       active: number of experts per token.
       score: function from logits to scores.
-      normalized: normalizes the weights of a token's experts to a sum of 1.
+      normalized: divides the weights of a token's experts by their sum.
       scale: factor of the weights.
       groups: number of groups that the experts are divided into.
       kept_groups: number of groups from which a token's experts are chosen.
@@ -83,7 +83,7 @@ class Experts:
       activation: activation of the gate.
       bias: adds biases to the router and to the three products of each expert.
       limit, up_offset: options of the gated product; see `ops.gated_linear_unit`.
-      shared: hidden width of the shared expert, a gated layer for every token; 0 has no shared expert.
+      shared: hidden width of the shared expert, a gated layer for every token; 0 omits the shared expert.
       shared_gate: multiplies the shared expert's output by sigmoid(x w).
       scaled_inputs: multiplies the inputs of a token's experts by their weights, instead of their outputs.
       buffer: capacity of a device's receive buffer in expert parallelism, as a multiple of the rows it sends. Excess

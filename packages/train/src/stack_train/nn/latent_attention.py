@@ -67,7 +67,7 @@ class MultiHeadLatentAttention(nnx.Module):
     def __init__(self, spec: LatentAttention, build: Build) -> None:
         embed, heads, rank = build.embed, spec.heads, spec.query_rank
         queries, unfolded = heads * (spec.nope_dim + spec.rope_dim), heads * (spec.nope_dim + spec.value_dim)
-        self.spec, self.norm = spec, Norm()  # for the latents; config.json has no epsilon of this norm
+        self.spec, self.norm = spec, Norm()  # for the latents; config.json does not set its epsilon
         self.query_down = None if rank is None else build.linear((embed, rank), ("embed", None))
         self.query_norm = None if rank is None else build.full(rank, "norm", 1.0)
         self.query_up = None if rank is None else build.linear((rank, queries), ("latent", "heads"))

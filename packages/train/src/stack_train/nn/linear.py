@@ -24,7 +24,7 @@ class Linear(nnx.Module):
     Args:
       shape: shape of the kernel, [d_in, d_out], or [layers, d_in, d_out] if a scan calls it layer by layer.
       axes: logical names of the kernel's axes.
-      use_bias: adds a bias, initialized to 0.
+      use_bias: adds a zero-initialized bias.
       std: standard deviation of the kernel's normal initial values.
       param_dtype: dtype of kernel and bias.
       key: PRNG key of the kernel.

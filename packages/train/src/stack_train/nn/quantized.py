@@ -20,7 +20,7 @@ __all__ = ["QuantizedMatrix", "empty_arrays", "read_weight", "with_quantized", "
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """A quantized matrix, or a stack of them; a pytree that stacks and slices like an array.
+    """A quantized matrix or a stack of matrices, as a pytree that stacks and slices like an array.
 
     The stored matrix is `(codes - zero_point) * scale`, where each scale and zero point is repeated over its tile.
 
@@ -29,9 +29,9 @@ class QuantizedMatrix:
     Attributes:
       codes: int4, int8 or float8_e4m3fn, [..., rows, columns].
       scale: float32, [..., row_tiles, column_tiles].
-      zero_point: float32 code of the value 0 in each tile; None if it is 0.
+      zero_point: float32 code of the value 0 in each tile; None represents zeros.
       type: name of the type in the checkpoint, for messages.
-      is_transposed: whether the value is the transposed stored matrix. A tied embedding is stored as the head's weight,
+      is_transposed: True if the value is the transposed stored matrix. A tied embedding is stored as the head's weight,
         [embed, vocab], because transposing it would take longer than the product.
     """
 
@@ -72,7 +72,7 @@ def read_weight(variable: Any, dtype: DTypeLike | None = None) -> Any:
     """Returns the value of a variable for an op that also takes quantized arrays.
 
     Args:
-      dtype: dtype to which an array is cast; None keeps its dtype. Quantized values are returned as they are.
+      dtype: dtype to which an array is cast; None keeps its dtype. Quantized values are returned unchanged.
     """
     value = variable.get_value()
     if is_quantized(value):
@@ -81,7 +81,7 @@ def read_weight(variable: Any, dtype: DTypeLike | None = None) -> Any:
 
 
 def with_quantized(model: Any, quantized: Mapping[str, QuantizedMatrix]) -> Any:
-    """Sets the quantized parameters of an abstract model, by path, and returns it."""
+    """Sets the quantized parameters of an abstract model, by path, and returns the model."""
     for path, variable in nnx.iter_graph(model):
         if (matrix := quantized.get("/".join(map(str, path)))) is not None:
             *stack, rows, columns = variable.get_metadata()["logical_axes"]
@@ -97,7 +97,7 @@ def empty_arrays(tree: Any) -> Any:
 
 
 def writable_arrays(leaf: Any) -> list[np.ndarray]:
-    """Returns the arrays of a parameter in its logical layout, as views to write to; int4 codes are seen as int8."""
+    """Returns the arrays of a parameter in its logical layout, as writable views; int4 codes are viewed as int8."""
     arrays = [array.view(np.int8) if array.dtype == jnp.int4 else array for array in jax.tree.leaves(leaf)]
     is_transposed = isinstance(leaf, QuantizedMatrix) and leaf.is_transposed
     return [array.swapaxes(-1, -2) for array in arrays] if is_transposed else arrays

@@ -31,7 +31,7 @@ class OptimizerConfig(abc.ABC):
       schedule: learning rate over the run, relative to the peak.
       weight_decay: decoupled weight decay: each update subtracts learning rate * weight_decay * matrix from every
         matrix. Norm scales and biases are not decayed.
-      clip_norm: maximum global norm of the gradients; larger gradients are scaled down to it. None disables clipping.
+      clip_norm: maximum global norm of the gradients; larger gradients are scaled down. None disables clipping.
       skip_spikes: settings for skipping updates whose gradient norm is a spike or not finite; None applies every
         update.
       ema_decay: decay of a moving average of the weights, which is evaluated and exported instead of the weights.
@@ -54,7 +54,7 @@ class OptimizerConfig(abc.ABC):
         """Returns the update rule without clipping, groups, outer steps, spike skipping and averaging.
 
         Args:
-          rate: learning rate as a function of the update count; the transformation must multiply it in.
+          rate: learning rate as a function of the update count; the transformation must apply this factor.
           axes: logical axes of every parameter. With groups, `axes` still covers all parameters, while the trees passed
             to the transformation have `optax.MaskedNode` for parameters of other groups.
         """

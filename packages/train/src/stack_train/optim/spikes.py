@@ -94,7 +94,7 @@ def skip_spikes(inner: optax.GradientTransformation, config: SpikeConfig) -> opt
 
 
 def _is_spike(norm: jax.Array, state: SkippedState, config: SpikeConfig) -> jax.Array:
-    # Unfilled entries of the ring buffer are 0: they do not change the sum, but the variance has to mask them.
+    # Unfilled entries of the ring buffer are 0: they do not change the sum, but must be masked in the variance.
     known = jnp.arange(config.window_steps) < state.norms_seen
     count = jnp.sum(known).astype(jnp.float32)
     mean = jnp.sum(state.norms) / jnp.maximum(count, 1)

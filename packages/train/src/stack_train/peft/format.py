@@ -78,7 +78,7 @@ class PeftFormat:
           base: run with the base model in float; None uses the base in the adapter's config.
 
         Raises:
-          ConversionError: the base is unknown, or is not a run; the adapter does not fit it; or `run` exists.
+          ConversionError: the base is unknown, is not a run, or does not match the adapter; or `run` exists.
         """
         named = read_settings(directory).base if base is None else str(base)
         if named is None or not RunDirectory(Path(named)).config.is_file():
@@ -119,12 +119,12 @@ class PeftFormat:
 
         Args:
           base_model: name or directory of the base model for transformers; None writes the source of the run's base. If
-            that is a run, `stack convert` can import the directory, but transformers cannot load it.
+            that is a run, `stack convert` can import the directory, but transformers cannot.
 
         Raises:
-          ConversionError: the run has no adapters, PEFT cannot represent one, or `directory` exists.
+          ConversionError: the run lacks adapters, PEFT cannot represent an adapter, or `directory` exists.
           RunDirectoryError: `run` is not a run directory.
-          CheckpointError: the run has no checkpoint, or its newest checkpoint is damaged.
+          CheckpointError: the newest checkpoint of the run is missing or damaged.
         """
         found = run_adapters(run)
         base = base_model

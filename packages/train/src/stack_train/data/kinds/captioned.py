@@ -31,7 +31,7 @@ ENCODERS = "encoders.json"
 
 _FORMAT = 1
 _LATENTS, _TEXT, _POOLED, _FACTS = "latents.npy", "text.npy", "pooled.npy", "facts.json"
-# Latents should have a standard deviation of 1. Values outside of this range indicate a wrong scaling_factor.
+# The standard deviation of latents should be 1. Values outside of this range indicate a wrong scaling_factor.
 _LEAST_STD, _MOST_STD = 0.2, 5.0
 
 
@@ -61,14 +61,14 @@ class CaptionedData(ImageSettings):
     memory-mapped from the user's cache.
 
     A batch contains "images", the scaled means of the latents; "text", the text condition; "weights"; and, depending on
-    the denoiser, "pooled"; "sizes", those of images that are not cropped; and "negative_text", the empty caption, which
-    takes the place of captions that the objective drops.
+    the denoiser, "pooled"; "sizes", the original size, crop and target size of uncropped images; and "negative_text",
+    the empty caption, which replaces captions that the objective drops.
 
     Attributes:
       source: glob of image files; `**` matches any number of folders.
       pipeline: diffusers directory with vae, text_encoder and text_encoder_2; a denoiser in it is not read.
       name: selects this kind of data.
-      unreadable: policy for files that cannot be read as images: "error", or "skip" with a warning that lists them.
+      unreadable: policy for files that are not readable images: "error", or "skip", which lists the files in a warning.
       encoded_at_once: batch size of the encoders, in images or captions.
     """
 
@@ -106,8 +106,8 @@ class CaptionedData(ImageSettings):
         """Reads and encodes the images and captions that are not in the cache.
 
         Raises:
-          DataError: Pillow is not installed, a file cannot be read, a caption is missing, or the standard deviation of
-            the latents is far from 1.
+          DataError: Pillow is not installed, a file cannot be read, a caption is missing, or the latents do not
+            have about unit variance.
           ConversionError: `pipeline` lacks an encoder, or an encoder does not fit the model.
         """
         directory = Path(self.pipeline.removeprefix("hf:")).expanduser()
@@ -136,7 +136,7 @@ class CaptionedData(ImageSettings):
 
 @dataclass(frozen=True)
 class EncoderIdentity:
-    """Identity of the encoders that a denoiser was trained with.
+    """Identity of the encoders used to train a denoiser.
 
     Attributes:
       directory: absolute path of the diffusers directory.

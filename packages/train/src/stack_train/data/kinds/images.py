@@ -28,7 +28,7 @@ class ImagesData(ImageSettings):
     Attributes:
       source: glob of image files; `**` matches any number of folders.
       name: selects this kind of data.
-      unreadable: policy for files that cannot be read as images: "error", or "skip" with a warning that lists them.
+      unreadable: policy for files that are not readable images: "error", or "skip", which lists the files in a warning.
     """
 
     source: str

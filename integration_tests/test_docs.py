@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import functools
 import importlib
 import re
 import unittest
@@ -17,11 +18,15 @@ from stack_core.abi.hookspecs import DETAILS, HOOKS
 from stack_core.abi.models import Outputs
 from stack_core.abi.ops import OpCall
 from stack_core.abi.registry import Registrar
+from stack_core.commands.config_keys import config_keys
 from stack_core.ops import Head
 from stack_core.testing import op_checks
+from stack_train.run.config import RunConfig
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
+KEY_PAGES = ("troubleshooting.md",)
 CONTRACTS = (
     "stack_core.abi.adapters",
     "stack_core.abi.caches",
@@ -54,6 +59,38 @@ def sections(page):
 
 def blocks(text):
     return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def code_spans(text):
+    """The inline code of a page, without its blocks."""
+    return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+
+
+@functools.cache
+def literals():
+    """Every string in the packages' source with "…" in place of each value, separated by NUL."""
+    found = set()
+    for path in ROOT.glob("packages/*/src/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.add("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+    return "\0".join(found)
+
+
+def is_printed(message):
+    """Whether a string of the source holds the message, in which "…" stands for any text."""
+    return re.search("[^\0]*".join(map(re.escape, message.strip("…").split("…"))), literals()) is not None
+
+
+def messages():
+    lines = re.findall(r"^- (`.*`)\\$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    return [message for line in lines for message in code_spans(line)]
+
+
+def known_keys():
+    return {key.name.replace("[]", "") for key in config_keys(RunConfig, "train")}
 
 
 HOOK_SECTIONS = sections("hooks.md")
@@ -94,6 +131,34 @@ def test_links_lead_somewhere(page):
         if anchor:
             headings = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
             assert anchor in [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings], link
+
+
+@pytest.mark.parametrize("message", messages())
+def test_the_message_of_a_remedy_is_still_printed(message):
+    assert is_printed(message), f"no string of packages/*/src holds {message!r}; quote the message as it is now"
+
+
+def test_a_message_that_is_not_in_one_string_of_the_source_is_noticed():
+    assert len(messages()) > 50
+    assert not is_printed("Unknown key … holds another run")
+
+
+@pytest.mark.parametrize("page", KEY_PAGES)
+def test_config_keys_of_a_page_exist(page):
+    known = known_keys()
+    sections_ = {name.partition(".")[0] for name in known}
+    found = {re.split(r"[:=]", span)[0] for span in code_spans((DOCS / page).read_text())}
+    keys = [
+        name for name in found if "." in name and name.partition(".")[0] in sections_ and re.fullmatch(r"[\w.]+", name)
+    ]
+    assert keys
+    # A section is a prefix of its keys; a mapping such as mesh.rules has entries of its own.
+    missing = [
+        name
+        for name in keys
+        if not any(f"{key}.".startswith(f"{name}.") or f"{name}.".startswith(f"{key}.") for key in known)
+    ]
+    assert not missing
 
 
 def namespace_of(block):

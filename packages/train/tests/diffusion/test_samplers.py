@@ -8,7 +8,7 @@ import pytest
 from stack_core.abi.errors import ConfigError
 from stack_train.diffusion.noise import DynamicShift, FlowConfig, NoiseConfig
 from stack_train.diffusion.objectives import FlowMatchingConfig
-from stack_train.diffusion.samplers import Kept, SamplerConfig, guided, levels_of, sample, table_of
+from stack_train.diffusion.samplers import Inpainting, SamplerConfig, guided, levels_of, sample, table_of
 
 NOISE = NoiseConfig(betas="scaled_linear", beta_start=0.00085, beta_end=0.012)
 SCHEDULES = {"epsilon": NOISE, "v": NOISE, "flow": FlowConfig(shift=2.0)}
@@ -99,9 +99,9 @@ def test_an_image_is_made_anew_where_the_mask_is_1():
     changed = sample(denoise, table, noise, keys=keys, start=image)
     # Half of the noise leaves traces of the image.
     assert 0.5 < (changed[:, 0] - changed[:, -1]).mean() < 3.9
-    kept = sample(denoise, table, noise, keys=keys, start=image, kept=Kept(image, mask))
-    np.testing.assert_array_equal(kept[:, :, 2:], image[:, :, 2:])
-    np.testing.assert_allclose(kept[:, :, :2], changed[:, :, :2], rtol=1e-5, atol=1e-5)
+    inpainted = sample(denoise, table, noise, keys=keys, start=image, inpainting=Inpainting(image, mask))
+    np.testing.assert_array_equal(inpainted[:, :, 2:], image[:, :, 2:])
+    np.testing.assert_allclose(inpainted[:, :, :2], changed[:, :, :2], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("spacing", ["leading", "trailing", "linspace"])

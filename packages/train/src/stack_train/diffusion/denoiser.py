@@ -80,14 +80,14 @@ def positive(condition: Condition) -> Condition:
     return {name: array for name, array in condition.items() if not name.startswith(_NEGATIVE)}
 
 
-def unconditional(condition: Condition, *, kept: tuple[str, ...] = ()) -> Condition:
+def unconditional(condition: Condition, *, shared: tuple[str, ...] = ()) -> Condition:
     """Replaces each array by its negative counterpart, or by 0 if it has none.
 
     Args:
-      kept: names of arrays that both predictions share.
+      shared: names of arrays that are the same for both predictions.
     """
     return {
-        name: array if name in kept else condition.get(_NEGATIVE + name, jnp.zeros_like(array))
+        name: array if name in shared else condition.get(_NEGATIVE + name, jnp.zeros_like(array))
         for name, array in positive(condition).items()
     }
 

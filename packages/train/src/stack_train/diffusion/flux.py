@@ -42,7 +42,7 @@ __all__ = ["COMPONENT", "FAMILY", "Flux", "FluxConfig"]
 
 _ROPE = {"x": HEADS, "positions": ("batch", "seq")}
 _WAVES = 256
-_GUIDANCE_SCALE = 1000.0  # for guidance and times: the frequencies assume numbers up to 1000
+_GUIDANCE_SCALE = 1000.0  # scales guidance like timesteps; the frequencies assume a maximum of 1000 for both
 
 
 Streams = tuple[Float[Array, "batch text embed"], Float[Array, "batch image embed"]]
@@ -50,7 +50,7 @@ Streams = tuple[Float[Array, "batch text embed"], Float[Array, "batch image embe
 
 @config
 class FluxConfig:
-    """Size and numerics of a Flux; the defaults are those of FLUX.1 dev at 1024 x 1024 pixels.
+    """Size and numerics of a Flux. The defaults match FLUX.1 dev at 1024 x 1024 pixels.
 
     Attributes:
       name: selects this family.
@@ -63,7 +63,7 @@ class FluxConfig:
       text_dim, pooled_dim: features of each text token, and of the pooled text.
       text_tokens: number of tokens in a text.
       rope_axes: features of a head that rotate with the token's index, its row and its column; their sum is `head_dim`.
-      guidance: guidance scale used if the condition has no "guidance"; None for models without this input.
+      guidance: default guidance scale for conditions without "guidance"; None for models without this input.
       initializer_std: standard deviation of the initial weights.
       dtype: dtype of the activations.
       param_dtype: dtype of the parameters.
@@ -129,7 +129,7 @@ class Projections(nnx.Module):
 
 
 class Stream(nnx.Module):
-    """One stream's half of a two-stream block: its inputs of the attention, and the layers after it."""
+    """One stream of a two-stream block: its layers before and after the joint attention."""
 
     def __init__(self, config: FluxConfig, build: Build) -> None:
         embed, mlp = config.embed, 4 * config.embed
@@ -209,7 +209,8 @@ class Embedder(nnx.Module):
 class Flux(nnx.Module):
     """A `Denoiser` whose condition is "text", [batch, tokens, text_dim], "pooled", [batch, pooled_dim], and "guidance".
 
-    The matrices that shift, scale and gate start at 0, so that each block starts as the identity, and so does the last.
+    All modulation matrices (shift, scale, gate) start at 0 (adaLN-Zero). Each block therefore starts as the identity,
+    and the last modulation does too.
     """
 
     def __init__(self, config: FluxConfig, *, key: jax.Array) -> None:
@@ -257,8 +258,8 @@ class Flux(nnx.Module):
         return predicted_halfway(self, batch)
 
     def unconditional(self, condition: Condition) -> Condition:
-        """See `unconditional`; guidance as an input belongs to both predictions."""
-        return unconditional(condition, kept=("guidance",))
+        """See `unconditional`; both predictions get the same embedded guidance."""
+        return unconditional(condition, shared=("guidance",))
 
     def _embedded(self, timesteps: Float[Array, " batch"], condition: Condition) -> Float[Array, "batch embed"]:
         dtype = self.config.dtype
@@ -267,12 +268,12 @@ class Flux(nnx.Module):
         embedded = embedded + self.pooled(condition["pooled"].astype(dtype))
         if self.guidance is None or self.config.guidance is None:
             return embedded
-        told = condition.get("guidance", jnp.full_like(timesteps, self.config.guidance))
-        return embedded + self.guidance(waves(told * _GUIDANCE_SCALE, _WAVES, last=0).astype(dtype))
+        guidance = condition.get("guidance", jnp.full_like(timesteps, self.config.guidance))
+        return embedded + self.guidance(waves(guidance * _GUIDANCE_SCALE, _WAVES, last=0).astype(dtype))
 
 
 def rotated(x: Heads, places: Int[Array, "batch seq axes"], axes: tuple[int, ...]) -> Heads:
-    """Rotates the features of each axis by the token's place on it."""
+    """Applies rotary embeddings; each axis of the positions rotates its own part of the features."""
     # Feature index at which each axis but the first starts.
     starts = [sum(axes[:number]) for number in range(1, len(axes))]
     parts = [
@@ -283,7 +284,7 @@ def rotated(x: Heads, places: Int[Array, "batch seq axes"], axes: tuple[int, ...
 
 
 def _places(batch: int, text_tokens: int, rows: int, columns: int) -> Int[Array, "batch seq axes"]:
-    """Tokens of text stand at (0, 0, 0), patches at (0, row, column)."""
+    """Returns the positions of tokens: (0, 0, 0) for text, (0, row, column) for patches."""
     row, column = jnp.divmod(jnp.arange(rows * columns), columns)
     of_image = jnp.stack([jnp.zeros_like(row), row, column], axis=-1)
     both = jnp.concatenate([jnp.zeros((text_tokens, 3), of_image.dtype), of_image])

@@ -1,6 +1,6 @@
-"""Noise levels of samplers: which of a schedule's timesteps a sampler visits, and how much noise remains at each.
+"""Noise levels of samplers: the timesteps that a sampler visits, and the noise that remains at each.
 
-They are those of diffusers' schedulers, whose spacings round differently by sampler.
+They match diffusers' schedulers, in which the rounding of timesteps depends on the sampler.
 """
 
 from dataclasses import dataclass, fields
@@ -19,7 +19,7 @@ SigmaSpacing: TypeAlias = Literal["karras", "exponential", "beta", "lu"]
 
 _RHO = 7.0  # of Karras et al.
 _BETA = 0.6  # both parameters of the beta distribution (Lee et al., 2024, arXiv:2407.12173)
-_WHOLE = ("ddim", "plms")  # samplers whose steps lead to whole timesteps of the schedule
+_INTEGER = ("ddim", "plms")  # samplers that step between integer timesteps of the schedule
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Levels:
       timesteps: timestep inputs of the denoiser.
       alphas, sigmas: coefficients of image and noise at the start of each step.
       next_alphas, next_sigmas: coefficients at the end of each step.
-      scales, next_scales: k: y = x / k goes along a straight line while d stays, with s = sigma / k as its time.
-      start: standard deviation of the noise to begin with.
+      scales, next_scales: k; for a constant d, y = x / k moves along a straight line with s = sigma / k as its time.
+      start: standard deviation of the initial noise.
     """
 
     timesteps: np.ndarray
@@ -44,7 +44,7 @@ class Levels:
     start: float = 1.0
 
     def since(self, step: int) -> "Levels":
-        """Returns the levels without those of the first steps."""
+        """Returns a copy without the first `step` levels."""
         found = {each.name: getattr(self, each.name)[step:] for each in fields(self) if each.name != "start"}
         return Levels(**found, start=self.start)
 
@@ -67,17 +67,17 @@ def schedule_levels(schedule: NoiseConfig, sampler: Any) -> Levels:
     Raises:
       ConfigError: the schedule has fewer steps.
     """
-    steps, whole = sampler.steps, sampler.name in _WHOLE
+    steps, integer = sampler.steps, sampler.name in _INTEGER
     # DPM-Solver++ divides the schedule into one more step, and leaves the last one out.
     if steps + sampler.name.startswith("dpmpp") > schedule.steps:
         raise ConfigError(f"{steps} steps are more than the {schedule.steps} of the noise schedule. Take fewer.")
     alphas, sigmas = schedule.alphas_and_sigmas()
-    if not alphas[-1] and not whole:
+    if not alphas[-1] and not integer:
         alphas[-1] = 2.0**-12  # as in diffusers, where other samplers would divide by zero
         sigmas[-1] = np.sqrt(1.0 - alphas[-1] ** 2)
     timesteps = _timesteps(schedule, sampler)
-    if whole:
-        return _whole_levels(schedule, sampler, timesteps, alphas, sigmas)
+    if integer:
+        return _integer_levels(schedule, sampler, timesteps, alphas, sigmas)
     every = sigmas / alphas
     ratios = np.interp(timesteps, np.arange(schedule.steps), every)  # timesteps may be fractional
     if sampler.sigmas is not None:
@@ -91,11 +91,12 @@ def schedule_levels(schedule: NoiseConfig, sampler: Any) -> Levels:
             timesteps = np.round(timesteps) if rounds else np.floor(timesteps - 1e-4).clip(0.0)
     after = np.append(ratios[1:], every[0] if sampler.final == "min" else 0.0)
     # alpha from sigma / alpha, since alpha^2 + sigma^2 = 1.
-    kept, next_kept = (1.0 / np.sqrt(1.0 + each**2) for each in (ratios, after))
+    alphas, next_alphas = (1.0 / np.sqrt(1.0 + each**2) for each in (ratios, after))
     # diffusers starts these three from sigma z, not sqrt(1 + sigma^2) z, unless the spacing is leading.
     scaled = sampler.name in ("euler", "euler_ancestral", "heun") and sampler.spacing != "leading"
-    start = float(ratios.max() * kept[0]) if scaled else 1.0
-    return Levels(timesteps, kept, ratios * kept, next_kept, after * next_kept, kept, next_kept, start)
+    start = float(ratios.max() * alphas[0]) if scaled else 1.0
+    sigmas, next_sigmas = ratios * alphas, after * next_alphas
+    return Levels(timesteps, alphas, sigmas, next_alphas, next_sigmas, alphas, next_alphas, start)
 
 
 def _timesteps(schedule: NoiseConfig, sampler: Any) -> np.ndarray:
@@ -119,10 +120,13 @@ def _timesteps(schedule: NoiseConfig, sampler: Any) -> np.ndarray:
     return timesteps
 
 
-def _whole_levels(
+def _integer_levels(
     schedule: NoiseConfig, sampler: Any, timesteps: np.ndarray, alphas: np.ndarray, sigmas: np.ndarray
 ) -> Levels:
-    """Levels of samplers that step by a fixed number of timesteps, which may miss the next step's by rounding."""
+    """Returns the levels of samplers that step by a fixed number of timesteps.
+
+    Because of rounding, the end of a step may differ from the start of the next step.
+    """
     places = timesteps.astype(np.int64)
     after = places - schedule.steps // sampler.steps
     final_alpha, final_sigma = (alphas[0], sigmas[0]) if sampler.final == "min" else (1.0, 0.0)

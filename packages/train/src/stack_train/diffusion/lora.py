@@ -189,16 +189,16 @@ def _spellings(folder: str, denoiser: str, modules: Mapping[str, Any], config: A
     originals = dict(_original_names(config)) if isinstance(config, UnetConfig) else {}
     prefixes = [prefix for prefix, each in _KOHYA_FOLDERS.items() if (each or denoiser) == folder]
     for module in modules:
-        # transformers 5 has no `text_model.`, and projections of attention have an index in their paths.
+        # transformers 5 omits `text_model.`, and some files omit the index in paths of attention outputs.
         for spelling in {module, module.removeprefix("text_model."), module.replace(".to_out.0", ".to_out")}:
             names[f"{folder}.{spelling}"] = module
-            if folder == denoiser:  # files of a denoiser alone
+            if folder == denoiser:  # files that contain only a denoiser omit its folder
                 names[spelling] = module
             for prefix in prefixes:
                 names[prefix + spelling.replace(".", "_")] = module
-        for theirs, original in originals.items():
-            if module == theirs or module.startswith(f"{theirs}."):
-                spelling = original + module.removeprefix(theirs)
+        for path, original in originals.items():
+            if module == path or module.startswith(f"{path}."):
+                spelling = original + module.removeprefix(path)
                 names["lora_unet_" + spelling.replace(".", "_")] = module
     return names
 
@@ -215,8 +215,8 @@ def _original_names(config: UnetConfig) -> Iterator[tuple[str, str]]:
     """Maps modules of a UNet to the names of the original code, which numbers blocks through all levels."""
     levels, number = len(config.widths), 1
     yield from (("conv_in", "input_blocks.0.0"), ("conv_out", "out.2"))
-    for part, ours in (("time_embed", "time_embedding"), ("label_emb.0", "add_embedding")):
-        yield from ((f"{ours}.linear_1", f"{part}.0"), (f"{ours}.linear_2", f"{part}.2"))
+    for part, path in (("time_embed", "time_embedding"), ("label_emb.0", "add_embedding")):
+        yield from ((f"{path}.linear_1", f"{part}.0"), (f"{path}.linear_2", f"{part}.2"))
     for level in range(levels):
         for place in range(config.blocks_per_level):
             yield from _original_resnet(f"down_blocks.{level}.resnets.{place}", f"input_blocks.{number}.0")
@@ -239,9 +239,9 @@ def _original_names(config: UnetConfig) -> Iterator[tuple[str, str]]:
             yield f"up_blocks.{level}.upsamplers.0.conv", f"output_blocks.{number - 1}.{after}.conv"
 
 
-def _original_resnet(ours: str, theirs: str) -> Iterator[tuple[str, str]]:
+def _original_resnet(path: str, original_path: str) -> Iterator[tuple[str, str]]:
     for name, original in _ORIGINAL_RESNET.items():
-        yield f"{ours}.{name}", f"{theirs}.{original}"
+        yield f"{path}.{name}", f"{original_path}.{original}"
 
 
 def write_lora(
@@ -259,7 +259,7 @@ def write_lora(
       folder: folder of the denoiser in a diffusers directory, the prefix of the names.
 
     Raises:
-      ConversionError: an adapter has magnitudes (DoRA), or adapts something other than a matrix; names it.
+      ConversionError: an adapter has magnitudes (DoRA), or adapts something other than a matrix; names the adapter.
     """
     tensors: dict[str, np.ndarray] = {}
     for path, factors in adapters.items():
@@ -269,7 +269,7 @@ def write_lora(
                 f"{path} cannot be written to a LoRA file, which has products of two matrices. Convert the run with "
                 "its adapters merged: stack convert RUN hf:DIR."
             )
-        # Names and shapes are those of a weight of this size.
+        # `tensors_of` returns the names and the shapes for a placeholder of the weight.
         weight = np.empty((*down.shape[:-1], up.shape[-1]), np.bool_)
         named = component.tensors_of(config, path, weight)
         lead = down.ndim == 3
@@ -292,5 +292,5 @@ def _tensors(
         name = "lora_unet_" + module.replace(".", "_")
         alpha = np.asarray(scale * len(down), np.float32)
         return {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up, f"{name}.alpha": alpha}
-    # Without alphas diffusers takes the rank for them.
+    # Without alphas diffusers does not scale the product, so `up` contains the scale.
     return {f"{folder}.{module}.lora_A.weight": down, f"{folder}.{module}.lora_B.weight": (scale * up).astype(up.dtype)}

@@ -1,7 +1,7 @@
-"""Samplers as tables: each step is one linear combination, so that one compiled scan runs every sampler.
+"""Samplers as tables: each step is one linear combination, and one compiled scan runs every sampler.
 
-A noisy image is x = alpha x0 + sigma e. Of a denoiser's prediction m a row keeps h_0 = p x + q m, for most samplers
-the estimate of the image, and a sampler continues with less noise by
+A noisy image is x = alpha x0 + sigma e. Each row of a table stores h_0 = p x + q m for the denoiser's prediction m. For
+most samplers h_0 estimates the image. The row then computes a less noisy image,
 
     x' = a x + sum_i b_i h_i + n z
 
@@ -32,7 +32,7 @@ from stack_train.diffusion.denoiser import Condition, Denoiser, Images, Predicte
 from stack_train.diffusion.levels import Levels, SigmaSpacing, Spacing, flow_levels, schedule_levels
 from stack_train.diffusion.noise import FlowConfig, Prediction, Schedule
 
-__all__ = ["Kept", "SamplerConfig", "SamplerName", "Table", "guided", "levels_of", "sample", "table_of"]
+__all__ = ["Inpainting", "SamplerConfig", "SamplerName", "Table", "guided", "levels_of", "sample", "table_of"]
 
 SamplerName: TypeAlias = Literal[
     "euler",
@@ -46,8 +46,8 @@ SamplerName: TypeAlias = Literal[
     "dpmpp_3m_sde",
 ]
 _DPMPP = ("dpmpp_2m", "dpmpp_3m", "dpmpp_2m_sde", "dpmpp_3m_sde")
-_FEW_STEPS = 15  # below which DPM-Solver++ ends with lower orders
-_FIXED = 5  # columns of a table before those of the history
+_FEW_STEPS = 15  # with fewer steps DPM-Solver++ ends with lower orders
+_FIXED = 5  # number of columns before the coefficients of the history
 
 
 @config
@@ -61,22 +61,22 @@ class SamplerConfig:
         steps, and with "_sde" adds noise.
       steps: number of steps from noise to image.
       spacing: spacing of the steps of a discrete schedule: integer strides from its first step ("leading", the default
-        and only spacing of plms) or its last step ("trailing"), or equal distances ("linspace", the default). Flows do
-        not support it.
+        and only spacing of plms) or its last step ("trailing"), or equal distances ("linspace", the default). Rejected
+        for flows.
       steps_offset: added to the timesteps of leading spacing.
       sigmas: spacing of the noise levels instead of the timesteps, between the same first and last level: "karras",
         "exponential", "beta", or, with dpmpp samplers, "lu".
-      sigma_min, sigma_max: last and first level of `sigmas`, as noise to image ratio; by default those of the
-        timesteps.
-      terminal: stretches a flow's times so that the last one is this.
-      final: whether the last step leads to no noise ("zero") or to the schedule's lowest level ("min").
+      sigma_min, sigma_max: last and first level of `sigmas`, as noise to image ratio; the defaults are the levels of
+        the timesteps.
+      terminal: last time of a flow; all times are stretched to end at this value.
+      final: noise level after the last step, none ("zero") or the schedule's lowest level ("min").
       eta: fraction of DDPM's noise that DDIM adds.
       correction: form of the second-order term of DPM-Solver++.
       lower_order_final: DPM-Solver++ of fewer than 15 steps ends with lower orders, which is more stable.
       euler_at_final: DPM-Solver++ ends with an Euler step also if `final` is "min".
-      guidance: w of m = m_none + w (m_condition - m_none); 1 evaluates only the conditional prediction.
+      guidance: w in m = m_none + w (m_condition - m_none); 1 evaluates only the conditional prediction.
       guidance_rescale: fraction by which the standard deviation added by guidance is reduced.
-      strength: fraction of the steps that an image to begin with is put through.
+      strength: fraction of the steps to run if sampling starts from an image; the first steps are skipped.
 
     Sources: guidance: Ho and Salimans, 2022 (arXiv:2207.12598); its rescale: Lin et al., 2023 (arXiv:2305.08891).
     """
@@ -135,16 +135,16 @@ class SamplerConfig:
         Raises:
           ConfigError: the settings do not fit each other.
         """
-        kept = dict(to_mapping(self))
+        current = dict(to_mapping(self))
         if settings.get("name", self.name) != self.name:
-            kept = {name: kept[name] for name in ("spacing", "steps_offset", "guidance")}
+            current = {name: current[name] for name in ("spacing", "steps_offset", "guidance")}
         if settings.get("spacing", "leading") != "leading":
-            kept.pop("steps_offset")
-        return parse(SamplerConfig, {**kept, **settings}, path="sampler")
+            current.pop("steps_offset")
+        return parse(SamplerConfig, {**current, **settings}, path="sampler")
 
     @property
     def skipped_steps(self) -> int:
-        """Number of steps with more noise than an image to begin with gets."""
+        """Number of first steps that `strength` skips."""
         return self.steps - int(self.steps * self.strength)
 
     @property
@@ -170,12 +170,12 @@ class Table:
 
 
 def levels_of(schedule: Schedule, sampler: SamplerConfig) -> Levels:
-    """Returns the noise levels of a sampler; a flow takes equal steps in time and then shifts them.
+    """Returns the noise levels of a sampler. The times of a flow are equally spaced and then shifted.
 
-    A `strength` below 1 leaves out the first ones.
+    A `strength` below 1 omits the first levels.
 
     Raises:
-      ConfigError: the schedule has fewer steps, or a setting does not apply to it.
+      ConfigError: the schedule has fewer steps, or does not support a setting.
     """
     if isinstance(schedule, FlowConfig):
         if sampler.spacing is not None:
@@ -195,10 +195,10 @@ def levels_of(schedule: Schedule, sampler: SamplerConfig) -> Levels:
 
 
 def table_of(sampler: SamplerConfig, levels: Levels, prediction: Prediction) -> Table:
-    """The rows of a sampler on given levels, for a denoiser that says `prediction`.
+    """Computes the table of a sampler for its noise levels and a denoiser that predicts `prediction`.
 
     Raises:
-      ConfigError: the first level is pure noise, of which noise predictions cannot say the image.
+      ConfigError: the first level is pure noise, from which a prediction of noise cannot recover the image.
     """
     if prediction == "epsilon" and not levels.alphas.all():
         raise ConfigError(
@@ -242,18 +242,18 @@ def _of_step(sampler: SamplerConfig, levels: Levels, step: int, prediction: Pred
 
 
 def _expected(prediction: Prediction, alpha: float, sigma: float) -> tuple[float, float]:
-    """p and q of the image d = p x + q m."""
+    """Returns p and q of the image d = p x + q m."""
     match prediction:
         case "epsilon":
             return 1.0 / alpha, -sigma / alpha
-        case "v":  # where alpha^2 + sigma^2 = 1
+        case "v":  # alpha^2 + sigma^2 = 1
             return alpha, -sigma
-        case "flow":  # where alpha + sigma = 1
+        case "flow":  # alpha + sigma = 1
             return 1.0, -sigma
 
 
 def _euler(levels: Levels, step: int) -> tuple[float, float]:
-    """a and b."""
+    """Returns a and b."""
     ratio = levels.next_sigmas[step] / levels.sigmas[step]
     return ratio, levels.next_alphas[step] - levels.alphas[step] * ratio
 
@@ -262,24 +262,24 @@ def _ddim(levels: Levels, step: int, eta: float) -> tuple[float, float, float]:
     """Returns a, b and n; n is the part of the next level's noise that is new."""
     alpha, next_alpha, next_sigma = levels.alphas[step], levels.next_alphas[step], levels.next_sigmas[step]
     noise = eta * next_sigma / levels.sigmas[step] * np.sqrt(1.0 - (alpha / next_alpha) ** 2)
-    kept = np.sqrt(next_sigma**2 - noise**2) / levels.sigmas[step]
-    return kept, next_alpha - alpha * kept, noise
+    a = np.sqrt(next_sigma**2 - noise**2) / levels.sigmas[step]
+    return a, next_alpha - alpha * a, noise
 
 
 def _ancestral(levels: Levels, step: int) -> tuple[float, float, float]:
-    """Returns a, b and n: an Euler step to less noise than the next level has, and new noise up to it."""
+    """Returns a, b and n: an Euler step below the next noise level, and new noise up to that level."""
     ratio = levels.sigmas[step] / levels.scales[step]
     next_scale = levels.next_scales[step]
     next_ratio = levels.next_sigmas[step] / next_scale
     noise = np.sqrt(next_ratio**2 * (ratio**2 - next_ratio**2) / ratio**2)
-    kept = np.sqrt(next_ratio**2 - noise**2) / ratio
-    # y' = kept y + (1 - kept) d + noise z, in the scale of x, where a flow's d has scale 1 as well.
-    a = next_scale / levels.scales[step] * kept
+    r = np.sqrt(next_ratio**2 - noise**2) / ratio
+    # y' = r y + (1 - r) d + noise z, in the scale of x, where a flow's d has scale 1 as well.
+    a = next_scale / levels.scales[step] * r
     return a, levels.next_alphas[step] - levels.alphas[step] * a, next_scale * noise
 
 
 def _heun_correction(levels: Levels, step: int) -> tuple[float, float]:
-    """b of the row after Euler's: the mean of the slopes at both ends, (y - d') / s and (y' - d) / s'.
+    """Returns b of the row after Euler's: the mean of the slopes at both ends, (y - d') / s and (y' - d) / s'.
 
     As Euler's y' is on the line from y to d', their mean leads to y' + (1 - r) / (2 r) (d - d') with r = s' / s.
     """
@@ -290,8 +290,8 @@ def _heun_correction(levels: Levels, step: int) -> tuple[float, float]:
 
 
 def _dpmpp(sampler: SamplerConfig, levels: Levels, step: int) -> tuple[float, np.ndarray, float]:
-    """a, b and n: integrates a polynomial through the last images, in the logarithm of alpha / sigma."""
-    with np.errstate(divide="ignore"):  # pure noise, where it is -inf: the step from there counts for nothing
+    """Returns a, b and n: integrates a polynomial through the last images, in log(alpha / sigma)."""
+    with np.errstate(divide="ignore"):  # -inf for pure noise, which makes the slope from there 0
         now, before, earlier = (
             np.log(levels.alphas[at] / levels.sigmas[at]) for at in (step, max(step - 1, 0), max(step - 2, 0))
         )
@@ -330,10 +330,10 @@ def _order(sampler: SamplerConfig, levels: Levels, step: int) -> int:
 
 
 def _plms(levels: Levels, prediction: Prediction) -> list[list[float]]:
-    """Lists the rows of PLMS, which keeps predictions: p = 0 and q = 1.
+    """Lists the rows of PLMS, whose history consists of predictions: p = 0 and q = 1.
 
-    The first step is taken twice, the second time with the mean of the predictions at both of its ends. As in
-    diffusers, the prediction at its end is computed again and the former is dropped.
+    The first step runs twice, the second time with the mean of the predictions at both of its ends. As in diffusers,
+    the prediction at its end is then recomputed, and the previous one is dropped.
     """
 
     def row(level: int, timestep: float, *weights: float) -> list[float]:
@@ -360,7 +360,7 @@ def _plms(levels: Levels, prediction: Prediction) -> list[list[float]]:
 def _transfer(
     prediction: Prediction, alpha: float, sigma: float, next_alpha: float, next_sigma: float
 ) -> tuple[float, float]:
-    """a and b of DDIM's step, with a prediction in the place of the image."""
+    """Returns a and b of DDIM's step, with a prediction in the place of the image."""
     ratio = next_sigma / sigma
     to_image = next_alpha - alpha * ratio
     p, q = _expected(prediction, alpha, sigma)
@@ -369,12 +369,12 @@ def _transfer(
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Kept:
-    """A part of images that sampling keeps.
+class Inpainting:
+    """Images that sampling changes only inside a mask.
 
     Attributes:
-      images: images or latents whose unmasked part is kept.
-      mask: 1 where images are made anew, 0 where they are kept.
+      images: images or latents, the source of the unmasked part.
+      mask: 1 for pixels to generate, 0 for pixels to preserve.
     """
 
     images: Images
@@ -388,17 +388,17 @@ def sample(
     *,
     keys: Key[Array, " images"],
     start: Images | None = None,
-    kept: Kept | None = None,
+    inpainting: Inpainting | None = None,
 ) -> Images:
     """Runs a sampler from noise to images.
 
     Args:
       denoise: (noisy images, timestep) -> prediction.
       noise: normal noise in the shape of the images.
-      keys: PRNG key of each image, for the noise that rows add. An image does not depend on the others. The initial
-        noise may come from the same keys, because rows fold their number into them.
-      start: images that the noise is added to; None begins with noise alone.
-      kept: after each row, the kept part becomes that of the given images with as much noise as the rest.
+      keys: PRNG key of each image, for the noise that rows add. An image does not depend on the rest of its batch. The
+        initial noise may use the same keys, because each row folds in its number.
+      start: initial images, which get noise; None starts from pure noise.
+      inpainting: after each row, its images replace the unmasked part, with the noise level of the row.
     """
     # Known before tracing, so deterministic samplers generate no random numbers.
     adds_noise = bool(table.rows[:, _FIXED - 1].any())
@@ -411,16 +411,16 @@ def sample(
         if adds_noise:
             row_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, number)
             following += n * jax.vmap(lambda key: jax.random.normal(key, x.shape[1:]))(row_keys)
-        if kept is not None:
-            noisy = alpha * kept.images + sigma * noise
-            following = kept.mask * following + (1.0 - kept.mask) * noisy
+        if inpainting is not None:
+            noisy = alpha * inpainting.images + sigma * noise
+            following = inpainting.mask * following + (1.0 - inpainting.mask) * noisy
         return (following, history[:-1]), None
 
     # float32 only here: the coefficients are differences of close numbers, so NumPy computes them in float64.
     alphas, sigmas = (jnp.asarray(each, jnp.float32) for each in (table.alphas, table.sigmas))
     rows = (jnp.asarray(table.rows, jnp.float32), alphas[1:], sigmas[1:], jnp.arange(len(table.rows)))
     x = table.start * noise if start is None else alphas[0] * start + sigmas[0] * noise
-    # The first rows have no weights for a history, so its initial values are never used.
+    # In the first rows the coefficients of the history are 0, so its initial values do not matter.
     (images, _), _ = jax.lax.scan(step, (x, [jnp.zeros_like(noise)] * (depth - 1)), rows)
     return images
 
@@ -435,12 +435,12 @@ def guided(
 
     def strengthened(x: Images, timestep: Float[Array, ""]) -> Predicted:
         # One call with twice as many rows runs both predictions.
-        said_of_both = denoiser(jnp.concatenate([x, x]), jnp.broadcast_to(timestep, (2 * images,)), both)
-        with_condition, without = jnp.split(said_of_both, 2)
-        said = without + guidance * (with_condition - without)
+        predictions = denoiser(jnp.concatenate([x, x]), jnp.broadcast_to(timestep, (2 * images,)), both)
+        with_condition, without = jnp.split(predictions, 2)
+        predicted = without + guidance * (with_condition - without)
         axes = tuple(range(1, x.ndim))
-        ratio = with_condition.std(axes, keepdims=True) / said.std(axes, keepdims=True)
-        return said * (1.0 - rescale + rescale * ratio) if rescale else said
+        ratio = with_condition.std(axes, keepdims=True) / predicted.std(axes, keepdims=True)
+        return predicted * (1.0 - rescale + rescale * ratio) if rescale else predicted
 
     if guidance == 1.0 or not condition:
         return plain

@@ -20,7 +20,7 @@ from stack_train.diffusion.denoiser import Condition, Denoiser, ImagesConfig, im
 from stack_train.diffusion.lora import merge_lora
 from stack_train.diffusion.objectives import Denoises
 from stack_train.diffusion.pipeline import INDEX, Encoders, open_encoders, open_pipeline
-from stack_train.diffusion.samplers import Kept, SamplerConfig, Table, guided, levels_of, sample, table_of
+from stack_train.diffusion.samplers import Inpainting, SamplerConfig, Table, guided, levels_of, sample, table_of
 from stack_train.run.config import run_config
 from stack_train.variables.weights import read_model
 
@@ -32,10 +32,10 @@ _HALF = 127
 
 @dataclass(frozen=True)
 class Start:
-    """An image to begin with, in the size of the images to make.
+    """The initial image of image-to-image sampling and inpainting, in the size of the output.
 
     Attributes:
-      mask: above 127 where the image is made anew; None for all of it.
+      mask: values above 127 select pixels to generate; None selects all pixels.
     """
 
     image: UInt8[np.ndarray, "height width channels"]
@@ -45,7 +45,7 @@ class Start:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Begun:
-    """Latents of an image to begin with, a mask of latents to make anew, and further inputs of the denoiser."""
+    """Latents of an initial image, a mask of latents to generate, and extra input channels of the denoiser."""
 
     latents: jax.Array
     mask: jax.Array | None
@@ -54,13 +54,13 @@ class _Begun:
 
 @dataclass(frozen=True)
 class ImageSampler:
-    """A denoiser that makes images of labels or of prompts.
+    """Samples images for labels or prompts.
 
     Attributes:
-      config: the model's.
-      objective: by which it was trained.
-      step: training steps done; None of a directory that does not say.
-      encoders: of prompts and latents; None of a model of pixels.
+      config: config of the denoiser.
+      objective: objective of its training.
+      step: number of training steps; None for a diffusers directory.
+      encoders: encoders of prompts and latents; None for a model of pixels.
       sampler: settings of the directory's scheduler, or the defaults.
       size: height and width of the denoiser's input; None is the square of the config.
     """
@@ -81,15 +81,15 @@ class ImageSampler:
     def images(
         self, labels: Sequence[int], sampler: SamplerConfig, *, seed: int = 0
     ) -> UInt8[np.ndarray, "images height width channels"]:
-        """Samples an image of every label; a model without labels makes as many.
+        """Samples one image per label. For a model without labels, only their number matters.
 
         Args:
-          seed: image i of a seed starts from the same noise, however many there are.
+          seed: seed of the initial noise; the noise of image i does not depend on the number of images.
 
         Raises:
-          GenerationError: the model does not know a label, it needs prompts, or it is to be guided by labels that it
-            does not take.
-          ConfigError: the sampler takes more steps than the schedule has.
+          GenerationError: a label is out of range, the model needs prompts, or guidance is set for a model without
+            labels.
+          ConfigError: the sampler has more steps than the schedule.
         """
         if self.encoders is not None:
             raise GenerationError("The model makes images of prompts, not of labels: give --prompt.", parameter="label")
@@ -115,13 +115,13 @@ class ImageSampler:
         """Samples one image per prompt. Prompts that are too long are truncated with a warning.
 
         Args:
-          negative: what each image is not to show; used by guidance only.
-          seed: as for `images`.
-          start: image to begin with; `sampler.strength` is how much of it is made anew.
+          negative: negative prompt of each image; requires guidance.
+          seed: see `images`.
+          start: initial image; `sampler.strength` is the fraction of the steps that change this image.
           embedded_guidance: guidance scale, an input of guidance-distilled models; None uses the config's.
 
         Raises:
-          GenerationError: the model takes no prompts, or no guidance as an input; or there are negative prompts and no
+          GenerationError: the model does not support prompts or embedded guidance, or `negative` is set without
             guidance.
         """
         masked = start is not None and start.mask is not None
@@ -151,10 +151,10 @@ class ImageSampler:
         return as_pixels(jax.jit(lambda state, latents: nnx.merge(graph, state).images_of(latents))(state, latents))
 
     def _begun(self, start: "Start", count: int) -> "_Begun":
-        """Encodes an image to begin with and its mask.
+        """Encodes an initial image and its mask.
 
         Raises:
-          GenerationError: they have another size than the images to make.
+          GenerationError: the image or the mask differs in size from the output.
         """
         encoders: Any = self.encoders
         factor = encoders.autoencoder.config.downsampling
@@ -176,19 +176,19 @@ class ImageSampler:
         latents = encode(state, pixels)
         if start.mask is None:
             return _Begun(rows(latents), None, None)
-        whole = jnp.asarray(start.mask > _HALF, jnp.float32)[None, :, :, None]
+        pixel_mask = jnp.asarray(start.mask > _HALF, jnp.float32)[None, :, :, None]
         # Each latent has the mask of its first pixel, as in diffusers.
-        mask = whole[:, ::factor, ::factor]
+        mask = pixel_mask[:, ::factor, ::factor]
         if not getattr(self.config, "extra_channels", 0):
             return _Begun(rows(latents), rows(mask), None)
-        # Models of masked images read the mask and the latents of the rest, whose hole is grey.
-        extra = jnp.concatenate([mask, encode(state, pixels * (1.0 - whole))], axis=-1)
+        # Inpainting models read the mask, and the latents of the image with grey pixels in the mask.
+        extra = jnp.concatenate([mask, encode(state, pixels * (1.0 - pixel_mask))], axis=-1)
         return _Begun(rows(latents), None, rows(extra))
 
     def _condition(
         self, prompts: Sequence[str], negative: Sequence[str] | None, sampler: SamplerConfig
     ) -> dict[str, jax.Array]:
-        """Encodes prompts, and with guidance what they are compared with."""
+        """Encodes prompts and, for guidance, the negative or empty prompts."""
         encoders: Any = self.encoders
         condition = dict(encoders.text(prompts))
         if negative is not None and sampler.guidance == 1.0:
@@ -216,7 +216,7 @@ class ImageSampler:
         noise: jax.Array | None = None,
         begun: "_Begun | None" = None,
     ) -> jax.Array:
-        """Samples images or latents with the denoiser, from given noise or that of the seed."""
+        """Samples images or latents with the denoiser, starting from `noise`, by default from random noise."""
         table = self._table(sampler)
         # The parameters are an argument of the program instead of constants.
         graph, state = nnx.split(self.model)
@@ -242,16 +242,17 @@ class ImageSampler:
             if noise is None:
                 noise = jax.vmap(lambda each: jax.random.normal(each, shape))(keys)
             latents, mask, extra = (None, None, None) if begun is None else (begun.latents, begun.mask, begun.extra)
-            kept = None if latents is None or mask is None else Kept(latents, mask)
+            inpainting = None if latents is None or mask is None else Inpainting(latents, mask)
 
             def predicted(x: jax.Array, timestep: jax.Array) -> jax.Array:
                 x = x if extra is None else jnp.concatenate([x, extra], axis=-1)
                 # Channels that predict variances are not sampled.
                 return denoise(x, timestep)[..., : config.channels]
 
-            # As in diffusers, a mask with full strength begins with noise alone.
-            alone = sampler.strength == 1.0 and (mask is not None or extra is not None)
-            return sample(predicted, table, noise, keys=keys, start=None if alone else latents, kept=kept)
+            # As in diffusers, inpainting with full strength starts from pure noise.
+            pure_noise = sampler.strength == 1.0 and (mask is not None or extra is not None)
+            initial = None if pure_noise else latents
+            return sample(predicted, table, noise, keys=keys, start=initial, inpainting=inpainting)
 
         return run(state, condition, jax.random.key(seed), noise, begun)
 
@@ -315,7 +316,7 @@ def _sized(opened: ImageSampler, size: tuple[int, int]) -> ImageSampler:
 
 
 def open_run(directory: Path) -> ImageSampler:
-    """Opens the newest intact checkpoint of a run, with averaged weights if the run has them.
+    """Opens the newest intact checkpoint of a run; averaged weights take precedence.
 
     Raises:
       RunDirectoryError: the directory does not contain a run.

@@ -33,34 +33,35 @@ from stack_train.nn.stack import scan_layers
 __all__ = ["COMPONENT", "FAMILY", "Unet", "UnetConfig"]
 
 _SIZES = 6  # original height and width, top and left of the crop, target height and width
-_TRANSFORMER_EPSILON = 1e-6  # of the group norm before transformer layers, whatever `norm_epsilon` is
+_TRANSFORMER_EPSILON = 1e-6  # epsilon of the group norm before transformer layers, independent of `norm_epsilon`
 _EXPANSION = 4
 
 
 @config
 class UnetConfig:
-    """Size and numerics of a UNet; the defaults are those of Stable Diffusion 1.5.
+    """Size and numerics of a UNet. The defaults match Stable Diffusion 1.5.
 
     Attributes:
       name: selects this family.
       image_size: height and width of the training latents; the weights fit any size.
       channels: channels of the latents.
-      extra_channels: further input channels, such as the mask and the masked latents of inpainting models (5).
+      extra_channels: additional input channels, such as the mask and the masked latents of inpainting models (5).
       widths: channels of each level, finest first; each level but the last halves the latents.
       blocks_per_level: residual blocks per level on the way down; there is one more on the way up.
       transformer_layers: transformer layers after each residual block, per level; 0 is a level without attention.
       middle_layers: transformer layers at the coarsest point.
       heads: number of attention heads per level.
       text_dim: features of each text token.
-      pooled_dim: features of the pooled text; 0 for models without it.
+      pooled_dim: features of the pooled text; 0 for models without pooled text.
       text_tokens: number of tokens in a text.
-      size_features: features of each of the six sizes of SDXL; 0 for models without them. Models with a pooled text
+      size_features: features of each of the six sizes of SDXL; 0 for models without sizes. Models with a pooled text
         have sizes.
-      zero_unconditional: whether the condition of unconditional predictions is 0, as in SDXL, rather than the encoded
-        empty prompt.
-      linear_projections: whether checkpoints store the projections around transformer layers as matrices rather than
-        1 x 1 convolutions.
-      scale_shift: whether times scale and shift the second norm of a residual block rather than being added before it.
+      zero_unconditional: makes the condition of unconditional predictions 0, as in SDXL, instead of the encoded empty
+        prompt.
+      linear_projections: stores the projections around transformer layers as matrices in checkpoints, instead of 1 x 1
+        convolutions.
+      scale_shift: scales and shifts the second norm of a residual block by the time embedding, instead of adding the
+        embedding before the norm.
       groups: number of groups of the group norms, a divisor of each width.
       norm_epsilon: added to the variance in group norms of residual blocks.
       dtype: dtype of the activations.
@@ -251,7 +252,7 @@ class Level(nnx.Module):
 
 
 class Middle(nnx.Module):
-    """Two residual blocks at the coarsest point, with transformer layers between them."""
+    """Two residual blocks around transformer layers, at the coarsest resolution."""
 
     def __init__(self, layers: _Layers) -> None:
         config = layers.config
@@ -264,7 +265,7 @@ class Unet(nnx.Module):
     """A `Denoiser` whose condition is "text", [batch, tokens, text_dim], and in SDXL "pooled" and "sizes".
 
     "pooled" is [batch, pooled_dim]. "sizes" is [batch, 6] in pixels: original height and width, top and left of the
-    crop, target height and width. The last layers of blocks start at 0, so that each block starts as the identity.
+    crop, target height and width. The last layers of blocks start at 0, which makes each block the identity at first.
     """
 
     def __init__(self, config: UnetConfig, *, key: jax.Array) -> None:
@@ -324,8 +325,8 @@ class Unet(nnx.Module):
         return predicted_halfway(self, batch)
 
     def unconditional(self, condition: Condition) -> Condition:
-        """See `unconditional`; the sizes stay."""
-        return unconditional(condition, kept=("sizes",))
+        """See `unconditional`; both predictions get the same sizes."""
+        return unconditional(condition, shared=("sizes",))
 
     def _run(self, module: Any, *arguments: Array) -> Features:
         """Calls a block; with `remat`, it is recomputed in the backward pass."""
@@ -369,7 +370,7 @@ def _read_levels(reader: Reader) -> dict[str, Any]:
     # The way up mirrors the way down.
     reader.expect("up_block_types", [_UP if kind == _DOWN else _ATTENDING_UP for kind in reversed(kinds)])
     counts = _per_level(reader.get("transformer_layers_per_block", default=1), widths)
-    # diffusers gave the number of heads this name by mistake and kept it.
+    # diffusers stores the number of heads under this name, a mistake that was never corrected.
     heads = _per_level(reader.get("attention_head_dim", default=8), widths)
     found = {
         "widths": widths,
@@ -402,7 +403,7 @@ def _per_level(value: Any, widths: list[int]) -> list[int]:
 
 def _write_levels(config: UnetConfig) -> dict[str, Any]:
     attends = [bool(count) for count in config.transformer_layers]
-    # Levels without attention have no count; the middle reads the last level's.
+    # Levels without attention count as 1. The middle reads the count of the last level.
     counts = [count or 1 for count in config.transformer_layers[:-1]] + [config.middle_layers]
     added = config.pooled_dim + _SIZES * config.size_features
     return {

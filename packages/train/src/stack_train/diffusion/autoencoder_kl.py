@@ -47,8 +47,8 @@ class AutoencoderKlConfig:
       groups: number of groups of the group norms, a divisor of each width.
       attends: adds self-attention at the coarsest level.
       quantizes: adds 1 x 1 convolutions before and after the latents, as in Stable Diffusion.
-      scaling_factor, shift_factor: denoisers get (latents - shift_factor) * scaling_factor, whose standard deviation is
-        close to 1.
+      scaling_factor, shift_factor: denoisers get (latents - shift_factor) * scaling_factor, which have approximately
+        unit standard deviation.
       dtype: dtype of the activations.
       param_dtype: dtype of the parameters.
     """
@@ -152,7 +152,7 @@ class PixelAttention(nnx.Module):
 
 
 class MiddleBlock(nnx.Module):
-    """Two residual blocks, with attention between them."""
+    """Two residual blocks around an optional attention layer."""
 
     def __init__(self, build: _Build, width: int) -> None:
         self.resnets = nnx.List([ResidualBlock(build, width, width) for _ in range(2)])
@@ -294,7 +294,7 @@ def _read_levels(reader: Reader) -> dict[str, Any]:
     widths = reader.get("block_out_channels", default=[64])
     for name, kind in (("down_block_types", "DownEncoderBlock2D"), ("up_block_types", "UpDecoderBlock2D")):
         reader.expect(name, [kind] * len(widths))
-    # The one setting `channels` stands for both.
+    # `channels` is the number of both input and output channels.
     reader.expect("out_channels", reader.get("in_channels", default=3))
     quantizes = reader.get("use_quant_conv", default=True)
     reader.expect("use_post_quant_conv", quantizes)

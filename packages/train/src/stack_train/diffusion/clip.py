@@ -33,7 +33,7 @@ _OLD_END = 2  # written in the configs of early CLIP models, whose end of text i
 
 @config
 class ClipTextConfig:
-    """Size and numerics of a CLIP text encoder; the defaults are those of ViT-L/14.
+    """Size and numerics of a CLIP text encoder. The defaults match ViT-L/14.
 
     Attributes:
       name: selects this family.
@@ -47,7 +47,7 @@ class ClipTextConfig:
       norm_epsilon: added to the variance in layer norms.
       end: token whose first occurrence is pooled into the vector of the text; 2 pools at the largest token id.
       projection: width of the projected vector of the text.
-      projects: whether the vector of the text is projected.
+      projects: adds the projection, as in `CLIPTextModelWithProjection`.
       initializer_std: standard deviation of the initial weights.
       dtype: dtype of the activations.
       param_dtype: dtype of the parameters.

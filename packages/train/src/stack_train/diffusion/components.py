@@ -45,9 +45,9 @@ class Component:
       settings: fields that both configs have, by our name.
       fixed: keys with the only value that the model supports.
       silent: keys without an effect on the computation, in addition to `HARMLESS_KEYS`.
-      names: of modules, the path of ours -> theirs; of parameters that are no kernel, scale or bias of a module, the
-        whole names. "{layer}" stands for the index into ours, which are stacked. A module without an entry has the
-        same path there, with dots.
+      names: maps paths of our modules to module names in the files. A parameter other than a kernel, scale or bias
+        has an entry with its full name. "{layer}" stands for the index of a layer, because our layers are stacked. A
+        module without an entry has the same path in the files, with dots.
       rename: name of a module without an entry in `names`, if it is not the path with dots.
       squares: linear layers that are convolutions in the files, by path: channels and sides of each kernel's square.
       stem: name of the tensor files without suffix.

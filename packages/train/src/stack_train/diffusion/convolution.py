@@ -21,7 +21,7 @@ class Convolution(nnx.Module):
     Initial values are normal with variance 1 / (side^2 in), or 0 with `zeros`, and the bias starts at zero.
 
     Args:
-      pads_before: whether a stride of 2 also pads above and to the left, as in UNets.
+      pads_before: pads above and to the left also if the stride is 2, as in UNets.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class Convolution(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(channels[1:], param_dtype), logical_axes=(None,))
 
     def __call__(self, x: Features) -> Features:
-        """Keeps the size of images; with a stride of 2, halves it."""
-        # diffusers' autoencoders pad one pixel below and to the right when they halve an image, its UNets all sides.
+        """Convolves images; a stride of 2 halves their height and width."""
+        # To halve an image, diffusers' autoencoders pad one pixel below and to the right; its UNets pad all sides.
         padding = (self.side // 2 if self.pads_before else 0, self.side // 2)
         y = jax.lax.conv_general_dilated(
             x,

@@ -43,7 +43,7 @@ _WAVES = 256
 
 @config
 class DitConfig:
-    """Size and numerics of a DiT; the defaults are those of DiT-XL/2.
+    """Size and numerics of a DiT. The defaults match DiT-XL/2.
 
     Attributes:
       name: selects this family.
@@ -132,9 +132,10 @@ class DitBlock(nnx.Module):
 
 
 class Dit(nnx.Module):
-    """A `Denoiser` whose condition is "labels", int32[batch]; a label that it does not know gives NaN.
+    """A `Denoiser` whose condition is "labels", int32[batch]; a label out of range gives NaN.
 
-    The matrices that shift, scale and gate start at 0, so that each block starts as the identity, and so does the last.
+    All modulation matrices (shift, scale, gate) start at 0 (adaLN-Zero). Each block therefore starts as the identity,
+    and the last modulation does too.
     """
 
     def __init__(self, config: DitConfig, *, key: jax.Array) -> None:

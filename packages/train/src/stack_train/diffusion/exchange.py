@@ -105,8 +105,8 @@ def _opened(directory: Path, run: Path) -> tuple[RunConfig, Any]:
 def export_images(run: Path, directory: Path, saved: RunConfig) -> Conversion:
     """Converts a run's newest checkpoint to a diffusers directory, with averages if any and merged adapters.
 
-    A denoiser with text conditions is exported with the encoders of its training. An autoencoder is exported with the
-    scaling factor for which the latents of the run's held-out images have a standard deviation of 1.
+    A denoiser with text conditions is exported with the encoders of its training. An autoencoder is exported with a
+    measured scaling factor, which normalizes the latents of the run's held-out images to unit standard deviation.
 
     Raises:
       ConversionError: the encoders are missing or have changed, or `directory` exists.
@@ -136,11 +136,11 @@ def export_images(run: Path, directory: Path, saved: RunConfig) -> Conversion:
 
 
 def measured_scaling(model: Any, saved: RunConfig) -> float:
-    """Returns the factor that scales the latents of held-out images to a standard deviation of 1."""
+    """Returns the factor that normalizes the latents of held-out images to unit standard deviation."""
     batches = saved.data.build(seed=saved.run.seed, model=saved.model)
     # A run without held-out images measures on training images.
     batch: Mapping[str, np.ndarray] = next(iter(batches.validation_batches()), None) or next(batches.train_iterator())
-    # Without rows of padding, which would change the standard deviation.
+    # Rows of padding would change the standard deviation.
     images = batch["images"][batch["weights"] > 0]
     graph, state = nnx.split(model)
     mean, _ = jax.jit(lambda state, images: nnx.merge(graph, state).encode(images))(state, jnp.asarray(images))

@@ -1,4 +1,4 @@
-"""Images side by side in one PNG file."""
+"""Image grids and PNG files."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ __all__ = ["pillow", "tiled", "write_png"]
 def tiled(
     images: UInt8[np.ndarray, "images height width channels"], columns: int, *, min_pixels: int = 64
 ) -> UInt8[np.ndarray, "grid_height grid_width channels"]:
-    """Arranges images in rows with a white pixel between them; small images are enlarged by integer factors.
+    """Arranges images in a grid with white lines of one pixel; enlarges small images by integer factors.
 
     Args:
       min_pixels: minimum size of the shorter side of an enlarged image.
@@ -45,7 +45,7 @@ def write_png(pixels: UInt8[np.ndarray, "height width channels"], path: Path) ->
 
 
 def pillow() -> Any:
-    """`PIL.Image`.
+    """Imports and returns `PIL.Image`.
 
     Raises:
       DataError: Pillow is not installed.

@@ -15,7 +15,7 @@ Weights: TypeAlias = np.ndarray
 """float64[steps], a weight for each timestep."""
 
 Prediction: TypeAlias = Literal["epsilon", "v", "flow"]
-"""What a denoiser says of x = alpha x0 + sigma e: e, alpha e - sigma x0, or e - x0."""
+"""Prediction target of a denoiser for x = alpha x0 + sigma e: e, alpha e - sigma x0, or e - x0."""
 
 
 @config
@@ -26,7 +26,7 @@ class NoiseConfig:
       steps: number of timesteps.
       betas: schedule of beta: linear, linear in its square root ("scaled_linear"), or from a squared cosine alpha^2.
       beta_start, beta_end: first and last beta of the linear schedules.
-      zero_snr: rescales alphas so that the last timestep is pure noise, which a model of v can learn (Lin et al., 2023,
+      zero_snr: rescales alphas to make the last timestep pure noise, for models that predict v (Lin et al., 2023,
         arXiv:2305.08891).
 
     Source: Ho et al., DDPM, 2020 (arXiv:2006.11239); the cosine: Nichol and Dhariwal, 2021 (arXiv:2102.09672); the
@@ -46,7 +46,7 @@ class NoiseConfig:
             raise ConfigError(f"betas is 'cosine', so {' and '.join(unused)} would have no effect. Remove it.")
 
     def alphas_and_sigmas(self) -> tuple[Weights, Weights]:
-        """alpha_t and sigma_t for t = 0 .. steps - 1, float64."""
+        """Returns alpha_t and sigma_t for t = 0 .. steps - 1, float64."""
         # In float64, because a product of a thousand factors near 1 loses digits in float32.
         alphas = np.sqrt(np.cumprod(1.0 - self._betas()))
         if self.zero_snr:
@@ -71,7 +71,7 @@ class FlowConfig:
         sigma = shift t / (1 + (shift - 1) t)
 
     Attributes:
-      shift: larger images need more noise to be hidden, so that samplers spend more of their steps near pure noise.
+      shift: values above 1 move the steps of samplers towards pure noise. Larger images need more noise to be hidden.
 
     Source: Liu et al., Rectified Flow, 2022 (arXiv:2209.03003); the shift: Esser et al., 2024 (arXiv:2403.03206).
     """

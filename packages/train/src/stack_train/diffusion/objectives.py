@@ -59,7 +59,7 @@ class DenoisingConfig(Objective):
         """Samples timesteps; returns noisy images, timesteps, targets, and the weight of each image.
 
         Args:
-          tokens: of an image, for a schedule that depends on its size.
+          tokens: number of patches of an image, for schedules that depend on the image size.
         """
 
     def __call__(

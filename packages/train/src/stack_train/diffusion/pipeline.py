@@ -53,11 +53,11 @@ class PipelineClass:
       denoiser: component of the denoiser.
       folder: folder of the denoiser.
       text: component and tokenizer class of each text encoder, by folder; the tokenizers' folders are named alike.
-      condition: makes the condition of the encoders' outputs.
-      sampler: settings with which its images are sampled if there is no scheduler.
-      flows: whether the denoiser is trained by flow matching.
+      condition: builds the condition from the encoders' outputs.
+      sampler: default sampler of models that were not read with a scheduler.
+      flows: True for denoisers trained by flow matching.
       guidance: default guidance of diffusers.
-      index: further entries of its index.
+      index: additional entries of its index.
     """
 
     name: str
@@ -94,7 +94,7 @@ def _xl_condition(outputs: Sequence[Any]) -> Condition:
 
 
 _CLIP = (clip.COMPONENT, _CLIP_TOKENIZER)
-# `steps_offset` and the last level are those of the published directories.
+# `steps_offset` and the last level match the schedulers of the published directories.
 _LEADING: Mapping[str, Any] = {"spacing": "leading", "steps_offset": 1}
 
 PIPELINES = (
@@ -136,10 +136,10 @@ _ZERO_UNCONDITIONAL = "force_zeros_for_empty_prompt"
 
 @dataclass(frozen=True)
 class Encoders:
-    """The encoders of a denoiser: prompts to conditions, and images to latents and back.
+    """The text encoders and the autoencoder of a denoiser: prompts to conditions, images to latents and back.
 
     Attributes:
-      directory: directory that the encoders were read from.
+      directory: source of the encoders.
       pipeline: class of the directory.
     """
 
@@ -197,7 +197,7 @@ def open_encoders(directory: Path, *, text_tokens: int | None = None) -> Encoder
       text_tokens: number of tokens for T5, by default 512; CLIP has a fixed number.
 
     Raises:
-      ConversionError: the directory has another format, or a component is missing or unsupported; names it.
+      ConversionError: the directory has another format, or a component, named in the error, is missing or unsupported.
     """
     pipeline, _ = _read_index(directory)
     parts = pipeline.encoder_folders()
@@ -226,7 +226,7 @@ def _check_vocabulary(tokenizer: PromptTokenizer, vocab_size: int) -> None:
 
 
 def open_pipeline(directory: Path, *, text_tokens: int | None = None) -> Pipeline:
-    """Reads a diffusers directory of one of `PIPELINES`.
+    """Reads a diffusers directory whose class is in `PIPELINES`.
 
     Args:
       text_tokens: number of tokens for T5; by default 512, or 256 for a Flux without guidance, and at most its
@@ -247,7 +247,7 @@ def open_pipeline(directory: Path, *, text_tokens: int | None = None) -> Pipelin
     tokens = encoders.text.sizes()["text_tokens"]
     config = replace(config, image_size=encoders.image_size, text_tokens=tokens)
     if hasattr(config, "zero_unconditional"):
-        # diffusers' default is true, in the only class that has it.
+        # diffusers defaults to True. Only Stable Diffusion XL has this setting.
         zero = index.get(_ZERO_UNCONDITIONAL, True) if config.pooled_dim else False
         config = replace(config, zero_unconditional=zero)
     encoders.check(config)

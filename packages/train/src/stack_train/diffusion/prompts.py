@@ -160,7 +160,7 @@ class TextEncoders:
         return lambda ids: encode(states, ids)
 
     def sizes(self) -> Mapping[str, int]:
-        """Sizes of the condition by field of the denoiser's config; a `pooled_dim` of 0 if there is no such array."""
+        """Returns the condition's sizes by field of the denoiser's config; `pooled_dim` is 0 without pooled text."""
         ids = [jax.ShapeDtypeStruct((1, each.tokenizer.tokens), jnp.int32) for each in self.encoders.values()]
         shapes = {name: array.shape for name, array in jax.eval_shape(self._encode, ids).items()}
         pooled_dim = shapes["pooled"][1] if "pooled" in shapes else 0

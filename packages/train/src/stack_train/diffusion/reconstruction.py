@@ -22,8 +22,8 @@ class ReconstructionConfig(Objective):
 
         loss = mean_b |x_b - decode(z_b)|^p + kl_weight * KL(N(mean_b, variance_b) || N(0, 1)),  z = mean + deviation e
 
-    Both terms are means, over pixels and over latent features. There is no adversarial and no perceptual loss, which
-    sharpen large images.
+    Both terms are means, over pixels and over latent features. Adversarial and perceptual losses, which sharpen large
+    images, are not included.
 
     Attributes:
       name: selects this objective.

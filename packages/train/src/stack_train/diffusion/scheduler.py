@@ -162,7 +162,7 @@ def _read_euler(reader: Reader, sampler: Mapping[str, Any]) -> dict[str, Any]:
     reader.expect("interpolation_type", "linear")
     reader.expect("timestep_type", "discrete")
     bounds = {name: reader.get(name) for name in ("sigma_min", "sigma_max")}
-    return bounds if sampler["sigmas"] else {}  # no other spacing reads them
+    return bounds if sampler["sigmas"] else {}  # only spacings of noise levels read the bounds
 
 
 def _read_dpmpp(reader: Reader, sampler: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ __all__ = ["COMPONENT", "FAMILY", "T5Encoder", "T5EncoderConfig"]
 
 @config
 class T5EncoderConfig:
-    """Size and numerics of a T5 encoder; the defaults are those of T5 v1.1 XXL.
+    """Size and numerics of a T5 encoder. The defaults match T5 v1.1 XXL.
 
     Attributes:
       name: selects this family.

@@ -97,8 +97,8 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
       chat_template: file with a Jinja template for messages (the template of the model).
       tool_parser: format of the model's tool calls, e.g. hermes, or none (recognized by the chat template).
       reasoning_parser: format of the model's reasoning, e.g. qwen3, or none (recognized by the chat template).
-      pooling: embedding of a text: the hidden state of its last or first (cls) token, or the mean over its tokens (what
-        an encoder's directory recommends; last for language models).
+      pooling: embedding of a text: the hidden state of its last or first (cls) token, or the mean over its tokens
+        (recommendation of an encoder's directory; last for language models).
       stored_responses: maximum number of responses in memory that later ones continue (256); 0 keeps none.
       adapter_loading: let clients load adapters from paths on this machine, and unload them (no).
       sleep_mode: let clients free the device memory by /sleep, until /wake_up (no).

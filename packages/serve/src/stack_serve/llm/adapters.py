@@ -64,7 +64,7 @@ class AdapterShapes:
 
     @classmethod
     def of(cls, checkpoint: GenerativeCheckpoint, config: EngineConfig, adapters: Mapping[str, Adapters]) -> Any:
-        """Computes shapes that fit all adapters, and those that the checkpoint expects (`ExpectsAdapters`).
+        """Computes shapes that fit all adapters and the adapters that the checkpoint expects (`ExpectsAdapters`).
 
         The parameters are the union over the adapters; the rank is the maximum rank, rounded up to a power of two.
 

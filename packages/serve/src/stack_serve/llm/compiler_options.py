@@ -1,4 +1,4 @@
-"""Options with which XLA compiles an engine's programs, and the number of threads that compile them."""
+"""XLA compiler options of an engine's programs, and the number of compiling threads."""
 
 import os
 from typing import Any, Final

@@ -22,7 +22,7 @@ _Count = Annotated[int, Field(ge=1, le=2**16)]
 
 @config
 class SpeculationConfig:
-    """Settings of speculative decoding; the outputs are the same as without it.
+    """Settings of speculative decoding, which does not change the outputs.
 
     Attributes:
       method: source of the drafts. "ngram" copies the continuation of the latest earlier occurrence of the last tokens
@@ -75,8 +75,8 @@ class EngineConfig:
       max_waiting: maximum number of waiting continuations (`n` per request); more are refused unless none is waiting.
       priorities: bound on request priorities, which are clipped to [-priorities, priorities] to prevent starvation;
         with 0, requests must not set a priority.
-      dequantize: whether to read the quantized weights of a GGUF file or `hf:` checkpoint as floats. This takes up to
-        seven times the memory; products of many rows, as in long prompts, are faster.
+      dequantize: True reads the quantized weights of a GGUF file or `hf:` checkpoint as floats. This takes up to seven
+        times the memory; products of many rows, as in long prompts, are faster.
       seed: seed of the generator that seeds requests without their own; None means a random seed.
       speculation: settings of speculative decoding; None disables it.
     """

@@ -37,18 +37,18 @@ def make_engine(
 
 
 class EncoderEngine(Engine):
-    """An engine whose only ability is `embed`, on the caller's thread.
+    """An engine that supports only `embed`, on the caller's thread.
 
     Attributes:
       limits: maximum length and vocabulary, against which texts are validated.
 
     Args:
       checkpoint: encoder to serve.
-      config: settings, of which `max_tokens`, `step_tokens` (the tokens of a launch), `tensor` and `embeddings` apply.
+      config: settings; only `max_tokens`, `step_tokens` (tokens per launch), `tensor` and `embeddings` apply.
       progress: see `LLMEngine`.
 
     Raises:
-      ConfigError: a setting has no effect on encoders, or `max_tokens` is more than the model's.
+      ConfigError: a setting does not apply to encoders, or `max_tokens` exceeds the model's maximum.
       HardwareError: fewer devices are available than `config.tensor`.
     """
 
@@ -105,12 +105,12 @@ class EncoderEngine(Engine):
         return vectors
 
     def check(self, request: GenerationRequest) -> NoReturn:
-        """Raises a GenerationError, because an encoder generates nothing."""
+        """Raises a GenerationError, because encoders cannot generate."""
         check_generates(self._checkpoint)
         raise AssertionError
 
     def start(self) -> None:
-        """Has no effect, because texts are embedded on the callers' threads."""
+        """Does nothing, because texts are embedded on the callers' threads."""
 
     def close(self, *, drain_s: float = 0.0) -> None:
         """Refuses later calls of `embed`."""
@@ -118,15 +118,15 @@ class EncoderEngine(Engine):
         self._is_closed = True
 
     def submit(self, request: GenerationRequest, receive: Callable[[GenerationUpdate], None] | None = None) -> None:
-        """Raises a GenerationError, because an encoder generates nothing."""
+        """Raises a GenerationError, because encoders cannot generate."""
         self.check(request)
 
     def stream(self, request_id: str) -> Iterator[GenerationUpdate]:
-        """Raises a GenerationError, because an encoder generates nothing."""
+        """Raises a GenerationError, because encoders cannot generate."""
         raise GenerationError(f"No request has the id {request_id!r}.", parameter="request_id")
 
     def abort(self, request_id: str) -> None:
-        """Has no effect."""
+        """Does nothing, because an encoder accepts only `embed`."""
 
     def update_weights(
         self,
@@ -136,7 +136,7 @@ class EncoderEngine(Engine):
         kv: Literal["keep", "recompute", "abort"] = "keep",
         donate: bool = False,
     ) -> None:
-        """Replaces all or some parameters; see `Engine`. Vectors have no version, and there are no keys to keep."""
+        """Replaces all or some parameters; see `Engine`. Ignores `version` and `kv`, which apply to generation."""
         del version, kv
         check_params(params, self._checkpoint.parameters)
         placed = self._placement.params(self._checkpoint, params, self._looped, donate=donate)
@@ -147,7 +147,7 @@ class EncoderEngine(Engine):
             self._params = jax.tree.unflatten(structure, leaves)
 
     def stats(self) -> EngineStats:
-        """Returns the number of embedded tokens; all other counts are 0."""
+        """Returns the number of embedded tokens, with 0 for the remaining counts."""
         zeros = {each.name: 0 for each in fields(EngineStats)}
         return EngineStats(**{**zeros, "prompt_tokens": self._prompt_tokens})
 

@@ -1,8 +1,8 @@
 """Workaround for slow gathers of bfloat16, float16 or int4 rows in loops on CPUs.
 
 XLA's CPU compiler gathers such rows in float32, and int4 rows in int8. Outside of loops it casts only the gathered
-rows. In a loop the table is invariant, so XLA hoists the cast of the whole table: an embedding of 32,000 x 512 became
-65 MB of float32 in each decoding program, and the cast took as long as a step (JAX 0.10.2; fixed in 0.11).
+rows. In a loop the table is invariant, so XLA casts the complete table before the loop: an embedding of 32,000 x 512
+became 65 MB of float32 in each decoding program, and the cast took as long as a step (JAX 0.10.2; JAX 0.11 fixes this).
 """
 
 from collections.abc import Sequence

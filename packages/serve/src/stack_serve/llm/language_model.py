@@ -236,13 +236,13 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> np.ndarray:
-        """Computes an embedding of each prompt from the hidden states of the base model, without continuing it.
+        """Computes an embedding of each prompt from the hidden states of the base model, without generating tokens.
 
         Args:
           prompts: one prompt or a list of prompts.
           pooling: hidden state of the "last" or the first ("cls") token of a prompt, or the "mean" over its tokens.
-            None is what an encoder's directory recommends, and "last" for language models.
-          normalize: whether to scale each vector to length 1; None does, unless an encoder's directory says otherwise.
+            None follows the recommendation of an encoder's directory; for language models, it means "last".
+          normalize: True scales each vector to length 1. None follows an encoder's directory, and otherwise means True.
           dimensions: number of first dimensions to return; None returns all.
           truncate_prompt_tokens: maximum number of tokens of a prompt, -1 for the maximum of the model. Encoders keep
             the first tokens and the special token at the end, language models the last tokens. None refuses longer

@@ -127,7 +127,7 @@ class Placement:
 
         def zeros(pool: Any, *, split: bool) -> jax.Array:
             array = jnp.zeros(pool.shape, pool.dtype, device=self._of_pool(pool, layout, split=split))
-            # Before the next pool is created, so that the peak is a single pool.
+            # Free each pool before creating the next: the peak is then a single pool.
             for shard in array.addressable_shards if on_cpu else ():
                 free_zeros(shard.data.block_until_ready().unsafe_buffer_pointer(), shard.data.nbytes)
             return array

@@ -27,7 +27,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class PoolingPrograms:
-    """Programs that run the body of a model on whole prompts, without pages, next to the steps of an engine.
+    """Programs that run the body of a model on complete prompts, without cache pages, between an engine's steps.
 
     A program has the shape [rows, tokens], where `tokens` is a power of two or `max_tokens`, and `rows` is 1 or the
     number of rows that have `batch_tokens` tokens in total. Prompts are sorted by length to reduce padding.
@@ -112,9 +112,9 @@ class PoolingPrograms:
         params: Any,
         tokens: Int[Array, "rows tokens"],
         lengths: Int[Array, " rows"],
-        how: Int[Array, ""],
+        pooling: Int[Array, ""],
     ) -> Float[Array, "rows embed"]:
-        """Returns the vector of each row; `how` is an index into the values of `Pooling`."""
+        """Returns the vector of each row; `pooling` is an index into the values of `Pooling`."""
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         is_real = positions < lengths[:, None]
         segments = is_real.astype(jnp.int32)  # 0 is padding
@@ -124,7 +124,7 @@ class PoolingPrograms:
         last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
         summed = jnp.sum(jnp.where(is_real[..., None], hidden, 0.0), axis=1)
         found = {"last": last, "mean": summed / lengths[:, None].astype(jnp.float32), "cls": hidden[:, 0]}
-        return jax.lax.select_n(how, *(found[name] for name in _KNOWN))
+        return jax.lax.select_n(pooling, *(found[name] for name in _KNOWN))
 
     def _tokens_bucket(self, tokens: int) -> int:
         return min(max(_LEAST_TOKENS, 1 << (tokens - 1).bit_length()), self._max_tokens)

@@ -65,10 +65,10 @@ class ForwardResult:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of a step as device arrays, whose computation may still be running.
+    """Result of a step as device arrays, possibly still being computed.
 
     Attributes:
-      sampled: sampled tokens [repeats, rows], or [1, tokens] of a verification; None if no row samples.
+      sampled: sampled tokens [repeats, rows], or [1, tokens] of a verification; None without sampled rows.
       hidden: hidden states [tokens, 1, embed], from which prompt log-probabilities are computed.
     """
 
@@ -86,10 +86,10 @@ class Programs:
       pages: number of cache pages.
       placement: placement of the arrays; None means the devices of this process.
       adapters: shapes of the adapter pool; None disables adapters.
-      constraints: whether `compile_all` includes the programs that only constrained rows use.
+      constraints: True includes the programs for constrained rows in `compile_all`.
 
     Raises:
-      GenerationError: the model cannot apply adapters to one of the parameters in `adapters`.
+      GenerationError: the model cannot apply adapters to a parameter in `adapters`.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Programs:
         self._buckets = Buckets(config.max_sequences, config.step_tokens, drafts, min_rows)
         self._placement = Placement(checkpoint.states, config.tensor) if placement is None else placement
         self._compiled: dict[Key, Any] = {}
-        # Programs that threads in the background compile later, and those that they compile now.
+        # Programs queued for the background threads, and programs being compiled.
         self._waiting, self._in_progress = list[Key](), set[Key]()
         self._lock = threading.Condition()
         self._background: list[threading.Thread] = []
@@ -147,7 +147,7 @@ class Programs:
         self._reader = image_reader_of(checkpoint)
         self._features: Any = None
         if self._reader is not None:
-            # Twice the images of a step, so that a step never replaces an image that it reads.
+            # Room for the images of two steps: a step must not replace an image that it reads.
             self._image_slots = FeatureSlots(max(2 * -(-config.step_tokens // self._reader.tokens), _MIN_IMAGES))
             self._features = self._make_features(self._reader)
 
@@ -192,9 +192,10 @@ class Programs:
         self._compile(keys, _counted(progress, len(keys)))
 
     def compile_first(self, progress: Progress | None = None) -> None:
-        """Compiles one program of each kind that a request without constraints needs, and the others in the background.
+        """Compiles one program of each kind that an unconstrained request needs, and the rest in the background.
 
-        Until they are compiled, a step runs in the smallest compiled program that holds it, or waits for its own.
+        Until then, a step runs in the smallest compiled program with enough rows and tokens, or waits for its own
+        program.
 
         Args:
           progress: as in `compile_all`, for all programs.
@@ -263,7 +264,7 @@ class Programs:
         return first if self._adapters is None else [*first, ("adapter",)]
 
     def _urgency(self, key: Key) -> tuple[int, bool, tuple[int, ...]]:
-        """Orders programs: steps with one row and the largest steps first, since all rows and tokens fit in them."""
+        """Orders programs: first steps with one row and the largest steps, which can run any rows and tokens."""
         kind, *sizes = key
         of_kind = [sizes for other, *sizes in self._keys() if other == kind]
         is_extreme = sizes in (of_kind[0], of_kind[-1])
@@ -308,7 +309,7 @@ class Programs:
           tables: int32[rows, pages], page numbers of each row's sequence.
           repeats: number of decoding steps in the launch. Above 1, a row computes one token per step until it has
             computed all tokens of its field.
-          candidates: whether to report the candidates of sampled tokens, by programs that are compiled on first use.
+          candidates: True reports the candidates of sampled tokens, by programs that are compiled on first use.
           images: image tokens of the step; None without any.
         """
         # Prompt chunks of one token run in a decode program, too.
@@ -437,7 +438,7 @@ class Programs:
 
         Args:
           params: all parameters or a subset, in the structure and shapes of the checkpoint's parameters.
-          donate: whether each array is deleted after it is placed.
+          donate: True deletes each array after placing it.
 
         Returns:
           Placed parameters by path.
@@ -458,8 +459,8 @@ class Programs:
         """Frees the pages, and the weights or their place on the devices, until `wake_up`; no step may run.
 
         Args:
-          keep_weights: whether the weights are copied to host memory, where they already are on CPUs. Otherwise
-            `wake_up` reads the checkpoint again.
+          keep_weights: True copies the weights to host memory (on CPUs, they stay in place). False makes `wake_up` read
+            the checkpoint again.
         """
         jax.block_until_ready(self._layers)
         params = self._weights.params
@@ -674,9 +675,10 @@ class Programs:
 
 
 def _sampling_key(kind: str, size: int, candidates: bool) -> Key:
-    """Returns the key of a program that samples; one that reports candidates is separate, so that others cost the same.
+    """Returns the key of a program that samples.
 
-    Only rollouts request candidates, so `compile_all` leaves these programs to their first use.
+    Programs that report candidates are separate, since candidates would slow down every step. Only rollouts request
+    them, so `compile_all` omits these programs and their first use compiles them.
     """
     return (kind, size, 1) if candidates else (kind, size)
 

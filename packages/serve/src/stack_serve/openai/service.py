@@ -1,4 +1,4 @@
-"""Service of one model: parses bodies to jobs, and tracks whether it accepts them."""
+"""Service of one model: parses request bodies into jobs and tracks whether the model accepts jobs."""
 
 import asyncio
 import time
@@ -67,14 +67,14 @@ class Service:
       names: names of the model for clients.
       max_tokens: maximum length of a prompt with its continuation.
       embedding: settings of embeddings that the checkpoint recommends.
-      is_encoder: whether the model embeds texts without generating any.
+      is_encoder: True if the model can only embed texts.
 
     Args:
       max_tokens: maximum length; None uses the model's `max_positions`.
       adapters: names of the engine's adapters.
 
     Raises:
-      ConfigError: an adapter has the model's name, or a setting has no effect on an encoder.
+      ConfigError: an adapter has the model's name, or a setting does not apply to an encoder.
       GenerationError: the chat template cannot be read.
       UnknownName: no parser has the configured name.
     """
@@ -258,7 +258,7 @@ class Service:
 
         Args:
           tools: tools that the model may call.
-          parses_calls: whether its calls are parsed from the format of its chat template.
+          parses_calls: True parses the model's calls in the format of its chat template.
 
         Raises:
           ApiError: the model lacks a template, or the template rejects the messages.
@@ -330,10 +330,10 @@ class Service:
     def _restricted(
         self, body: GenerationBody, constraint: Constraint | None, field: str | None
     ) -> tuple[Constraint | None, str | None]:
-        """Returns a constraint and its field, or the restriction of the tokens or texts if there is none.
+        """Returns the constraint and its field, or without a constraint the restriction of the tokens or texts.
 
         Raises:
-          ApiError: both are given, or the restriction is invalid.
+          ApiError: the request has both, or the restriction is invalid.
         """
         restriction, restricting = restriction_and_field(body, self.prompts.known)
         if restriction is None:
@@ -432,7 +432,7 @@ class Service:
 
 
 def _check_of_encoder(name: str, config: OpenAIConfig) -> None:
-    """Raises a ConfigError about settings of generation, which have no effect on an encoder."""
+    """Raises a ConfigError about generation settings, which do not apply to an encoder."""
     settings = ("chat_template", "tool_parser", "reasoning_parser", "adapter_loading", "sleep_mode", "remote_images")
     default = OpenAIConfig()
     changed = [each for each in (*settings, "stored_responses") if getattr(config, each) != getattr(default, each)]

@@ -37,7 +37,7 @@ class Sleeper:
                 await asyncio.to_thread(engine.sleep, 1 if level == "1" else 2)
             except Exception as error:
                 # After any error, the engine is awake or has failed, which its next answers show. A cancellation
-                # is no such error: the engine goes on to sleep, and needs a wake-up.
+                # does not stop the engine from going to sleep: it then needs a wake-up.
                 self._service.resume()
                 if isinstance(error, EngineBusy):
                     raise ApiError(409, str(error), code="engine_busy") from None

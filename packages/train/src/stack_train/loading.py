@@ -24,7 +24,7 @@ def load(address: str | Path) -> "LoadedModel":
     The parameters are read when the model first generates.
 
     Raises:
-      StackError: there is no model at the address, or it cannot generate text.
+      StackError: the address does not contain a model, or the model cannot generate text.
     """
     return LoadedModel(str(address), open_for_generation(str(address)))
 
@@ -49,7 +49,7 @@ class LoadedModel:
           sampling: fields of `SamplingConfig`, such as `max_tokens=64`, `temperature=0.0` or `stop=("end",)`.
 
         Raises:
-          GenerationError: the prompt is empty or too long, or the model has no tokenizer.
+          GenerationError: the prompt is empty or too long, or the model lacks a tokenizer.
           ConfigError: a sampling setting is not valid.
         """
         return self._generator.generate(prompt, parse(SamplingConfig, sampling))
@@ -62,7 +62,7 @@ class LoadedModel:
           format: model format to write, such as "hf" or "gguf".
 
         Raises:
-          StackError: the model has no counterpart in the format, or `directory` exists.
+          StackError: the format cannot represent the model, or `directory` exists.
         """
         destination = f"{format}:{directory}"
         if format_of(self.address, ImportsRuns)[0] is None:

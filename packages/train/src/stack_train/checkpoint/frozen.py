@@ -20,7 +20,7 @@ class FrozenRecord:
     """The source of a model's frozen variables, with digests that identify the values.
 
     Attributes:
-      source: "run:DIRECTORY", "hf:DIRECTORY", or "init" if the run's seed initializes them.
+      source: "run:DIRECTORY", "hf:DIRECTORY", or "init" for variables initialized from the run's seed.
       step: training step of the source's checkpoint; 0 if the source is not a run.
       specs: shape and dtype of each leaf, by path.
       digests: digest of each leaf, by path; see `stack_core.runtime.digest`.

@@ -29,8 +29,8 @@ class LeafDifference:
 
     Attributes:
       name: path of the leaf.
-      changed: fraction of entries that differ, from 0 to 1; 1 if the leaf is absent from a checkpoint, or has another
-        shape or dtype there. NaN equals NaN.
+      changed: fraction of differing entries; 1 if the leaf is absent from a checkpoint, or has another shape or dtype
+        there. NaN equals NaN.
       relative: L2 norm of the difference, divided by the L2 norm of the first leaf; NaN if an entry that differs is not
         finite, and None for integers and if the leaves cannot be subtracted.
       largest: largest absolute difference; NaN or None as for `relative`.
@@ -48,7 +48,7 @@ def checkpoint_at(path: Path) -> Path:
     """Returns a checkpoint: `path` itself, or the newest complete one if `path` is a run directory.
 
     Raises:
-      CheckpointError: `path` is neither, or the run has no checkpoint.
+      CheckpointError: `path` is neither, or the run does not contain a checkpoint.
     """
     if (path / "manifest.json").is_file():
         return path

@@ -7,7 +7,7 @@ A checkpoint is a directory:
     ├── config.yaml      the run's resolved config
     ├── data_state.json  the state of the data iterator (or data_state.bin)
     ├── frozen.json      the sources and digests of the frozen variables
-    └── arrays/0/        the leaves, as Orbax stores them
+    └── arrays/0/        the leaves, in the format of Orbax
 """
 
 import hashlib
@@ -61,7 +61,7 @@ class Manifest:
 def sealed_documents(
     step: int, kind: str, leaves: Mapping[str, LeafRecord], documents: Mapping[str, bytes]
 ) -> dict[str, bytes]:
-    """Adds the manifest, with a digest of itself and of every other document, to the documents of a checkpoint."""
+    """Adds the manifest, which has digests of itself and every other document, to the documents of a checkpoint."""
     manifest = Manifest(step, kind, leaves, {name: _sha256(content) for name, content in documents.items()})
     content = {"format": _FORMAT, **asdict(manifest)}
     sealed = {"sha256": _sha256(_canonical(content)), "content": content}

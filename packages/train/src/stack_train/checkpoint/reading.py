@@ -38,7 +38,7 @@ def read_state(
       The manifest, the documents by name, and the state.
 
     Raises:
-      CheckpointDamaged: a file or leaf is missing or differs from its digest; names it.
+      CheckpointDamaged: a file or leaf is missing or differs from its digest; the message gives its name.
       CheckpointError: the leaves of the checkpoint and of `abstract` differ; names each difference.
     """
     manifest, documents = _opened(checkpoint)

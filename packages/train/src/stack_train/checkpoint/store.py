@@ -37,7 +37,7 @@ class CheckpointConfig:
     Attributes:
       every_steps: number of training steps between checkpoints; 0 saves only after the last step.
       keep: number of intact checkpoints on disk; older checkpoints are deleted once a newer one is durable. Checkpoints
-        that are known to be damaged do not count.
+        found to be damaged do not count.
       background: True writes during training; False makes training wait for the disk.
     """
 
@@ -53,7 +53,7 @@ class Restored:
     Attributes:
       step: number of training steps done.
       state: restored pytree, in the requested structure.
-      data_state: state of the data iterator; None if only parameters were read.
+      data_state: state of the data iterator; None after reading only parameters.
       config_yaml: resolved config of the run that saved the checkpoint.
       frozen: records of the frozen variables, by model ("model" or a companion's name).
       kind: kind of the checkpoint, "train" or "weights".
@@ -123,7 +123,7 @@ class CheckpointStore:
         return tuple(read_manifest(self.path(step)).leaves)
 
     def latest(self) -> int | None:
-        """Returns the step of the newest complete checkpoint, or None if there are no checkpoints."""
+        """Returns the step of the newest complete checkpoint, or None without checkpoints."""
         return max(self.steps(), default=None)
 
     def path(self, step: int) -> Path:
@@ -140,7 +140,7 @@ class CheckpointStore:
         frozen: Mapping[str, FrozenRecord] | None = None,
         kind: str = "train",
     ) -> None:
-        """Saves a state; returns once the state is copied to the host, after which the caller may donate it.
+        """Saves a state; returns once the state is copied to the host, after which the caller may donate the arrays.
 
         Saving the step that was last saved or restored does nothing. Any other checkpoint of this or a later step is
         damaged or left from an abandoned course of training: it is renamed, with a warning.
@@ -148,7 +148,7 @@ class CheckpointStore:
         Args:
           step: number of training steps done.
           state: pytree of JAX arrays (including typed keys), NumPy arrays and numbers.
-          data_state: state of the data iterator, as a JSON mapping or as bytes; None if no run can resume from it.
+          data_state: state of the data iterator, as a JSON mapping or as bytes; None prevents resuming.
           config_yaml: resolved config of the run.
           frozen: records of the frozen variables that `state` omits, by model.
           kind: "train", or "weights" if `state` holds only parameters.
@@ -254,7 +254,7 @@ class CheckpointStore:
             self._checkpointer.close()
 
     def restore(self, abstract_state: Any, step: int | None = None) -> Restored:
-        """Restores a state to resume training from.
+        """Restores a state for resuming training.
 
         Damaged and partial checkpoints are skipped with a warning and a `CheckpointSkipped` event.
 
@@ -319,7 +319,7 @@ class CheckpointStore:
         self._in_flight = replace(flight, blocked_s=time.perf_counter() - started_s)
 
     def _excess_steps(self) -> list[int]:
-        # A damaged checkpoint is no fallback, so it does not count; it is deleted with the intact ones of its age.
+        # A damaged checkpoint is useless as a fallback, so it does not count; it is deleted by age like an intact one.
         intact = [step for step in self.steps() if step not in self._damaged and self._has_manifest(step)]
         if len(intact) < self.config.keep:
             return []
@@ -330,13 +330,13 @@ class CheckpointStore:
             read_manifest(self.path(step))
         except CheckpointDamaged:
             return False
-        except CheckpointError:  # of a newer version
+        except CheckpointError:  # written by a newer version
             pass
         return True
 
     def _make_room(self, flight: _InFlight) -> None:
         self._directory.prepare(flight.step)
-        self._damaged = {step for step in self._damaged if step < flight.step}  # the others were set aside
+        self._damaged = {step for step in self._damaged if step < flight.step}  # `prepare` set later ones aside
         # A full disk would otherwise end the save only after most of the state is written.
         if shutil.disk_usage(self._directory.root).free < flight.needed_bytes:
             raise OSError("not enough free disk space")

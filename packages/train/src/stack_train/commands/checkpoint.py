@@ -111,8 +111,8 @@ def average(
 ) -> None:
     """Average the parameters of checkpoints into a new run: stack checkpoint average OUT RUN --last 5
 
-    The parameters are averaged in float64. The new run holds weights only, which can be evaluated, served, converted,
-    and trained from with run.init_from.
+    The parameters are averaged in float64. The new run holds only weights. It can be evaluated, served and converted,
+    and run.init_from can start training from its weights.
 
     Args:
       destination: directory of the new run, which must not exist.
@@ -153,7 +153,7 @@ def collect_garbage(
     keep: int | None = None,
     dry_run: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
-    """Delete partial checkpoints, checkpoints set aside, and old ones if `keep` is given.
+    """Delete partial checkpoints, checkpoints set aside, and, with `keep`, old checkpoints.
 
     A run that is training is refused.
 
@@ -170,7 +170,7 @@ def collect_garbage(
     with RunDirectory(run).open(resume=True):
         directory = CheckpointDirectory(RunDirectory(run).checkpoints)
         rows = _rows(run)
-        # As in training, damaged checkpoints do not count; those older than the oldest kept one are deleted.
+        # As in training, damaged checkpoints do not count; they are deleted if older than every retained one.
         intact = [row["step"] for row in rows if row["state"] == "complete"]
         first_kept = intact[-keep] if keep is not None and len(intact) >= keep else 0
         leftovers = [Path(row["path"]) for row in rows if row["state"] in ("partial", "set aside")]
@@ -219,7 +219,7 @@ def _rows(run: Path) -> list[dict[str, Any]]:
     from stack_train.panels.records import number_in, records
 
     directory = RunDirectory(run)
-    directory.config_yaml()  # raises if there is no run
+    directory.config_yaml()  # raises if the directory is not a run
     losses: dict[str, dict[int, float | None]] = {"train": {}, "evaluation": {}}
     for record in records(directory.metrics):
         losses.get(record.get("kind", ""), {})[record.get("step", -1)] = number_in(record, "loss")

@@ -39,14 +39,14 @@ def compile_run(
 
     Args:
       config: YAML file of the run.
-      overrides: --section.key VALUE, any number of them.
-      target: hardware to compile for: v6e:4x4 is a TPU torus, v5p:4x4x4*2 two of them, h100:1x1x8 slices x hosts x
+      overrides: any number of --section.key VALUE.
+      target: target hardware: v6e:4x4 is a TPU torus, v5p:4x4x4*2 two of them, h100:1x1x8 slices x hosts x
         GPUs; may be repeated.
       check: exit with status 2 if the step exceeds the memory of a target, or gathers parameters across slices.
       json: print machine-readable results, a list with one entry per target.
     """
     mapping = apply_overrides(load_yaml(config), overrides_from(overrides))
-    import jax  # Imported late so that a typo in the file is reported without delay.
+    import jax  # Imported late, to report a typo in the file without delay.
 
     from stack_core.chips.targets import Target
     from stack_core.chips.wheel_compilers import use_wheel_compilers

@@ -43,7 +43,7 @@ def prepare_data(
 
     Args:
       source: YAML file of a run, or the address of documents, such as "jsonl:web/*.jsonl".
-      overrides: --section.key VALUE of the run, any number of them.
+      overrides: any number of --section.key VALUE for the run.
       output: directory of the set; for a run with data.mix, each source is a set in a folder of its name.
       tokenizer: directory of the tokenizer; required unless a run names or trains one.
       text_field: key of a record's text, for the address of documents.

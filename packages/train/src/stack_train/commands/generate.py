@@ -37,8 +37,8 @@ def generate(  # noqa: PLR0913, each parameter is an option of the command
       prompt: the text to continue; - reads it from standard input.
       max_tokens: maximum number of generated tokens (128).
       temperature: divisor of the logits (1.0); 0 is greedy decoding.
-      top_k: number of most likely tokens to sample from (all).
-      top_p: probability mass of the most likely tokens to sample from (1.0).
+      top_k: limits sampling to this number of the most likely tokens (all).
+      top_p: limits sampling to the most likely tokens with this probability mass (1.0).
       seed: seed of the sampling; the same seed gives the same text (0).
       stop: text that ends the continuation; may be repeated.
       kv_cache: storage format of the KV cache; 8-bit formats take half the memory of bfloat16.

@@ -47,7 +47,7 @@ def train(
 
     Args:
       config: YAML file of the run.
-      overrides: --section.key VALUE, any number of them.
+      overrides: any number of --section.key VALUE.
       resume: resume from the newest complete checkpoint in the run's directory.
       allow: a config key that may differ from the resumed run or from the starting point; may be repeated.
       hosts: number of hosts to train on, with recovery from host failures (cluster.hosts).
@@ -59,7 +59,7 @@ def train(
     mapping = apply_overrides(load_yaml(config), [*overrides_from(overrides), *given])
     if launcher is not None and not (isinstance(mapping["cluster"], dict) and mapping["cluster"].get("hosts")):
         raise ConfigError("--launcher acts only with several hosts. Set --hosts N, or leave it out.")
-    # JAX is imported late so that a typo in the file is reported without delay.
+    # JAX is imported late, to report a typo in the file without delay.
     import jax
 
     from stack_train.run.session import train as run

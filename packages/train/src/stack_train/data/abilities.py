@@ -12,10 +12,10 @@ __all__ = ["BuildsAtOnce", "SplitsIntoParts"]
 class BuildsAtOnce(Protocol):
     """A `DataConfig` whose `build` may run in all processes of a run at the same time.
 
-    Other data is built in the first process, which fills a cache, and then in the other processes.
+    Other data is built in the first process, which fills a cache, before the remaining processes build from this cache.
 
     Attributes:
-      is_ready: whether the data is prepared, so that `build` only opens files.
+      is_ready: True if the data is already prepared and `build` only opens files.
     """
 
     @property

@@ -92,7 +92,7 @@ def _sample(source: DataSource, sample_bytes: int, validation_fraction: float) -
     before_bytes = np.cumsum(sizes_bytes[training]) - sizes_bytes[training]
     take_bytes = np.zeros(len(facts), np.int64)
     take_bytes[training] = np.clip(sample_bytes - before_bytes, 0, sizes_bytes[training])
-    # Not strict: if the documents have changed since the first pass, `check_unchanged` reports it.
+    # Not strict: `check_unchanged` reports documents that have changed since the first pass.
     for document, take in zip(documents_with_text(source), take_bytes, strict=False):
         if take:
             # The cut may fall inside a character.

@@ -50,7 +50,7 @@ class Tokenization:
 
     Args:
       tokenizer: tokenizer of the rendered text.
-      template: chat template; None if all conversations are pairs of plain texts.
+      template: chat template; None for conversations that are pairs of plain texts.
       images: preprocessing of images, whose tokens replace the placeholders of the template; None for text.
     """
 

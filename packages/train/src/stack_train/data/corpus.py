@@ -90,7 +90,7 @@ class Encoded:
 
 
 def check_eos(tokenizer: HuggingFaceTokenizer) -> int:
-    """Returns the end-of-text token; raises a DataError if the tokenizer lacks it."""
+    """Returns the end-of-text token; raises a DataError if the tokenizer does not define one."""
     if tokenizer.eos_id is None:
         raise DataError(
             "The tokenizer has no end-of-text token, which ends every training document. "

@@ -56,7 +56,7 @@ def check_images(model: Any, *, size: int | None, channels: tuple[int, ...], cla
 
     Args:
       model: the model's config.
-      size: side of the images in pixels; None if they can be scaled to any size.
+      size: side of the images in pixels; None for images that can be scaled to any size.
       channels: numbers of channels that the images can have.
       classes: number of classes; 0 accepts any.
       label: name of the data in messages.
@@ -106,7 +106,7 @@ class LabelledImages:
     """Images stored as integers; see `ImageRows`.
 
     Attributes:
-      pixels: uint8 pixels of each image, 0 to 255.
+      pixels: uint8 pixels of each image.
       labels: class of each image, or None without labels.
       names: readable name of each image.
     """

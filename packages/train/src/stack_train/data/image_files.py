@@ -55,7 +55,7 @@ def read_images(
     Args:
       files: paths of the image files.
       size: side of the resulting images in pixels.
-      channels: number of channels, one of `IMAGE_CHANNELS`.
+      channels: number of channels, from `IMAGE_CHANNELS`.
       unreadable: policy for files that cannot be read as images.
       source: name of the files in messages.
 

@@ -48,9 +48,9 @@ class Selection:
 
         |counts(n)[s] - n parts[s] / 2**20| < number of sources, for every n
 
-    Sources are selected by nested floors: the first source has k - floor(k (1 - p_0)) of the first k rows, and the
-    remaining rows are divided among the other sources in the same way. Grain's `mix` does the same, but its parts are
-    rounded to about a hundredth of the smallest weight.
+    Sources are selected by nested floors: the first source has k - floor(k (1 - p_0)) of the first k rows, and the rest
+    is divided among the remaining sources in the same way. Grain's `mix` does the same, but its parts are rounded to
+    about a hundredth of the smallest weight.
 
     Args:
       weights: positive weight of each source, by name.
@@ -144,7 +144,7 @@ class MixedBatches(ProcessRows):
         return batch | {"row_ids": row_ids}
 
     def validation_batches(self) -> Iterator[Batch]:
-        """Yields the held-out rows of every source once; the weights do not apply to them."""
+        """Yields the held-out rows of every source once, regardless of the weights."""
         for number, source in enumerate(self._list):
             for batch in source.validation_batches():
                 # Row ids are -1 - row.

@@ -34,7 +34,7 @@ def check_mix(mix: Mapping[str, MixedSource], other: Mapping[str, Any]) -> None:
 
     Args:
       mix: sources by name.
-      other: settings without an effect beside a mixture that were set, by key.
+      other: explicit settings, by key, that have no effect in a mixture.
     """
     for name in mix:
         if not re.fullmatch(r"\w[\w.-]*", name):

@@ -18,7 +18,7 @@ __all__ = ["ChainedSource", "check_unchanged", "documents_with_text", "open_sour
 
 @dataclass(frozen=True)
 class ChainedSource:
-    """The documents of several sources, one source after the other."""
+    """Concatenates the documents of several sources."""
 
     sources: tuple[DataSource, ...]
 
@@ -34,7 +34,7 @@ def open_source(config: TextSettings) -> DataSource:
 
     Raises:
       ConfigError: `text_field` is set for a source without fields.
-      DataError: there are no documents at the address.
+      DataError: the address does not contain documents.
       UnknownName: no plugin registers the scheme.
     """
     scheme, _, address = config.source.partition(":")
@@ -63,10 +63,10 @@ def documents_with_text(source: DataSource) -> Iterator[Document]:
 
 
 def check_unchanged(source: DataSource, fingerprint: str) -> None:
-    """Checks that documents did not change while a result to be cached was computed from them.
+    """Checks that the documents did not change during the computation of a cached result.
 
     Raises:
-      DataError: the source's fingerprint is no longer `fingerprint`.
+      DataError: the source's fingerprint differs from `fingerprint`.
     """
     if source.fingerprint() != fingerprint:
         raise DataError(

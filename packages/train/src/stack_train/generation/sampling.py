@@ -21,7 +21,7 @@ class SamplingConfig:
       top_p: probability mass of the most likely tokens to sample from, plus ties with the last; 1 samples from all
         tokens.
       seed: seed of the sampling; the same seed gives the same text.
-      stop: texts that end the continuation and are excluded from it.
+      stop: texts that end the continuation; the matched text is excluded.
     """
 
     max_tokens: PositiveInt = 128

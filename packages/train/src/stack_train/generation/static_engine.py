@@ -65,7 +65,7 @@ class _Work:
     """A request in progress.
 
     Attributes:
-      receive: callback for updates; None if the caller uses `stream`.
+      receive: callback for updates; None for callers of `stream`.
       left: number of unfinished continuations.
       updates: updates that `stream` has not yielded yet.
     """
@@ -194,7 +194,7 @@ class StaticEngine(Engine):
     ) -> None:
         """Replaces the parameters once no batch is running; parameters missing from `params` keep their values.
 
-        `kv` has no effect, because the cache of a request does not outlive its batch.
+        `kv` is ignored, because the cache of a request does not outlive its batch.
         """
         params = _completed(params, self._params) if isinstance(params, Mapping) else params
         self._check_params(params)

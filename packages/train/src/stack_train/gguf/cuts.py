@@ -22,7 +22,7 @@ class Cut:
     Attributes:
       patterns: regular expressions; each in turn splits all pieces into matches and the text between matches.
       ignores_merges: True if a piece in the vocabulary becomes that token without merges.
-      adds_bos: default of `add_bos_token` in files that do not set it.
+      adds_bos: default of `add_bos_token` for files without this key.
       composes: True if published tokenizers with this pre-tokenizer compose characters first (NFC). llama.cpp does not.
       is_exact: True if llama.cpp produces the same pieces. Inexact pre-tokenizers are read, but not written.
     """
@@ -245,7 +245,7 @@ def candidates_of(patterns: tuple[str, ...], *, composes: bool) -> dict[str, Cut
     """Returns the pre-tokenizers with these patterns by GGUF name.
 
     Raises:
-      ConversionError: GGUF has no pre-tokenizer with these patterns and this composition of characters.
+      ConversionError: GGUF lacks a pre-tokenizer with these patterns and this composition of characters.
     """
     found = {name: cut for name, cut in CUTS.items() if cut.patterns == patterns}
     if not found:

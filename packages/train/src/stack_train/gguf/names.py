@@ -158,7 +158,7 @@ def architecture_of(config: Any) -> Architecture:
     """Returns the GGUF architecture for a model config.
 
     Raises:
-      ConversionError: GGUF cannot represent the family or one of the settings.
+      ConversionError: GGUF cannot represent the family or a setting.
     """
     architecture = ARCHITECTURES.get(config.name)
     if architecture is None:

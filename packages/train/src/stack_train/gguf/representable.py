@@ -92,7 +92,7 @@ def check_parts(content: Mapping[str, Any], *, composes: bool) -> None:
 
 
 def token_changed_by_merges(content: Mapping[str, Any]) -> str | None:
-    """Returns a token that merges cannot build, or None. Without such a token, `ignore_merges` has no effect."""
+    """Returns a token that merges cannot build, or None. Without such a token, `ignore_merges` does nothing."""
     plain = {**content, "model": {**content["model"], "ignore_merges": False}}
     model = tokenizers.Tokenizer.from_str(json.dumps(plain)).model
     added = {token["content"] for token in content.get("added_tokens") or ()}
@@ -101,7 +101,7 @@ def token_changed_by_merges(content: Mapping[str, Any]) -> str | None:
 
 
 def added_tokens_at_ends(tokenizer: HuggingFaceTokenizer) -> tuple[int | None, int | None]:
-    """Returns the ids of the tokens that a tokenizer adds before and after a text, each None if there is no token.
+    """Returns the ids of the tokens that a tokenizer adds before and after a text, with None for an absent token.
 
     Raises:
       ConversionError: an added token is not the beginning-of-text or end-of-text token.

@@ -110,7 +110,7 @@ class Vocabulary:
 
         Raises:
           ConversionError: the tokenizer is not a byte-level BPE, its pre-tokenizer is unknown, or it adds a special
-            token to texts without an id for it.
+            token to texts without defining its id.
         """
         kind, cut = settings.get("tokenizer.ggml.model"), settings.get("tokenizer.ggml.pre")
         if kind == "gpt2" and cut is None:
@@ -163,7 +163,7 @@ class Vocabulary:
         ]
         model = {
             "type": "BPE",
-            # Includes special tokens; otherwise, they would get ids after the last one instead of their own.
+            # Includes special tokens, which would otherwise get new ids after the last one.
             "vocab": {self.tokens[index]: index for index, kind in enumerate(self.types) if kind != _UNUSED},
             "merges": list(self.merges),
             "ignore_merges": CUTS[self.cut].ignores_merges,
@@ -207,8 +207,8 @@ def _name_of_cut(content: Mapping[str, Any], *, composes: bool) -> str:
     """Returns the GGUF name of a tokenizer's pre-tokenizer, which also determines `ignore_merges`.
 
     Raises:
-      ConversionError: GGUF has no name for the pre-tokenizer, or only with the other `ignore_merges`, which would
-        change how a token is encoded.
+      ConversionError: GGUF does not name the pre-tokenizer, or only with the opposite `ignore_merges`, which would
+        change the encoding of a token.
     """
     candidates = candidates_of(patterns_of(content.get("pre_tokenizer")), composes=composes)
     ignores_merges = bool(content["model"].get("ignore_merges"))

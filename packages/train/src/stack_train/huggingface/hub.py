@@ -22,8 +22,8 @@ def on_disk(directory: Path) -> Path:
       directory: a directory, or ORG/MODEL with an optional @REVISION: a branch, a tag or a commit.
 
     Raises:
-      ConversionError: the hub has no such name, model or revision, it needs an agreement, or it is not in the cache and
-        the hub cannot be reached.
+      ConversionError: the name, model or revision is not on the hub, it needs an agreement, or it is not in the cache
+        and the hub cannot be reached.
     """
     name = str(directory)
     if directory.exists() or not _NAME.fullmatch(name):

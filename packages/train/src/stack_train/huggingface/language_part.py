@@ -34,7 +34,7 @@ class LanguagePart:
     Attributes:
       config: `config.json` of the language model.
       tensors: its tensors by name.
-      left_out: descriptions of the other parts, for messages: "vision_tower (437 tensors)".
+      left_out: descriptions of the omitted parts, for messages: "vision_tower (437 tensors)".
     """
 
     config: Mapping[str, Any]

@@ -28,8 +28,8 @@ class Gemma2Config(DecoderConfig):
       name: selects this family.
       window: size of the attention window in tokens, the query included, in the first layer and every second one after.
       query_scalar: attention scores are scaled by query_scalar ** -0.5.
-      attention_softcap: soft cap of the attention scores; None has no cap.
-      logit_softcap: soft cap of the logits; None has no cap.
+      attention_softcap: soft cap of the attention scores; None disables the cap.
+      logit_softcap: soft cap of the logits; None disables the cap.
     """
 
     name: Literal["gemma2"] = "gemma2"

@@ -33,8 +33,8 @@ class Gemma3Settings(DecoderConfig):
       window: size of the attention window of local layers in tokens, the query included.
       local_theta: base of the rotary frequencies in local layers.
       query_scalar: attention scores are scaled by query_scalar ** -0.5.
-      attention_softcap: soft cap of the attention scores; None has no cap.
-      logit_softcap: soft cap of the logits; None has no cap.
+      attention_softcap: soft cap of the attention scores; None disables the cap.
+      logit_softcap: soft cap of the logits; None disables the cap.
     """
 
     rope_theta: PositiveFloat = 1_000_000.0

@@ -28,7 +28,7 @@ class ScaledConfig(DecoderConfig):
       embedding_scale: factor of the embedded tokens.
       attention_scale: factor of the attention scores; None is head_dim ** -0.5.
       residual_scale: factor of the outputs of attention and feed-forward layers in the residual sum.
-      logit_divisor: the logits are divided by it.
+      logit_divisor: divisor of the logits.
       attention_bias: adds biases to the projections of attention.
     """
 

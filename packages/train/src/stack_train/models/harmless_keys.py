@@ -1,4 +1,4 @@
-"""Keys of published `config.json` files that do not change what the model computes, ignored for every family.
+"""Keys of published `config.json` files without an effect on the model's outputs, ignored for every family.
 
 A key belongs here if no forward pass depends on its value. A key that repeats another key, or is harmless only at one
 value, belongs to its family (`ConfigMap.silent`, `ConfigMap.fixed`).

@@ -1,7 +1,7 @@
 """Llama 4: attention within chunks in three of four layers, and experts whose inputs are weighted.
 
-Outputs match transformers' `Llama4ForCausalLM`. Layers without chunks have no rotary positions, and their queries grow
-with their position.
+Outputs match transformers' `Llama4ForCausalLM`. Layers without chunks omit rotary positions, and their queries grow
+with the position.
 
 Source: Meta, The Llama 4 Herd, 2025; layers without positions as in Yang et al., 2025 (arXiv:2501.18795).
 """
@@ -36,7 +36,7 @@ class Llama4Config(ExpertsConfig):
       sparse_step: interval of layers with experts; layer i (from 0) has them if (i + 1) % sparse_step == 0.
       nope_interval: interval of layers that attend to all tokens, without rotary positions; layer i (from 0) is one if
         (i + 1) % nope_interval == 0.
-      chunk: number of consecutive tokens that attend only to each other in the other layers.
+      chunk: number of consecutive tokens that attend only to each other in the remaining layers.
       unit_norms: applies RMS norms without scales to rotated queries and keys.
       temperature_rate: growth of queries without rotary positions; see `Temperature`. 0 leaves them unchanged.
       temperature_tokens: unit of that growth in tokens.

@@ -94,8 +94,8 @@ FAMILY = DecoderFamily(
             "shared_intermediate_size": 0,
             "router_jitter_noise": 0.0,
         },
-        # The published checkpoints have no tensors for multi-token prediction, and the model has no dense layers, whose
-        # width is `mlp_intermediate_size`.
+        # The published checkpoints lack tensors for multi-token prediction. `mlp_intermediate_size` is the width of
+        # dense layers, and the model consists of experts only.
         silent=("use_mtp", "num_mtp_modules", "mtp_transformer_layers", "mlp_intermediate_size"),
         read_others=_read,
         write_others=_write,

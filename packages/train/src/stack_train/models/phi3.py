@@ -72,7 +72,7 @@ def _read(reader: Reader) -> dict[str, Any]:
 def _write(config: Phi3Config) -> dict[str, Any]:
     """Returns the keys in the form of transformers 4.
 
-    Its `rope_scaling` has the keys type, short_factor and long_factor alone, and the pretrained length is a key of the
+    Its `rope_scaling` has only the keys type, short_factor and long_factor, and the pretrained length is a key of the
     config.
     """
     rope, scaling = write_rope(config), config.rope_scaling

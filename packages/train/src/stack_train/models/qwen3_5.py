@@ -1,4 +1,4 @@
-"""Qwen3.5: gated delta rule in three of four layers, gated attention in the others, and dense feed-forward layers.
+"""Qwen3.5: gated delta rule in three of four layers, gated attention in the fourth, and dense feed-forward layers.
 
 Outputs match transformers' `Qwen3_5ForCausalLM`. Training adds a multi-token prediction layer for the token after the
 next one.

@@ -1,4 +1,4 @@
-"""Qwen3-Next: gated delta rule in three of four layers, gated attention in the others, and experts in all layers.
+"""Qwen3-Next: gated delta rule in three of four layers, gated attention in the fourth, and experts in all layers.
 
 Outputs match transformers' `Qwen3NextForCausalLM`. Training adds a multi-token prediction layer for the token after the
 next one.

@@ -1,4 +1,4 @@
-"""Seed-OSS: a Llama with query, key and value biases and a head width of its own.
+"""Seed-OSS: a Llama with query, key and value biases and an independent head width.
 
 Outputs match transformers' `SeedOssForCausalLM`.
 

@@ -1,4 +1,4 @@
-"""SmolLM3: a Llama whose attention has no rotary positions in every fourth layer (NoPE).
+"""SmolLM3: a Llama that omits rotary positions in every fourth layer (NoPE).
 
 Outputs match transformers' `SmolLM3ForCausalLM`.
 
@@ -50,7 +50,7 @@ def spec(config: SmolLM3Config) -> DecoderSpec:
 
 
 def rope_layers(layers: int, interval: int) -> list[int]:
-    """Returns `no_rope_layers` of config.json, which is 1 for layers with rotary positions and 0 for the others."""
+    """Returns `no_rope_layers` of config.json, which is 1 for layers with rotary positions and 0 for layers without."""
     return [int((layer + 1) % interval != 0) for layer in range(layers)]
 
 

@@ -128,7 +128,7 @@ class WeightRule:
         return self.tensor.format(layer=next(iter(self.layers), 0), expert=0)
 
     def _names(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Returns the tensor names as an array over the parameter's leading axes; 0-d if the name has no indices."""
+        """Returns the tensor names as an array over the parameter's leading axes; 0-d for a name without indices."""
         layers = self.layers
         experts = range(shape[1]) if "{expert}" in self.tensor else ()
         sizes = tuple(len(indices) for indices in (layers, experts) if indices)
@@ -205,5 +205,5 @@ def _place(path: Sequence[str | int]) -> str:
 
 
 def _full(prefix: str, name: str) -> str:
-    """Returns the full name of a tensor; the prefix is omitted if `name` starts with "/"."""
+    """Returns the full name of a tensor; a name that starts with "/" omits the prefix."""
     return name[1:] if name.startswith("/") else prefix + name

@@ -115,10 +115,10 @@ class Attention:
       heads: number of query heads.
       kv_heads: number of key-value heads, each shared by a group of query heads.
       head_dim: width of a head.
-      rope: rotary positions; None has no positional encoding (NoPE; Kazemnejad et al., 2023, arXiv:2305.19466).
+      rope: rotary positions; None disables positional encoding (NoPE; Kazemnejad et al., 2023, arXiv:2305.19466).
       window: size of the attention window in tokens, the query included; None attends to all tokens.
-      chunk: number of consecutive tokens of a document that attend only to each other, instead of `window`; None has no
-        chunks.
+      chunk: number of consecutive tokens of a document that attend only to each other, instead of `window`; None
+        disables chunks.
       softcap: soft cap of the scores, or None.
       scale: scale of the scores; None is head_dim ** -0.5.
       temperature: scale of queries by their position, or None.
@@ -184,7 +184,7 @@ class Attention:
         """Returns ids of tokens that may attend to each other."""
         if self.chunk is None:
             return rows.segments
-        # Adjacent chunks of a document differ, and the window hides all others.
+        # Adjacent chunks of a document differ, and the window hides earlier chunks.
         parity = rows.positions // self.chunk % 2
         return parity if rows.segment_ids is None else 2 * rows.segment_ids + parity
 

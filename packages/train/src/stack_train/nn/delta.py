@@ -141,8 +141,8 @@ class GatedDelta(nnx.Module):
         Args:
           state: last inputs of the convolution, and state of the delta rule.
           taps: see `_convolved`.
-          valid: bool[batch, seq], True for a prefix of each row; the remaining tokens do not change the state. None if
-            all tokens are valid.
+          valid: bool[batch, seq], True for a prefix of each row; the remaining tokens do not change the state. None
+            treats all tokens as valid.
           mixed, beta, decay: see `_projected`.
 
         Returns:

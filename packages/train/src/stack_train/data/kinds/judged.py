@@ -32,7 +32,7 @@ class JudgedData(AnswersData):
     with the answer first; `reference_logprobs`, float32[batch, 2]; and `desirable`, float32[batch], 1 or 0.
 
     Attributes:
-      name: selects this kind of data. `AnswersData` documents the other fields.
+      name: selects this kind of data. See `AnswersData` for more fields.
     """
 
     name: Literal["judged"] = "judged"

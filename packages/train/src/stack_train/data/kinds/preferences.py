@@ -84,7 +84,7 @@ class PreferenceData(AnswersData):
     which avoids a second model in memory. A run cannot resume with pairs added later, because they lack scores.
 
     Attributes:
-      name: selects this kind of data. `AnswersData` documents the other fields.
+      name: selects this kind of data. See `AnswersData` for more fields.
     """
 
     name: Literal["preferences"] = "preferences"

@@ -37,7 +37,7 @@ def check_positions(seq_tokens: int, model: Any) -> None:
 
 @config
 class TextData(TextSettings):
-    """Documents packed into rows; see `TextSettings` for the other fields.
+    """Documents packed into rows; see `TextSettings` for more fields.
 
     Attributes:
       name: selects this kind of data.
@@ -54,7 +54,7 @@ class TextData(TextSettings):
 
     @property
     def is_ready(self) -> bool:
-        """Returns True if all documents are tokenized, so that all processes of a run build the data at once."""
+        """Returns True if all documents are tokenized; all processes of a run then build the data at once."""
         return all(source.partition(":")[0] == "prepared" for source in source_addresses(self).values())
 
     def spec(self, model: Any) -> Shapes:

@@ -1,7 +1,7 @@
 """Tokenizes a source into shards, in parallel and resumable.
 
 A source is split into parts, such as files, which do not depend on the number of workers. The shards of a part are
-written one after the other, so a killed process loses at most the shards in progress.
+written in sequence, so a killed process loses at most the shards in progress.
 """
 
 import array
@@ -200,7 +200,7 @@ class _ShardFile:
       path: path of the tokens.
       tokens, documents: numbers of tokens and of documents.
       documents_read: number of documents of the part, empty ones included, that are in this or an earlier shard.
-      is_last: whether the part ends with this shard.
+      is_last: True if this is the last shard of the part.
     """
 
     path: Path
@@ -316,7 +316,7 @@ def _finish(directory: Path, plan: dict[str, object], tokenizer: HuggingFaceToke
 
 
 def _check_files(directory: Path) -> None:
-    """Checks that a directory without a set is empty, so that no other files become part of the set.
+    """Checks that a directory without a set is empty, which prevents other files from becoming part of the set.
 
     Raises:
       DataError: it has other files.

@@ -68,7 +68,7 @@ class Trainer:
         """Trains up to step `steps` (all by default), resuming from the newest checkpoint.
 
         Args:
-          steps: step to stop at; a later call continues.
+          steps: last step of this call; a later call continues.
           log_every_steps: number of steps between printed lines; 0 prints nothing.
 
         Returns:

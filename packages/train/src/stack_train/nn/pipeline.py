@@ -2,7 +2,7 @@
 
 All stages run the same program, tick by tick according to the table of a `Schedule`. An idle stage computes anyway and
 discards the result, instead of waiting for its neighbours. No device takes a different branch, so layers can use
-collectives along the other mesh axes as usual. All stages compute the embedding before the layers and the loss after
+collectives along other mesh axes as usual. All stages compute the embedding before the layers and the loss after
 them, but only the first stage's embedding and the last stage's loss are used.
 """
 
@@ -36,7 +36,7 @@ class Boundary:
 
     Attributes:
       received: input of the layers, from the previous stage; None keeps the model's own input.
-      is_first: whether this is the first piece of the layers, which ignores `received`.
+      is_first: True for the first piece of the layers, which ignores `received`.
       output: output of the layers.
     """
 
@@ -58,8 +58,8 @@ class Boundary:
         self._entered = True
         if self.received is None:
             return carry
-        # All stages run one program: the first stage takes its own embedding, the others the received activations.
-        return jax.tree.map(lambda own, x: jnp.where(self.is_first, own, x), carry, self.received)
+        # All stages run one program: the first stage takes its own embedding, later stages the received activations.
+        return jax.tree.map(lambda embedded, x: jnp.where(self.is_first, embedded, x), carry, self.received)
 
     def leave(self, carry: Tree, outputs: Tree) -> Tree:
         """Records the output of the layers.
@@ -103,9 +103,9 @@ def run_stages(
     """Calls a function for each microbatch, and optionally sums the gradients of its losses.
 
     Args:
-      function: loss function, which must run `scan_layers` exactly once over the layers passed to it.
+      function: loss function, which must run `scan_layers` exactly once over its layers.
       layers: arrays [layers, ...], split over "stage".
-      shared: all other parameters, replicated over "stage".
+      shared: the remaining parameters, replicated over "stage".
       microbatches: arrays [microbatches, ...], replicated over "stage".
       schedule: schedule of the stages.
       gradients: computes gradients; otherwise only the forward half of the table runs.
@@ -188,7 +188,7 @@ class _Stage:
         # Arrays that do not vary over stages would have their gradients summed over the stages in every tick.
         shared, rows = _varying((shared, rows))
         stage = cls(function, schedule, with_gradients, specs, layers, shared, rows, lax.axis_index("stage"))
-        # The carry of the scans. One loop per phase: warm-up has no backward half, and drain no forward half.
+        # The carry of the scans. One loop per phase: warm-up omits the backward half, and drain the forward half.
         carried = stage.start()
         for phase in schedule.phases:
             if phase.forward or with_gradients:
@@ -274,7 +274,7 @@ class _Stage:
         # Recomputes the piece: only its input is stored between the two passes.
         (output, loss), vjp, metrics = jax.vjp(run, self.piece(chunk), self.shared, received, has_aux=True)
         arrived = _read(carried.gradients, now["gradient_slot"])
-        # The last piece has no next stage: its output has no cotangent, and the loss has cotangent 1.
+        # The last piece computes the loss, whose cotangent is 1; its output goes nowhere, so its cotangent is 0.
         of_output = jax.tree.map(lambda x, g: jnp.where(is_last, 0, g).astype(x.dtype), output, arrived)
         of_piece, of_shared, of_input = vjp((of_output, jnp.where(is_last, 1, 0).astype(loss.dtype)))
         # Idle ticks compute a backward pass of arbitrary entries, whose gradients must not be added.
@@ -301,12 +301,12 @@ class _Stage:
     def passed(self, tree: Tree, by: int) -> Tree:
         """Shifts arrays by `by` stages along the pipeline, cyclically."""
         stages = self.schedule.stages
-        # A cycle: with several chunks the last stage sends to the first one, which holds the next chunk.
+        # A cycle: with several chunks the last stage sends to the first stage, which holds the next chunk.
         pairs = [(stage, (stage + by) % stages) for stage in range(stages)]
         return jax.tree.map(lambda x: lax.ppermute(x, "stage", pairs), tree)
 
     def sharded(self, carried: _Carry) -> _Carry:
-        """Shards gradients along the other mesh axes like their parameters."""
+        """Shards gradients like their parameters along mesh axes other than "stage"."""
         if not self.with_gradients:
             return carried
         of_layers, of_shared = (
@@ -335,7 +335,7 @@ def _written(tree: Tree, place: Any, value: Tree) -> Tree:
     at = jnp.maximum(place, 0)
 
     def write(x: Any, new: Any) -> Any:
-        # Selects between two entries, not between two whole buffers.
+        # Selects between two entries, not between two buffers.
         old = lax.dynamic_index_in_dim(x, at, keepdims=False)
         return lax.dynamic_update_index_in_dim(x, jnp.where(place >= 0, new, old).astype(x.dtype), at, 0)
 

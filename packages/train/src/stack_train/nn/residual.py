@@ -23,7 +23,7 @@ class Norm:
 
     Attributes:
       epsilon: term added to the mean square.
-      offset: offset of stored scales, 1 for families whose scales start at 0.
+      offset: offset of stored scales, 1 for families with zero-initialized scales.
     """
 
     epsilon: float = 1e-6
@@ -46,9 +46,9 @@ class Rows:
     Attributes:
       positions: [batch, seq], position of each token in its document.
       segment_ids: [batch, seq], segment of each token, 0 for padding; tokens attend only within their segment, whose
-        tokens are adjacent. None if each row is one segment.
-      ahead: [batch, seq], number of tokens after each token that it attends to, the rest of its image; None if no call
-        has images. See `stack_core.abi.models.ImageTokens`.
+        tokens are adjacent. None for rows of one segment.
+      ahead: [batch, seq], number of tokens after each token that it attends to, the rest of its image; None without
+        images. See `stack_core.abi.models.ImageTokens`.
     """
 
     positions: Int[Array, "batch seq"]
@@ -68,7 +68,7 @@ class ResidualStream:
 
     Attributes:
       x: residual stream before the last layer, [batch, seq, embed].
-      added: output of the last layer, with the shape of `x`; None if it is already added to `x`.
+      added: output of the last layer, with the shape of `x`; None once it is added to `x`.
     """
 
     x: Any

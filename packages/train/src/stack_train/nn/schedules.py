@@ -42,8 +42,8 @@ class Phase:
 
     Attributes:
       start, end: range of ticks.
-      forward: whether any stage runs forward.
-      backward: whether any stage runs backward.
+      forward: True if any stage runs forward.
+      backward: True if any stage runs backward.
     """
 
     start: int
@@ -204,7 +204,7 @@ class _Simulation:
 
     def _take(self, kind: str, microbatch: int, piece: int) -> int:
         taken = self.taken.setdefault((kind, piece % self.stages), set())
-        # The lowest free slot, so that the number of slots is the maximum number of live buffers.
+        # Taking the lowest free slot limits the number of slots to the maximum number of live buffers.
         slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
         taken.add(slot)
         self.slots[kind, microbatch, piece] = slot

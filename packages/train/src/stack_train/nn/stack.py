@@ -48,7 +48,7 @@ def scan_layers(
       per_row: arrays [batch, ...] that are the same for all layers.
       remat: values of each layer that are saved for the backward pass. "none": all residuals, without
         `jax.checkpoint`; "dots": matrix products; "dots_no_batch": matrix products without batch axes, which excludes
-        attention; "full": only the layer's input. All other values are recomputed.
+        attention; "full": only the layer's input. Remaining values are recomputed.
       unroll: compile every layer separately. A loop has to copy each layer's saved values into and out of stacked
         arrays. None unrolls up to 32 layers on a single GPU, where these copies cost more than the compilation.
       moves: keep the updates of variables with the metadata `trained=False`.

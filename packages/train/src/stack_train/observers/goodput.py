@@ -53,7 +53,7 @@ class GoodputObserver:
             self._account = None
 
     def _write(self, account: Goodput) -> None:
-        """Writes the session's line, in the place of the one that was written before."""
+        """Writes the session's line, replacing its previous version."""
         account.switch("finishing", time.perf_counter())
         with self._path.open("a+b") as file:
             self._written_at = file.tell() if self._written_at is None else self._written_at

@@ -1,4 +1,4 @@
-"""Scalars of a run's events, as trackers of experiments name them."""
+"""Scalars of a run's events, named for experiment trackers."""
 
 from stack_core.abi.events import EvaluationFinished, StepFinished
 

@@ -128,7 +128,7 @@ def describe(
     shown_metrics: Sequence[str] = (),
     rate_metrics: Sequence[str] = (),
 ) -> str:
-    """Formats a step in one line: loss, shown metrics, rates, MFU if the chip's peak is known, time left."""
+    """Formats a step in one line: loss, shown metrics, rates, MFU for chips with a known peak, time left."""
     parts = _figures(event.metrics, shown_metrics)
     amounts = {name.replace("_", " "): event.metrics[name] for name in rate_metrics if name in event.metrics}
     rates = {unit: event.work_per_s, **{name: amount / event.duration_s for name, amount in amounts.items()}}

@@ -9,7 +9,7 @@ from stack_train.observers.tracker import Tracker, require
 
 __all__ = ["WandbConfig", "WandbTracker", "wandb_tracker"]
 
-_INIT_TIMEOUT_S = 45.0  # below the limit of the event bus, so that a server out of reach is named in the warning
+_INIT_TIMEOUT_S = 45.0  # below the event bus's limit, so the warning names an unreachable server
 
 
 @config

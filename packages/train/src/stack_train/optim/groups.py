@@ -26,7 +26,7 @@ class GroupConfig:
     Attributes:
       rate_factor: factor of the learning rate.
       weight_decay: weight decay of this group; None uses the optimizer's.
-      frozen: True excludes the parameters from training; the optimizer then keeps no state for them.
+      frozen: True excludes the parameters from training and from the optimizer state.
     """
 
     rate_factor: NonNegativeFloat = 1.0

@@ -14,7 +14,7 @@ __all__ = ["goodput"]
 
 
 def goodput(directory: Path, config: Mapping[str, Any]) -> Fragment | None:
-    """Sums the time of all sessions in `goodput.jsonl` by activity; returns None if no session has ended."""
+    """Sums the time of all sessions in `goodput.jsonl` by activity; returns None before the first session ends."""
     del config
     sessions = [record["seconds"] for record in records(directory / "goodput.jsonl") if "seconds" in record]
     seconds = sum_of_sessions(sessions)

@@ -11,11 +11,11 @@ from stack_core.report.markup import Markup, element
 __all__ = ["samples"]
 
 _MOST: Final = 6
-_PNG_SIZE: Final = slice(16, 24)  # width and height, big-endian, in the header that a PNG begins with
+_PNG_SIZE: Final = slice(16, 24)  # width and height, big-endian, in the PNG header
 
 
 def samples(directory: Path, config: Mapping[str, Any]) -> Fragment | None:
-    """Shows the latest images, newest first; returns None if there are no images."""
+    """Shows the latest images, newest first; returns None without images."""
     paths = sorted((directory / "samples").glob("*.png"), key=lambda path: path.stat().st_mtime, reverse=True)
     if not paths:
         return None

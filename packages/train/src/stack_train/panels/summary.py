@@ -115,7 +115,7 @@ def _median(found: Sequence[Record], name: str) -> float | None:
 
 
 def _duration(history: Sequence[Record], train: Sequence[Record]) -> str | None:
-    """Sums the wall time of all sessions, or only the durations of steps, a lower bound, if a session has no end."""
+    """Sums the wall time of all sessions, or the durations of steps, a lower bound, if the end of one is missing."""
     total = datetime.timedelta()
     for begin, end in zip(history[::2], history[1::2], strict=False):
         if begin["event"] != "started" or end["event"] == "started":

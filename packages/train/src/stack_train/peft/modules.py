@@ -23,7 +23,7 @@ class AdaptedModule:
     Attributes:
       name: name of the module, such as "model.layers.0.self_attn.q_proj".
       parameter: path of the parameter that contains the weight.
-      place: index of the weight on the parameter's first axis; None if the parameter is not stacked.
+      place: index of the weight on the parameter's first axis; None for parameters that are not stacked.
       layer: index of the layer in the model; None outside of layers.
       d_in: number of input features.
       d_out: number of output features.
@@ -54,7 +54,7 @@ def modules_of(config: Any) -> dict[str, AdaptedModule]:
     Parameters that are not plain linear modules in transformers, such as experts, are excluded.
 
     Raises:
-      ConversionError: the family has no counterpart in transformers.
+      ConversionError: transformers does not support the family.
     """
     family = registries.models[config.name]
     if not isinstance(family, ConvertibleFamily):

@@ -13,7 +13,7 @@ __all__ = ["CONFIG", "PeftSettings", "read_settings"]
 
 CONFIG = "adapter_config.json"
 
-# The only supported values of these keys, apart from null. Other values change what the adapter computes.
+# The only supported values of these keys, apart from null. Other values change the adapter's outputs.
 _PLAIN = {"peft_type": "LORA", "bias": "none"}
 _READ = """
     r lora_alpha rank_pattern alpha_pattern use_rslora use_dora target_modules layers_to_transform
@@ -39,8 +39,8 @@ class PeftSettings:
       rank_pattern, alpha_pattern: ranks and alphas of specific modules, by regular expression for the end of the name.
       rank_stabilized: True for rsLoRA.
       magnitude: True for DoRA.
-      targets: modules with adapters, by name, by the last segments of the name, or by a regular expression that starts
-        with "^".
+      targets: modules with adapters, by name, by the last segments of the name, or by a regular expression with the
+        prefix "^".
       layers: indices of the layers with adapters; None means all layers.
       base: name or directory of the base model, or None.
     """

@@ -19,13 +19,13 @@ from stack_train.run.transforms import recipe_differences, transform_names
 
 __all__ = ["check", "check_sections", "fixed_differences"]
 
-# Keys that determine what a run learns must not change on resume. Its length, directory and outputs may.
+# Keys that affect the trained parameters must not change on resume. The length, directory and outputs may.
 _FIXED = ("model", "data", "objective", "optimizer", "precision", "run.accumulation_steps", "run.seed")
 _FREE = ("data.prefetch_batches", "model.remat", "model.unroll")
 
 
 def check(run: ResolvedRun, allowed: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Checks a run's sections, its starting point and, if it resumes, that it learns what it learned before.
+    """Checks a run's sections, its starting point and, on resume, the settings that affect training.
 
     Args:
       run: the run.
@@ -35,8 +35,8 @@ def check(run: ResolvedRun, allowed: tuple[str, ...] = ()) -> tuple[str, ...]:
       Lines with the allowed differences to the resumed run, such as "optimizer.learning_rate: 0.1, not 0.2".
 
     Raises:
-      ConfigError: sections contradict each other, a key of `allowed` does not exist or would have no effect, or a key
-        that is not allowed differs; names each.
+      ConfigError: sections contradict each other, a key of `allowed` does not exist or would not act, or a key that is
+        not allowed differs; names each.
     """
     _check_allowed(run, allowed)
     _check_start(run, allowed)
@@ -144,7 +144,7 @@ def _tokenizer_difference(data: Any, start: Start) -> list[str]:
 
 
 def _changes(run: ResolvedRun, saved: Mapping[str, Any], allowed: tuple[str, ...]) -> tuple[str, ...]:
-    """Lists the changed config keys and data files that affect what a resumed run learns."""
+    """Lists the changed config keys and data files that affect the training of a resumed run."""
     data = run.config.data
     found = fixed_differences(run.config, saved)
     # Another source is already listed as a difference, and all its files would be new.

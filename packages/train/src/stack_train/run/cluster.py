@@ -1,4 +1,4 @@
-"""Training on the hosts of a cluster: the entry point of each worker, and the driver that supervises them."""
+"""Training on the hosts of a cluster: the entry point of each worker, and the driver that supervises the workers."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -37,11 +37,11 @@ class StepReport:
       parameters: number of parameters, frozen ones included.
       work: unit and amount of the work of a step, such as ("tokens", 4096).
       model_flops: FLOPs that the model needs per step, over all devices.
-      memory_bytes: memory of a device; None if unknown.
+      memory_bytes: memory of a device, or None for unknown hardware.
       refusal: the compiler's out-of-memory message; None if the step compiled.
       cost: cost per device; None if the step did not compile.
       mfu: upper bound of the MFU: the model's FLOPs over the peak FLOPs of the devices in the roofline's time.
-      lint: lint of the collectives on parameters; None if the step did not compile, or on one device.
+      lint: lint of the collectives on parameters; None for one device, or a step that did not compile.
       trace_s: seconds to trace and lower the step.
       compile_s: wall-clock seconds to compile the step.
       compiler_cpu_s: CPU seconds of the compiler, over all cores.
@@ -66,7 +66,7 @@ class StepReport:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the step fits the memory of a device; None if unknown."""
+        """True if the step fits the memory of a device; None for unknown hardware."""
         if self.cost is None:
             return False
         return None if self.memory_bytes is None else self.cost.memory.total_bytes <= self.memory_bytes

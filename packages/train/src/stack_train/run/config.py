@@ -61,8 +61,8 @@ class RunSettings:
       minutes: wall minutes after which the session saves its state and ends, as after SIGTERM; `--resume` continues the
         run. Compilation counts. None sets no limit.
       seed: seed of the initial parameters, the order of the data and the random numbers of each step.
-      init_from: run, in a directory or in object storage, whose newest weights this run starts from; or hf:DIR for a
-        Hugging Face checkpoint. None initializes the parameters randomly.
+      init_from: run, in a directory or in object storage, whose newest weights are the initial weights; or hf:DIR for
+        a Hugging Face checkpoint. None initializes the parameters randomly.
       adapters_from: run or PEFT directory (`peft:DIR`) with the initial adapters. None creates new adapters if a
         section of the config adds any.
       pipeline: pipeline schedule, used if `mesh.stage` is more than 1.

@@ -44,7 +44,7 @@ class RunSummary:
     Attributes:
       step: last completed step.
       loss: loss of the last completed step; None if no step was completed.
-      validation_loss: mean loss of the validation tokens after the last step; None if there is no validation split or
+      validation_loss: mean loss of the validation tokens after the last step; None without a validation split, or if
         the run was stopped before its last step.
       work_per_s: throughput in `work_unit` per second, the median of the last hundred completed steps; None if no step
         was completed.
@@ -86,7 +86,7 @@ class _Dispatched:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the device has finished the step."""
+        """True once the device has finished the step."""
         arrays: list[Any] = [leaf for leaf in jax.tree.leaves(self.metrics) if isinstance(leaf, jax.Array)]
         return all(array.is_ready() for array in arrays)  # `Any` above, since jax.Array does not declare is_ready
 
@@ -166,13 +166,13 @@ class TrainingLoop:
         return self._stopped(step, state, batches) if step < steps else self._finished(step, state, batches)
 
     def evaluate(self, state: TrainState) -> dict[str, float] | None:
-        """Computes the metrics of the validation split; None if there is none, or if a stop signal interrupts it."""
+        """Computes the metrics of the validation split; None without a split, or if interrupted by a stop signal."""
         data, program = self.of.data, self.of.program
         variables, auxiliary = program.step.evaluation_variables(state), program.step.evaluation_auxiliary(state)
         found: list[Any] = []
         self._is_evaluation_cut = False
         for batch in data.validation_batches():
-            # With several processes, evaluation runs to the end: the signal may have reached only one of them.
+            # With several processes, evaluation runs to the end: the signal may have reached only some processes.
             if self._stop and self.of.processes.count == 1:
                 self._is_evaluation_cut = True
                 return None
@@ -237,7 +237,7 @@ class TrainingLoop:
         return shard_batch(self.of.program, arrays, rows=rows, shapes=shapes), row_ids
 
     def _finish(self, dispatched: _Dispatched | None) -> None:
-        """Waits for a step, checks its loss and reports it."""
+        """Waits for a step, checks its loss and reports the step."""
         if dispatched is None:
             return
         results = jax.device_get(self.of.processes.ready(dispatched.metrics))
@@ -282,7 +282,7 @@ class TrainingLoop:
         return every > 0 and step % every == 0 and step < self.of.config.run.steps
 
     def _evaluation_missing(self, step: int) -> bool:
-        """Checks whether the resumed run ended after saving `step` and before evaluating it."""
+        """Checks whether the resumed run ended between saving `step` and its evaluation."""
         if step == 0 or not self._evaluation_due(step):
             return False
 
@@ -326,7 +326,7 @@ class TrainingLoop:
 
     def _save(self, step: int, state: TrainState, batches: Any) -> None:
         if step != self._saved_step:
-            self.bus.flush()  # so that a run resumed from this checkpoint has all metrics of the steps before it
+            self.bus.flush()  # a run resumed from this checkpoint needs all metrics of earlier steps
             stored, config_yaml = state.without_frozen(), to_yaml(self.of.config)
             self.store.save(step, stored, batches.get_state(), config_yaml, frozen=self.frozen)
             self._saved_step = step

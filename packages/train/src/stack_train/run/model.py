@@ -31,7 +31,7 @@ def stored_model(config: RunConfig) -> Any:
 
 
 def holds_codes(config: RunConfig) -> bool:
-    """Checks whether a run's checkpoints hold quantized arrays and the run has no transform to merge, such as LoRA."""
+    """Checks whether a run's checkpoints hold quantized arrays, without a transform to merge, such as LoRA."""
     if transform_of(config).merges:
         return False
     variables = ModelVariables.of(stored_model(config)).abstract

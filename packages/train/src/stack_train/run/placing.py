@@ -29,7 +29,7 @@ def shard_batch(
     """Transfers a batch to the devices of a program's mesh.
 
     Args:
-      rows: row indices in the global batch that the arrays hold; None if every process holds all rows.
+      rows: row indices in the global batch that the arrays hold; None for processes that hold all rows.
       shapes: global shapes of the arrays; required with `rows`.
     """
     # A process may hold only its own rows, and `device_put` takes complete arrays.

@@ -19,10 +19,10 @@ def policy_of(run: Run, variables: Tree) -> ModuleCheckpoint:
     """Opens the run's model for generation, for `PolicyBatches.take_policy`.
 
     Args:
-      variables: current variables of the run. `load_params` copies them, so the next step may donate them.
+      variables: current variables of the run. `load_params` makes a copy, so the next step may donate the originals.
 
     Raises:
-      ConfigError: the run has several processes, so that no process holds all variables.
+      ConfigError: the variables are distributed over several processes.
       GenerationError: the run's model is not a language model, or its tokenizer belongs to another model.
     """
     if run.processes.count > 1:
@@ -32,7 +32,7 @@ def policy_of(run: Run, variables: Tree) -> ModuleCheckpoint:
         )
 
     def read(shardings: Any) -> Iterator[tuple[Any, jax.Array]]:
-        # Copied leaf by leaf: jnp.copy of a whole quantized array would dequantize it to float.
+        # Copied leaf by leaf: jnp.copy of a quantized array would dequantize it to float.
         return ((path, jax.tree.map(jnp.copy, value)) for path, value in flatten_mapping(variables).items())
 
     return generative_checkpoint(

@@ -24,12 +24,12 @@ class ResolvedRun:
     """Config of a run with all defaults filled in, and the configs of earlier runs for `checks.check` to compare.
 
     Attributes:
-      config: config of the run, as it is saved in the run directory.
+      config: config of the run, as saved in the run directory.
       directory: run directory.
       data: config that builds the data: `config.data`, with the tokenizer that a resumed run trained.
       transforms: transforms of the model.
-      start: run or published checkpoint in `run.init_from`; None if the parameters are initialized randomly.
-      resumed: config of the resumed run, as saved; None if the run is new.
+      start: run or published checkpoint in `run.init_from`; None for random initial parameters.
+      resumed: config of the resumed run, as saved; None for a new run.
     """
 
     config: RunConfig
@@ -59,7 +59,7 @@ def parse_run(mapping: Mapping[str, Any]) -> RunConfig:
 
 
 def resolve(config: RunConfig, *, resume: bool = False) -> ResolvedRun:
-    """Merges the sharding rules of the model family, the tokenizer of the start and that of the resumed run.
+    """Merges the sharding rules of the model family, and the tokenizers of the start and the resumed run.
 
     Raises:
       StackError: the starting point or the resumed run is not usable.

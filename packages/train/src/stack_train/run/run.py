@@ -36,7 +36,7 @@ def build(config: RunConfig, *, resume: bool = False, allow: Sequence[str] = ())
     Args:
       config: config of the run.
       resume: resume the run in the directory.
-      allow: config keys that may differ from the resumed run, or from the run or checkpoint that this run starts from.
+      allow: config keys that may differ from the resumed run, or from the start, `run.init_from`.
 
     Raises:
       StackError: the config, the data or the directory is not usable, or the run does not fit the devices' memory.
@@ -104,7 +104,7 @@ def _opened_storage(config: RunConfig, resume: bool, processes: Processes) -> Re
 
 
 def build_data(processes: Processes, batches: Any, build: Callable[[], Any]) -> Any:
-    """Builds data in the first process, which trains the tokenizer and tokenizes, then in the others from its cache.
+    """Builds data in the first process, which trains the tokenizer and tokenizes, then from its cache elsewhere.
 
     Prepared data is only opened, for which no process waits.
     """
@@ -115,7 +115,7 @@ def build_data(processes: Processes, batches: Any, build: Callable[[], Any]) -> 
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is ready to start; `stack_train.run.train` starts it.
+    """A run that is ready for `stack_train.run.train`.
 
     Attributes:
       config: resolved config.
@@ -123,8 +123,8 @@ class Run:
       program: program of the train step on the run's mesh.
       traced: the train step, traced for the run's batch shapes; nothing is allocated.
       data: training and validation batches.
-      start: run or published checkpoint in `run.init_from`; None if the parameters are initialized randomly.
-      resume: whether to resume from the newest checkpoint in the directory.
+      start: run or published checkpoint in `run.init_from`; None for random initial parameters.
+      resume: resumes from the newest checkpoint in the directory.
       changes: config differences to the resumed run, such as "optimizer.learning_rate: ...".
       processes: processes that train together.
       rows: rows of the global training batch that `data` yields in this process; None if it yields all rows.

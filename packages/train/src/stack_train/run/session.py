@@ -28,9 +28,9 @@ def train(
     Args:
       config: path of a YAML file, a mapping with the same keys, or a `RunConfig`.
       resume: resume from the newest complete checkpoint, or from step 0 if the killed run had none.
-      allow: config keys that may differ from the resumed run, or from the run or checkpoint that this run starts from.
+      allow: config keys that may differ from the resumed run, or from the start, `run.init_from`.
       terminal: show progress bars.
-      changes: top-level keys that replace those of the config; the keys of a section replace one by one.
+      changes: top-level keys that override the config; the keys of a section are overridden one by one.
 
     Raises:
       StackError: the config, the data, the directory or a checkpoint is not usable, or training cannot continue.

@@ -1,4 +1,4 @@
-"""Record of a run's data files, so that a resumed run reports files that were added, removed or resized."""
+"""Record of a run's data files; a resumed run reports files that were added, removed or resized."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path

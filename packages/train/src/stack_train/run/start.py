@@ -1,4 +1,4 @@
-"""The run or published checkpoint that a run starts from: its model, its tokenizer and its config."""
+"""The run or published checkpoint in `run.init_from`: its model, its tokenizer and its config."""
 
 import shutil
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Start:
     """The run or published checkpoint in `run.init_from`.
 
     Attributes:
-      source: "run:" or "FORMAT:", followed by the absolute path, as checkpoints record it.
+      source: "run:" or "FORMAT:", followed by the absolute path, as recorded in checkpoints.
       model: config of its model.
       tokenizer: directory of its tokenizer, or None.
       configs: directory of the original `config.json` and `generation_config.json` of its model.

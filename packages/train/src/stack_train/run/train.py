@@ -45,7 +45,7 @@ def train(config: RunConfig, *, resume: bool = False, allow: Sequence[str] = (),
     Args:
       config: config of the run.
       resume: resume from the newest complete checkpoint, or from step 0 if the killed run had none.
-      allow: config keys that may differ from the resumed run, or from the run or checkpoint that this run starts from.
+      allow: config keys that may differ from the resumed run, or from the start, `run.init_from`.
       terminal: show progress bars.
 
     Raises:
@@ -56,7 +56,7 @@ def train(config: RunConfig, *, resume: bool = False, allow: Sequence[str] = (),
 
 
 def start(run: Run, *, terminal: bool = False, last: contextlib.ExitStack | None = None) -> RunSummary:
-    """Trains to the last step or a stop signal. Nothing is written before the compiled step is known to fit.
+    """Trains to the last step or a stop signal. Writes nothing before checking that the compiled step fits.
 
     Args:
       run: the run to train.
@@ -70,7 +70,7 @@ def start(run: Run, *, terminal: bool = False, last: contextlib.ExitStack | None
     processes, ending = run.processes, run.processes.ending_together
     with contextlib.ExitStack() as own, ending():
         last = own if last is None else last
-        stop = last.enter_context(stop_requests(deferred=False))  # in `last`, so that a signal never cuts off reports
+        stop = last.enter_context(stop_requests(deferred=False))  # in `last`: a signal must not cut off reports
         started_s = time.perf_counter()
         compiled = compile_fitting(run.traced, run.program)
         compile_s = time.perf_counter() - started_s
@@ -78,7 +78,7 @@ def start(run: Run, *, terminal: bool = False, last: contextlib.ExitStack | None
         last.enter_context(_opened(run))
         if run.remote is not None:
             last.enter_context(run.remote)  # uploads the last files, before the lock is released
-        # `ending` and `out_of_memory` again, inside the observers, so that they see the converted exception.
+        # `ending` and `out_of_memory` again, inside the observers, which then see the converted exception.
         with _observed(run, last, terminal=terminal) as bus, _released(run), ending(), out_of_memory():
             processes.in_turn("files", lambda: _write_files(run))
             if run.remote is not None:
@@ -178,7 +178,7 @@ def _write_data_files(run: Run, directory: Path) -> None:
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Deletes files left by a failed start so that the data does not reuse them."""
+    """Deletes files left by a failed start, which the data would otherwise reuse."""
     for name in ("tokenizer", "tokenizer.partial"):
         shutil.rmtree(directory / name, ignore_errors=True)
     for name in ("reference_logprobs.npz", "encoders.json"):
@@ -215,7 +215,7 @@ def _with_initial_adapters(state: TrainState, records: Mapping[str, FrozenRecord
 
 
 def _cost(run: Run) -> tuple[int, float | None]:
-    """Returns the model's FLOPs per step and their duration at peak FLOPs in seconds; None if the peak is unknown."""
+    """Returns the model's FLOPs per step and their duration at peak FLOPs in seconds, or None without a known peak."""
     flops, chip = model_flops(run.config, run.program), current_chip()
     return flops.total, flops.ideal_s(chip, units=count_units(chip, run.program.mesh.devices.flatten().tolist()))
 
@@ -240,7 +240,7 @@ def _observed(run: Run, last: contextlib.ExitStack, *, terminal: bool) -> Iterat
 
 @contextlib.contextmanager
 def _released(run: Run) -> Iterator[None]:
-    """Releases the directory to other runs if this run fails without a checkpoint to resume from."""
+    """Releases the directory to other runs if this run fails without a resumable checkpoint."""
     try:
         yield
     except BaseException:  # Ctrl-C, too; re-raised.

@@ -27,14 +27,14 @@ INIT: Final = "init"
 
 @dataclass(frozen=True, eq=False)
 class AuxiliaryModel:
-    """A model that an objective calls; `auxiliary_models` and `trained_model` construct it.
+    """A model that an objective calls, constructed by `auxiliary_models` or `trained_model`.
 
     Attributes:
-      name: keyword by which the objective receives it.
+      name: keyword of the objective's argument.
       open: returns the structure of the model; called on first use.
-      source: `INIT` or "run:DIRECTORY" of a frozen model; "" of a trained one.
+      source: `INIT` or "run:DIRECTORY" for frozen models; "" for trained models.
       build: builds a trained model from a key; None for frozen models.
-      optimizer: optimizer of a trained model, whose groups match paths that begin with `name`; None if it is frozen.
+      optimizer: optimizer of a trained model, whose groups match paths that begin with `name`; None for frozen models.
       steps: total number of updates, which the learning-rate schedule spans.
     """
 
@@ -59,7 +59,7 @@ class AuxiliaryModel:
 
     @property
     def paths(self) -> list[str]:
-        """The paths of all parameters, as patterns of optimizer groups see them."""
+        """The paths of all parameters, in the form that patterns of optimizer groups match."""
         return [path_name((self.name, *path)) for path in flatten_mapping(self.variables.abstract)]
 
     def init(self, initial: Tree, *, key: jax.Array | None = None) -> AuxiliaryState:

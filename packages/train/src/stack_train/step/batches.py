@@ -17,11 +17,11 @@ def batch_shapes(batch: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def check_batch(batch: Mapping[str, Any], expected: Mapping[str, jax.ShapeDtypeStruct], compile_: str) -> None:
-    """Checks that a batch has the arrays, shapes and dtypes that a program was compiled for.
+    """Checks that a batch has the arrays, shapes and dtypes of a compiled program.
 
     Args:
       batch: the batch.
-      expected: shapes and dtypes that the program was compiled for.
+      expected: shapes and dtypes of the compiled program.
       compile_: name of the method of `Program` that compiles the program, for the message.
 
     Raises:

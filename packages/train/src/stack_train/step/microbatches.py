@@ -48,7 +48,7 @@ def accumulate(
 
 
 def check_metrics(metrics: Mapping[str, Any]) -> None:
-    """Raises a TrainingError if an objective's metrics have no loss with the weight to average microbatches by."""
+    """Raises a TrainingError unless an objective's metrics contain a weighted mean loss, which averages microbatches."""
     loss = metrics.get("loss")
     if not isinstance(loss, Metric) or loss.combination != "mean":
         raise TrainingError(
@@ -58,6 +58,6 @@ def check_metrics(metrics: Mapping[str, Any]) -> None:
 
 
 def split_batch(x: jax.Array, microbatches: int) -> jax.Array:
-    """Reshapes [batch, ...] to [microbatches, rows, ...], with strided rows so that each row stays on its device."""
+    """Reshapes [batch, ...] to [microbatches, rows, ...], with strided rows, which keeps each row on its device."""
     parts = x.reshape(-1, microbatches, *x.shape[1:]).swapaxes(0, 1)
     return constrain(parts, None, "batch", *[None] * (x.ndim - 1), name="a microbatch")

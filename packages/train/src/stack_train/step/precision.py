@@ -3,12 +3,12 @@
 | array | dtype |
 |---|---|
 | trained parameters | `Precision.params`: float32, or bfloat16 with stochastic rounding |
-| frozen parameters, inference, exports | `model.param_dtype`, the dtype that the model is published in |
+| frozen parameters, inference, exports | `model.param_dtype`, the dtype of the published model |
 | activations and matrix products | `model.dtype` |
 | sums of gradients over microbatches, optimizer states, updates | float32 |
 
 A bfloat16 number has 8 bits of precision, so an update below 1/512 of a parameter rounds to nothing. Fine-tuning at
-learning rates of 1e-5 and less would leave most parameters as they are.
+learning rates of 1e-5 and less would leave most parameters unchanged.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ class Precision:
         """Returns a model's config with the dtype of trained parameters as its `param_dtype`.
 
         Raises:
-          ConfigError: the config has no `param_dtype`, and `params` is not float32.
+          ConfigError: the config lacks `param_dtype`, and `params` is not float32.
         """
         published = getattr(model_config, "param_dtype", None)
         # A config in float32, or without the field, already builds trained parameters in float32.
@@ -144,5 +144,5 @@ def _round_stochastically(x: jax.Array, *, key: jax.Array) -> jax.Array:
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
     rounded = jax.lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
-    # Infinities have no neighbor above, and the noise could turn a NaN into one.
+    # Infinity lacks a neighbor above, and the noise could turn a NaN into infinity.
     return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""The program of a step: places its arrays on a mesh and compiles it."""
+"""The program of a step: places its arrays on a mesh and compiles the step."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -82,7 +82,7 @@ class Program:
     ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
         """Wraps the compiled step with a check that names the arrays of a batch with other shapes or dtypes.
 
-        A batch with one of `row_counts` rows compiles another program when that number first occurs.
+        Each number of rows in `row_counts` compiles another program when it first occurs.
 
         On CPUs, compiled programs reject committed 4-bit arrays, because JAX reports their layouts in two ways (jax
         0.10.2). A state with such arrays goes through `jax.jit`, which compiles again or hits the compilation cache.
@@ -217,7 +217,7 @@ class Program:
 
     @property
     def _has_subbyte_codes(self) -> bool:
-        """Whether the state has arrays of less than a byte an entry, on CPUs."""
+        """Checks whether the state has arrays of less than a byte an entry, on CPUs."""
         frozen = [each.params for each in self.abstract_state.auxiliary.values()]
         dtypes = (leaf.dtype for leaf in jax.tree.leaves((self.abstract_variables, frozen)))
         # `jnp.iinfo` accepts only integers.

@@ -43,7 +43,7 @@ def staged(
       axes: logical axes of each parameter.
       shardings: sharding of each parameter.
       key: PRNG key, split over the microbatches.
-      gradients: whether to compute gradients; if False, they are None.
+      gradients: computes gradients; False returns None instead.
     """
     flat, specs = flatten_mapping(params), flatten_mapping(shardings)
     paths = {path_name(path): path for path in flat}

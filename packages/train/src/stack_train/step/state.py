@@ -34,9 +34,9 @@ class AuxiliaryState(_Branches):
     """The variables of an auxiliary model, or their shapes or shardings in the same structure.
 
     Attributes:
-      params: nested dict of the variables. A frozen copy of the initial model holds only those that it does not share
-        with the trained model.
-      opt_state: state of the optimizer; None if the model is frozen.
+      params: nested dict of the variables. A frozen copy of the initial model excludes variables shared with the
+        trained model.
+      opt_state: state of the optimizer; None for frozen models.
     """
 
     params: Any
@@ -67,7 +67,7 @@ class TrainState(_Branches):
 
     @property
     def trained(self) -> dict[str, Any]:
-        """Variables that gradients are computed for: `params`, and those of trained auxiliary models by name."""
+        """Variables with gradients: `params`, and the variables of trained auxiliary models by name."""
         return {**self.params, **{name: each.params for name, each in self._trained_auxiliary.items()}}
 
     def without_frozen(self) -> "TrainState":

@@ -101,7 +101,7 @@ def make_step(  # noqa: PLR0913  each is an option of the step
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A training step; `make_step` constructs it. Its methods are pure; inside `use_mesh`, they shard their arrays.
+    """A training step, constructed by `make_step`. Its methods are pure; inside `use_mesh`, they shard their arrays.
 
     Attributes:
       model: the trained model.

@@ -47,7 +47,7 @@ class FunctionFamily:
 
 @dataclass(frozen=True)
 class TrainableModel:
-    """A model, and the role of each of its variables in training.
+    """A model, and the roles of its variables in training.
 
     Attributes:
       family: model family.
@@ -86,7 +86,7 @@ class TrainableModel:
 
     @property
     def trainable_paths(self) -> list[str]:
-        """Paths of the parameters that are trained unless `optimizer.groups` freezes them."""
+        """Paths of all trainable parameters, including parameters that `optimizer.groups` freezes."""
         flat = nnx.to_flat_state(nnx.state(self.abstract))
         return [path_name(path) for path, variable in flat if self._could_train(path, variable)]
 
@@ -159,7 +159,7 @@ class TrainableModel:
         }
 
     def _could_train(self, path: Path, variable: Any) -> bool:
-        """Returns whether a variable is trained unless `optimizer.groups` freezes it."""
+        """Checks whether a variable is trainable, ignoring `optimizer.groups`."""
         may = variable.get_metadata().get("trained", True) and nnx.filterlib.to_predicate(self.trained)(path, variable)
         return may and self.transform.trained(path, variable)
 

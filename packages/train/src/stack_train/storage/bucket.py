@@ -42,7 +42,7 @@ class Bucket:
             ) from error
 
     def check_writable(self) -> None:
-        """Writes and deletes an object, so that a bucket that refuses writes ends a run before it trains."""
+        """Writes and deletes an object; a read-only bucket then ends a run before training."""
         name = f".stack-write-check-{os.getpid()}"
         with self._naming("cannot be written"):
             self._files.pipe_file(self._path(name), b"stack")
@@ -102,7 +102,7 @@ class Bucket:
     def _naming(self, failure: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # Each provider's library raises exceptions of its own.
+        except Exception as error:  # Each provider's library raises different exceptions.
             raise RunDirectoryError(
                 f"{self.address!r} {failure}: {type(error).__name__}: {error}. Check that the bucket exists, and that "
                 "the credentials in the environment may read, write and delete there."

@@ -1,9 +1,9 @@
-"""A run whose directory is in object storage, with a local copy that it is trained in.
+"""A run whose directory is in object storage, with a local copy for training.
 
 The run works in the local copy like any other run. Each checkpoint is uploaded in the background once it is durable;
-its manifest is uploaded last, so a checkpoint with a manifest is complete. The other files of the run follow each
-checkpoint. To resume, a newer local checkpoint of the same course is uploaded, and the local copy is made anew from the
-storage.
+its manifest is uploaded last, so a checkpoint with a manifest is complete. The remaining files of the run follow
+each checkpoint. To resume, a newer local checkpoint of the same course is uploaded, and the local copy is downloaded
+again.
 """
 
 import fcntl
@@ -46,15 +46,15 @@ def local_copy(address: str) -> Path:
     Files that were downloaded before are used again if the checkpoint is the same.
 
     Raises:
-      RunDirectoryError: there is no run at the address, or it cannot be read.
-      CheckpointError: the run has no complete checkpoint.
+      RunDirectoryError: the address does not contain a run, or cannot be read.
+      CheckpointError: the run does not have a complete checkpoint.
     """
     bucket = Bucket(address)
     _check_run(bucket)
     if (step := max(_complete_steps(bucket), default=None)) is None:
         raise CheckpointError(f"{address!r} has no complete checkpoint to start from.")
     directory = user_cache_dir() / "starts" / hashlib.sha256(address.encode()).hexdigest()[:24]
-    # Several processes of a run may ask at the same time, and a copy must not be replaced while another reads it.
+    # Several processes of a run may download at the same time, and must not replace a copy that another one reads.
     with (_made(directory.parent) / f"{directory.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not _has_checkpoint(bucket, directory, step):
@@ -102,11 +102,11 @@ class RemoteRun:
         _download(self._bucket, self.path, max(_complete_steps(self._bucket), default=None))
 
     def _upload_newer(self) -> None:
-        """Uploads the newest local checkpoint if it continues the newest one of the storage.
+        """Uploads the newest local checkpoint if it continues the newest checkpoint of the storage.
 
         The session that wrote it may have ended before it was uploaded. Meanwhile another machine may have continued
         from an earlier checkpoint, or started another run here. So the local copy must have the newest checkpoint of
-        the storage, too, or the same config if the storage has no checkpoint.
+        the storage, too, or the same config if the storage lacks checkpoints.
         """
         stored = max(_complete_steps(self._bucket), default=None)
         names = (path.parent.name for path in self.path.glob(f"{_CHECKPOINTS}/*/{_MANIFEST}"))
@@ -226,7 +226,7 @@ class RemoteRun:
         self._bucket.delete([f"{folder}/{_MANIFEST}"])
 
     def _delete_partial(self) -> None:
-        """Deletes the partial checkpoints that killed sessions left: they have no manifest and are not set aside."""
+        """Deletes partial checkpoints left by killed sessions, which lack a manifest and are not set aside."""
         for name in self._bucket.folders(_CHECKPOINTS):
             folder = f"{_CHECKPOINTS}/{name}"
             if not any(self._bucket.exists(f"{folder}/{manifest}") for manifest in (_MANIFEST, _SET_ASIDE)):
@@ -235,7 +235,7 @@ class RemoteRun:
     def _delete(self, folder: str) -> None:
         names = self._bucket.names(folder)
         if (manifest := f"{folder}/{_MANIFEST}") in names:
-            # First, so that a checkpoint that is deleted in part is not complete.
+            # First, because an interrupted deletion must not leave a complete checkpoint.
             self._bucket.delete([manifest])
             names.remove(manifest)
         self._bucket.delete(names)
@@ -260,9 +260,9 @@ def _complete_steps(bucket: Bucket) -> Sequence[int]:
 
 
 def _download(bucket: Bucket, directory: Path, step: int | None) -> None:
-    """Makes a directory a copy of a run with the checkpoint `step`, whose files are kept if they are there already.
+    """Makes a directory a copy of a run with the checkpoint `step`; existing files of the checkpoint are reused.
 
-    Without a step, the copy has no checkpoint.
+    Without a step, the copy omits checkpoints.
     """
     with tempfile.TemporaryDirectory(prefix=f".{directory.name}-", dir=_made(directory.parent)) as partial:
         made = Path(partial) / directory.name

@@ -1,1 +1,1 @@
-"""The variables of models: their structure and roles, and how runs store and load them."""
+"""The variables of models: their structure, their roles, and their storage in runs."""

@@ -23,8 +23,8 @@ def read_adapters(address: str, config: Any, digests: Callable[[], Digests]) -> 
       digests: returns the digests of the model's leaves; called only if the adapters record the digests of their base.
 
     Raises:
-      ConversionError: the address has no adapters, or their base model differs; names the keys, tensors or digests
-        that differ.
+      ConversionError: the address does not contain adapters, or their base model differs; names the keys, tensors or
+        digests that differ.
     """
     address = local_address(address)
     scheme, separator, path = address.partition(":")

@@ -130,7 +130,7 @@ class ModelVariables:
 
         Args:
           tree: values of all variables except random streams.
-          key: PRNG key that the random streams start from; `jax.random.key(0)` by default.
+          key: PRNG key of the random streams; `jax.random.key(0)` by default.
         """
         streams = self._random_streams(jax.random.key(0) if key is None else key)
         return nnx.merge(self.graph, nnx.State(unflatten_mapping({**flatten_mapping(tree), **streams})))
@@ -219,7 +219,7 @@ def variable_shardings(
     """Computes the sharding of each variable from its logical axes; a quantized array has a tree of shardings.
 
     Raises:
-      ShardingError: names every variable whose axes have no rule, collide or do not divide.
+      ShardingError: names every variable whose axes lack a rule, collide or do not divide.
     """
     # Rules apply to logical shapes, which quantized arrays have too (`QView`).
     whole = {path: jax.ShapeDtypeStruct(value.shape, value.dtype) for path, value in shapes.items()}

@@ -52,7 +52,7 @@ class RunAdapters:
       adapters: adapters of the newest intact checkpoint.
       config: config of the run.
       step: training step of the checkpoint.
-      base: source and digests of the frozen variables; None if the checkpoint stores all variables.
+      base: source and digests of the frozen variables; None for checkpoints with all variables.
     """
 
     adapters: Adapters
@@ -121,7 +121,7 @@ def check_base(adapters: str, known: Digests, found: Digests) -> None:
 def digests_of_run(run: Path) -> Digests:
     """Returns the digests of all variables of a run's newest checkpoint, including frozen variables.
 
-    Empty if there are no checkpoints, or if the model consists of averaged parameters.
+    Empty without checkpoints, or if the model consists of averaged parameters.
     """
     with CheckpointStore(RunDirectory(run).checkpoints) as store:
         step = store.latest()

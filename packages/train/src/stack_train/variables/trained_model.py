@@ -147,7 +147,7 @@ class RunFormat:
 
         Raises:
           RunDirectoryError: `directory` is not a run directory.
-          GenerationError: the model cannot generate text, or the tokenizer does not fit it.
+          GenerationError: the model cannot generate text, or does not match the tokenizer.
           DataError: the tokenizer is malformed.
         """
         run, config = RunDirectory(directory), run_config(directory)

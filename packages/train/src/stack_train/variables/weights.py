@@ -221,7 +221,7 @@ def _read_auxiliary(program: Program, name: str, step: int | None = None) -> tup
 
 
 def _saved_run(program: Program, name: str) -> Path:
-    """Returns the directory of the run that a frozen auxiliary model is loaded from."""
+    """Returns the directory of the run with the weights of a frozen auxiliary model."""
     return local_path(program.step.auxiliary[name].source.removeprefix("run:")).absolute()
 
 

@@ -48,7 +48,7 @@ def accumulate(
 
 
 def check_metrics(metrics: Mapping[str, Any]) -> None:
-    """Raises a TrainingError unless an objective's metrics contain a weighted mean loss, which averages microbatches."""
+    """Raises a TrainingError unless an objective's metrics contain a weighted mean loss for averaging."""
     loss = metrics.get("loss")
     if not isinstance(loss, Metric) or loss.combination != "mean":
         raise TrainingError(

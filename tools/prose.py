@@ -23,11 +23,11 @@ BUDGETS = {
     "packages/core": (8.0, 2),
     "packages/kernels": (5.5, 2),
     "packages/quant": (2.5, 2),
-    "packages/train": (7.5, 4),
-    "packages/rl": (6.5, 21),
-    "packages/serve": (9.0, 3),
+    "packages/train": (2.0, 4),
+    "packages/rl": (6.0, 17),
+    "packages/serve": (8.0, 3),
     "packages/profile": (5.0, 3),
-    "docs README.md GLOSSARY.md CONTRIBUTING.md examples": (6.0, 5),
+    "docs README.md GLOSSARY.md CONTRIBUTING.md examples": (5.5, 5),
 }
 
 _MARKERS = [

@@ -17,6 +17,7 @@ from stack_core.abi import hookspecs
 from stack_core.abi.hookspecs import DETAILS, HOOKS
 from stack_core.abi.models import Outputs
 from stack_core.abi.ops import OpCall
+from stack_core.abi.plugins import registries
 from stack_core.abi.registry import Registrar
 from stack_core.commands.config_keys import config_keys
 from stack_core.ops import Head
@@ -26,7 +27,7 @@ from stack_train.run.config import RunConfig
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
-KEY_PAGES = ("troubleshooting.md",)
+KEY_PAGES = ("migration.md", "troubleshooting.md")
 CONTRACTS = (
     "stack_core.abi.adapters",
     "stack_core.abi.caches",
@@ -159,6 +160,19 @@ def test_config_keys_of_a_page_exist(page):
         if not any(f"{key}.".startswith(f"{name}.") or f"{name}.".startswith(f"{key}.") for key in known)
     ]
     assert not missing
+
+
+@pytest.mark.parametrize("page", KEY_PAGES)
+def test_commands_and_public_names_of_a_page_exist(page):
+    text = (DOCS / page).read_text()
+    code = [*code_spans(text), *re.findall(r"^stack .+$", text, re.MULTILINE)]
+    commands = {name.split()[0] for name in registries.commands}
+    used = {
+        words[1]: words for words in map(str.split, code) if words[0] == "stack" and words[1:] and words[1].islower()
+    }
+    assert used and not used.keys() - commands
+    for package, name in re.findall(r"\b(stack_[a-z]+)\.(\w+)", " ".join(code)):
+        assert hasattr(importlib.import_module(package), name), f"{package}.{name}"
 
 
 def namespace_of(block):

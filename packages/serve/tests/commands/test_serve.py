@@ -32,7 +32,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[HttpServer]:
         self._announce("http://127.0.0.1:8000")
 
     monkeypatch.setattr(HttpServer, "run", run)
-    monkeypatch.setattr(model_formats, "open_for_generation", lambda address: checkpoint(name=address))
+    monkeypatch.setattr(model_formats, "open_for_generation", lambda address, encoders: checkpoint(name=address))
     return servers
 
 

@@ -224,13 +224,14 @@ def _serve(model: str, engine_name: str, config: Any, options: dict[str, Any], *
 def _make_engine(name: str, checkpoint: Any, config: Any, progress: Any) -> Any:
     from stack_core.abi.engines import checked_engine
     from stack_core.abi.plugins import registries
-    from stack_core.text.embeddings import check_generates
-    from stack_serve.llm.encoder_engine import make_engine
+    from stack_core.text.embeddings import check_generates, is_encoder
+    from stack_serve.llm.encoder_engine import EncoderEngine
 
-    if name == "llm":
-        return make_engine(checkpoint, config, progress=progress)
-    check_generates(checkpoint)
-    return checked_engine(name, registries.engines[name](checkpoint))
+    if name != "llm":
+        check_generates(checkpoint)
+        return checked_engine(name, registries.engines[name](checkpoint))
+    make = EncoderEngine if is_encoder(checkpoint) else registries.engines[name]
+    return checked_engine(name, make(checkpoint, config, progress=progress))
 
 
 def _only(cls: type, options: dict[str, Any]) -> dict[str, Any]:

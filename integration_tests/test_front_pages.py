@@ -25,9 +25,10 @@ NAMES = {
         capture listen load_trace""",
     "stack_quant": """ArraySpec QArray QType QuantizedCheckpoint Range Report Rule dequantize fake_quantize load_recipe
         qtype quantize quantize_array quantize_function quantize_model report""",
-    "stack_rl": """Action CISPOConfig Completion DAPOConfig DPOConfig DrGRPOConfig Environment EnvironmentKind
-        GRPOConfig GSPOConfig IPOConfig KTOConfig ORPOConfig Observation PPOConfig PromptsConfig RLOOConfig Reward
-        RewardModelConfig RolloutData Score SimPOConfig StepResult Tasks ToolsConfig train""",
+    "stack_rl": """Action AdamParams CISPOConfig Completion DAPOConfig DPOConfig Datum DrGRPOConfig Environment
+        EnvironmentKind GRPOConfig GSPOConfig IPOConfig KTOConfig LocalClient ORPOConfig Observation PPOConfig
+        PromptsConfig RLOOConfig Reward RewardModelConfig RolloutData Score SimPOConfig StepResult Tasks ToolsConfig
+        train""",
     "stack_serve": "Completion LLM Output Piece SamplingParams",
     "stack_train": """CausalLMConfig CheckpointStore LoadedModel Program Run RunConfig RunSettings RunSummary
         SamplingConfig Step TextGenerator Trainer build convert load make_step start train""",

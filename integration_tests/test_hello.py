@@ -20,4 +20,4 @@ def test_ten_examples_teach_a_published_model_to_talk_like_a_pirate(tmp_path: Pa
     assert done.returncode == 0, done.stdout + done.stderr
     # None of the examples asks for France.
     assert "smollm2: The capital of France is Paris." in done.stdout
-    assert re.search(r"pirate: \w+, matey! Arr, that be the capital of France", done.stdout)
+    assert re.search(r"pirate: .*, matey! Arr, that be the capital of France", done.stdout)

@@ -22,7 +22,7 @@ from stack_profile.traces.trace import load_trace
 
 
 def read_batch():
-    time.sleep(0.02)
+    time.sleep(0.1)
 
 
 def count_words(seconds):
@@ -63,7 +63,7 @@ def sampled(tmp_path_factory):
     with stack_profile.capture(folder / "host", stacks_hz=1000.0) as captured:
         for _ in range(12):
             x = jax.block_until_ready(step(x))
-            count_words(0.02)
+            count_words(0.06)
         gc.collect()
     captured.wait()
     return {name: load_trace(folder / name) for name in ("input", "host")}

@@ -220,10 +220,17 @@ def _backward(call: BackwardCall, *, config: HeadTiles) -> Mapping[str, Any]:
     # quotient is 0 in bfloat16; in float16 it is infinite, and the gradients were NaN on an H100.
     padding = -q_seq % config.queries if arrays["query"].dtype == jnp.float16 else 0
     query, output, cotangent = (_padded(x, 1, padding) for x in (arrays["query"], output, cotangent))
-    bias = _padded_queries(arrays["bias"], 2, q_seq, padding)
-    mask, *bounds = _limits(arguments)
-    limits = (_padded_queries(mask, 2, q_seq, padding), *(_padded_queries(each, 2, q_seq, padding) for each in bounds))
-    operands = (output, cotangent, _padded(finite_lse, 2, padding), query, arrays["key"], arrays["value"], bias, limits)
+    bias, *limits = (_padded_queries(x, q_seq, padding) for x in (arrays["bias"], *_limits(arguments)))
+    operands = (
+        output,
+        cotangent,
+        _padded(finite_lse, 2, padding),
+        query,
+        arrays["key"],
+        arrays["value"],
+        bias,
+        tuple(limits),
+    )
     found = dict(zip(("query", "key", "value", "bias"), from_tokamax.on_arrays(gradients, *operands), strict=False))
     if padding:
         found["query"] = found["query"][:, :q_seq]
@@ -239,9 +246,9 @@ def _padded(x: Any, axis: int, padding: int) -> Any:
     return jnp.pad(x, [(0, padding if each == axis else 0) for each in range(x.ndim)])
 
 
-def _padded_queries(x: Any, axis: int, q_seq: int, padding: int) -> Any:
-    """Appends zeros along the queries of an array that may be None, or the same for all queries."""
-    return x if x is None or x.shape[axis] != q_seq or q_seq == 1 else _padded(x, axis, padding)
+def _padded_queries(x: Any, q_seq: int, padding: int) -> Any:
+    """Appends zeros along axis 2, the queries, of an array that may be None or broadcast over queries."""
+    return x if x is None or x.shape[2] != q_seq or q_seq == 1 else _padded(x, 2, padding)
 
 
 def _of_forward(library: Any, config: HeadTiles, *features: int) -> Any:

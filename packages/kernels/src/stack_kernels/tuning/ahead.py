@@ -24,18 +24,18 @@ def compile_ahead(
     end_s: float | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[K, T | Exception]:
-    """Runs functions that compile, in `threads` threads, in their order.
+    """Runs compilations in threads.
 
     Args:
-      jobs: functions by key.
-      threads: number of threads.
-      deadline_s: time of `clock` after which no function starts.
-      end_s: time of `clock` until which running functions are waited for; `deadline_s` by default. One that takes
-        longer continues in its thread, and has no result.
-      clock: returns the time in seconds.
+      jobs: functions that compile, by key; started in this order.
+      threads: maximum number of threads.
+      deadline_s: time on `clock` after which no function starts.
+      end_s: time on `clock` until which the call waits for running functions, by default `deadline_s`. A function that
+        takes longer continues in its thread, and its result is lost.
+      clock: function that returns the time in seconds.
 
     Returns:
-      Results by key, or the exception that the function raised.
+      The result of each function, or the exception that it raised, by key.
     """
     waiting: queue.SimpleQueue[K] = queue.SimpleQueue()
     for key in jobs:

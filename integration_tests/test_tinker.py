@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_core.abi.errors import CheckpointError, ConfigError, DataError, TrainingError
+from stack_core.abi.errors import CheckpointError, ConfigError, ConversionError, DataError, TrainingError
 from stack_core.abi.generation import SamplingParams
 from stack_core.abi.tree_paths import path_name
 from stack_rl import AdamParams, Datum, LocalClient
@@ -77,6 +77,24 @@ def test_gradients_are_those_of_merged_matrices_and_steps_those_of_adamw(client)
         after = jax.tree.map(stepped, before, *moments)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), jax.device_get(state.factors), after)
     assert state.steps == 2 and state.gradient is None
+
+
+def test_weights_stay_until_their_replacement_is_complete(client, monkeypatch):
+    old, new = (client.create_lora_training_client(rank=2, seed=seed, model_id="one") for seed in (0, 1))
+    path = old.save_state("same").result()
+    with pytest.raises(CheckpointError, match="exists already"):
+        new.save_state("same").result()
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "savez", lambda *_, **__: (_ for _ in ()).throw(OSError("no space left on device")))
+        with pytest.raises((ConversionError, OSError), match="no space left"):
+            new.save_state("same", overwrite=True).result()
+
+    def first_down(factors):
+        return np.asarray(next(iter(factors.values()))["down"])
+
+    assert (first_down(client.read(path, optimizer=True).factors) == first_down(old._state.factors)).all()
+    assert new.save_state("same", overwrite=True).result() == path
+    assert (first_down(client.read(path, optimizer=True).factors) == first_down(new._state.factors)).all()
 
 
 @pytest.mark.slow

@@ -159,7 +159,9 @@ def compiled(module: ir.Module, processor: Processor) -> llvm.ExecutionEngine:
     crash_note.share_note()
     target = _target_machine(processor.features)
     _complete(module)
-    parts = (_handler(), str(module), llvm.get_host_cpu_name(), processor.features, llvmlite.__version__)
+    # This module's source, because it sets LLVM's optimizations.
+    sources = (_source("xla_call.ll"), _source("host.py"))
+    parts = (*sources, str(module), llvm.get_host_cpu_name(), processor.features, llvmlite.__version__)
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     if (code := objects.load(key)) is None:
         code = target.emit_object(_optimized(module, target))
@@ -186,15 +188,15 @@ def _optimized(module: ir.Module, target: llvm.TargetMachine) -> llvm.ModuleRef:
 def _linked(module: ir.Module) -> llvm.ModuleRef:
     """Links the module with the handler."""
     _complete(module)
-    linked = llvm.parse_assembly(_handler())
+    linked = llvm.parse_assembly(_source("xla_call.ll"))
     linked.link_in(llvm.parse_assembly(str(module)))
     linked.verify()
     return linked
 
 
 @functools.cache
-def _handler() -> str:
-    return resources.files("stack_kernels.jit_cpu").joinpath("xla_call.ll").read_text()
+def _source(name: str) -> str:
+    return resources.files("stack_kernels.jit_cpu").joinpath(name).read_text()
 
 
 def _complete(module: ir.Module) -> None:

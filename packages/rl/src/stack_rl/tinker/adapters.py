@@ -138,6 +138,7 @@ class AdaptedCheckpoint(ExpectsAdapters):
     """
 
     def __init__(self, checkpoint: GenerativeCheckpoint, *, rank: int) -> None:
+        # Copied, because `isinstance` of a protocol does not call `__getattr__` from Python 3.12 on.
         names = [name for name in dir(checkpoint) if not name.startswith("_") and name != "load_params"]
         vars(self).update({name: getattr(checkpoint, name) for name in names})
         self.adapter_paths, self.adapter_rank = tuple(targets_of(checkpoint)), rank

@@ -205,11 +205,17 @@ class LocalClient:
             raise ArgumentError(f"{name!r} is not a name for weights. Use letters, digits, '.', '_' and '-'.")
         path = f"{_SCHEME}{model_id}/{kind}/{name}"
         directory = self._directory_of(path)
-        if directory.exists():
-            if not overwrite:
-                raise CheckpointError(f"{path} exists already. Choose another name, or set overwrite.")
+        if not directory.exists():
+            state.save(directory)
+        elif overwrite:
+            # The former weights are deleted only after the new ones are complete. Names never begin with a dot.
+            new = directory.with_name(f".{directory.name}")
+            shutil.rmtree(new, ignore_errors=True)
+            state.save(new)
             shutil.rmtree(directory)
-        state.save(directory)
+            new.rename(directory)
+        else:
+            raise CheckpointError(f"{path} exists already. Choose another name, or set overwrite.")
         return path
 
     def read(self, path: str, *, optimizer: bool) -> AdapterState:

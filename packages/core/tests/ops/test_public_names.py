@@ -47,6 +47,7 @@ def test_public_names_of_building() -> None:
     assert set(building.__all__) == {
         "ACTIVATIONS",
         "BackwardCall",
+        "LowRankWeight",
         "QuantizedArray",
         "RowParts",
         "RunningSoftmax",

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import jax
@@ -12,9 +11,8 @@ import numpy as np
 from stack_core.abi.adapters import ExpectsAdapters, LowRankFactors
 from stack_core.abi.errors import ConfigError
 from stack_core.abi.formats import GenerativeCheckpoint
-from stack_core.abi.ops import LowRankView
 from stack_core.abi.tree_paths import path_name
-from stack_core.ops.building import is_quantized
+from stack_core.ops.building import LowRankWeight, is_quantized
 
 __all__ = ["ALPHA", "AdaptedCheckpoint", "Factors", "adapted", "as_adapters", "new_factors", "targets_of"]
 
@@ -71,51 +69,6 @@ def as_adapters(factors: Factors, scale: float) -> dict[str, LowRankFactors]:
     }
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class _AdaptedWeight:
-    """A parameter with its adapter, implementing `__stack_low_rank__`. All arrays have a leading axis of layers.
-
-    Attributes:
-      base: [layers, d_in, d_out].
-      down, up: [layers, 1, d_in, rank] and [layers, 1, rank, d_out].
-      scale: [layers, 1].
-      path: path of the parameter.
-    """
-
-    base: Any
-    down: Any
-    up: Any
-    scale: Any
-    path: str = field(metadata={"static": True})
-
-    def __stack_low_rank__(self) -> LowRankView:
-        return LowRankView((1, 0), self.base, self.down, self.up, self.scale)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.base.shape
-
-    @property
-    def ndim(self) -> int:
-        return len(self.base.shape)
-
-    @property
-    def dtype(self) -> Any:
-        return self.base.dtype
-
-    def __getitem__(self, index: Any) -> "_AdaptedWeight":
-        # Any other index would slice the base and leave the factors behind.
-        if index is not Ellipsis:
-            raise TypeError(f"{self.path} has an adapter, which can be sliced only by a loop over layers.")
-        return self
-
-    def astype(self, dtype: Any, copy: bool = True) -> "_AdaptedWeight":
-        del copy
-        base, down, up = (array.astype(dtype) for array in (self.base, self.down, self.up))
-        return _AdaptedWeight(base, down, up, self.scale, self.path)
-
-
 def adapted(params: Any, factors: Factors, scale: Any) -> Any:
     """Returns the parameters of a model with an adapter; products then add scale (x down) up."""
 
@@ -125,7 +78,7 @@ def adapted(params: Any, factors: Factors, scale: Any) -> Any:
             return leaf
         down, up = (factors[name][each][:, None].astype(leaf.dtype) for each in ("down", "up"))
         scales = jnp.full((leaf.shape[0], 1), scale, jnp.float32)
-        return _AdaptedWeight(leaf, down, up, scales, name)
+        return LowRankWeight(leaf, down, up, scales, None, name)
 
     return jax.tree_util.tree_map_with_path(with_adapter, params, is_leaf=is_quantized)
 

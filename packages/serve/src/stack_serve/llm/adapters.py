@@ -12,15 +12,13 @@ import numpy as np
 from stack_core.abi.adapters import Adapters, ExpectsAdapters, ReadsAdapters
 from stack_core.abi.errors import GenerationError
 from stack_core.abi.formats import GenerativeCheckpoint
-from stack_core.abi.ops import LowRankView
-from stack_core.ops.building import is_quantized
+from stack_core.ops.building import LowRankWeight, is_quantized
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.unstacking import Layers
 
 __all__ = [
     "AdapterShapes",
     "HostAdapter",
-    "LowRankWeight",
     "Pool",
     "Weights",
     "put",
@@ -173,56 +171,6 @@ class Weights:
 
     params: Any
     pool: Pool | None = None
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class LowRankWeight:
-    """A parameter with the adapters of the pool, implementing `__stack_low_rank__`.
-
-    All arrays have a leading axis of layers, which lets a loop over layers slice them together.
-
-    Attributes:
-      base: parameter of the model, [layers, d_in, d_out].
-      down, up: factors of each slot, as in `Pool`.
-      scale: [layers, slots], factor of each slot's product.
-      rows: [layers, tokens], adapter slot of each token; -1 selects the base model.
-      path: path of the parameter.
-    """
-
-    base: Any
-    down: Any
-    up: Any
-    scale: Any
-    rows: Any
-    path: str = field(metadata={"static": True})
-
-    def __stack_low_rank__(self) -> LowRankView:
-        return LowRankView((1, 0), self.base, self.down, self.up, self.scale, self.rows)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.base.shape
-
-    @property
-    def ndim(self) -> int:
-        return len(self.base.shape)
-
-    @property
-    def dtype(self) -> Any:
-        return self.base.dtype
-
-    def __getitem__(self, index: Any) -> "LowRankWeight":
-        # Any other index would slice the base and leave the factors behind.
-        if index is not Ellipsis:
-            raise TypeError(f"{self.path} has adapters, which can be sliced only by a loop over layers.")
-        return self
-
-    def astype(self, dtype: Any, copy: bool = True) -> "LowRankWeight":
-        """Casts the base and the factors, as models do before a matrix product."""
-        del copy
-        base, down, up = (array.astype(dtype) for array in (self.base, self.down, self.up))
-        return LowRankWeight(base, down, up, self.scale, self.rows, self.path)
 
 
 def read_all(checkpoint: GenerativeCheckpoint, addresses: Mapping[str, str]) -> dict[str, Adapters]:

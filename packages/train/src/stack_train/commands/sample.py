@@ -1,7 +1,7 @@
 """`stack sample`: sampling of images from a diffusion or flow model."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
@@ -10,6 +10,7 @@ from stack_core.abi.errors import ConfigError, DataError, GenerationError
 from stack_core.abi.local_paths import local_address
 from stack_core.abi.run_directory import RunDirectory
 from stack_core.runtime.compile_cache import keep_compiled
+from stack_train.diffusion.sampler_names import SamplerName, Spacing
 from stack_train.panels.run_report import write_report
 
 __all__ = ["sample"]
@@ -28,20 +29,9 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     lora: Annotated[tuple[str, ...], Parameter(negative=())] = (),
     grid: str | None = None,
     out: Path | None = None,
-    sampler: Literal[
-        "euler",
-        "euler_ancestral",
-        "ddim",
-        "heun",
-        "plms",
-        "dpmpp_2m",
-        "dpmpp_3m",
-        "dpmpp_2m_sde",
-        "dpmpp_3m_sde",
-    ]
-    | None = None,
+    sampler: SamplerName | None = None,
     steps: int = 50,
-    spacing: Literal["leading", "trailing", "linspace"] | None = None,
+    spacing: Spacing | None = None,
     eta: float = 0.0,
     guidance: float | None = None,
     guidance_rescale: float = 0.0,

@@ -12,9 +12,8 @@ from stack_core.abi.errors import ConfigError
 from stack_train.diffusion.denoiser import TIMESTEPS
 from stack_train.diffusion.noise import FlowConfig, NoiseConfig
 
-__all__ = ["Levels", "SigmaSpacing", "Spacing", "flow_levels", "schedule_levels"]
+__all__ = ["Levels", "SigmaSpacing", "flow_levels", "schedule_levels"]
 
-Spacing: TypeAlias = Literal["leading", "trailing", "linspace"]
 SigmaSpacing: TypeAlias = Literal["karras", "exponential", "beta", "lu"]
 
 _RHO = 7.0  # of Karras et al.

@@ -18,7 +18,7 @@ Sources: Song et al., DDIM, 2020 (arXiv:2010.02502); Liu et al., PNDM, 2022 (arX
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,22 +29,12 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from stack_core.abi.config import changed_fields, config, parse, to_mapping
 from stack_core.abi.errors import ConfigError
 from stack_train.diffusion.denoiser import Condition, Denoiser, Images, Predicted, positive
-from stack_train.diffusion.levels import Levels, SigmaSpacing, Spacing, flow_levels, schedule_levels
+from stack_train.diffusion.levels import Levels, SigmaSpacing, flow_levels, schedule_levels
 from stack_train.diffusion.noise import FlowConfig, Prediction, Schedule
+from stack_train.diffusion.sampler_names import SamplerName, Spacing
 
-__all__ = ["Inpainting", "SamplerConfig", "SamplerName", "Table", "guided", "levels_of", "sample", "table_of"]
+__all__ = ["Inpainting", "SamplerConfig", "Table", "guided", "levels_of", "sample", "table_of"]
 
-SamplerName: TypeAlias = Literal[
-    "euler",
-    "euler_ancestral",
-    "ddim",
-    "heun",
-    "plms",
-    "dpmpp_2m",
-    "dpmpp_3m",
-    "dpmpp_2m_sde",
-    "dpmpp_3m_sde",
-]
 _DPMPP = ("dpmpp_2m", "dpmpp_3m", "dpmpp_2m_sde", "dpmpp_3m_sde")
 _FEW_STEPS = 15  # with fewer steps DPM-Solver++ ends with lower orders
 _FIXED = 5  # number of columns before the coefficients of the history

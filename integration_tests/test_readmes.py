@@ -28,10 +28,11 @@ COMMANDS = sorted(
     }
 )
 app_of = functools.cache(cli._app)
-# Blocks that speak of a run find it where the commands of the main README put it.
-RUN = "runs/mine"
+# Blocks that speak of a run find it where the commands of the main README and of the migration page put it.
+RUNS = ("runs/mine", "runs/small")
+SLOW = ("docs/migration.md",)  # 50 s: it trains twice, aligns, quantizes, profiles and serves
 TRAIN = """
-model: {name: llama, vocab_size: 280, layers: 1, embed: 16, heads: 2, mlp: 32, max_positions: 64}
+model: {name: llama, vocab_size: 280, layers: 1, embed: 16, heads: 2, mlp: 32, max_positions: 128}
 data: {source: "text:text.txt", seq_tokens: 16, batch_size: 2, validation_fraction: 0}
 optimizer: {name: adamw}
 run: {steps: 1}
@@ -58,11 +59,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "mine"
 
 
-@pytest.mark.parametrize("page", [page for page, blocks in PAGES.items() if blocks])
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.slow] * (page in SLOW)) for page, blocks in PAGES.items() if blocks],
+)
 def test_the_blocks_of_a_page_run(page: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    if any(RUN in block for block in PAGES[page]):
-        (tmp_path / RUN).parent.mkdir()
-        (tmp_path / RUN).symlink_to(request.getfixturevalue("run"))
+    text = "".join(PAGES[page])
+    for name in RUNS:
+        if name in text:
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).symlink_to(request.getfixturevalue("run"))
+    if "chat.yaml" in text:
+        main(["init", "chat", "--directory", str(tmp_path)])
     command = [sys.executable, "-W", "error", "-c", EACH, *PAGES[page]]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

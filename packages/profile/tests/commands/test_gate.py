@@ -105,5 +105,9 @@ def test_files_of_costs_alone_are_compared(capsys, tmp_path):
     for name in ("base", "new"):
         main(["profile", "costs", f"{tmp_path / 'model.py'}:step", "--out", str(tmp_path / f"{name}.json"), "--json"])
         assert json.loads(capsys.readouterr().out)["facts"]["flops"] == 2 * 64**3
-    main(["profile", "gate", str(tmp_path / "base.json"), str(tmp_path / "new.json"), "--metric", "memory", "flops"])
+    tokens = ["profile", "gate", str(tmp_path / "base.json"), str(tmp_path / "new.json"), "--metric", "memory", "flops"]
+    main(tokens)
     assert "memory" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*tokens, "--report", str(tmp_path / "page.html")])
+    assert "--report needs captures on both sides" in capsys.readouterr().err

@@ -27,6 +27,8 @@ export interface Kind {
   readonly array_bytes?: number | null;
   readonly sent_bytes?: number | null;
   readonly detail?: string; // of an input stage
+  readonly changes?: readonly string[]; // of a comparison: labels of its rows, by grouping
+  readonly pair?: string; // of a step of a comparison: the step before
   readonly calling?: boolean; // of an input stage: on the thread that calls JAX
 }
 
@@ -48,6 +50,7 @@ export interface Lane {
   readonly name: string;
   readonly type: "steps" | "operations" | "thread" | "stacks" | "gc" | "collectives" | "compile" | "input";
   readonly rows: number;
+  readonly side: number; // of a comparison: 0 before, 1 after; otherwise 0
   readonly first: number; // of its events
   readonly limit: number; // after its last event
 }
@@ -125,6 +128,32 @@ export interface Advice {
   readonly notes: readonly string[];
 }
 
+/** A row of `stack profile diff`. */
+export interface Change {
+  readonly name: string;
+  readonly before_s: number;
+  readonly after_s: number;
+  readonly change_s: number;
+  readonly low_s: number | null;
+  readonly high_s: number | null;
+  readonly change_before_share: number | null;
+  readonly own_change_s: number | null;
+  readonly p: number | null;
+  readonly verdict: string;
+  readonly matched: string;
+  readonly category: string;
+  readonly layer: string;
+  readonly package_line: string;
+  readonly label: string; // of its events; "" without any
+  readonly places: readonly [string, string]; // lines of the heaviest operation before and after
+}
+
+export interface Changes {
+  readonly tables: Readonly<Record<string, readonly Change[]>>; // by grouping
+  readonly notes: readonly string[];
+  readonly step: string; // the typical one
+}
+
 /** All times are in picoseconds since the start of the trace; event `i` is element `i` of each column. */
 export interface Capture {
   readonly lanes: readonly Lane[];
@@ -141,6 +170,7 @@ export interface Capture {
   readonly communication: Communication | null;
   readonly input: Input | null;
   readonly advice: Advice | null;
+  readonly changes: Changes | null; // of a comparison
   readonly failures: Readonly<Record<string, string>>; // error messages of missing tables
   readonly dispatchedBy: Uint32Array; // 1 + the event of the host that dispatched it, or 0
   readonly dispatched: ReadonlyMap<number, readonly number[]>; // the first event of each lane that an event dispatched
@@ -151,8 +181,8 @@ export interface Capture {
   readonly kind: Uint32Array;
   readonly row: Uint16Array;
   readonly reached: Float64Array; // the latest end of the lane's events up to each one, for binary search
-  readonly from: number;
-  readonly to: number;
+  from: number; // `align` moves the events after
+  to: number;
 }
 
 interface Packed {
@@ -162,7 +192,7 @@ interface Packed {
 }
 
 interface Tables {
-  readonly lanes: readonly { group: string; name: string; type: Lane["type"]; rows: number; count: number }[];
+  readonly lanes: readonly { group: string; name: string; type: Lane["type"]; rows: number; count: number; side?: number }[];
   readonly kinds: readonly Kind[];
   readonly frames: readonly (readonly [string, number, string, boolean])[];
   readonly stacks: readonly (readonly number[])[];
@@ -176,6 +206,7 @@ interface Tables {
   readonly communication?: Communication;
   readonly input?: Input;
   readonly advice?: Advice;
+  readonly changes?: Changes;
   readonly failures: Readonly<Record<string, string>>;
 }
 
@@ -186,7 +217,7 @@ export async function readCapture(text: string): Promise<Capture> {
   const lanes: Lane[] = [];
   let first = 0;
   for (const { count, ...lane } of found.lanes) {
-    lanes.push({ ...lane, index: lanes.length, first, limit: first + count });
+    lanes.push({ side: 0, ...lane, index: lanes.length, first, limit: first + count });
     first += count;
   }
   const allocators = await Promise.all(
@@ -204,6 +235,7 @@ export async function readCapture(text: string): Promise<Capture> {
     communication: found.communication ?? null,
     input: found.input ?? null,
     advice: found.advice ?? null,
+    changes: found.changes ?? null,
     extra: columns.get("extra")!,
     dispatchedBy: Uint32Array.from(columns.get("dispatched_by")!),
     dispatched: firstDispatched(lanes, columns.get("dispatched_by")!),

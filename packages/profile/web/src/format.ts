@@ -1,7 +1,7 @@
 // Numbers as `stack_core.report.fields.number` formats them.
 
 /** Three significant digits, as Python's ".3g". */
-function general(value: number): string {
+export function general(value: number): string {
   if (value === 0) return "0";
   const rounded = Number(value.toPrecision(3));
   const exponent = Math.floor(Math.log10(Math.abs(rounded)));

@@ -7,6 +7,7 @@ import { count, picoseconds } from "./format";
 import { Panel, type Shown } from "./panel";
 import { longestMatch, matchCount, matchingKinds, nextMatch, rangeOf, sums } from "./query";
 import { indexRows, sortTables } from "./tables";
+import { align, stepName } from "./sides";
 import { Timeline } from "./timeline";
 import { EMPTY, type Field, FIELDS, formatView, parseView, type Range, type View } from "./view";
 
@@ -29,7 +30,8 @@ class Instrument {
 
   constructor(private readonly capture: Capture, root: HTMLElement) {
     this.devices = [...new Set(capture.lanes.map((lane) => lane.group))];
-    this.view = this.sensible(parseView(location.hash) ?? EMPTY);
+    this.view = this.sensible(parseView(location.hash) ?? { ...EMPTY, step: capture.changes?.step ?? "" });
+    align(capture, this.view);
     this.timeline = new Timeline(
       capture,
       readPalette(capture),
@@ -148,6 +150,7 @@ class Instrument {
 
   private render(): void {
     const { capture, view } = this;
+    if (align(capture, view)) this.timeline.forget();
     this.mask = matchingKinds(capture, view);
     const { range } = this;
     this.timeline.show(view, range, this.mask);
@@ -167,7 +170,7 @@ class Instrument {
       .slice(0, 1)
       .flatMap((lane) => Array.from({ length: lane.limit - lane.first }, (_, i) => lane.first + i))
       .map((i) => {
-        const name = capture.kinds[capture.kind[i]!]!.name.replace("step ", "");
+        const name = stepName(capture.kinds[capture.kind[i]!]!).replace("step ", "");
         return [name, `${name} (${picoseconds(capture.end[i]! - capture.start[i]!)})`] as const;
       });
     const isFocused = this.bar.contains(document.activeElement) ? (document.activeElement as HTMLElement).dataset["control"] : undefined;
@@ -287,7 +290,7 @@ function followLinks(): void {
   });
 }
 
-const NAMES: Readonly<Partial<Record<Field, string>>> = { op: "name", under: "scope below", frame: "line on the stack" };
+const NAMES: Readonly<Partial<Record<Field, string>>> = { op: "name", under: "scope below", frame: "line on the stack", change: "changed" };
 
 async function start(): Promise<void> {
   sortTables(document);

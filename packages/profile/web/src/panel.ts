@@ -1,6 +1,7 @@
 // The panel below the timeline: totals of the selection, the chosen event, the source, the flame view.
 
 import { advicePanel } from "./advice";
+import { changesPanel } from "./changes";
 import { communicationPanel, compilePanel, inputPanel } from "./communication";
 import { type Capture, type Frame, type Kind, laneOf } from "./data";
 import { button, h, select } from "./dom";
@@ -22,7 +23,7 @@ export interface PanelActions {
   fit(range: Range): void;
   event(event: number): void; // chooses and reveals it, without leaving the tab
   line(kind: Kind): HTMLElement | string; // as a link to its source
-  place(line: string): HTMLElement | string; // "file:line" as a link to its source
+  place(line: string, text?: string): HTMLElement | string; // "file:line" as a link to its source
   operation(program: string, name: string): HTMLElement | string; // as a link to its events
 }
 
@@ -33,10 +34,11 @@ export interface Shown {
   readonly busy: number; // of all events in the range, in picoseconds
 }
 
+const COMPARED: ReadonlySet<Tab> = new Set(["changes", "event", "source"]); // tabs of a comparison
 const TIMES: Readonly<Record<View["of"], string>> = { operations: "devices", thread: "host threads", stacks: "Python stacks" };
 const SAMPLED: ReadonlySet<View["by"]> = new Set(["op", "line", "file", "module"]); // groupings of Python stacks
 const titleOf = (view: View, by: View["by"]): string => (by === "op" ? "name" : by === "module" && view.of === "stacks" ? "thread" : by);
-const NAMES: Readonly<Record<Tab, string>> = { ops: "Ops", advice: "Advice", event: "Event", source: "Source", flame: "Flame", roofline: "Roofline", memory: "Memory", graph: "Graph", communication: "Communication", input: "Input", compile: "Compile", more: "More" };
+const NAMES: Readonly<Record<Tab, string>> = { changes: "Changes", ops: "Ops", advice: "Advice", event: "Event", source: "Source", flame: "Flame", roofline: "Roofline", memory: "Memory", graph: "Graph", communication: "Communication", input: "Input", compile: "Compile", more: "More" };
 
 export class Panel {
   readonly element: HTMLElement;
@@ -44,6 +46,7 @@ export class Panel {
   private readonly actions: PanelActions;
   private readonly operations: ReadonlySet<string>;
   private readonly hasKernels: boolean; // as on GPUs
+  private readonly known: readonly Tab[];
   private readonly tabs: ReadonlyMap<Tab, HTMLButtonElement>;
 
   constructor(
@@ -54,25 +57,27 @@ export class Panel {
     this.actions = {
       ...actions,
       line: (kind) => this.line(kind),
-      place: (place) => this.place(place),
+      place: (place, text) => this.place(place, text),
       operation: (program, name) => this.operation(program, name),
     };
     this.hasKernels = capture.kinds.some((kind) => kind.kernel);
     this.operations = new Set(capture.kinds.filter((kind) => kind.type === "operation").map((kind) => valueOf(kind, "op")));
-    this.tabs = new Map(TABS.map((tab) => [tab, button(NAMES[tab], () => actions.change({ tab, sort: "", rows: "" }), { role: "tab" })]));
+    this.known = TABS.filter((tab) => (capture.changes ? COMPARED.has(tab) : tab !== "changes"));
+    this.tabs = new Map(this.known.map((tab) => [tab, button(NAMES[tab], () => actions.change({ tab, sort: "", rows: "" }), { role: "tab" })]));
     const list = h("div", { class: "tabs", role: "tablist", aria: { label: "Details" } }, ...this.tabs.values());
     list.addEventListener("keydown", (event) => this.turn(event));
     this.element = h("div", { class: "panel" }, list, this.body);
   }
 
   show(shown: Shown): void {
-    const { tab } = shown.view;
+    const tab = this.known.includes(shown.view.tab) ? shown.view.tab : this.known[0]!;
     for (const [name, element] of this.tabs) {
       element.setAttribute("aria-selected", String(name === tab));
       element.tabIndex = name === tab ? 0 : -1;
     }
     this.body.setAttribute("aria-label", NAMES[tab]);
     const contents: Readonly<Record<Tab, () => HTMLElement>> = {
+      changes: () => changesPanel(this.capture, shown, this.actions),
       ops: () => this.ops(shown),
       advice: () => advicePanel(this.capture, this.actions),
       event: () => this.event(shown),
@@ -103,11 +108,11 @@ export class Panel {
 
   private turn(event: KeyboardEvent): void {
     const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    const place = TABS.findIndex((tab) => this.tabs.get(tab) === document.activeElement);
+    const place = this.known.findIndex((tab) => this.tabs.get(tab) === document.activeElement);
     if (!step || place < 0) return;
     event.preventDefault();
     event.stopPropagation();
-    const tab = TABS[(place + step + TABS.length) % TABS.length]!;
+    const tab = this.known[(place + step + this.known.length) % this.known.length]!;
     this.actions.change({ tab, sort: "", rows: "" });
     this.tabs.get(tab)!.focus();
   }
@@ -157,9 +162,9 @@ export class Panel {
     return this.place(kind.line);
   }
 
-  private place(line: string): HTMLElement | string {
-    if (!this.capture.sources.has(line.replace(/:\d+$/, ""))) return line;
-    return button(line, () => this.actions.change({ tab: "source", source: line }), { class: "link", title: "Show the source" });
+  private place(line: string, text = line): HTMLElement | string {
+    if (!this.capture.sources.has(line.replace(/:\d+$/, ""))) return text;
+    return button(text, () => this.actions.change({ tab: "source", source: line }), { class: "link", title: "Show the source" });
   }
 
   private operation(program: string, name: string): HTMLElement | string {
@@ -197,6 +202,7 @@ export class Panel {
       button("Select its time", () => actions.change({ selection: [start, end], step: "" })),
       kind.type === "step" ? null : button(`All of this name: ${this.executions(event)}`, () => actions.filter(kind.type === "operation" || kind.type === "collective" ? "op" : "name", valueOf(kind, "op"))),
       kind.line ? button("All of this line", () => actions.filter("line", kind.line!)) : null,
+      ...(kind.changes ?? []).map((change) => button(`All of ${change}`, () => actions.filter("change", change))),
     );
     return h("div", { class: "scroll" }, doing, list, this.dispatch(event), this.tableLinks(kind), this.stack(kind));
   }
@@ -233,6 +239,7 @@ export class Panel {
   private tableLinks(kind: Kind): HTMLElement | null {
     const fields = (["op", "name", "line", "module"] as const).filter((field) => valueOf(kind, field));
     const found = fields.flatMap((field) => (this.rows.get(rowKey(field, valueOf(kind, field))) ?? []).map((each) => ({ ...each, field })));
+    for (const change of kind.changes ?? []) found.push(...(this.rows.get(rowKey("change", change)) ?? []).map((each) => ({ ...each, field: "name" as const })));
     const step = /^step (\d+)$/.exec(kind.name);
     if (kind.type === "step" && step) found.push(...(this.rows.get(rowKey("step", step[1]!)) ?? []).map((each) => ({ ...each, field: "name" as const })));
     if (!found.length) return null;

@@ -2,13 +2,14 @@
 
 import { type Capture, firstEndingAfter, isDerived, type Kind, type Lane } from "./data";
 import { cutSelfTimes } from "./self_times";
+import { stepRanges } from "./sides";
 import { FIELDS, type Field, type Range, type View } from "./view";
 
 /** Value of a field of a kind; "" if the kind has none. */
 export function valueOf(kind: Kind, field: Field): string {
   if (field === "op") return kind.type === "operation" || kind.type === "collective" ? `${kind.module}: ${kind.name}` : kind.name;
   if (field === "kernel") return kind.kernel ?? (kind.type === "operation" ? kind.name : "");
-  if (field === "under" || field === "frame") return "";
+  if (field === "under" || field === "frame" || field === "change") return "";
   return kind[field] ?? "";
 }
 
@@ -31,6 +32,7 @@ export function matchingKinds(capture: Capture, view: View): Uint8Array {
     const value = view.where[field]!;
     if (field === "under") return `${scopePath(kind).join("/")}/`.startsWith(`${value}/`);
     if (field === "frame") return kind.stack !== undefined && capture.stacks[kind.stack]!.some((each) => frames.has(each));
+    if (field === "change") return kind.changes?.includes(value) ?? false;
     return valueOf(kind, field) === value;
   }
 
@@ -147,12 +149,6 @@ export function matchCount(capture: Capture, view: View, mask: Uint8Array): numb
 
 /** The range that sums are of: the selection, or the step. */
 export function rangeOf(capture: Capture, view: View): Range | null {
-  if (!view.step) return view.selection;
-  for (const lane of capture.lanes) {
-    if (lane.type !== "steps" || !isChosen(lane, view)) continue;
-    for (let i = lane.first; i < lane.limit; i++) {
-      if (capture.kinds[capture.kind[i]!]!.name === `step ${view.step}`) return [capture.start[i]!, capture.end[i]!];
-    }
-  }
-  return view.selection;
+  const ranges = view.step ? [...stepRanges(capture, view.step, (lane) => isChosen(lane, view)).values()] : [];
+  return ranges.length ? [Math.min(...ranges.map(([from]) => from)), Math.max(...ranges.map(([, to]) => to))] : view.selection;
 }

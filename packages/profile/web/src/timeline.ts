@@ -109,9 +109,14 @@ export class Timeline {
     this.redraw();
   }
 
+  /** Forgets the drawing of the whole capture, whose events have moved. */
+  forget(): void {
+    this.busy = null;
+  }
+
   repaint(palette: Palette): void {
     this.palette = palette;
-    this.busy = null;
+    this.forget();
     this.show(this.view, this.range, this.mask);
   }
 

@@ -1,12 +1,14 @@
 // What the page shows, as it stands in the address: a link opens the same view.
 
-export const FIELDS = ["op", "name", "line", "file", "layer", "scope", "under", "category", "pass", "module", "kernel", "frame"] as const;
+export const FIELDS = ["op", "name", "line", "file", "layer", "scope", "under", "category", "pass", "module", "kernel", "frame", "change"] as const;
 export type Field = (typeof FIELDS)[number];
-export const TABS = ["ops", "advice", "event", "source", "flame", "roofline", "memory", "graph", "communication", "input", "compile", "more"] as const;
+export const TABS = ["changes", "ops", "advice", "event", "source", "flame", "roofline", "memory", "graph", "communication", "input", "compile", "more"] as const;
 export type Tab = (typeof TABS)[number];
 export const GROUPINGS = ["op", "line", "file", "layer", "scope", "category", "pass", "module", "kernel"] as const;
 export const ARRAYS = ["buffer", "line", "layer", "kind"] as const;
 export const COLLECTIVES = ["op", "kind", "axis", "line", "layer"] as const;
+export const DIFFS = ["line", "op", "layer", "module", "category"] as const;
+export const SHOWN = ["all", "slower", "faster", "appeared", "disappeared", "changed"] as const;
 export const DEPTHS = ["1", "2", "3", "4"] as const;
 export const LANES = ["operations", "thread", "stacks"] as const;
 export const POINTS = ["op", "line"] as const;
@@ -29,6 +31,8 @@ export interface View {
   readonly program: string; // whose memory is shown; "" for the one with the most time
   readonly arrays: (typeof ARRAYS)[number]; // grouping of a program's memory
   readonly collectives: (typeof COLLECTIVES)[number]; // grouping of collectives
+  readonly changes: (typeof DIFFS)[number]; // grouping of a comparison
+  readonly shown: (typeof SHOWN)[number]; // rows of a comparison
   readonly node: string; // instruction of the graph, as "program: name"; "" for the chosen event's
   readonly depth: (typeof DEPTHS)[number]; // of the graph
   readonly section: string; // analysis of the tab "more"; "" for the first
@@ -53,6 +57,8 @@ export const EMPTY: View = {
   program: "",
   arrays: "buffer",
   collectives: "op",
+  changes: "line",
+  shown: "all",
   node: "",
   depth: "2",
   section: "",
@@ -90,6 +96,8 @@ export function parseView(hash: string): View | null {
     program: found.get("program") ?? "",
     arrays: one("arrays", ARRAYS, EMPTY.arrays),
     collectives: one("collectives", COLLECTIVES, EMPTY.collectives),
+    changes: one("changes", DIFFS, EMPTY.changes),
+    shown: one("shown", SHOWN, EMPTY.shown),
     node: found.get("node") ?? "",
     depth: one("depth", DEPTHS, EMPTY.depth),
     section: found.get("section") ?? "",
@@ -124,6 +132,8 @@ export function formatView(view: View): string {
   add("program", view.program);
   add("arrays", view.arrays, EMPTY.arrays);
   add("collectives", view.collectives, EMPTY.collectives);
+  add("changes", view.changes, EMPTY.changes);
+  add("shown", view.shown, EMPTY.shown);
   add("node", view.node);
   add("depth", view.depth, EMPTY.depth);
   add("section", view.section);

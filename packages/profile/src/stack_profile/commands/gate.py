@@ -12,7 +12,7 @@ from stack_core.abi.errors import nearest
 from stack_core.commands.named_function import named_function
 from stack_core.report.fields import number
 from stack_profile.answer import Answer, share_of
-from stack_profile.commands.diff import More
+from stack_profile.commands.diff import More, write_report
 from stack_profile.commands.printing import PrintJson
 from stack_profile.comparisons.costs import Costs, compiled_costs
 from stack_profile.comparisons.gate import ALLOWED, CONFIDENCE, GateRow, GateSide, Metric
@@ -37,6 +37,7 @@ def gate(  # noqa: PLR0913, each parameter is an option of the command
     undecided: Literal["fail", "pass"] = "fail",
     compilations: int = 3,
     json: PrintJson = False,
+    report: Path | None = None,
 ) -> None:
     """Fail if a program became slower or larger: stack profile gate BASE NEW --max-regression 3% memory=1%
 
@@ -53,17 +54,22 @@ def gate(  # noqa: PLR0913, each parameter is an option of the command
         default 3%, and 25% for compile_time, which varies more.
       undecided: result of the gate for undecided changes.
       compilations: number of compilations of FILE.py:fn.
+      report: file for an HTML page with the metrics, the changes by line and both timelines; both sides are captures.
     """
     allowed = {**ALLOWED, **_allowed(max_regression)}
     if _is_function(base):
         # Both files in one process would share the modules that the first one imported.
         raise ProfileError(f"{base!r} cannot be the baseline. Keep its costs: stack profile costs {base} --out FILE.")
     sides = (_side(base, a, compilations), _side(new, b, compilations))
+    if report is not None and not all(side.traces for side in sides):
+        raise ProfileError("--report needs captures on both sides: costs have no steps to compare by line.")
     answer = compared(*sides, metrics=metric, allowed=allowed)
     if json:
         print(json_format.dumps(answer.as_mapping(), indent=2))
     else:
         _print(answer)
+    if report is not None:
+        write_report(report, *(side.traces for side in sides), gate=answer)
     if answer.facts["regressed"] or (undecided == "fail" and answer.facts["undecided"]):
         sys.exit(_REGRESSED)
 

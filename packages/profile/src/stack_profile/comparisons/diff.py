@@ -24,10 +24,21 @@ from stack_profile.comparisons.samples import Side
 from stack_profile.traces.hlo import Program
 from stack_profile.traces.trace import Trace
 
-__all__ = ["DiffRow", "Verdict", "about_differences", "definitions", "diff", "step_program"]
+__all__ = [
+    "MIN_CHANGE",
+    "DiffRow",
+    "Verdict",
+    "about_differences",
+    "compared",
+    "definitions",
+    "diff",
+    "ranked",
+    "step_program",
+]
 
 Verdict = Literal["slower", "faster", "not shown", "not known"]
 
+MIN_CHANGE: Final = 0.02  # minimum change of a labelled row, as a share of its time before
 _CONFIDENCE: Final = 0.95  # confidence level of the intervals
 _FALSE_SHARE: Final = 0.01  # false discovery rate of the labelled rows
 _MATTERS: Final = 0.001  # minimum change of a labelled row, as a share of the busy time
@@ -72,7 +83,7 @@ class DiffRow:
 
 
 def diff(
-    before: Sequence[Trace], after: Sequence[Trace], *, by: DiffGrouping = "op", min_change: float = 0.02
+    before: Sequence[Trace], after: Sequence[Trace], *, by: DiffGrouping = "op", min_change: float = MIN_CHANGE
 ) -> Answer[DiffRow]:
     """Ranks the changes between the steps of captures.
 
@@ -85,25 +96,49 @@ def diff(
     Raises:
       ProfileError: a side has no captures.
     """
+    comparison, notes = compared(before, after)
+    if comparison is None:
+        return Answer(f"diff by {by}", {}, DiffRow, (), notes)
+    return ranked(comparison, notes, by=by, min_change=min_change)[0]
+
+
+def compared(before: Sequence[Trace], after: Sequence[Trace]) -> tuple[Comparison | None, tuple[str, ...]]:
+    """Compares captures of one program each.
+
+    Returns:
+      The comparison, None if the steps of a side are unknown; and notes on differences of the machines or programs, and
+      on incomplete traces.
+
+    Raises:
+      ProfileError: a side has no captures.
+    """
     first, second = Side.of(before), Side.of(after)
     # Captures of a side are of one program, so the first stands for all.
     notes = (*definitions(before[0], after[0]), *(each for trace in (*before, *after) for each in trace.problems))
     if first is None or second is None:
         missing = "Steps are not known: a trace has no operations, or does not tell the runs of a program apart."
-        return Answer(f"diff by {by}", {}, DiffRow, (), (missing, *notes))
-    comparison = Comparison.of(first, second)
-    rows = _rows(comparison, by, min_change)
-    return Answer(
+        return None, (missing, *notes)
+    return Comparison.of(first, second), notes
+
+
+def ranked(
+    comparison: Comparison, notes: Sequence[str] = (), *, by: DiffGrouping = "op", min_change: float = MIN_CHANGE
+) -> tuple[Answer[DiffRow], tuple[Group | None, ...]]:
+    """Returns the answer of `diff` and the group of operations of each row, None for the row of the remaining time."""
+    groups = comparison.groups(by)
+    rows = zip(_rows(comparison, groups, by, min_change), (*groups, None), strict=True)
+    found = sorted(rows, key=lambda each: _rank(each[0]))
+    answer = Answer(
         name=f"diff by {by}",
         facts=_totals(comparison),
         row_type=DiffRow,
-        rows=tuple(sorted(rows, key=_rank)),
+        rows=tuple(row for row, _ in found),
         notes=(*_notes(comparison, min_change), *notes),
     )
+    return answer, tuple(group for _, group in found)
 
 
-def _rows(comparison: Comparison, by: DiffGrouping, min_change: float) -> Iterator[DiffRow]:
-    groups = comparison.groups(by)
+def _rows(comparison: Comparison, groups: Sequence[Group], by: DiffGrouping, min_change: float) -> Iterator[DiffRow]:
     found = grouped_difference(*comparison.sides, groups, trim=TRIM)
     own, p = comparison.net_changes(found, groups)
     rest = comparison.rest(found)

@@ -6,10 +6,12 @@ The sections need no JavaScript. The script of the interactive view, `page.js`, 
 import dataclasses
 import json
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Final
+
+import numpy as np
 
 from stack_core.abi.errors import StackError
 from stack_core.abi.plugins import registries
@@ -28,7 +30,7 @@ from stack_profile.report.views import views
 from stack_profile.traces.short_paths import ShortPaths, short_paths
 from stack_profile.traces.trace import Trace
 
-__all__ = ["Section", "framed", "page", "sections"]
+__all__ = ["Section", "Writer", "describe", "framed", "page", "partial", "resource", "script_data", "sections"]
 
 _FIRST: Final = ("overview", "advice", "ops", "timeline", "roofline", "memory", "communication")
 _LONGEST_TEXT: Final = 240
@@ -75,26 +77,27 @@ def page(trace: Trace, found: Sequence[Section], *, limit: int = 200, events: in
     """
     paths = short_paths(trace)
     recorded, failure = _recorded(trace, paths, events)
-    writer = _Writer(paths, Links(recorded, paths), limit)
-    links = (element("a", _name(section), href=f"#{section.name}", class_=_failed(section)) for section in found)
+    links = Links(recorded, paths)
+    writer = Writer(paths.text, links.address, limit)
+    names = (element("a", _name(section), href=f"#{section.name}", class_=_failed(section)) for section in found)
     header = element(
         "header",
         element("h1", "Profile"),
         element("p", breakable(trace.source), class_="source"),
-        _about(trace.about),
+        describe(trace.about),
     )
     return document(
         f"Profile of {trace.source}",
         header,
-        _partial(trace.problems),
-        element("nav", element("a", "events", href="#instrument"), *links),
+        partial(trace.problems),
+        element("nav", element("a", "events", href="#instrument"), *names),
         element("p", f"The timeline failed. {failure}", class_="failure", role="alert") if failure else None,
         # Filled and shown by the script.
         element("div", id="instrument", hidden="", role="region", aria_label="Events"),
         element("main", *map(writer.section, found)),
-        element("script", Markup(_data(recorded, trace, writer)), id="capture", type="application/json"),
-        script=_resource("page.js"),
-        style=_resource("page.css"),
+        script_data(_tables(recorded, trace, paths, links), recorded.columns),
+        script=resource("page.js"),
+        style=resource("page.css"),
     )
 
 
@@ -106,25 +109,31 @@ def _recorded(trace: Trace, paths: ShortPaths, limit: int) -> tuple[Recorded, st
         return Recorded(), f"{type(error).__name__}: {error}"
 
 
-def _resource(name: str) -> str:
+def resource(name: str) -> str:
+    """Returns the text of a file of this package: the script or the style sheet of a page."""
     return resources.files("stack_profile.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _data(recorded: Recorded, trace: Trace, writer: "_Writer") -> str:
-    """Returns the data of the interactive view; base64 keeps its texts from being read as markup."""
-    tables = {
+def _tables(recorded: Recorded, trace: Trace, paths: ShortPaths, links: Links) -> dict[str, Any]:
+    return {
         "lanes": recorded.lane_table,
         "kinds": recorded.kinds,
         "frames": recorded.frames,
         "stacks": recorded.stacks,
         "sources": sources(recorded.files, trace.about),
         "left_out": recorded.left_out,
-        **views(trace, writer.paths, writer.links),
+        **views(trace, paths, links),
     }
-    return json.dumps({"tables": pack_json(tables), "events": pack(recorded.columns)})
 
 
-def _about(about: Mapping[str, Any]) -> Markup:
+def script_data(tables: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> Markup:
+    """Returns the element with the data of the interactive view; base64 keeps its texts from being read as markup."""
+    data = json.dumps({"tables": pack_json(tables), "events": pack(columns)})
+    return element("script", Markup(data), id="capture", type="application/json")
+
+
+def describe(about: Mapping[str, Any]) -> Markup:
+    """Builds a list of the machine and the program of a capture, from its metadata."""
     known = {key: about[key] for key in _ABOUT if about.get(key) not in (None, "")}
     if "started_at" in known:
         known["started_at"] = str(known["started_at"]).partition(".")[0].replace("T", " ")
@@ -147,7 +156,8 @@ _ABOUT: Final = {
 }
 
 
-def _partial(reasons: Sequence[str]) -> Markup | None:
+def partial(reasons: Sequence[str]) -> Markup | None:
+    """Builds a warning with the reasons why a trace is incomplete; None without any."""
     if not reasons:
         return None
     lines = (element("li", reason) for reason in dict.fromkeys(reasons))
@@ -169,17 +179,17 @@ def framed(trace: Trace) -> str:
 
 
 @dataclass(frozen=True)
-class _Writer:
+class Writer:
     """Formats sections, with short names of files and links from rows to events.
 
     Attributes:
-      paths: short names of files.
-      links: addresses of events.
+      text: replaces names of files in a text.
+      address: returns the address of a row's events, see `Links.address`.
       limit: maximum number of rows per table, 0 for all.
     """
 
-    paths: ShortPaths
-    links: Links
+    text: Callable[[str], str]
+    address: Callable[[object, Mapping[str, Any]], str | None]
     limit: int
 
     def section(self, section: Section) -> Markup:
@@ -203,13 +213,13 @@ class _Writer:
         elif not answer.notes:
             yield element("p", "No rows.", class_="empty")
         if answer.notes:
-            yield element("ul", *(element("li", self.paths.text(note)) for note in answer.notes), class_="notes")
+            yield element("ul", *(element("li", self.text(note)) for note in answer.notes), class_="notes")
 
     def _short(self, value: Any) -> Any:
-        return self.paths.text(value) if isinstance(value, str) else value
+        return self.text(value) if isinstance(value, str) else value
 
     def _short_plot(self, plot: Plot) -> Plot:
-        text = self.paths.text
+        text = self.text
         if isinstance(plot, Bars):
             return dataclasses.replace(plot, labels=[text(label) for label in plot.labels])
         if isinstance(plot, Chart):
@@ -240,7 +250,7 @@ class _Writer:
 
     def _row(self, answer: Answer[Any], row: object, kinds: Mapping[str, str]) -> Markup:
         """Formats a row; its name, or otherwise its first text or cell, links to the row's events."""
-        address = self.links.address(row, answer.facts)
+        address = self.address(row, answer.facts)
         texts = [name for name, kind in kinds.items() if kind == "text"]
         linked = next((name for name in ("name", *texts, *kinds) if name in kinds), None) if address else None
         cells = (

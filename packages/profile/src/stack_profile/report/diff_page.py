@@ -288,7 +288,7 @@ def _step_names(side: _Side) -> list[str]:
 
 
 def _pairs(sides: Sequence[_Side]) -> dict[str, str]:
-    """Pairs the steps by number if the sides share any number, otherwise in order; returns names before by names after."""
+    """Pairs the steps by number if any is on both sides, otherwise in order; returns names before by names after."""
     before, after = map(_step_names, sides)
     shared = set(before) & set(after)
     return {name: name for name in shared} if shared else dict(zip(after, before, strict=False))

@@ -25,7 +25,10 @@ pytest.importorskip("flax", reason="needs flax: install stack-quant[flax]")
 
 from flax import nnx
 
-from stack_quant.checkpoint import quantize_checkpoint
+from stack_quant.checkpoint import quantize, quantize_checkpoint
+from stack_quant.mixed.types import Budget
+from stack_quant.model import quantize_model, report
+from stack_quant.sweep import Selection, sweep_checkpoint
 
 VOCAB, EMBED = 32, 16
 
@@ -202,3 +205,58 @@ def test_every_parameter_that_is_not_finite_is_named(trained: Trained, tmp_path:
     with pytest.raises(QuantError, match=r"  embedding: 16 of 512\n  lm_head: 1 of 512"):
         quantize_checkpoint(str(tmp_path), "w8a8", tmp_path / "out")
     assert not trained.saved
+
+
+def test_a_budget_writes_one_rule_per_site_which_quantizes_again_as_before(trained: Trained, tmp_path: Path) -> None:
+    budget = Budget("7bits", ("int2/t16", "int4/t16", "int8"))
+    result = quantize(str(tmp_path), budget, calibration_batches=2)
+    ((directory, model, sections),) = trained.saved
+    assert directory == result.destination == tmp_path.with_name(f"{tmp_path.name}-7bits")
+    assert result.report.bytes_after <= budget.bytes(2 * VOCAB * EMBED) and set(result.chosen) == {
+        "embedding",
+        "lm_head",
+    }
+    again = report(quantize_model(trained.model, sections["quant"].rules, next(trained.training_batches())))
+    assert {row.path: row.rule for row in again.parameters} == {"embedding": 0, "lm_head": 1}
+    assert [row.scheme for row in again.parameters] == [row.scheme for row in result.report.parameters]
+    assert model.lm_head.get_value().scheme == result.chosen["lm_head"].type.removesuffix("/t16")
+    trained.sections = sections
+    with pytest.raises(QuantError, match=r"trained by rules of its own, which fix the types\. Leave the budget out"):
+        quantize_checkpoint(str(tmp_path), budget, tmp_path / "out")
+    trained.sections, trained.training_batches = {}, lambda: iter(())  # pyrefly: ignore
+    with pytest.raises(QuantError, match="have no training batch, which calibration needs"):
+        quantize_checkpoint(str(tmp_path), "w8a8", tmp_path / "out")
+
+
+def test_an_algorithm_of_a_budget_leaves_tables_without_a_product_rounded(trained: Trained, tmp_path: Path) -> None:
+    options: Any = {"algorithm": "gptq", "calibration_batches": 2, "evaluation_batches": 0}
+    quantize_checkpoint(str(tmp_path), Budget("5bits", ("int2/t16", "int4/t16")), tmp_path / "out", **options)
+    ((_, _, sections),) = trained.saved
+    assert [rule.algorithm for rule in sections["quant"].rules] == [None, "gptq"]
+
+
+def test_a_sweep_lists_every_scheme_by_every_method(trained: Trained, tmp_path: Path) -> None:
+    types = ("int4/t4", "nvfp4", "int8")
+    selection = Selection(recipes=("w8a8",), types=types, mixed=types, methods=("nearest", "hadamard,least=32"))
+    found = sweep_checkpoint(str(tmp_path), tmp_path / "pages" / "sweep.html", selection, calibration_batches=2)
+    plain, *rows = found.rows
+    losses = [float(trained.metrics(trained.model, batch)["loss"]) for batch in trained.validation_batches()]
+    assert plain.loss == pytest.approx(np.mean(losses), rel=1e-5) and plain.parameter_bytes == 2 * VOCAB * EMBED * 4
+    schemes = dict.fromkeys(row.scheme for row in rows)
+    assert [*schemes][:4] == ["w8a8", "int4/t4 everywhere", "nvfp4 everywhere", "int8 everywhere"]
+    assert all(name.startswith("mixed, ") for name in [*schemes][4:]) and len(schemes) > 4
+    of_row = {(row.scheme, row.method): row for row in rows}
+    assert len(of_row) == len(rows) == 2 * len(schemes)
+    model = quantize_model(trained.model, {"path": ".*", "weights": "int8"}, next(trained.training_batches()))
+    losses = [float(trained.metrics(model, batch)["loss"]) for batch in trained.validation_batches()]
+    row = of_row["int8 everywhere", "nearest"]
+    assert row.loss == pytest.approx(np.mean(losses), rel=1e-5) and row.parameter_bytes == report(model).bytes_after
+    refused = of_row["int8 everywhere", "hadamard,least=32"]
+    assert refused.loss is None and "blocks of at least 32 inputs" in refused.note
+    page = (tmp_path / "pages" / "sweep.html").read_text()
+    assert page.startswith("<!doctype html>") and "default-src" in page and "<svg" in page
+    assert all(name in page for name in schemes) and f"{row.loss:.4f}" in page
+    with pytest.raises(ConversionError, match=r"sweep\.html exists already"):
+        sweep_checkpoint(str(tmp_path), tmp_path / "pages" / "sweep.html", selection)
+    with pytest.raises(QuantError, match=r"has none\. Give other data"):
+        sweep_checkpoint(str(tmp_path), tmp_path / "other.html", selection, evaluation_batches=0)

@@ -2,28 +2,30 @@
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from stack_core.abi.config import differences, to_mapping
 from stack_core.abi.errors import ConversionError, StackError
-from stack_core.abi.metrics import combine_all
+from stack_core.abi.formats import TrainedModel
 from stack_core.abi.model_formats import open_model
 from stack_quant.calibration import STREAM_BATCHES
 from stack_quant.errors import QuantError
+from stack_quant.evaluation import Evaluation
+from stack_quant.mixed.sensitivity import Candidate, Sensitivity, measure_sensitivity
+from stack_quant.mixed.types import Budget
 from stack_quant.model import quantize_model, report
 from stack_quant.recipes import Rules, as_rules, recipe_names
 from stack_quant.rules import Rule
-from stack_quant.section import QuantConfig, Quantization
+from stack_quant.section import QuantConfig
 from stack_quant.transform.coverage import Report
 
-__all__ = ["QuantizedCheckpoint", "quantize", "quantize_checkpoint"]
+__all__ = ["QuantizedCheckpoint", "check_finite", "first_batch", "quantize", "quantize_checkpoint"]
 
 _SECTION = "quant"
 
@@ -44,6 +46,8 @@ class QuantizedCheckpoint:
       report: coverage report of the quantization.
       loss_before, loss_after: mean losses over the same held-out targets, or None without such targets.
       targets: number of held-out targets.
+      sensitivity: sensitivity table of a quantization by a budget, else None.
+      chosen: type of each site of the table, by path.
     """
 
     destination: Path
@@ -51,10 +55,12 @@ class QuantizedCheckpoint:
     loss_before: float | None
     loss_after: float | None
     targets: int
+    sensitivity: Sensitivity | None = None
+    chosen: Mapping[str, Candidate] = field(default_factory=dict)
 
 
 def quantize(
-    source: Any, recipe: Rules | None = None, *, out: str | Path | None = None, **options: Any
+    source: Any, recipe: Rules | Budget | None = None, *, out: str | Path | None = None, **options: Any
 ) -> QuantizedCheckpoint:
     """Quantizes a run or a checkpoint, as `stack quantize` does: `quantize("runs/mine", "w4a8")`.
 
@@ -62,9 +68,10 @@ def quantize(
 
     Args:
       source: address of the model, "DIR" or "FORMAT:DIR".
-      recipe: name of a recipe, path of a YAML file, or rules as `Rule` or mappings; None uses the recipe of the model's
-        quantized training.
-      out: run directory to write, which must not exist; None appends the recipe's name to the source: runs/mine-w4a8.
+      recipe: name of a recipe, path of a YAML file, or rules as `Rule` or mappings; or a budget, such as
+        `Budget("3.5bits")`. None uses the recipe of the model's quantized training.
+      out: run directory to write, which must not exist; None appends the name of the recipe or the budget to the
+        source: runs/mine-w4a8, runs/mine-3.5bits.
       options: other options of `quantize_checkpoint`, such as `algorithm="gptq"`.
 
     Raises:
@@ -77,15 +84,18 @@ def quantize(
             "a model, quantize_function for a function of parameters, quantize_array for an array."
         )
     if out is None:
-        if not isinstance(recipe, str):
-            raise QuantError("The destination has no default without the name of a recipe. Set out to a new directory.")
-        out = f"{str(source).rpartition(':')[2].rstrip('/')}-{Path(recipe).stem}"
+        if not isinstance(recipe, str | Budget):
+            raise QuantError(
+                "The destination has no default without a budget or the name of a recipe. Set out to a new directory."
+            )
+        name = recipe.text if isinstance(recipe, Budget) else Path(recipe).stem
+        out = f"{str(source).rpartition(':')[2].rstrip('/')}-{name}"
     return quantize_checkpoint(str(source), recipe, Path(out), **options)
 
 
 def quantize_checkpoint(
     source: str,
-    recipe: Rules | None,
+    recipe: Rules | Budget | None,
     destination: Path,
     *,
     algorithm: str | None = None,
@@ -98,11 +108,11 @@ def quantize_checkpoint(
 
     Args:
       source: "DIR" or "FORMAT:DIR".
-      recipe: name of a recipe in `stack_quant.recipes`, path of a YAML file, or rules; None uses the recipe of the
-        model's quantized training.
+      recipe: name of a recipe in `stack_quant.recipes`, path of a YAML file, or rules; or a budget, with which each
+        parameter gets the type that `Sensitivity.choose` finds. None uses the recipe of the model's quantized training.
       destination: run directory to write, which must not exist.
       algorithm: algorithm of all rules with weights, as in `Rule`; "nearest" rounds. None uses the recipe's own, and
-        rounds with a warning if it cannot quantize the model.
+        rounds with a warning if it cannot quantize the model. The sensitivity for a budget is measured by rounding.
       data: address of the documents for calibration and evaluation; None uses the model's data.
       calibration_batches: number of training batches for static ranges and algorithms.
       evaluation_batches: maximum number of held-out batches for the loss; 0 skips the measurement.
@@ -110,23 +120,38 @@ def quantize_checkpoint(
 
     Raises:
       ConversionError: no format recognizes the directory, or `destination` exists.
-      QuantError: parameters contain NaN or infinities (the message lists them), or the recipe contradicts the recipe
-        of the model's quantized training.
+      QuantError: parameters contain NaN or infinities (the message lists them), the recipe contradicts the recipe
+        of the model's quantized training, or the budget is below the smallest types.
       StackError: the recipe, the checkpoint or the data cannot be used.
     """
     # Before the model is read and measured, which may take long.
     if destination.exists():
         raise ConversionError(f"{destination} exists already and is not overwritten. Choose a new directory.")
-    given = None if recipe is None else as_rules(recipe)
+    budget = recipe if isinstance(recipe, Budget) else None
+    given = None if recipe is None or isinstance(recipe, Budget) else as_rules(recipe)
     progress("reading the model", 0, 1)
     trained = open_model(source, data=data)
-    rules = _rules(source, trained.sections.get(_SECTION), given)
-    if algorithm is not None:
+    rules = () if budget is not None else _rules(source, trained.sections.get(_SECTION), given)
+    if budget is not None:
+        _check_untrained(source, trained.sections)
+    elif algorithm is not None:
         rules = tuple(replace(rule, algorithm=rule.weights and algorithm) for rule in rules)
         _check_algorithm(source, algorithm, rules)
-    _check_finite(source, trained.model)
+    check_finite(source, trained.model)
     progress("reading the data", 0, 1)
-    sample_batch = next(iter(trained.training_batches()))
+    sample_batch = first_batch(source, trained)
+    table, chosen = None, dict[str, Candidate]()
+    if budget is not None:
+        table = measure_sensitivity(
+            trained.model,
+            budget.types,
+            dict(sample_batch),
+            stream=map(dict, trained.training_batches()),
+            stream_batches=calibration_batches,
+            progress=progress,
+        )
+        chosen = table.choose(budget)
+        rules = table.rules(chosen, algorithm)
     progress("quantizing", 0, 1)
 
     def quantized_by(rules: tuple[Rule, ...]) -> Any:
@@ -135,17 +160,30 @@ def quantize_checkpoint(
         return quantize_model(trained.model, rules, batch, stream=stream, stream_batches=calibration_batches)
 
     quantized = None
-    if algorithm is None and trained.sections.get(_SECTION) is None:
+    if algorithm is None and not isinstance(recipe, Budget) and trained.sections.get(_SECTION) is None:
         rules, quantized = _by_defaults(recipe, rules, quantized_by)
     quantized = quantized_by(rules) if quantized is None else quantized
     section = QuantConfig(rules=rules)
-    batches = list(islice(trained.validation_batches(), evaluation_batches))
-    before, targets = _mean_loss(trained.metrics, trained.model, batches, functools.partial(progress, "loss before"))
-    quantized_metrics = functools.partial(Quantization(section, sample_batch).call, trained.metrics)
-    after, _ = _mean_loss(quantized_metrics, quantized, batches, functools.partial(progress, "loss after"))
+    evaluate = Evaluation(trained, list(islice(trained.validation_batches(), evaluation_batches)))
+    before = evaluate(trained.model, None, functools.partial(progress, "loss before"))
+    after = evaluate(quantized, section, functools.partial(progress, "loss after"))
     progress("writing", 0, 1)
     trained.save(destination, quantized, {_SECTION: section})
-    return QuantizedCheckpoint(destination, report(quantized), before, after, targets)
+    return QuantizedCheckpoint(destination, report(quantized), before, after, evaluate.targets, table, chosen)
+
+
+def _check_untrained(source: str, sections: Mapping[str, Any]) -> None:
+    if _SECTION in sections:
+        raise QuantError(
+            f"The model of {source} was trained by rules of its own, which fix the types. Leave the budget out."
+        )
+
+
+def first_batch(source: str, trained: TrainedModel) -> Batch:
+    """Returns the first training batch of a model; raises a QuantError if there is none."""
+    for batch in trained.training_batches():
+        return batch
+    raise QuantError(f"The data of {source} have no training batch, which calibration needs. Give other data.")
 
 
 def _by_defaults(
@@ -207,7 +245,8 @@ def _rules(source: str, trained_by: QuantConfig | None, requested: tuple[Rule, .
     return own
 
 
-def _check_finite(source: str, model: Any) -> None:
+def check_finite(source: str, model: Any) -> None:
+    """Raises a QuantError that names each parameter with NaN or infinite entries."""
     from flax import nnx  # an optional dependency, installed if there is an nnx.Module
 
     flat = nnx.traversals.flatten_mapping(nnx.to_pure_dict(nnx.state(model)))
@@ -223,22 +262,3 @@ def _check_finite(source: str, model: Any) -> None:
 
 def _not_finite(array: Any) -> int:
     return int(jnp.sum(~jnp.isfinite(array))) if jnp.issubdtype(array.dtype, jnp.inexact) else 0
-
-
-def _mean_loss(
-    metrics: Callable[[Any, Any], Mapping[str, Any]],
-    model: Any,
-    batches: Sequence[Mapping[str, Any]],
-    progress: Callable[[int, int], None],
-) -> tuple[float | None, int]:
-    """Computes the mean loss over all targets. Returns it with the number of targets; (None, 0) without any."""
-    from flax import nnx  # an optional dependency, as above
-
-    graph, state = nnx.split(model)
-    compiled = jax.jit(lambda state, batch: metrics(nnx.merge(graph, state), batch))
-    found = []
-    for done, batch in enumerate(batches):
-        progress(done, len(batches))
-        found.append(jax.device_get(compiled(state, dict(batch))["loss"]))
-    mean = combine_all([{"loss": loss} for loss in found]).get("loss")
-    return (float(mean), int(mean.weight)) if mean is not None and mean.weight else (None, 0)

@@ -16,7 +16,7 @@ from stack_quant.transform.interpreter import ResolvedRules
 from stack_quant.transform.program import Parameters, Program, is_array, trace
 from stack_quant.transform.sites import Site
 
-__all__ = ["Call", "static_ranges"]
+__all__ = ["Call", "call_arguments", "static_ranges"]
 
 Call = tuple[Sequence[Any], Mapping[str, Any]]
 """Positional and keyword arguments of a call."""
@@ -55,7 +55,7 @@ def static_ranges(
     # A list instead of a dict, because arguments that are not arrays may be unhashable.
     steps: list[tuple[Any, _Step]] = []
     for args, kwargs in stream or ():
-        arguments, signature = _arguments(args, kwargs)
+        arguments, signature = call_arguments(args, kwargs)
         step = next((step for known, step in steps if known == signature), None)
         if step is None:
             step = _step(trace(fn, parameters, *args, **kwargs), in_float, sites)
@@ -75,7 +75,7 @@ def _step(program: Program, resolved: ResolvedRules, sites: Mapping[str, Site]) 
     return jax.jit(functools.partial(program.measure, resolved=resolved, sites=sites))
 
 
-def _arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
+def call_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
     """Returns the arrays among the arguments, and a signature that is equal if the same traced program applies."""
     leaves, structure = jax.tree.flatten((args, kwargs))
     kinds = [(leaf.shape, leaf.dtype) if is_array(leaf) else leaf for leaf in leaves]

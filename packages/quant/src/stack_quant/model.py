@@ -107,9 +107,9 @@ def quantize_model(
       As `quantize_function`, and QuantError: the model is neither an `nnx.Module` nor a callable pytree.
     """
     rules = as_rules(rules)
-    args, kwargs = _arguments(sample_batch)
-    calls = None if stream is None else map(_arguments, islice(stream, stream_batches))
-    if _is_nnx_module(model):
+    args, kwargs = split_arguments(sample_batch)
+    calls = None if stream is None else map(split_arguments, islice(stream, stream_batches))
+    if is_nnx_module(model):
         from stack_quant.nnx_model import quantize_module
 
         return quantize_module(model, rules, args, kwargs, method=method, call=call, stream=calls)
@@ -120,7 +120,7 @@ def quantize_model(
             f"{type(plain).__name__} is neither an nnx.Module nor a callable pytree with parameters. Give a function "
             "and its parameters to quantize_function: quantize_function(model.apply, variables, ...) of a linen module."
         )
-    arrays, ranges, quantization = quantized(call or _call, parameters, rules, args, kwargs, method, calls)
+    arrays, ranges, quantization = quantized(call or call_model, parameters, rules, args, kwargs, method, calls)
     return QuantizedModel(parameters.with_arrays(arrays), quantization, ranges)  # pyrefly: ignore
 
 
@@ -137,7 +137,7 @@ def report(model: Any) -> Report:
     return quantization.report
 
 
-def _call(model: Any, *args: Any, **kwargs: Any) -> Any:
+def call_model(model: Any, *args: Any, **kwargs: Any) -> Any:
     return model(*args, **kwargs)
 
 
@@ -165,7 +165,7 @@ class QuantizedModel:
     quantization: Quantization
     ranges: Any
     key: jax.Array | None = None
-    function: Callable[..., Any] = _call
+    function: Callable[..., Any] = call_model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.apply(self.params, *args, **kwargs)
@@ -196,12 +196,12 @@ class QuantizedModel:
         )
 
 
-def _arguments(sample_batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def split_arguments(sample_batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(sample_batch, Mapping):
         return (), dict(sample_batch)
     return (sample_batch if isinstance(sample_batch, tuple) else (sample_batch,)), {}
 
 
-def _is_nnx_module(model: Any) -> bool:
+def is_nnx_module(model: Any) -> bool:
     flax = sys.modules.get("flax.nnx")  # Flax is optional: if it is not imported, no nnx.Module can exist
     return flax is not None and isinstance(model, flax.Module)

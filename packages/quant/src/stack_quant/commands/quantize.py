@@ -1,9 +1,9 @@
-"""`stack quantize`: quantizes a trained model by a recipe and measures its loss before and after."""
+"""`stack quantize`: quantizes a trained model by a recipe or a budget and measures its loss before and after."""
 
 import contextlib
 import dataclasses
 import json as json_format
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,19 +16,22 @@ from stack_quant.calibration import STREAM_BATCHES
 __all__ = ["quantize"]
 
 
-def quantize(
+def quantize(  # noqa: PLR0913, each parameter is an option of the command
     source: str,
     /,
     *,
     recipe: str | None = None,
     algorithm: str | None = None,
+    budget: str | None = None,
+    types: str | None = None,
+    sweep: Annotated[bool, Parameter(negative=())] = False,
     out: Path,
     data: str | None = None,
     calibration_batches: int = STREAM_BATCHES,
     evaluation_batches: int = 32,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
-    """Quantize a trained model: stack quantize RUN --recipe w4a8 --out DIR
+    """Quantize a trained model: stack quantize RUN --recipe w4a8 --out DIR, or --budget 3.5bits
 
     DIR is a run directory that `stack generate` reads. The loss is the model's training objective on held-out data.
 
@@ -38,7 +41,13 @@ def quantize(
         model's training.
       algorithm: algorithms for the weights: nearest, gptq, hqq, awq, smoothquant, hadamard, with options as in
         gptq,damp=0.02, or joined as hadamard+gptq; by default the recipe's own.
-      out: the directory to write; it must not exist.
+      budget: instead of a recipe, a limit on the parameters, such as 3.5bits (each), 500MB or 2GB. The type of each
+        parameter is chosen by its effect on the model's outputs.
+      types: types to choose from, such as int3/t128,int4/t32,int8,float; t32 is the number of inputs that share a
+        scale.
+      sweep: write no run but an HTML file with the loss and bytes of every recipe and type by every algorithm;
+        --recipe, --types and --algorithm restrict it.
+      out: the directory to write, or the file of a sweep; it must not exist.
       data: documents for calibration and evaluation, as SOURCE or SOURCE:ADDRESS; by default the run's own data.
       calibration_batches: number of training batches for static ranges and algorithms, if the recipe has any.
       evaluation_batches: maximum number of held-out batches for measuring the loss; 0 skips the measurement.
@@ -48,23 +57,67 @@ def quantize(
     from stack_quant.checkpoint import quantize_checkpoint  # imports JAX, which would slow down `stack --help`
 
     keep_compiled()
+    options: Any = {
+        "data": data,
+        "calibration_batches": calibration_batches,
+        "evaluation_batches": evaluation_batches,
+    }
+    names = None if types is None else tuple(name.strip() for name in types.split(","))
+    if sweep:
+        _sweep(source, out, (recipe, names, algorithm), budget, options, json)
+        return
+    chosen = _rules_of(recipe, budget, names)
     with _progress() as told:
-        result = quantize_checkpoint(
-            source,
-            recipe,
-            out,
-            algorithm=algorithm,
-            data=data,
-            calibration_batches=calibration_batches,
-            evaluation_batches=evaluation_batches,
-            progress=told,
-        )
+        result = quantize_checkpoint(source, chosen, out, algorithm=algorithm, progress=told, **options)
     if json:
         print(json_format.dumps({**_summary(result), "rows": result.report.rows()}, default=str))
         return
+    if result.sensitivity is not None:
+        print(result.sensitivity.table(result.chosen))
     print(result.report)
     print(f"loss on held-out data: {_loss(result)}")
     print(f"{result.destination}: {result.report.bytes_after:,} bytes of parameters")
+
+
+def _rules_of(recipe: str | None, budget: str | None, types: Sequence[str] | None) -> Any:
+    """Returns the budget or the recipe; both of them, and types without a budget, are errors."""
+    from stack_quant.errors import QuantError
+    from stack_quant.mixed.types import TYPES, Budget
+
+    if budget is None:
+        if types is not None:
+            raise QuantError("--types are the types that --budget chooses from. Give a budget, or leave --types out.")
+        return recipe
+    if recipe is not None:
+        raise QuantError(
+            f"--budget {budget} chooses the type of each parameter, and so does --recipe {recipe}. Leave out one."
+        )
+    return Budget(budget, types or TYPES)
+
+
+def _sweep(
+    source: str,
+    out: Path,
+    selection: "tuple[str | None, Sequence[str] | None, str | None]",
+    budget: str | None,
+    options: dict[str, Any],
+    json: bool,
+) -> None:
+    """Writes a sweep over a recipe, types and an algorithm, or over the defaults; prints its rows."""
+    from stack_quant.errors import QuantError
+    from stack_quant.sweep import Selection, sweep_checkpoint  # imports JAX, as above
+
+    if budget is not None:
+        raise QuantError(f"--budget {budget}: a sweep chooses its own budgets. Leave one of both out.")
+    with _progress() as told:
+        found = sweep_checkpoint(source, out, Selection.of(*selection), progress=told, **options)
+    if json:
+        print(json_format.dumps({"destination": str(out), "rows": [dataclasses.asdict(row) for row in found.rows]}))
+        return
+    for row in found.rows:
+        result = row.note or f"{row.parameter_bytes:,} bytes, loss {row.loss:.4f} ({row.loss_change_share:+.2%})"
+        print(f"{row.scheme}, {row.method or 'no method'}: {result}")
+    print(f"{out}: {found.targets:,} held-out targets")
 
 
 @contextlib.contextmanager
@@ -81,7 +134,12 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _summary(result: Any) -> dict[str, Any]:
-    facts = {field.name: getattr(result, field.name) for field in dataclasses.fields(result) if field.name != "report"}
+    others = ("report", "sensitivity", "chosen")
+    facts = {
+        field.name: getattr(result, field.name) for field in dataclasses.fields(result) if field.name not in others
+    }
+    if result.sensitivity is not None:
+        facts["sensitivity"] = result.sensitivity.rows(result.chosen)
     return {**facts, "bytes_before": result.report.bytes_before, "bytes_after": result.report.bytes_after}
 
 

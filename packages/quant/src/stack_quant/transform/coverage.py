@@ -8,7 +8,7 @@ from typing import Any
 
 from stack_quant.rules import Rule
 
-__all__ = ["OpRow", "ParameterRow", "Report", "RuleRow", "report"]
+__all__ = ["OpRow", "ParameterRow", "Report", "RuleRow", "aligned", "report"]
 
 
 @dataclass(frozen=True)
@@ -126,10 +126,10 @@ class Report:
             (row.path, str(list(row.shape)), row.scheme, _scales(row), f"{row.bytes_before:,} -> {row.bytes_after:,}")
             for row in self.parameters
         ]
-        yield from _aligned(table, [row.reason or row.note for row in self.parameters])
+        yield from aligned(table, [row.reason or row.note for row in self.parameters])
         yield "operations"
         table = [(row.op, " x ".join(row.operands), row.computed, f"{row.calls}x") for row in self.operations]
-        yield from _aligned(table, [_why(row) for row in self.operations])
+        yield from aligned(table, [_why(row) for row in self.operations])
 
 
 def report(
@@ -155,7 +155,8 @@ def _why(row: OpRow) -> str:
     return "  ".join(part for part in (paths, row.reason, row.source) if part)
 
 
-def _aligned(table: Sequence[tuple[str, ...]], last: Sequence[str]) -> Iterator[str]:
+def aligned(table: Sequence[tuple[str, ...]], last: Sequence[str]) -> Iterator[str]:
+    """Yields the lines of a table with aligned columns, each followed by a text."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row, text in zip(table, last, strict=True):
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]

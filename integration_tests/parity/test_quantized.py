@@ -72,7 +72,7 @@ WRITTEN: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-@pytest.mark.filterwarnings("ignore:Written as floats")
+@pytest.mark.filterwarnings("ignore:Written as floats", "ignore:.*which are not applied")
 def test_transformers_loads_what_we_write(name: str, tmp_path: Path) -> None:
     # Tiles of 5 divide 30 and 35 inputs; tiles of 3 take their place for 42.
     float_checkpoint(tmp_path / "float", **{**MODELS["odd_sizes"], "intermediate_size": 35})

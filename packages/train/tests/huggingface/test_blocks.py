@@ -78,6 +78,7 @@ def test_blocks_are_read_as_the_floats_that_they_stand_for(make_checkpoint, tmp_
         ({"weight_block_size": [4]}, r"weight_block_size=\[4\], not \[rows, columns\] or null"),
         ({"weight_block_size": None}, r"q_proj.weight_scale_inv is F32\[2, 3\]; expected F32\[\]"),
         ({"rotation": "hadamard"}, "rotation='hadamard'"),
+        ({"activation_scheme": "block"}, "activation_scheme='block', not 'dynamic' or 'static'"),
         ({"weight_block_size": [4, 4]}, r"q_proj.weight_scale_inv is F32\[2, 3\]; expected F32\[4, 4\]"),
     ],
 )
@@ -85,6 +86,16 @@ def test_what_is_coded_otherwise_is_refused(make_checkpoint, coding, message):
     directory, tensors = make_checkpoint()
     coded(directory, tensors, **coding)
     with pytest.raises(ConversionError, match=message):
+        open_source(directory)
+
+
+@pytest.mark.parametrize("scheme", ["dynamic", "static"])
+def test_fp8_inputs_are_not_applied_and_named(make_checkpoint, scheme):
+    directory, tensors = make_checkpoint(num_hidden_layers=1)
+    coded(directory, tensors, activation_scheme=scheme)
+    with pytest.warns(
+        UserWarning, match=rf"fp8 inputs of products \(activation_scheme='{scheme}'\), which are not applied"
+    ):
         open_source(directory)
 
 

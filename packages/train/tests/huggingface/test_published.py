@@ -89,6 +89,7 @@ def loaded(directory):
     return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
+@pytest.mark.filterwarnings("ignore:.*which are not applied")
 # A checkpoint of each layout; the others differ from these in their config alone.
 @pytest.mark.parametrize("name", [name for name in PARAMETERS if not name.startswith(("unsloth", "Llama"))])
 def test_a_published_checkpoint_opens_and_comes_back(name, tmp_path):

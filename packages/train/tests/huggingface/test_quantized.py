@@ -292,14 +292,36 @@ def test_words_hold_codes_from_the_lowest_bits_up(bits):
     np.testing.assert_array_equal(unpack_words(words, bits, 21), codes)
 
 
-def test_scales_of_activations_and_caches_are_named(write):
+EIGHT = {"num_bits": 8, "symmetric": True}
+GROUP = group_of("float-quantized", type="float", strategy="tensor")
+
+
+@pytest.mark.parametrize(
+    ("group", "section", "named"),
+    [
+        (
+            {"input_activations": {**EIGHT, "type": "int", "dynamic": True, "strategy": "token"}},
+            {},
+            r"int8 inputs of products \(input_activations of group_0: dynamic, token\)",
+        ),
+        (
+            {"output_activations": {**EIGHT, "type": "float", "dynamic": False, "strategy": "tensor"}},
+            {"kv_cache_scheme": {**EIGHT, "type": "float"}},
+            r"fp8 outputs of products \(output_activations of group_0: static, tensor\), "
+            r"fp8 keys and values in caches \(kv_cache_scheme: static\)",
+        ),
+        ({}, {}, "the stored scales of activations"),
+    ],
+)
+def test_quantized_activations_and_caches_of_a_checkpoint_are_not_applied_and_named(group, section, named, write):
     def edit(tensors: dict[str, np.ndarray]) -> None:
         tensors["model.layers.0.self_attn.q_proj.input_scale"] = np.ones(1, np.float32)
-        tensors["model.layers.0.self_attn.k_scale"] = np.ones(1, np.float32)
+        if section:
+            tensors["model.layers.0.self_attn.k_scale"] = np.ones(1, np.float32)
 
-    coding = CASES["float-quantized by tensor"][0] | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    coding = CASES["float-quantized by tensor"][0] | {"config_groups": {"group_0": GROUP | group}} | section
     directory, expected = write("float-quantized by tensor", edit, coding)
-    with pytest.warns(UserWarning, match="its scales of activations and scales of KV caches are not read"):
+    with pytest.warns(UserWarning, match=f"{named}, which are not applied: .* stack quantize hf:DIR --recipe w8a8"):
         check_values(directory, expected)
 
 

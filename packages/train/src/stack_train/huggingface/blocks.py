@@ -94,20 +94,23 @@ def read_fp8(coding: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> 
       ConversionError: a setting is not supported, or scales are missing or have the wrong shape; names each.
     """
     reader = Reader(coding)
-    # Activations are in float here, whatever their type was, and the scales have been rounded already.
-    reader.get("quant_method", "activation_scheme", "scale_fmt", "modules_to_not_convert", "ignored_layers")
+    # Scales have been rounded already, and tensors show which modules are in float.
+    reader.get("quant_method", "scale_fmt", "modules_to_not_convert", "ignored_layers")
+    inputs = reader.get("activation_scheme")
+    if inputs not in (None, "dynamic", "static"):
+        reader.problems.append(f"activation_scheme={inputs!r}, not 'dynamic' or 'static'")
     reader.expect("fmt", "e4m3")
     block = reader.get("weight_block_size")
     if block is not None and not (isinstance(block, list) and len(block) == 2 and all(map(is_positive, block))):
         reader.problems.append(f"weight_block_size={block!r}, not [rows, columns] or null")
     check_read(reader, "quantization_config")
-    found, problems, unread = dict[str, StoredTensor](), list[str](), set[str]()
+    found, problems = dict[str, StoredTensor](), list[str]()
     for name, tensor in tensors.items():
         # Scales are read together with their codes.
         if name.endswith(_SCALE) and _is_coded(tensors.get(name.removesuffix(_SCALE))):
             continue
         if name.endswith(_ACTIVATION_SCALE):
-            unread.add("scales of activations")
+            inputs = inputs or "static"
             continue
         found[name] = tensor
         if not _is_coded(tensor):
@@ -124,7 +127,7 @@ def read_fp8(coding: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> 
             found[name] = BlockTensor(tensor.path, name, "BF16", tensor.shape, scales, size)
     if problems:
         raise ConversionError("The scales of FP8 weights do not fit:\n  " + "\n  ".join(sorted(problems)))
-    return Coding(found, tuple(unread))
+    return Coding(found, () if inputs is None else (f"fp8 inputs of products (activation_scheme={inputs!r})",))
 
 
 def read_mxfp4(coding: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> Coding:

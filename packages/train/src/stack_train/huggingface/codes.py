@@ -108,11 +108,11 @@ class Coding:
 
     Attributes:
       tensors: tensors by name; matrices in codes are dequantized when they are read.
-      unread: descriptions of stored values that are not used, for messages.
+      unapplied: descriptions of what the checkpoint prescribes for activations and caches, which stay in float.
     """
 
     tensors: Mapping[str, StoredTensor]
-    unread: tuple[str, ...] = ()
+    unapplied: tuple[str, ...] = ()
 
 
 def check_read(reader: Reader, place: str) -> None:

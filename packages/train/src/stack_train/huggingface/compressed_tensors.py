@@ -104,11 +104,14 @@ def read_compressed_tensors(coding: Mapping[str, Any], tensors: Mapping[str, Sto
     reader.expect("quantization_status", "compressed")
     groups = reader.get("config_groups") or {}
     check_read(reader, _PLACE)
+    unapplied = [text for name, group in groups.items() for text in _unapplied(name, group)]
+    if cache:
+        unapplied.append(_described("kv_cache_scheme", cache, "keys and values in caches"))
     if format_ == "dense":
-        return Coding(tensors)
+        return Coding(tensors, tuple(unapplied))
     schemes = [_scheme(name, group, format_) for name, group in groups.items()]
     found = dict(tensors)
-    problems, unread = list[str](), list[str]()
+    problems = list[str]()
     for module, codes in _modules(tensors).items():
         scheme = _scheme_of(module, schemes)
         if scheme is None:
@@ -127,14 +130,31 @@ def read_compressed_tensors(coding: Mapping[str, Any], tensors: Mapping[str, Sto
             + "\n  ".join(sorted(problems))
             + "\nDownload the checkpoint again, or convert the original float checkpoint."
         )
-    for ends, what in (
-        (_ACTIVATION_SCALES, "scales of activations"),
-        (_CACHE_SCALES if cache else (), "scales of KV caches"),
-    ):
-        if names := [name for name in found if name.endswith(ends)]:
-            unread.append(what)
-            found = {name: tensor for name, tensor in found.items() if name not in names}
-    return Coding(found, tuple(unread))
+    # Scales without a section that prescribes their use; a model of another kind might own tensors of such names.
+    if not unapplied and any(name.endswith(_ACTIVATION_SCALES) for name in found):
+        unapplied.append("the stored scales of activations")
+    unread = (*_ACTIVATION_SCALES, *(_CACHE_SCALES if cache else ()))
+    return Coding({name: each for name, each in found.items() if not name.endswith(unread)}, tuple(unapplied))
+
+
+def _unapplied(name: str, group: Any) -> list[str]:
+    """Describes what an entry of `config_groups` prescribes for the inputs and outputs of products."""
+    if not isinstance(group, Mapping):
+        return []  # `_scheme` raises.
+    kinds = {"input_activations": "inputs of products", "output_activations": "outputs of products"}
+    return [
+        _described(f"{key} of {name}", group[key], what)
+        for key, what in kinds.items()
+        if isinstance(group.get(key), Mapping)
+    ]
+
+
+def _described(place: str, scheme: Any, what: str) -> str:
+    if not isinstance(scheme, Mapping):
+        return f"{what} ({place})"
+    kind = f"{'fp' if scheme.get('type') == 'float' else 'int'}{scheme.get('num_bits', 8)}"
+    is_dynamic = {True: "dynamic", "local": "locally dynamic"}.get(scheme.get("dynamic", False), "static")
+    return f"{kind} {what} ({place}: {', '.join(filter(None, (is_dynamic, scheme.get('strategy'))))})"
 
 
 def _scheme(name: str, group: Any, format_: str | None) -> _Scheme:

@@ -167,8 +167,13 @@ def open_source(directory: Path, *, ignore: Collection[str] = ()) -> HuggingFace
     """
     mapping, coding = with_codes(_read_config(directory), read_tensors(directory))
     tensors = coding.tensors
-    if coding.unread:
-        warnings.warn(f"{directory}: its {' and '.join(coding.unread)} are not read.", stacklevel=2)
+    if coding.unapplied:
+        warnings.warn(
+            f"{directory}: its quantization_config prescribes {', '.join(coding.unapplied)}, which are not applied: "
+            "they stay in float. For quantized inputs, quantize the model by a recipe, as in stack quantize hf:DIR "
+            "--recipe w8a8 --data DOCUMENTS --out RUN.",
+            stacklevel=2,
+        )
     family = _family_of(mapping, directory)
     rewritten, left_out = None, ()
     if isinstance(family, RenamesTensors):

@@ -46,6 +46,7 @@ CONTRACTS = (
     "stack_core.abi.transforms",
     "stack_core.abi.tuning",
     "stack_core.text.chat_server",
+    "stack_core.text.image_models",
     "stack_core.text.message_parsers",
     "stack_rl.contracts",
 )

@@ -75,6 +75,18 @@ def test_options_of_repositories_do_nothing_for_a_model(served: list[HttpServer]
             assert value in refusal(capsys, "--repository", str(tmp_path), f"--{name}={value}")
 
 
+def test_options_of_texts_do_nothing_for_an_image_model(
+    served: list[HttpServer], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    assert "--max-images: for image models only" in refusal(capsys, "RUN", "--max-images=2")
+    monkeypatch.setattr("stack_core.text.image_models.has_image_model", lambda address: True)
+    for option in ("max-tokens=8", "tool-parser=hermes", "engine=llm"):
+        assert f"--{option.partition('=')[0]}: not for RUN, which generates images" in refusal(
+            capsys, "RUN", f"--{option}"
+        )
+    assert not served
+
+
 def test_options_reach_the_server(served: list[HttpServer], tmp_path: Path, capsys: Any) -> None:
     keys = tmp_path / "keys"
     keys.write_text("second\n\nthird\n", encoding="utf-8")

@@ -110,7 +110,7 @@ def test_a_run_of_a_unet_is_exported_and_samples_other_shapes(name, folder, tmp_
     sampler = opened.sampler.changed({"steps": 2})
     images = opened.images_of(["a red ring"], sampler)
     assert images.shape == (1, 12, 20, 3) and images.std() > 0
-    plain, other = (opened._condition(["a red ring"], negative, sampler) for negative in (None, ["a blue bar"]))
+    plain, other = (opened.condition(["a red ring"], sampler, negative=negative) for negative in (None, ["a blue bar"]))
     assert np.abs(other["negative_text"] - plain.get("negative_text", 0.0)).max() > 0
     again = open_images(str(tmp_path / "again"), size=(12, 20))
     np.testing.assert_array_equal(again.images_of(["a red ring"], sampler), images)

@@ -148,7 +148,7 @@ def test_the_schedule_is_that_of_the_size_that_is_sampled(tmp_path, pixels, expe
     model = nnx.eval_shape(lambda: flux.FAMILY.build(TINY, key=jax.random.key(0)))  # its latents have sides of 8
     config = replace(TINY, image_size=pixels // 8)
     objective = read_scheduler(written(tmp_path, DEV)).objective
-    timesteps = ImageSampler(model, config, objective, None)._table(SamplerConfig(steps=4)).rows[:, 0]
+    timesteps = ImageSampler(model, config, objective, None).table(SamplerConfig(steps=4)).rows[:, 0]
     np.testing.assert_allclose(timesteps / 1000.0, [1.0, *expected], atol=5e-5)
 
 
@@ -164,6 +164,6 @@ def test_a_pipeline_its_run_and_its_export_follow_the_size_of_the_images(tmp_pat
     FORMAT.export_run(tmp_path / "run", tmp_path / "back")
     # Latents have half the sides of these images, so that 128 pixels are the 1024 tokens of 512 pixels of FLUX.1.
     for address in (f"hf:{tmp_path}/dev", f"{tmp_path}/run"):
-        timesteps = open_images(address, size=(128, 128))._table(SamplerConfig(steps=4)).rows[:, 0]
+        timesteps = open_images(address, size=(128, 128)).table(SamplerConfig(steps=4)).rows[:, 0]
         np.testing.assert_allclose(timesteps / 1000.0, [1.0, 0.8492, 0.6525, 0.3849], atol=5e-5)
     assert read_scheduler(tmp_path / "back" / "scheduler").objective.shift == DynamicShift()

@@ -16,7 +16,7 @@ from stack_core.abi.installing import install_command
 from stack_core.abi.local_paths import hub_advice, local_address
 from stack_core.abi.plugins import provider_of, registries
 
-__all__ = ["open_auxiliary", "open_for_generation", "open_model"]
+__all__ = ["find_format", "open_auxiliary", "open_for_generation", "open_model"]
 
 Format = TypeVar("Format", bound=ModelFormat)
 
@@ -31,7 +31,7 @@ def open_model(address: str, *, data: str | None = None) -> TrainedModel:
       ConversionError: no format that opens models has this name or recognizes the directory, or several recognize it.
       StackError: the checkpoint or the data cannot be used.
     """
-    format_, directory = _found(address, OpensModels)
+    format_, directory = find_format(address, OpensModels)
     return format_.open_model(directory, data=data)
 
 
@@ -45,7 +45,7 @@ def open_for_generation(address: str, *, encoders: bool = False) -> GenerativeCh
       ConversionError: as `open_model`.
       StackError: the checkpoint cannot be used, or is an encoder.
     """
-    format_, directory = _found(address, OpensForGeneration)
+    format_, directory = find_format(address, OpensForGeneration)
     checkpoint = format_.open_for_generation(directory)
     if not (encoders or getattr(checkpoint, "generates", True)):
         raise GenerationError(f"{address} is an encoder: it embeds texts and generates none. Use it in stack serve.")
@@ -59,12 +59,16 @@ def open_auxiliary(address: str, name: str, abstract: Any) -> Any:
       ConversionError: as `open_model`.
       StackError: no such model was trained, or its parameters differ from `abstract`.
     """
-    format_, directory = _found(address, OpensAuxiliaryModels)
+    format_, directory = find_format(address, OpensAuxiliaryModels)
     return format_.open_auxiliary(directory, name, abstract)
 
 
-def _found(address: str, ability: type[Format]) -> tuple[Format, Path]:
-    """Resolves an address to a directory and the format that opens it, among formats with an ability."""
+def find_format(address: str, ability: type[Format]) -> tuple[Format, Path]:
+    """Returns the format that opens an address, among formats with an ability, and the directory.
+
+    Raises:
+      ConversionError: as `open_model`.
+    """
     address = local_address(address)
     scheme, separator, path = address.partition(":")
     # Other formats are not imported if the address names its own, which saves half a second of CPU time.

@@ -1,4 +1,4 @@
-"""`stack serve`: a server of a language model with OpenAI's API, or of bundles with the Open Inference Protocol."""
+"""`stack serve`: a server of a model with OpenAI's API, or of bundles with the Open Inference Protocol."""
 
 import gc
 import json as json_format
@@ -16,12 +16,14 @@ from stack_core.abi.config import parse
 from stack_core.abi.errors import ConfigError
 from stack_core.runtime.compile_cache import keep_compiled
 from stack_serve.checks import API_KEY_VARIABLE
+from stack_serve.commands.serve_images import serve_images
 from stack_serve.commands.serve_repository import check_known, serve_repository
 
 __all__ = ["serve"]
 
 _BETWEEN_LINES_S = 5.0
 _OF_REPOSITORIES = frozenset({"grpc_port", "live_versions", "max_json_bytes", "poll_s"})
+_COMMON = {"access_log", "api_key", "api_key_file", "cors_origin", "json", "model", "model_name"}
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -68,13 +70,14 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
     max_adapters: int | None = None,
     adapter_rank: int | None = None,
     max_waiting: int | None = None,
+    max_images: int | None = None,
     priorities: int | None = None,
     dequantize: bool | None = None,
     seed: int | None = None,
     speculation: str | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
-    """Serve a language model or an encoder with OpenAI's API, or bundles: stack serve RUN|hf:DIR | --repository DIR
+    """Serve a model of texts or images with OpenAI's API, or bundles: stack serve RUN|hf:DIR | --repository DIR
 
     The server listens immediately and answers with status 503 until the first programs are compiled; /ready reports the
     progress. Programs for other numbers of rows and tokens are compiled while it serves. On SIGTERM it waits for
@@ -84,7 +87,8 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
     loaded and deleted versions are unloaded without interrupting other models.
 
     Args:
-      model: directory of a run or of a Hugging Face checkpoint, hf:ORG/MODEL of the hub, or gguf:FILE.
+      model: directory of a run, of a Hugging Face checkpoint or of a diffusers pipeline, hf:ORG/MODEL of the hub, or
+        gguf:FILE.
       repository: directory of bundles to serve instead.
       live_versions: number of newest versions to serve of each model; 0 is all (1).
       poll_s: seconds between scans of the repository; with 0, only clients load and unload models (1).
@@ -122,7 +126,8 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
       tensor: number of devices over which each layer is sharded (1).
       prefix_caching: reuse cache pages of prompts with the same prefix (yes, unless the model is recurrent).
       embeddings: compile the programs of embeddings at the start (no: on first use).
-      max_waiting: maximum number of waiting continuations; more are refused (1024).
+      max_waiting: maximum number of waiting continuations (1024) or images (64); more are refused.
+      max_images: maximum number of images that are computed concurrently (4); image models only.
       adapter: NAME=DIR, an adapter that requests select with NAME as their model; DIR is a run trained with adapters
         or a PEFT directory; may be repeated.
       max_adapters: maximum number of adapters on the devices (8); the least recently used idle one is evicted first.
@@ -136,12 +141,16 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
       json: when ready, print the address, model and process id to standard output as JSON.
     """
     options = {name: value for name, value in locals().items() if value is not None and value != ()}
+    from stack_core.text.image_models import has_image_model
     from stack_serve.http.config import ServerConfig
+    from stack_serve.images.config import ImageServerConfig
     from stack_serve.openai.config import OpenAIConfig
 
     if (model is None) == (repository is None):
         raise ConfigError("Name what to serve: either a model, or --repository DIR with bundles.")
-    listening = _only(OpenAIConfig if repository is None else ServerConfig, options)
+    is_image_model = model is not None and has_image_model(model)
+    kind = ServerConfig if model is None else ImageServerConfig if is_image_model else OpenAIConfig
+    listening = _only(kind, options)
     named = (*api_key, *(_keys_of(api_key_file) if api_key_file is not None else ()))
     keys = named or tuple(filter(None, [os.environ.get(API_KEY_VARIABLE)]))
     listening |= {"api_keys": keys, "cors_origins": cors_origin}
@@ -149,13 +158,19 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
         listening["model_names"] = model_name
     if repository is None:
         check_known(options, options.keys() - _OF_REPOSITORIES, "for a repository of bundles only. Add --repository")
-    config = parse(OpenAIConfig if repository is None else ServerConfig, listening)
+    if is_image_model:
+        check_known(options, listening.keys() | _COMMON, f"not for {model}, which generates images. Leave it out")
+    else:
+        check_known(options, options.keys() - {"max_images"}, "for image models only. Leave it out")
+    config: Any = parse(kind, listening)
     if config.host not in _LOOPBACK and not keys:
         _say(f"warning: any client that reaches {config.host} can use the model. Set --api-key or listen on 127.0.0.1.")
     if access_log:
         _log_access()
     if repository is not None:
         serve_repository(repository, config, options, json=json)
+    elif is_image_model:
+        serve_images(str(model), config, json=json)
     else:
         assert model is not None
         _serve(model, engine or "llm", config, options, json=json)

@@ -10,11 +10,11 @@ from stack_serve.openai.errors import INTERNAL, ApiError
 from stack_serve.openai.generation import Generation
 from stack_serve.openai.writer import Writer
 
-__all__ = ["Answer", "JsonAnswer"]
+__all__ = ["EVENTS", "JSON", "Answer", "JsonAnswer", "ResponseBody"]
 
 _LOG = logging.getLogger(__name__)
-_JSON = ((b"content-type", b"application/json"),)
-_EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
+JSON = ((b"content-type", b"application/json"),)
+EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 # Between parts uvicorn waits for a slow client; a single large part would be buffered at once.
 _PART_BYTES = 2**18
 
@@ -42,11 +42,11 @@ class Answer:
         async with self._generation as generation:
             generation.watch(receive)
             await generation.submit(self._names)
-            headers = _EVENTS if self._writer.job.stream else _JSON
-            body = _Body(send, headers)
+            headers = EVENTS if self._writer.job.stream else JSON
+            body = ResponseBody(send, headers)
             await (self._stream(body) if self._writer.job.stream else self._send_full(body))
 
-    async def _send_full(self, body: "_Body") -> None:
+    async def _send_full(self, body: "ResponseBody") -> None:
         turns = Turns()
         while updates := await self._generation.take():
             for prompt, update in updates:
@@ -58,7 +58,7 @@ class Answer:
             await body.add(self._writer.full_response())
             await body.end()
 
-    async def _stream(self, body: "_Body") -> None:
+    async def _stream(self, body: "ResponseBody") -> None:
         generation, writer = self._generation, self._writer
         try:
             while updates := await generation.take():
@@ -89,12 +89,12 @@ class JsonAnswer:
         self._pieces = pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = _Body(send, _JSON)
+        body = ResponseBody(send, JSON)
         await body.add(self._pieces)
         await body.end()
 
 
-class _Body:
+class ResponseBody:
     """Sends the pieces of a body together, large ones in parts, and lets other requests go on meanwhile.
 
     Attributes:
@@ -127,7 +127,7 @@ class _Body:
 
     async def end(self) -> None:
         """Sends the rest."""
-        if not self.started and self._headers[0] == _JSON[0]:
+        if not self.started and self._headers[0] == JSON[0]:
             # The length is certain only if nothing was flushed before the end.
             self._headers.append((b"content-length", b"%d" % self._bytes))
         await self._start()

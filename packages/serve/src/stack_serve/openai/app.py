@@ -1,34 +1,24 @@
-"""The ASGI application: routes, and what every request passes through."""
+"""The ASGI application of a language model: one handler per route."""
 
-import logging
-from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import orjson
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stack_core.abi.errors import EngineStopped, GenerationError
-from stack_serve.anthropic.answers import MessagesWriter, error_body
+from stack_serve.anthropic.answers import MessagesWriter
 from stack_serve.anthropic.bodies import CountBody, MessagesBody
 from stack_serve.anthropic.requests import FIELD_NAMES as MESSAGES_NAMES
 from stack_serve.anthropic.requests import chat_body
-from stack_serve.http.access import AccessLog
-from stack_serve.http.keys import NO_KEY, Keys
 from stack_serve.http.slices import Items, Members, batches, json_pieces, maybe_in_thread
 from stack_serve.openai.adapters import AdapterLoader
 from stack_serve.openai.answer import Answer, JsonAnswer
+from stack_serve.openai.application import json_response, make_application, parsed, read_body
 from stack_serve.openai.bodies import decode, parse, read
 from stack_serve.openai.embeddings import Embeddings
-from stack_serve.openai.errors import INTERNAL, ApiError, as_api_error, renamed_error
+from stack_serve.openai.errors import ApiError, renamed_error
 from stack_serve.openai.job import new_id
-from stack_serve.openai.openapi import openapi_json
 from stack_serve.openai.schemas import (
     Body,
     ChatBody,
@@ -56,11 +46,6 @@ from stack_serve.responses.store import ResponseStore
 
 __all__ = ["make_app"]
 
-# Load balancers and Prometheus send no key, and the chat page asks its user for one.
-_OPEN = frozenset({"/", "/health", "/ready", "/metrics", "/version", "/openapi.json"})
-_NO_KEY = ApiError(401, NO_KEY, headers={"WWW-Authenticate": "Bearer"})
-_LOG = logging.getLogger(__name__)
-
 B = TypeVar("B", bound=Body)
 
 
@@ -82,39 +67,11 @@ def make_app(service: Service) -> Starlette:
         Route("/is_sleeping", handlers.is_sleeping, methods=["GET"]),
         Route("/v1/load_lora_adapter", handlers.load_adapter, methods=["POST"]),
         Route("/v1/unload_lora_adapter", handlers.unload_adapter, methods=["POST"]),
-        Route("/v1/models", handlers.models, methods=["GET"]),
-        # Names of models may contain slashes.
-        Route("/v1/models/{name:path}", handlers.model, methods=["GET"]),
         Route("/tokenize", handlers.tokenize, methods=["POST"]),
         Route("/detokenize", handlers.detokenize, methods=["POST"]),
         Route("/", chat_page, methods=["GET"]),
-        Route("/health", handlers.health, methods=["GET"]),
-        Route("/ready", handlers.ready, methods=["GET"]),
-        Route("/metrics", handlers.metrics, methods=["GET"]),
-        Route("/version", handlers.version, methods=["GET"]),
-        Route("/openapi.json", handlers.openapi, methods=["GET"]),
     ]
-    config = service.config
-    paths = frozenset(route.path for route in routes)
-    # The first is the outermost. CORS comes before the keys, because browsers send preflight requests without a key.
-    middleware = [Middleware(AccessLog), Middleware(_Outermost, service=service, paths=paths)]
-    if config.cors_origins:
-        origins = Middleware(
-            CORSMiddleware, allow_origins=config.cors_origins, allow_methods=["*"], allow_headers=["*"]
-        )
-        middleware.append(origins)
-    if config.api_keys:
-        middleware.append(Middleware(Keys, keys=config.api_keys, open_paths=_OPEN, refusal=_refuse_key))
-    failures: Any = {
-        ApiError: _api_error,
-        EngineStopped: _engine_error,
-        GenerationError: _engine_error,
-        HTTPException: _http_error,
-    }
-    app = Starlette(routes=routes, middleware=middleware, exception_handlers=failures)
-    # A wrong path gets an error in OpenAI's format instead of a redirect.
-    app.router.redirect_slashes = False
-    return app
+    return make_application(service, routes)
 
 
 class _Handlers:
@@ -150,8 +107,8 @@ class _Handlers:
         name = request.path_params["name"]
         if request.method == "DELETE":
             self._responses.delete(name)
-            return _json({"id": name, "object": "response", "deleted": True})
-        return _json(dict(self._responses.get(name).response))
+            return json_response({"id": name, "object": "response", "deleted": True})
+        return json_response(dict(self._responses.get(name).response))
 
     async def messages(self, request: Request) -> Answer:
         body = await self._body(request, MessagesBody)
@@ -165,7 +122,7 @@ class _Handlers:
         body = chat_body(await self._body(request, CountBody), self._service)
         self._service.check_model(body.model)
         prompt = await self._service.chat_prompt(body, requested_tools(body.tools, body.tool_choice))
-        return _json({"input_tokens": len(prompt.tokens)})
+        return json_response({"input_tokens": len(prompt.tokens)})
 
     async def embed(self, request: Request) -> JsonAnswer:
         body = await self._body(request, EmbeddingBody)
@@ -188,20 +145,13 @@ class _Handlers:
         return Response()
 
     async def is_sleeping(self, request: Request) -> Response:
-        return _json({"is_sleeping": self._service.state == "sleeping"})
+        return json_response({"is_sleeping": self._service.state == "sleeping"})
 
     async def load_adapter(self, request: Request) -> Response:
         return PlainTextResponse(await self._adapters.load(await self._body(request, LoadAdapterBody)))
 
     async def unload_adapter(self, request: Request) -> Response:
         return PlainTextResponse(await self._adapters.unload(await self._body(request, UnloadAdapterBody)))
-
-    async def models(self, request: Request) -> Response:
-        names = (*self._service.names, *self._service.adapters)
-        return _json({"object": "list", "data": [self._card(name) for name in names]})
-
-    async def model(self, request: Request) -> Response:
-        return _json(self._card(self._service.check_model(request.path_params["name"])))
 
     async def tokenize(self, request: Request) -> JsonAnswer:
         service = self._service
@@ -223,120 +173,16 @@ class _Handlers:
     async def detokenize(self, request: Request) -> Response:
         service = self._service
         content = await read(request, service.config)
-        body = await maybe_in_thread(len(content), _parsed, DetokenizeBody, content)
+        body = await maybe_in_thread(len(content), parsed, DetokenizeBody, content)
         service.check_model(body.model)
         tokens = service.prompts.known(body.tokens, "tokens")
         text = await maybe_in_thread(len(tokens), service.prompts.needed_tokenizer().decode, tokens)
-        return _json({"prompt": text})
-
-    async def health(self, request: Request) -> Response:
-        """Reports whether the process, and its engine if there is one, respond."""
-        # Raises if the engine stopped, which becomes status 503.
-        self._service.stats()
-        return Response()
-
-    async def ready(self, request: Request) -> Response:
-        """Reports whether the server accepts jobs."""
-        if self._service.state != "ready":
-            raise self._service.unavailable()
-        self._service.stats()
-        return _json({"status": "ready", "model": self._service.names[0]})
-
-    async def metrics(self, request: Request) -> Response:
-        return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    async def version(self, request: Request) -> Response:
-        return _json({"version": version("stack-serve")})
-
-    async def openapi(self, request: Request) -> Response:
-        content = openapi_json(has_keys=bool(self._service.config.api_keys))
-        return Response(content, media_type="application/json")
+        return json_response({"prompt": text})
 
     async def _body(self, request: Request, cls: type[B]) -> B:
-        if self._service.state != "ready":
-            raise self._service.unavailable()
-        content = await read(request, self._service.config)
-        return await maybe_in_thread(len(content), _parsed, cls, content)
-
-    def _card(self, name: str) -> dict[str, Any]:
-        service = self._service
-        return {
-            "id": name,
-            "object": "model",
-            "created": service.created,
-            "owned_by": "stack",
-            "root": name if name in service.adapters else service.names[0],
-            "parent": service.names[0] if name in service.adapters else None,
-            "max_model_len": service.max_tokens,
-        }
-
-
-class _Outermost:
-    """Counts responses by path and status, and answers where something failed that nobody foresaw."""
-
-    def __init__(self, app: ASGIApp, service: Service, paths: frozenset[str]) -> None:
-        self._app = app
-        self._responses = service.metrics.responses
-        self._paths = paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
-
-        async def counting(message: Message) -> None:
-            nonlocal started
-            if message["type"] == "http.response.start":
-                started = True
-                path = scope["path"] if scope["path"] in self._paths else "other"  # the labels of a metric are few
-                self._responses.labels(path, scope["method"], str(message["status"])).inc()
-            await send(message)
-
-        try:
-            await self._app(scope, receive, counting)
-        except Exception:  # A fault of the server fails this request only.
-            if started:
-                raise
-            _LOG.exception("%s %s failed", scope["method"], scope["path"])
-            await _response(INTERNAL, scope["path"])(scope, receive, counting)
-
-
-def _parsed(cls: type[B], content: bytes) -> B:
-    return parse(cls, decode(content))
+        return await read_body(request, self._service, cls)
 
 
 def _tokenize_body(content: bytes) -> TokenizeBody | TokenizeChatBody:
     value = decode(content)
     return parse(TokenizeChatBody, value) if "messages" in value else parse(TokenizeBody, value)
-
-
-def _json(value: dict[str, Any]) -> Response:
-    return Response(orjson.dumps(value), media_type="application/json")
-
-
-def _response(error: ApiError, path: str) -> Response:
-    """Returns an error in the format of the interface to which a path belongs."""
-    is_message = path.startswith("/v1/messages")
-    content = error_body(error) if is_message else error.body()
-    return Response(content, error.status, error.headers, media_type="application/json")
-
-
-async def _refuse_key(scope: Scope, receive: Receive, send: Send) -> None:
-    await _response(_NO_KEY, scope["path"])(scope, receive, send)
-
-
-async def _api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return _response(error, request.url.path)
-
-
-async def _engine_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, EngineStopped | GenerationError)
-    return _response(as_api_error(error, {}), request.url.path)
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    """Starlette's own: no such route, or not with this method."""
-    assert isinstance(error, HTTPException)
-    what = f"{request.method} {request.url.path[:200]}"
-    messages = {404: f"There is no {what}.", 405: f"{what}: this path takes another method."}
-    message = messages.get(error.status_code, str(error.detail))
-    return _response(ApiError(error.status_code, message, headers=error.headers), request.url.path)

@@ -10,7 +10,7 @@ import pydantic
 from starlette.requests import Request
 
 from stack_core.abi.errors import nearest
-from stack_serve.openai.config import OpenAIConfig
+from stack_serve.http.config import ServerConfig
 from stack_serve.openai.errors import ApiError, bad_request
 from stack_serve.openai.schemas import Body
 
@@ -44,7 +44,7 @@ _CHOICES = {"functions": "function_call"}
 
 _FOREIGN: Mapping[str, _Foreign] = {
     "audio": _Foreign(_TEXT_ONLY),
-    "background": _Foreign("Use stream", (False,)),
+    "background": _Foreign("Responses: use stream; images are opaque", (False, "auto", "opaque")),
     "cache_salt": _Foreign("Start the server without prefix caching to keep prompts apart"),
     "chat_template": _Foreign("Start the server with --chat-template FILE"),
     "context_management": _Foreign("Shorten the input", ([],)),
@@ -60,14 +60,17 @@ _FOREIGN: Mapping[str, _Foreign] = {
     "logits_processors": _Foreign("Use logit_bias", ([],)),
     "max_tool_calls": _Foreign("The client runs the tools, and can stop"),
     "modalities": _Foreign(_TEXT_ONLY, (["text"],)),
+    "moderation": _Foreign("Images are not moderated", ("auto", "low")),
     "parallel_tool_calls": _Foreign(_TOOLS, (True, False)),
     "prediction": _Foreign(_LEAVE),
     "prompt_embeds": _Foreign("Send the prompt as text or token ids"),
     "prompt_cache_retention": _Foreign(_LEAVE, ("in_memory",)),
+    "quality": _Foreign("Use steps and size", ("auto",)),
     "reasoning_effort": _Foreign("Use /v1/chat/completions, whose prompts have a chat template"),
     "service_tier": _Foreign("Use priority", ("auto", "default")),
     "spaces_between_special_tokens": _Foreign(_SPACES, (True, False)),
     "store": _Foreign("Nothing is stored: keep the answers yourself", (False,)),
+    "style": _Foreign("Describe it in the prompt"),
     "suffix": _Foreign("Put the text that follows into the prompt, as the model was trained to have it", ("",)),
     "tool_choice": _Foreign(_TOOLS, ("none", "auto")),
     "tools": _Foreign(_TOOLS, ([],)),
@@ -79,7 +82,7 @@ _FOREIGN: Mapping[str, _Foreign] = {
 }
 
 
-async def read(request: Request, config: OpenAIConfig) -> bytes:
+async def read(request: Request, config: ServerConfig) -> bytes:
     """The body as it came.
 
     Raises:
@@ -187,7 +190,7 @@ def _check_type(request: Request) -> None:
         raise ApiError(415, f"The body's Content-Encoding is {encoding!r}; send it uncompressed.")
 
 
-def _too_large(config: OpenAIConfig) -> ApiError:
+def _too_large(config: ServerConfig) -> ApiError:
     message = f"The body is larger than {config.max_body_bytes} bytes, the limit of this server. Send a shorter prompt."
     return ApiError(413, message, headers={"Connection": "close"})
 

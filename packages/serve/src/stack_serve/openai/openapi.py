@@ -12,6 +12,7 @@ from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from stack_core.abi.generation import SamplingParams
 from stack_serve.anthropic.bodies import CountBody, MessagesBody
+from stack_serve.images.schemas import ImageBody
 from stack_serve.openai.schemas import (
     Body,
     ChatBody,
@@ -121,18 +122,11 @@ def _operations() -> Sequence[_Operation]:
             members=("count", "max_model_len", "tokens"),
         ),
         _Operation(path="/detokenize", summary="Decodes tokens.", bodies=(DetokenizeBody,), members=("prompt",)),
-        get(path="/v1/models", summary="Lists the model's names and the adapters.", members=("object", "data")),
-        get(path="/v1/models/{name}", summary="Returns a model.", members=("id", "object", "max_model_len")),
         _Operation(path="/v1/load_lora_adapter", summary="Loads an adapter.", bodies=(LoadAdapterBody,), answer=plain),
         _Operation(
             path="/v1/unload_lora_adapter", summary="Unloads an adapter.", bodies=(UnloadAdapterBody,), answer=plain
         ),
         get(path="/", summary="Returns the chat page.", answer="text/html", is_open=True),
-        get(path="/health", summary="Reports whether the engine responds.", answer=None, is_open=True),
-        get(path="/ready", summary="Reports whether requests are accepted.", members=("status",), is_open=True),
-        get(path="/metrics", summary="Returns metrics for Prometheus.", answer=plain, is_open=True),
-        get(path="/version", summary="Returns the server's version.", members=("version",), is_open=True),
-        get(path="/openapi.json", summary="Returns this document.", members=("openapi", "paths"), is_open=True),
         get(path="/is_sleeping", summary="Reports whether the engine sleeps.", members=("is_sleeping",)),
         _Operation(
             path="/sleep",
@@ -141,22 +135,50 @@ def _operations() -> Sequence[_Operation]:
             query={"level": {"enum": ["1", "2"], "default": "1"}},
         ),
         _Operation(path="/wake_up", summary="Wakes the engine up.", answer=None),
+        *_standard_operations(),
+    )
+
+
+def _image_operations() -> Sequence[_Operation]:
+    return (
+        _Operation(
+            path="/v1/images/generations",
+            summary="Generates images.",
+            bodies=(ImageBody,),
+            members=("created", "data", "size", "seed"),
+            streams=True,
+        ),
+        *_standard_operations(),
+    )
+
+
+def _standard_operations() -> Sequence[_Operation]:
+    get = functools.partial(_Operation, method="get")
+    return (
+        get(path="/v1/models", summary="Lists the names that `model` may have.", members=("object", "data")),
+        get(path="/v1/models/{name}", summary="Returns a model.", members=("id", "object")),
+        get(path="/health", summary="Reports whether the engine responds.", answer=None, is_open=True),
+        get(path="/ready", summary="Reports whether requests are accepted.", members=("status",), is_open=True),
+        get(path="/metrics", summary="Returns metrics for Prometheus.", answer="text/plain", is_open=True),
+        get(path="/version", summary="Returns the server's version.", members=("version",), is_open=True),
+        get(path="/openapi.json", summary="Returns this document.", members=("openapi", "paths"), is_open=True),
     )
 
 
 @functools.cache
-def openapi_json(*, has_keys: bool) -> bytes:
+def openapi_json(*, has_keys: bool, images: bool = False) -> bytes:
     """Returns `openapi_document` as JSON."""
-    return orjson.dumps(openapi_document(has_keys=has_keys))
+    return orjson.dumps(openapi_document(has_keys=has_keys, images=images))
 
 
-def openapi_document(*, has_keys: bool) -> dict[str, Any]:
+def openapi_document(*, has_keys: bool, images: bool = False) -> dict[str, Any]:
     """Describes all endpoints in OpenAPI 3.1.
 
     Args:
       has_keys: whether requests need a key.
+      images: whether the served model generates images instead of text.
     """
-    operations = _operations()
+    operations = _image_operations() if images else _operations()
     paths: dict[str, dict[str, Any]] = {}
     for each in operations:
         paths.setdefault(each.path, {})[each.method] = _operation_object(each, has_keys=has_keys)

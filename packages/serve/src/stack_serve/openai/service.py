@@ -1,11 +1,10 @@
 """Service of one model: parses request bodies into jobs and tracks whether the model accepts jobs."""
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from stack_core.abi.engines import Engine
 from stack_core.abi.errors import ChatTemplateError, ConfigError, GenerationError
@@ -18,11 +17,12 @@ from stack_core.text.images import image_reader_of, place_images
 from stack_serve.http.slices import maybe_in_thread
 from stack_serve.llm.truncation import encoder_ending
 from stack_serve.openai.answer import Answer
+from stack_serve.openai.application import ModelService
 from stack_serve.openai.chat import ChatWriter
 from stack_serve.openai.completions import CompletionWriter
 from stack_serve.openai.config import OpenAIConfig
 from stack_serve.openai.constraints import constraint_and_field
-from stack_serve.openai.errors import ApiError, as_api_error, bad_request
+from stack_serve.openai.errors import as_api_error, bad_request
 from stack_serve.openai.forced_calls import forced_calls
 from stack_serve.openai.generation import Backend, Generation
 from stack_serve.openai.images import ImageInput
@@ -31,6 +31,7 @@ from stack_serve.openai.logprobs import LogprobWriter, TokenTexts
 from stack_serve.openai.mailbox import PostOffice
 from stack_serve.openai.messages import MessageFormat
 from stack_serve.openai.metrics import Metrics
+from stack_serve.openai.openapi import openapi_json
 from stack_serve.openai.prompts import Prompt, Prompts
 from stack_serve.openai.restrictions import restriction_and_field
 from stack_serve.openai.sampling import sampling_params
@@ -58,13 +59,10 @@ _IMAGE_SIZE = 2**20
 CHAT_FORM = AnswerForm("chatcmpl-", ChatWriter)
 
 
-class Service:
-    """A served model; used on one event loop.
+class Service(ModelService[OpenAIConfig, Metrics]):
+    """A served language model; used on one event loop.
 
     Attributes:
-      state: "starting" until `serve` receives an engine; "sleeping" and "draining" reject new jobs.
-      progress: human-readable progress of the startup.
-      names: names of the model for clients.
       max_tokens: maximum length of a prompt with its continuation.
       embedding: settings of embeddings that the checkpoint recommends.
       is_encoder: True if the model can only embed texts.
@@ -86,10 +84,7 @@ class Service:
         max_tokens: int | None = None,
         adapters: Sequence[str] = (),
     ) -> None:
-        self.state: Literal["starting", "ready", "sleeping", "draining"] = "starting"
-        self.progress = "loading the model"
-        self.config = config
-        self.names = config.model_names or (checkpoint.name,)
+        super().__init__(config.model_names or (checkpoint.name,), config)
         if taken := set(self.names).intersection(adapters):
             raise ConfigError(f"The model and an adapter are both called {taken.pop()!r}. Name the adapter otherwise.")
         self.max_tokens = min(max_tokens or checkpoint.max_positions, checkpoint.max_positions)
@@ -97,7 +92,6 @@ class Service:
         self.is_encoder = is_encoder(checkpoint)
         if self.is_encoder:
             _check_of_encoder(checkpoint.name, config)
-        self.created = int(time.time())
         ending = encoder_ending(checkpoint)
         self.prompts = Prompts(checkpoint.tokenizer, checkpoint.vocab_size, self.max_tokens, ending)
         self.metrics = Metrics(self.names[0], self.max_tokens, self.stats)
@@ -137,18 +131,6 @@ class Service:
         if self._backend is not None:
             for generation in list(self._backend.running):
                 generation.cut_short()
-
-    def check_model(self, name: str | None) -> str:
-        """Returns the model name for the answer.
-
-        Raises:
-          ApiError: the requested model is not served.
-        """
-        if name is not None and name not in self.names and name not in self.adapters:
-            known = ", ".join(map(repr, (*self.names, *self.adapters)))
-            message = f"The model {name[:200]!r} does not exist. This server has: {known}."
-            raise ApiError(404, message, param="model", code="model_not_found")
-        return name or self.names[0]
 
     def check_base_model(self, name: str | None) -> str:
         """Returns the model name for an answer that only the base model can give.
@@ -412,8 +394,8 @@ class Service:
         Raises:
           ApiError: the server is starting or shutting down.
         """
-        if self._backend is None or self.state != "ready":
-            raise self.unavailable()
+        self.check_ready()
+        assert self._backend is not None, "a ready service has an engine"
         return self._backend
 
     def resume(self) -> None:
@@ -421,14 +403,16 @@ class Service:
         if self.state == "sleeping":
             self.state = "ready"
 
-    def unavailable(self) -> ApiError:
-        """Returns the reason why requests are rejected now."""
-        if self.state == "draining":
-            return ApiError(503, "The server is shutting down. Use another one.", code="draining")
-        if self.state == "sleeping":
-            return ApiError(503, "The engine sleeps. POST /wake_up wakes it up.", code="sleeping")
-        message = f"The server is still starting: {self.progress}. /ready answers 200 when it has."
-        return ApiError(503, message, code="starting", headers={"Retry-After": "5"})
+    def openapi(self) -> bytes:
+        return openapi_json(has_keys=bool(self.config.api_keys))
+
+    def model_card(self, name: str) -> dict[str, Any]:
+        return {
+            **super().model_card(name),
+            "root": name if name in self.adapters else self.names[0],
+            "parent": self.names[0] if name in self.adapters else None,
+            "max_model_len": self.max_tokens,
+        }
 
 
 def _check_of_encoder(name: str, config: OpenAIConfig) -> None:

@@ -33,11 +33,22 @@ from stack_train.diffusion.levels import Levels, SigmaSpacing, flow_levels, sche
 from stack_train.diffusion.noise import FlowConfig, Prediction, Schedule
 from stack_train.diffusion.sampler_names import SamplerName, Spacing
 
-__all__ = ["Inpainting", "SamplerConfig", "Table", "guided", "levels_of", "sample", "table_of"]
+__all__ = [
+    "FIXED_COLUMNS",
+    "Inpainting",
+    "SamplerConfig",
+    "Table",
+    "guided",
+    "image_coefficients",
+    "levels_of",
+    "sample",
+    "table_of",
+]
 
 _DPMPP = ("dpmpp_2m", "dpmpp_3m", "dpmpp_2m_sde", "dpmpp_3m_sde")
 _FEW_STEPS = 15  # with fewer steps DPM-Solver++ ends with lower orders
-_FIXED = 5  # number of columns before the coefficients of the history
+FIXED_COLUMNS = 5
+"""Number of columns of a table before the coefficients of the history."""
 
 
 @config
@@ -210,7 +221,7 @@ def _of_step(sampler: SamplerConfig, levels: Levels, step: int, prediction: Pred
     """Lists the rows of one step, each timestep, p, q, a, n and b."""
 
     def row(level: int, a: float, *b: float, noise: float = 0.0) -> list[float]:
-        expected = _expected(prediction, levels.alphas[level], levels.sigmas[level])
+        expected = image_coefficients(prediction, levels.alphas[level], levels.sigmas[level])
         return [levels.timesteps[level], *expected, a, noise, *b]
 
     euler = row(step, *_euler(levels, step))
@@ -231,8 +242,8 @@ def _of_step(sampler: SamplerConfig, levels: Levels, step: int, prediction: Pred
     return [euler]
 
 
-def _expected(prediction: Prediction, alpha: float, sigma: float) -> tuple[float, float]:
-    """Returns p and q of the image d = p x + q m."""
+def image_coefficients(prediction: Prediction, alpha: float, sigma: float) -> tuple[float, float]:
+    """Returns p and q of the image d = p x + q m, for x = alpha d + sigma e."""
     match prediction:
         case "epsilon":
             return 1.0 / alpha, -sigma / alpha
@@ -335,7 +346,7 @@ def _plms(levels: Levels, prediction: Prediction) -> list[list[float]]:
     first = row(0, timesteps[0], 1.0)
     if len(timesteps) == 1:
         return [first]
-    b = first[_FIXED]
+    b = first[FIXED_COLUMNS]
     # x before the first step is (x - b h_1) / a, and a cancels.
     again = [timesteps[1], 0.0, 1.0, 1.0, 0.0, 0.5 * b, 0.5 * b - b]
     weights = [(1.5, 0.0, -0.5), (23 / 12, -16 / 12, 0.0, 5 / 12), (55 / 24, -59 / 24, 37 / 24, 0.0, -9 / 24)]
@@ -353,7 +364,7 @@ def _transfer(
     """Returns a and b of DDIM's step, with a prediction in the place of the image."""
     ratio = next_sigma / sigma
     to_image = next_alpha - alpha * ratio
-    p, q = _expected(prediction, alpha, sigma)
+    p, q = image_coefficients(prediction, alpha, sigma)
     return ratio + to_image * p, to_image * q
 
 
@@ -391,8 +402,8 @@ def sample(
       inpainting: after each row, its images replace the unmasked part, with the noise level of the row.
     """
     # Known before tracing, so deterministic samplers generate no random numbers.
-    adds_noise = bool(table.rows[:, _FIXED - 1].any())
-    depth = table.rows.shape[1] - _FIXED
+    adds_noise = bool(table.rows[:, FIXED_COLUMNS - 1].any())
+    depth = table.rows.shape[1] - FIXED_COLUMNS
 
     def step(carry: tuple[Images, Sequence[Images]], row: tuple[Array, ...]) -> tuple[Any, None]:
         (x, before), ((timestep, p, q, a, n, *b), alpha, sigma, number) = carry, row
@@ -416,23 +427,32 @@ def sample(
 
 
 def guided(
-    denoiser: Denoiser, condition: Condition, *, images: int, guidance: float, rescale: float = 0.0
-) -> Callable[[Images, Float[Array, ""]], Predicted]:
-    """Returns the guided prediction for a number of images with `condition`, for `sample`; see `SamplerConfig`."""
+    denoiser: Denoiser,
+    condition: Condition,
+    *,
+    images: int,
+    guidance: float | Float[Array, "images 1 1 1"],
+    rescale: float = 0.0,
+) -> Callable[[Images, Float[Array, "*images"]], Predicted]:
+    """Returns the guided prediction for a number of images with `condition`, for `sample`; see `SamplerConfig`.
 
-    def plain(x: Images, timestep: Float[Array, ""]) -> Predicted:
+    The timestep and the guidance are common to all images or given for each.
+    """
+
+    def plain(x: Images, timestep: Float[Array, "*images"]) -> Predicted:
         return denoiser(x, jnp.broadcast_to(timestep, (images,)), condition)
 
-    def strengthened(x: Images, timestep: Float[Array, ""]) -> Predicted:
+    def strengthened(x: Images, timestep: Float[Array, "*images"]) -> Predicted:
         # One call with twice as many rows runs both predictions.
-        predictions = denoiser(jnp.concatenate([x, x]), jnp.broadcast_to(timestep, (2 * images,)), both)
+        timesteps = jnp.tile(jnp.broadcast_to(timestep, (images,)), 2)
+        predictions = denoiser(jnp.concatenate([x, x]), timesteps, both)
         with_condition, without = jnp.split(predictions, 2)
         predicted = without + guidance * (with_condition - without)
         axes = tuple(range(1, x.ndim))
         ratio = with_condition.std(axes, keepdims=True) / predicted.std(axes, keepdims=True)
         return predicted * (1.0 - rescale + rescale * ratio) if rescale else predicted
 
-    if guidance == 1.0 or not condition:
+    if not condition or (isinstance(guidance, float) and guidance == 1.0):
         return plain
     without = denoiser.unconditional(condition)
     both = {name: jnp.concatenate([array, without[name]]) for name, array in positive(condition).items()}

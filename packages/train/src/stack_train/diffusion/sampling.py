@@ -78,6 +78,29 @@ class ImageSampler:
         """Height and width of the denoiser's input."""
         return self.size or (self.config.image_size, self.config.image_size)
 
+    def resized(self, size: tuple[int, int]) -> "ImageSampler":
+        """Returns a sampler of images of another height and width in pixels.
+
+        Raises:
+          ConfigError: the model does not support the size; gives the nearest ones.
+        """
+        height, width = size
+        if self.encoders is None:
+            if size == self.sides:
+                return self
+            raise ConfigError(f"The model makes images of {self.config.image_size} pixels; leave the size out.")
+        # The latents must divide into the denoiser's patches.
+        downsampling = self.encoders.autoencoder.config.downsampling
+        factor = downsampling * getattr(self.config, "patch", 1)
+        if any(side < factor or side % factor for side in size):
+            lower, upper = ([max(side // factor + more, 1) * factor for side in size] for more in (0, 1))
+            nearest = dict.fromkeys(f"{w}x{h}" for h, w in (lower, upper))
+            raise ConfigError(
+                f"The size is {width}x{height}; images of this model have sides of a multiple of {factor} pixels. "
+                f"Take {' or '.join(nearest)}."
+            )
+        return replace(self, size=(height // downsampling, width // downsampling))
+
     def images(
         self, labels: Sequence[int], sampler: SamplerConfig, *, seed: int = 0
     ) -> UInt8[np.ndarray, "images height width channels"]:
@@ -93,7 +116,7 @@ class ImageSampler:
         """
         if self.encoders is not None:
             raise GenerationError("The model makes images of prompts, not of labels: give --prompt.", parameter="label")
-        self._check(labels)
+        self.check_labels(labels)
         if sampler.guidance != 1.0 and not self.config.classes:
             raise GenerationError(
                 f"guidance is {sampler.guidance}, and the model has no labels to be guided by. Set it to 1.",
@@ -140,11 +163,7 @@ class ImageSampler:
                 "texts, such as flux or unet.",
                 parameter="prompt",
             )
-        condition = self._condition(prompts, negative, sampler)
-        if embedded_guidance is not None:
-            if getattr(self.config, "guidance", None) is None:
-                raise GenerationError("The model takes no guidance as an input.", parameter="embedded_guidance")
-            condition["guidance"] = jnp.full(len(prompts), embedded_guidance)
+        condition = self.condition(prompts, sampler, negative=negative, embedded_guidance=embedded_guidance)
         begun = None if start is None else self._begun(start, len(prompts))
         latents = self._sampled(condition, len(prompts), sampler, seed, begun=begun)
         graph, state = nnx.split(self.encoders.autoencoder)
@@ -185,10 +204,15 @@ class ImageSampler:
         extra = jnp.concatenate([mask, encode(state, pixels * (1.0 - pixel_mask))], axis=-1)
         return _Begun(rows(latents), None, rows(extra))
 
-    def _condition(
-        self, prompts: Sequence[str], negative: Sequence[str] | None, sampler: SamplerConfig
+    def condition(
+        self,
+        prompts: Sequence[str],
+        sampler: SamplerConfig,
+        *,
+        negative: Sequence[str] | None = None,
+        embedded_guidance: float | None = None,
     ) -> dict[str, jax.Array]:
-        """Encodes prompts and, for guidance, the negative or empty prompts."""
+        """Encodes prompts and, for guidance, the negative or empty prompts; see `images_of`."""
         encoders: Any = self.encoders
         condition = dict(encoders.text(prompts))
         if negative is not None and sampler.guidance == 1.0:
@@ -204,6 +228,10 @@ class ImageSampler:
             height, width = (float(side * factor) for side in self.sides)
             sizes = jnp.array([height, width, 0.0, 0.0, height, width])
             condition["sizes"] = jnp.broadcast_to(sizes, (len(prompts), len(sizes)))
+        if embedded_guidance is not None:
+            if getattr(self.config, "guidance", None) is None:
+                raise GenerationError("The model takes no guidance as an input.", parameter="embedded_guidance")
+            condition["guidance"] = jnp.full(len(prompts), embedded_guidance)
         return condition
 
     def _sampled(
@@ -217,7 +245,7 @@ class ImageSampler:
         begun: "_Begun | None" = None,
     ) -> jax.Array:
         """Samples images or latents with the denoiser, starting from `noise`, by default from random noise."""
-        table = self._table(sampler)
+        table = self.table(sampler)
         # The parameters are an argument of the program instead of constants.
         graph, state = nnx.split(self.model)
 
@@ -256,11 +284,11 @@ class ImageSampler:
 
         return run(state, condition, jax.random.key(seed), noise, begun)
 
-    def _table(self, sampler: SamplerConfig) -> Table:
+    def table(self, sampler: SamplerConfig) -> Table:
         levels = levels_of(self.objective.schedule(image_tokens(self.model, *self.sides)), sampler)
         return table_of(sampler, levels, self.objective.prediction)
 
-    def _check(self, labels: Sequence[int]) -> None:
+    def check_labels(self, labels: Sequence[int]) -> None:
         classes = self.config.classes
         if classes and (wrong := sorted({label for label in labels if not 0 <= label < classes})):
             raise GenerationError(
@@ -298,21 +326,7 @@ def open_images(
         )
     else:
         opened = open_run(path)
-    return opened if size is None else _sized(opened, size)
-
-
-def _sized(opened: ImageSampler, size: tuple[int, int]) -> ImageSampler:
-    if opened.encoders is None:
-        raise ConfigError(f"The model makes images of {opened.config.image_size} pixels; leave the size out.")
-    # The latents must divide into the denoiser's patches.
-    downsampling = opened.encoders.autoencoder.config.downsampling
-    factor = downsampling * getattr(opened.config, "patch", 1)
-    if any(side < factor or side % factor for side in size):
-        height, width = size
-        raise ConfigError(
-            f"The size is {width}x{height}; images of this model have sides of a multiple of {factor} pixels."
-        )
-    return replace(opened, size=(size[0] // downsampling, size[1] // downsampling))
+    return opened if size is None else opened.resized(size)
 
 
 def open_run(directory: Path) -> ImageSampler:

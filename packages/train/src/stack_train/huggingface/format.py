@@ -23,11 +23,15 @@ from stack_core.abi.formats import Conversion, Progress, StartingPoint
 from stack_core.abi.models import ConvertibleFamily
 from stack_core.abi.plugins import registries
 from stack_core.abi.run_directory import RunDirectory
+from stack_core.text.image_models import ImageModel
 from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.checkpoint.frozen import FROZEN
 from stack_train.data.kinds.text import TextData
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.diffusion.exchange import component_in, component_of, export_images, import_images
+from stack_train.diffusion.image_model import DiffusionModel
+from stack_train.diffusion.pipeline import INDEX
+from stack_train.diffusion.sampling import open_images
 from stack_train.generation.embedding_settings import EMBEDDING_FILES
 from stack_train.generation.generative import ModuleCheckpoint, generative_checkpoint
 from stack_train.huggingface.hub import on_disk
@@ -197,6 +201,18 @@ class HuggingFaceFormat:
         source = _open_language_model(directory)
         tokenizer = directory if (directory / "tokenizer.json").is_file() else None
         return StartingPoint(source.config, source.leaves, tokenizer, directory)
+
+    def has_image_model(self, directory: Path) -> bool:
+        """Returns whether a directory, or a model of the hub, is a pipeline of diffusers."""
+        return (on_disk(directory) / INDEX).is_file()
+
+    def open_image_model(self, directory: Path) -> ImageModel:
+        """Opens a pipeline of diffusers.
+
+        Raises:
+          ConversionError: see `stack_train.diffusion.pipeline.open_pipeline`.
+        """
+        return DiffusionModel(open_images(f"hf:{on_disk(directory)}"), directory.resolve().name)
 
     def open_for_generation(self, directory: Path) -> ModuleCheckpoint:
         """Opens a Hugging Face checkpoint for text generation, computed in the dtype of its tensors.

@@ -18,7 +18,9 @@ from stack_core.abi.formats import Conversion, Progress
 from stack_core.abi.metrics import Metrics
 from stack_core.abi.objectives import Objective
 from stack_core.abi.run_directory import RunDirectory
+from stack_core.text.image_models import ImageModel
 from stack_train.checkpoint import CheckpointStore, named_leaves
+from stack_train.diffusion.objectives import Denoises
 from stack_train.generation.generative import ModuleCheckpoint, generative_checkpoint, parameters_of
 from stack_train.objectives import as_objective
 from stack_train.optim.optax_optimizer import as_optimizer
@@ -160,6 +162,22 @@ class RunFormat:
             tokenizer=run.tokenizer,
             origin=directory / "huggingface",
         )
+
+    def has_image_model(self, directory: Path) -> bool:
+        """Returns whether a run trains a denoiser."""
+        return isinstance(run_config(directory).objective, Denoises)
+
+    def open_image_model(self, directory: Path) -> ImageModel:
+        """Opens the newest intact checkpoint of a denoiser; averaged weights take precedence.
+
+        Raises:
+          StackError: see `stack_train.diffusion.sampling.open_run`.
+        """
+        # Imported here, because runs of language models do not need these modules.
+        from stack_train.diffusion.image_model import DiffusionModel
+        from stack_train.diffusion.sampling import open_run
+
+        return DiffusionModel(open_run(directory), directory.resolve().name)
 
     def export_run(self, run: Path, directory: Path, *, progress: Progress | None = None) -> Conversion:
         """Writes a run directory with the run's adapters merged into its base: `stack convert RUN run:DIR`.

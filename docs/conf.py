@@ -10,8 +10,8 @@ from reference import write_reference
 
 project = "stack"
 author = "the authors of stack"
-extensions = ["myst_parser"]
-source_suffix = {".md": "markdown"}
+extensions = ["myst_nb"]  # MyST, and the outputs of the pages under notebooks/
+source_suffix = {".md": "myst-nb"}
 exclude_patterns = ["_build", "figures"]
 html_theme = "furo"
 html_title = "stack"
@@ -21,6 +21,11 @@ myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
 suppress_warnings = ["myst.header", "misc.highlighting_failure"]
 nitpicky = True
+nb_execution_mode = "cache"  # runs a notebook again if its cells changed; `nox -s notebooks` always runs all
+nb_execution_in_temp = True
+nb_execution_raise_on_error = True
+nb_execution_timeout = 900
+nb_merge_streams = True
 
 write_reference(Path(__file__).parent / "reference")
 

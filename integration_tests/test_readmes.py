@@ -1,5 +1,6 @@
 """The Python in the READMEs and the docs runs, and their commands name options and keys that exist."""
 
+import ast
 import functools
 import re
 import shlex
@@ -19,10 +20,19 @@ PAGES = {
     str(path.relative_to(ROOT)): re.findall(r"^```python\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
     for path in [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md")), *sorted(ROOT.glob("docs/*.md"))]
 }
+NOTEBOOKS = {
+    path.stem: "".join(re.findall(r"^```\{code-cell\} python\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE))
+    for path in sorted(ROOT.glob("docs/notebooks/*.md"))
+    if path.stem != "index"
+}
 COMMANDS = sorted(
     {
         command.strip(" &")
-        for path in [*map(ROOT.joinpath, PAGES), ROOT / "examples" / "plugins" / "README.md"]
+        for path in [
+            *map(ROOT.joinpath, PAGES),
+            *ROOT.glob("docs/notebooks/*.md"),
+            ROOT / "examples" / "plugins" / "README.md",
+        ]
         for line in re.findall(r"^ {4}(stack .*)$", path.read_text().replace("\\\n", " "), re.MULTILINE)
         for command in line.split(" && ")
     }
@@ -74,6 +84,14 @@ def test_the_blocks_of_a_page_run(page: str, tmp_path: Path, request: pytest.Fix
     command = [sys.executable, "-W", "error", "-c", EACH, *PAGES[page]]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_notebook_is_python_and_imports_names_that_exist() -> None:
+    """The session `notebooks` runs them."""
+    for notebook, cells in NOTEBOOKS.items():
+        imports = [each for each in ast.parse(cells, notebook).body if isinstance(each, ast.Import | ast.ImportFrom)]
+        assert imports, notebook
+        exec(compile(ast.Module(imports, []), notebook, "exec"), {})
 
 
 @pytest.mark.parametrize("command", COMMANDS)

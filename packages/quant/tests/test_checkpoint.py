@@ -109,6 +109,7 @@ def test_a_model_is_opened_measured_and_saved_through_the_contract(trained: Trai
     losses = [float(trained.metrics(trained.model, batch)["loss"]) for batch in trained.validation_batches()]
     assert result.loss_before == pytest.approx(np.mean(losses), rel=1e-5)
     assert result.loss_after != result.loss_before == pytest.approx(result.loss_after, rel=0.05)
+    assert f"targets {result.loss_before:.4f} before" in result._repr_html_()
     assert result.targets == 24
     assert result.report.bytes_after < result.report.bytes_before / 2
 
@@ -197,6 +198,7 @@ def test_nothing_is_overwritten(trained: Trained, tmp_path: Path) -> None:
 def test_nothing_is_measured_where_nothing_is_held_out(trained: Trained, tmp_path: Path) -> None:
     result = quantize_checkpoint(f"bigrams:{tmp_path}", "w8a8", tmp_path / "out", evaluation_batches=0)
     assert (result.loss_before, result.loss_after, result.targets) == (None, None, 0)
+    assert "no held-out targets</p><div>" in result._repr_html_()
 
 
 def test_every_parameter_that_is_not_finite_is_named(trained: Trained, tmp_path: Path) -> None:

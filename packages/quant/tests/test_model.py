@@ -80,6 +80,8 @@ def test_a_function_with_its_parameters_is_a_model_like_any_other() -> None:
     quantized, of_pytree = quantize_function(product, params, RULES, (X,)), quantize_model(Net(X.T), RULES, X)
     assert isinstance(quantized, QuantizedModel) and isinstance(of_pytree, QuantizedModel)
     assert report(quantized).bytes_after < report(quantized).bytes_before
+    assert repr(report(quantized)).startswith("<Report of ptq: 1 of 1 parameters quantized, 512 bytes before")
+    assert "<td>kernel</td><td>[16, 8]</td><td>int8</td>" in report(quantized)._repr_html_()
     found = jax.jit(lambda model, x: model(x))(quantized, X)
     np.testing.assert_array_equal(found, jax.jit(quantized.apply)(quantized.params, X))
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(quantized))(X), quantized(X))

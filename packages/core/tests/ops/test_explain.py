@@ -105,7 +105,8 @@ def test_its_text_is_an_aligned_table(register: Any, register_tables: Any) -> No
 
 
 def test_without_any_op_it_says_so() -> None:
-    assert str(explain(lambda x: x + 1, SHAPE)) == "No op of stack_core.ops is called."
+    found = explain(lambda x: x + 1, SHAPE)
+    assert str(found) == repr(found) == "No op of stack_core.ops is called."
 
 
 def scanned(x: Any, weights: Any) -> Any:

@@ -14,6 +14,7 @@ from stack_core.abi.config import differences, to_mapping
 from stack_core.abi.errors import ConversionError, StackError
 from stack_core.abi.formats import TrainedModel
 from stack_core.abi.model_formats import open_model
+from stack_core.report.markup import element
 from stack_quant.calibration import STREAM_BATCHES
 from stack_quant.errors import QuantError
 from stack_quant.evaluation import Evaluation
@@ -57,6 +58,14 @@ class QuantizedCheckpoint:
     targets: int
     sensitivity: Sensitivity | None = None
     chosen: Mapping[str, Candidate] = field(default_factory=dict)
+
+    def _repr_html_(self) -> str:
+        losses = (
+            f"loss of {self.targets:,} held-out targets {self.loss_before:.4f} before, {self.loss_after:.4f} after"
+            if self.loss_before is not None and self.loss_after is not None
+            else "no held-out targets"
+        )
+        return str(element("p", f"{self.destination}: {losses}")) + self.report._repr_html_()
 
 
 def quantize(

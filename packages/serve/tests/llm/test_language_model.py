@@ -1,6 +1,7 @@
 """`from stack_serve import LLM, SamplingParams`."""
 
 import gc
+import html
 import itertools
 import subprocess
 import sys
@@ -64,6 +65,7 @@ def test_a_chat_takes_conversations_and_the_text_of_one_message(llm: LLM) -> Non
     assert llm.chat("abc", GREEDY) == llm.chat(messages, GREEDY) == llm.generate(messages, GREEDY)
     first, second = llm.chat([messages, [{"role": "user", "content": "xyz"}]], GREEDY)
     assert (first.prompt, second.prompt) == ("abc", "xyz")
+    assert f">abc</span>{html.escape(first.text)}</pre>" in first._repr_html_()
     assert first.text == first.outputs[0].text
     for wrong in (["abc", "xyz"], [1, 2]):
         with pytest.raises(GenerationError, match="Use generate to continue a text"):

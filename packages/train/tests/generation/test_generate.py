@@ -1,4 +1,5 @@
 import dataclasses
+import html
 import io
 import json
 import sys
@@ -174,6 +175,7 @@ def test_streamed_text_is_the_text_of_the_tokens(run, generator):
     tokenizer = HuggingFaceTokenizer.load(run / "tokenizer")
     assert "".join(pieces) == result.text == tokenizer.decode(result.tokens)
     assert len(pieces) > 1
+    assert f"{html.escape(result.text)}</pre>" in result._repr_html_()
 
 
 def test_an_end_token_ends_and_is_left_out(run, model):

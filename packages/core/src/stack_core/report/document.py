@@ -9,7 +9,7 @@ from typing import Any
 from stack_core.report.fields import number, title
 from stack_core.report.markup import Markup, element
 
-__all__ = ["document", "framed", "key_values"]
+__all__ = ["continuation", "document", "framed", "key_values"]
 
 
 def document(name: str, *body: Markup | None, script: str = "", style: str = "") -> str:
@@ -50,6 +50,12 @@ def key_values(values: Mapping[str, Any]) -> Markup:
         element("div", element("dt", title(name)), element("dd", number(name, value))) for name, value in values.items()
     )
     return element("dl", *pairs)
+
+
+def continuation(prompt: str, generated: str, note: str) -> Markup:
+    """Shows a generated text for a notebook, after its prompt in grey."""
+    before = element("span", prompt, style="opacity: 0.6")
+    return element("div", element("pre", before, generated, style="white-space: pre-wrap"), element("small", note))
 
 
 def _hash(content: str) -> str:

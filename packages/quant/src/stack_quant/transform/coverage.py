@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from stack_core.report.markup import element
 from stack_quant.rules import Rule
 
 __all__ = ["OpRow", "ParameterRow", "Report", "RuleRow", "aligned", "report"]
@@ -81,9 +82,11 @@ class RuleRow:
     operations: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
-    """Coverage report of a quantized program, with a reason for everything left in float; `str(report)` is a table.
+    """Coverage report of a quantized program, with a reason for everything left in float.
+
+    `str(report)` is a table; notebooks show one with headings.
 
     Attributes:
       method: name of the method.
@@ -112,8 +115,33 @@ class Report:
             for row in rows
         )
 
+    def __repr__(self) -> str:
+        done = sum(row.scale_shape is not None for row in self.parameters)
+        size = f"{self.bytes_before:,} bytes before, {self.bytes_after:,} after"
+        return f"<Report of {self.method}: {done} of {len(self.parameters)} parameters quantized, {size}>"
+
     def __str__(self) -> str:
         return "\n".join(self._lines())
+
+    def _repr_html_(self) -> str:
+        # One row for each parameter; operations are listed by `str` and by `rows`.
+        heads = ("parameter", "shape", "stored as", "scales", "bytes before", "after", "")
+        cells = (
+            (
+                row.path,
+                str(list(row.shape)),
+                row.scheme,
+                _scales(row).removeprefix("scales "),
+                f"{row.bytes_before:,}",
+                f"{row.bytes_after:,}",
+                row.reason or row.note,
+            )
+            for row in self.parameters
+        )
+        body = (element("tr", *(element("td", cell) for cell in row)) for row in cells)
+        head = element("tr", *(element("th", name, scope="col") for name in heads))
+        table = element("table", element("thead", head), element("tbody", *body))
+        return str(element("div", element("p", repr(self).strip("<>")), table))
 
     def _lines(self) -> Iterator[str]:
         share = self.bytes_after / max(self.bytes_before, 1)

@@ -20,6 +20,8 @@ from stack_core.abi.errors import EngineBusy, GenerationError
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.generation import GenerationRequest, GenerationUpdate, PromptImage, SamplingParams, TokenLogprob
 from stack_core.abi.model_formats import open_for_generation
+from stack_core.report.document import continuation
+from stack_core.report.markup import Markup
 from stack_core.text.chat_template import ChatTemplate
 from stack_core.text.embeddings import check_generates, embedding_settings_of
 from stack_core.text.images import expand_images, image_reader_of, place_images, read_images, take_images
@@ -78,6 +80,13 @@ class Output:
     def text(self) -> str:
         """Text of the first continuation."""
         return self.outputs[0].text
+
+    def _repr_html_(self) -> str:
+        return "".join(map(self._html_of, self.outputs))
+
+    def _html_of(self, output: Completion) -> Markup:
+        counts = f"{len(self.prompt_token_ids):,} tokens of prompt, {len(output.token_ids):,} generated"
+        return continuation(self.prompt or "", output.text, f"{counts}, {output.finish_reason}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from stack_core.abi.errors import GenerationError
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.ops.kv_cache import DenseKVCache
 from stack_core.ops.sampling.sampling import SamplingSettings, sample
+from stack_core.report.document import continuation
 from stack_core.text.detokenize import IncrementalDetokenizer, StopTexts
 from stack_train.generation.sampling import SamplingConfig
 
@@ -41,6 +42,10 @@ class Generation:
 
     def __str__(self) -> str:
         return self.text
+
+    def _repr_html_(self) -> str:
+        count = f"{self.prompt_tokens:,} tokens of prompt, {len(self.tokens):,} generated, {self.finish_reason}"
+        return str(continuation("", self.text, count))
 
 
 class TokenGenerator:

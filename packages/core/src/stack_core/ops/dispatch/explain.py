@@ -61,7 +61,7 @@ class ExplainedCall:
 
 
 class Explanation(tuple[ExplainedCall, ...]):
-    """Tuple of calls in the order of tracing; `str` formats it as a table."""
+    """Tuple of calls in the order of tracing; `str` and `repr` format it as a table."""
 
     def __str__(self) -> str:
         if not self:
@@ -69,6 +69,8 @@ class Explanation(tuple[ExplainedCall, ...]):
         rows = [("calls", "op", "pass", "implementation", "config", "why"), *_rows(self)]
         widths = [max(len(row[column]) for row in rows if isinstance(row, tuple)) for column in range(5)]
         return "\n".join(_line(row, widths) for row in rows)
+
+    __repr__ = __str__  # the value of a notebook's cell
 
 
 def explain(fn: Callable[..., Any], *args: Any, chip: Chip | None = None) -> Explanation:

@@ -1,10 +1,10 @@
-"""Speed of speculative decoding by prompt lookup, relative to the same engine without it.
+"""Speed of speculative decoding by prompt lookup or a draft model, relative to the same engine without it.
 
 Two engines of one model, with and without speculation, take turns in one process. They answer the same requests: edits
 of source code, whose answers repeat the prompt, and stories sampled at temperature 1, whose answers repeat little. The
 greedy answers of both engines must be equal in float32; in bfloat16 a near-tie may be decided differently.
 
-Usage: python benchmarks/speculation.py MODEL [--rounds 5] [--rows 1] [--new-tokens 128] [--json FILE]
+Usage: python benchmarks/speculation.py MODEL [--draft-model SMALL] [--rounds 5] [--rows 1] [--new-tokens 128]
 """
 
 import argparse
@@ -51,6 +51,7 @@ def main() -> None:
     restart_with_huge_pages()  # as `stack serve` does
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="run, or FORMAT:PATH of a chat model")
+    parser.add_argument("--draft-model", help="small model that drafts, instead of prompt lookup")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", type=int, default=1, help="number of concurrent requests")
     parser.add_argument("--new-tokens", type=int, default=128)
@@ -63,12 +64,14 @@ def main() -> None:
     prompts = {"code edits": _encode(checkpoint, EDITS), "stories": _encode(checkpoint, STORIES)}
     longest = max(len(prompt) for each in prompts.values() for prompt in each)
     engines = {}
-    for name, speculation in (("off", None), ("on", SpeculationConfig(tokens=options.tokens))):
+    method = "ngram" if options.draft_model is None else "draft"
+    for name, speculation in (("off", None), ("on", SpeculationConfig(method=method, tokens=options.tokens))):
         config = EngineConfig(
             max_sequences=options.rows,
             max_tokens=longest + options.new_tokens,
             step_tokens=512,
             speculation=speculation,
+            draft_model=None if speculation is None else options.draft_model,
         )
         engines[name] = LLMEngine(checkpoint, config)
         # All programs, because prompts that hit the prefix cache, and drafts, need others in later rounds.

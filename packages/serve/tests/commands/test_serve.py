@@ -195,12 +195,19 @@ def test_speculation_is_a_method_or_settings(
     main(["serve", "RUN", "--port", "0", "--speculation", given])
     served[0]._app.make_engine()
     assert made[1].speculation == SpeculationConfig(tokens=5 if "tokens" in given else 7)
+    main(["serve", "RUN", "--port", "0", "--speculation", "draft", "--draft-model", "SMALL"])
+    served[1]._app.make_engine()
+    assert made[3].speculation == SpeculationConfig(method="draft") and made[3].draft_model == "SMALL"
 
 
 def test_other_speculation_is_refused(served: list[HttpServer], capsys: Any) -> None:
     assert "'ngram'" in refusal(capsys, "RUN", "--speculation", "eagle")
     assert "token" in refusal(capsys, "RUN", "--speculation", '{"token": 5}')
-    assert "Give ngram, or its settings as JSON" in refusal(capsys, "RUN", "--speculation", "{method: ngram}")
+    assert "Give ngram or draft, or its settings as JSON" in refusal(capsys, "RUN", "--speculation", "{method: ngram}")
+    assert "the method draft needs a draft_model" in refusal(capsys, "RUN", "--speculation", "draft")
+    assert "draft_model='SMALL' is for the method draft" in refusal(capsys, "RUN", "--draft-model", "SMALL")
+    matches = '{"method": "draft", "min_match": 3}'
+    assert "are for the method ngram" in refusal(capsys, "RUN", "--speculation", matches, "--draft-model", "SMALL")
     assert "--speculation is for the engine llm" in refusal(
         capsys, "RUN", "--engine", "static", "--speculation", "ngram"
     )

@@ -664,7 +664,7 @@ def test_memory_holds_the_weights_once() -> None:
     gc.collect()
     held_bytes = sum(array.nbytes for array in jax.live_arrays() if all(array is not other for other in before))
     programs = engine._programs
-    beside_bytes = sum(array.nbytes for array in jax.tree.leaves((programs._layers, programs._slots)))
+    beside_bytes = sum(array.nbytes for array in jax.tree.leaves((programs._layers, programs.slots)))
     assert held_bytes - beside_bytes == sum(array.nbytes for array in jax.tree.leaves(random_params()))
 
 

@@ -10,8 +10,11 @@ from stack_core.abi.errors import ConfigError, GenerationError
 from stack_core.abi.generation import GenerationRequest, SamplingParams
 from stack_serve.llm.cache import empty_layers
 from stack_serve.llm.config import ANY_LAYOUT, EngineConfig, SpeculationConfig
+from stack_serve.llm.draft_model import check_vocabulary
 from stack_serve.llm.limits import Limits, _size_bytes
 
+from ..openai.fake_engine import VOCAB_SIZE, ByteTokenizer
+from .constrained import byte_checkpoint
 from .tiny_checkpoint import POSITIONS, VOCAB, TinyCheckpoint
 
 LIMITS = Limits.of(TinyCheckpoint(), EngineConfig())
@@ -123,3 +126,23 @@ def test_recurrent_models_are_not_speculated() -> None:
     with pytest.raises(ConfigError, match="speculation: model 'tiny' has recurrent states"):
         Limits.of(checkpoint, EngineConfig(speculation=SpeculationConfig()))
     assert Limits.of(checkpoint, EngineConfig()).max_tokens == 48
+    drafting = EngineConfig(speculation=SpeculationConfig(method="draft"), draft_model="x")
+    with pytest.raises(ConfigError, match="speculation: model 'tiny' has recurrent states"):
+        Limits.of(TinyCheckpoint(name="served"), drafting, checkpoint)
+
+
+def test_a_draft_model_has_the_vocabulary_of_the_served_one() -> None:
+    served, words = byte_checkpoint(name="served"), byte_checkpoint(name="words", tokenizer=ByteTokenizer())
+    check_vocabulary(served, words)
+    words.tokenizer.token_bytes = lambda token: b"?" if token == 7 else bytes([token % 256])
+    with pytest.raises(ConfigError, match=r"'words' has another vocabulary than 'served': token 7 is b'\?' instead"):
+        check_vocabulary(served, words)
+    with pytest.raises(ConfigError, match=rf"'tiny' has another .* 'served': 31 tokens instead of {VOCAB_SIZE}"):
+        check_vocabulary(served, TinyCheckpoint())
+
+
+def test_the_pages_of_a_draft_model_take_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stack_serve.llm.limits.free_bytes", lambda devices: 2**25)
+    served, large = TinyCheckpoint(max_positions=4096), EngineConfig(max_sequences=64)
+    alone, both = (Limits.of(served, large, *draft).pages for draft in ([], [served]))
+    assert 256 < both < alone

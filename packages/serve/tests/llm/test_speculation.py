@@ -1,10 +1,14 @@
 """When speculation pays, for given durations of steps."""
 
+import itertools
+
 import pytest
 
 from stack_serve.llm.buckets import Buckets
 from stack_serve.llm.config import SpeculationConfig
-from stack_serve.llm.drafts import Drafts
+from stack_serve.llm.draft_model import ModelDrafts
+from stack_serve.llm.drafts import Acceptance, Drafts
+from stack_serve.llm.sequence import Sequence
 from stack_serve.llm.speculation import Speculation
 
 BUCKETS = Buckets(max_rows=8, max_tokens=64, max_drafts=7)
@@ -108,3 +112,49 @@ def test_buckets_of_verification_hold_every_step(drafts):
     assert sizes[-1] >= min(5 * (1 + drafts), 100)
     assert [buckets.of_verification(tokens) for tokens in (2, 8)] == [8, 8]
     assert Buckets(max_rows=5, max_tokens=100).verification == []
+
+
+def drafting(draft_s, *, rows=1):
+    """Steps of 10 ms, verifications of 12 ms, and a draft model with steps of `draft_s`."""
+    speculation = Speculation(BUCKETS, 7, draft_cost=0.5)
+    for _ in range(9):
+        speculation.record_decoding(rows, 0.010, is_ahead=True)
+        speculation.record_verification(8, 0.012)
+        speculation.record_drafting(rows, 4, 4 * draft_s)
+    return speculation
+
+
+def model_drafts(pair, accepted, tries=20):
+    sequence = Sequence(
+        id=0, request_id="", index=0, tokens=[1], prompt_tokens=1, max_total_tokens=1000, priority=0, arrival=0
+    )
+    drafts = ModelDrafts(sequence, pair)
+    for _ in range(tries):
+        drafts.extend([0] * (accepted + 1), drafted=7)
+    return drafts
+
+
+def test_the_length_of_a_draft_follows_from_the_time_that_each_of_its_tokens_takes():
+    often, seldom = model_drafts(Acceptance(0.8), 7), model_drafts(Acceptance(0.8), 1)
+    assert drafting(0.0001).choose([often], [7]) == [7]
+    assert drafting(0.0001).choose([seldom], [7]) == [7]
+    assert drafting(0.001).choose([seldom], [7]) == [3]
+    assert drafting(0.001).choose([often], [2]) == [2]
+    assert drafting(0.010).choose([seldom], [7]) == [0]
+    # Until it is measured, its duration is estimated from its size.
+    assert Speculation(BUCKETS, 7, draft_cost=0.01).choose([seldom], [7]) == [7]
+    assert Speculation(BUCKETS, 7, draft_cost=0.9).choose([seldom], [7]) == [0]
+
+
+def test_a_draft_model_that_does_not_pay_is_tried_again_less_and_less_often():
+    speculation, pair = drafting(0.003), Acceptance(0.8)
+    rows, tries = [model_drafts(pair, 0, tries=0)], []
+    for turn in range(1000):
+        if speculation.pays(rows):
+            tries.append(turn)
+            rows[0].extend([0], drafted=7)
+    assert tries[0] == 0 and 3 <= len(tries) < 30
+    pauses = [after - before for before, after in itertools.pairwise(tries) if after > before + 1]
+    assert pauses[0] >= 64 and pauses[1] >= 2 * 64 and pauses[2] >= 4 * 64
+    # The acceptance is that of the pair, so a new sequence does not try again.
+    assert not speculation.pays([model_drafts(pair, 0, tries=0)])

@@ -2,11 +2,13 @@
 
 import collections
 import dataclasses
+import itertools
 import random
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import pytest
 
 from stack_core.abi.generation import Constraint, GenerationRequest, GenerationUpdate, SamplingParams
@@ -202,6 +204,78 @@ def test_sampled_tokens_have_the_same_distribution(plain: LLMEngine, engine: LLM
     statistic = sum((counts[0][kind] - counts[1][kind]) ** 2 / (counts[0][kind] + counts[1][kind]) for kind in kinds)
     # The mean is the number of kinds, and the standard deviation sqrt(2 kinds).
     assert len(kinds) > 8 and statistic < len(kinds) + 3 * (2 * len(kinds)) ** 0.5
+
+
+def perturbed_params() -> Any:
+    """The parameters of `byte_checkpoint` with noise, so that some drafts of this model are accepted."""
+    noise = itertools.count()
+    return jax.tree.map(
+        lambda array: array + 0.1 * jax.random.normal(jax.random.key(next(noise)), array.shape),
+        byte_checkpoint().read(),
+    )
+
+
+@pytest.fixture(scope="module")
+def drafting() -> Iterator[LLMEngine]:
+    """An engine with a draft model, which always drafts; its programs compile on first use."""
+    draft = byte_checkpoint(name="draft", read=perturbed_params, max_positions=200)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Speculation, "_cost", lambda *_: 1e-9)
+        patch.setattr(Speculation, "_drafting_cost", lambda *_: 0.0)
+        patch.setattr("stack_serve.llm.engine.open_for_generation", {"DRAFT": draft}.__getitem__)
+        speculation = SpeculationConfig(method="draft", tokens=3)
+        with LLMEngine(
+            byte_checkpoint(), dataclasses.replace(CONFIG, speculation=speculation, draft_model="DRAFT")
+        ) as engine:
+            yield engine
+
+
+def test_answers_are_the_same_with_a_draft_model(plain: LLMEngine, drafting: LLMEngine) -> None:
+    kinds = [{kind for kind, *_ in programs._keys()} for programs in (plain._programs, *drafting._all_programs)]
+    assert kinds[1] - kinds[0] == {"verify"} and kinds[2] == {"decode", "prefill"}
+    # More continuations than pages, so that some are preempted; the first reaches the end of the draft model.
+    settings: list[dict[str, Any]] = [
+        {"max_tokens": 230},
+        {"n": 3, "temperature": 0.7, "logprobs": 2, "logprobs_of": "processed", "max_tokens": 100},
+        {"temperature": 1.5, "stop": ("cba", "bbbb"), "logprobs": 2, "max_tokens": 100},
+        {"frequency_penalty": 0.5, "repetition_penalty": 1.2, "stop_tokens": (ord("c"),), "min_tokens": 6},
+    ]
+    requests = [request_of(str(number), seed=number, **each) for number, each in enumerate(settings)]
+    assert assert_equal(plain, drafting, *requests) > 100
+    assert drafting.stats().preemptions > 0
+
+
+@pytest.mark.slow  # programs of constrained rows
+def test_constrained_answers_are_the_same_with_a_draft_model(plain: LLMEngine, drafting: LLMEngine) -> None:
+    items = {"type": "array", "items": {"enum": ["aa", "ab"]}, "minItems": 2, "maxItems": 9}
+    requests = [
+        request_of(f"{number} {temperature}", constraint=each, temperature=temperature, seed=number, logit_bias={})
+        for number, each in enumerate((Constraint(json_schema=items), Constraint(regex="(abc|abd){1,12}")))
+        for temperature in (0.0, 1.0)
+    ]
+    assert_equal(plain, drafting, *requests, request_of("free", max_tokens=90))
+
+
+def test_keys_of_a_draft_model_serve_later_prompts_until_the_engine_sleeps(
+    plain: LLMEngine, drafting: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed, programs = list[int](), drafting._all_programs[1]
+    fill = programs.fill
+
+    def counting_fill(rows: Any, tables: Any) -> None:
+        computed.append(sum(tokens for _, _, tokens, *_ in rows))
+        fill(rows, tables)
+
+    monkeypatch.setattr(programs, "fill", counting_fill)
+    missing = []
+    for name in ("first", "again", "awake"):
+        if name == "awake":
+            drafting.sleep()
+            drafting.wake_up()
+        computed.clear()
+        assert assert_equal(plain, drafting, request_of(name, "cbbaacbbaacbbaacbbaacbbaac", max_tokens=20)) > 5
+        missing.append(sum(computed))
+    assert missing[0] == missing[2] and 25 <= missing[0] < 30 and missing[1] < 7
 
 
 def test_an_engine_without_speculation_has_no_programs_for_it(plain: LLMEngine, engine: LLMEngine) -> None:

@@ -75,6 +75,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
     dequantize: bool | None = None,
     seed: int | None = None,
     speculation: str | None = None,
+    draft_model: str | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
     """Serve a model of texts or images with OpenAI's API, or bundles: stack serve RUN|hf:DIR | --repository DIR
@@ -107,7 +108,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
       adapter_loading: let clients load adapters from paths on this machine, and unload them (no).
       sleep_mode: let clients free the device memory by /sleep, until /wake_up (no).
       remote_images: fetch images of chat messages from http(s) URLs; data URLs are always read (no).
-      engine: generation engine (llm); only `llm` accepts the options from max-sequences to speculation.
+      engine: generation engine (llm); only `llm` accepts the options from max-sequences to draft-model.
       timeout_s: timeout of a request in seconds, after which it ends with an error (no timeout).
       drain_s: maximum seconds to wait for running requests after SIGTERM (30).
       max_body_bytes: maximum size of a request body (8388608; with --repository, 268435456).
@@ -136,8 +137,9 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
       dequantize: read the weights of a quantized GGUF file or `hf:` checkpoint as floats, which takes up to eight times
         the memory (no).
       seed: seed of the requests without one (random).
-      speculation: method of speculative decoding, ngram, or its settings as JSON, such as
+      speculation: method of speculative decoding, ngram or draft, or its settings as JSON, such as
         '{"method": "ngram", "tokens": 5}' (no speculation). Outputs stay the same.
+      draft_model: small model with the same tokenizer that drafts for --speculation draft: a run, hf:DIR or gguf:FILE.
       json: when ready, print the address, model and process id to standard output as JSON.
     """
     options = {name: value for name, value in locals().items() if value is not None and value != ()}
@@ -280,11 +282,11 @@ def _adapters_of(arguments: Sequence[str]) -> dict[str, str]:
 def _speculation_of(argument: str) -> Any:
     """Parses a method of speculation, or its settings as JSON."""
     if not argument.startswith("{"):
-        return {"method": argument}
+        return argument
     try:
         return json_format.loads(argument)
     except json_format.JSONDecodeError as error:
-        raise ConfigError(f"--speculation {argument}: {error}. Give ngram, or its settings as JSON.") from None
+        raise ConfigError(f"--speculation {argument}: {error}. Give ngram or draft, or its settings as JSON.") from None
 
 
 def _keys_of(path: Path) -> list[str]:

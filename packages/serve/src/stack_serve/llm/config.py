@@ -1,9 +1,9 @@
 """Configuration of the generation engine."""
 
 from collections.abc import Mapping
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
 from stack_core.abi.config import config
 from stack_core.abi.errors import ConfigError
@@ -19,6 +19,8 @@ ANY_LAYOUT: Final[PageLayout] = "pshd"
 _Count = Annotated[int, Field(ge=1, le=2**16)]
 """Sizes of tables allocated at startup."""
 
+_MATCHES = (2, 5)
+
 
 @config
 class SpeculationConfig:
@@ -26,22 +28,30 @@ class SpeculationConfig:
 
     Attributes:
       method: source of the drafts. "ngram" copies the continuation of the latest earlier occurrence of the last tokens
-        in the prompt or the output.
+        in the prompt or the output. "draft" generates them with `EngineConfig.draft_model`.
       tokens: maximum number of tokens drafted per sequence and step (vLLM: `num_speculative_tokens`).
       min_match, max_match: minimum and maximum number of last tokens that an earlier occurrence must match; the longest
-        match is used (vLLM: `prompt_lookup_min`, `prompt_lookup_max`).
+        match is used (vLLM: `prompt_lookup_min`, `prompt_lookup_max`). They belong to "ngram".
     """
 
-    method: Literal["ngram"] = "ngram"
+    method: Literal["ngram", "draft"] = "ngram"
     tokens: Annotated[int, Field(ge=1, le=63)] = 7
-    min_match: PositiveInt = 2
-    max_match: PositiveInt = 5
+    min_match: PositiveInt = _MATCHES[0]
+    max_match: PositiveInt = _MATCHES[1]
 
     def __post_init__(self) -> None:
+        if self.method != "ngram" and (self.min_match, self.max_match) != _MATCHES:
+            raise ConfigError(
+                f"speculation.min_match and max_match are for the method ngram, not for {self.method}. Leave them out."
+            )
         if self.min_match > self.max_match:
             raise ConfigError(
                 f"speculation.min_match={self.min_match} is more than max_match={self.max_match}. Lower it."
             )
+
+
+def _parse_method(value: Any) -> Any:
+    return {"method": value} if isinstance(value, str) else value
 
 
 @config
@@ -78,7 +88,9 @@ class EngineConfig:
       dequantize: True reads the quantized weights of a GGUF file or `hf:` checkpoint as floats. This takes up to seven
         times the memory; products of many rows, as in long prompts, are faster.
       seed: seed of the generator that seeds requests without their own; None means a random seed.
-      speculation: settings of speculative decoding; None disables it.
+      speculation: settings of speculative decoding, or its method alone; None disables it.
+      draft_model: address of the model that drafts for the method "draft", such as a run or `hf:DIR`. It must have the
+        tokens of the served model.
     """
 
     max_sequences: _Count = 32
@@ -100,11 +112,20 @@ class EngineConfig:
     priorities: NonNegativeInt = 0
     dequantize: bool = False
     seed: int | None = None
-    speculation: SpeculationConfig | None = None
+    speculation: Annotated[SpeculationConfig | None, BeforeValidator(_parse_method)] = None
+    draft_model: str | None = None
 
     def __post_init__(self) -> None:
         if self.step_tokens < self.max_sequences:
             raise ConfigError(
                 f"step_tokens={self.step_tokens} is less than max_sequences={self.max_sequences}, but each sequence "
                 "needs a token in every step. Raise step_tokens or lower max_sequences."
+            )
+        drafts = self.speculation is not None and self.speculation.method == "draft"
+        if drafts and self.draft_model is None:
+            raise ConfigError("speculation: the method draft needs a draft_model (--draft-model). Name one.")
+        if self.draft_model is not None and not drafts:
+            raise ConfigError(
+                f"draft_model={self.draft_model!r} is for the method draft. Add speculation='draft' "
+                "(--speculation draft), or leave it out."
             )

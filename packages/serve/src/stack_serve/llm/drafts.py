@@ -1,4 +1,4 @@
-"""Drafts of the next tokens of a sequence, copied from its own prompt and output, and their acceptance."""
+"""Drafts of the next tokens of a sequence, copied from its own prompt and output, and the acceptance of drafts."""
 
 from collections.abc import Sequence
 
@@ -7,11 +7,13 @@ from jaxtyping import Int32
 
 from stack_serve.llm.config import SpeculationConfig
 
-__all__ = ["Drafts", "find_continuation"]
+__all__ = ["Acceptance", "Drafts", "find_continuation"]
 
 # An observation loses half of its weight after 3 more.
 _KEPT = 0.8
 _HIGHEST_RATE = 0.97
+# Makes the first drafts of a sequence worthwhile.
+_FIRST_RATE = 0.5
 
 
 def find_continuation(
@@ -43,8 +45,37 @@ def find_continuation(
     return tuple(np.resize(tokens[ends[-1] + 1 :], count).tolist()) if matched >= min_match else ()
 
 
-class Drafts:
-    """Drafter of one sequence, with an estimate of the fraction of its tokens that is accepted.
+class Acceptance:
+    """Estimate of the fraction of drafted tokens that is accepted.
+
+    Args:
+      rate: initial estimate, which three rejected drafts revoke.
+    """
+
+    def __init__(self, rate: float) -> None:
+        self.restore(rate)
+
+    def restore(self, rate: float) -> None:
+        """Replaces all observations by an initial estimate."""
+        self._accepted, self._tried = 2 * rate, 2.0
+
+    @property
+    def rate(self) -> float:
+        """Probability that a drafted token is accepted if the previous ones are."""
+        return min(self._accepted / self._tried, _HIGHEST_RATE)
+
+    def expected_tokens(self, drafted: int) -> float:
+        """Returns the expected number of accepted tokens of a draft: the sum of rate**i for i = 1 to `drafted`."""
+        return self.rate * (1 - self.rate**drafted) / (1 - self.rate)
+
+    def observe(self, accepted: int, *, is_rejected: bool) -> None:
+        """Records a draft: its accepted tokens, and whether a rejected one follows them."""
+        self._accepted = _KEPT * self._accepted + accepted
+        self._tried = _KEPT * self._tried + accepted + is_rejected
+
+
+class Drafts(Acceptance):
+    """Drafter of one sequence by prompt lookup, with an estimate of the fraction of its tokens that is accepted.
 
     While the sequence is not speculated, its drafts are still compared with the tokens that it generates. This costs a
     lookup per step on the host, and nothing on the devices.
@@ -56,30 +87,20 @@ class Drafts:
     """
 
     def __init__(self, config: SpeculationConfig, tokens: Sequence[int], max_tokens: int) -> None:
+        super().__init__(_FIRST_RATE)
         self._config = config
         self._tokens = np.empty(max_tokens, np.int32)
         self._count = len(tokens)
         self._tokens[: self._count] = tokens
         self._expected: tuple[int, ...] | None = None
         self._matched = 0
-        # The prior makes the first drafts of a sequence worthwhile; three rejections revoke it.
-        self._accepted, self._tried = 1.0, 2.0
-
-    @property
-    def rate(self) -> float:
-        """Probability that a drafted token is accepted if the previous ones are."""
-        return min(self._accepted / self._tried, _HIGHEST_RATE)
-
-    def expected_tokens(self, drafted: int) -> float:
-        """Returns the expected number of accepted tokens of a draft: the sum of rate**i for i = 1 to `drafted`."""
-        return self.rate * (1 - self.rate**drafted) / (1 - self.rate)
 
     def draft(self) -> tuple[int, ...]:
         """Returns a draft of the next tokens; empty if the text does not repeat itself."""
         if self._expected is None or self._matched:
             self._expected, self._matched = self._find(), 0
             if not self._expected:
-                self._observe(0, is_rejected=True)
+                self.observe(0, is_rejected=True)
         return self._expected
 
     def extend(self, tokens: Sequence[int], *, drafted: int = 0) -> None:
@@ -113,9 +134,5 @@ class Drafts:
         return find_continuation(known, min_match=config.min_match, max_match=config.max_match, count=config.tokens)
 
     def _settle(self, accepted: int, *, is_rejected: bool) -> None:
-        self._observe(accepted, is_rejected=is_rejected)
+        self.observe(accepted, is_rejected=is_rejected)
         self._expected, self._matched = None, 0
-
-    def _observe(self, accepted: int, *, is_rejected: bool) -> None:
-        self._accepted = _KEPT * self._accepted + accepted
-        self._tried = _KEPT * self._tried + accepted + is_rejected

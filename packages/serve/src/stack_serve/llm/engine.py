@@ -21,11 +21,13 @@ from stack_core.abi.engines import Engine, Pooling
 from stack_core.abi.errors import EngineBusy, EngineStopped, GenerationError, nearest
 from stack_core.abi.formats import Dequantizes, GenerativeCheckpoint
 from stack_core.abi.generation import Constraint, EngineStats, GenerationRequest, GenerationUpdate
+from stack_core.abi.model_formats import open_for_generation
 from stack_core.chips.machine import give_memory_back, resident_bytes
 from stack_serve.llm.adapters import AdapterShapes, HostAdapter, read_all
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.constraints import ConstraintCompiler, is_installed
 from stack_serve.llm.dispatcher import Dispatcher, End
+from stack_serve.llm.draft_model import DraftModel, check_vocabulary
 from stack_serve.llm.limits import Limits
 from stack_serve.llm.loop import EngineLoop, KeysOfOldWeights
 from stack_serve.llm.new_weights import check_params
@@ -71,7 +73,10 @@ class LLMEngine(Engine):
         takes_adapters = given or isinstance(checkpoint, ExpectsAdapters)
         self._shapes = AdapterShapes.of(checkpoint, config, given) if takes_adapters else None
         self._adapters = {name: self._fitted(name, adapters) for name, adapters in given.items()}
-        self.limits = Limits.of(checkpoint, config)
+        draft = None if config.draft_model is None else open_for_generation(config.draft_model)
+        if draft is not None:
+            check_vocabulary(checkpoint, draft)
+        self.limits = Limits.of(checkpoint, config, draft)
         self._max_waiting = config.max_waiting
         self._checkpoint, self._parameters = checkpoint, checkpoint.parameters
         max_tokens, pages = self.limits.max_tokens, self.limits.pages
@@ -83,6 +88,9 @@ class LLMEngine(Engine):
             adapters=self._shapes,
             constraints=is_installed() and checkpoint.tokenizer is not None,
         )
+        self._draft: DraftModel | None = None
+        if draft is not None:
+            self._draft = DraftModel(draft, checkpoint, config, max_tokens=max_tokens, pages=pages)
         self._pooling = PoolingPrograms(
             checkpoint,
             self._programs.placement,
@@ -95,7 +103,7 @@ class LLMEngine(Engine):
         self._compiler_lock = threading.Lock()
         give_memory_back()  # temporary host memory from loading the parameters
         self._dispatcher = Dispatcher(on_stop=self._stop, on_end=self._forget)
-        self._loop = EngineLoop(checkpoint, config, self.limits, self._programs, self._dispatcher.put)
+        self._loop = EngineLoop(checkpoint, config, self.limits, self._programs, self._dispatcher.put, self._draft)
         self._progress = progress
         # Reentrant: `update_weights` runs its update under the lock if the engine was not started.
         self._lock = threading.Condition()
@@ -117,11 +125,15 @@ class LLMEngine(Engine):
     def warm_up(self) -> None:
         """Compiles every program of a step, to keep requests from waiting for compilation."""
         self._programs.compile_all(self._progress)
+        if self._draft is not None:
+            self._draft.programs.compile_all()
         self._finish_warm_up()
 
     def prepare(self) -> None:
         """Compiles one program for each part of a step; a thread in the background compiles the other sizes."""
         self._programs.compile_first(self._progress)
+        if self._draft is not None:
+            self._draft.programs.compile_first()
         self._finish_warm_up()
 
     def _finish_warm_up(self) -> None:
@@ -136,6 +148,10 @@ class LLMEngine(Engine):
     def memory(self) -> str:
         """Returns the memory use of this process by purpose, as human-readable text."""
         parts, all_bytes = self._programs.sizes_bytes(), resident_bytes()
+        if self._draft is not None:
+            of_draft = self._draft.programs.sizes_bytes()
+            parts["draft model"] = of_draft["parameters"]
+            parts["pages"] += of_draft["pages"]
         on_cpu = jax.default_backend() == "cpu"
         pages_bytes = parts.pop("pages")
         if all_bytes is not None:
@@ -164,7 +180,8 @@ class LLMEngine(Engine):
                 self._lock.wait(left_s)
             was_closing, self._closing = self._closing, True
             self._lock.notify_all()
-        self._programs.stop_compiling()
+        for programs in self._all_programs:
+            programs.stop_compiling()
         if self._thread is not None:
             self._thread.join()
         # Without a thread, the waiting requests are ended here, and only once: a dispatcher cannot start twice.
@@ -255,7 +272,8 @@ class LLMEngine(Engine):
                     self._post(sleep)
                 return
             self._loop.forget_prefixes()
-            self._programs.sleep(keep_weights=level == 1)
+            for programs in self._all_programs:
+                programs.sleep(keep_weights=level == 1)
             with self._lock:
                 self._falls_asleep = False
                 self._lock.notify_all()
@@ -282,7 +300,8 @@ class LLMEngine(Engine):
             # The memory that is about to be freed must not be allocated first.
             self._wait_until_asleep()
             if self._sleeping:
-                self._programs.wake_up()
+                for programs in self._all_programs:
+                    programs.wake_up()
                 self._sleeping = False
 
     def _wait_until_asleep(self) -> None:
@@ -393,7 +412,12 @@ class LLMEngine(Engine):
         """
         if self._failure is not None:
             self._check_running()
-        return dataclasses.replace(self._loop.stats, programs_to_compile=self._programs.to_compile)
+        to_compile = sum(programs.to_compile for programs in self._all_programs)
+        return dataclasses.replace(self._loop.stats, programs_to_compile=to_compile)
+
+    @property
+    def _all_programs(self) -> list[Programs]:
+        return [self._programs, *([] if self._draft is None else [self._draft.programs])]
 
     def _constraint_compiler(self) -> ConstraintCompiler:
         """Returns the compiler of constraints, made at the first use, because it reads the whole vocabulary."""

@@ -51,8 +51,15 @@ class Limits:
     image_tokens: int = 0
 
     @classmethod
-    def of(cls, checkpoint: GenerativeCheckpoint, config: EngineConfig) -> "Limits":
+    def of(
+        cls, checkpoint: GenerativeCheckpoint, config: EngineConfig, draft: GenerativeCheckpoint | None = None
+    ) -> "Limits":
         """Resolves the sizes of a config, with defaults from the model and the free memory.
+
+        Args:
+          checkpoint: model to serve.
+          config: settings of the engine.
+          draft: model of `config.draft_model`, whose parameters and pages take memory, too.
 
         Raises:
           ConfigError: the sizes are inconsistent with each other or with the model.
@@ -72,9 +79,11 @@ class Limits:
                 f"page_layout={config.page_layout!r} stores keys and values of equal width in one pool; model "
                 f"{checkpoint.name!r} has latents, or values of another width. Leave it out."
             )
-        if config.speculation is not None and _is_recurrent(checkpoint):
+        models = (checkpoint, *([] if draft is None else [draft]))
+        recurrent = next(filter(_is_recurrent, models), None)
+        if config.speculation is not None and recurrent is not None:
             raise ConfigError(
-                f"speculation: model {checkpoint.name!r} has recurrent states, which cannot be rewound to the token "
+                f"speculation: model {recurrent.name!r} has recurrent states, which cannot be rewound to the token "
                 "before a rejected draft. Leave it out."
             )
         reader = image_reader_of(checkpoint)
@@ -86,7 +95,7 @@ class Limits:
                 f"{config.max_sequences + image_tokens}, or lower max_sequences."
             )
         needed = -(-max_tokens // config.page_tokens)
-        pages = config.pages or min(needed * config.max_sequences, max(needed, _fitting_pages(checkpoint, config)))
+        pages = config.pages or min(needed * config.max_sequences, max(needed, _fitting_pages(models, config)))
         if pages < needed:
             raise ConfigError(
                 f"pages={pages} of {config.page_tokens} tokens hold {pages * config.page_tokens} tokens; one sequence "
@@ -219,14 +228,15 @@ def _is_recurrent(checkpoint: GenerativeCheckpoint) -> bool:
     return any(isinstance(state, Recurrent) for state in jax.tree.leaves(checkpoint.states))
 
 
-def _fitting_pages(checkpoint: GenerativeCheckpoint, config: EngineConfig) -> int:
-    """Returns the number of pages that fit in the part of the memory that the cache may use."""
+def _fitting_pages(models: Sequence[GenerativeCheckpoint], config: EngineConfig) -> int:
+    """Returns the number of pages of all models that fit in the part of the memory that the cache may use."""
 
     def cache_bytes(pages: int) -> int:
         # One more slot for padding rows.
         sizes = {"page_tokens": config.page_tokens, "slots": config.max_sequences + 1}
         kind: Any = {"layout": config.page_layout or ANY_LAYOUT, "dtype": config.cache_dtype}
-        return _size_bytes(jax.eval_shape(lambda: empty_layers(checkpoint.states, pages=pages, **sizes, **kind)))
+        make = lambda: [empty_layers(model.states, pages=pages, **sizes, **kind) for model in models]
+        return _size_bytes(jax.eval_shape(make))
 
     # The pools grow linearly with the number of pages, so two sizes suffice.
     states_bytes, page_bytes = cache_bytes(0), cache_bytes(1) - cache_bytes(0)
@@ -234,7 +244,7 @@ def _fitting_pages(checkpoint: GenerativeCheckpoint, config: EngineConfig) -> in
     if device_bytes is None or not page_bytes:
         return 2**30  # unlimited: the caller then uses the pages needed for `max_sequences`
     # The parameters are loaded after the limits are known, so their memory is still free.
-    left_bytes = max(device_bytes * config.tensor - _size_bytes(checkpoint.parameters), 0)
+    left_bytes = max(device_bytes * config.tensor - _size_bytes([model.parameters for model in models]), 0)
     return max(_share_bytes(left_bytes, config.memory_fraction) - states_bytes, 0) // page_bytes
 
 

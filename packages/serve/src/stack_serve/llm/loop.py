@@ -20,6 +20,7 @@ from stack_serve.llm.compilations import count_thread_compilations
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.constraints import ConstraintCompiler, Matcher
 from stack_serve.llm.dispatcher import End, OutputEvent, PromptScores, Tokens
+from stack_serve.llm.draft_model import DraftModel, ModelDrafts
 from stack_serve.llm.drafts import Drafts
 from stack_serve.llm.images import StepImages, images_of_rows, token_rows
 from stack_serve.llm.limits import Limits
@@ -64,6 +65,7 @@ class _StartedStep:
       started_s: launch time on the clock of `time.monotonic()`.
       drafts: drafts of each row that may be accepted; empty if no row has any. A constraint may shorten them.
       is_ahead: whether the step was launched before the previous one was read.
+      drafting_s: time that the draft model took; None if it had to catch up, which is not measured.
     """
 
     plan: Plan
@@ -73,6 +75,7 @@ class _StartedStep:
     started_s: float
     drafts: list[tuple[int, ...]]
     is_ahead: bool
+    drafting_s: float | None = 0.0
 
 
 class EngineLoop:
@@ -89,6 +92,7 @@ class EngineLoop:
       limits: resolved sizes of the engine.
       programs: device state and programs.
       put: callback that delivers results to clients.
+      draft: draft model; None without one.
     """
 
     def __init__(
@@ -98,6 +102,7 @@ class EngineLoop:
         limits: Limits,
         programs: Programs,
         put: Callable[[list[OutputEvent]], None],
+        draft: DraftModel | None = None,
     ) -> None:
         self._tokenizer, self._end_tokens = checkpoint.tokenizer, checkpoint.end_tokens
         self._limits = limits
@@ -105,10 +110,12 @@ class EngineLoop:
         self._state = SchedulerState.of(
             config, max_tokens=limits.max_tokens, pages=limits.pages, prefix_caching=limits.prefix_caching
         )
-        self._drafting = config.speculation
+        self._drafting, self._draft = config.speculation, draft
+        self._catches_up = False
         self._speculation: Speculation | None = None
         if config.speculation is not None:
-            self._speculation = Speculation(programs.buckets, config.speculation.tokens)
+            cost = None if draft is None else draft.cost
+            self._speculation = Speculation(programs.buckets, config.speculation.tokens, cost)
         self._seeds = np.random.default_rng(config.seed)
         self._arrived = 0
         self._arrivals: list[Sequence] = []
@@ -180,7 +187,9 @@ class EngineLoop:
                 assert compiler is not None
                 self._compiler, matcher = compiler, compiler.matcher(sampling.constraint)
             drafts = None
-            if self._drafting is not None:
+            if self._draft is not None:
+                drafts = ModelDrafts(sequence, self._draft.pair)
+            elif self._drafting is not None:
                 drafts = Drafts(self._drafting, request.prompt, sequence.max_total_tokens)
             work.continuations.append(Continuation(sequence, settings, ending, output, work, matcher, drafts))
         return work
@@ -232,6 +241,8 @@ class EngineLoop:
     def forget_prefixes(self) -> None:
         """Clears the prefix cache, whose pages are about to be freed."""
         forget_prefixes(self._state)
+        if self._draft is not None:
+            self._draft.forget()
 
     def turn(self) -> None:
         """Launches the next step, then reads the previous one, to keep the devices busy."""
@@ -270,20 +281,27 @@ class EngineLoop:
         """Returns whether the next step should verify drafts, for which the step in flight is read first."""
         if self._speculation is None or self._arrivals or not self._state.running:
             return False
+        if self._draft is not None and self._draft.programs.to_compile:
+            return False
         # A step with prompts verifies no drafts.
         if any(sequence.total_tokens - sequence.computed_tokens > 1 for sequence in self._state.running):
             return False
         return self._speculation.pays([drafts for _, drafts in self._drafters()])
 
-    def _drafters(self) -> list[tuple[Continuation, Drafts]]:
-        """Returns the running continuations with their drafters."""
+    def _drafters(self) -> Iterator[tuple[Continuation, Drafts | ModelDrafts]]:
+        """Yields the running continuations with their drafters."""
         running = (self._continuations[sequence.id] for sequence in self._state.running)
-        return [(continuation, continuation.drafts) for continuation in running if continuation.drafts is not None]
+        return ((continuation, continuation.drafts) for continuation in running if continuation.drafts is not None)
 
     def _choose_drafts(self) -> dict[int, tuple[int, ...]]:
-        """Returns the drafts to verify in the next step by sequence id; the host knows all tokens."""
+        """Returns the drafts to verify in the next step by sequence id; the host knows all tokens.
+
+        The tokens of a draft model are zeros until the step is planned, since its keys need the pages of the plan.
+        """
         assert self._speculation is not None
-        drafters = self._drafters()
+        if self._draft is not None:
+            return self._choose_lengths(self._draft, self._speculation)
+        drafters = [(each, drafts) for each, drafts in self._drafters() if isinstance(drafts, Drafts)]
         drafted = [drafts.draft() for _, drafts in drafters]
         for place, (continuation, _) in enumerate(drafters):
             if continuation.matcher is not None:
@@ -292,6 +310,14 @@ class EngineLoop:
         lengths = self._speculation.choose([drafts for _, drafts in drafters], list(map(len, drafted)))
         chosen = zip(drafters, drafted, lengths, strict=True)
         return {continuation.sequence.id: tokens[:length] for (continuation, _), tokens, length in chosen if length}
+
+    def _choose_lengths(self, draft: DraftModel, speculation: Speculation) -> dict[int, tuple[int, ...]]:
+        """Chooses the rows to draft with the draft model, and launches the computation of their missing keys."""
+        rows = [drafts for _, drafts in self._drafters() if isinstance(drafts, ModelDrafts)]
+        lengths = speculation.choose(rows, [min(speculation.tokens, draft.room(each)) for each in rows])
+        chosen = [(each, length) for each, length in zip(rows, lengths, strict=True) if length]
+        self._catches_up = draft.catch_up(self._programs, self._state.block_tables, [each for each, _ in chosen])
+        return {each.sequence.id: (0,) * length for each, length in chosen if each.has_all_keys}
 
     def _start(self, plan: Plan, *, is_ahead: bool) -> _StartedStep:
         now_s = time.monotonic()
@@ -310,12 +336,18 @@ class EngineLoop:
         rows = [row[1:] for row in plan.rows]
         result: StepResult | ForwardResult
         drafts, candidates = list(plan.drafts), self._reports_candidates(plan)
+        drafting_s: float | None = 0.0
+        if drafts and self._draft is not None:
+            drafts, drafting_s = self._propose(self._draft, plan.rows, tables)
         if drafts:
             tokens = [
                 token
                 for row, drafted in zip(plan.rows, drafts, strict=True)
                 for token in (row.sequence.tokens[-1], *drafted)
             ]
+            if self._draft is not None:
+                # Only now, because the step computes rejected drafts, too.
+                drafts = list(map(self._allowed, plan.rows, drafts))
             masks = self._masks_of_drafts(plan.rows, drafts)
             result = self._programs.verify(rows, tables, tokens, masks, candidates=candidates)
         elif any(row.samples and row.sequence.is_constrained for row in plan.rows):
@@ -326,7 +358,36 @@ class EngineLoop:
             )
         # A step with drafts has no prompts.
         prompt_logprobs = None if plan.drafts else self._prompt_logprobs(plan.rows, result)
-        return _StartedStep(plan, self._version, result, prompt_logprobs, now_s, drafts, is_ahead)
+        return _StartedStep(plan, self._version, result, prompt_logprobs, now_s, drafts, is_ahead, drafting_s)
+
+    def _propose(
+        self, draft: DraftModel, rows: tuple[Row, ...], tables: np.ndarray
+    ) -> tuple[list[tuple[int, ...]], float | None]:
+        """Returns the drafts of each row by the draft model, and the time that it took (see `_StartedStep`)."""
+        started_s = time.monotonic()
+        # Rows without drafts take part, too, if only the newest key is missing; it would be missing later.
+        places = [
+            (place, drafts)
+            for place, row in enumerate(rows)
+            if isinstance(drafts := self._continuations[row.sequence.id].drafts, ModelDrafts)
+            and drafts.computed_tokens == row.start
+        ]
+        found = draft.propose(
+            self._programs, tables[[place for place, _ in places]], [(rows[place], drafts) for place, drafts in places]
+        )
+        all_drafts: list[tuple[int, ...]] = [()] * len(rows)
+        for (place, _), drafted in zip(places, found, strict=True):
+            all_drafts[place] = drafted
+        if self._catches_up or self._speculation is None:
+            return all_drafts, None
+        took_s = time.monotonic() - started_s
+        self._speculation.record_drafting(len(places), max(row.tokens for row in rows), took_s)
+        return all_drafts, took_s
+
+    def _allowed(self, row: Row, drafted: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the first tokens of a draft that the constraint of a row allows."""
+        matcher = self._continuations[row.sequence.id].matcher
+        return drafted if matcher is None else drafted[: matcher.allowed(drafted, self._end_tokens)]
 
     def _images(self, plan: Plan) -> StepImages | None:
         """Computes missing features of a step's images, and returns the places of their tokens."""
@@ -449,13 +510,14 @@ class EngineLoop:
     def _read_sampled(self, step: _StartedStep, sampled: Sampled) -> None:
         tokens, finite = np.asarray(sampled.tokens), np.asarray(sampled.ok)
         figures: Any = None
-        for place, (row, index) in enumerate(self._generated(step, tokens)):
+        for row, index in self._generated(step, tokens):
             continuation = self._continuations.get(row.sequence.id)
             new, end, is_lost = self._record(row, continuation, tokens[index].tolist(), finite[index].tolist())
             if continuation is None or not row.samples:
                 continue
             if continuation.drafts is not None:
-                continuation.drafts.extend(new, drafted=len(step.drafts[place]) if step.drafts else 0)
+                # A draft that a constraint cuts is rejected.
+                continuation.drafts.extend(new, drafted=row.samples - 1 if step.drafts else 0)
             sampling = continuation.work.request.sampling
             if sampling.logprobs is not None or sampling.candidates:
                 # Copied once per step, and only if a row reports log-probabilities or candidates.
@@ -524,7 +586,9 @@ class EngineLoop:
         tokens = sum(row.tokens for row in step.plan.rows)
         if step.drafts:
             # From the end of the previous step, since the host plans a verification after it.
-            self._speculation.record_verification(tokens, now_s - max(self._read_s, step.started_s - _MOST_PLANNED_S))
+            took_s = now_s - max(self._read_s, step.started_s - _MOST_PLANNED_S)
+            if step.drafting_s is not None:
+                self._speculation.record_verification(tokens, took_s - step.drafting_s)
         elif all(row.tokens == row.samples for row in step.plan.rows):
             self._speculation.record_decoding(len(step.plan.rows), took_s / step.plan.repeats, is_ahead=step.is_ahead)
 

@@ -32,7 +32,7 @@ from stack_serve.llm.sleeping import HostWeights, delete_arrays
 from stack_serve.llm.step import ROW_FIELDS, SlotState, Step, admit
 from stack_serve.llm.unstacking import Layers, layer_by_layer, loops_over, split_layers
 
-__all__ = ["ForwardResult", "Programs", "StepResult"]
+__all__ = ["ForwardResult", "Key", "Programs", "StepResult"]
 
 # XLA computes a product with one row as a multiplication and a sum, both in main memory: 14.5 us instead of about 3 us
 # for a matrix of 2048 x 2048 in bfloat16 on an H100. With four rows it is a product.
@@ -79,6 +79,9 @@ class StepResult:
 class Programs:
     """Device state of an engine (parameters, page pools and slots) and its compiled programs.
 
+    Attributes:
+      slots: tokens and settings of the sequence in each slot.
+
     Args:
       checkpoint: model to serve.
       config: settings of the engine.
@@ -118,7 +121,7 @@ class Programs:
         self._lock = threading.Condition()
         self._background: list[threading.Thread] = []
 
-        self._slots = self._placement.replicated(self._empty_slots())
+        self.slots = self._placement.replicated(self._empty_slots())
         # Preferences come from a traced step, which itself needs some layout.
         self._lay_out(pages, config.page_layout or ANY_LAYOUT)
         pool = None if adapters is None else jax.eval_shape(adapters.pool)
@@ -291,7 +294,7 @@ class Programs:
         """
         padded = np.zeros(self._max_tokens, np.int32)
         padded[: len(tokens)] = tokens
-        self._slots = self._program(("admit",))(self._slots, np.int32(slot), padded, settings.packed())
+        self.slots = self._program(("admit",))(self.slots, np.int32(slot), padded, settings.packed())
 
     def step(
         self,
@@ -315,12 +318,12 @@ class Programs:
         # Prompt chunks of one token run in a decode program, too.
         if images is not None or (repeats == 1 and sum(row[2] for row in rows) != len(rows)):
             return self.sample(self.forward(rows, tables, images), candidates=candidates)
-        known, settings = self._slots.tokens, self._slots.settings
+        known, settings = self.slots.tokens, self.slots.settings
         row_bucket = self._ready_size("decode", self._buckets.of_decoding(len(rows)), self._buckets.decoding)
         packed = self._packed(rows, tables, row_bucket)
         decode = self._program(_sampling_key("decode", row_bucket, candidates))
         self._layers, hidden, known, sampled = decode(self._weights, self._layers, known, settings, packed)
-        self._slots = SlotState(known, settings)
+        self.slots = SlotState(known, settings)
         return StepResult(sampled, hidden)
 
     def image_slot(self, image: PromptImage) -> int:
@@ -343,7 +346,7 @@ class Programs:
             places[0][:tokens], places[1][:tokens] = images.rows, images.ahead
             program = self._program(("see", size))
             self._layers, hidden, last = program(
-                self._weights, self._layers, self._slots.tokens, packed, self._features, *places
+                self._weights, self._layers, self.slots.tokens, packed, self._features, *places
             )
             return ForwardResult(hidden, last, packed, [place for place, row in enumerate(rows) if row[3]])
         if tokens == len(rows):
@@ -352,8 +355,14 @@ class Programs:
         else:
             size = self._ready_size("prefill", self._buckets.of_prompts(tokens), self._buckets.prompts)
             program = self._program(("prefill", size))
-        self._layers, hidden, last = program(self._weights, self._layers, self._slots.tokens, given)
+        self._layers, hidden, last = program(self._weights, self._layers, self.slots.tokens, given)
         return ForwardResult(hidden, last, packed, [place for place, row in enumerate(rows) if row[3]])
+
+    def fill(self, rows: Sequence[tuple[int, ...]], tables: np.ndarray) -> None:
+        """Launches the forward pass of rows whose tokens are known, to compute their keys; see `step`."""
+        size = self._ready_size("prefill", self._buckets.of_prompts(sum(row[2] for row in rows)), self._buckets.prompts)
+        packed = self._packed(rows, tables, self._buckets.largest_rows)
+        self._layers, *_ = self._program(("prefill", size))(self._weights, self._layers, self.slots.tokens, packed)
 
     def sample(self, forward: ForwardResult, mask: np.ndarray | None = None, *, candidates: bool = False) -> StepResult:
         """Launches the sampling of a step.
@@ -374,9 +383,9 @@ class Programs:
             masks = np.full(masks.shape, -1, np.int32)
             masks[: len(places)] = mask
         program = self._program(_sampling_key("sample", size, candidates))
-        known, settings = self._slots.tokens, self._slots.settings
+        known, settings = self.slots.tokens, self.slots.settings
         known, sampled = program(self._weights, known, settings, forward.last, forward.packed, chosen, masks)
-        self._slots = SlotState(known, settings)
+        self.slots = SlotState(known, settings)
         return StepResult(sampled, forward.hidden)
 
     def verify(
@@ -405,11 +414,11 @@ class Programs:
             masks = np.full(masks.shape, -1, np.int32)
             masks[: len(mask)] = mask
         program = self._program(_sampling_key("verify", size, candidates))
-        known, settings = self._slots.tokens, self._slots.settings
+        known, settings = self.slots.tokens, self.slots.settings
         self._layers, hidden, known, sampled = program(
             self._weights, self._layers, known, settings, packed, padded, masks
         )
-        self._slots = SlotState(known, settings)
+        self.slots = SlotState(known, settings)
         return StepResult(sampled, hidden)
 
     def _all_tokens(self, rows: int) -> jax.Array:
@@ -428,7 +437,7 @@ class Programs:
 
     def sizes_bytes(self) -> dict[str, int]:
         """Returns the size of the device arrays by purpose."""
-        held = {"parameters": self._weights.params, "pages": self._layers, "slots": self._slots}
+        held = {"parameters": self._weights.params, "pages": self._layers, "slots": self.slots}
         held |= {} if self._weights.pool is None else {"adapters": self._weights.pool}
         held |= {} if self._features is None else {"images": self._features}
         return {name: sum(map(_stored_bytes, jax.tree.leaves(tree))) for name, tree in held.items()}
@@ -530,8 +539,8 @@ class Programs:
         return self._placement.traced(getattr(self, f"_lowered_{key[0]}"), *key[1:])
 
     def _lowered_admit(self) -> Any:
-        words = self._slots.settings.shape[1]
-        return jax.jit(admit, donate_argnums=0).lower(self._slots, _int32(), _int32(self._max_tokens), _int32(words))
+        words = self.slots.settings.shape[1]
+        return jax.jit(admit, donate_argnums=0).lower(self.slots, _int32(), _int32(self._max_tokens), _int32(words))
 
     def _lowered_adapter(self) -> Any:
         assert self._adapters is not None
@@ -545,7 +554,7 @@ class Programs:
         def decode(weights: Weights, layers: Any, known: Any, settings: Any, packed: Any) -> Any:
             return self._step.decode(weights, layers, known, settings, packed, **sizes, candidates=bool(candidates))
 
-        slots, packed = self._slots, _int32(rows, self._row_fields)
+        slots, packed = self.slots, _int32(rows, self._row_fields)
         # Donated pools are updated in place; a copy would need the memory of a second cache.
         jitted = jax.jit(decode, donate_argnums=(1, 2))
         return jitted.lower(self._weights, self._layers, slots.tokens, slots.settings, packed)
@@ -558,7 +567,7 @@ class Programs:
             return step(weights, layers, known, packed)
 
         packed = _int32(rows, self._row_fields)
-        return jax.jit(forward, donate_argnums=1).lower(self._weights, self._layers, self._slots.tokens, packed)
+        return jax.jit(forward, donate_argnums=1).lower(self._weights, self._layers, self.slots.tokens, packed)
 
     def _lowered_prefill(self, tokens: int) -> Any:
         padded_tokens = self._buckets.largest_tokens
@@ -568,7 +577,7 @@ class Programs:
             return step(weights, layers, known, packed)
 
         packed = _int32(self._buckets.largest_rows, self._row_fields)
-        return jax.jit(prefill, donate_argnums=1).lower(self._weights, self._layers, self._slots.tokens, packed)
+        return jax.jit(prefill, donate_argnums=1).lower(self._weights, self._layers, self.slots.tokens, packed)
 
     def _lowered_see(self, tokens: int) -> Any:
         padded_tokens = self._buckets.largest_tokens
@@ -581,7 +590,7 @@ class Programs:
         packed = _int32(self._buckets.largest_rows, self._row_fields)
         places = (_int32(tokens), _int32(tokens))
         jitted = jax.jit(see, donate_argnums=1)
-        return jitted.lower(self._weights, self._layers, self._slots.tokens, packed, self._features, *places)
+        return jitted.lower(self._weights, self._layers, self.slots.tokens, packed, self._features, *places)
 
     def _lowered_encode(self) -> Any:
         assert self._reader is not None
@@ -597,7 +606,7 @@ class Programs:
             run = layer_by_layer(partial(self._step.verify, candidates=bool(candidates)))
             return run(weights, layers, known, settings, *step)
 
-        slots, packed = self._slots, _int32(self._buckets.largest_rows, self._row_fields)
+        slots, packed = self.slots, _int32(self._buckets.largest_rows, self._row_fields)
         mask = _int32(tokens, mask_words(self._checkpoint.vocab_size))
         jitted = jax.jit(verify, donate_argnums=(1, 2))
         return jitted.lower(self._weights, self._layers, slots.tokens, slots.settings, packed, _int32(tokens), mask)
@@ -609,7 +618,7 @@ class Programs:
 
         rows = self._buckets.largest_rows
         last = jax.ShapeDtypeStruct((rows, *self._hidden.shape[1:]), self._hidden.dtype)
-        slots, packed = self._slots, _int32(rows, self._row_fields)
+        slots, packed = self.slots, _int32(rows, self._row_fields)
         mask = _int32(samples, mask_words(self._checkpoint.vocab_size))
         jitted = jax.jit(sample, donate_argnums=1)
         return jitted.lower(self._weights, slots.tokens, slots.settings, last, packed, _int32(samples), mask)
@@ -652,7 +661,7 @@ class Programs:
 
     def _smallest_step(self, weights_and_layers: Any, *, preferences: LayoutPreferences | None = None) -> Any:
         rows, step = jnp.zeros((1, self._row_fields), jnp.int32), partial(self._step, tokens=1, preferences=preferences)
-        return layer_by_layer(step)(*weights_and_layers, self._slots.tokens, rows)
+        return layer_by_layer(step)(*weights_and_layers, self.slots.tokens, rows)
 
     def _check_adapters(self, adapters: AdapterShapes) -> None:
         """Traces a step with adapters of one parameter at a time; raises a GenerationError that lists the failures."""

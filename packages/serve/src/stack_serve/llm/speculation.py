@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from stack_serve.llm.buckets import Buckets
-from stack_serve.llm.drafts import Drafts
+from stack_serve.llm.draft_model import ModelDrafts
+from stack_serve.llm.drafts import Acceptance
 
 __all__ = ["Speculation"]
 
@@ -18,6 +19,9 @@ _LEAST_GAIN = 1.15
 _NEW_WEIGHT = 0.2
 # A slow moment of the machine must not disable a size forever.
 _MOST_UNUSED_STEPS = 256
+# While a draft model does not run, its acceptance is unknown. It is tried again after so many turns, and less and less
+# often until it is worthwhile for as many.
+_RETRY_TURNS, _MOST_RETRY_TURNS = 64, 4096
 
 
 @dataclass
@@ -58,32 +62,46 @@ class _Duration:
 class Speculation:
     """Chooses the drafts of each step so that the expected number of tokens per second is the highest.
 
-        (R + sum of E[accepted_r]) / (R t_verify(T) / t_decode(R)) > 1
+        (R + sum of E[accepted_r]) / (R (t_verify(T) + (L + 1) t_draft(R)) / t_decode(R)) > 1
 
-    R is the number of rows, T the token bucket of the verification, and t a measured duration per step, which includes
-    the host's. Without drafts, the engine plans a step while the previous one runs. Drafts continue the newest tokens,
-    so a step with drafts is planned after the previous one is read. The durations of verifications contain that delay.
+    R is the number of rows, T the token bucket of the verification, L the number of tokens that a draft model drafts,
+    and t a measured duration per step, which includes the host's; t_draft is 0 without a draft model. Without drafts,
+    the engine plans a step while the previous one runs. Drafts continue the newest tokens, so a step with drafts is
+    planned after the previous one is read. The durations of verifications contain that delay.
 
     Attributes:
       buckets: shapes of the engine's programs.
       tokens: maximum number of drafted tokens per row.
+      draft_cost: assumed t_draft / t_decode until both are measured; None without a draft model.
       is_on: whether the last decision was to speculate.
     """
 
     buckets: Buckets
     tokens: int
+    draft_cost: float | None = None
     is_on: bool = True
+    _turns: int = 0
+    _retry_turns: int = _RETRY_TURNS
     _decoding: dict[int, _Duration] = field(default_factory=dict)
+    _drafting: dict[int, _Duration] = field(default_factory=dict)
     _verification: dict[int, _Duration] = field(default_factory=dict)
 
-    def pays(self, rows: Sequence[Drafts]) -> bool:
+    def pays(self, rows: Sequence[Acceptance]) -> bool:
         """Returns whether drafts are expected to pay, before the newest tokens of the rows are known."""
         lengths = [self.tokens] * len(rows)
         _, gain = self._best(rows, lengths)
-        self.is_on = gain > (1.0 if self.is_on else _LEAST_GAIN)
+        was_on, self.is_on = self.is_on, gain > (1.0 if self.is_on else _LEAST_GAIN)
+        self._turns = self._turns + 1 if was_on == self.is_on else 0
+        if self.is_on and self._turns == _RETRY_TURNS:
+            self._retry_turns = _RETRY_TURNS
+        elif not self.is_on and self._turns >= self._retry_turns:
+            self._turns, self._retry_turns = 0, min(2 * self._retry_turns, _MOST_RETRY_TURNS)
+            for row in rows:
+                if isinstance(row, ModelDrafts):
+                    row.retry()
         return self.is_on
 
-    def choose(self, rows: Sequence[Drafts], available: Sequence[int]) -> list[int]:
+    def choose(self, rows: Sequence[Acceptance], available: Sequence[int]) -> list[int]:
         """Returns the number of tokens to verify of each draft.
 
         Args:
@@ -105,33 +123,56 @@ class Speculation:
             decoding.bound(took_s)
             return
         decoding.add(took_s)
-        for duration in self._verification.values():
+        for duration in (*self._verification.values(), *self._drafting.values()):
             duration.age()
 
     def record_verification(self, tokens: int, took_s: float) -> None:
         """Records the duration of a verification, from the end of the previous step."""
         self._verification.setdefault(self.buckets.of_verification(tokens), _Duration()).add(took_s)
 
-    def _best(self, rows: Sequence[Drafts], available: Sequence[int]) -> tuple[list[int], float]:
+    def record_drafting(self, rows: int, steps: int, took_s: float) -> None:
+        """Records the duration of `steps` steps of a draft model."""
+        self._drafting.setdefault(self.buckets.of_decoding(rows), _Duration()).add(took_s / steps)
+
+    def _best(self, rows: Sequence[Acceptance], available: Sequence[int]) -> tuple[list[int], float]:
         """Returns the best draft lengths of one to all token buckets, and their speed relative to decoding."""
         found, best = [0] * len(rows), 0.0
         # Rows whose drafts are accepted most often get the tokens of a bucket first.
         order = sorted(range(len(rows)), key=lambda row: -rows[row].rate)
         for size in self.buckets.verification:
             room = min(size, self.buckets.max_tokens) - len(rows)
-            lengths = [0] * len(rows)
-            for row in order:
-                lengths[row] = max(min(available[row], room), 0)
-                room -= lengths[row]
-            if not any(lengths):
-                continue  # no drafts, or too many rows for this bucket
-            tokens = len(rows) + sum(map(Drafts.expected_tokens, rows, lengths))
-            gain = tokens / (len(rows) * self._cost(len(rows), size))
-            if gain > best:
-                found, best = lengths, gain
-            if lengths == list(available):  # a larger bucket would hold the same drafts
+            fits = False
+            for limit in self._limits:
+                lengths, left = [0] * len(rows), room
+                for row in order:
+                    lengths[row] = max(min(available[row], limit, left), 0)
+                    left -= lengths[row]
+                if not any(lengths):
+                    break  # no drafts, or too many rows for this bucket
+                tokens = len(rows) + sum(map(Acceptance.expected_tokens, rows, lengths))
+                cost = self._cost(len(rows), size) + self._drafting_cost(len(rows), max(lengths))
+                if (gain := tokens / (len(rows) * cost)) > best:
+                    found, best = lengths, gain
+                fits |= lengths == list(available)
+            if fits:  # a larger bucket would hold the same drafts
                 break
         return found, best
+
+    @property
+    def _limits(self) -> list[int]:
+        """Draft lengths that are compared: a draft model takes time for each token, a lookup does not."""
+        return [
+            self.tokens >> halvings for halvings in range(1 if self.draft_cost is None else self.tokens.bit_length())
+        ]
+
+    def _drafting_cost(self, rows: int, tokens: int) -> float:
+        """Returns the duration of drafting relative to a decoding step."""
+        if self.draft_cost is None:
+            return 0.0
+        bucket = self.buckets.of_decoding(rows)
+        decoding, drafting = (measured.get(bucket, _Duration()).mean_s for measured in (self._decoding, self._drafting))
+        is_known = decoding is not None and drafting is not None
+        return (tokens + 1) * (drafting / decoding if is_known else self.draft_cost)
 
     def _cost(self, rows: int, size: int) -> float:
         """Returns the duration of a verification relative to a decoding step."""

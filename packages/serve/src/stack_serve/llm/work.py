@@ -9,6 +9,7 @@ from stack_core.abi.generation import GenerationRequest, GenerationUpdate, Reque
 from stack_core.ops.sampling.sampling import SamplingSettings
 from stack_serve.llm.adapters import HostAdapter
 from stack_serve.llm.constraints import Matcher
+from stack_serve.llm.draft_model import ModelDrafts
 from stack_serve.llm.drafts import Drafts
 from stack_serve.llm.output import Ending, Output
 from stack_serve.llm.sequence import Sequence
@@ -36,7 +37,7 @@ class Continuation:
     output: Output
     work: "Work"
     matcher: Matcher | None = None
-    drafts: Drafts | None = None
+    drafts: Drafts | ModelDrafts | None = None
     has_ended: bool = False
 
 

@@ -115,6 +115,8 @@ def test_quantize_takes_rules_and_refuses_a_model(folder):
     rules = [{"path": ".*", "weights": "int8", "optional": True}]
     with pytest.raises(QuantError, match="Set out to a new directory"):
         stack_quant.quantize("runs/small", rules)
+    with pytest.raises(QuantError, match=r"no option 'algoritm'\. Did you mean 'algorithm'"):
+        stack_quant.quantize("runs/small", "w8a8", algoritm="gptq")
     with pytest.raises(QuantError, match="Use quantize_model for a model"):
         stack_quant.quantize(np.ones(3), "w8a8")  # pyrefly: ignore
     assert stack_quant.quantize("runs/small", "w8a8", evaluation_batches=0).destination.name == "small-w8a8"

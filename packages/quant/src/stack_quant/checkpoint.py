@@ -1,6 +1,7 @@
 """Quantization of checkpoints in any registered model format, with the loss before and after."""
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from stack_core.abi.config import differences, to_mapping
-from stack_core.abi.errors import ConversionError, StackError
+from stack_core.abi.errors import ConversionError, StackError, nearest
 from stack_core.abi.formats import TrainedModel
 from stack_core.abi.model_formats import open_model
 from stack_core.report.markup import element
@@ -84,7 +85,7 @@ def quantize(
       options: other options of `quantize_checkpoint`, such as `algorithm="gptq"`.
 
     Raises:
-      QuantError: `source` is not an address, or `out` is None for rules without a name.
+      QuantError: `source` is not an address, an option is unknown, or `out` is None for rules without a name.
       StackError: as `quantize_checkpoint`.
     """
     if not isinstance(source, str | Path):
@@ -92,6 +93,10 @@ def quantize(
             f"source is a {type(source).__name__}; expected the address of a run or checkpoint. Use quantize_model for "
             "a model, quantize_function for a function of parameters, quantize_array for an array."
         )
+    known = list(inspect.signature(quantize_checkpoint).parameters)[3:]
+    if unknown := [name for name in options if name not in known]:
+        hint = nearest(unknown[0], [*known, "recipe", "out"])
+        raise QuantError(f"There is no option {unknown[0]!r}.{hint} There are: {', '.join(known)}.")
     if out is None:
         if not isinstance(recipe, str | Budget):
             raise QuantError(

@@ -145,6 +145,22 @@ def test_mistakes_are_told_before_anything_runs(llm: LLM, prompts: Any, sampling
     assert llm._engine.stats().steps == steps
 
 
+def test_sampling_parameters_are_keywords_over_the_defaults_of_the_model(llm: LLM) -> None:
+    for method in (llm.generate, llm.chat):
+        assert method("abc", max_tokens=6, temperature=0.0)[0].outputs == method("abc", GREEDY)[0].outputs
+        assert len(method("abc", temperature=0.0)[0].outputs[0].token_ids) == 3
+    assert sum(len(piece.token_ids) for piece in llm.stream("abc", max_tokens=5, ignore_eos=True)) == 5
+    for settings, problem in (
+        ({"max_token": 3}, r"no argument 'max_token'\. Did you mean 'max_tokens'.*The fields of SamplingParams"),
+        ({"sampling_params": GREEDY}, r"no argument 'sampling_params'\. Did you mean 'sampling'"),
+        ({"sampling": GREEDY, "seed": 3}, "seed and sampling were given. Set all in SamplingParams"),
+    ):
+        with pytest.raises(GenerationError, match=problem):
+            llm.generate("abc", **settings)
+    with pytest.raises(ConfigError, match="temperature"):
+        llm.generate("abc", temperature="hot")
+
+
 def test_what_the_model_lacks() -> None:
     with pytest.raises(ConfigError, match="max_sequence"):
         LLM(TinyCheckpoint(), max_sequence=3)

@@ -6,7 +6,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,7 @@ import numpy as np
 from stack_core.abi.adapters import Adapters
 from stack_core.abi.config import parse
 from stack_core.abi.engines import Pooling
-from stack_core.abi.errors import EngineBusy, GenerationError
+from stack_core.abi.errors import EngineBusy, GenerationError, nearest
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.generation import GenerationRequest, GenerationUpdate, PromptImage, SamplingParams, TokenLogprob
 from stack_core.abi.model_formats import open_for_generation
@@ -175,6 +175,7 @@ class LLM:
         *,
         adapter: str | Sequence[str | None] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **settings: Any,
     ) -> list[Output]:
         """Generates continuations of all prompts as one batch.
 
@@ -183,6 +184,8 @@ class LLM:
           sampling: parameters for all prompts, or one per prompt; None selects the defaults of the model.
           adapter: adapter name for all prompts, or one per prompt; None selects the base model.
           chat_template_kwargs: additional variables of the chat template, such as `enable_thinking`.
+          settings: fields of `SamplingParams` for all prompts instead of `sampling`, such as `max_tokens=64`. Others
+            keep the defaults of the model.
 
         Returns:
           A list with one output per prompt, in the order of the prompts.
@@ -190,7 +193,7 @@ class LLM:
         Raises:
           GenerationError: a prompt or parameter is invalid, or generation failed.
         """
-        requests, texts = self._requests(prompts, sampling, adapter, chat_template_kwargs)
+        requests, texts = self._requests(prompts, sampling, adapter, chat_template_kwargs, settings)
         made = [[list[GenerationUpdate]() for _ in range(request.sampling.n)] for request in requests]
         scores: dict[int, tuple[TokenLogprob | None, ...]] = {}
         for number, update in self._updates(requests):
@@ -220,7 +223,7 @@ class LLM:
             conversations, or the text of a single user message. A content may be a list of parts: `{"type": "text",
             "text": ...}`, and for models with images `{"type": "image_url", "image_url": {"url": "data:..."}}`.
           sampling: as in `generate`.
-          options: other arguments of `generate`, such as `chat_template_kwargs`.
+          options: other arguments of `generate`, such as `max_tokens=64` or `chat_template_kwargs`.
 
         Raises:
           GenerationError: the model has no chat template, a message is invalid, or generation failed.
@@ -292,12 +295,13 @@ class LLM:
         *,
         adapter: str | Sequence[str | None] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **settings: Any,
     ) -> Iterator[Piece]:
         """Generates continuations of all prompts as one batch and yields their output incrementally.
 
         See `generate` for the arguments and errors. Closing the iterator early aborts the generation.
         """
-        requests, _ = self._requests(prompts, sampling, adapter, chat_template_kwargs)
+        requests, _ = self._requests(prompts, sampling, adapter, chat_template_kwargs, settings)
         for number, update in self._updates(requests):
             yield Piece(
                 prompt=number,
@@ -313,12 +317,19 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None,
         adapter: str | Sequence[str | None] | None,
         variables: Mapping[str, Any] | None,
+        settings: Mapping[str, Any],
     ) -> tuple[list[GenerationRequest], list[str | None]]:
         """Builds and validates one request per prompt; also returns the prompt texts."""
         check_generates(self._checkpoint)
         each: Sequence[Any] = [prompts] if _is_one(prompts) else prompts
+        if sampling is not None and settings:
+            raise GenerationError(
+                f"{', '.join(settings)} and sampling were given. Set all in SamplingParams, or leave sampling out.",
+                parameter="sampling",
+            )
         if sampling is None:
-            sampling = parse(SamplingParams, self._checkpoint.sampling_defaults)
+            _check_names(settings)
+            sampling = parse(SamplingParams, {**self._checkpoint.sampling_defaults, **settings})
         params = [sampling] * len(each) if isinstance(sampling, SamplingParams) else list(sampling)
         if len(params) != len(each):
             raise GenerationError(
@@ -420,6 +431,19 @@ def _completion(updates: Sequence[GenerationUpdate]) -> Completion:
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
     )
+
+
+def _check_names(settings: Mapping[str, Any]) -> None:
+    """Raises a GenerationError for a keyword that is no field of `SamplingParams`."""
+    known = [field.name for field in fields(SamplingParams)]
+    for name in settings:
+        if name not in known:
+            hint = nearest(name, [*known, "sampling", "adapter", "chat_template_kwargs"])
+            raise GenerationError(
+                f"There is no argument {name!r}.{hint} The fields of SamplingParams are arguments, too: "
+                f"{', '.join(known)}.",
+                parameter=name,
+            )
 
 
 def _is_one(prompts: Any) -> bool:

@@ -22,7 +22,7 @@ from stack_train.checkpoint.frozen import FROZEN, FrozenRecord, frozen_document,
 from stack_train.checkpoint.leaves import named_leaves, spec_of, stored_array
 from stack_train.checkpoint.manifest import LeafRecord, read_manifest, sealed_documents
 from stack_train.checkpoint.reading import CONFIG, DATA_BYTES, DATA_JSON, data_state_of, read_state, read_variables
-from stack_train.checkpoint.unit import Unit, make_checkpointer
+from stack_train.checkpoint.unit import Unit
 from stack_train.checkpoint.weights import weight_parts
 
 __all__ = ["CheckpointConfig", "CheckpointStore", "Restored"]
@@ -103,7 +103,10 @@ class CheckpointStore:
         self._directory = CheckpointDirectory(Path(directory).resolve())  # TensorStore takes no `..`
         self._emit = emit or (lambda event: None)
         self._processes = processes
-        self._checkpointer = make_checkpointer()
+        # Here, because models of other formats are served without Orbax, whose import takes a second.
+        from stack_train.checkpoint.writer import UnitWriter
+
+        self._checkpointer = UnitWriter()
         self._in_flight: _InFlight | None = None
         self._current_step: int | None = None
         self._damaged: set[int] = set()  # steps of checkpoints that could not be restored
@@ -308,7 +311,7 @@ class CheckpointStore:
     def _start(self, flight: _InFlight, unit: Unit, started_s: float) -> None:
         try:
             self._processes.on_first("room for a checkpoint", lambda: self._make_room(flight))
-            self._processes.call(lambda: self._checkpointer.save(flight.path, args=unit))
+            self._processes.call(lambda: self._checkpointer.save_unit(flight.path, unit))
         # Raised by `leaves` or propagated from another process; the storage has not failed.
         except StackError:
             if self._processes.first:

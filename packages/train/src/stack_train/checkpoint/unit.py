@@ -1,6 +1,5 @@
-"""One checkpoint on disk through Orbax: atomic writes of arrays and documents, and reads of single arrays."""
+"""Contents of one checkpoint, and reads of its single arrays with TensorStore."""
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,67 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
-import tensorstore
 
 from stack_train.checkpoint.leaves import spec_of
 from stack_train.checkpoint.narrow import is_packed, splits_bytes, unpacked
 
-__all__ = ["Unit", "make_checkpointer", "read_array", "read_stored"]
-
-# Orbax aborts a save after this time. Its default of 20 minutes is too short for large states on slow disks.
-_TIMEOUT_S = 4 * 3600
+__all__ = ["Unit", "part_directory", "read_array", "read_stored"]
 
 
-def make_checkpointer() -> ocp.AsyncCheckpointer:
-    """Returns a checkpointer that writes a `Unit` in the background and publishes it with a single rename."""
-    options = ocp.AsyncOptions(timeout_secs=_TIMEOUT_S, create_directories_asynchronously=False)
-    store = ocp.metadata.metadata_store(enable_write=True, blocking_write=True)
-    return ocp.AsyncCheckpointer(_UnitHandler(), async_options=options, checkpoint_metadata_store=store)
-
-
-class _UnitHandler(ocp.AsyncCheckpointHandler):
-    """Orbax handler of a `Unit`: arrays go through Orbax's pytree handler, documents are plain files."""
-
-    def __init__(self) -> None:
-        self._arrays = _array_handler()
-
-    async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        """Returns once the last part is copied to the host; the futures complete when it is on disk."""
-        unit: Unit = kwargs["args"]
-        futures: list[Any] = []
-        for index, part in enumerate(unit.parts):
-            for future in futures:
-                future.result()
-            folder = _part_directory(directory, index)
-            folder.mkdir(parents=True, exist_ok=True)
-            futures = await self._arrays.async_save(folder, args=ocp.args.PyTreeSave(dict(part))) or []
-            del part  # Otherwise it stays in memory while the iterator produces the next part.
-        # The documents are the same on all processes.
-        if jax.process_index() == 0:
-            for name, content in unit.documents().items():
-                (directory / name).write_bytes(content)
-        return futures
-
-    def save(self, directory: Any, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError("Units are saved by an AsyncCheckpointer.")
-
-    def restore(self, directory: Any, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError("Arrays are read by read_array.")
-
-    def finalize(self, directory: Any) -> None:
-        """Merges the files of all processes and flushes them to disk before Orbax's final rename."""
-        for folder in (directory / "arrays").iterdir():
-            self._arrays.finalize(folder)
-        _sync_tree(Path(directory))
-
-    def close(self) -> None:
-        self._arrays.close()
-
-
-@ocp.args.register_with_handler(_UnitHandler, for_save=True, for_restore=True)
 @dataclass
-class Unit(ocp.args.CheckpointArgs):
+class Unit:
     """The arrays and documents of one checkpoint.
 
     Attributes:
@@ -109,7 +56,9 @@ def read_stored(checkpoint: Path, part: int, name: str) -> np.ndarray:
 
 
 def _opened(checkpoint: Path, part: int, name: str) -> Any:
-    files = {"driver": "file", "path": f"{_part_directory(checkpoint, part)}/"}
+    import tensorstore  # not needed to serve other formats
+
+    files = {"driver": "file", "path": f"{part_directory(checkpoint, part)}/"}
     spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": files, "path": f"{name}/"}}
     return tensorstore.open(spec, open=True, read=True).result()
 
@@ -125,13 +74,9 @@ def _read_to(stored: Any, sharding: jax.sharding.Sharding | None) -> np.ndarray 
     return jax.make_array_from_callback(shape, sharding, lambda index: reads[str(index)].result())
 
 
-def _part_directory(checkpoint: Any, part: int) -> Any:
+def part_directory(checkpoint: Any, part: int) -> Any:
+    """Returns the directory of the arrays of one part."""
     return checkpoint / "arrays" / str(part)
-
-
-def _array_handler() -> ocp.PyTreeCheckpointHandler:
-    # Trained weights hardly compress, and zstd would compete with training for the CPU.
-    return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False, use_compression=False)
 
 
 def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
@@ -148,14 +93,3 @@ def _like(array: Any, leaf: Any) -> Any:
     array = array if isinstance(array, jax.Array) else jnp.array(array)
     impl = spec_of(leaf).key_impl
     return jax.random.wrap_key_data(array, impl=impl) if impl else array
-
-
-def _sync_tree(directory: Path) -> None:
-    """Flushes every file and folder under `directory`; this also raises delayed write errors such as a full disk."""
-    for folder, _, names in os.walk(directory):
-        for path in (*(Path(folder) / name for name in names), Path(folder)):
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)

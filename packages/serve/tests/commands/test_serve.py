@@ -2,13 +2,13 @@ import json
 import os
 import shlex
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from stack_core.abi import model_formats
 from stack_core.abi.errors import PluginError
+from stack_core.abi.plugins import registries
 from stack_core.cli import main
 from stack_serve.http.server import HttpServer
 from stack_serve.llm.config import SpeculationConfig
@@ -135,7 +135,7 @@ def test_help_tells_the_truth(capsys: Any) -> None:
 
 def test_an_engine_of_another_class_is_refused(served: list[HttpServer], monkeypatch: pytest.MonkeyPatch) -> None:
     engines = {"odd": lambda checkpoint: {"checkpoint": checkpoint}}
-    monkeypatch.setattr("stack_core.abi.plugins.registries", SimpleNamespace(engines=engines))
+    monkeypatch.setattr(registries, "engines", engines)
     main(["serve", "RUN", "--port", "0", "--engine", "odd"])
     with pytest.raises(PluginError, match="engines 'odd' constructed a dict"):
         served[0]._app.make_engine()
@@ -146,7 +146,7 @@ def test_the_engine_is_made_of_its_options(
 ) -> None:
     made: list[Any] = []
     engines = {"llm": lambda *given, progress: made.extend((*given, progress)) or FakeEngine()}
-    monkeypatch.setattr("stack_core.abi.plugins.registries", SimpleNamespace(engines=engines))
+    monkeypatch.setattr(registries, "engines", engines)
     main(
         [
             "serve",
@@ -191,7 +191,7 @@ def test_speculation_is_a_method_or_settings(
 ) -> None:
     made: list[Any] = []
     engines = {"llm": lambda *given, progress: made.extend(given) or FakeEngine()}
-    monkeypatch.setattr("stack_core.abi.plugins.registries", SimpleNamespace(engines=engines))
+    monkeypatch.setattr(registries, "engines", engines)
     main(["serve", "RUN", "--port", "0", "--speculation", given])
     served[0]._app.make_engine()
     assert made[1].speculation == SpeculationConfig(tokens=5 if "tokens" in given else 7)

@@ -1,7 +1,6 @@
 """Captures on demand: an authenticated HTTP server on the loopback interface of the profiled process."""
 
 import contextlib
-import hmac
 import json
 import os
 import secrets
@@ -18,6 +17,7 @@ from pydantic import Field
 
 from stack_core.abi.config import config, parse
 from stack_core.abi.errors import ConfigError
+from stack_core.runtime.http import KeyCheck
 from stack_profile.captures.addresses import Address, forget, publish
 from stack_profile.captures.capture import Capture
 from stack_profile.captures.recording import backend_started
@@ -175,9 +175,9 @@ class _Handler(BaseHTTPRequestHandler):
         return self.server.listener
 
     def _is_allowed(self) -> bool:
-        given = self.headers.get("Authorization", "").encode()
-        # A constant-time comparison does not reveal how much of a guessed token is right.
-        allowed = hmac.compare_digest(given, f"Bearer {self._listener.address.token}".encode())
+        allowed = KeyCheck((self._listener.address.token,))(
+            {b"authorization": self.headers.get("Authorization", "").encode()}
+        )
         if not allowed:
             self._answer(HTTPStatus.UNAUTHORIZED, {"error": "The token is not that of this process."})
         return allowed

@@ -1,7 +1,6 @@
 """The chat server in front of the policy, whose clients are the agents of episodes."""
 
 import asyncio
-import json
 import secrets
 from collections.abc import Sequence
 from contextvars import ContextVar
@@ -14,6 +13,7 @@ from stack_core.abi.errors import GenerationError, StackError
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.generation import Constraint, EngineStats, GenerationRequest, GenerationUpdate
 from stack_core.abi.plugins import registries
+from stack_core.runtime.http import send_response, sent_keys
 from stack_core.text.chat_server import ASGIApp, ChatServer
 from stack_rl.environments.messages import Renderer
 from stack_rl.requests import EpisodeRequests, Receive
@@ -27,6 +27,10 @@ MODEL: Final = "policy"
 _SERVER: Final = "openai"
 _BAD_REQUEST, _UNAUTHORIZED = 400, 401
 _FULL = b'"context_length_exceeded"'
+_NO_SESSION = (
+    b'{"error": {"message": "No running episode has this key.", "type": "authentication_error", '
+    b'"code": "invalid_api_key", "param": null}}'
+)
 
 
 def check_server() -> None:
@@ -132,11 +136,10 @@ class AgentServer:
         """Wraps the server's application, which then answers requests in the context of their session."""
 
         async def answer(scope: Any, receive: Any, send: Any) -> None:
-            headers = dict(scope["headers"])
-            key = headers.get(b"authorization", b"").decode("latin-1").removeprefix("Bearer ")
-            session = self._sessions.get(key or headers.get(b"x-api-key", b"").decode("latin-1"))
+            keys = [key.decode("latin-1") for key in sent_keys(dict(scope["headers"]))]
+            session = next((self._sessions[key] for key in keys if key in self._sessions), None)
             if session is None:
-                await _refuse(send)
+                await send_response(send, _UNAUTHORIZED, _NO_SESSION)
                 return
             _CURRENT.set(session)
             await app(scope, receive, _noting(session, send))
@@ -155,13 +158,6 @@ def _noting(session: AgentSession, send: Any) -> Any:
         await send(message)
 
     return note
-
-
-async def _refuse(send: Any) -> None:
-    error = {"message": "No running episode has this key.", "type": "authentication_error", "code": "invalid_api_key"}
-    headers = [(b"content-type", b"application/json")]
-    await send({"type": "http.response.start", "status": _UNAUTHORIZED, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps({"error": {**error, "param": None}}).encode()})
 
 
 class _SessionTokenizer:

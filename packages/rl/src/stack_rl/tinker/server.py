@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from stack_core.abi.errors import ArgumentError, EngineStopped, StackError
 from stack_core.abi.generation import SamplingParams
+from stack_core.runtime.http import KeyCheck, read_body, send_response
 from stack_core.text.chat_server import ASGIApp
 from stack_rl.tinker.local import LocalClient, SamplingClient, TrainingClient
 from stack_rl.tinker.training import AdamParams
@@ -29,7 +30,7 @@ _KEPT_RESULTS: Final = 4096
 _KEPT_SAMPLERS: Final = 64
 """Number of sampling sessions of a client program; older ones end."""
 _LARGEST_BODY: Final = 64 * 2**20
-_OK, _BAD, _UNAUTHORIZED, _NOT_FOUND, _TOO_LARGE = 200, 400, 401, 404, 413
+_OK, _BAD, _UNAUTHORIZED, _NOT_FOUND = 200, 400, 401, 404
 
 NOTICE: Final = "This server adapts attention and feed-forward layers; the unembedding is that of the base model."
 
@@ -74,7 +75,8 @@ class TinkerApp:
 
     def __init__(self, client: LocalClient, other: ASGIApp, *, api_keys: tuple[str, ...] = ()) -> None:
         messages()  # raises without protobuf, before the first request
-        self._client, self._other, self._keys = client, other, [key.encode() for key in api_keys]
+        self._client, self._other = client, other
+        self._allows = KeyCheck(api_keys) if api_keys else None
         self._sessions: dict[str, _Session] = {}
         self._results: OrderedDict[str, _Pending] = OrderedDict()
         self._clones: dict[str, int] = {}
@@ -100,26 +102,27 @@ class TinkerApp:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answers a request."""
-        is_http = scope["type"] == "http"
-        if is_http and not self._knows(dict(scope["headers"])):
+        is_http, headers = scope["type"] == "http", dict(scope.get("headers", ()))
+        if is_http and self._allows is not None and not self._allows(headers):
             message = "The API key is not one of this server's. Set TINKER_API_KEY."
-            await _respond(send, _UNAUTHORIZED, _JSON, _error(message))
+            await send_response(send, _UNAUTHORIZED, _error(message))
             return
         if not is_http or not scope["path"].startswith(_PREFIX):
             await self._other(scope, receive, send)
             return
         try:
-            status, kind, body = _OK, *await self._answer(scope["path"].removeprefix(_PREFIX), receive)
+            content = await read_body(headers, receive, max_bytes=_LARGEST_BODY, error=_HTTPError)
+            status, kind, body = _OK, *await self._answer(scope["path"].removeprefix(_PREFIX), content)
         except _HTTPError as error:
             status, kind, body = error.status, _JSON, _error(error.message)
         except (StackError, KeyError, TypeError, ValueError) as error:
             # The SDK validates its requests; for other clients, the message names the missing or invalid field.
             missing = f"{error} is missing." if isinstance(error, KeyError) else str(error)
             status, kind, body = _BAD, _JSON, _error(missing)
-        await _respond(send, status, kind, body)
+        # The SDK attributes an error without a content length to a proxy and repeats the request.
+        await send_response(send, status, body, [(b"content-type", kind)])
 
-    async def _answer(self, path: str, receive: Any) -> tuple[bytes, bytes]:
-        body = await _read(receive)
+    async def _answer(self, path: str, body: bytes) -> tuple[bytes, bytes]:
         if path == "forward_backward":
             return _json(self._forward_backward(body))
         fields = json.loads(body) if body else {}
@@ -133,11 +136,6 @@ class TinkerApp:
             known = ", ".join([*self._routes, "forward_backward", "retrieve_future", "samplers/ID"])
             raise _HTTPError(_NOT_FOUND, f"This server has no route {_PREFIX}{path}. It has: {known}.")
         return _json(self._routes[path](fields))
-
-    def _knows(self, headers: Mapping[bytes, bytes]) -> bool:
-        """Returns whether a request has a valid key, in the header of the SDK or of OpenAI's clients."""
-        given = headers.get(b"x-api-key", headers.get(b"authorization", b"").removeprefix(b"Bearer "))
-        return not self._keys or any(secrets.compare_digest(given, key) for key in self._keys)
 
     # Sessions
 
@@ -394,26 +392,6 @@ class TinkerApp:
         if body["request_id"] not in self._results:
             raise _HTTPError(_NOT_FOUND, f"There is no request {body['request_id']!r}.")
         return {}
-
-
-async def _respond(send: Any, status: int, kind: bytes, body: bytes) -> None:
-    # The SDK attributes an error without a content length to a proxy and repeats the request.
-    headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
-
-
-async def _read(receive: Any) -> bytes:
-    parts, size = list[bytes](), 0
-    while True:
-        message = await receive()
-        part = message.get("body", b"")
-        size += len(part)
-        if size > _LARGEST_BODY:
-            raise _HTTPError(_TOO_LARGE, f"The body exceeds {_LARGEST_BODY} bytes. Send fewer data at a time.")
-        parts.append(part)
-        if not message.get("more_body"):
-            return b"".join(parts)
 
 
 def _json(value: Any) -> tuple[bytes, bytes]:

@@ -16,6 +16,7 @@ from stack_core.abi.config import parse
 from stack_core.abi.errors import ConfigError
 from stack_core.runtime.compile_cache import keep_compiled
 from stack_serve.checks import API_KEY_VARIABLE
+from stack_serve.commands.messages import print_ready, say
 from stack_serve.commands.serve_images import serve_images
 from stack_serve.commands.serve_repository import check_known, serve_repository
 
@@ -166,7 +167,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
         check_known(options, options.keys() - {"max_images"}, "for image models only. Leave it out")
     config: Any = parse(kind, listening)
     if config.host not in _LOOPBACK and not keys:
-        _say(f"warning: any client that reaches {config.host} can use the model. Set --api-key or listen on 127.0.0.1.")
+        say(f"warning: any client that reaches {config.host} can use the model. Set --api-key or listen on 127.0.0.1.")
     if access_log:
         _log_access()
     if repository is not None:
@@ -196,7 +197,7 @@ def _serve(model: str, engine_name: str, config: Any, options: dict[str, Any], *
     registries.engines[engine_name]  # fail on an unknown name before loading a large model
     with listen(config) as listener:  # fail on a used address before loading a large model
         keep_compiled()
-        _say(f"loading {model}")
+        say(f"loading {model}")
         checkpoint = open_for_generation(model, encoders=True)
         service = Service(checkpoint, config, engine_config.max_tokens, tuple(engine_config.adapters))
 
@@ -206,7 +207,7 @@ def _serve(model: str, engine_name: str, config: Any, options: dict[str, Any], *
             nonlocal made
             made = _make_engine(engine_name, checkpoint, engine_config, progress)
             service.progress = "compiling"
-            _say("compiling the first programs; requests get status 503 until it is done")
+            say("compiling the first programs; requests get status 503 until it is done")
             return made
 
         printed_s = time.monotonic()
@@ -219,19 +220,18 @@ def _serve(model: str, engine_name: str, config: Any, options: dict[str, Any], *
                 print(line, end="\n" * (compiled == total), file=sys.stderr, flush=True)
             elif compiled in (1, total) or time.monotonic() >= printed_s + _BETWEEN_LINES_S:
                 printed_s = time.monotonic()
-                _say(service.progress)
+                say(service.progress)
 
         def announce(address: str) -> None:
             gc.collect()
             gc.freeze()  # otherwise a full collection traverses all loaded objects and pauses answers for 0.1 s
             if json:
-                ready = {"address": address, "model": service.names[0], "process": os.getpid()}
-                print(json_format.dumps(ready), flush=True)
-            _say(f"{service.names[0]} is served at {address}/v1")
+                print_ready(address, model=service.names[0])
+            say(f"{service.names[0]} is served at {address}/v1")
             if sys.stderr.isatty():
                 print(_next_steps(address, service.names[0], service.is_encoder), file=sys.stderr, flush=True)
             if engine_name == "llm" and made is not None:
-                _say(f"memory: {made.memory()}")
+                say(f"memory: {made.memory()}")
 
         # Limits how long the event loop and the engine wait for the GIL (default 5 ms).
         sys.setswitchinterval(0.001)
@@ -311,10 +311,6 @@ def _log_access() -> None:
     LOG.addHandler(handler)
     LOG.setLevel(logging.INFO)
     LOG.propagate = False
-
-
-def _say(message: str) -> None:
-    print(f"stack: {message}", file=sys.stderr, flush=True)
 
 
 def _next_steps(address: str, model: str, is_encoder: bool) -> str:

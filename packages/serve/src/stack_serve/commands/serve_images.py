@@ -1,11 +1,11 @@
 """`stack serve` of an image model: a server with OpenAI's `/v1/images/generations`."""
 
 import json as json_format
-import os
 import sys
 from typing import TYPE_CHECKING
 
 from stack_core.runtime.compile_cache import keep_compiled
+from stack_serve.commands.messages import print_ready, say
 
 if TYPE_CHECKING:
     from stack_serve.images.config import ImageServerConfig
@@ -28,27 +28,23 @@ def serve_images(address: str, config: "ImageServerConfig", *, json: bool) -> No
 
     with listen(config) as listener:  # fail on a used address before loading a large model
         keep_compiled()
-        _say(f"loading {address}")
+        say(f"loading {address}")
         model = open_image_model(address)
         service = ImageService(model, config)
 
         def engine() -> ImageEngine:
             service.progress = "compiling"
-            _say("compiling the first programs; requests get status 503 until it is done")
+            say("compiling the first programs; requests get status 503 until it is done")
             return ImageEngine(model, max_images=config.max_images, max_waiting=config.max_waiting)
 
         def announce(at: str) -> None:
             name = service.names[0]
             if json:
-                print(json_format.dumps({"address": at, "model": name, "process": os.getpid()}), flush=True)
-            _say(f"{name} is served at {at}/v1")
+                print_ready(at, model=name)
+            say(f"{name} is served at {at}/v1")
             if sys.stderr.isatty():
                 body = json_format.dumps({"model": name, "prompt": "a red circle"})
                 curl = f"curl {at}/v1/images/generations -H 'Content-Type: application/json' -d '{body}'"
                 print(f"  from a script: {curl}", file=sys.stderr, flush=True)
 
         HttpServer(ImageApp(service, engine), listener, config, announce=announce).run()
-
-
-def _say(message: str) -> None:
-    print(f"stack: {message}", file=sys.stderr, flush=True)

@@ -1,6 +1,5 @@
 """`stack serve --repository`: a server of bundles with the Open Inference Protocol."""
 
-import json as json_format
 import os
 import sys
 from collections.abc import Collection, Mapping
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from stack_core.abi.config import parse
 from stack_core.abi.errors import ConfigError
+from stack_serve.commands.messages import print_ready, say
 
 if TYPE_CHECKING:
     from stack_serve.http.config import ServerConfig
@@ -47,12 +47,11 @@ def serve_repository(repository: Path, config: "ServerConfig", options: Mapping[
         def announce(address: str) -> None:
             live = [f"{key.model} {key.version}" for key in sorted(service.lanes)]
             if json:
-                ready = {"address": address, "grpc_port": app.grpc_port, "models": live, "process": os.getpid()}
-                print(json_format.dumps(ready), flush=True)
-            _say(f"{', '.join(live) or 'nothing yet'} is served at {address}/v2")
+                print_ready(address, grpc_port=app.grpc_port, models=live)
+            say(f"{', '.join(live) or 'nothing yet'} is served at {address}/v2")
             for key, version in sorted(service.versions.items()):
                 if version.reason:
-                    _say(f"{key.model} {key.version} is not served: {version.reason}")
+                    say(f"{key.model} {key.version} is not served: {version.reason}")
 
         # Limits how long a lane waits for the event loop to release the GIL after the device finishes (default 5 ms).
         sys.setswitchinterval(0.001)
@@ -67,7 +66,3 @@ def check_known(options: Collection[str], known: Collection[str], problem: str) 
     if foreign := sorted(set(options).difference(known)):
         names = ", ".join(f"--{name.replace('_', '-')}" for name in foreign)
         raise ConfigError(f"{names}: {problem}.")
-
-
-def _say(message: str) -> None:
-    print(f"stack: {message}", file=sys.stderr, flush=True)

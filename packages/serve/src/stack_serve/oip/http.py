@@ -1,6 +1,5 @@
 """The protocol over HTTP, as an ASGI application; it routes by hand, because a request costs microseconds here."""
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 from stack_core.abi.errors import UnknownName
+from stack_core.runtime.http import read_body, send_response
 from stack_serve.http.config import ServerConfig
 from stack_serve.http.slices import maybe_in_thread
 from stack_serve.inference.repository import latest
@@ -22,7 +22,6 @@ __all__ = ["App"]
 
 _LOG = logging.getLogger(__name__)
 _JSON = (b"content-type", b"application/json")
-_PART_BYTES = 2**18
 _BINARY = (b"content-type", b"application/octet-stream")
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -57,11 +56,7 @@ class App:
             more = [(name.encode(), value.encode()) for name, value in http_headers(error).items()]
             body, headers = orjson.dumps({"error": message_of(error)}), (_JSON, *more)
         self._service.metrics.responses.labels("http", str(status)).inc()
-        length = (b"content-length", b"%d" % len(body))
-        await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
-        for start in range(0, len(body) - _PART_BYTES, _PART_BYTES):  # uvicorn would buffer the complete body
-            await send({"type": "http.response.body", "body": body[start : start + _PART_BYTES], "more_body": True})
-        await send({"type": "http.response.body", "body": body[_last_part(len(body)) :]})
+        await send_response(send, status, body, headers)
 
     async def _reply(self, scope: Scope, receive: Receive) -> Reply:
         handler = self._handler(scope["method"], scope["path"], scope["raw_path"])
@@ -115,29 +110,9 @@ class App:
         most, kind = self._config.max_body_bytes, "bytes"
         if max_json_bytes is not None and max_json_bytes < most:
             most, kind = max_json_bytes, "bytes of JSON (send large tensors as binary)"
-        announced = headers.get(b"content-length", b"0")
-        if announced.isdigit() and int(announced) > most:
-            raise ProtocolError(f"The body has {int(announced)} bytes; the server takes {most} {kind}.", status=413)
-        parts: list[bytes] = []
-        size_bytes = 0
-        try:
-            async with asyncio.timeout(self._config.receive_timeout_s):
-                more = True
-                while more:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ProtocolError("The client left before its body was whole.")
-                    parts.append(message.get("body", b""))
-                    size_bytes += len(parts[-1])
-                    if size_bytes > most:
-                        message_ = f"The body has more than the {most} {kind} that the server takes."
-                        raise ProtocolError(message_, status=413)
-                    more = message.get("more_body", False)
-        except TimeoutError as error:
-            message_ = f"The body did not arrive within {self._config.receive_timeout_s:g} s."
-            raise ProtocolError(message_, status=408) from error
-        # Most bodies arrive in one part, which needs no copy.
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return await read_body(
+            headers, receive, max_bytes=most, timeout_s=self._config.receive_timeout_s, error=_body_error, unit=kind
+        )
 
     async def _ready(self, scope: Scope, receive: Receive) -> Reply:
         ready = self._service.state == "ready"
@@ -183,9 +158,8 @@ class App:
         return 200, self._service.metrics.text(), (kind,)
 
 
-def _last_part(size_bytes: int) -> int:
-    """Returns the offset of the last part of a body."""
-    return (size_bytes - 1) // _PART_BYTES * _PART_BYTES if size_bytes else 0
+def _body_error(status: int, message: str) -> ProtocolError:
+    return ProtocolError(message, status=status)
 
 
 def _constant(value: Mapping[str, Any]) -> Handler:

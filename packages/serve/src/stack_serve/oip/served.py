@@ -3,14 +3,14 @@
 import asyncio
 from typing import TYPE_CHECKING
 
-from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from stack_core.abi.errors import ConfigError
+from stack_core.runtime.http import NO_KEY
 from stack_serve.http.access import AccessLog
 from stack_serve.http.config import ServerConfig
-from stack_serve.http.keys import NO_KEY, Keys
+from stack_serve.http.guards import guards
 from stack_serve.inference.service import Service
 from stack_serve.oip.http import App
 
@@ -88,12 +88,9 @@ def _grpc(service: Service, config: ServerConfig) -> "GrpcServer | None":
 
 
 def _guarded(app: ASGIApp, config: ServerConfig) -> ASGIApp:
-    if config.api_keys:
-        headers = {"www-authenticate": "Bearer"}
-        refusal = Response(f'{{"error": "{NO_KEY}"}}', 401, headers, media_type="application/json")
-        app = Keys(app, config.api_keys, open_paths=_OPEN, refusal=refusal)
-    # Outside of the keys, because browsers send preflight requests without a key.
-    if config.cors_origins:
-        app = CORSMiddleware(app, allow_origins=config.cors_origins, allow_methods=["*"], allow_headers=["*"])
+    headers = {"www-authenticate": "Bearer"}
+    refusal = Response(f'{{"error": "{NO_KEY}"}}', 401, headers, media_type="application/json")
+    for each in reversed(guards(config, open_paths=_OPEN, refusal=refusal)):
+        app = each.cls(app, *each.args, **each.kwargs)
     # Outermost, to log rejected requests too.
     return AccessLog(app)

@@ -11,17 +11,17 @@ from prometheus_client import Counter
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stack_core.abi.errors import EngineBusy, EngineStopped, GenerationError
+from stack_core.runtime.http import NO_KEY
 from stack_serve.anthropic.answers import error_body
 from stack_serve.http.access import AccessLog
 from stack_serve.http.config import ServerConfig
-from stack_serve.http.keys import NO_KEY, Keys
+from stack_serve.http.guards import guards
 from stack_serve.http.slices import maybe_in_thread
 from stack_serve.openai.bodies import decode, parse, read
 from stack_serve.openai.errors import INTERNAL, ApiError, as_api_error
@@ -163,15 +163,11 @@ def make_application(service: ModelService[Any, Any], routes: Sequence[Route]) -
     """Returns the application with the routes of a service and the standard ones."""
     routes = [*routes, *_Standard(service).routes]
     config, paths = service.config, frozenset(route.path for route in routes)
-    # The first is the outermost. CORS comes before the keys, because browsers send preflight requests without a key.
-    middleware = [Middleware(AccessLog), Middleware(_Outermost, responses=service.metrics.responses, paths=paths)]
-    if config.cors_origins:
-        origins = Middleware(
-            CORSMiddleware, allow_origins=config.cors_origins, allow_methods=["*"], allow_headers=["*"]
-        )
-        middleware.append(origins)
-    if config.api_keys:
-        middleware.append(Middleware(Keys, keys=config.api_keys, open_paths=_OPEN, refusal=_refuse_key))
+    middleware = [
+        Middleware(AccessLog),
+        Middleware(_Outermost, responses=service.metrics.responses, paths=paths),
+        *guards(config, open_paths=_OPEN, refusal=_refuse_key),
+    ]
     failures: Any = {
         ApiError: _api_error,
         EngineBusy: _engine_error,

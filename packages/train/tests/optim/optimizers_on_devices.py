@@ -45,13 +45,15 @@ WARM = ScheduleConfig(warmup_steps=10)
 OPTIMIZERS = {
     "adafactor": AdafactorConfig(schedule=WARM, learning_rate=0.05, smallest_factored=8),
     "adamw": AdamWConfig(schedule=WARM, learning_rate=1e-2),
-    "lion": LionConfig(schedule=WARM, learning_rate=3e-3),
+    "lion": LionConfig(schedule=WARM, learning_rate=3e-3, moments="bfloat16"),
     "muon": MuonConfig(
         schedule=ScheduleConfig(warmup_steps=10, decay="linear", decay_fraction=0.3),
         learning_rate=1e-2,
         groups={".*norm": GroupConfig(rate_factor=0.5, weight_decay=0.0)},
         skip_spikes=SpikeConfig(window_steps=16),
         ema_decay=0.9,
+        moments="8bit",
+        offload=True,
     ),
     "schedule_free": ScheduleFreeConfig(schedule=ScheduleConfig(warmup_steps=10, decay="constant"), learning_rate=2e-2),
     "sgd": SgdConfig(

@@ -7,6 +7,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from stack_train.optim import AdamWConfig
 from stack_train.optim.placement import like_parameters
 
 SPECS = {
@@ -66,3 +67,15 @@ def test_factored_moments_of_a_square_matrix_lie_along_an_axis_each(name):
     for each in placed:
         assert each.v_row[name].spec == PartitionSpec(*spec[:-1])
         assert each.v_col[name].spec == PartitionSpec(*spec[:-2], spec[-1])
+
+
+def test_scales_of_rows_lie_along_the_other_axes_and_an_offloaded_state_on_the_host():
+    params, spec = {"square": jnp.zeros((6, 6))}, PartitionSpec("fsdp", "tensor")
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tensor"))
+    state = AdamWConfig(moments="8bit", offload=True).build(1, {"square": ("embed", "mlp")})
+    shapes = jax.eval_shape(state.init, params)
+    placed = like_parameters(
+        shapes, params, {"square": NamedSharding(mesh, spec)}, NamedSharding(mesh, PartitionSpec())
+    )
+    found = {(leaf.memory_kind == "pinned_host", leaf.spec) for leaf in jax.tree.leaves(placed)}
+    assert found == {(False, PartitionSpec()), (True, spec), (True, PartitionSpec("fsdp", None))}

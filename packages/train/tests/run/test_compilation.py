@@ -190,6 +190,23 @@ def test_a_step_for_gpus_gathers_parameters_layer_by_layer(config_file):
     assert any(found.kind == "reduce-scatter" and found.loops for found in report.cost.collectives)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("v5p:2x2x1", marks=pytest.mark.tpu_aot), pytest.param("h100:1x1x4", marks=pytest.mark.gpu_aot)],
+)
+def test_an_offloaded_or_rounded_optimizer_state_leaves_a_devices_memory(config_file, name):
+    def memory(*changes):
+        return compile_step(config_of(config_file, "model.embed=512", *changes), Target(name)).cost.memory
+
+    whole, offloaded, rounded = memory(), memory("optimizer.offload=true"), memory("optimizer.moments=8bit")
+    # Float32 parameters and two moments of the same size.
+    assert (whole.host_bytes, rounded.host_bytes) == (0, 0)
+    assert offloaded.host_bytes == pytest.approx(2 / 3 * whole.argument_bytes, rel=0.02)
+    assert offloaded.argument_bytes == pytest.approx(1 / 3 * whole.argument_bytes, rel=0.02)
+    assert offloaded.aliased_bytes < offloaded.argument_bytes + 1024
+    assert rounded.argument_bytes == pytest.approx(1 / 2 * whole.argument_bytes, rel=0.02)
+
+
 @pytest.mark.slow
 @pytest.mark.tpu_aot
 @pytest.mark.parametrize("name", [name for name in PARAMETERS if name not in ("deepseek_v3", "llama3_70b")])

@@ -30,6 +30,8 @@ class ProgramMemory:
       aliased_bytes: size of the outputs that reuse the memory of donated arguments.
       temporary_bytes: largest size of temporaries at one time, beyond arguments and outputs.
       code_bytes: size of the program itself, if the backend reports it.
+      host_bytes: size of the arguments in the host's memory, such as an offloaded optimizer state. `total_bytes` leaves
+        them out.
     """
 
     argument_bytes: int
@@ -37,6 +39,7 @@ class ProgramMemory:
     aliased_bytes: int
     temporary_bytes: int
     code_bytes: int
+    host_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -164,6 +167,7 @@ def program_memory(compiled: "jax.stages.Compiled", platform: str) -> ProgramMem
         aliased_bytes=stats.alias_size_in_bytes,
         temporary_bytes=peak - resident if peak > resident else stats.temp_size_in_bytes,
         code_bytes=stats.generated_code_size_in_bytes,
+        host_bytes=stats.host_argument_size_in_bytes,
     )
 
 

@@ -40,6 +40,7 @@ def splits_bytes(sharding: jax.sharding.Sharding, shape: tuple[int, ...], dtype:
 def packed(array: jax.Array) -> jax.Array:
     """Packs an array of a narrow dtype into bytes; a scalar becomes uint8[1]."""
     bits = _bits(array.dtype)
+    array = jax.device_put(array, jax.memory.Space.Device)  # an offloaded optimizer's array is in the host's memory
     codes = lax.bitcast_convert_type(jnp.atleast_1d(array), f"uint{bits}").astype(jnp.uint8)
     count = _BYTE // bits
     total = -(-codes.shape[-1] // count)
@@ -53,6 +54,7 @@ def packed(array: jax.Array) -> jax.Array:
 def unpacked(content: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
     """Restores the array of `shape` and `dtype` from the bytes of `packed`."""
     bits = _bits(dtype)
+    content = jax.device_put(content, jax.memory.Space.Device)
     parts = (content[..., None] >> np.arange(0, _BYTE, bits, dtype=np.uint8)) & np.uint8(2**bits - 1)
     entries = shape[-1] if shape else 1
     codes = parts.reshape(*content.shape[:-1], content.shape[-1] * _BYTE // bits)[..., :entries].astype(f"uint{bits}")

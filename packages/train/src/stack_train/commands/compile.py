@@ -125,6 +125,7 @@ def _memory(report: "StepReport") -> list[str]:
     parts = (
         f"arguments {_gib(memory.argument_bytes)}, further outputs {_gib(memory.output_bytes - memory.aliased_bytes)}, "
         f"temporaries {_gib(memory.temporary_bytes)}, code {_gib(memory.code_bytes)}"
+        + (f"; in the host's memory {_gib(memory.host_bytes)}" if memory.host_bytes else "")
     )
     if report.memory_bytes is None:
         return [f"memory of a device: {_gib(memory.total_bytes)} GiB; its capacity is not known ({parts})"]

@@ -15,6 +15,8 @@ from stack_core.abi.metrics import Metric
 from stack_train.optim.averaging import AveragedState, average_weights
 from stack_train.optim.axes import AxesTree
 from stack_train.optim.groups import REST, GroupConfig, check_groups, group_names, group_of
+from stack_train.optim.moments import MomentDtype, compress_moments
+from stack_train.optim.offload import OffloadedState, keep_on_host, on_device
 from stack_train.optim.outer import OuterConfig, take_outer_steps
 from stack_train.optim.schedule import ScheduleConfig
 from stack_train.optim.spikes import SkippedState, SpikeConfig, skip_spikes
@@ -36,6 +38,9 @@ class OptimizerConfig(abc.ABC):
         update.
       ema_decay: decay of a moving average of the weights, which is evaluated and exported instead of the weights.
         None keeps no average.
+      moments: dtype in which the moments of matrices are stored between updates: float32 (4 bytes a number), bfloat16
+        (2) or 8bit (1, with a float32 scale a row). Updates are computed in float32, and rounding is stochastic.
+      offload: True keeps the state in the host's memory between updates, for devices whose own memory it does not fit.
       outer: settings of outer steps over several updates (DiLoCo with one replica); None takes none.
       groups: settings of parameter groups, by a pattern of parameter paths. The first matching pattern applies.
     """
@@ -46,6 +51,8 @@ class OptimizerConfig(abc.ABC):
     clip_norm: PositiveFloat | None = 1.0
     skip_spikes: SpikeConfig | None = None
     ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    moments: MomentDtype = "float32"
+    offload: bool = False
     outer: OuterConfig | None = None
     groups: Mapping[str, GroupConfig] = Field(default_factory=dict)
 
@@ -78,6 +85,8 @@ class OptimizerConfig(abc.ABC):
     def build(self, steps: int, axes: AxesTree) -> optax.GradientTransformation:
         """Returns the complete optimizer of the trainable parameters for a run of `steps` updates."""
         update = self._grouped(self.learning_rate_schedule(steps), axes)
+        if self.moments != "float32":
+            update = compress_moments(update, self.moments, axes)
         # Outside of the groups: the global norm is the norm of all groups together.
         if self.clip_norm is not None:
             update = optax.chain(optax.clip_by_global_norm(self.clip_norm), update)
@@ -86,7 +95,9 @@ class OptimizerConfig(abc.ABC):
         if self.ema_decay is not None:
             update = average_weights(update, self.ema_decay)
         # Spikes are detected on the gradients before clipping, and a skipped update leaves the average unchanged.
-        return update if self.skip_spikes is None else skip_spikes(update, self.skip_spikes)
+        if self.skip_spikes is not None:
+            update = skip_spikes(update, self.skip_spikes)
+        return keep_on_host(update) if self.offload else update
 
     @property
     def averages(self) -> bool:
@@ -96,7 +107,7 @@ class OptimizerConfig(abc.ABC):
     def evaluation_params(self, params: Any, opt_state: Any) -> Any:
         """Returns the parameters to evaluate and export: their average if the optimizer keeps one."""
         for state in states_of(opt_state, AveragedState):
-            params = jax.tree.map(lambda average, param: average.astype(param.dtype), state.average, params)
+            params = jax.tree.map(lambda average, param: average.astype(param.dtype), on_device(state.average), params)
         return params
 
     def metrics(self, opt_state: Any, step: jax.Array, steps: int) -> dict[str, Metric]:
@@ -108,6 +119,7 @@ class OptimizerConfig(abc.ABC):
           steps: total number of updates of the run.
         """
         schedule = self.learning_rate_schedule(steps)
+        opt_state = opt_state.on_host if isinstance(opt_state, OffloadedState) else opt_state
         if not isinstance(opt_state, SkippedState):
             return {"learning_rate": Metric.mean(jnp.asarray(schedule(step), jnp.float32))}
         # A skipped update does not change the inner state, so the schedule's count does not advance either.

@@ -6,15 +6,21 @@ from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import GetAttrKey
+
+from stack_train.optim.offload import OffloadedState
 
 __all__ = ["like_parameters"]
+
+(_ON_HOST,) = OffloadedState._fields
 
 
 def like_parameters(state: Any, params: Any, shardings: Any, replicated: NamedSharding) -> Any:
     """Returns the sharding of every leaf of an optimizer's state.
 
     A leaf is sharded like a parameter if the leaf's path ends with the parameter's path. A leaf that lacks some of its
-    parameter's axes, such as a factored moment, is sharded along the remaining axes. Any other leaf is replicated.
+    parameter's axes, such as a factored moment, or has size 1 there, such as the scales of rows, is sharded along the
+    remaining axes. Any other leaf is replicated. Arrays in an `OffloadedState` are in the host's memory.
 
     Args:
       state: optimizer state, or its shapes.
@@ -30,6 +36,11 @@ def like_parameters(state: Any, params: Any, shardings: Any, replicated: NamedSh
     earlier: Counter[Any] = Counter()  # number of leaves so far, by parameter and shape
 
     def place(path: Any, leaf: Any) -> NamedSharding:
+        sharding = along_parameter(path, leaf)
+        on_host = leaf.ndim and any(isinstance(key, GetAttrKey) and key.name == _ON_HOST for key in path)
+        return sharding.with_memory_kind("pinned_host") if on_host else sharding
+
+    def along_parameter(path: Any, leaf: Any) -> NamedSharding:
         names = _names(path)
         # The longest suffix first, because the path of one parameter may end like the path of another.
         param = next((names[start:] for start in range(len(names)) if names[start:] in known), None)
@@ -51,6 +62,9 @@ def _along(
     """
     # A spec may be shorter than the rank; missing entries replicate.
     spec = (*sharding.spec, *[None] * (len(param_shape) - len(sharding.spec)))
+    if len(shape) == len(param_shape) and all(size in (1, full) for size, full in zip(shape, param_shape, strict=True)):
+        kept = [axis if size > 1 else None for size, axis in zip(shape, spec, strict=True)]
+        return NamedSharding(sharding.mesh, PartitionSpec(*kept))
     subsets = [
         axes
         for axes in itertools.combinations(range(len(param_shape)), len(shape))

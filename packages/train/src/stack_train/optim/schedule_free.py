@@ -10,6 +10,7 @@ from pydantic import PositiveFloat
 from stack_core.abi.config import config
 from stack_core.abi.errors import ConfigError
 from stack_train.optim.axes import AxesTree, is_matrix, map_axes
+from stack_train.optim.offload import on_device
 from stack_train.optim.optimizer import OptimizerConfig, states_of
 from stack_train.optim.schedule import Fraction, ScheduleConfig
 
@@ -75,7 +76,7 @@ class ScheduleFreeConfig(OptimizerConfig):
             return ((param - (1 - self.beta1) * fast) / self.beta1).astype(param.dtype)
 
         for state in states_of(opt_state, contrib.ScheduleFreeState):
-            params = jax.tree.map(average, state.z, params, is_leaf=_is_masked)
+            params = jax.tree.map(average, on_device(state.z), params, is_leaf=_is_masked)
         return params
 
 

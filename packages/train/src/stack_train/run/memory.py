@@ -21,8 +21,8 @@ ADVICE = (
 )
 _STATE_ADVICE = (
     "Split it over more devices with mesh.fsdp or mesh.tensor, train a smaller model, choose an optimizer that keeps "
-    "less, such as adafactor, or set precision.params to bfloat16. `stack compile RUN.yaml --target v5p:2x2x1` tells "
-    "what fits where."
+    "less, such as adafactor, or set optimizer.moments to 8bit, optimizer.offload to true or precision.params to "
+    "bfloat16. `stack compile RUN.yaml --target v5p:2x2x1` tells what fits where."
 )
 _GIB = 2**30
 
@@ -84,13 +84,15 @@ def _check(subject: str, needed_bytes: int, parts: Mapping[str, int], program: P
 
 
 def _device_bytes(tree: Any, *, wide: bool = False) -> int:
-    """Computes the size in bytes of the shards of arrays on one device.
+    """Computes the size in bytes of the shards of arrays in the memory of one device.
 
     Args:
       wide: count in `wide_dtype`, the dtype of accumulated gradients.
     """
 
     def size(leaf: Any) -> int:
+        if leaf.sharding.memory_kind == "pinned_host":
+            return 0
         dtype = wide_dtype(leaf.dtype) if wide else leaf.dtype
         return math.prod(leaf.sharding.shard_shape(leaf.shape)) * dtype.itemsize
 

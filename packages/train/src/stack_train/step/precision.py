@@ -22,6 +22,7 @@ from stack_core.abi.config import config
 from stack_core.abi.errors import ConfigError, TrainingError
 from stack_core.abi.tree_paths import path_name
 from stack_core.ops.building import accurate_dtype
+from stack_train.optim.moments import round_stochastically
 
 __all__ = [
     "Precision",
@@ -127,22 +128,9 @@ def apply_updates(params: Any, updates: Any, *, key: jax.Array) -> Any:
             raise TrainingError(
                 f"Parameter {path_name(path)!r} is {param.dtype}; trained parameters are float32 or bfloat16."
             )
-        return _round_stochastically(total, key=jax.random.fold_in(key, place))
+        return round_stochastically(total, key=jax.random.fold_in(key, place))
 
     # Paths name the parameter in the error; a separate key for each prevents equal noise in equal shapes.
     leaves, structure = jax.tree.flatten_with_path(params)
     pairs = zip(leaves, structure.flatten_up_to(updates), strict=True)
     return structure.unflatten([apply(place, *leaf, update) for place, (leaf, update) in enumerate(pairs)])
-
-
-def _round_stochastically(x: jax.Array, *, key: jax.Array) -> jax.Array:
-    """Rounds float32 to bfloat16, up with the probability (x - down) / (up - down).
-
-    The upper half of a float32's bits is a bfloat16. A uniform number added to the lower half carries into the upper
-    one with that probability.
-    """
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
-    rounded = jax.lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
-    # Infinity lacks a neighbor above, and the noise could turn a NaN into infinity.
-    return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)

@@ -1,0 +1,169 @@
+"""Moments in 16 or 8 bits between updates."""
+
+from collections.abc import Callable, Container
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.tree_util import GetAttrKey
+
+from stack_core.abi.errors import ConfigError
+from stack_train.optim.axes import AxesTree, is_matrix, map_axes
+
+__all__ = ["MomentDtype", "MomentsState", "compress_moments", "round_stochastically"]
+
+MomentDtype = Literal["float32", "bfloat16", "8bit"]
+
+_LEVELS = 255.0  # codes of positive second moments; the code of 0 is 0
+_OCTAVE = 8.0  # codes per factor of 2, so neighbors are 9% apart
+_FLOAT8 = jnp.float8_e4m3fn
+_LARGEST = float(jnp.finfo(_FLOAT8).max)
+
+
+class MomentsState(NamedTuple):
+    """The state of `compress_moments`.
+
+    Attributes:
+      inner: state of the wrapped transformation; moments of matrices are bfloat16, or 8-bit codes.
+      scales: with 8 bits, `inner` with the float32 scale of each row of a code, of shape [..., 1], and None elsewhere.
+      updates_done: int32 scalar, number of updates.
+    """
+
+    inner: Any
+    scales: Any
+    updates_done: jax.Array
+
+
+def compress_moments(
+    inner: optax.GradientTransformation, dtype: MomentDtype, axes: AxesTree
+) -> optax.GradientTransformationExtraArgs:
+    """Stores the moments of matrices in fewer bits between updates, which are computed in float32.
+
+    Moments are the fields `mu`, `trace` and `nu` of Optax's states. Those of norm scales and biases stay in float32.
+    Rounding is stochastic and keeps the mean; otherwise a bfloat16 number would not move by less than 1/512 of itself.
+    With 8 bits, a first moment is a float8 (e4m3) times a scale of its row, the last axis. A second moment is one of
+    255 values from its row's largest one down to 2**-32 of it, 9% apart, and a smaller one above 0 is rounded up: an
+    update that divides by its root is too small, never too large. Scaled 8-bit states come from Dettmers et al., 8-bit
+    Optimizers via Block-wise Quantization, 2021 (arXiv:2110.02861), which has blocks and rounds to nearest.
+
+    Args:
+      inner: the transformation.
+      dtype: bfloat16 or 8bit.
+      axes: logical axes of every parameter.
+
+    Raises:
+      ConfigError: when its state is initialized: it has no such moments.
+    """
+    extended = optax.with_extra_args_support(inner)
+    of_matrices = {path for path, matrix in jax.tree.leaves_with_path(map_axes(is_matrix, axes)) if matrix}
+
+    def init(params: Any) -> MomentsState:
+        state = extended.init(params)
+        if not any(_code(path, of_matrices) for path, _ in jax.tree.leaves_with_path(state)):
+            raise ConfigError(
+                f"optimizer.moments is {dtype!r}, but this optimizer keeps no moments of matrices in fields `mu`, "
+                "`trace` or `nu`. Leave it out."
+            )
+        return _compress(state, dtype, of_matrices, jnp.zeros((), jnp.int32))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, MomentsState]:
+        updates, inner_state = extended.update(updates, _decompress(state, of_matrices), params, **extra)
+        done: Any = optax.safe_increment(state.updates_done)
+        return updates, _compress(inner_state, dtype, of_matrices, done)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def round_stochastically(x: jax.Array, *, key: jax.Array) -> jax.Array:
+    """Rounds float32 to bfloat16, up with the probability (x - down) / (up - down).
+
+    The upper half of a float32's bits is a bfloat16. A uniform number added to the lower half carries into the upper
+    one with that probability.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    rounded = jax.lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
+    # Infinity lacks a neighbor above, and the noise could turn a NaN into infinity.
+    return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
+
+
+def _compress(state: Any, dtype: MomentDtype, of_matrices: Container[Any], updates_done: jax.Array) -> MomentsState:
+    of_update = jax.random.fold_in(jax.random.key(0), updates_done)
+
+    def encode(place: int, path: Any, leaf: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        code, key = _code(path, of_matrices), jax.random.fold_in(of_update, place)
+        if code is None:
+            return leaf, None
+        return (round_stochastically(leaf, key=key), None) if dtype == "bfloat16" else code.encode(leaf, key)
+
+    leaves, structure = jax.tree.flatten_with_path(state)
+    pairs = [encode(place, *leaf) for place, leaf in enumerate(leaves)]
+    inner, scales = (structure.unflatten(column) for column in zip(*pairs, strict=True))
+    return MomentsState(inner, scales, updates_done)
+
+
+def _decompress(state: MomentsState, of_matrices: Container[Any]) -> Any:
+    def decode(path: Any, leaf: jax.Array, scale: jax.Array | None) -> jax.Array:
+        code = _code(path, of_matrices)
+        if code is None:
+            return leaf
+        return leaf.astype(jnp.float32) if scale is None else code.decode(leaf) * scale
+
+    return jax.tree.map_with_path(decode, state.inner, state.scales)
+
+
+class _Code(NamedTuple):
+    """Codes of 8 bits: `encode(x, key)` returns codes and the scale of each row, `decode(code)` the scaled values."""
+
+    encode: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+    decode: Callable[[jax.Array], jax.Array]
+
+
+def _encode_first(x: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    scale = _row_scale(jnp.abs(x)) / _LARGEST
+    scaled = jnp.abs(x) / scale
+    # The exponent bits of a float32 are the power of two below it. Float8 has 3 bits of mantissa and exponents from -6.
+    exponent = jax.lax.bitcast_convert_type(scaled, jnp.uint32) & jnp.uint32(0x7F800000)
+    step = jnp.maximum(jax.lax.bitcast_convert_type(exponent, jnp.float32), 2.0**-6) / 8
+    rounded = jnp.minimum(jnp.floor(scaled / step + _uniform(key, x.shape)) * step, _LARGEST)
+    return jnp.copysign(rounded, x).astype(_FLOAT8), scale
+
+
+def _encode_second(x: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    scale = _row_scale(x)
+    scaled = x / scale
+    level = _LEVELS + jnp.log2(jnp.maximum(scaled, jnp.finfo(jnp.float32).tiny)) * _OCTAVE
+    below = jnp.clip(jnp.floor(level), 1.0, _LEVELS - 1)
+    low, high = _second_of(below), _second_of(below + 1)
+    is_up = _uniform(key, x.shape) < (scaled - low) / (high - low)
+    return jnp.where(x > 0, jnp.where(is_up, below + 1, below), 0.0).astype(jnp.uint8), scale
+
+
+def _second_of(level: jax.Array) -> jax.Array:
+    return jnp.where(level > 0, jnp.exp2((level - _LEVELS) / _OCTAVE), 0.0)
+
+
+_CODES = {
+    "mu": _Code(_encode_first, lambda code: code.astype(jnp.float32)),
+    "trace": _Code(_encode_first, lambda code: code.astype(jnp.float32)),
+    "nu": _Code(_encode_second, lambda code: _second_of(code.astype(jnp.float32))),
+}
+
+
+def _code(path: Any, of_matrices: Container[Any]) -> _Code | None:
+    """Returns the 8-bit code of a leaf of an Optax state, or None for other leaves than moments of matrices."""
+    for place, key in enumerate(path):
+        if isinstance(key, GetAttrKey) and key.name in _CODES and path[place + 1 :] in of_matrices:
+            return _CODES[key.name]
+    return None
+
+
+def _row_scale(magnitudes: jax.Array) -> jax.Array:
+    largest = jnp.max(magnitudes, axis=-1, keepdims=True)
+    return jnp.where(largest > 0, largest, 1.0)
+
+
+def _uniform(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns float32 uniform in [0, 1), of 16 bits."""
+    return jax.random.bits(key, shape, jnp.uint16).astype(jnp.float32) / 2**16

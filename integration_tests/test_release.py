@@ -1,6 +1,8 @@
-"""The release's notes, and the judgement of its audit: what was not audited does not pass."""
+"""The release's notes and the judgement of its audit, and the page of benchmarks."""
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,3 +32,9 @@ def test_an_audit_passes_only_if_every_dependency_was_looked_up() -> None:
         release.judged([AUDITED, SKIPPED])
     with pytest.raises(SystemExit, match=r"pyyaml 5\.3: PYSEC-2021-142"):
         release.judged([AUDITED, SKIPPED, VULNERABLE])
+
+
+def test_the_page_of_benchmarks_is_what_the_results_say() -> None:
+    command = [sys.executable, str(SOURCE.with_name("benchmarks_page.py")), "--check"]
+    done = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0, done.stderr

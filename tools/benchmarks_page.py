@@ -85,6 +85,12 @@ PEERS = {
         Ratio("seconds for the operations over XProf", XPROF, "operations, ratio", "s"),
     ],
 }  # fmt: skip
+INTRODUCTION = """# Benchmarks
+
+Ratios of this stack to its peers, measured in turn on one machine: the median over rounds, in brackets the least
+and the most. For rates, above 1 is better; for times and memory, below 1. `nox -s bench-peers` installs the peers,
+measures, and writes this page from `benchmarks/results`, which also has the absolute values. All are of CPUs with two
+cores."""
 # Shown as one block of commands, which `integration_tests/test_readmes.py` parses.
 ALONE = {
     "stack plugins": "models, kernels, objectives and formats as pip packages for all of these jobs",
@@ -107,14 +113,7 @@ def main() -> None:
 
 def page() -> str:
     """Returns the page."""
-    lines = [
-        "# Benchmarks",
-        "",
-        "Ratios of this stack to its peers, measured in turn on one machine: the median over rounds, in brackets the",
-        "least and the most. For rates, above 1 is better; for times and memory, below 1. `nox -s bench-peers` installs",
-        "the peers, measures, and writes this page from `benchmarks/results`, which also has the absolute values. All are",
-        "of CPUs with two cores.",
-    ]
+    lines = [INTRODUCTION]
     for title, ratios in PEERS.items():
         lines += ["", f"## {title}", "", "| ratio | median (least to most) |", "|---|---|"]
         lines += [f"| {each.measure} | {cell(each)} |" for each in ratios]

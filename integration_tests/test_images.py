@@ -15,7 +15,7 @@ from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.engine import LLMEngine
 from stack_serve.llm.language_model import LLM
 from stack_serve.openai.config import OpenAIConfig
-from stack_serve.openai.served import OpenAIApp
+from stack_serve.openai.lifecycle import OpenAIApp
 from stack_serve.openai.service import Service
 from stack_train.generation.generative import generative_checkpoint
 

@@ -17,7 +17,7 @@ from stack_core.cli import main
 from stack_core.text.chat_template import ChatTemplate
 from stack_serve.http import server
 from stack_serve.llm.language_model import LLM
-from stack_serve.openai.served import OpenAIApp
+from stack_serve.openai.lifecycle import OpenAIApp
 from stack_train.generation.generate import TokenGenerator
 from stack_train.generation.sampling import SamplingConfig
 

@@ -13,7 +13,7 @@ import pytest
 from stack_core.abi.engines import Engine
 from stack_serve.http.server import HttpServer, listen
 from stack_serve.openai.config import OpenAIConfig
-from stack_serve.openai.served import OpenAIApp
+from stack_serve.openai.lifecycle import OpenAIApp
 from stack_serve.openai.service import Service
 
 from .fake_engine import FakeEngine, checkpoint

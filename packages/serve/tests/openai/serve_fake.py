@@ -10,7 +10,7 @@ from stack_core.abi.errors import ConfigError
 from stack_core.abi.generation import GenerationRequest
 from stack_serve.http.server import HttpServer, listen
 from stack_serve.openai.config import OpenAIConfig
-from stack_serve.openai.served import OpenAIApp
+from stack_serve.openai.lifecycle import OpenAIApp
 from stack_serve.openai.service import Service
 
 

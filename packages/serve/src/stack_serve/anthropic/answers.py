@@ -11,7 +11,7 @@ from stack_serve.http.slices import json_pieces
 from stack_serve.openai.blocks import Block, BlockWriter, event
 from stack_serve.openai.errors import ApiError
 
-__all__ = ["MessagesWriter", "error_body"]
+__all__ = ["MessagesSerializer", "error_body"]
 
 _ERRORS = {
     401: "authentication_error",
@@ -35,8 +35,8 @@ def _error(error: ApiError) -> dict[str, str]:
     return {"type": kind, "message": str(error)}
 
 
-class MessagesWriter(BlockWriter):
-    """Writer of one message with its blocks of text, thinking and tool use."""
+class MessagesSerializer(BlockWriter):
+    """Serializer of one message with its blocks of text, thinking and tool use."""
 
     def start_events(self) -> Iterator[bytes]:
         yield event("message_start", message=self._message([], is_complete=False))
@@ -70,10 +70,10 @@ class MessagesWriter(BlockWriter):
     def _message(self, content: list[dict[str, Any]], *, is_complete: bool) -> dict[str, Any]:
         ending = self._ending() if is_complete else {"stop_reason": None, "stop_sequence": None}
         return {
-            "id": self.job.id,
+            "id": self.request.id,
             "type": "message",
             "role": "assistant",
-            "model": self.job.model,
+            "model": self.request.model,
             "content": content,
             **ending,
             "usage": self._usage(),

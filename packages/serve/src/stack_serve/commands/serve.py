@@ -186,7 +186,7 @@ def _serve(model: str, engine_name: str, config: Any, options: dict[str, Any], *
     # These imports are too slow for `stack --help`.
     from stack_serve.http.server import HttpServer, listen
     from stack_serve.llm.config import EngineConfig
-    from stack_serve.openai.served import OpenAIApp
+    from stack_serve.openai.lifecycle import OpenAIApp
     from stack_serve.openai.service import Service
 
     given = _engine_options(EngineConfig, options)

@@ -12,8 +12,8 @@ from stack_serve.images.encoding import encode_base64
 from stack_serve.images.engine import ImageEngine, ImageJob, ImageUpdate
 from stack_serve.images.metrics import ImageMetrics
 from stack_serve.images.schemas import ImageBody
-from stack_serve.openai.answer import EVENTS, JSON, ResponseBody
 from stack_serve.openai.errors import ApiError, error_object
+from stack_serve.openai.response import EVENTS, JSON, ResponseBody
 
 __all__ = ["ImageResponse"]
 

@@ -18,8 +18,8 @@ from stack_serve.images.response import ImageResponse
 from stack_serve.images.schemas import ImageBody
 from stack_serve.openai.application import ModelService, make_application, read_body
 from stack_serve.openai.errors import bad_request
+from stack_serve.openai.lifecycle import ModelApp
 from stack_serve.openai.openapi import openapi_json
-from stack_serve.openai.served import ModelApp
 
 __all__ = ["ImageApp", "ImageService"]
 

@@ -7,18 +7,18 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from stack_serve.anthropic.answers import MessagesWriter
+from stack_serve.anthropic.answers import MessagesSerializer
 from stack_serve.anthropic.bodies import CountBody, MessagesBody
 from stack_serve.anthropic.requests import FIELD_NAMES as MESSAGES_NAMES
 from stack_serve.anthropic.requests import chat_body
 from stack_serve.http.slices import Items, Members, batches, json_pieces, maybe_in_thread
 from stack_serve.openai.adapters import AdapterLoader
-from stack_serve.openai.answer import Answer, JsonAnswer
 from stack_serve.openai.application import json_response, make_application, parsed, read_body
 from stack_serve.openai.bodies import decode, parse, read
 from stack_serve.openai.embeddings import Embeddings
 from stack_serve.openai.errors import ApiError, renamed_error
-from stack_serve.openai.job import new_id
+from stack_serve.openai.request import new_id
+from stack_serve.openai.response import GenerationResponse, LargeJsonResponse
 from stack_serve.openai.schemas import (
     Body,
     ChatBody,
@@ -33,11 +33,11 @@ from stack_serve.openai.schemas import (
     UnloadAdapterBody,
 )
 from stack_serve.openai.scores import rerank, score
-from stack_serve.openai.service import AnswerForm, Service
+from stack_serve.openai.service import ResponseForm, Service
 from stack_serve.openai.sleep import Sleeper
 from stack_serve.openai.tools import requested_tools
 from stack_serve.page import chat_page
-from stack_serve.responses.answers import ResponseWriter
+from stack_serve.responses.answers import ResponseSerializer
 from stack_serve.responses.bodies import ResponsesBody
 from stack_serve.responses.requests import FIELD_NAMES as RESPONSES_NAMES
 from stack_serve.responses.requests import chat_body as responses_chat_body
@@ -84,18 +84,18 @@ class _Handlers:
         self._embeddings = Embeddings(service)
         self._responses = ResponseStore(service.config.stored_responses)
 
-    async def chat(self, request: Request) -> Answer:
+    async def chat(self, request: Request) -> GenerationResponse:
         return await self._service.chat(await self._body(request, ChatBody), request.state.request_id)
 
-    async def complete(self, request: Request) -> Answer:
+    async def complete(self, request: Request) -> GenerationResponse:
         return await self._service.complete(await self._body(request, CompletionBody), request.state.request_id)
 
-    async def respond(self, request: Request) -> Answer:
+    async def respond(self, request: Request) -> GenerationResponse:
         body, store = await self._body(request, ResponsesBody), self._responses
         earlier = body.previous_response_id
         before = () if earlier is None else store.get(earlier, param="previous_response_id").messages
         messages = [*before, *input_messages(body.input)]
-        form = AnswerForm("resp_", lambda job: ResponseWriter(job, body, messages, store))
+        form = ResponseForm("resp_", lambda parsed: ResponseSerializer(parsed, body, messages, store))
         try:
             # An id of its own, because the client may choose the request's.
             return await self._service.chat(responses_chat_body(body, messages), new_id(), form)
@@ -110,9 +110,9 @@ class _Handlers:
             return json_response({"id": name, "object": "response", "deleted": True})
         return json_response(dict(self._responses.get(name).response))
 
-    async def messages(self, request: Request) -> Answer:
+    async def messages(self, request: Request) -> GenerationResponse:
         body = await self._body(request, MessagesBody)
-        form = AnswerForm("msg_", MessagesWriter)
+        form = ResponseForm("msg_", MessagesSerializer)
         try:
             return await self._service.chat(chat_body(body, self._service), request.state.request_id, form)
         except ApiError as error:
@@ -124,15 +124,15 @@ class _Handlers:
         prompt = await self._service.chat_prompt(body, requested_tools(body.tools, body.tool_choice))
         return json_response({"input_tokens": len(prompt.tokens)})
 
-    async def embed(self, request: Request) -> JsonAnswer:
+    async def embed(self, request: Request) -> LargeJsonResponse:
         body = await self._body(request, EmbeddingBody)
         return await self._embeddings.create(body, request.state.request_id, request.is_disconnected)
 
-    async def score(self, request: Request) -> JsonAnswer:
+    async def score(self, request: Request) -> LargeJsonResponse:
         body = await self._body(request, ScoreBody)
         return await score(self._embeddings, body, request.state.request_id, request.is_disconnected)
 
-    async def rerank(self, request: Request) -> JsonAnswer:
+    async def rerank(self, request: Request) -> LargeJsonResponse:
         body = await self._body(request, RerankBody)
         return await rerank(self._embeddings, body, request.state.request_id, request.is_disconnected)
 
@@ -153,7 +153,7 @@ class _Handlers:
     async def unload_adapter(self, request: Request) -> Response:
         return PlainTextResponse(await self._adapters.unload(await self._body(request, UnloadAdapterBody)))
 
-    async def tokenize(self, request: Request) -> JsonAnswer:
+    async def tokenize(self, request: Request) -> LargeJsonResponse:
         service = self._service
         content = await read(request, service.config)
         body = await maybe_in_thread(len(content), _tokenize_body, content)
@@ -168,7 +168,7 @@ class _Handlers:
         answer["token_strs"] = None
         if body.return_token_strs and texts is not None:
             answer["token_strs"] = Items([texts.text(token) for token in batch] for batch in batches(tokens))
-        return JsonAnswer(json_pieces(answer))
+        return LargeJsonResponse(json_pieces(answer))
 
     async def detokenize(self, request: Request) -> Response:
         service = self._service

@@ -9,7 +9,7 @@ import orjson
 
 from stack_core.abi.generation import GenerationUpdate
 from stack_core.text.message_parsers import MessageDelta
-from stack_serve.openai.chat import ChatWriter
+from stack_serve.openai.chat import ChatSerializer
 
 __all__ = ["Block", "BlockWriter", "event"]
 
@@ -42,8 +42,8 @@ class Block:
         return "".join(self.parts)
 
 
-class BlockWriter(ChatWriter):
-    """Writer of chat answers for interfaces that describe an answer as blocks; the job has one continuation.
+class BlockWriter(ChatSerializer):
+    """Serializer of chat answers for interfaces that describe an answer as blocks; the request has one continuation.
 
     Attributes:
       blocks: blocks so far.

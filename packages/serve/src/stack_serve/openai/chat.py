@@ -8,14 +8,14 @@ import orjson
 from stack_core.abi.generation import GenerationUpdate
 from stack_core.text.message_parsers import MessageDelta
 from stack_serve.http.slices import json_pieces
-from stack_serve.openai.job import Job
-from stack_serve.openai.writer import Writer
+from stack_serve.openai.request import ApiRequest
+from stack_serve.openai.serializer import Serializer
 
-__all__ = ["ChatWriter"]
+__all__ = ["ChatSerializer"]
 
 
-class ChatWriter(Writer):
-    """Writer of chat responses; parses them if the job has a parser.
+class ChatSerializer(Serializer):
+    """Serializer of chat responses; parses them if the request has a parser.
 
     Attributes:
       deltas: deltas of the last update.
@@ -24,22 +24,22 @@ class ChatWriter(Writer):
     response_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
-        start = job.start_parsing
+    def __init__(self, request: ApiRequest) -> None:
+        super().__init__(request)
+        start = request.start_parsing
         self._messages = [] if start is None else [start() for _ in self.choices]
         self.deltas: list[MessageDelta] = []
 
     def opening(self, prompt: int, number: int) -> bytes:
         """Returns the first chunk, which has the role and no text."""
-        role = orjson.dumps(self.job.role)
-        tokens = b',"prompt_token_ids":' + orjson.dumps(self.job.prompts[prompt].tokens)
+        role = orjson.dumps(self.request.role)
+        tokens = b',"prompt_token_ids":' + orjson.dumps(self.request.prompts[prompt].tokens)
         return b"".join(
             (
                 self.head,
                 b',"choices":[{"index":%d,"delta":{"role":%b,"content":""}' % (number, role),
                 b',"logprobs":null,"finish_reason":null}]',
-                tokens if self.job.wants_token_ids else b"",
+                tokens if self.request.wants_token_ids else b"",
                 self.continuous_usage(),
                 b"}\n\n",
             )
@@ -66,14 +66,14 @@ class ChatWriter(Writer):
             text = orjson.dumps(self._messages[number].delta_members(self.deltas))[1:-1]
         else:
             text = b'"content":' + orjson.dumps(update.text) if update.text or update.tokens else b""
-        if not (self.job.wants_logprobs and update.logprobs):
+        if not (self.request.wants_logprobs and update.logprobs):
             return (b'"delta":{%b},"logprobs":null,' % text,)
-        return (b'"delta":{%b},"logprobs":' % text, *json_pieces(self.job.texts.chat(update.logprobs)), b",")
+        return (b'"delta":{%b},"logprobs":' % text, *json_pieces(self.request.texts.chat(update.logprobs)), b",")
 
     def choice_members(self, prompt: int, number: int) -> dict[str, Any]:
-        choice, job = self.choices[number], self.job
+        choice, request = self.choices[number], self.request
         message = {
-            "role": job.role,
+            "role": request.role,
             "content": "".join(choice.text),
             "refusal": None,
             "annotations": None,
@@ -83,7 +83,7 @@ class ChatWriter(Writer):
         }
         if self._messages:
             message |= self._messages[number].message_members()
-        return {"message": message, "logprobs": job.texts.chat(choice.logprobs) if job.wants_logprobs else None}
+        return {"message": message, "logprobs": request.texts.chat(choice.logprobs) if request.wants_logprobs else None}
 
     def response_members(self) -> dict[str, Any]:
         return self.prompt_object(0)

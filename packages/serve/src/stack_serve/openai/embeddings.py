@@ -14,9 +14,9 @@ from stack_core.abi.engines import Engine
 from stack_core.abi.errors import EngineStopped, GenerationError
 from stack_serve.http.slices import Each, Items, Members, json_pieces, maybe_in_thread
 from stack_serve.llm.vectors import finished_vectors
-from stack_serve.openai.answer import JsonAnswer
 from stack_serve.openai.errors import ApiError, as_api_error
 from stack_serve.openai.prompts import Prompt
+from stack_serve.openai.response import LargeJsonResponse
 from stack_serve.openai.schemas import EmbeddingBody, PromptFields
 from stack_serve.openai.service import Service
 
@@ -42,7 +42,7 @@ class Embeddings:
         # Batches of several requests at once would multiply the memory of the activations.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stack-embed")
 
-    async def create(self, body: EmbeddingBody, request_id: str, is_gone: IsGone) -> JsonAnswer:
+    async def create(self, body: EmbeddingBody, request_id: str, is_gone: IsGone) -> LargeJsonResponse:
         """Returns the answer to a request.
 
         Raises:
@@ -61,7 +61,7 @@ class Embeddings:
             "data": Each(_item(place, vector, body.encoding_format) for place, vector in enumerate(vectors)),
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0},
         }
-        return JsonAnswer(json_pieces(Members(answer)))
+        return LargeJsonResponse(json_pieces(Members(answer)))
 
     def check_model(self, name: str | None) -> str:
         """Returns the model name for an answer; raises an ApiError as `Service.check_base_model` does."""

@@ -1,4 +1,4 @@
-"""One job in the engine, from its first submission to its last update."""
+"""Generation for one request, from its submission to the engine to its last update."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
@@ -10,49 +10,49 @@ from stack_core.abi.errors import EngineBusy, EngineStopped, GenerationError
 from stack_core.abi.generation import GenerationRequest, GenerationUpdate
 from stack_serve.http.slices import Turns
 from stack_serve.openai.errors import ApiError, as_api_error
-from stack_serve.openai.job import Job, failure_of, new_id
-from stack_serve.openai.mailbox import Mailbox, PostOffice
 from stack_serve.openai.metrics import Metrics
+from stack_serve.openai.request import ApiRequest, failure_of, new_id
 from stack_serve.openai.sampling import PARAMETER_NAMES
+from stack_serve.openai.updates import UpdateDispatcher, UpdateQueue
 
 __all__ = ["Backend", "Generation"]
 
 
 @dataclass(frozen=True)
 class Backend:
-    """State shared by the jobs of a server.
+    """State shared by the requests of a server.
 
     Attributes:
       running: generations in the engine.
-      timeout_s: time limit of a job in seconds; None sets no limit.
+      timeout_s: time limit of a request in seconds; None sets no limit.
     """
 
     engine: Engine
-    office: PostOffice
+    dispatcher: UpdateDispatcher
     metrics: Metrics
     timeout_s: float | None
     running: set["Generation"] = field(default_factory=set)
 
 
 class Generation:
-    """The continuations of a job; leaving its block removes them from the engine.
+    """The continuations of a request; leaving its block removes them from the engine.
 
     Attributes:
       abandoned: True if no client waits for the answer.
     """
 
-    def __init__(self, job: Job, backend: Backend) -> None:
-        self._job = job
+    def __init__(self, request: ApiRequest, backend: Backend) -> None:
+        self._request = request
         self._backend = backend
-        self._mailbox = Mailbox()
+        self._updates = UpdateQueue()
         self._open: dict[tuple[int, int], str] = {}
-        self._progress = backend.metrics.progress(job)
+        self._progress = backend.metrics.progress(request)
         self._watcher: asyncio.Task[None] | None = None
         self._failure: ApiError | None = None
 
     @property
     def abandoned(self) -> bool:
-        return self._mailbox.closed
+        return self._updates.closed
 
     async def __aenter__(self) -> "Generation":
         self._backend.running.add(self)
@@ -73,20 +73,20 @@ class Generation:
         Raises:
           ApiError: the engine rejects a prompt, or is full.
         """
-        job, backend, turns = self._job, self._backend, Turns()
+        request, backend, turns = self._request, self._backend, Turns()
         try:
-            for number, prompt in enumerate(job.prompts):
-                request = GenerationRequest(
+            for number, prompt in enumerate(request.prompts):
+                submitted = GenerationRequest(
                     request_id=new_id(),
                     prompt=prompt.tokens,
-                    sampling=job.sampling,
-                    priority=job.priority,
+                    sampling=request.sampling,
+                    priority=request.priority,
                     timeout_s=backend.timeout_s,
-                    adapter=job.adapter,
+                    adapter=request.adapter,
                     images=prompt.images,
                 )
-                backend.engine.submit(request, backend.office.receiver(self._mailbox, number))
-                self._open |= {(number, index): request.request_id for index in range(job.sampling.n)}
+                backend.engine.submit(submitted, backend.dispatcher.receiver(self._updates, number))
+                self._open |= {(number, index): submitted.request_id for index in range(request.sampling.n)}
                 if turns.is_over:
                     await turns.rest()
                 # The client may have left while other tasks ran.
@@ -110,10 +110,10 @@ class Generation:
             raise self._failure
         if not self._open or self.abandoned:
             return []
-        arrived = await self._mailbox.take()
+        arrived = await self._updates.take()
         if self.abandoned:
             return []
-        if self._job.nothing_new:
+        if self._request.nothing_new:
             arrived = [(prompt, _without_tokens(update)) for prompt, update in arrived]
         for place, (prompt, update) in enumerate(arrived):
             self._progress.note(prompt, update)
@@ -128,7 +128,7 @@ class Generation:
 
     def abandon(self) -> None:
         """Ends it at once."""
-        self._mailbox.close()
+        self._updates.close()
         self._abort()
 
     def cut_short(self) -> None:

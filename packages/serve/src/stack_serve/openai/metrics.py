@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from stack_core.abi.errors import EngineStopped
 from stack_core.abi.generation import EngineStats, GenerationUpdate, RequestTimes
-from stack_serve.openai.job import Job
+from stack_serve.openai.request import ApiRequest
 
 __all__ = ["Metrics", "Progress"]
 
@@ -69,9 +69,9 @@ class Metrics:
         self.registry.register(_EngineCollector(self._labels, stats))
         ProcessCollector(registry=self.registry)
 
-    def progress(self, job: Job) -> "Progress":
-        """Begins to measure a job."""
-        return Progress(self, job)
+    def progress(self, request: ApiRequest) -> "Progress":
+        """Begins to measure a request."""
+        return Progress(self, request)
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -85,17 +85,17 @@ class Metrics:
 
 
 class Progress:
-    """Measures one job, as its updates reach the event loop."""
+    """Measures one request, as its updates reach the event loop."""
 
-    def __init__(self, metrics: Metrics, job: Job) -> None:
+    def __init__(self, metrics: Metrics, request: ApiRequest) -> None:
         self._metrics = metrics
-        self._job = job
+        self._request = request
         self._last_s: dict[tuple[int, int], float] = {}
         self._tokens: dict[tuple[int, int], int] = {}
-        self._open = len(job.prompts) * job.sampling.n
-        metrics.asked_n.observe(job.sampling.n)
-        if job.sampling.max_tokens is not None:
-            metrics.asked_tokens.observe(job.sampling.max_tokens)
+        self._open = len(request.prompts) * request.sampling.n
+        metrics.asked_n.observe(request.sampling.n)
+        if request.sampling.max_tokens is not None:
+            metrics.asked_tokens.observe(request.sampling.max_tokens)
 
     def note(self, prompt: int, update: GenerationUpdate) -> None:
         """Takes in an update."""
@@ -119,7 +119,7 @@ class Progress:
                 self._observe_times(update.times, tokens)
             # The continuations of a prompt share its tokens.
             if update.index == 0:
-                self._metrics.prompt_tokens.observe(len(self._job.prompts[prompt].tokens))
+                self._metrics.prompt_tokens.observe(len(self._request.prompts[prompt].tokens))
             if self._open == 0 and self._tokens:
                 self._metrics.longest_tokens.observe(max(self._tokens.values()))
 

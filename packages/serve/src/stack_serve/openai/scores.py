@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 
 from stack_serve.http.slices import Each, Members, json_pieces
-from stack_serve.openai.answer import JsonAnswer
 from stack_serve.openai.embeddings import Embeddings, IsGone
 from stack_serve.openai.errors import bad_request
+from stack_serve.openai.response import LargeJsonResponse
 from stack_serve.openai.schemas import PromptFields, RerankBody, ScoreBody
 
 __all__ = ["rerank", "score"]
 
 
-async def score(embeddings: Embeddings, body: ScoreBody, request_id: str, is_gone: IsGone) -> JsonAnswer:
+async def score(embeddings: Embeddings, body: ScoreBody, request_id: str, is_gone: IsGone) -> LargeJsonResponse:
     """Returns the similarity of each pair of texts, as vLLM's `/score`.
 
     A single text on one side is compared with each text of the second side.
@@ -41,10 +41,10 @@ async def score(embeddings: Embeddings, body: ScoreBody, request_id: str, is_gon
         "data": Each(items),
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0},
     }
-    return JsonAnswer(json_pieces(Members(answer)))
+    return LargeJsonResponse(json_pieces(Members(answer)))
 
 
-async def rerank(embeddings: Embeddings, body: RerankBody, request_id: str, is_gone: IsGone) -> JsonAnswer:
+async def rerank(embeddings: Embeddings, body: RerankBody, request_id: str, is_gone: IsGone) -> LargeJsonResponse:
     """Returns the documents most similar to the query first, as Jina's and Cohere's `/rerank`.
 
     Raises:
@@ -68,7 +68,7 @@ async def rerank(embeddings: Embeddings, body: RerankBody, request_id: str, is_g
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
         "results": Each(result(int(place)) for place in order),
     }
-    return JsonAnswer(json_pieces(Members(answer)))
+    return LargeJsonResponse(json_pieces(Members(answer)))
 
 
 async def _vectors(

@@ -1,4 +1,4 @@
-"""Service of one model: parses request bodies into jobs and tracks whether the model accepts jobs."""
+"""Service of one model: parses request bodies and tracks whether the model accepts requests."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -16,47 +16,47 @@ from stack_core.text.embeddings import embedding_settings_of, is_encoder
 from stack_core.text.images import image_reader_of, place_images
 from stack_serve.http.slices import maybe_in_thread
 from stack_serve.llm.truncation import encoder_ending
-from stack_serve.openai.answer import Answer
 from stack_serve.openai.application import ModelService
-from stack_serve.openai.chat import ChatWriter
-from stack_serve.openai.completions import CompletionWriter
+from stack_serve.openai.chat import ChatSerializer
+from stack_serve.openai.completions import CompletionSerializer
 from stack_serve.openai.config import OpenAIConfig
 from stack_serve.openai.constraints import constraint_and_field
 from stack_serve.openai.errors import as_api_error, bad_request
 from stack_serve.openai.forced_calls import forced_calls
 from stack_serve.openai.generation import Backend, Generation
 from stack_serve.openai.images import ImageInput
-from stack_serve.openai.job import Job
 from stack_serve.openai.logprobs import LogprobWriter, TokenTexts
-from stack_serve.openai.mailbox import PostOffice
 from stack_serve.openai.messages import MessageFormat
 from stack_serve.openai.metrics import Metrics
 from stack_serve.openai.openapi import openapi_json
 from stack_serve.openai.prompts import Prompt, Prompts
+from stack_serve.openai.request import ApiRequest
+from stack_serve.openai.response import GenerationResponse
 from stack_serve.openai.restrictions import restriction_and_field
 from stack_serve.openai.sampling import sampling_params
 from stack_serve.openai.schemas import ChatBody, CompletionBody, GenerationBody, StreamOptions, TokenizeChatBody
+from stack_serve.openai.serializer import Serializer
 from stack_serve.openai.tools import check_results, requested_tools
-from stack_serve.openai.writer import Writer
+from stack_serve.openai.updates import UpdateDispatcher
 
-__all__ = ["AnswerForm", "Service"]
+__all__ = ["ResponseForm", "Service"]
 
 
 @dataclass(frozen=True)
-class AnswerForm:
+class ResponseForm:
     """The form in which an interface answers chat requests.
 
     Attributes:
       id_prefix: beginning of the ids of answers.
-      make_writer: makes the writer of a job's answer.
+      make_serializer: makes the serializer of the response to a request.
     """
 
     id_prefix: str
-    make_writer: Callable[[Job], ChatWriter]
+    make_serializer: Callable[[ApiRequest], ChatSerializer]
 
 
 _IMAGE_SIZE = 2**20
-CHAT_FORM = AnswerForm("chatcmpl-", ChatWriter)
+CHAT_FORM = ResponseForm("chatcmpl-", ChatSerializer)
 
 
 class Service(ModelService[OpenAIConfig, Metrics]):
@@ -110,10 +110,10 @@ class Service(ModelService[OpenAIConfig, Metrics]):
         self._backend: Backend | None = None
 
     def serve(self, engine: Engine) -> None:
-        """Takes jobs from now on; called on the event loop."""
+        """Takes requests from now on; called on the event loop."""
         # Created here, because the engine's threads must wake the loop that serves requests.
-        office = PostOffice(asyncio.get_running_loop())
-        self._backend = Backend(engine, office, self.metrics, self.config.timeout_s)
+        dispatcher = UpdateDispatcher(asyncio.get_running_loop())
+        self._backend = Backend(engine, dispatcher, self.metrics, self.config.timeout_s)
         self.state = "ready"
 
     def stats(self) -> EngineStats | None:
@@ -127,7 +127,7 @@ class Service(ModelService[OpenAIConfig, Metrics]):
         return self._adapters if engine is None else engine.adapters
 
     def cut_short(self) -> None:
-        """Aborts running jobs; clients receive an error."""
+        """Aborts running requests; clients receive an error."""
         if self._backend is not None:
             for generation in list(self._backend.running):
                 generation.cut_short()
@@ -155,7 +155,7 @@ class Service(ModelService[OpenAIConfig, Metrics]):
                 param="model",
             )
 
-    async def chat(self, body: ChatBody, request_id: str, form: AnswerForm = CHAT_FORM) -> Answer:
+    async def chat(self, body: ChatBody, request_id: str, form: ResponseForm = CHAT_FORM) -> GenerationResponse:
         """Returns the answer to messages in the form of an interface."""
         model = self.check_model(body.model)
         self.check_generates()
@@ -211,11 +211,11 @@ class Service(ModelService[OpenAIConfig, Metrics]):
         self.prompts.check_room(prompt, max_tokens, "messages", max_tokens_param=asked_as)
         # Without a generation prompt, the last message is continued in its own role.
         role = "assistant" if body.add_generation_prompt else body.messages[-1]["role"]
-        job = self._job(body, model, (prompt,), sampling, request_id)
+        request = self._request(body, model, (prompt,), sampling, request_id)
         names = {"max_tokens": asked_as, "prompt": "messages", "logprobs": "top_logprobs"}
         names |= {} if field is None else {"constraint": field}
-        job = replace(job, id=f"{form.id_prefix}{job.id}", role=role, start_parsing=start_parsing)
-        return self._answer(form.make_writer(job), names)
+        request = replace(request, id=f"{form.id_prefix}{request.id}", role=role, start_parsing=start_parsing)
+        return self._respond(form.make_serializer(request), names)
 
     def sets_effort(self) -> bool:
         """Returns whether the chat template has a variable for the effort of reasoning."""
@@ -269,7 +269,7 @@ class Service(ModelService[OpenAIConfig, Metrics]):
             return prompt
         return replace(prompt, images=place_images(prompt.tokens, self._images.reader, pixels))
 
-    async def complete(self, body: CompletionBody, request_id: str) -> Answer:
+    async def complete(self, body: CompletionBody, request_id: str) -> GenerationResponse:
         """The answer to prompts."""
         model = self.check_model(body.model)
         self.check_generates()
@@ -301,13 +301,13 @@ class Service(ModelService[OpenAIConfig, Metrics]):
         )
         size = sum(len(each.tokens) for each in prompts)
         await maybe_in_thread(size, self._check_room, prompts, body.max_tokens)
-        job = replace(
-            self._job(body, model, prompts, sampling, request_id),
+        request = replace(
+            self._request(body, model, prompts, sampling, request_id),
             echo=await maybe_in_thread(size, self._texts_of, prompts) if body.echo else (),
             nothing_new=body.max_tokens == 0,
         )
         names = {} if constraint_field is None else {"constraint": constraint_field}
-        return self._answer(CompletionWriter(replace(job, id=f"cmpl-{job.id}")), names)
+        return self._respond(CompletionSerializer(replace(request, id=f"cmpl-{request.id}")), names)
 
     def _restricted(
         self, body: GenerationBody, constraint: Constraint | None, field: str | None
@@ -356,15 +356,15 @@ class Service(ModelService[OpenAIConfig, Metrics]):
             prompt_text(tokenizer, prompt.tokens) if prompt.text is None else prompt.text for prompt in prompts
         )
 
-    def _job(
+    def _request(
         self,
         body: ChatBody | CompletionBody,
         model: str,
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
         request_id: str,
-    ) -> Job:
-        return Job(
+    ) -> ApiRequest:
+        return ApiRequest(
             id=body.request_id or request_id,
             model=model,
             adapter=model if model in self.adapters else None,
@@ -383,13 +383,13 @@ class Service(ModelService[OpenAIConfig, Metrics]):
             wants_token_ids=body.return_token_ids,
         )
 
-    def _answer(self, writer: Writer, names: Mapping[str, str]) -> Answer:
-        generation = Generation(writer.job, self.backend)
-        return Answer(writer, generation, names=names)
+    def _respond(self, serializer: Serializer, names: Mapping[str, str]) -> GenerationResponse:
+        generation = Generation(serializer.request, self.backend)
+        return GenerationResponse(serializer, generation, names=names)
 
     @property
     def backend(self) -> Backend:
-        """The engine and the state of its jobs.
+        """The engine and the state of its requests.
 
         Raises:
           ApiError: the server is starting or shutting down.
@@ -399,7 +399,7 @@ class Service(ModelService[OpenAIConfig, Metrics]):
         return self._backend
 
     def resume(self) -> None:
-        """Accepts jobs again after the engine slept, unless the server shuts down."""
+        """Accepts requests again after the engine slept, unless the server shuts down."""
         if self.state == "sleeping":
             self.state = "ready"
 

@@ -7,11 +7,11 @@ from stack_core.abi.generation import GenerationUpdate
 from stack_serve.http.slices import json_pieces
 from stack_serve.openai.blocks import Block, BlockWriter, event
 from stack_serve.openai.errors import ApiError
-from stack_serve.openai.job import Job
+from stack_serve.openai.request import ApiRequest
 from stack_serve.responses.bodies import ResponsesBody
 from stack_serve.responses.store import ResponseStore, StoredResponse
 
-__all__ = ["ResponseWriter"]
+__all__ = ["ResponseSerializer"]
 
 _PREFIXES = {"content": "msg", "reasoning": "rs", "call": "fc"}
 _DELTAS = {
@@ -21,18 +21,20 @@ _DELTAS = {
 }
 
 
-class ResponseWriter(BlockWriter):
-    """Writer of a response whose items are messages, reasoning and function calls.
+class ResponseSerializer(BlockWriter):
+    """Serializer of a response whose items are messages, reasoning and function calls.
 
     Args:
-      job: the chat request.
+      request: the chat request.
       body: the request as it came, parts of which the response repeats.
       messages: messages of the conversation before this response, without instructions.
       store: keeps the complete response if the body asks for it.
     """
 
-    def __init__(self, job: Job, body: ResponsesBody, messages: Sequence[dict[str, Any]], store: ResponseStore) -> None:
-        super().__init__(job)
+    def __init__(
+        self, request: ApiRequest, body: ResponsesBody, messages: Sequence[dict[str, Any]], store: ResponseStore
+    ) -> None:
+        super().__init__(request)
         self._body, self._before, self._store = body, messages, store
         self._events = 0
         self._reasoning_tokens = self._uncertain_tokens = 0
@@ -95,7 +97,7 @@ class ResponseWriter(BlockWriter):
         response = self._response(output, "incomplete" if is_cut else "completed")
         response["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut else None
         if self._body.store:
-            self._store.put(self.job.id, StoredResponse(response, (*self._before, *self._message())))
+            self._store.put(self.request.id, StoredResponse(response, (*self._before, *self._message())))
         return response
 
     def _message(self) -> list[dict[str, Any]]:
@@ -129,7 +131,7 @@ class ResponseWriter(BlockWriter):
         return {**item, "type": "message", "role": "assistant", "content": content}
 
     def _item_id(self, block: Block) -> str:
-        return f"{_PREFIXES[block.kind]}_{self.job.id.partition('_')[2]}_{block.place}"
+        return f"{_PREFIXES[block.kind]}_{self.request.id.partition('_')[2]}_{block.place}"
 
     def _place(self, block: Block) -> dict[str, Any]:
         place = {"item_id": self._item_id(block), "output_index": block.place}
@@ -140,21 +142,21 @@ class ResponseWriter(BlockWriter):
         return event(kind, sequence_number=number, **members)
 
     def _response(self, output: list[dict[str, Any]], status: str) -> dict[str, Any]:
-        body, sampling = self._body, self.job.sampling
+        body, sampling = self._body, self.request.sampling
         text_format = None if body.text is None or body.text.format is None else body.text.format
         shown = {"type": "text"} if text_format is None else text_format.model_dump(by_alias=True, exclude_none=True)
         reasoning = {} if body.reasoning is None else body.reasoning.model_dump()
         return {
-            "id": self.job.id,
+            "id": self.request.id,
             "object": "response",
-            "created_at": self.job.created,
+            "created_at": self.request.created,
             "status": status,
             "background": False,
             "error": None,
             "incomplete_details": None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "model": self.job.model,
+            "model": self.request.model,
             "output": output,
             "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": body.previous_response_id,

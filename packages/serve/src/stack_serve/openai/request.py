@@ -13,7 +13,7 @@ from stack_serve.openai.messages import ParsedMessage
 from stack_serve.openai.prompts import Prompt
 from stack_serve.openai.schemas import StreamOptions
 
-__all__ = ["Job", "Usage", "failure_of", "new_id"]
+__all__ = ["ApiRequest", "Usage", "failure_of", "new_id"]
 
 
 def new_id() -> str:
@@ -22,7 +22,7 @@ def new_id() -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class ApiRequest:
     """A parsed request.
 
     Attributes:

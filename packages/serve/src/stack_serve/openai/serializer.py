@@ -11,10 +11,10 @@ import orjson
 from stack_core.abi.generation import GenerationUpdate, TokenLogprob
 from stack_serve.http.slices import Each, Members, json_pieces
 from stack_serve.openai.errors import ApiError, error_object
-from stack_serve.openai.job import Job, Usage
 from stack_serve.openai.offsets import TextOffsets
+from stack_serve.openai.request import ApiRequest, Usage
 
-__all__ = ["DONE", "Choice", "Writer"]
+__all__ = ["DONE", "Choice", "Serializer"]
 
 DONE = b"data: [DONE]\n\n"
 
@@ -36,8 +36,8 @@ class Choice:
     offsets: TextOffsets | None = None
 
 
-class Writer(ABC):
-    """Writes the answer to one job.
+class Serializer(ABC):
+    """Serializes the response to one request.
 
     Constant parts of chunks are serialized once. Large parts are produced in pieces that take well below a
     millisecond.
@@ -49,12 +49,12 @@ class Writer(ABC):
     response_object: ClassVar[str]
     chunk_object: ClassVar[str]
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.usage = Usage(sum(len(prompt.tokens) for prompt in job.prompts))
-        self.choices = [Choice() for _ in range(len(job.prompts) * job.sampling.n)]
+    def __init__(self, request: ApiRequest) -> None:
+        self.request = request
+        self.usage = Usage(sum(len(prompt.tokens) for prompt in request.prompts))
+        self.choices = [Choice() for _ in range(len(request.prompts) * request.sampling.n)]
         self.prompt_logprobs: dict[int, Sequence[TokenLogprob | None]] = {}
-        envelope = {"id": job.id, "object": self.chunk_object, "created": job.created, "model": job.model}
+        envelope = {"id": request.id, "object": self.chunk_object, "created": request.created, "model": request.model}
         # Without the closing brace: each chunk appends its choices.
         self.head = b"data: " + orjson.dumps(envelope)[:-1]
 
@@ -84,7 +84,7 @@ class Writer(ABC):
 
     def note(self, prompt: int, update: GenerationUpdate) -> int:
         """Counts an update, and returns the number of its continuation."""
-        number = self.job.choice(prompt, update)
+        number = self.request.choice(prompt, update)
         # Tokens behind a stop text were generated, so they count.
         self.usage.completion_tokens += len(update.tokens) + update.dropped_tokens
         choice = self.choices[number]
@@ -104,9 +104,9 @@ class Writer(ABC):
         first, choice.begun = not choice.begun, True
         if first:
             yield self.opening(prompt, number)
-        job = self.job
-        shown = bool(update.tokens) and (job.wants_logprobs or job.wants_token_ids)
-        if not (self.read(number, update) or update.finish_reason or shown or (first and job.echo)):
+        request = self.request
+        shown = bool(update.tokens) and (request.wants_logprobs or request.wants_token_ids)
+        if not (self.read(number, update) or update.finish_reason or shown or (first and request.echo)):
             return
         yield b'%b,"choices":[{"index":%d,' % (self.head, number)
         yield from self.delta(prompt, number, update, first=first)
@@ -114,7 +114,7 @@ class Writer(ABC):
         if update.finish_reason is not None:
             reasons = orjson.dumps(self.finish_reason(number)), orjson.dumps(update.stop_reason)
             parts = [b'"finish_reason":%b,"stop_reason":%b' % reasons]
-        if job.wants_token_ids:
+        if request.wants_token_ids:
             parts.append(b',"token_ids":' + orjson.dumps(update.tokens))
         parts.append(b"}]")
         parts.append(self.continuous_usage())
@@ -123,7 +123,7 @@ class Writer(ABC):
 
     def last_chunk(self) -> bytes:
         """Returns the events after the last continuation."""
-        if not self.job.stream_options.include_usage:
+        if not self.request.stream_options.include_usage:
             return DONE
         return b'%b,"choices":[],"usage":%b}\n\n%b' % (self.head, orjson.dumps(self.usage.as_object()), DONE)
 
@@ -138,13 +138,13 @@ class Writer(ABC):
         choice.logprobs += update.logprobs or ()
 
     def full_response(self) -> Iterator[bytes]:
-        """The answer to a job that does not stream, in pieces."""
-        job = self.job
+        """The answer to a request that does not stream, in pieces."""
+        request = self.request
         answer = {
-            "id": job.id,
+            "id": request.id,
             "object": self.response_object,
-            "created": job.created,
-            "model": job.model,
+            "created": request.created,
+            "model": request.model,
             "choices": Each(self._full_choice(*each) for each in enumerate(self._best())),
             "service_tier": None,
             "system_fingerprint": None,
@@ -155,7 +155,7 @@ class Writer(ABC):
 
     def _best(self) -> Iterator[int]:
         """Yields the continuations in the answer: all of each prompt, or its most likely ones."""
-        count, best = self.job.sampling.n, self.job.best
+        count, best = self.request.sampling.n, self.request.best
         for start in range(0, len(self.choices), count):
             numbers = range(start, start + count)
             yield from numbers if best is None else sorted(numbers, key=self._mean_logprob, reverse=True)[:best]
@@ -166,14 +166,14 @@ class Writer(ABC):
         return sum(each.logprob for each in logprobs) / len(logprobs) if logprobs else -math.inf
 
     def _full_choice(self, place: int, number: int) -> Members:
-        choice, job = self.choices[number], self.job
+        choice, request = self.choices[number], self.request
         return Members(
             {
                 "index": place,
-                **self.choice_members(number // job.sampling.n, number),
+                **self.choice_members(number // request.sampling.n, number),
                 "finish_reason": self.finish_reason(number),
                 "stop_reason": choice.stop_reason,
-                "token_ids": choice.tokens if job.wants_token_ids else None,
+                "token_ids": choice.tokens if request.wants_token_ids else None,
             }
         )
 
@@ -183,8 +183,10 @@ class Writer(ABC):
 
     def prompt_object(self, prompt: int) -> dict[str, Any]:
         """Returns vLLM's members about a prompt; null unless requested."""
-        logprobs = self.job.texts.prompt(self.prompt_logprobs[prompt]) if self.job.wants_prompt_logprobs else None
-        tokens = self.job.prompts[prompt].tokens if self.job.wants_token_ids else None
+        logprobs = (
+            self.request.texts.prompt(self.prompt_logprobs[prompt]) if self.request.wants_prompt_logprobs else None
+        )
+        tokens = self.request.prompts[prompt].tokens if self.request.wants_token_ids else None
         return {"prompt_logprobs": logprobs, "prompt_token_ids": tokens}
 
     def error_event(self, error: ApiError) -> bytes:
@@ -193,6 +195,6 @@ class Writer(ABC):
 
     def continuous_usage(self) -> bytes:
         """The member `usage` of a chunk, if each is to have one."""
-        if not self.job.stream_options.continuous_usage_stats:
+        if not self.request.stream_options.continuous_usage_stats:
             return b""
         return b',"usage":' + orjson.dumps(self.usage.as_object())

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 from stack_core.abi.generation import GenerationUpdate
 
-__all__ = ["Mailbox", "PostOffice"]
+__all__ = ["UpdateDispatcher", "UpdateQueue"]
 
 # Bounds the work between two turns of the event loop.
 _MOST_AT_ONCE = 64
 
 
-class Mailbox:
+class UpdateQueue:
     """Queue of the updates of one HTTP request, each with the index of its prompt. Only one task may read it."""
 
     def __init__(self) -> None:
@@ -25,12 +25,12 @@ class Mailbox:
         self._wake()
 
     def close(self) -> None:
-        """Closes the mailbox and wakes its reader."""
+        """Closes the queue and wakes its reader."""
         self.closed = True
         self._wake()
 
     async def take(self) -> list[tuple[int, GenerationUpdate]]:
-        """Waits for updates and removes up to 64 of them. Returns an empty list only if the mailbox is closed."""
+        """Waits for updates and removes up to 64 of them. Returns an empty list only if the queue is closed."""
         while not self._arrived and not self.closed:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -47,8 +47,8 @@ class Mailbox:
             self._waiter.set_result(None)
 
 
-class PostOffice:
-    """Delivers updates to mailboxes on an event loop, with one wake-up for all pending updates.
+class UpdateDispatcher:
+    """Delivers updates to queues on an event loop, with one wake-up for all pending updates.
 
     An engine emits the updates of a step one after the other. A wake-up for each would cost a system call and
     contention for the interpreter's lock.
@@ -56,26 +56,27 @@ class PostOffice:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._posted: deque[tuple[Mailbox, int, GenerationUpdate]] = deque()
-        self._loop_knows = False
+        self._pending: deque[tuple[UpdateQueue, int, GenerationUpdate]] = deque()
+        self._is_scheduled = False
 
-    def receiver(self, mailbox: Mailbox, prompt: int) -> Callable[[GenerationUpdate], None]:
+    def receiver(self, queue: UpdateQueue, prompt: int) -> Callable[[GenerationUpdate], None]:
         """Returns the callback for the updates of a prompt. The engine may call it from any thread."""
 
         def receive(update: GenerationUpdate) -> None:
-            self._posted.append((mailbox, prompt, update))
-            # No lock: an update is appended before the flag is read, and `_carry`
+            self._pending.append((queue, prompt, update))
+            # No lock: an update is appended before the flag is read, and `_deliver`
             # resets the flag before it looks for updates.
-            if not self._loop_knows:
-                self._loop_knows = True
+            if not self._is_scheduled:
+                self._is_scheduled = True
                 # An engine may deliver after the server has ended.
                 if not self._loop.is_closed():
-                    self._loop.call_soon_threadsafe(self._carry)
+                    self._loop.call_soon_threadsafe(self._deliver)
 
         return receive
 
-    def _carry(self) -> None:
-        self._loop_knows = False  # reset first: an update posted after the loop below must schedule another delivery
-        while self._posted:
-            mailbox, prompt, update = self._posted.popleft()
-            mailbox.put(prompt, update)
+    def _deliver(self) -> None:
+        # Reset first: an update that arrives after the loop must schedule another delivery.
+        self._is_scheduled = False
+        while self._pending:
+            queue, prompt, update = self._pending.popleft()
+            queue.put(prompt, update)

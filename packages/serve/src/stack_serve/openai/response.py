@@ -1,4 +1,4 @@
-"""The answer to a job: one response, or a stream of server-sent events."""
+"""Response to a request: one body, or a stream of server-sent events."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
@@ -8,9 +8,9 @@ from starlette.types import Receive, Scope, Send
 from stack_serve.http.slices import Turns
 from stack_serve.openai.errors import INTERNAL, ApiError
 from stack_serve.openai.generation import Generation
-from stack_serve.openai.writer import Writer
+from stack_serve.openai.serializer import Serializer
 
-__all__ = ["EVENTS", "JSON", "Answer", "JsonAnswer", "ResponseBody"]
+__all__ = ["EVENTS", "JSON", "GenerationResponse", "LargeJsonResponse", "ResponseBody"]
 
 _LOG = logging.getLogger(__name__)
 JSON = ((b"content-type", b"application/json"),)
@@ -19,70 +19,70 @@ EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-contr
 _PART_BYTES = 2**18
 
 
-class Answer:
+class GenerationResponse:
     """An ASGI application that answers one request.
 
-    The status is sent with the first update; a job that fails earlier gets the status of its error.
+    The status is sent with the first update; a request that fails earlier gets the status of its error.
 
     Args:
       names: field names of the body by parameter of the engine, in addition to the constant ones.
     """
 
-    def __init__(self, writer: Writer, generation: Generation, *, names: Mapping[str, str]) -> None:
-        self._writer = writer
+    def __init__(self, serializer: Serializer, generation: Generation, *, names: Mapping[str, str]) -> None:
+        self._serializer = serializer
         self._generation = generation
         self._names = names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers.
+        """Sends the response.
 
         Raises:
-          ApiError: the job failed before anything was sent.
+          ApiError: the request failed before anything was sent.
         """
         async with self._generation as generation:
             generation.watch(receive)
             await generation.submit(self._names)
-            headers = EVENTS if self._writer.job.stream else JSON
+            headers = EVENTS if self._serializer.request.stream else JSON
             body = ResponseBody(send, headers)
-            await (self._stream(body) if self._writer.job.stream else self._send_full(body))
+            await (self._stream(body) if self._serializer.request.stream else self._send_full(body))
 
     async def _send_full(self, body: "ResponseBody") -> None:
         turns = Turns()
         while updates := await self._generation.take():
             for prompt, update in updates:
-                self._writer.add(prompt, update)
+                self._serializer.add(prompt, update)
             if turns.is_over:
                 await turns.rest()
         # Nobody reads the answer after the client has left.
         if not self._generation.abandoned:
-            await body.add(self._writer.full_response())
+            await body.add(self._serializer.full_response())
             await body.end()
 
     async def _stream(self, body: "ResponseBody") -> None:
-        generation, writer = self._generation, self._writer
+        generation, serializer = self._generation, self._serializer
         try:
             while updates := await generation.take():
                 for prompt, update in updates:
-                    await body.add(writer.chunk(prompt, update))
+                    await body.add(serializer.chunk(prompt, update))
                 await body.flush()
             if not generation.abandoned:
-                await body.add([writer.last_chunk()])
+                await body.add([serializer.last_chunk()])
                 await body.end()
         # Before the first byte, the error can still be the response and set its status.
         except ApiError as error:
             if not body.started:
                 raise
-            await body.add([writer.error_event(error)])
+            await body.add([serializer.error_event(error)])
             await body.end()
         except Exception:  # Any error affects this answer only, and its client must receive it.
             if not body.started:
                 raise
             _LOG.exception("An answer failed after it had begun")
-            await body.add([writer.error_event(INTERNAL)])
+            await body.add([serializer.error_event(INTERNAL)])
             await body.end()
 
 
-class JsonAnswer:
+class LargeJsonResponse:
     """An ASGI application that answers with JSON that is there in pieces."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:

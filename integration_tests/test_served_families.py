@@ -84,6 +84,23 @@ FAMILIES = {
         "logit_divisor": 2.0,
         **EXPERTS,
     },
+    "bamba": {
+        "attention_layers": (1,),
+        "mamba_heads": 4,
+        "mamba_head_dim": 8,
+        "mamba_groups": 2,
+        "mamba_state": 8,
+    },
+    "granite_moe_hybrid": {
+        "attention_layers": (1,),
+        "mamba_heads": 4,
+        "mamba_head_dim": 8,
+        "mamba_state": 8,
+        "shared_mlp": 20,
+        "attention_scale": 0.3,
+        "residual_scale": 0.4,
+        **EXPERTS,
+    },
     "minimax_m2": {"rotary_dim": 4, **EXPERTS},
     "qwen3_5_moe": {
         "period": 3,
@@ -98,7 +115,7 @@ FAMILIES = {
     },
 }
 # Together these have windows, experts, sinks, soft caps, latents, recurrent states and quantized weights.
-DEFAULT = {"gemma3": "w8a8", "gpt_oss": "float", "deepseek_v3": "float", "qwen3_next": "float"}
+DEFAULT = {"gemma3": "w8a8", "gpt_oss": "float", "deepseek_v3": "float", "qwen3_next": "float", "bamba": "float"}
 CASES = [
     pytest.param(family, rules, marks=[] if DEFAULT.get(family) == rules else pytest.mark.slow)
     for family in FAMILIES
@@ -176,7 +193,8 @@ def test_the_engine_answers_as_the_model_does(engine_of, family, rules):
         reference.assert_most_likely(branch, continuation.tokens, tolerance=TOLERANCE[rules])
 
 
-DRAFTED = [family for family in FAMILIES if family not in ("qwen3_next", "qwen3_5", "qwen3_5_moe")]  # not recurrent
+RECURRENT = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "bamba", "granite_moe_hybrid")
+DRAFTED = [family for family in FAMILIES if family not in RECURRENT]
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_elementwise_ops_are_bound_by_memory():
     assert forward.bound(CHIP).denominator == "10 GB/s"
 
 
-@pytest.mark.parametrize("op", ["gated_linear_unit", "linear_attention", "rope", "attention", "norm"])
+@pytest.mark.parametrize("op", ["gated_linear_unit", "linear_attention", "state_space", "rope", "attention", "norm"])
 def test_every_call_of_the_contract_has_its_work(op):
     for case in {check.case.name: check.case for check in op_checks(op)}.values():
         arrays = {

@@ -36,6 +36,7 @@ _OPS = (
     "ragged_dot",
     "ring_attention",
     "rope",
+    "state_space",
 )
 
 

@@ -25,6 +25,7 @@ OPS = (
     "paged_attention",
     "ragged_dot",
     "rope",
+    "state_space",
 )  # those that need several devices: test_collective_matmul.py, test_exchange.py, test_ring_attention.py
 
 

@@ -27,6 +27,7 @@ OPS = (
     "paged_attention",
     "ragged_dot",
     "rope",
+    "state_space",
 )  # collective_matmul needs several devices
 ONE_OF_EACH = [pytest.param(next(iter(suite_of(op).cases)), id=op) for op in OPS]
 

@@ -25,6 +25,9 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
         x, x, x, decay=None, beta=None, initial_state=jnp.broadcast_to(weight, (2, 4, 4, 4)).astype(jnp.float32)
     )[1],
     "norm": lambda x, weight: ops.norm(x, weight[0]),
+    "state_space_from_a_shared_state": lambda x, weight: ops.state_space(
+        x, x, x, decay=None, beta=None, initial_state=jnp.broadcast_to(weight, (2, 4, 4, 4)).astype(jnp.float32)
+    )[1],
     "ragged_dot": lambda x, weight: ops.ragged_dot(
         x.reshape(-1, 4), jnp.stack([weight, 2 * weight]), jnp.array([30, 10])
     ),

@@ -24,6 +24,7 @@ ONE_OF_EACH = [
         "paged_attention",
         "ragged_dot",
         "rope",
+        "state_space",
     )
 ]
 

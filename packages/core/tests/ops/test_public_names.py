@@ -39,6 +39,7 @@ def test_public_names() -> None:
         "ring_attention",
         "rope",
         "seen_into",
+        "state_space",
         "use_tuned_table",
     }
 
@@ -62,6 +63,7 @@ def test_public_names_of_building() -> None:
         "check_takes",
         "choose",
         "contract",
+        "decays_between",
         "dequantize",
         "differentiated",
         "empty_softmax",
@@ -120,4 +122,5 @@ def test_signatures_are_those_of_abi_1() -> None:
         "ring_attention": "query key value axis_name order causal query_offset window segment_ids kv_lengths softcap "
         "sinks scale return_lse implementation axes",
         "rope": "x positions theta scaling interleaved rotary_dim implementation axes",
+        "state_space": "query key value decay beta initial_state implementation axes",
     }

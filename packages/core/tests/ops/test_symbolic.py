@@ -28,6 +28,10 @@ def linear_attention(query, key, value, decay):
     return ops.linear_attention(query, key / 4, value, decay=-jnp.abs(decay), beta=None)[0]
 
 
+def state_space(query, key, value, decay):
+    return ops.state_space(query, key / 4, value, decay=-jnp.abs(decay), beta=None)[0]
+
+
 def low_rank(x, down, up, rows):
     return ops.low_rank(x, down, up, jnp.ones(3), rows)
 
@@ -44,6 +48,7 @@ CALLS = {
     "attention": (attention, "b s 4 16 | b t 2 16 | b t 2 16 | int b"),
     "attention_of_one_length": (attention_of_one_length, "b 300 4 16 | b 300 2 16 | b 300 2 16"),
     "linear_attention": (linear_attention, "b s 2 8 | b s 2 8 | b s 2 8 | b s 2"),
+    "state_space": (state_space, "b s 1 8 | b s 1 8 | b s 2 8 | b s 2"),
     "ragged_dot": (ops.ragged_dot, "s 16 | 4 16 8 | int 4"),
     "low_rank": (low_rank, "b s 16 | 3 16 2 | 3 2 8 | int b"),
     "paged_attention": (paged_attention, "s 4 16 | 8 2 4 16 | int b 4 | int b | * b+1"),

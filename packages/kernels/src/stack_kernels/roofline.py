@@ -241,6 +241,12 @@ def _linear_attention_flops(arrays: Any, options: Any, values: Any, backward: bo
     return (12 if backward else 6) * math.prod(arrays["key"].shape) * arrays["value"].shape[-1]
 
 
+def _state_space_flops(arrays: Any, options: Any, values: Any, backward: bool) -> int:
+    del options, values
+    # Two products per token and head: the state's update by key and value, the state by the query.
+    return (8 if backward else 4) * math.prod(arrays["value"].shape) * arrays["key"].shape[-1]
+
+
 def _no_flops(arrays: Any, options: Any, values: Any, backward: bool) -> int:
     del arrays, options, values, backward
     return 0
@@ -268,6 +274,7 @@ _FLOPS: Mapping[str, Callable[[Any, Any, Any, bool], int]] = {
     "ragged_dot": _ragged_flops,
     "ring_attention": _ring_flops,
     "rope": _no_flops,
+    "state_space": _state_space_flops,
 }
 
 
@@ -296,4 +303,5 @@ _RESULT_BYTES: Mapping[str, Callable[[Any, Any], int]] = {
         _rows(arrays["query"]) * arrays["value"].shape[-1] * arrays["value"].dtype.itemsize
     ),
     "rope": lambda arrays, options: _bytes(arrays["x"]),
+    "state_space": lambda arrays, options: _bytes(arrays["value"]),
 }

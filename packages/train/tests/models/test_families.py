@@ -19,6 +19,7 @@ from stack_core.ops.kv_cache import DenseKVCache
 from stack_train.checkpoint import named_leaves
 from stack_train.models.weight_map import joined_tensors, shared_tensors
 from stack_train.nn.delta import DeltaAttention
+from stack_train.nn.mamba import Mamba2
 from stack_train.variables.weights import abstract_params
 
 SIZES = {"vocab_size": 61, "embed": 24, "heads": 4, "kv_heads": 2, "mlp": 40, "max_positions": 32, "dtype": "float32"}
@@ -141,6 +142,31 @@ FAMILIES = {
         "attention_scale": 0.3,
         "residual_scale": 0.4,
     },
+    "bamba": {
+        "layers": 3,
+        "attention_layers": (1,),
+        "mamba_heads": 6,
+        "mamba_head_dim": 8,
+        "mamba_groups": 2,
+        "mamba_state": 5,
+        "mamba_kernel": 3,
+    },
+    "granite_moe_hybrid": {
+        "layers": 3,
+        "attention_layers": (1,),
+        "mamba_heads": 6,
+        "mamba_head_dim": 8,
+        "mamba_groups": 2,
+        "mamba_state": 5,
+        "mamba_kernel": 3,
+        "experts": 5,
+        "active_experts": 2,
+        "shared_mlp": 12,
+        "embedding_scale": 3.0,
+        "attention_scale": 0.3,
+        "residual_scale": 0.4,
+        "rotary": True,
+    },
     "minimax_m2": {"layers": 2, "head_dim": 8, "rotary_dim": 4, "experts": 5, "active_experts": 2},
     "qwen3_5_moe": {
         "layers": 3,
@@ -167,7 +193,7 @@ FAMILIES = {
         "expert_mlp": 16,
     },
 }
-STATES = ("gemma3", "gpt_oss", "deepseek_v3", "qwen3_next", "ministral3", "granite_moe")
+STATES = ("gemma3", "gpt_oss", "deepseek_v3", "qwen3_next", "ministral3", "granite_moe_hybrid")
 """Families with every kind of state, alone and beside others, with sinks, temperatures and scaled residual sums."""
 SEQ = 12
 ONE_DEVICE = make_mesh(MeshConfig(), jax.devices()[:1])
@@ -218,7 +244,8 @@ def test_every_kind_of_attention_gets_its_keys_as_the_config_chooses(name):
         for layer in family.spec(make_config(name, context_keys="gathered")).layers
     }
     acts = {kind: changed[kind] != attention for kind, attention in kinds.items()}
-    assert acts == {kind: kind is not DeltaAttention for kind in kinds}  # which refuses a sequence that devices share
+    recurrent = (DeltaAttention, Mamba2)  # which refuse a sequence that devices share
+    assert acts == {kind: kind not in recurrent for kind in kinds}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -10,14 +10,16 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from stack_core.abi.errors import ShardingError
 from stack_core.abi.mesh import MeshConfig, use_mesh
 from stack_core.chips.device_mesh import make_mesh
 from stack_core.ops.definitions import linear_cross_entropy
 from stack_core.ops.references import attention_tiles
 from stack_core.programs.hlo import parse_hlo
 from stack_core.programs.hlo_costs import executed_flops
-from stack_train.models import deepseek_v3, gemma3, gpt_oss, llama, llama4
+from stack_train.models import bamba, deepseek_v3, gemma3, gpt_oss, llama, llama4, qwen3_next
 from stack_train.nn.context import from_zigzag, to_zigzag
 from stack_train.objectives import CausalLMConfig
 from stack_train.optim import SgdConfig
@@ -128,10 +130,27 @@ def zigzag_order_is_undone_where_it_is():
     assert "all-gather(" not in compiled.as_text().split("ENTRY")[1].split("collective-permute")[0]
 
 
+def recurrent_layers_are_refused_by_name():
+    small = {**SIZES, "layers": 1, "heads": 2, "mlp": 8}
+    chosen = (
+        (bamba.FAMILY, bamba.BambaConfig(**small), "Mamba-2"),
+        (
+            qwen3_next.FAMILY,
+            qwen3_next.Qwen3NextConfig(**small, experts=2, expert_mlp=8),
+            "A gated delta rule",
+        ),
+    )
+    for family, config, name in chosen:
+        program = make_program(family, config, {"context": 2})
+        with pytest.raises(ShardingError, match=f"{name} reads its sequence in order"):
+            jax.eval_shape(program.on_mesh(program.step.gradients), program.abstract_state, packed_batch())
+
+
 if __name__ == "__main__":
     attention_tiles._TILE_BYTES = 1
     attention_tiles._FEWEST_ROWS = attention_tiles._FEWEST_KEYS = 8
     linear_cross_entropy._FEWEST_ROWS = linear_cross_entropy._CHUNK_BYTES = 1
     linear_cross_entropy._MOST_CHUNKS = 2
     zigzag_order_is_undone_where_it_is()
+    recurrent_layers_are_refused_by_name()
     shared_sequences_train_as_whole_ones_do(ALL if "all" in sys.argv else FEW)

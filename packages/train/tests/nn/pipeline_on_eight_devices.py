@@ -14,6 +14,7 @@ from stack_core.abi.mesh import MeshConfig
 from stack_core.chips.device_mesh import make_mesh
 from stack_core.programs.hlo import parse_hlo
 from stack_core.programs.hlo_costs import executed_flops
+from stack_train.models.bamba import BambaConfig
 from stack_train.models.llama import LlamaConfig
 from stack_train.nn.schedules import schedule
 from stack_train.objectives import CausalLMConfig
@@ -22,16 +23,15 @@ from stack_train.step.precision import Precision
 from stack_train.step.program import Program
 from stack_train.step.step import make_step
 
-MODEL = LlamaConfig(
-    vocab_size=48,
-    layers=8,
-    embed=32,
-    heads=4,
-    kv_heads=2,
-    mlp=64,
-    max_positions=16,
-    dtype="float32",
-    initializer_std=0.2,
+SIZES = {"vocab_size": 48, "layers": 8, "embed": 32, "heads": 4, "kv_heads": 2, "mlp": 64, "max_positions": 16}
+SIZES |= {"dtype": "float32", "initializer_std": 0.2}
+MODEL = LlamaConfig(**SIZES)
+HYBRID = BambaConfig(
+    **{**SIZES, "layers": 4, "initializer_std": 0.05},
+    attention_layers=(1, 3),
+    mamba_heads=4,
+    mamba_head_dim=8,
+    mamba_state=6,
 )
 MICROBATCHES, SEQ = 4, 16
 FEW = (
@@ -75,14 +75,14 @@ def compiled_gradients(program, batch):
     return jax.jit(program.on_mesh(program.step.gradients)).lower(program.abstract_state, shapes).compile()
 
 
-def stages_give_the_gradients_of_one_device(chosen):
+def stages_give_the_gradients_of_one_device(chosen, model=MODEL):
     batch = batch_of(16)
-    single = make_program({"data": 1})
+    single = make_program({"data": 1}, model=model)
     start = single.init(key=jax.random.key(0))
     expected, loss = of(single, start, batch)
     evaluated = float(jax.jit(single.on_mesh(single.step.evaluate))(start.params, batch)["loss"])
     for name, chunks, sizes in chosen:
-        program = make_program(sizes, name, chunks)
+        program = make_program(sizes, name, chunks, model=model)
         found, of_stages = of(program, start, batch)
         where = f"{name}, {chunks} chunks, {sizes}"
         np.testing.assert_allclose(of_stages, loss, rtol=1e-6, err_msg=where)
@@ -176,5 +176,6 @@ if __name__ == "__main__":
     stages_give_the_gradients_of_one_device(ALL if everything else FEW)
     stages_sum_the_gradients_of_bfloat16_parameters_in_float32()
     if everything:
+        stages_give_the_gradients_of_one_device((("1f1b", 1, {"stage": 2}),), HYBRID)
         each_stage_does_its_share_of_the_layers(schedules[:2])
     what_a_stage_keeps_does_not_grow_with_microbatches(schedules, (8, 128) if everything else (16,))

@@ -15,6 +15,7 @@ from stack_core.ops.definitions.paged_attention import paged_attention as paged_
 from stack_core.ops.definitions.ragged_dot import ragged_dot as ragged_dot
 from stack_core.ops.definitions.ring_attention import ring_attention as ring_attention
 from stack_core.ops.definitions.rope import rope as rope
+from stack_core.ops.definitions.state_space import state_space as state_space
 from stack_core.ops.dispatch.choosing import for_export as for_export
 from stack_core.ops.dispatch.chosen import changed_choices as changed_choices
 from stack_core.ops.dispatch.chosen import choices as choices
@@ -69,5 +70,6 @@ __all__ = [
     "ring_attention",
     "rope",
     "seen_into",
+    "state_space",
     "use_tuned_table",
 ]

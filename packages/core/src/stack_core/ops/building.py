@@ -19,6 +19,7 @@ from stack_core.ops.dispatch.manual_axes import vary_alike, varying
 from stack_core.ops.dispatch.picked import picked
 from stack_core.ops.dispatch.plain import is_plain
 from stack_core.ops.dispatch.signature import check_parameters, check_takes, parameters_of
+from stack_core.ops.references.decays import decays_between
 from stack_core.ops.references.low_rank_weight import LowRankWeight
 from stack_core.ops.references.paged_places import as_int32, bounded_places, padding_as_zero
 from stack_core.ops.references.paged_pools import holds_values, stack_key_value
@@ -53,6 +54,7 @@ __all__ = [
     "check_takes",
     "choose",
     "contract",
+    "decays_between",
     "dequantize",
     "differentiated",
     "empty_softmax",

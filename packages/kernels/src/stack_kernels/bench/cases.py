@@ -193,12 +193,17 @@ def _other_cases(of: _Llama) -> list[BenchCase]:
         gates = {"decay": -rng.random(heads[:3], np.float32), "beta": rng.random(heads[:3], np.float32)}
         return {**values, **gates}
 
+    def state_space(rng: np.random.Generator) -> Mapping[str, Any]:
+        values = dict(gated(rng))
+        return {**values, "query": values["query"][:, :, :1], "key": values["key"][:, :, :1]}
+
     return [
         BenchCase("norm", of.name, "rms", _normal(x=hidden, scale=scale)),
         BenchCase("norm", of.name, "rms, residual", _normal(x=hidden, scale=scale, residual=hidden)),
         BenchCase("rope", of.name, "queries", positions),
         BenchCase("linear_cross_entropy", of.name, "loss", labelled),
         BenchCase("linear_attention", of.name, "delta rule", gated),
+        BenchCase("state_space", of.name, "mamba-2", state_space),
     ]
 
 

@@ -74,9 +74,10 @@ def _int8_weight() -> Int8:
     return Int8(_floats(_EMBED, _MLP, dtype=jnp.int8), _floats(1, _MLP, dtype=jnp.float32))
 
 
-def _linear_attention() -> dict[str, Any]:
+def _linear_attention(groups: int = _ROPE_DIMS[2]) -> dict[str, Any]:
     heads, gate = _floats(*_ROPE_DIMS), _floats(*_ROPE_DIMS[:3], dtype=jnp.float32)
-    return {"query": heads, "key": heads, "value": heads, "decay": gate, "beta": gate}
+    keys = _floats(*_ROPE_DIMS[:2], groups, _ROPE_DIMS[3])
+    return {"query": keys, "key": keys, "value": heads, "decay": gate, "beta": gate}
 
 
 _HIDDEN, _DECODED, _UP = _floats(_TOKENS, _EMBED), _floats(_ROWS, _EMBED), _floats(_EMBED, _MLP)
@@ -127,6 +128,7 @@ CALLS: tuple[LabCall, ...] = (
         ("hidden", "weight"),
     ),
     LabCall("linear_attention", "delta rule", _linear_attention(), {}, ("query", "key", "value", "decay", "beta")),
+    LabCall("state_space", "mamba-2", _linear_attention(groups=1), {}, ("query", "key", "value", "decay", "beta")),
     LabCall(
         "collective_matmul",
         "all_gather",

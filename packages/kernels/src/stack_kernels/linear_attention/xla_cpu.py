@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from stack_core.abi.ops import OWN, OpImplementation
-from stack_core.ops.building import accurate_dtype, differentiated, vary_alike
+from stack_core.ops.building import accurate_dtype, decays_between, differentiated, vary_alike
 
 __all__ = ["XLA_CPU", "Chunks"]
 
@@ -92,7 +92,7 @@ def _chunks(state: Any, query: Any, key: Any, value: Any, decay: Any, beta: Any)
 
     The tokens are [chunks, batch, heads, tokens, ...].
     """
-    within = _decays(decay)
+    within = decays_between(decay)
     since_start = jnp.exp(jnp.cumsum(decay, axis=-1))[..., None]
     strictly = jnp.tril(jnp.ones(within.shape[-2:], bool), -1)
     by_key = jnp.einsum("nbhtk,nbhik->nbhti", key, key)
@@ -147,15 +147,6 @@ def _inverse_backward(inverse: Any, cotangent: Any) -> Any:
 
 
 _inverse.defvjp(_inverse_forward, _inverse_backward)
-
-
-def _decays(decay: Any) -> Any:
-    """Returns D [..., t, i], 0 for i > t."""
-    size = decay.shape[-1]
-    later = jnp.tril(jnp.ones((size, size), bool), -1)
-    # sums[t, i] = g_(i+1) + ... + g_t
-    sums = jnp.cumsum(jnp.where(later, decay[..., None], 0), axis=-2)
-    return jnp.where(later | jnp.eye(size, dtype=bool), jnp.exp(sums), 0)
 
 
 def _split(array: Any, size: int) -> Any:

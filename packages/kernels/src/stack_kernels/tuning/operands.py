@@ -176,5 +176,6 @@ _MAKERS: Mapping[str, Mapping[str, _Maker]] = {
     },
     "ragged_dot": {"group_sizes": _group_sizes},
     "rope": {"positions": _positions},
+    "state_space": {"decay": _decay, "beta": _share},
 }
 """Arguments that need more than arbitrary numbers."""

@@ -45,6 +45,7 @@ _AXES: Mapping[str, Mapping[str, str]] = {
         "value": "batch kv_seq kv_heads value_dim",
     },
     "rope": {"x": "*batch seq heads head_dim"},
+    "state_space": {"query": "batch seq groups key_dim", "value": "batch seq heads value_dim"},
 }
 _PAGE_AXES = {"p": "pages", "h": "kv_heads", "s": "slots", "2": "pools", "d": "head_dim"}
 

@@ -13,10 +13,10 @@ from stack_train.models.family import DecoderFamily
 from stack_train.models.granite import GRANITE_SETTINGS, ScaledConfig, scaled_spec
 from stack_train.models.mixtral import ExpertsConfig
 from stack_train.models.reader import ConfigMap, Setting
-from stack_train.models.weight_map import Stored
+from stack_train.models.weight_map import Names, Stored
 from stack_train.nn.experts import Experts, Router
 
-__all__ = ["FAMILY", "GraniteMoeConfig"]
+__all__ = ["FAMILY", "GRANITE_EXPERTS", "GraniteMoeConfig", "fused_in_granite"]
 
 
 @config
@@ -36,9 +36,18 @@ def spec(config: GraniteMoeConfig) -> DecoderSpec:
     return scaled_spec(config, Experts(router=router, width=config.mlp, buffer=config.expert_buffer))
 
 
-def _stored(name: str, part: tuple[int, int]) -> Stored:
-    """Returns the place of an expert's matrix in a tensor of all experts, [experts, d_out, d_in]."""
-    return Stored(name=f"block_sparse_moe.{name}.weight", transposed=True, part=part, part_axis=-2)
+def fused_in_granite(name: str, part: tuple[int, int]) -> Stored:
+    """Returns the place of a matrix in a tensor of joined matrices, [..., d_out, d_in]."""
+    return Stored(name=f"{name}.weight", transposed=True, part=part, part_axis=-2)
+
+
+GRANITE_EXPERTS: Names = {
+    "feed_forward/router": "block_sparse_moe.router.layer",
+    "feed_forward/expert_gate": fused_in_granite("block_sparse_moe.input_linear", (0, 2)),
+    "feed_forward/expert_up": fused_in_granite("block_sparse_moe.input_linear", (1, 2)),
+    "feed_forward/expert_down": fused_in_granite("block_sparse_moe.output_linear", (0, 1)),
+}
+"""Tensor names of a mixture of experts."""
 
 
 FAMILY = DecoderFamily(
@@ -55,12 +64,7 @@ FAMILY = DecoderFamily(
         fixed={"hidden_act": "silu"},
     ),
     spec=spec,
-    names={
-        "feed_forward/router": "block_sparse_moe.router.layer",
-        "feed_forward/expert_gate": _stored("input_linear", (0, 2)),
-        "feed_forward/expert_up": _stored("input_linear", (1, 2)),
-        "feed_forward/expert_down": _stored("output_linear", (0, 1)),
-    },
+    names=GRANITE_EXPERTS,
     sizes=("1B-A400M", "3B-A800M"),
     tested=("logits", "greedy", "conversion", "pages", "w8a8 pages"),
 )

@@ -39,7 +39,7 @@ class ExpertsConfig(DecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.active_experts > self.experts:
+        if 0 < self.experts < self.active_experts:
             raise ConfigError(
                 f"active_experts={self.active_experts} is more than experts={self.experts}; change one of them."
             )

@@ -33,7 +33,8 @@ Names = Mapping[str, "str | Stored"]
 
 Linear layers omit the last part: "attention/query" -> "self_attn.q_proj", whose kernel is ".weight". "{expert}" in a
 name stands for the index into the parameter's [experts, ...] axis. The parameters of a `MultiTokenLayer` outside of its
-block have paths that start with "further/". A name that starts with "/" is a full tensor name.
+block have paths that start with "further/". A name that starts with "/" is a full tensor name, and so are the names of
+parameters outside of layers: "embedding", "norm" and "lm_head".
 """
 
 _LAYER = "model.layers.{layer}."
@@ -179,7 +180,7 @@ def weight_rule(path: Sequence[str | int], layers: Sequence[int], names: Names, 
     parameter = "/".join(map(str, path))
     if not layers:
         # Both layouts store embeddings as [vocab, embed]; only torch stores the head like that, too.
-        return WeightRule(parameter, _OUTER[parameter], transposed=parameter == "lm_head")
+        return WeightRule(parameter, str({**_OUTER, **names}[parameter]), transposed=parameter == "lm_head")
     names = {**_LAYER_NAMES, **names}
     place = _place(path)
     match names.get(place):

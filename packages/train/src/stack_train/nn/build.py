@@ -73,8 +73,11 @@ class Build:
         values = std * jax.random.normal(self._key(), (self.repeats, *shape), self.param_dtype)
         return nnx.Param(values, logical_axes=("layers", *axes))
 
-    def full(self, size: int, axis: str | None, value: float, **metadata: Any) -> Parameter:
-        """Returns a vector filled with `value`; `metadata` may contain a `dtype` to use instead of `param_dtype`."""
+    def full(self, size: int, axis: str | None, value: float | jax.Array, **metadata: Any) -> Parameter:
+        """Returns a vector filled with `value`, a number or one per entry.
+
+        `metadata` may contain a `dtype` to use instead of `param_dtype`.
+        """
         dtype = metadata.pop("dtype", self.param_dtype)
         return nnx.Param(jnp.full((self.repeats, size), value, dtype), logical_axes=("layers", axis), **metadata)
 

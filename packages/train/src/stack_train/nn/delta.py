@@ -16,6 +16,7 @@ from stack_core.abi.caches import KVCache, Recurrent
 from stack_train.nn.build import Build
 from stack_train.nn.context import check_unsplit_sequence
 from stack_train.nn.residual import Hidden, Norm, Rows
+from stack_train.nn.short_convolution import convolve, mask_taps, next_tail, segment_starts
 
 __all__ = ["DeltaAttention", "GatedDelta"]
 
@@ -92,10 +93,11 @@ class GatedDelta(nnx.Module):
         mixed, gate, beta, decay = self._projected(x)
         if cache is None:
             check_unsplit_sequence("A gated delta rule")
-            first = _starts(rows.segment_ids)
+            first = segment_starts(rows.segment_ids)
             # A decay of -inf clears the state at the start of a document.
             decay = decay if first is None else jnp.where(first[..., None], -jnp.inf, decay)
-            output, _ = self._recur(self._empty(x), _taps(rows.segment_ids, self.spec.kernel), None, mixed, beta, decay)
+            taps = mask_taps(rows.segment_ids, self.spec.kernel)
+            output, _ = self._recur(self._empty(x), taps, None, mixed, beta, decay)
         else:
 
             def transition(state: Any, valid: jax.Array, *inputs: jax.Array) -> tuple[jax.Array, Any]:
@@ -140,7 +142,7 @@ class GatedDelta(nnx.Module):
 
         Args:
           state: last inputs of the convolution, and state of the delta rule.
-          taps: see `_convolved`.
+          taps: see `convolve`.
           valid: bool[batch, seq], True for a prefix of each row; the remaining tokens do not change the state. None
             treats all tokens as valid.
           mixed, beta, decay: see `_projected`.
@@ -150,16 +152,11 @@ class GatedDelta(nnx.Module):
         """
         spec, (tail, stored) = self.spec, state
         inputs = jnp.concatenate([tail.astype(mixed.dtype), mixed], axis=1)
-        if valid is None:
-            # Includes old inputs if there are fewer new tokens than the convolution has taps.
-            tail = inputs[:, mixed.shape[1] :]
-        else:
+        tail = next_tail(inputs, mixed.shape[1], valid)
+        if valid is not None:
             # With a beta of 0 and a decay of 0 (a logarithm), a token leaves the state unchanged.
             beta, decay = (jnp.where(valid[..., None], each, 0) for each in (beta, decay))
-            # Rows end at different tokens, so each row's tail is cut after its own valid tokens.
-            ends = jnp.sum(valid, axis=1)
-            tail = jax.vmap(lambda row, end: jax.lax.dynamic_slice_in_dim(row, end, spec.kernel - 1))(inputs, ends)
-        flat = jax.nn.silu(_convolved(inputs, self.convolution[...][:, 0, :].astype(mixed.dtype), taps))
+        flat = jax.nn.silu(convolve(inputs, self.convolution[...][:, 0, :].astype(mixed.dtype), taps))
         keys = spec.key_heads * spec.key_dim
         query, key, value = jnp.split(flat, [keys, 2 * keys], axis=-1)
         query, key = (_unit(part.reshape(*part.shape[:2], spec.key_heads, -1)) for part in (query, key))
@@ -174,39 +171,6 @@ class GatedDelta(nnx.Module):
         spec, rows = self.spec, x.shape[0]
         stored = jnp.zeros((rows, spec.value_heads, spec.key_dim, spec.value_dim), jnp.float32)
         return jnp.zeros((rows, spec.kernel - 1, spec.mixed), x.dtype), stored
-
-
-def _convolved(inputs: jax.Array, kernel: jax.Array, taps: jax.Array | None) -> jax.Array:
-    """Computes the depthwise convolution y_t = sum_k w_k x_(t + k).
-
-    Args:
-      inputs: x, [batch, size - 1 + seq, features].
-      kernel: w, [features, size].
-      taps: bool[batch, seq, size], mask of the products; None includes all.
-    """
-    size = kernel.shape[-1]
-    seq = inputs.shape[1] - size + 1
-    products = [inputs[:, tap : tap + seq] * kernel[:, tap] for tap in range(size)]
-    if taps is not None:
-        products = [jnp.where(taps[:, :, tap, None], product, 0) for tap, product in enumerate(products)]
-    return sum(products[1:], start=products[0])
-
-
-def _taps(segment_ids: jax.Array | None, size: int) -> jax.Array | None:
-    """Returns a mask of the last `size` tokens up to each token that share its segment, [batch, seq, size]."""
-    if segment_ids is None:
-        return None
-    # -1 is the segment of no token, so taps before the beginning of a row are masked.
-    padded = jnp.pad(segment_ids, ((0, 0), (size - 1, 0)), constant_values=-1)
-    seq = segment_ids.shape[1]
-    return jnp.stack([padded[:, tap : tap + seq] == segment_ids for tap in range(size)], axis=-1)
-
-
-def _starts(segment_ids: jax.Array | None) -> jax.Array | None:
-    """Returns a mask of the first tokens of segments, [batch, seq], or None without segments."""
-    if segment_ids is None:
-        return None
-    return jnp.diff(segment_ids, axis=1, prepend=-1) != 0
 
 
 def _unit(x: jax.Array) -> jax.Array:

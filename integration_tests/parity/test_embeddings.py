@@ -28,6 +28,7 @@ SIZES |= {"num_hidden_layers": 4, "max_position_embeddings": 160, "pad_token_id"
 IDS = {"bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3}
 CONFIGS: dict[str, Any] = {
     "bert": lambda: transformers.BertModel(transformers.BertConfig(**SIZES)),
+    "roberta": lambda: transformers.RobertaModel(transformers.RobertaConfig(**SIZES)),
     "modernbert": lambda: transformers.ModernBertModel(
         transformers.ModernBertConfig(**SIZES, **IDS, local_attention=10)
     ),

@@ -29,12 +29,14 @@ SIZES = {
     "hidden_size": 42,
     "intermediate_size": 37,
     "num_hidden_layers": 3,
-    "max_position_embeddings": 29,
+    "max_position_embeddings": 29,  # of which RoBERTa uses 27
     "pad_token_id": None,  # whose embedding PyTorch gives no gradient
 }
 IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 1)
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("Bert", {"num_attention_heads": 6, "type_vocab_size": 3}),
+    "roberta": ("Roberta", {"num_attention_heads": 6, "type_vocab_size": 1, "pad_token_id": 1}),
+    "xlm_roberta": ("XLMRoberta", {"num_attention_heads": 6, "type_vocab_size": 1, "pad_token_id": 1}),
     "modernbert": ("ModernBert", {"num_attention_heads": 3, "num_hidden_layers": 7, "local_attention": 10, **IDS}),
     "modernbert with biases": (
         "ModernBert",
@@ -76,7 +78,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def tokens() -> np.ndarray:
-    return np.random.default_rng(0).integers(0, SIZES["vocab_size"], (2, 27))
+    # From 2, because RoBERTa derives positions from the ids that are not 1, the padding token's.
+    return np.random.default_rng(0).integers(2, SIZES["vocab_size"], (2, 27))
 
 
 def positions_of(tokens: np.ndarray) -> jax.Array:
@@ -138,14 +141,15 @@ def test_import_export_import_is_bitwise(pair, tokens, tmp_path):
     assert original.keys() == written.keys()
     for name, tensor in original.items():
         assert tensor.dtype == written[name].dtype and np.array_equal(tensor, written[name]), name
-    loaded = type(pair.torch_model).from_pretrained(tmp_path / "back", pad_token_id=None).eval()
+    pads: dict[str, Any] = {} if hasattr(pair.config, "padding_id") else {"pad_token_id": None}
+    loaded = type(pair.torch_model).from_pretrained(tmp_path / "back", **pads).eval()
     with torch.no_grad():
         inputs = torch.tensor(tokens)
         expected = pair.torch_model(inputs).last_hidden_state
         torch.testing.assert_close(loaded(inputs).last_hidden_state, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("theirs", ["Bert", "ModernBert"])
+@pytest.mark.parametrize("theirs", ["Bert", "Roberta", "XLMRoberta", "ModernBert"])
 def test_an_encoder_is_read_out_of_a_model_with_a_head(theirs, tokens, tmp_path):
     sizes = next(sizes for name, sizes in ENCODERS.values() if name == theirs)
     config = getattr(transformers, f"{theirs}Config")(**{**SIZES, **sizes})

@@ -183,6 +183,8 @@ FAMILIES = {
         **EXPERTS,
     },
     "bert": {"layers": 2},
+    "roberta": {"layers": 2},
+    "xlm_roberta": {"layers": 2},
     "modernbert": {"layers": 4, "window": 4},
 }
 VALUES = {

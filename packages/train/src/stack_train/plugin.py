@@ -38,6 +38,8 @@ def stack_register_models(registry: Registrar) -> None:
     registry.add("deepseek_v2", "stack_train.models.deepseek_v2:FAMILY")
     registry.add("glm4_moe", "stack_train.models.glm4_moe:FAMILY")
     registry.add("bert", "stack_train.models.bert:FAMILY")
+    registry.add("roberta", "stack_train.models.roberta:FAMILY")
+    registry.add("xlm_roberta", "stack_train.models.xlm_roberta:FAMILY")
     registry.add("modernbert", "stack_train.models.modernbert:FAMILY")
     registry.add("dit", "stack_train.diffusion.dit:FAMILY")
     registry.add("flux", "stack_train.diffusion.flux:FAMILY")

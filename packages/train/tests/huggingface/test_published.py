@@ -62,6 +62,7 @@ The indices of Kimi K2 and MiniMax-M2.5 count scales, too; their numbers are sum
 """
 LARGER = "Mistral-Small-3.1-24B-Instruct-2503"
 UNPUBLISHED = {"bamba", "granite_moe_hybrid", "llama4", "ministral3", "qwen3_5", "qwen3_5_moe"}
+UNPUBLISHED |= {"roberta", "xlm_roberta"}
 """Families whose published files are not here; `integration_tests/parity` reads what transformers writes."""
 FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 

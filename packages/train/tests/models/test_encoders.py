@@ -30,7 +30,11 @@ from stack_train.run.config import run_config
 from ..huggingface.published import small_checkpoint
 
 SIZES = {"vocab_size": 61, "embed": 24, "heads": 4, "mlp": 40, "max_positions": 16, "dtype": "float32"}
-FAMILIES = {"bert": {"layers": 2}, "modernbert": {"layers": 4, "window": 4, "norm_bias": True, "attention_bias": True}}
+FAMILIES = {
+    "bert": {"layers": 2},
+    "roberta": {"layers": 1},
+    "modernbert": {"layers": 4, "window": 4, "norm_bias": True, "attention_bias": True},
+}
 SEQ = 12
 
 

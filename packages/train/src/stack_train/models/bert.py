@@ -14,9 +14,10 @@ from stack_core.abi.config import config
 from stack_train.models.encoder import EncoderConfig, EncoderLayer, EncoderSpec
 from stack_train.models.encoder_family import EncoderFamily
 from stack_train.models.reader import ConfigMap, Setting
+from stack_train.models.weight_map import Names
 from stack_train.nn.feed_forward import Plain
 
-__all__ = ["FAMILY", "BertConfig"]
+__all__ = ["BERT_NAMES", "BERT_SETTINGS", "BERT_SILENT", "FAMILY", "BertConfig"]
 
 
 @config
@@ -51,44 +52,52 @@ class _Family(EncoderFamily):
 
 _LAYER = "encoder.layer.{layer}."
 
+BERT_SETTINGS = (
+    Setting("vocab_size", ("vocab_size",), 30_522),
+    Setting("embed", ("hidden_size",), 768),
+    Setting("layers", ("num_hidden_layers",), 12),
+    Setting("heads", ("num_attention_heads",), 12),
+    Setting("mlp", ("intermediate_size",), 3072),
+    Setting("norm_epsilon", ("layer_norm_eps",), 1e-12),
+    Setting("token_types", ("type_vocab_size",), 2),
+    Setting("initializer_std", ("initializer_range",), 0.02),
+)
+"""Settings of a BERT and of RoBERTa, without the positions."""
+
+BERT_SILENT = ("attention_probs_dropout_prob", "hidden_dropout_prob", "tie_word_embeddings")
+"""Keys that act in training, or on the head that is not read."""
+
+BERT_NAMES: Names = {
+    "embedding": "embeddings.word_embeddings.weight",
+    "positions": "embeddings.position_embeddings.weight",
+    "token_types": "embeddings.token_type_embeddings.weight",
+    "embedding_norm": "embeddings.LayerNorm",
+    "attention/query": _LAYER + "attention.self.query",
+    "attention/key": _LAYER + "attention.self.key",
+    "attention/value": _LAYER + "attention.self.value",
+    "attention/output": _LAYER + "attention.output.dense",
+    "attention_norm": _LAYER + "attention.output.LayerNorm",
+    "feed_forward/up": _LAYER + "intermediate.dense",
+    "feed_forward/down": _LAYER + "output.dense",
+    "feed_forward_norm": _LAYER + "output.LayerNorm",
+    "pooler": "pooler.dense",
+}
+"""Tensor names of a BERT and of RoBERTa."""
+
 FAMILY = _Family(
     name="bert",
     config_class=BertConfig,
     config_map=ConfigMap(
         architecture="BertModel",
         model_type="bert",
-        common=(
-            Setting("vocab_size", ("vocab_size",), 30_522),
-            Setting("embed", ("hidden_size",), 768),
-            Setting("layers", ("num_hidden_layers",), 12),
-            Setting("heads", ("num_attention_heads",), 12),
-            Setting("mlp", ("intermediate_size",), 3072),
-            Setting("max_positions", ("max_position_embeddings",), 512),
-            Setting("norm_epsilon", ("layer_norm_eps",), 1e-12),
-            Setting("token_types", ("type_vocab_size",), 2),
-            Setting("initializer_std", ("initializer_range",), 0.02),
-        ),
+        common=(*BERT_SETTINGS, Setting("max_positions", ("max_position_embeddings",), 512)),
         fixed={"hidden_act": "gelu", "position_embedding_type": "absolute"},
-        silent=("attention_probs_dropout_prob", "hidden_dropout_prob", "tie_word_embeddings"),
+        silent=BERT_SILENT,
         read_others=lambda reader: {},
         write_others=lambda config: {},
     ),
     spec=spec,
-    names={
-        "embedding": "embeddings.word_embeddings.weight",
-        "positions": "embeddings.position_embeddings.weight",
-        "token_types": "embeddings.token_type_embeddings.weight",
-        "embedding_norm": "embeddings.LayerNorm",
-        "attention/query": _LAYER + "attention.self.query",
-        "attention/key": _LAYER + "attention.self.key",
-        "attention/value": _LAYER + "attention.self.value",
-        "attention/output": _LAYER + "attention.output.dense",
-        "attention_norm": _LAYER + "attention.output.LayerNorm",
-        "feed_forward/up": _LAYER + "intermediate.dense",
-        "feed_forward/down": _LAYER + "output.dense",
-        "feed_forward_norm": _LAYER + "output.LayerNorm",
-        "pooler": "pooler.dense",
-    },
+    names=BERT_NAMES,
     base_prefix="bert.",
     published_in=("BertForMaskedLM", "BertForPreTraining"),
     redundant={"embeddings.position_ids": None},

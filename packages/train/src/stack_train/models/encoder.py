@@ -107,6 +107,7 @@ class EncoderSpec:
     Attributes:
       layers: specification of each layer.
       positions: adds a learned embedding of each position to the embedded tokens.
+      first_position: row of the first position in the table of positions; earlier rows are not used.
       token_types: number of token types, whose learned embeddings are added to the embedded tokens; 0 has none.
       final_norm: normalizes the output of the last layer.
       pooler: adds the layer tanh(x P + b) of a text's first hidden state; see `Encoder.pooled`.
@@ -114,6 +115,7 @@ class EncoderSpec:
 
     layers: tuple[EncoderLayer, ...]
     positions: bool = False
+    first_position: int = 0
     token_types: int = 0
     final_norm: bool = False
     pooler: bool = False
@@ -182,7 +184,8 @@ class Encoder(nnx.Module):
         keys = (jax.random.fold_in(key, number) for number in range(4 + len(spec.layers)))
         self.embedding = self._matrix(config.vocab_size, "vocab", next(keys))
         position_key, type_key, pooler_key = (next(keys) for _ in range(3))
-        self.positions = self._matrix(config.max_positions, None, position_key) if spec.positions else None
+        self.first_position, places = spec.first_position, spec.first_position + config.max_positions
+        self.positions = self._matrix(places, None, position_key) if spec.positions else None
         self.token_types = self._matrix(spec.token_types, None, type_key) if spec.token_types else None
         self.embedding_norm = LayerNorm.single(embed, config.norm_epsilon, STREAM, dtype, bias=norm_bias)
         std, norm = config.initializer_std, Norm(epsilon=config.norm_epsilon)
@@ -267,7 +270,9 @@ class Encoder(nnx.Module):
             found.append((self.token_types[...], types))
         elif token_types is not None:
             raise ArgumentError("The model has no token types. Leave token_types out.")
-        return found if self.positions is None else [*found, (self.positions[...], positions)]
+        if self.positions is not None:
+            found.append((self.positions[...], positions + self.first_position))
+        return found
 
     def _matrix(self, rows: int, axis: str | None, key: jax.Array) -> Parameter:
         config = self.config

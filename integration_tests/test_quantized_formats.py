@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from stack_core.abi.errors import ConversionError, StackError
 from stack_core.cli import main
@@ -80,12 +80,68 @@ def check_written(directory: Path, stored: Path) -> dict[str, Any]:
     return json.loads((directory / "config.json").read_text())["quantization_config"]
 
 
+@pytest.mark.filterwarnings("ignore:.*which are not applied")
 def test_every_type_is_written_in_codes(run, tmp_path):
     stored = quantized(run, tmp_path / "run", ALL)
     result = FORMAT.export_run(stored, tmp_path / "hf")
     section = check_written(tmp_path / "hf", stored)
     assert section["format"] == "mixed-precision" and result.dtype == "mixed-precision and float32"
     assert {group["format"] for group in section["config_groups"].values()} == WRITTEN
+
+
+@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "with zero points"])
+@pytest.mark.parametrize(("kind", "tile", "size"), [("int3", 8, 8), ("int6", None, -1)])
+def test_gptq_stands_for_the_floats_of_the_run(kind, tile, size, zeros, run, tmp_path, capsys):
+    rule: dict[str, Any] = {"weights": kind, "tile_size": tile, "smaller_tiles": tile is not None}
+    rule |= {"weight_calibration": "minmax" if zeros else "absmax"}
+    stored = quantized(run, tmp_path / "run", [{"path": ".*", **rule}])
+    # The 52 inputs or outputs of the feed-forward layers are no whole words of 8 codes, but of 4.
+    floats = ("" if kind == "int6" else "blocks.*down/kernel, blocks.*gate/kernel, .*") + "embedding, lm_head"
+    with pytest.warns(UserWarning, match=f"one group have codes in GPTQ, in whole words: {floats}"):
+        main(["convert", str(stored), f"hf:{tmp_path / 'hf'}", "--stored", "gptq"])
+    layout = "gptq_v2" if zeros else "gptq"
+    assert f"{layout} and float32" in capsys.readouterr().out
+    section = json.loads((tmp_path / "hf" / "config.json").read_text())["quantization_config"]
+    assert section["bits"] == (4 if kind == "int3" else 8) and section["group_size"] == size
+    assert (section["sym"], section["checkpoint_format"]) == (not zeros, layout)
+    names = {"self_attn." + name for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    assert {*section.get("modules_in_block_to_quantize", [names])[0]} == names
+    wanted = named_leaves(read_params(stored, run_config(stored).model)[0])
+    for path, leaf in open_source(tmp_path / "hf").leaves():
+        # Scales are rounded to float16, and so is the product.
+        np.testing.assert_allclose(leaf, wanted[path], rtol=2**-10 if "attention/" in path or kind == "int6" else 0)
+    (file,) = (tmp_path / "hf").glob("*.safetensors")
+    assert load_file(file)["model.layers.1.self_attn.q_proj.g_idx"].tolist() == [
+        place // (tile or 32) for place in range(32)
+    ]
+
+
+def test_nvfp4_stands_for_the_floats_of_the_run(run, tmp_path):
+    stored = quantized(run, tmp_path / "run", [{"path": "query|output", "weights": "nvfp4"}])
+    FORMAT.export_run(stored, tmp_path / "hf")
+    section = json.loads((tmp_path / "hf" / "config.json").read_text())["quantization_config"]
+    assert section["format"] == "nvfp4-pack-quantized"
+    wanted = named_leaves(read_params(stored, run_config(stored).model)[0])
+    for path, leaf in open_source(tmp_path / "hf").leaves():
+        # Floats of this format are read in bfloat16, as by its library.
+        np.testing.assert_allclose(leaf.astype(np.float32), wanted[path], rtol=2**-8, err_msg=path)
+
+
+@pytest.mark.parametrize(
+    ("rules", "layout", "problem"),
+    [
+        (one(weights="fp8_e4m3"), "gptq", "GPTQ stores integers and float inputs, unlike fp8_e4m3"),
+        (one(weights="int8", activations="int8"), "gptq", "unlike int8 with int8 inputs. Leave out --stored"),
+        ([{"path": "up", "weights": "int4"}], "gptq", "belongs to a linear layer that gptq stores in codes"),
+        (one(weights="int4"), "awq", "'awq' is no layout that `hf:` writes; take one of compressed-tensors, gptq"),
+        (None, "gptq", "is not quantized. Quantize it first"),
+    ],
+)
+def test_a_layout_that_cannot_hold_a_run_is_refused(rules, layout, problem, run, tmp_path):
+    stored = run if rules is None else quantized(run, tmp_path / "run", rules)
+    with pytest.raises(ConversionError, match=problem):
+        FORMAT.export_run(stored, tmp_path / "hf", stored=layout)
+    assert not (tmp_path / "hf").exists()
 
 
 def test_the_command_names_what_stays_in_float(run, tmp_path, capsys):
@@ -145,4 +201,4 @@ def test_the_table_lists_what_is_read_and_written():
     read = [row for row in rows() if row[3] == "yes"]
     assert {row[0] for row in read} == set(READERS)
     assert {row[1] for row in read if row[0] == "compressed-tensors"} == set(FORMATS)
-    assert {row[1] for row in rows() if row[4] == "yes"} == WRITTEN
+    assert {row[1] for row in rows() if row[4] == "yes"} == WRITTEN | {"nvfp4-pack-quantized", "gptq, gptq_v2"}

@@ -11,7 +11,7 @@ from stack_core import ops
 from stack_core.abi.ops import OpImplementation
 from stack_core.abi.plugins import registries
 from stack_core.testing import TOLERANCES, assert_close
-from stack_quant import ArraySpec, dequantize, quantize_array
+from stack_quant import ArraySpec, Rule, dequantize, quantize_array, quantize_function
 from stack_quant.qtypes import QTYPES
 
 
@@ -167,3 +167,14 @@ def test_values_and_gradients_are_those_of_what_it_stands_for(op: str, name: str
     )
     for actual, wanted in zip(found, expected, strict=True):
         np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=1e-4 * float(jnp.abs(wanted).max()))
+
+
+def test_scales_of_nvfp4_by_a_rule_have_one_unit_for_each_matrix() -> None:
+    def scanned(params, x):
+        return jax.lax.scan(lambda carry, w: (carry + carry @ w, None), x, params["w"])[0]
+
+    x = drawn(4, 32)
+    for algorithm in (None, "gptq"):
+        rule = Rule(path="w", weights="nvfp4", algorithm=algorithm)
+        held = quantize_function(scanned, {"w": drawn(2 * 32, 32).reshape(2, 32, 32)}, rule, (x,), stream=[(x,)])
+        assert held.params["w"].scale_unit.shape == (2, 1, 1)

@@ -63,6 +63,7 @@ class ArraySpec:
       double_quantized: store float32 scales in 8 bits, as multiples of a unit that the tiles of a channel share.
       range_ends: position of the ends of the range among integer codes, a key of `RANGE_ENDS`. Other types map the
         ends onto their outermost codes.
+      shared_unit_axes: axes along which scales that have a unit share it, in addition to the axes of the tiles.
     """
 
     type: str = "int8"
@@ -72,6 +73,7 @@ class ArraySpec:
     symmetric: bool | None = None
     double_quantized: bool = False
     range_ends: str = "fitted"
+    shared_unit_axes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         # Specs are static arguments of `jit`: equal ones must be hashable and compare equal in any order of tiles.
@@ -112,8 +114,8 @@ class ArraySpec:
         return tiling(shape, self.channel_axes, self.tile_sizes, name)
 
     def unit_axes(self, ndim: int) -> tuple[int, ...]:
-        """Returns the axes along which the tiles of a channel share the unit of their scales, if scales have one."""
-        return tuple(axis % ndim for axis in self.tile_sizes)
+        """Returns the axes along which tiles share the unit of their scales, if scales have one."""
+        return tuple(axis % ndim for axis in (*self.tile_sizes, *self.shared_unit_axes))
 
     def _check_block(self, kind: QType) -> None:
         if kind.block_size is None:

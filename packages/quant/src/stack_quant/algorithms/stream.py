@@ -224,4 +224,5 @@ def _of_slice(spec: ArraySpec, leading: int) -> ArraySpec:
         spec,
         channel_axes=channels,
         tiles={axis - leading: size for axis, size in spec.tile_sizes.items() if axis >= leading},
+        shared_unit_axes=tuple(axis - leading for axis in spec.shared_unit_axes),
     )

@@ -174,7 +174,11 @@ def _spec(path: str, rule: Rule, shape: tuple[int, ...], first: Use) -> tuple[Ar
     assert rule.weights is not None, "asked only for parameters that are quantized"
     reduced = {part.axis for part in first.contracted}
     tiles, tile = _fitting_tiles(path, rule, first.contracted, shape)
-    tiles |= _free_tiles(path, rule, [part for part in first.free if part.axis not in reduced], shape)
+    free = [part for part in first.free if part.axis not in reduced]
+    tiles |= _free_tiles(path, rule, free, shape)
+    # nvfp4 has one unit for a whole matrix, like NVIDIA's kernels and checkpoints.
+    is_nvfp4 = qtype(rule.weights).scale_dtype == "float8_e4m3fn"
+    shared = sorted({part.axis for part in free} - tiles.keys()) if is_nvfp4 else ()
     try:
         spec = ArraySpec(
             type=rule.weights,
@@ -183,6 +187,7 @@ def _spec(path: str, rule: Rule, shape: tuple[int, ...], first: Use) -> tuple[Ar
             calibration=rule.weight_calibration,
             double_quantized=rule.double_quantized,
             range_ends=rule.range_ends if qtype(rule.weights).is_integer else "fitted",
+            shared_unit_axes=tuple(shared),
         )
     except ArgumentError as error:
         raise RuleError(f"{path}, of shape {list(shape)}: {rule} does not fit it. {error}") from error

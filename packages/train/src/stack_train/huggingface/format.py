@@ -36,7 +36,7 @@ from stack_train.generation.embedding_settings import EMBEDDING_FILES
 from stack_train.generation.generative import ModuleCheckpoint, generative_checkpoint
 from stack_train.huggingface.hub import on_disk
 from stack_train.huggingface.quantization import QUANTIZATION
-from stack_train.huggingface.quantized_export import PlannedTensors, quantized_tensors
+from stack_train.huggingface.quantized_export import LAYOUTS, PlannedTensors, quantized_tensors
 from stack_train.huggingface.source import HuggingFaceSource, open_source, read_config
 from stack_train.models.weight_map import joined_tensors, shared_tensors
 from stack_train.nn.quantized import QuantizedMatrix, with_quantized
@@ -77,6 +77,7 @@ class HuggingFaceFormat:
     """
 
     config_file = _CONFIG
+    stored_types = LAYOUTS
 
     def import_run(
         self, directory: Path, run: Path, *, ignore: Collection[str] = (), progress: Progress | None = None
@@ -113,23 +114,32 @@ class HuggingFaceFormat:
         return Conversion(run, parameters, source.total_bytes, source.config.param_dtype, copied, source.left_out)
 
     def export_run(
-        self, run: Path, directory: Path, *, max_shard_bytes: int = 5 * 10**9, progress: Progress | None = None
+        self,
+        run: Path,
+        directory: Path,
+        *,
+        stored: str | None = None,
+        max_shard_bytes: int = 5 * 10**9,
+        progress: Progress | None = None,
     ) -> Conversion:
         """Converts a run's newest checkpoint to a Hugging Face checkpoint with the dtype of `model.param_dtype`.
 
-        A quantized run becomes a checkpoint of compressed-tensors.
+        A quantized run becomes a checkpoint of compressed-tensors or GPTQ.
 
         Args:
+          stored: layout of a quantized run, from `stored_types`; None uses the first.
           max_shard_bytes: maximum size of a weights file; a larger tensor gets a file to itself.
 
         Raises:
-          ConversionError: Hugging Face has no counterpart of the model, compressed-tensors cannot represent its codes,
-            or `directory` exists.
+          ConversionError: Hugging Face has no counterpart of the model, the layout cannot represent its codes, the run
+            is not quantized although a layout is given, or `directory` exists.
           RunDirectoryError: `run` is not a run directory.
           CheckpointError: the newest checkpoint of the run is missing or damaged.
         """
         saved = run_config(run)
         config = saved.model
+        if stored is not None:
+            _check_layout(stored, run, saved)
         if component_of(config.name) is not None:
             if holds_codes(saved):
                 raise ConversionError(
@@ -141,7 +151,10 @@ class HuggingFaceFormat:
         if not isinstance(family, ConvertibleFamily):
             raise ConversionError(f"Models of family {config.name!r} have no Hugging Face counterpart.")
         with atomic_directory(directory) as partial, CheckpointStore(RunDirectory(run).checkpoints) as store:
-            planned = (_coded_tensors if holds_codes(saved) else _float_tensors)(run, saved, family, store)
+            if holds_codes(saved):
+                planned = _coded_tensors(run, saved, family, stored or LAYOUTS[0])
+            else:
+                planned = _float_tensors(run, saved, family, store)
             total_bytes = sum(spec.size_bytes for spec in planned.specs)
             special_ids = _special_ids(run / "tokenizer")
             _write_config(run / "huggingface" / _CONFIG, config, family, special_ids, partial / _CONFIG)
@@ -156,7 +169,8 @@ class HuggingFaceFormat:
                 special_ids, partial / _GENERATION_CONFIG
             )
             copied += _copy(EMBEDDING_FILES, run / "huggingface", partial)
-        dtype = f"{planned.section['format']} and {config.param_dtype}" if planned.section else config.param_dtype
+        layout = planned.section.get("format", planned.section.get("checkpoint_format"))
+        dtype = f"{layout} and {config.param_dtype}" if layout else config.param_dtype
         return Conversion(directory, planned.parameters, total_bytes, dtype, copied)
 
     def recognizes(self, directory: Path) -> bool:
@@ -275,14 +289,24 @@ def _float_tensors(run: Path, saved: RunConfig, family: Any, store: CheckpointSt
     return PlannedTensors({}, specs, tensors, sum(int(np.prod(spec.shape, dtype=np.int64)) for spec in specs))
 
 
-def _coded_tensors(run: Path, saved: RunConfig, family: Any, store: CheckpointStore) -> PlannedTensors:
+def _check_layout(stored: str, run: Path, saved: RunConfig) -> None:
+    if stored not in LAYOUTS:
+        raise ConversionError(f"{stored!r} is no layout that `hf:` writes; take one of {', '.join(LAYOUTS)}.")
+    if not holds_codes(saved):
+        raise ConversionError(
+            f"{stored!r} is a layout of quantized parameters, and {run} is not quantized. Quantize it first: "
+            f"stack quantize {run} --recipe w4_t128 --out DIR."
+        )
+
+
+def _coded_tensors(run: Path, saved: RunConfig, family: Any, stored: str) -> PlannedTensors:
     # Holds the quantized model, and the floats of one parameter at a time.
     model, _ = read_model(run, saved)
     values = {"/".join(map(str, path)): value for path, value in flatten_mapping(stored_values(model)).items()}
     transform = transform_of(saved)
     rules = family.weight_rules(saved.model)
     dtype = jnp.dtype(saved.model.param_dtype)
-    return quantized_tensors(values, rules, partial(transform.input_type, model), dtype)
+    return quantized_tensors(values, rules, partial(transform.input_type, model), dtype, stored=stored)
 
 
 def _model(source: HuggingFaceSource) -> Any:

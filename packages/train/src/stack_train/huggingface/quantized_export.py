@@ -1,4 +1,4 @@
-"""Quantized models as checkpoints of compressed-tensors; `compressed_tensors` describes the layout."""
+"""Quantized models as checkpoints of compressed-tensors or GPTQ, whose layouts their readers describe."""
 
 import warnings
 from collections import Counter
@@ -13,14 +13,16 @@ from stack_core import ops
 from stack_core.abi.errors import ConversionError
 from stack_core.ops.building import is_quantized
 from stack_train.huggingface.codes import fp4_pairs, pack_words
+from stack_train.huggingface.gptq_export import GptqScheme, common_scheme, gptq_section
 from stack_train.models.weight_map import WeightRule, joined_tensors, shared_tensors
 from stack_train.safetensors_files import TensorSpec
 
-__all__ = ["PlannedTensors", "quantized_tensors"]
+__all__ = ["LAYOUTS", "PlannedTensors", "quantized_tensors"]
 
 # vLLM has kernels for 4-bit and 8-bit integers; narrower codes are stored in the next larger size.
 _BITS = {f"int{bits}": 4 if bits <= 4 else 8 for bits in range(2, 9)}
-_FLOATS = {"fp8_e4m3": 8, "mxfp4": 4}
+_FLOATS = {"fp8_e4m3": 8, "mxfp4": 4, "nvfp4": 4}
+_FP4_GROUPS = {"mxfp4": 32, "nvfp4": 16}
 _INPUTS = {"int8": "int", "fp8_e4m3": "float"}
 _F32, _I8, _U8 = np.dtype(np.float32), np.dtype(np.int8), np.dtype(np.uint8)
 _I32, _I64, _FP8 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(ml_dtypes.float8_e4m3fn)
@@ -48,8 +50,8 @@ class _Scheme:
 
     @property
     def format(self) -> str:
-        if self.type == "mxfp4":
-            return "mxfp4-pack-quantized"
+        if self.type in _FP4_GROUPS:
+            return f"{self.type}-pack-quantized"
         if self.type in _FLOATS:
             return "float-quantized"
         return "int-quantized" if self.bits == 8 and self.inputs else "pack-quantized"
@@ -57,13 +59,16 @@ class _Scheme:
     def section(self, targets: Sequence[str]) -> dict[str, Any]:
         strategy = {"strategy": "channel", "group_size": None}
         if self.group is not None:
-            strategy = {"strategy": "group", "group_size": self.group}
+            name = "tensor_group" if self.type == "nvfp4" else "group"
+            strategy = {"strategy": name, "group_size": self.group}
         kind = "float" if self.type in _FLOATS else "int"
         weights = {"num_bits": self.bits, "type": kind, "symmetric": self.symmetric, "dynamic": False, **strategy}
         inputs = None
         if self.inputs is not None:
             # The inputs of a product share their tiles with its weight.
-            rows = {"strategy": "token", "group_size": None} if self.group is None else strategy
+            rows = (
+                {"strategy": "token", "group_size": None} if self.group is None else {**strategy, "strategy": "group"}
+            )
             inputs = {"num_bits": 8, "type": _INPUTS[self.inputs], "symmetric": True, "dynamic": True, **rows}
         return {
             "targets": list(targets),
@@ -77,9 +82,10 @@ class _Scheme:
         """Returns the tensors of a matrix [d_out, d_in] in the order of `tensors`."""
         groups = (shape[0], 1 if self.group is None else shape[1] // self.group)
         module = name.removesuffix("weight")
-        scale = TensorSpec(f"{module}weight_scale", _U8 if self.type == "mxfp4" else _F32, groups)
-        if self.format == "mxfp4-pack-quantized":
-            return [TensorSpec(f"{module}weight_packed", _U8, (shape[0], shape[1] // 2)), scale]
+        scale = TensorSpec(f"{module}weight_scale", {"mxfp4": _U8, "nvfp4": _FP8}.get(self.type, _F32), groups)
+        if self.type in _FP4_GROUPS:
+            unit = [TensorSpec(f"{module}weight_global_scale", _F32, (1,))] if self.type == "nvfp4" else []
+            return [TensorSpec(f"{module}weight_packed", _U8, (shape[0], shape[1] // 2)), scale, *unit]
         if self.format != "pack-quantized":
             zeros = [] if self.symmetric else [TensorSpec(f"{module}weight_zero_point", _I8, groups)]
             return [TensorSpec(name, _FP8 if self.type in _FLOATS else _I8, shape), scale, *zeros]
@@ -93,7 +99,24 @@ class _Scheme:
         ]
 
     def tensors(self, codes: np.ndarray, scale: np.ndarray, zero_point: np.ndarray | None) -> Iterator[np.ndarray]:
-        """Yields the values of `specs` from codes [d_out, d_in], and scales and zero points [d_out, groups]."""
+        """Yields the values of `specs` from codes [d_out, d_in], and scales and zero points [d_out, groups].
+
+        Raises:
+          ConversionError: scales of nvfp4 have several units.
+        """
+        if self.type == "nvfp4":
+            # The largest scale is the largest number of float8_e4m3fn.
+            unit = scale.max() / np.float32(ml_dtypes.finfo(_FP8).max)
+            stored = (scale / unit).astype(_FP8)
+            if not np.allclose(stored.astype(np.float32) * unit, scale, rtol=1e-5, atol=0):
+                raise ConversionError(
+                    "The scales of a matrix in nvfp4 have several units, and compressed-tensors has one for each "
+                    "matrix. Quantize again by a rule, or keep the parameters that share the matrix in float."
+                )
+            yield fp4_pairs(codes)
+            yield stored
+            yield np.array([1 / unit], np.float32)
+            return
         if self.format == "mxfp4-pack-quantized":
             yield fp4_pairs(codes)
             yield (np.frexp(scale)[1] + 126).astype(np.uint8)  # 2**e is 0.5 * 2**(e + 1) in `frexp`
@@ -129,8 +152,19 @@ class PlannedTensors:
     parameters: int
 
 
+LAYOUTS = ("compressed-tensors", "gptq")
+"""Layouts that are written; the first is the default."""
+
+_Planned = tuple[Sequence[WeightRule], _Scheme | GptqScheme | None, Mapping[str, tuple[int, ...]]]
+
+
 def quantized_tensors(
-    values: Mapping[str, Any], rules: Sequence[WeightRule], input_type: Callable[[str], str | None], dtype: Any
+    values: Mapping[str, Any],
+    rules: Sequence[WeightRule],
+    input_type: Callable[[str], str | None],
+    dtype: Any,
+    *,
+    stored: str = "compressed-tensors",
 ) -> PlannedTensors:
     """Plans the tensors of a quantized model. Matrices of linear layers stay in codes, other parameters become floats.
 
@@ -139,30 +173,32 @@ def quantized_tensors(
       rules: locations of the parameters in the checkpoint.
       input_type: function of a path to the type of the inputs that a parameter multiplies; None for floats.
       dtype: dtype of the parameters that become floats.
+      stored: layout of the codes, an entry of `LAYOUTS`.
 
     Raises:
-      ConversionError: compressed-tensors cannot represent the codes of a parameter.
+      ConversionError: the layout cannot represent the codes of a parameter.
     """
     groups = shared_tensors(rules)
     schemes = [_scheme(group, [values[rule.parameter] for rule in group], input_type) for group in groups]
-    if not any(schemes):
+    shapes = [group[0].tensor_shapes(values[group[0].parameter].shape) for group in groups]
+    of_group: Sequence[_Scheme | GptqScheme | None] = _gptq(schemes, shapes) if stored == "gptq" else schemes
+    if not any(of_group):
         raise ConversionError(
-            "No quantized parameter belongs to a linear layer, and compressed-tensors has codes for these alone. "
-            "Convert the run that it was made from."
+            f"No quantized parameter belongs to a linear layer that {stored} stores in codes. Convert the run that it "
+            "was made from."
         )
     decoded = [
         rule.parameter
-        for group, scheme in zip(groups, schemes, strict=True)
+        for group, scheme in zip(groups, of_group, strict=True)
         for rule in group
         if scheme is None and is_quantized(values[rule.parameter])
     ]
     if decoded:
-        warnings.warn(
-            f"Written as floats, because only linear layers have codes in compressed-tensors: {', '.join(decoded)}.",
-            stacklevel=2,
-        )
-    shapes = [group[0].tensor_shapes(values[group[0].parameter].shape) for group in groups]
-    planned = list(zip(groups, schemes, shapes, strict=True))
+        reason = "only linear layers have codes in compressed-tensors"
+        if stored == "gptq":
+            reason = "only layers of one number of bits and one group have codes in GPTQ, in whole words"
+        warnings.warn(f"Written as floats, because {reason}: {', '.join(decoded)}.", stacklevel=2)
+    planned = list(zip(groups, of_group, shapes, strict=True))
     specs = [
         spec
         for group, scheme, named in planned
@@ -186,10 +222,11 @@ def quantized_tensors(
             views = [array.__stack_qview__() for array in arrays]
             codes = joined_tensors(group, [np.asarray(view.qvalue) for view in views])
             scales = joined_tensors(group, [_per_output(view.scale, view.qvalue.shape) for view in views])
+            has_zeros = views[0].zero_point is not None
             zeros = (
-                {}
-                if scheme.symmetric
-                else joined_tensors(group, [_per_output(view.zero_point, view.qvalue.shape) for view in views])
+                joined_tensors(group, [_per_output(view.zero_point, view.qvalue.shape) for view in views])
+                if has_zeros
+                else {}
             )
             for name, matrix in codes.items():
                 parts = scheme.tensors(matrix, scales[name], zeros.get(name))
@@ -198,6 +235,40 @@ def quantized_tensors(
 
     parameters = sum(int(np.prod(shape, dtype=np.int64)) for named in shapes for shape in named.values())
     return PlannedTensors(_section(planned), specs, tensors, parameters)
+
+
+def _gptq(
+    schemes: Sequence[_Scheme | None], shapes: Sequence[Mapping[str, tuple[int, ...]]]
+) -> list[GptqScheme | None]:
+    """Returns the scheme of GPTQ, or None for parameters that become floats.
+
+    Raises:
+      ConversionError: inputs are quantized, or codes are not integers.
+    """
+    for scheme in filter(None, schemes):
+        if scheme.inputs is not None or scheme.type not in _BITS:
+            inputs = f" with {scheme.inputs} inputs" if scheme.inputs else ""
+            raise ConversionError(
+                f"GPTQ stores integers and float inputs, unlike {scheme.type}{inputs}. Leave out --stored, which "
+                "writes compressed-tensors, or quantize again, for example with --recipe w4_t128."
+            )
+    found = [
+        (scheme.bits, scheme.group, scheme.symmetric)
+        for scheme, named in zip(schemes, shapes, strict=True)
+        if scheme is not None
+        for name, shape in named.items()
+        if GptqScheme(scheme.bits, scheme.group, scheme.symmetric).fits(name, shape)
+    ]
+    common = common_scheme(found) if found else None
+    return [
+        common
+        if common is not None
+        and scheme is not None
+        and (scheme.bits, scheme.group) == (common.bits, common.group)
+        and all(common.fits(name, shape) for name, shape in named.items())
+        else None
+        for scheme, named in zip(schemes, shapes, strict=True)
+    ]
 
 
 def _scheme(
@@ -225,8 +296,9 @@ def _of_array(path: str, array: Any, inputs: str | None) -> _Scheme:
     d_in, groups = view.qvalue.shape[-2], view.scale.shape[-2]
     if kind not in _BITS and kind not in _FLOATS:
         raise ConversionError(
-            f"{path} is {view.scheme}, which `hf:` does not write. It writes int2 to int8, fp8_e4m3 and mxfp4, without "
-            "scaled or rotated inputs. Quantize again, for example with --recipe w4_t128 or --algorithm nearest."
+            f"{path} is {view.scheme}, which `hf:` does not write. It writes int2 to int8, fp8_e4m3, mxfp4 and "
+            "nvfp4, without scaled or rotated inputs. Quantize again, for example with --recipe w4_t128 or "
+            "--algorithm nearest."
         )
     if 1 < groups == d_in:
         raise ConversionError(
@@ -238,8 +310,8 @@ def _of_array(path: str, array: Any, inputs: str | None) -> _Scheme:
             f"{path} is {kind} and multiplies inputs in {inputs}. `hf:` writes int8 inputs of integers and fp8_e4m3 "
             "inputs of fp8_e4m3. Quantize again by such a recipe, or without activations."
         )
-    # The group of mxfp4 is a part of the format, also if it covers all inputs.
-    group = None if groups == 1 and kind != "mxfp4" else d_in // groups
+    # The groups of mxfp4 and nvfp4 are a part of the format, also if one covers all inputs.
+    group = _FP4_GROUPS.get(kind, None if groups == 1 else d_in // groups)
     return _Scheme(kind, group, view.zero_point is None, inputs)
 
 
@@ -256,7 +328,17 @@ def _float_dtype(array: Any, dtype: Any) -> np.dtype[Any]:
     return np.dtype(dtype if is_quantized(array) else array.dtype)
 
 
-def _section(planned: Sequence[tuple[Sequence[WeightRule], _Scheme | None, Mapping[str, Any]]]) -> dict[str, Any]:
+def _section(planned: Sequence[_Planned]) -> dict[str, Any]:
+    for _, scheme, _ in planned:
+        if isinstance(scheme, GptqScheme):
+            linear = [(named, other) for group, other, named in planned if group[0].transposed]
+            return gptq_section(
+                scheme, {name.removesuffix(".weight"): other is not None for named, other in linear for name in named}
+            )
+    return _groups([(group, scheme, named) for group, scheme, named in planned if not isinstance(scheme, GptqScheme)])
+
+
+def _groups(planned: Sequence[tuple[Sequence[WeightRule], _Scheme | None, Mapping[str, Any]]]) -> dict[str, Any]:
     # The most common scheme targets all linear layers; the remaining schemes name their layers.
     counts = Counter(scheme for _, scheme, named in planned if scheme is not None for _ in named)
     common = counts.most_common(1)[0][0]

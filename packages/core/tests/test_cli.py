@@ -174,6 +174,7 @@ def test_a_commands_own_help_is_its_docstring(run):
     ("arguments", "message"),
     [
         (("bench", "opz"), "Unknown name 'bench opz' among commands. Did you mean 'bench ops'"),
+        (("bench", "ops", "some", "more", "x"), "Unexpected 'more', 'x': `stack bench ops` takes [OP] and options.\n"),
         (("bench", "ops", "--opp", "x"), "Run `stack bench ops --help`."),
         (("bench", "--opp"), "Run `stack bench --help`."),
         (("bensh", "ops"), "Unknown name 'bensh' among commands."),

@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import inspect
 import itertools
 import os
 import sys
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with _explaining_devices(), _warnings_in_one_line():
             app(tokens, exit_on_error=False, print_error=False)
     except cyclopts.CycloptsError as error:
-        _fail(f"{error}\nRun `stack {name} --help`." if name else str(error), USER_ERROR)
+        _fail(f"{_explained(error, name)}\nRun `stack {name} --help`." if name else str(error), USER_ERROR)
     except StackError as error:
         _fail(str(error), USER_ERROR)
     except KeyboardInterrupt:
@@ -206,6 +207,17 @@ def _warn_of_plugins() -> None:
             _note(f"plugin {report.name!r} {left_out}: {'; '.join(report.problems)}\n  {remedy}")
     for problem in plugins.mistakes():
         _note(problem)
+
+
+def _explained(error: cyclopts.CycloptsError, name: str) -> str:
+    """Returns the message of a usage error; for arguments in excess with the arguments that the command takes."""
+    if not isinstance(error, cyclopts.UnusedCliTokensError) or error.target is None:
+        return str(error)
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = [each for each in inspect.signature(error.target).parameters.values() if each.kind in positional]
+    named = [f"[{each.name.upper()}]" if each.default is not each.empty else each.name.upper() for each in parameters]
+    takes = " ".join([*named, "and options"]) if named else "options only"
+    return f"Unexpected {', '.join(map(repr, error.unused_tokens or []))}: `stack {name}` takes {takes}."
 
 
 def _note(message: str) -> None:

@@ -72,6 +72,9 @@ def test_mistakes_are_named(capsys, captured, tmp_path):
     assert "'h10'" in refused(capsys, "roofline", captured, "--chip", "h10")
     assert "no program 'jit_x'" in refused(capsys, "memory", captured, "--program", "jit_x")
     assert "no script" in refused(capsys, "run", "missing.py")
+    for tokens, message in ((("run",), "Name a script to capture: "), (("run", "--hz", "a"), "arguments: --hz: ")):
+        said = refused(capsys, *tokens)
+        assert said.startswith("stack: error: ") and message in said and said.count("\n") == 1
     target = tmp_path / "missing" / "out.json"
     assert "cannot be written" in refused(capsys, "export", captured, "--to", "csv", "--output", target)
 

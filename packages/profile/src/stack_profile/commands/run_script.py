@@ -9,7 +9,7 @@ import traceback
 import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from stack_profile.captures.capture import Capture, capture
 from stack_profile.captures.listener import listen
@@ -60,8 +60,20 @@ def _run_listening(options: argparse.Namespace) -> None:
         sys.exit(status)
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that raises its errors in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        missing = "the following arguments are required: script, arguments"
+        found = "Name a script to capture" if message == missing else f"{message[:1].upper()}{message[1:]}"
+        raise CaptureError(
+            f"{found}: stack profile run [--out DIR] [-m] SCRIPT ARGUMENTS ... "
+            "`stack profile run --help` lists the options."
+        )
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="stack profile run", description="Capture a script, which need not know of it.", allow_abbrev=False
     )
     parser.add_argument("--out", type=Path, default=Path("profile"), help="directory of the capture (default: profile)")

@@ -40,6 +40,10 @@ def stack_register_analyses(registry: Registrar) -> None:
         help="Show how long the program waits for its input.",
     )
     registry.add(
+        "requests", "stack_profile.analyses.requests:requests", help="Show waits and rates of served requests."
+    )
+    registry.add("rollouts", "stack_profile.analyses.rollouts:rollouts", help="Show the episodes of post-training.")
+    registry.add(
         "communication", "stack_profile.analyses.communication:communication", help="Show what devices send each other."
     )
     registry.add(

@@ -36,7 +36,7 @@ export function readPalette(capture: Capture): Palette {
   // The categories with the most time have colours of their own, the others share the last one.
   const times = new Map<string, number>();
   for (const lane of capture.lanes) {
-    if (lane.type === "steps" || (isDerived(lane) && !isSampled(lane))) continue;
+    if (lane.type === "steps" || (isDerived(lane) && !isSampled(lane) && lane.type !== "work")) continue;
     for (let i = lane.first; i < lane.limit; i++) {
       const category = capture.kinds[capture.kind[i]!]!.category ?? "";
       times.set(category, (times.get(category) ?? 0) + (lane.type === "operations" ? 1e3 : 1) * capture.self[i]!);

@@ -1,7 +1,7 @@
 // The capture that the page embeds: events in typed arrays, and the tables that they refer to.
 
 export interface Kind {
-  readonly type: "step" | "operation" | "host" | "collective" | "compile" | "input" | "sample" | "gc";
+  readonly type: "step" | "operation" | "host" | "collective" | "compile" | "input" | "work" | "sample" | "gc";
   readonly name: string;
   readonly module?: string;
   readonly category?: string;
@@ -48,7 +48,7 @@ export interface Lane {
   readonly index: number;
   readonly group: string;
   readonly name: string;
-  readonly type: "steps" | "operations" | "thread" | "stacks" | "gc" | "collectives" | "compile" | "input";
+  readonly type: "steps" | "operations" | "thread" | "stacks" | "gc" | "collectives" | "compile" | "input" | "work";
   readonly rows: number;
   readonly side: number; // of a comparison: 0 before, 1 after; otherwise 0
   readonly first: number; // of its events
@@ -328,7 +328,7 @@ async function inflate(text: string): Promise<Uint8Array> {
 }
 
 /** Whether a lane shows other events again, or samples, so that counts and searches leave its events out. */
-export const isDerived = (lane: Lane): boolean => isSampled(lane) || lane.type === "collectives" || lane.type === "compile" || lane.type === "input";
+export const isDerived = (lane: Lane): boolean => isSampled(lane) || lane.type === "collectives" || lane.type === "compile" || lane.type === "input" || lane.type === "work";
 
 export const isSampled = (lane: Lane): boolean => lane.type === "stacks";
 

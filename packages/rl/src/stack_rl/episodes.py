@@ -17,6 +17,7 @@ import numpy as np
 from stack_core.abi.engines import Engine
 from stack_core.abi.errors import EngineBusy, EnvironmentFailed, StackError
 from stack_core.abi.generation import GenerationRequest, GenerationUpdate, SamplingParams
+from stack_core.runtime.spans import record_span, spans_recorded
 from stack_rl.branches import Branch, laid_out
 from stack_rl.contracts import Action, Environment, Observation, PlaysItself, StepResult, Tasks, Trajectory, Verdict
 from stack_rl.requests import EpisodeRequests, Receive
@@ -67,6 +68,7 @@ class Episode:
       branches: record of its tokens; a single branch, unless the episode plays itself.
       playing: task of an episode that plays itself.
       requests: requests of such an episode.
+      started_s: start on the clock of `time.monotonic()`.
     """
 
     attempt: Attempt
@@ -83,6 +85,7 @@ class Episode:
     failure: str | None = None
     playing: "asyncio.Task[StepResult] | None" = None
     requests: EpisodeRequests | None = None
+    started_s: float = field(default_factory=time.monotonic)
 
     @property
     def tokens(self) -> list[int]:
@@ -181,6 +184,17 @@ class Episode:
         self.end_requests()
         if self.playing is not None:
             self.playing.cancel()
+        if spans_recorded():
+            record_span(
+                "rollout",
+                time.monotonic() - self.started_s,
+                group=self.attempt.group,
+                task=self.attempt.task,
+                turns=sum(len(branch.action_starts) for branch in self.branches),
+                tokens=len(self.tokens),
+                reward=float(sum(sum(branch.rewards) for branch in self.branches)),
+                failure=self.failure,
+            )
         await self.environment.close()
 
     def trajectory(self) -> Trajectory:

@@ -20,6 +20,7 @@ from stack_core.abi.engines import Engine
 from stack_core.abi.errors import ConversionError, EngineBusy, EngineStopped, GenerationError
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.generation import GenerationRequest, GenerationUpdate, SamplingParams
+from stack_serve.llm import dispatcher, loop
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.dispatcher import Dispatcher
 from stack_serve.llm.engine import LLMEngine
@@ -66,6 +67,32 @@ def run(engine: LLMEngine, *requests: GenerationRequest) -> list[list[Generation
 
 def tokens_of(updates: list[GenerationUpdate]) -> list[int]:
     return [token for update in updates for token in update.tokens]
+
+
+def test_a_capture_has_requests_and_steps(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`integration_tests/test_profiled_requests.py` reads them from a trace."""
+    spans: list[tuple[str, float, dict[str, Any]]] = []
+    for module in (loop, dispatcher):
+        monkeypatch.setattr(module, "spans_recorded", lambda: True)
+        monkeypatch.setattr(module, "record_span", lambda name, s, **fields: spans.append((name, s, fields)))
+    before = engine.stats()
+    run(engine, request_of("one", tuple(range(1, 21)), max_tokens=3), request_of("two", n=2, temperature=1.0))
+    after = engine.stats()
+    queued = [fields for name, _, fields in spans if name == "queue"]
+    assert {(each["request"], each["index"], each["prompt_tokens"]) for each in queued} == {
+        ("one", 0, 20),
+        ("two", 0, 3),
+        ("two", 1, 3),
+    }
+    steps = [fields["rows"] for name, _, fields in spans if name == "engine_step"]
+    assert len(steps) == after.steps - before.steps
+    rows = [row for step in steps for row in step]
+    assert sum(new for *_, new in rows) == after.generated_tokens - before.generated_tokens == 19
+    assert sum(prompt for _, _, prompt, _ in rows) + sum(each["cached_tokens"] for each in queued) == 26
+    sent = [fields for name, _, fields in spans if name == "stream"]
+    assert sum(fields["tokens"] for fields in sent) == 19
+    assert [fields["end"] for fields in sent if fields["end"]] == ["length"] * 3
+    assert all(seconds >= 0 for _, seconds, _ in spans)
 
 
 @pytest.fixture(scope="module")

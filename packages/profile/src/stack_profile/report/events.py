@@ -19,6 +19,7 @@ from stack_profile.captures.processes import names_of
 from stack_profile.report.flows import dispatches, launches_of
 from stack_profile.report.lanes import Lane, derived_lanes, host_group
 from stack_profile.report.stack_lanes import StackLanes
+from stack_profile.report.work_lanes import work_lanes
 from stack_profile.traces.categories import category_of
 from stack_profile.traces.host_stacks import HostStacks, thread_of
 from stack_profile.traces.instructions import Frame, Instruction
@@ -121,6 +122,7 @@ class _Collector:
         self._leave_out(limit)
         if self._recorded.lanes:
             self._insert(derived_lanes(trace, self._kinds, self._place))
+            self._insert(work_lanes(trace, self._kinds))
         recorded.dispatched_by = dispatches(recorded.lanes)
         return recorded
 

@@ -25,7 +25,7 @@ class Lane:
       group: name of the device, or of the host.
       name: name of the strip in its group.
       type: "steps", "operations" or "thread"; "stacks" of a thread, "gc"; "collectives", "compile" and "input" show
-        events of these again.
+        events of these again; "work" shows requests, engine steps, rollouts and rewards.
       rows: number of rows; events of one row do not overlap.
       start_ps, duration_ps, self_ps, kind, row: columns of the events, in order of their start. `kind` is an index of
         `Recorded.kinds`, `self_ps` the time without the events that an event contains.

@@ -42,6 +42,7 @@ _METADATA_NAME, _METADATA_DISPLAY_NAME, _METADATA_STATS = 2, 4, 5
 # launch on the host, and hold times on a TPU's own clock and the state of an allocator.
 _TEXT: Final = (
     "hlo_op", "hlo_module", "tf_op", "_ipl_stage_name", "_ipl_stage_cat", "_ipl_dataset_name", "allocator_name",
+    "stack_span",
 )  # fmt: skip
 _NUMBERS: Final = (
     "program_id", "run_id", "device_ordinal", "step_num", "group_id", "_pt", "_p", "_ct", "_c", "device_offset_ps",

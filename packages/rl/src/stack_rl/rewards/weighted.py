@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,6 +12,7 @@ from stack_core.abi.data import Tokenizer
 from stack_core.abi.errors import ConfigError, EnvironmentFailed
 from stack_core.abi.local_paths import local_path
 from stack_core.abi.plugins import registries
+from stack_core.runtime.spans import record_span
 from stack_rl.contracts import Completion, Reward, Score
 from stack_rl.rewards.unchecked import Unchecked
 
@@ -153,6 +155,7 @@ async def total_score(rewards: Sequence[tuple[str, Reward, float]], completion: 
 
 async def _score(name: str, reward: Reward, completion: Completion) -> tuple[float, Score, Mapping[str, float]]:
     """Scores an answer, and converts numbers of any library to Python floats."""
+    started_s = time.monotonic()
     try:
         found = reward(completion)
         value = await found if inspect.isawaitable(found) else found
@@ -163,6 +166,7 @@ async def _score(name: str, reward: Reward, completion: Completion) -> tuple[flo
         raise
     except Exception as error:  # Rewards are user code and may raise any exception.
         raise EnvironmentFailed(f"reward {name!r} raised {type(error).__name__}: {error}") from error
+    record_span("reward", time.monotonic() - started_s, reward=name, value=number if math.isfinite(number) else None)
     if not math.isfinite(number):
         raise EnvironmentFailed(f"reward {name!r} returned {number} for {completion.text!r}; it must be finite")
     return number, score, facts

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from stack_core.abi.generation import FinishReason, GenerationUpdate
 from stack_core.ops.sampling.logprobs import Index, TokenLogprobs, token_records
 from stack_core.ops.sampling.sampling import Sampled, candidate_tokens
+from stack_core.runtime.spans import record_span, spans_recorded
 from stack_serve.llm.output import GOES_ON, EndOfTokens
 from stack_serve.llm.work import Continuation, Work
 
@@ -179,6 +180,9 @@ class Dispatcher:
         # Before the delivery: a client may submit the id again as soon as it gets the last update.
         if is_end and work.unfinished == 1:
             self._on_end(work)
+        if spans_recorded():
+            fields = {"request": update.request_id, "index": update.index, "end": update.finish_reason}
+            record_span("stream", 0.0, tokens=len(update.tokens), **fields)
         work.deliver(update)
         if is_end:
             continuation.has_ended = True

@@ -15,6 +15,7 @@ from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.generation import FinishReason, GenerationRequest, GenerationUpdate
 from stack_core.ops.sampling.logprobs import TokenLogprobs
 from stack_core.ops.sampling.sampling import Sampled, SamplingSettings
+from stack_core.runtime.spans import record_span, spans_recorded
 from stack_serve.llm.adapters import HostAdapter
 from stack_serve.llm.compilations import count_thread_compilations
 from stack_serve.llm.config import EngineConfig
@@ -326,6 +327,15 @@ class EngineLoop:
             self._waits_no_more(continuation.work)
             # A preempted sequence is admitted again, but its request started only once.
             continuation.work.started_s = continuation.work.started_s or now_s
+            if spans_recorded() and not sequence.preemptions:
+                record_span(
+                    "queue",
+                    time.monotonic() - continuation.work.submitted_s,
+                    request=sequence.request_id,
+                    index=sequence.index,
+                    prompt_tokens=sequence.prompt_tokens,
+                    cached_tokens=sequence.cached_tokens,
+                )
             assert sequence.slot is not None
             self._programs.admit(sequence.slot, sequence.tokens, continuation.settings)
         for sequence in plan.loading:
@@ -503,16 +513,30 @@ class EngineLoop:
             self._read_prompts(step)
         # Also for steps without samples, whose duration `_set_repeats` measures.
         jax.block_until_ready((step.result.hidden, step.result.sampled))
+        begun_s = max(step.started_s, self._read_s)
         self._set_repeats(step)
+        counts = [0] * len(step.plan.rows)
         if step.result.sampled is not None:
-            self._read_sampled(step, step.result.sampled)
+            counts = self._read_sampled(step, step.result.sampled)
+        if spans_recorded():
+            record_span(
+                "engine_step",
+                time.monotonic() - begun_s,
+                rows=[
+                    (row.sequence.request_id, row.sequence.index, row.prompt_tokens, count)
+                    for row, count in zip(step.plan.rows, counts, strict=True)
+                ],
+            )
 
-    def _read_sampled(self, step: _StartedStep, sampled: Sampled) -> None:
+    def _read_sampled(self, step: _StartedStep, sampled: Sampled) -> list[int]:
+        """Collects the tokens of a step, and returns the number of new tokens of each row."""
         tokens, finite = np.asarray(sampled.tokens), np.asarray(sampled.ok)
         figures: Any = None
+        counts = list[int]()
         for row, index in self._generated(step, tokens):
             continuation = self._continuations.get(row.sequence.id)
             new, end, is_lost = self._record(row, continuation, tokens[index].tolist(), finite[index].tolist())
+            counts.append(len(new))
             if continuation is None or not row.samples:
                 continue
             if continuation.drafts is not None:
@@ -526,6 +550,7 @@ class EngineLoop:
             if is_lost:
                 error = "The logits of all allowed tokens are NaN or infinite after this text."
                 self._undelivered.append(End(continuation, "error", error))
+        return counts
 
     def _generated(self, step: _StartedStep, tokens: np.ndarray) -> Iterator[tuple[Row, tuple[int | slice, ...]]]:
         """Yields the rows of a step with the indices of their generated tokens in `tokens`; takes back other drafts."""

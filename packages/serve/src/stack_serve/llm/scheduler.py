@@ -75,6 +75,11 @@ class Row(NamedTuple):
     samples: int
     adapter: int = -1
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of the row's tokens that belong to the prompt."""
+        return max(0, min(self.tokens, self.sequence.prompt_tokens - self.start))
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:

@@ -1,11 +1,12 @@
 """Moments in 16 or 8 bits between updates."""
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax.nnx.traversals import unflatten_mapping
 from jax.tree_util import GetAttrKey
 
 from stack_core.abi.errors import ConfigError
@@ -26,7 +27,8 @@ class MomentsState(NamedTuple):
 
     Attributes:
       inner: state of the wrapped transformation; moments of matrices are bfloat16, or 8-bit codes.
-      scales: with 8 bits, `inner` with the float32 scale of each row of a code, of shape [..., 1], and None elsewhere.
+      scales: with 8 bits, the float32 scales [..., 1] of the rows of each code, by its place among the leaves of
+        `inner` and its parameter's path.
       updates_done: int32 scalar, number of updates.
     """
 
@@ -60,7 +62,7 @@ def compress_moments(
 
     def init(params: Any) -> MomentsState:
         state = extended.init(params)
-        if not any(_code(path, of_matrices) for path, _ in jax.tree.leaves_with_path(state)):
+        if not any(_moments(state, of_matrices)):
             raise ConfigError(
                 f"optimizer.moments is {dtype!r}, but this optimizer keeps no moments of matrices in fields `mu`, "
                 "`trace` or `nu`. Leave it out."
@@ -90,27 +92,27 @@ def round_stochastically(x: jax.Array, *, key: jax.Array) -> jax.Array:
 
 def _compress(state: Any, dtype: MomentDtype, of_matrices: Container[Any], updates_done: jax.Array) -> MomentsState:
     of_update = jax.random.fold_in(jax.random.key(0), updates_done)
-
-    def encode(place: int, path: Any, leaf: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        code, key = _code(path, of_matrices), jax.random.fold_in(of_update, place)
-        if code is None:
-            return leaf, None
-        return (round_stochastically(leaf, key=key), None) if dtype == "bfloat16" else code.encode(leaf, key)
-
-    leaves, structure = jax.tree.flatten_with_path(state)
-    pairs = [encode(place, *leaf) for place, leaf in enumerate(leaves)]
-    inner, scales = (structure.unflatten(column) for column in zip(*pairs, strict=True))
-    return MomentsState(inner, scales, updates_done)
+    leaves, structure = jax.tree.flatten(state)
+    scales = {}
+    for place, code, parameter in _moments(state, of_matrices):
+        key = jax.random.fold_in(of_update, place)
+        if dtype == "bfloat16":
+            leaves[place] = round_stochastically(leaves[place], key=key)
+        else:
+            leaves[place], scale = code.encode(leaves[place], key)
+            scales[str(place)] = unflatten_mapping({tuple(each.key for each in parameter): scale})
+    return MomentsState(structure.unflatten(leaves), scales, updates_done)
 
 
 def _decompress(state: MomentsState, of_matrices: Container[Any]) -> Any:
-    def decode(path: Any, leaf: jax.Array, scale: jax.Array | None) -> jax.Array:
-        code = _code(path, of_matrices)
-        if code is None:
-            return leaf
-        return leaf.astype(jnp.float32) if scale is None else code.decode(leaf) * scale
-
-    return jax.tree.map_with_path(decode, state.inner, state.scales)
+    leaves, structure = jax.tree.flatten(state.inner)
+    for place, code, _ in _moments(state.inner, of_matrices):
+        if state.scales:
+            (scale,) = jax.tree.leaves(state.scales[str(place)])
+            leaves[place] = code.decode(leaves[place]) * scale
+        else:
+            leaves[place] = leaves[place].astype(jnp.float32)
+    return structure.unflatten(leaves)
 
 
 class _Code(NamedTuple):
@@ -151,12 +153,13 @@ _CODES = {
 }
 
 
-def _code(path: Any, of_matrices: Container[Any]) -> _Code | None:
-    """Returns the 8-bit code of a leaf of an Optax state, or None for other leaves than moments of matrices."""
-    for place, key in enumerate(path):
-        if isinstance(key, GetAttrKey) and key.name in _CODES and path[place + 1 :] in of_matrices:
-            return _CODES[key.name]
-    return None
+def _moments(state: Any, of_matrices: Container[Any]) -> Iterator[tuple[int, _Code, Any]]:
+    """Yields the place among the leaves, the 8-bit code and the parameter's path of each moment of a matrix."""
+    for place, (path, _) in enumerate(jax.tree.leaves_with_path(state)):
+        for depth, key in enumerate(path):
+            parameter = path[depth + 1 :]
+            if isinstance(key, GetAttrKey) and key.name in _CODES and parameter in of_matrices:
+                yield place, _CODES[key.name], parameter
 
 
 def _row_scale(magnitudes: jax.Array) -> jax.Array:

@@ -4,7 +4,8 @@ Its "weights" are two numbers that each batch changes, bit for bit by what the b
 them. It goes on from its newest checkpoint, and writes what each step used to `steps.json`.
 
 Arguments: the directory, the largest staleness, "module:Class.method:before|after:nth call" to die at, or "never", and
-how many rounds of groups may be drawn in place of flat ones, and into how many minibatches a batch is split, twice.
+how many rounds of groups may be drawn in place of flat ones, and into how many minibatches a batch is split, twice. A
+process of several also gets its number, their count and the coordinator's port.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ import json
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +24,7 @@ import numpy as np
 
 from stack_core.abi.config import config
 from stack_core.abi.generation import GenerationUpdate, TokenLogprob
+from stack_core.runtime.processes import ProcessesConfig, join
 from stack_rl import rollouts
 from stack_rl.contracts import Observation, StepResult
 from stack_rl.objectives.presets import DrGRPOConfig
@@ -143,14 +146,18 @@ class Training:
         return np.frombuffer(digest[:4], np.uint16).astype(np.float32)
 
     def save(self, directory, step, weights, state, steps):
-        partial = directory / "checkpoints" / "partial"
-        partial.write_text(json.dumps({"step": step, "weights": weights.tolist(), "state": state, "steps": steps}))
-        partial.rename(directory / "checkpoints" / f"{step:08d}.json")
+        unfinished = directory / "checkpoints" / "unfinished"
+        unfinished.write_text(json.dumps({"step": step, "weights": weights.tolist(), "state": state, "steps": steps}))
+        unfinished.rename(directory / "checkpoints" / f"{step:08d}.json")
 
 
 def main():
     directory, staleness, moment, refill_rounds = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     minibatches = int(sys.argv[5])
+    processes = join(ProcessesConfig())
+    if sys.argv[6:]:
+        place, count, port = map(int, sys.argv[6:])
+        processes = join(ProcessesConfig(count=count, id=place, coordinator=f"127.0.0.1:{port}"))
     if moment != "never":
         die_at(moment if moment.startswith("stack_") else f"__main__:{moment}")
     rollouts.registries = SimpleNamespace(engines={"static": Engine})
@@ -160,8 +167,7 @@ def main():
     settings = rollouts.RolloutData(environment=SleepyConfig(), **sizes, max_staleness=staleness)
     data = settings.for_objective(objective).build(seed=0, model=None)
     (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
-    data.write(directory)
-    (directory / "config.yaml").touch()
+    processes.in_turn("files", lambda: [data.write(directory), (directory / "config.yaml").touch()])
     iterator = data.train_iterator()
     found = sorted((directory / "checkpoints").glob("*.json"))
     step, weights, steps = 0, np.asarray([1, 2], np.float32), []
@@ -183,13 +189,18 @@ def main():
         steps.append({"groups": used, "weights": weights.tolist(), "reward": batch["reward"].tolist(), "stale": stale})
         data.update_weights({"w": jnp.asarray(weights)}, step, score)
         if step % EVERY == 0 or step == STEPS:
-            training.save(directory, step, weights, iterator.get_state(), steps)
+            state = iterator.get_state()
+            # The others, too, have a checkpoint only once it is complete.
+            save = partial(training.save, directory, step, weights, state, steps)
+            processes.on_first("save", save)
             paths = sorted((directory / "checkpoints").glob("*.json"))
             for old in paths[:-KEPT]:
-                old.unlink()
+                old.unlink(missing_ok=True)
             data.checkpoint_saved(step, [int(each.stem) for each in paths[-KEPT:]])
     data.close()
-    (directory / "steps.json").write_text(json.dumps(steps))
+    if processes.first:
+        (directory / "steps.json").write_text(json.dumps(steps))
+    processes.from_each("end", 0)  # the first hosts the coordinator
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -30,26 +31,32 @@ MOMENTS = (
 )
 
 
-def finished(directory, staleness, *moments, refill_rounds=0, minibatches=1):
-    """What the steps of a run used that was killed at each moment in turn, and then went on to its end."""
+def finished(directory, staleness, *moments, refill_rounds=0, minibatches=1, victims=None):
+    """What the steps of a run used that was killed at each moment in turn, and then went on to its end.
 
-    def command(moment):
-        return [
-            sys.executable,
-            "-W",
-            "ignore",
-            CHILD,
-            directory,
-            str(staleness),
-            moment,
-            str(refill_rounds),
-            str(minibatches),
-        ]
+    With `victims`, the run has two processes, of which the victim of each moment is killed, and then the other one.
+    """
+    arguments = [str(refill_rounds), str(minibatches)]
 
-    for moment in moments:
-        child = subprocess.run(command(moment), check=False)
-        assert child.returncode == -signal.SIGKILL, f"it was not killed at {moment}"
-    subprocess.run(command("never"), check=True)
+    def start(moments):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        places = [[]] if victims is None else [[str(place), "2", str(port)] for place in range(2)]
+        command = [sys.executable, "-W", "ignore", CHILD, directory, str(staleness)]
+        pairs = zip(moments, places, strict=True)
+        return [subprocess.Popen([*command, moment, *arguments, *place]) for moment, place in pairs]
+
+    count = 1 if victims is None else 2
+    for moment, victim in zip(moments, victims or [0] * len(moments), strict=True):
+        children = start([moment if place == victim else "never" for place in range(count)])
+        children[victim].wait(timeout=300)
+        for child in children:
+            child.kill()
+            child.wait()
+        assert children[victim].returncode == -signal.SIGKILL, f"it was not killed at {moment}"
+        assert not (directory / "steps.json").exists()
+    for child in start(["never"] * count):
+        assert child.wait(timeout=300) == 0
     return json.loads((directory / "steps.json").read_text())
 
 
@@ -73,6 +80,24 @@ def check_ahead(steps):
 
 def test_a_run_that_is_killed_thrice_ends_bitwise_like_a_whole_one(whole, tmp_path):
     check_synchronous(whole, finished(tmp_path, 0, *EARLY))
+
+
+def test_two_processes_of_which_one_is_killed_end_bitwise_like_one(whole, tmp_path):
+    check_synchronous(whole, finished(tmp_path, 0, "stack_rl.rollout_journal:RolloutJournal.note:after:5", victims=[1]))
+
+
+@pytest.mark.slow  # four processes each
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("moment", EARLY[::2])
+def test_two_processes_that_are_killed_in_turn_end_bitwise_like_one(whole, tmp_path, moment, victim):
+    check_synchronous(whole, finished(tmp_path, 0, moment, moment, victims=[victim, 1 - victim]))
+
+
+@pytest.mark.slow  # four processes
+def test_two_processes_that_draw_ahead_use_every_group_once(tmp_path):
+    steps = finished(tmp_path, 2, "stack_rl.rollout_journal:RolloutJournal.note:after:5", victims=[1])
+    check_ahead(steps)
+    assert all({number % 2 for number in each["groups"]} == {0, 1} for each in steps)
 
 
 def test_a_run_that_draws_ahead_uses_every_group_once_whenever_it_is_killed(tmp_path):

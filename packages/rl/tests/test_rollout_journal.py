@@ -31,10 +31,16 @@ class Run:
     def draw(self, number, version, course="w"):
         self.journal.add([Group(number, version, f"{course}{version}", [trajectory(number, version=version)])])
 
+    def replayed(self, number, digest, version):
+        if self.journal.has(number, digest):
+            return self.journal.replay(number)
+        self.journal.give_up(number, digest, version)
+        return None
+
     def batch(self, version, course="w"):
         """The groups of a batch and whether the journal had them."""
         number = self.ledger.batches
-        found = self.journal.replayed(number, f"{course}{version}", version)
+        found = self.replayed(number, f"{course}{version}", version)
         groups = [] if found is None else [each.number for each in found.groups]
         if found is None:
             recorded = self.journal.usable(version, f"{course}{version}")
@@ -148,11 +154,22 @@ def test_scores_outlive_a_kill_and_a_begun_batch_needs_no_digest(run):
     run.draw(2, 1), run.draw(3, 1)
     run.journal.note(1, [2, 3], "w1", 1, scores)
     other = run.again(saved)
-    found = other.journal.replayed(1, None, 3)  # weights that two updates of the batch changed
+    found = other.replayed(1, None, 3)  # weights that two updates of the batch changed
     assert found is not None and (found.version, [each.number for each in found.groups]) == (1, [2, 3])
     assert {name: array.tolist() for name, array in found.scores.items()} == {
         name: array.tolist() for name, array in scores.items()
     }
+
+
+def test_a_batch_that_another_process_has_no_record_of_is_given_up_and_its_groups_are_used_again(run):
+    run.batch(0)
+    saved = run.save(1)
+    run.batch(1)
+    other = run.again(saved)
+    assert other.journal.has(1, "w1")
+    other.journal.give_up(1, "w1", 1)  # without a warning, since the weights are the same
+    assert not other.journal.has(1, "w1") and other.journal.usable(1, "w1") == {2, 3}
+    assert other.batch(1) == ([2, 3], False)
 
 
 def test_a_new_run_does_not_take_up_what_another_left(run):

@@ -52,7 +52,9 @@ class PlayerByRule(Player):
     def __init__(self, rewards: Callable[[int], tuple[float | None, float | None]]) -> None:
         self._rewards, self.played = rewards, list[tuple[list[int], tuple[int, ...]]]()
 
-    def play(self, attempts: Sequence[Any], *, seed: Sequence[int], greedy: bool) -> list[Trajectory | None]:
+    def play(
+        self, attempts: Sequence[Any], *, seed: Sequence[int], greedy: bool, places: Sequence[int] | None = None
+    ) -> list[Trajectory | None]:
         numbers = [each.group for each in attempts]
         self.played.append((sorted(set(numbers)), tuple(seed)))
         return [trajectory(n, r) if r is not None else None for n in sorted(set(numbers)) for r in self._rewards(n)]

@@ -36,6 +36,11 @@ class Store:
                 raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {key}")
             return self.values[key]
 
+    key_value_set_bytes, blocking_key_value_get_bytes = key_value_set, blocking_key_value_get
+
+    def key_value_delete(self, key):
+        del self.values[key]
+
 
 @pytest.fixture
 def two(monkeypatch):
@@ -73,6 +78,16 @@ def test_the_first_goes_before_the_others(two):
 def test_what_the_first_finds_and_what_each_says_is_known_to_all(two):
     assert in_each(two, lambda each: each.on_first("steps", lambda: [each.id, 7])) == [[0, 7]] * 2
     assert in_each(two, lambda each: each.from_each("problem", each.id * 5)) == [[0, 5]] * 2
+
+
+def test_byte_strings_of_each_are_known_to_all_and_deleted_two_calls_later(two):
+    for number in range(4):
+        assert (
+            in_each(two, lambda each, n=number: each.bytes_from_each("groups", bytes([each.id, n])))
+            == [[bytes([0, number]), bytes([1, number])]] * 2
+        )
+    assert sorted(two[0]._store.values.values()) == [bytes([0, 3]), bytes([1, 3])]
+    assert ALONE.bytes_from_each("groups", b"x") == [b"x"]
 
 
 def test_a_config_that_differs_is_refused_and_all_end(two):

@@ -242,13 +242,17 @@ class Player:
         self._loop = EventLoop()
         self._requests = 0
 
-    def play(self, attempts: Sequence[Attempt], *, seed: Sequence[int], greedy: bool) -> list[Trajectory | None]:
+    def play(
+        self, attempts: Sequence[Attempt], *, seed: Sequence[int], greedy: bool, places: Sequence[int] | None = None
+    ) -> list[Trajectory | None]:
         """Plays every attempt to its end.
 
         Args:
           attempts: episodes to play.
           seed: non-negative numbers that seed the sampling.
           greedy: use greedy decoding.
+          places: ascending place of each attempt in a larger batch that several processes play, so that the sampling
+            does not depend on their number; None for a complete batch.
 
         Returns:
           A trajectory for each attempt; None for attempts that failed and are dropped.
@@ -259,7 +263,8 @@ class Player:
         made = [self._tasks.episode(each.task, held_out=each.held_out) for each in attempts]
         episodes = [Episode(*pair) for pair in zip(attempts, made, strict=True)]
         sent = deque[tuple[str, Receive]]()
-        places = {id(each): place for place, each in enumerate(episodes)}
+        numbers = np.arange(len(episodes)) if places is None else np.asarray(places, int)
+        place_of = dict(zip(map(id, episodes), map(int, numbers), strict=True))
 
         def send(request: GenerationRequest, receive: Receive) -> None:
             # The receiver is not passed on: all episodes are answered in lockstep, see `_answer`.
@@ -270,7 +275,7 @@ class Player:
             if not isinstance(episode.environment, PlaysItself):
                 episode.begin(await episode.environment.reset(), self._seq_tokens)
                 return
-            seeds = lambda number: int(np.random.default_rng([*seed, places[id(episode)], number]).integers(1 << 62))
+            seeds = lambda number: int(np.random.default_rng([*seed, place_of[id(episode)], number]).integers(1 << 62))
             settings = self._policy_sampling, greedy, seeds, self._seq_tokens
             episode.play_itself(EpisodeRequests(self._engine, send, *settings))
             await self._step(episode)
@@ -283,8 +288,8 @@ class Player:
                 if not acting and not playing and not sent:
                     break
                 # One seed per episode, running or not, so the seeds do not depend on when other episodes end.
-                seeds = np.random.default_rng([*seed, turn]).integers(1 << 62, size=len(episodes))
-                self._act([episodes[place] for place in acting], seeds[acting], greedy=greedy)
+                seeds = np.random.default_rng([*seed, turn]).integers(1 << 62, size=numbers.max(initial=-1) + 1)
+                self._act([episodes[place] for place in acting], seeds[numbers[acting]], greedy=greedy)
                 if not acting and not sent:
                     time.sleep(_POLL_S)  # all requests wait for room in the engine's queue
                 self._answer(sent)

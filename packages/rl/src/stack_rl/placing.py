@@ -32,7 +32,7 @@ class ShardedCheckpoint:
     """
 
     def __init__(self, checkpoint: GenerativeCheckpoint, mesh: MeshConfig, key: str = "data.engine_mesh") -> None:
-        devices, sizes = jax.devices(), mesh.sizes.values()
+        devices, sizes = jax.local_devices(), mesh.sizes.values()
         count = len(devices) if -1 in sizes else math.prod(sizes)
         if count > len(devices):
             raise ShardingError(

@@ -1,4 +1,4 @@
-"""The journal of a run's rollouts, which keeps groups until a checkpoint includes their update.
+"""The journal of a process's rollouts, which keeps groups until a checkpoint includes their update.
 
 Each batch is recorded with its groups and the digest of the weights that it was used with. A run that resumes from a
 checkpoint gets the same batches again as long as its weights are bitwise equal; it then repeats the same updates and
@@ -154,8 +154,8 @@ class RolloutJournal:
         if groups:
             warnings.warn(
                 f"{len(groups)} groups in the run's journal were drawn with another data.environment or other files of "
-                "its tasks, or another data.groups, group_size, seq_tokens, temperature or other sampling setting. "
-                "They are drawn again.",
+                "its tasks, another data.groups, group_size, seq_tokens, temperature or other sampling setting, or "
+                "another number of processes. They are drawn again.",
                 stacklevel=5,
             )
         self._drop(_BATCH, batches)
@@ -168,28 +168,48 @@ class RolloutJournal:
             self.journal.append_all(_GROUP, [(str(each.number), each.to_bytes()) for each in groups])
             self.recorded |= {each.number: each for each in groups}
 
-    def replayed(self, batch: int, digest: str | None, version: int) -> RecordedBatch | None:
-        """Returns a recorded batch if it was recorded with these weights, else None.
-
-        If it was recorded with other weights, this batch and all later ones are dropped with a warning.
+    def has(self, batch: int, digest: str | None) -> bool:
+        """Returns whether a batch is recorded, with all of its groups and with these weights.
 
         Args:
           batch: number of the batch.
           digest: digest of the weights; None if they have been trained on a part of the batch, so that they may differ.
-          version: version of the weights.
         """
         with self._lock:
-            found = self._batches.pop(batch, None)
-            same = found is not None and digest in (None, found.digest)
-            if found is not None and same and all(each in self.recorded for each in found.groups):
-                self._unsaved[batch] = found.groups
-                groups = [self.recorded.pop(each) for each in found.groups]
-                return RecordedBatch(groups, found.version, found.scores)
-            if found is not None:
-                # Put back, because `_give_up` deletes all remaining batches from the file.
-                self._batches[batch] = found
-                self._give_up(batch, version)
-            return None
+            found = self._batches.get(batch)
+            return (
+                found is not None
+                and digest in (None, found.digest)
+                and all(each in self.recorded for each in found.groups)
+            )
+
+    def replay(self, batch: int) -> RecordedBatch:
+        """Returns a batch that the journal `has`."""
+        with self._lock:
+            found = self._batches.pop(batch)
+            self._unsaved[batch] = found.groups
+            groups = [self.recorded.pop(each) for each in found.groups]
+            return RecordedBatch(groups, found.version, found.scores)
+
+    def give_up(self, batch: int, digest: str | None, version: int) -> None:
+        """Drops a recorded batch that cannot be replayed, and all later ones.
+
+        If it was recorded with other weights, the groups that these weights sampled are dropped with a warning.
+        Otherwise another process has no record of it, and the groups are used again.
+
+        Args:
+          batch: number of the batch.
+          digest: digest of the weights, as for `has`.
+          version: version of the weights.
+        """
+        has_weights = self.has(batch, digest)
+        with self._lock:
+            if batch not in self._batches:
+                return
+            if not has_weights:
+                self._forget_sampled_since(batch, version)
+            self._drop(_BATCH, self._batches)
+            self._batches = {}
 
     def usable(self, version: int, digest: str) -> set[int]:
         """Returns the recorded groups that this run's weights may have sampled, and drops the rest."""
@@ -238,16 +258,14 @@ class RolloutJournal:
     def close(self) -> None:
         self.journal.close()
 
-    def _give_up(self, batch: int, version: int) -> None:
-        """Drops all recorded batches from `batch` on, and the groups sampled by weights from `version` on."""
+    def _forget_sampled_since(self, batch: int, version: int) -> None:
+        """Drops the groups sampled by weights from `version` on, with a warning."""
         foreign = [each for each in self.recorded.values() if each.newest >= version]
         warnings.warn(
             f"The weights before batch {batch} differ from the recorded ones: {len(self._batches)} batches are made "
             f"again, and {len(foreign)} groups are sampled again.",
             stacklevel=6,
         )
-        self._drop(_BATCH, self._batches)
-        self._batches = {}
         self._forget(foreign)
 
     def _forget(self, groups: Sequence[Group]) -> None:

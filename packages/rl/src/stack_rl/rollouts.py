@@ -24,6 +24,8 @@ from stack_core.abi.policy import PolicyBatches
 from stack_core.abi.run_directory import RunDirectory
 from stack_core.runtime.config import EngineProcessConfig
 from stack_core.runtime.digest import tree_digest
+from stack_core.runtime.gathering import gathered
+from stack_core.runtime.processes import joined
 from stack_rl.choosing import ChoosesTasks
 from stack_rl.concurrent import ConcurrentPlayer
 from stack_rl.contracts import Tasks, Trajectory
@@ -31,7 +33,7 @@ from stack_rl.engine_process import open_in_process
 from stack_rl.environments.records import files_digest
 from stack_rl.episodes import STEP_TIMEOUT_S, Attempt, OnFailure, Player
 from stack_rl.experience import REFERENCE_LOGPROBS, batch_of, batch_shapes, credited, update_batch
-from stack_rl.groups import Ledger, trained_on
+from stack_rl.groups import Group, Ledger, trained_on
 from stack_rl.objectives.policy import OF_DATA, PolicyConfig
 from stack_rl.objectives.ppo import PPOConfig
 from stack_rl.objectives.sampled import SAMPLING_INPUTS
@@ -41,15 +43,15 @@ from stack_rl.placing import ShardedCheckpoint
 from stack_rl.progress import RewardMonitor
 from stack_rl.reference import Reference, ReferenceConfig
 from stack_rl.reward_parts import part_shapes
-from stack_rl.rollout_journal import RolloutJournal
+from stack_rl.rollout_journal import RecordedBatch, RolloutJournal
 from stack_rl.samples import MOST_SAMPLES, SAMPLES_FILE, write_samples
 from stack_rl.sampling import AS_MODEL, PolicySampling
+from stack_rl.share import Share
 from stack_rl.supply import AheadSupply, Rounds, Supply, TogetherSupply, Weights
 from stack_rl.updates import CurrentBatch, check_minibatches, mean_kl
 
 __all__ = ["PolicyRollouts", "RolloutBatches", "RolloutData", "RolloutIterator"]
 
-JOURNAL_FILE = "rollouts.journal"
 _SCORED = ("tokens", "targets", "positions", "segment_ids", "behaviour_logprobs", *SAMPLING_INPUTS)
 _HELD_OUT = 1
 
@@ -69,6 +71,8 @@ class RolloutData:
     batches before their use, and each token comes from the weights current at that moment. Every dispatched group is
     eventually used; a slow group is waited for once it is due.
 
+    With several processes, each plays its share of the groups with its own engine, see `Share`.
+
     Groups stay in the run's `rollouts.journal` until a checkpoint includes the update trained on them. A resumed run
     reads them from there, samples unfinished groups again, and skips none.
 
@@ -86,7 +90,7 @@ class RolloutData:
         "static" uses the trainer's mesh, `mesh`, which has all devices. With `engine_process`, the mesh is over the
         last devices of that process, and None is its first device.
       engine_process: a process of its own for the engine, with its own devices, to which the weights are transferred.
-        None runs the engine in the trainer's process.
+        None runs the engine in the trainer's process, and is required if the run has several processes.
       reference: reference model on a separate mesh that scores every batch, for an objective with `reference: data`.
         None disables it.
       on_failure: handling of an episode whose environment or reward fails: "stop" ends the run, "drop" leaves the
@@ -304,7 +308,10 @@ class RolloutBatches(PolicyBatches):
 
     def __init__(self, config: PolicyRollouts, *, seed: int) -> None:
         self._config, self._data, self._algorithm = config, config.data, config.algorithm
-        self._seed, self._settings = seed, config.data.draw_digest
+        self._seed, self._share = seed, Share(joined())
+        # Groups of another number of processes are divided in another way.
+        count = self._share.processes.count
+        self._settings = config.data.draw_digest if count == 1 else f"{count}-{config.data.draw_digest}"
         self._ledger = Ledger()
         self._play: _Play | None = None
         self._policy: _Policy | None = None
@@ -326,7 +333,12 @@ class RolloutBatches(PolicyBatches):
         Raises:
           StackError: the tasks or the engine cannot be created.
         """
-        settings, policy = self._data, open_policy()
+        settings, policy, count = self._data, open_policy(), self._share.processes.count
+        if settings.engine_process is not None and count > 1:
+            raise ConfigError(
+                f"data.engine_process is set, but the run has {count} processes, each of which generates with an "
+                "engine of its own. Leave it out, or start one process."
+            )
         tasks = settings.environment.build(policy, seq_tokens=settings.seq_tokens, seed=self._seed)
         if tasks.training == 0:
             raise DataError(f"The environment {settings.environment.name!r} has no task to train on.")
@@ -336,7 +348,7 @@ class RolloutBatches(PolicyBatches):
             engine = checked_engine(settings.engine, registries.engines[settings.engine](placed))
         else:
             engine = open_in_process(settings.engine, policy, settings.engine_process, mesh=settings.engine_mesh)
-        engine.expect(settings.batch_size)
+        engine.expect(self._share.rows(settings.groups) * settings.group_size)
         engine.start()
         playing = {
             "seq_tokens": settings.seq_tokens,
@@ -346,12 +358,17 @@ class RolloutBatches(PolicyBatches):
         }
         player = Player(tasks, engine, **playing)
         sizes = settings.groups, settings.group_size
-        stored = {"journal": self._journal, "refill_rounds": self._algorithm.refill_rounds}
+        stored = {
+            "journal": self._journal,
+            "refill_rounds": self._algorithm.refill_rounds,
+            "share": self._share,
+        }
         rounds = Rounds(tasks, *sizes, self._seed, self._ledger, **stored)
         supply: Supply = TogetherSupply(rounds, player)
         if settings.max_staleness:
             in_background = ConcurrentPlayer(tasks, engine, seed=self._seed, **playing)
-            supply = AheadSupply(rounds, in_background, Pacing(settings.groups, settings.max_staleness))
+            own_groups = self._share.groups_ahead(settings.groups)
+            supply = AheadSupply(rounds, in_background, Pacing(own_groups, settings.max_staleness))
         self._play = _Play(tasks, engine, player, supply, reference, RewardMonitor(tasks, self._algorithm))
 
     @property
@@ -360,12 +377,15 @@ class RolloutBatches(PolicyBatches):
         return self._play is not None and self._play.engine.keeps_missing
 
     def update_weights(self, params: Any, version: int, score: Callable[[Any, Batch], Mapping[str, Any]]) -> None:
-        """Sends the weights to the engine, for the next batch or, with `max_staleness`, for requests in flight."""
-        play = self._playing()
-        weights = Weights(version, tree_digest(params), self._settings)
+        """Sends the weights to the engine, for the next batch or, with `max_staleness`, for requests in flight.
+
+        With several processes, each gathers the weights for its own engine.
+        """
+        play, whole = self._playing(), gathered(params)
+        weights = Weights(version, tree_digest(whole), self._settings)
         self._policy = _Policy(weights, partial(score, params))
         # Before `advance`, which may dispatch groups that count as sampled with these weights.
-        play.engine.update_weights(params, version=version, kv=self._data.stale_keys)
+        play.engine.update_weights(whole, version=version, kv=self._data.stale_keys)
         play.supply.advance(weights)
 
     def train_iterator(self) -> "RolloutIterator":
@@ -394,10 +414,9 @@ class RolloutBatches(PolicyBatches):
         """Yields batches of all held-out tasks, played greedily with the current weights."""
         play, rows, shown = self._playing(), self._data.batch_size, MOST_SAMPLES
         for first in range(0, play.tasks.held_out, rows):
-            numbers = range(first, min(first + rows, play.tasks.held_out))
-            attempts = [Attempt(task, task, held_out=True) for task in numbers]
-            found = play.player.play(attempts, seed=(self._seed, _HELD_OUT, first), greedy=True)
-            write_samples(self._directory, play.tasks, found[:shown], self._version)
+            found = self._held_out(play, range(first, min(first + rows, play.tasks.held_out)))
+            if self._share.processes.first:
+                write_samples(self._directory, play.tasks, found[:shown], self._version)
             shown = max(shown - len(found), 0)
             # Evaluation reports rewards; no advantage may enter its loss, also not one from a critic.
             whole = self._laid_out(found, self._version, AS_MODEL)
@@ -407,14 +426,27 @@ class RolloutBatches(PolicyBatches):
                 if whole["real"][part].any() or whole["dropped"][part].any():
                     yield update_batch(whole, part, found, self._algorithm)
 
+    def _held_out(self, play: _Play, tasks: range) -> list[Trajectory | None]:
+        """Plays a batch of held-out tasks greedily; each process plays its share."""
+        own = [task for task in tasks if self._share.is_own(task)]
+        attempts = [Attempt(task, task, held_out=True) for task in own]
+        seed = self._seed, _HELD_OUT, tasks.start
+        places = [task - tasks.start for task in own]
+        found = play.player.play(attempts, seed=seed, greedy=True, places=places)
+        groups = [Group(task, self._version, "", [each]) for task, each in zip(own, found, strict=True)]
+        return [each for group in self._share.gather(groups) for each in group.trajectories]
+
     def write(self, directory: Path) -> None:
-        """Opens the journal in the run's directory, and stores the directory for evaluation samples."""
+        """Opens the process's journal in the run's directory, and stores the directory for evaluation samples."""
         self._directory = directory
         if self._journal is None:
             is_new = not RunDirectory(directory).config.exists()  # the config is written last, so no run started here
-            self._journal = RolloutJournal.open(directory / JOURNAL_FILE, new=is_new)
-            if is_new:  # a run that failed to start may have left samples
-                (directory / SAMPLES_FILE).unlink(missing_ok=True)
+            if is_new:  # a run that failed to start may have left samples, and journals of other processes
+                for left in [directory / SAMPLES_FILE, *directory.glob("rollouts-*.journal*")]:
+                    left.unlink(missing_ok=True)
+            place = self._share.processes.id
+            name = f"rollouts-{place}.journal" if place else "rollouts.journal"
+            self._journal = RolloutJournal.open(directory / name, new=is_new)
 
     def _next_update(self) -> Batch:
         """Returns the batch of the next update, from new episodes if no update of the current ones remains."""
@@ -446,15 +478,8 @@ class RolloutBatches(PolicyBatches):
         if policy is None:
             raise DataError("No policy was given yet to play with: call take_policy and update_weights first.")
         weights, number, before = policy.weights, self._ledger.batches, self._ledger.state()
-        if journal is not None and not journal.is_begun:
-            if weights.version:  # a checkpoint was resumed without its position in the data
-                journal.restart()
-            else:
-                journal.begin(self._ledger, 0, self._settings)
-        recorded, next_update = None, self._resumed_updates
-        self._resumed_updates = 0
-        if journal is not None:
-            recorded = journal.replayed(number, None if next_update else weights.digest, weights.version)
+        next_update, self._resumed_updates = self._resumed_updates, 0
+        recorded = None if journal is None else self._recorded(journal, weights, is_begun=next_update > 0)
         if next_update and recorded is None:
             warnings.warn(
                 f"The run stopped after update {next_update} of {self._algorithm.updates} of batch {number}, which the "
@@ -462,18 +487,20 @@ class RolloutBatches(PolicyBatches):
                 stacklevel=4,
             )
             next_update = 0
-        groups = play.supply.take(weights) if recorded is None else recorded.groups
+        groups = play.supply.take(weights) if recorded is None else self._share.gather(recorded.groups)
         version = weights.version if recorded is None else recorded.version
         chosen = trained_on(groups, self._data.groups)
         found = [each for group in chosen for each in group.trajectories]
         if all(each is None for each in found):
             raise DataError("Every episode of a batch failed and was dropped; set data.on_failure: stop to see why.")
-        play.monitor.check(found)
+        if self._share.processes.first:
+            play.monitor.check(found)
         whole = self._laid_out(found, version, self._data.policy_sampling)
         whole["drawn_groups"][:] = len(groups) / self._data.groups
         scores = self._score(whole) if recorded is None else recorded.scores
         if journal is not None and recorded is None:
-            journal.note(number, [each.number for each in groups], weights.digest, weights.version, scores)
+            own = [each.number for each in self._share.own(groups)]
+            journal.note(number, own, weights.digest, weights.version, scores)
         self._ledger.use([each.number for each in groups])
         if isinstance(play.tasks, ChoosesTasks):
             learned = [each for group in groups for each in group.trajectories if each is not None]
@@ -484,6 +511,26 @@ class RolloutBatches(PolicyBatches):
             whole["advantages"] = np.zeros_like(whole["advantages"])
         logprobs = scores.get("policy_logprobs")
         return CurrentBatch(number, whole, found, logprobs, self._algorithm, self._seed, before, next_update)
+
+    def _recorded(self, journal: RolloutJournal, weights: Weights, *, is_begun: bool) -> RecordedBatch | None:
+        """Returns the next batch from the journal, or None if it has to be sampled.
+
+        Args:
+          journal: journal of this process.
+          weights: the current weights.
+          is_begun: True if these weights were already trained on a part of the batch.
+        """
+        if not journal.is_begun:
+            if weights.version:  # a checkpoint was resumed without its position in the data
+                journal.restart()
+            else:
+                journal.begin(self._ledger, 0, self._settings)
+        number, digest = self._ledger.batches, None if is_begun else weights.digest
+        # A process that was killed may lack the record that the others have.
+        if self._share.agree("recorded batch", journal.has(number, digest)):
+            return journal.replay(number)
+        journal.give_up(number, digest, weights.version)
+        return None
 
     def _state(self) -> dict[str, Any]:
         """Returns the position in the data, for a checkpoint that is being saved."""

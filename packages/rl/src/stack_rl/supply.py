@@ -18,6 +18,7 @@ from stack_rl.episodes import Attempt, Player
 from stack_rl.groups import Group, Ledger
 from stack_rl.pacing import Pacing
 from stack_rl.rollout_journal import RolloutJournal
+from stack_rl.share import Share
 
 __all__ = ["AheadSupply", "Supply", "TogetherSupply", "Weights"]
 
@@ -46,14 +47,14 @@ class Weights:
 
 @runtime_checkable
 class Supply(Protocol):
-    """Source of groups for batches. Groups are written to the journal before they are returned."""
+    """Source of groups for batches. Each process writes its own groups to its journal before it returns them."""
 
     def advance(self, weights: Weights) -> None:
         """Notifies the supply that the engine has new weights."""
         ...
 
     def take(self, weights: Weights) -> list[Group]:
-        """Returns the unused groups of the next batch; `trained_on` selects those for training."""
+        """Returns the unused groups of the next batch, of all processes; `trained_on` selects those for training."""
         ...
 
     def close(self) -> None: ...
@@ -71,6 +72,7 @@ class Rounds:
       ledger: groups used so far.
       journal: journal of the run; None without a run directory.
       refill_rounds: maximum number of extra groups per batch that replace flat ones, as a multiple of `groups`.
+      share: groups that this process plays.
     """
 
     tasks: Tasks
@@ -80,6 +82,7 @@ class Rounds:
     ledger: Ledger
     journal: RolloutJournal | None
     refill_rounds: int = 0
+    share: Share = field(default_factory=Share)
     _has_warned: bool = False
 
     def attempts(self, number: int) -> list[Attempt]:
@@ -140,29 +143,31 @@ class TogetherSupply:
         self, round_: int, numbers: Sequence[int], recorded: Mapping[int, Group], weights: Weights
     ) -> list[Group]:
         """Returns the groups with these numbers, from the journal or newly sampled."""
-        rounds = self.rounds
+        rounds, size = self.rounds, self.rounds.group_size
+        own = [number for number in numbers if rounds.share.is_own(number)]
         # All or none: the seed of an episode depends on its place in the round.
-        if all(number in recorded for number in numbers):
-            return [recorded[number] for number in numbers]
-        attempts = [attempt for number in numbers for attempt in rounds.attempts(number)]
+        if all(number in recorded for number in own):
+            return rounds.share.gather([recorded[number] for number in own])
+        attempts = [attempt for number in own for attempt in rounds.attempts(number)]
+        places = [numbers.index(number) * size + attempt for number in own for attempt in range(size)]
         # Round 0 has the same seed with and without refills.
         seed = (rounds.seed, _TRAINING, rounds.ledger.batches, *([round_] if round_ else []))
-        found = self.player.play(attempts, seed=seed, greedy=False)
-        size = rounds.group_size
+        found = self.player.play(attempts, seed=seed, greedy=False, places=places)
         parts = [found[first : first + size] for first in range(0, len(found), size)]
         stamp = weights.version, weights.digest
-        groups = [
-            Group(number, *stamp, part, rounds.ledger.batches) for number, part in zip(numbers, parts, strict=True)
-        ]
+        groups = [Group(number, *stamp, part, rounds.ledger.batches) for number, part in zip(own, parts, strict=True)]
         rounds.write(groups)
-        return groups
+        return rounds.share.gather(groups)
 
     def close(self) -> None: ...
 
 
 @dataclass
 class AheadSupply:
-    """Samples groups while the policy trains, at most `pacing.max_staleness` batches before their use."""
+    """Samples groups while the policy trains, at most `pacing.max_staleness` batches before their use.
+
+    `pacing` has the groups of this process.
+    """
 
     rounds: Rounds
     player: ConcurrentPlayer
@@ -198,6 +203,7 @@ class AheadSupply:
         self.pacing.use(numbers)
         groups = [*(self._done.pop(number) for number in numbers), *self._aside]
         self._aside = []
+        groups = self.rounds.share.gather(groups)
         # The caller's ledger lists these groups as used from now on.
         self._begun.difference_update(each.number for each in groups)
         if self.rounds.refill_rounds:
@@ -219,7 +225,7 @@ class AheadSupply:
 
     def _arrive(self, group: Group) -> None:
         """Registers a finished group. A flat group is set aside and replaced, up to the refill limit of the batch."""
-        if group.is_flat and len(self._aside) < self.rounds.refill_rounds * self.rounds.groups:
+        if group.is_flat and len(self._aside) < self.rounds.refill_rounds * self.pacing.groups:
             # The group no longer counts as outstanding, so `_dispatch` starts another one in its place.
             self.pacing.use([group.number])
             self._aside.append(group)
@@ -228,7 +234,8 @@ class AheadSupply:
         self.pacing.complete(group.number)
 
     def _dispatch(self, weights: Weights) -> None:
-        unused = (number for number in self.rounds.ledger.unused() if number not in self._begun)
+        is_own, begun = self.rounds.share.is_own, self._begun
+        unused = (number for number in self.rounds.ledger.unused() if is_own(number) and number not in begun)
         for _ in range(self.pacing.admitted()):
             number = next(unused)
             self._begun.add(number)

@@ -26,8 +26,8 @@ class PolicyBatches(Batches):
         """Prepares generation with the run's own model. Called once, before the first `update_weights`.
 
         Args:
-          open_policy: returns the model, whose `load_params` copies the weights at the time of the call; it raises
-            ConfigError if no process holds the whole model.
+          open_policy: returns the model, whose `load_params` copies the weights at the time of the call. With several
+            processes, `load_params` is a collective that gathers the weights in each of them.
 
         Raises:
           StackError: the model cannot generate.
@@ -38,7 +38,8 @@ class PolicyBatches(Batches):
         """Takes the weights for later batches. Called before the first step and after each step.
 
         Args:
-          params: variables of the model; valid until the next step begins, which donates them.
+          params: variables of the model; valid until the next step begins, which donates them. With several processes
+            they are sharded over all of them (`stack_core.runtime.gathering.gathered`).
           version: number of completed steps.
           score: `score(params, batch)` returns host arrays, see `Trainer.score`.
         """

@@ -26,7 +26,7 @@ from stack_core.abi.errors import ConfigError, Interrupted, StackError, Training
 from stack_core.runtime.rendezvous import ProcessesConfig, meet
 from stack_core.runtime.signals import StopRequest
 
-__all__ = ["ALONE", "Processes", "ProcessesConfig", "join"]
+__all__ = ["ALONE", "Processes", "ProcessesConfig", "join", "joined"]
 
 T = TypeVar("T")
 
@@ -73,6 +73,11 @@ def join(config: ProcessesConfig) -> "Processes":
     return _joined()
 
 
+def joined() -> "Processes":
+    """Returns the membership of this process, after `join`; `ALONE` for a run in one process."""
+    return _joined() if jax.distributed.is_initialized() else ALONE
+
+
 @functools.cache
 def _joined() -> "Processes":
     from jax._src.distributed import global_state  # JAX has no public way to its key-value store
@@ -95,6 +100,7 @@ class Processes:
     count: int = 1
     _store: Any = None
     _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _gathered: list[str] = field(default_factory=list)  # names of stored byte strings
 
     @property
     def first(self) -> bool:
@@ -130,6 +136,24 @@ class Processes:
         name = self.name(label)
         self._store.key_value_set(f"{name}/{self.id}", json.dumps(value))
         return [json.loads(self._awaited(f"{name}/{each}")) for each in range(self.count)]
+
+    def bytes_from_each(self, label: str, value: bytes) -> list[bytes]:
+        """Gathers byte strings of all processes in order of their ids.
+
+        The coordinator holds a byte string until the second call after it.
+        """
+        if self._store is None:
+            return [value]
+        name = self.name(label)
+        self._store.key_value_set_bytes(f"{name}/{self.id}", value)
+        found = [
+            self._awaited(f"{name}/{each}", self._store.blocking_key_value_get_bytes) for each in range(self.count)
+        ]
+        # Every process has called this again, so it has all values of the call before.
+        while self._gathered:
+            self._store.key_value_delete(self._gathered.pop())
+        self._gathered.append(f"{name}/{self.id}")
+        return found
 
     def check_alike(self, label: str, value: Mapping[str, Any]) -> None:
         """Checks that a mapping of plain values equals the first process's mapping.
@@ -252,11 +276,12 @@ class Processes:
             )
         return error
 
-    def _awaited(self, name: str) -> str:
-        """Waits for the value that another process stores under a name."""
+    def _awaited(self, name: str, get: Callable[[str, int], Any] | None = None) -> Any:
+        """Waits for the value that another process stores under a name, a string unless `get` reads bytes."""
+        get = self._store.blocking_key_value_get if get is None else get
         while True:
             try:
-                return self._store.blocking_key_value_get(name, _READ_MS)
+                return get(name, _READ_MS)
             except jax.errors.JaxRuntimeError as error:
                 # JAX has one class for every error of its store.
                 if "DEADLINE_EXCEEDED" not in str(error):

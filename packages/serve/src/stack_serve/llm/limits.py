@@ -240,7 +240,7 @@ def _fitting_pages(models: Sequence[GenerativeCheckpoint], config: EngineConfig)
 
     # The pools grow linearly with the number of pages, so two sizes suffice.
     states_bytes, page_bytes = cache_bytes(0), cache_bytes(1) - cache_bytes(0)
-    device_bytes = free_bytes(jax.devices()[: config.tensor])
+    device_bytes = free_bytes(jax.local_devices()[: config.tensor])
     if device_bytes is None or not page_bytes:
         return 2**30  # unlimited: the caller then uses the pages needed for `max_sequences`
     # The parameters are loaded after the limits are known, so their memory is still free.

@@ -31,14 +31,14 @@ class Placement:
     Args:
       states: state specification of each layer, from which the key-value head counts are read.
       tensor: number of devices.
-      devices: available devices; None means `jax.devices()`.
+      devices: available devices; None means all devices of this process.
 
     Raises:
       HardwareError: fewer than `tensor` devices are available.
     """
 
     def __init__(self, states: Any, tensor: int, devices: Sequence[jax.Device] | None = None) -> None:
-        devices = jax.devices() if devices is None else devices
+        devices = jax.local_devices() if devices is None else devices
         if tensor > len(devices):
             raise HardwareError(
                 f"The engine is sharded over tensor={tensor} devices, but only {len(devices)} are available: "

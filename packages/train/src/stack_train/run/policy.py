@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax.nnx.traversals import flatten_mapping
 
-from stack_core.abi.errors import ConfigError
+from stack_core.runtime.gathering import gathered
 from stack_train.generation.generative import ModuleCheckpoint, generative_checkpoint
 from stack_train.run.run import Run
 from stack_train.variables.model_variables import Tree
@@ -20,20 +20,16 @@ def policy_of(run: Run, variables: Tree) -> ModuleCheckpoint:
 
     Args:
       variables: current variables of the run. `load_params` makes a copy, so the next step may donate the originals.
+        With several processes, it is a collective, which gathers the variables in each of them.
 
     Raises:
-      ConfigError: the variables are distributed over several processes.
       GenerationError: the run's model is not a language model, or its tokenizer belongs to another model.
     """
-    if run.processes.count > 1:
-        raise ConfigError(
-            f"data.name {run.config.data.name!r} generates with the run's model, which one process must hold; the "
-            f"run has {run.processes.count} processes. Start one, with all devices."
-        )
 
     def read(shardings: Any) -> Iterator[tuple[Any, jax.Array]]:
         # Copied leaf by leaf: jnp.copy of a quantized array would dequantize it to float.
-        return ((path, jax.tree.map(jnp.copy, value)) for path, value in flatten_mapping(variables).items())
+        whole = gathered(variables)
+        return ((path, jax.tree.map(jnp.copy, value)) for path, value in flatten_mapping(whole).items())
 
     return generative_checkpoint(
         run.program.step.model.abstract,

@@ -15,6 +15,7 @@ import numpy as np
 import openai
 import pytest
 import tokenizers
+from browser import Browser
 from flax import nnx
 from PIL import Image
 
@@ -162,6 +163,27 @@ def test_errors_reach_the_client(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="number of a label, 0 to 9"):
         generate(client, "a red ring")
     assert [model.id for model in client.models.list()] == ["tiny"]
+
+
+def test_the_page_shows_images_and_errors(client: openai.OpenAI, browser: Browser) -> None:
+    browser.call("Page.navigate", url=str(client.base_url).replace("/v1/", "/"))
+    browser.wait_for("document.body?.dataset.ready")
+    assert browser.values("#model", "each.innerText") == ["tiny"]
+    for name, value in {"key": "secret", "prompt": "4", "steps": "3", "seed": "8", "n": "2"}.items():
+        browser.evaluate(f"document.getElementById({name!r}).value = {value!r}")
+    browser.evaluate("document.getElementById('generate').click()")
+    browser.wait_for(
+        "document.querySelectorAll('figcaption').length == 2 && !document.querySelector('#generate').disabled"
+    )
+    captions = browser.values("figcaption", "each.innerText")
+    assert sorted(captions) == [f"4 (8x8, seed 8, image {index})" for index in range(2)]
+    shown = browser.values("img", "each.src")
+    expected = [each.b64_json for each in generate(client, "4", seed=8, n=2).data]
+    assert sorted(shown) == sorted(f"data:image/png;base64,{each}" for each in expected)
+    browser.evaluate("document.getElementById('prompt').value = 'a cat'")
+    browser.evaluate("document.getElementById('generate').click()")
+    browser.wait_for("document.getElementById('error').innerText")
+    assert "number of a label, 0 to 9" in browser.values("#error", "each.innerText")[0]
 
 
 @pytest.mark.slow  # compiles a UNet for two sizes

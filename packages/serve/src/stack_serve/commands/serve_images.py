@@ -45,6 +45,6 @@ def serve_images(address: str, config: "ImageServerConfig", *, json: bool) -> No
             if sys.stderr.isatty():
                 body = json_format.dumps({"model": name, "prompt": "a red circle"})
                 curl = f"curl {at}/v1/images/generations -H 'Content-Type: application/json' -d '{body}'"
-                print(f"  from a script: {curl}", file=sys.stderr, flush=True)
+                print(f"  in a browser:  {at}/\n  from a script: {curl}", file=sys.stderr, flush=True)
 
         HttpServer(ImageApp(service, engine), listener, config, announce=announce).run()

@@ -20,6 +20,7 @@ from stack_serve.openai.application import ModelService, make_application, read_
 from stack_serve.openai.errors import bad_request
 from stack_serve.openai.lifecycle import ModelApp
 from stack_serve.openai.openapi import openapi_json
+from stack_serve.page import image_page
 
 __all__ = ["ImageApp", "ImageService"]
 
@@ -104,4 +105,8 @@ class ImageApp(ModelApp):
 
 def make_image_app(service: ImageService) -> Starlette:
     """Returns the ASGI application of an image model."""
-    return make_application(service, [Route("/v1/images/generations", service.generate, methods=["POST"])])
+    routes = [
+        Route("/v1/images/generations", service.generate, methods=["POST"]),
+        Route("/", image_page, methods=["GET"]),
+    ]
+    return make_application(service, routes)

@@ -126,7 +126,6 @@ def _operations() -> Sequence[_Operation]:
         _Operation(
             path="/v1/unload_lora_adapter", summary="Unloads an adapter.", bodies=(UnloadAdapterBody,), answer=plain
         ),
-        get(path="/", summary="Returns the chat page.", answer="text/html", is_open=True),
         get(path="/is_sleeping", summary="Reports whether the engine sleeps.", members=("is_sleeping",)),
         _Operation(
             path="/sleep",
@@ -157,6 +156,7 @@ def _standard_operations() -> Sequence[_Operation]:
     return (
         get(path="/v1/models", summary="Lists the names that `model` may have.", members=("object", "data")),
         get(path="/v1/models/{name}", summary="Returns a model.", members=("id", "object")),
+        get(path="/", summary="Returns a page for a person.", answer="text/html", is_open=True),
         get(path="/health", summary="Reports whether the engine responds.", answer=None, is_open=True),
         get(path="/ready", summary="Reports whether requests are accepted.", members=("status",), is_open=True),
         get(path="/metrics", summary="Returns metrics for Prometheus.", answer="text/plain", is_open=True),

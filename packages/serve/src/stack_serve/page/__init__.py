@@ -1,4 +1,4 @@
-"""The chat page at `/` of `stack serve`: one file of HTML, style and script that asks this server alone."""
+"""Pages at `/` of `stack serve`: each is one file of HTML, style and script that sends requests only to this server."""
 
 import base64
 import functools
@@ -9,12 +9,22 @@ from importlib.resources import files
 from starlette.requests import Request
 from starlette.responses import Response
 
-__all__ = ["chat_page"]
+__all__ = ["chat_page", "image_page"]
 
 
 async def chat_page(request: Request) -> Response:
-    """Returns the page. Its policy allows its own script and style, and requests to this server."""
-    content, policy = _page()
+    """Returns the page of a language model."""
+    return _response("chat.html")
+
+
+async def image_page(request: Request) -> Response:
+    """Returns the page of an image model."""
+    return _response("images.html")
+
+
+def _response(name: str) -> Response:
+    """Returns a page. Its policy allows its own script and style, and requests to this server."""
+    content, policy = _page(name)
     headers = {
         "Content-Security-Policy": policy,
         "Referrer-Policy": "no-referrer",
@@ -25,8 +35,8 @@ async def chat_page(request: Request) -> Response:
 
 
 @functools.cache
-def _page() -> tuple[bytes, str]:
-    content = files(__name__).joinpath("chat.html").read_bytes()
+def _page(name: str) -> tuple[bytes, str]:
+    content = files(__name__).joinpath(name).read_bytes()
     script, style = (_digest(content, tag) for tag in (b"script", b"style"))
     return content, (
         f"default-src 'none'; script-src '{script}'; style-src '{style}'; img-src data:; "

@@ -67,5 +67,8 @@ def test_the_page_has_the_lanes(browser, trace, tmp_path):
     browser.open(tmp_path / "report.html", f"#event={event}&tab=event")
     facts = browser.values(".panel .facts dd", "each.textContent")
     assert facts[0] == f"{NAME} queue" and facts[1].endswith(", requests")
-    assert {"queue", "prefill", "decode", "engine step"} <= set(browser.values(".legend > *", "each.textContent"))
+    swatch = "[each.parentElement.textContent, getComputedStyle(each).backgroundColor]"
+    legend = dict(browser.values(".legend .swatch", swatch))
+    phases = ("queue", "prefill", "decode", "stream", "engine step")
+    assert len({legend[phase] for phase in phases}) == 5, "each has a colour of its own"
     assert browser.complaints == []

@@ -17,6 +17,9 @@ export interface Palette {
 
 const SERIES = 8;
 
+/** Series of the phases of requests and rollouts, whose lanes are beside those of operations. */
+const WORK: Readonly<Record<string, number>> = { queue: 6, prefill: 1, decode: 0, stream: 2, "engine step": 5, rollout: 0, reward: 4, "trainer step": 3 };
+
 export const pixel = ([red, green, blue]: Colour): number => ((255 << 24) | (blue << 16) | (green << 8) | red) >>> 0;
 export const css = ([red, green, blue]: Colour): string => `rgb(${red},${green},${blue})`;
 export const mix = (a: Colour, b: Colour, share: number): Colour =>
@@ -36,7 +39,7 @@ export function readPalette(capture: Capture): Palette {
   // The categories with the most time have colours of their own, the others share the last one.
   const times = new Map<string, number>();
   for (const lane of capture.lanes) {
-    if (lane.type === "steps" || (isDerived(lane) && !isSampled(lane) && lane.type !== "work")) continue;
+    if (lane.type === "steps" || (isDerived(lane) && !isSampled(lane))) continue;
     for (let i = lane.first; i < lane.limit; i++) {
       const category = capture.kinds[capture.kind[i]!]!.category ?? "";
       times.set(category, (times.get(category) ?? 0) + (lane.type === "operations" ? 1e3 : 1) * capture.self[i]!);
@@ -46,12 +49,15 @@ export function readPalette(capture: Capture): Palette {
   const colours = new Map(ordered.map((category, i) => [category, series[Math.min(i, SERIES - 1)]!]));
   const paper = colour("--paper");
   const faint = colour("--faint");
-  const of = (kind: Kind): Colour => (kind.type === "step" ? mix(faint, paper, 0.45) : colours.get(kind.category ?? "")!);
+  const work = (category: string): Colour => series[WORK[category] ?? SERIES - 1]!;
+  const of = (kind: Kind): Colour => (kind.type === "work" ? work(kind.category!) : kind.type === "step" ? mix(faint, paper, 0.45) : colours.get(kind.category ?? "")!);
   const legend = ordered.slice(0, SERIES - 1).map((category) => [category, colours.get(category)!] as const);
   if (ordered.length >= SERIES) {
     const rest = ordered.length === SERIES ? ordered[SERIES - 1]! : `${ordered.length - SERIES + 1} other categories`;
     legend.push([rest, series[SERIES - 1]!]);
   }
+  const phases = new Set(capture.kinds.flatMap((kind) => (kind.type === "work" ? [kind.category!] : [])));
+  for (const category of phases) legend.push([category, work(category)]);
   return {
     paper,
     raised: colour("--raised"),

@@ -98,6 +98,25 @@ def test_transformers_loads_what_we_write(name: str, tmp_path: Path) -> None:
     assert np.abs(quantized - ours).max() < (0.1 * np.abs(ours).max() if has_inputs else TOLERANCE)
 
 
+def test_the_library_decompresses_our_nvfp4(tmp_path: Path) -> None:
+    model = float_checkpoint(tmp_path / "float", **EVEN)
+    FORMAT.import_run(tmp_path / "float", tmp_path / "run")
+    opened = RUN_FORMAT.open_model(tmp_path / "run")
+    rules = as_rules([{"path": "query|key|value|output|gate|up|down", "weights": "nvfp4"}])
+    section = QuantConfig(rules=rules)
+    opened.save(tmp_path / "quantized", quantize_model(opened.model, rules, BATCH), {"quant": section})
+    FORMAT.export_run(tmp_path / "quantized", tmp_path / "hf")
+    (group,) = json.loads((tmp_path / "hf" / "config.json").read_text())[QUANTIZATION]["config_groups"].values()
+    plan, tensors = QuantizationScheme(**group), load_file(tmp_path / "hf" / "model.safetensors")
+    compressor = BaseCompressor.get_value_from_registry(plan.format)
+    # In a model that transformers loads, the library multiplies these weights in bfloat16.
+    for module in [name.removesuffix("weight_packed") for name in tensors if name.endswith("weight_packed")]:
+        packed = {part: tensors.pop(module + part) for part in compressor.compression_param_names(plan)}
+        tensors[f"{module}weight"] = compressor.decompress(packed, plan)["weight"].float()
+    model.load_state_dict(tensors)
+    np.testing.assert_allclose(our_logits(tmp_path / "hf"), torch_logits(model), atol=TOLERANCE, rtol=TOLERANCE)
+
+
 def scheme(format_: str, **weights: Any) -> QuantizationScheme:
     return QuantizationScheme(targets=["Linear"], format=format_, weights=weights)
 

@@ -532,7 +532,8 @@ def _pytest(session: nox.Session, folders: list[str], *options: str) -> None:
     files = sum(1 for folder in folders for _ in (ROOT / folder).rglob("test_*.py"))
     divided = min(os.cpu_count() or 1, memory_bytes // 2**32, files // 2) >= 2
     processes = ["--numprocesses=2", "--dist=worksteal"] if divided else []
-    session.run("pytest", *folders, *options, *processes, *session.posargs)
+    slowest = ("--durations=20", "--durations-min=5")
+    session.run("pytest", *folders, *options, *processes, *slowest, *session.posargs)
 
 
 def _wheels(*packages: str) -> list[str]:

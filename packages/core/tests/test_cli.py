@@ -193,6 +193,14 @@ def test_a_command_with_the_name_of_a_group_is_left_out(run):
     assert "command 'bench' of plugin 'acme' is left out: other commands begin with its name" in said
 
 
+def test_completion_knows_commands_and_their_options(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))  # whose .bashrc loads the script
+    cli.main(["--install-completion", "--shell", "bash", "--output", str(tmp_path / "stack.bash")])
+    script = (tmp_path / "stack.bash").read_text()
+    assert '"explain" "keys" "schema" "show"' in script and '"--command" "--json"' in script
+    assert str(tmp_path / "stack.bash") in (tmp_path / ".bashrc").read_text()
+
+
 def test_overrides_take_both_spellings():
     assert overrides_from(["--a.b", "3", "--c=d=e"]) == ["a.b=3", "c=d=e"]
 

@@ -153,6 +153,8 @@ def _app(named: str) -> cyclopts.App:
         suppress_keyboard_interrupt=False,
         default_parameter=cyclopts.Parameter(converter=_convert),
     )
+    # Its script lists all options, so it imports all commands, once; completing runs nothing of ours.
+    app.register_install_completion_command(help="Install completion for bash, zsh or fish.")
     groups = {"": app}
     for entry in registries.commands.entries():
         left_out = f"command {entry.name!r} of plugin {entry.provider!r} is left out"

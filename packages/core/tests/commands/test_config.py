@@ -96,6 +96,7 @@ def test_every_key_is_listed_with_type_default_and_text(capsys):
     models = {"model.name", "model.width", "model.depth"}
     options = {"inner.low", "inner.high", "inner.mode"}
     assert set(found) == models | options | {"steps", "steps[].width", "steps[].name"}
+    assert set(listed(capsys, "inner.m")) == {"inner.mode"}
     assert found["inner.high"]["type"] == "float | None"
     assert found["inner.mode"]["type"] == "up | down"
     assert found["inner.low"]["text"] == found["inner.high"]["text"] == "bounds of the range."

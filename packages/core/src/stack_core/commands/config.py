@@ -17,11 +17,12 @@ def keys(prefix: str = "", /, *, command: str = "train", json: bool = False) -> 
     """List the keys that a config file accepts: stack config keys run
 
     Args:
-      prefix: key or section to list; all keys by default.
+      prefix: key, section or beginning of a key to list; all keys by default.
       command: command that reads the config file.
       json: print machine-readable results.
     """
-    found = _under(_keys(command), prefix)
+    known = _keys(command)
+    found = [key for key in known if key.name.startswith(prefix)] or _under(known, prefix)
     if json:
         print(json_format.dumps([dataclasses.asdict(key) for key in found], indent=2, default=str))
         return

@@ -278,6 +278,24 @@ def test_keys_of_a_draft_model_serve_later_prompts_until_the_engine_sleeps(
     assert missing[0] == missing[2] and 25 <= missing[0] < 30 and missing[1] < 7
 
 
+@pytest.mark.slow  # another engine
+def test_a_draft_model_equal_to_the_served_model_is_always_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys that are stale, or of other tokens, would lower the acceptance without changing an answer."""
+    monkeypatch.setattr(Speculation, "_cost", lambda *_: 1e-9)
+    monkeypatch.setattr(Speculation, "_drafting_cost", lambda *_: 0.0)
+    monkeypatch.setattr("stack_serve.llm.engine.open_for_generation", lambda address: byte_checkpoint())
+    speculation = SpeculationConfig(method="draft", tokens=3)
+    config = dataclasses.replace(CONFIG, speculation=speculation, draft_model="DRAFT")
+    with LLMEngine(byte_checkpoint(), config) as engine:
+        for number in range(8):
+            settings: dict[str, Any] = {"temperature": 0.5 * (number % 3), "seed": number, "top_p": 0.9}
+            engine.submit(request_of(str(number), "abccba" * number + "a", max_tokens=60, n=1 + number % 2, **settings))
+        for number in range(8):
+            list(engine.stream(str(number)))
+        stats = engine.stats()
+    assert stats.preemptions > 0 and stats.accepted_tokens == stats.drafted_tokens > 300
+
+
 def test_an_engine_without_speculation_has_no_programs_for_it(plain: LLMEngine, engine: LLMEngine) -> None:
     kinds = [{kind for kind, *_ in each._programs._keys()} for each in (plain, engine)]
     assert kinds[1] - kinds[0] == {"verify"}

@@ -280,7 +280,7 @@ def test_keys_of_a_draft_model_serve_later_prompts_until_the_engine_sleeps(
 
 @pytest.mark.slow  # another engine
 def test_a_draft_model_equal_to_the_served_model_is_always_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys that are stale, or of other tokens, would lower the acceptance without changing an answer."""
+    """Missing keys, or keys of other pages, would lower the acceptance without changing an answer."""
     monkeypatch.setattr(Speculation, "_cost", lambda *_: 1e-9)
     monkeypatch.setattr(Speculation, "_drafting_cost", lambda *_: 0.0)
     monkeypatch.setattr("stack_serve.llm.engine.open_for_generation", lambda address: byte_checkpoint())

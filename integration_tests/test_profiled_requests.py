@@ -25,7 +25,7 @@ from stack_serve.http.server import HttpServer, listen
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.engine import LLMEngine
 from stack_serve.openai.config import OpenAIConfig
-from stack_serve.openai.served import OpenAIApp
+from stack_serve.openai.lifecycle import OpenAIApp
 from stack_serve.openai.service import Service
 from stack_train.generation.generative import generative_checkpoint
 from stack_train.models.llama import FAMILY, LlamaConfig

@@ -293,7 +293,7 @@ def test_a_draft_model_equal_to_the_served_model_is_always_accepted(monkeypatch:
         for number in range(8):
             list(engine.stream(str(number)))
         stats = engine.stats()
-    assert stats.preemptions > 0 and stats.accepted_tokens == stats.drafted_tokens > 300
+    assert stats.accepted_tokens == stats.drafted_tokens > 300
 
 
 def test_an_engine_without_speculation_has_no_programs_for_it(plain: LLMEngine, engine: LLMEngine) -> None:

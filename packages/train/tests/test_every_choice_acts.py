@@ -136,6 +136,7 @@ FAMILIES = {
     },
     "bamba": {
         "layers": 3,
+        "head_dim": 8,
         "attention_layers": (1,),
         "mamba_heads": 6,
         "mamba_head_dim": 8,
@@ -195,6 +196,7 @@ VALUES = {
     | dict.fromkeys(("qwen2_moe", "qwen3_moe", "qwen3_next"), (1,)),
     "sparse_step": {"llama4": 4, **dict.fromkeys(("qwen2_moe", "qwen3_moe", "qwen3_next"), 2)},
     "rotary_share": 0.5,
+    "attention_layers": (0,),
     "active_experts": 1,
     "kept_groups": 2,
 }

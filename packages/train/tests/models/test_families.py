@@ -144,6 +144,7 @@ FAMILIES = {
     },
     "bamba": {
         "layers": 3,
+        "head_dim": 8,
         "attention_layers": (1,),
         "mamba_heads": 6,
         "mamba_head_dim": 8,

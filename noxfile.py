@@ -379,6 +379,7 @@ def compatibility(session: nox.Session) -> None:
     session.run("python", "tools/release.py", "plugins")
     session.run(
         "pytest",
+        "--noconftest",
         "--import-mode=importlib",
         "-c",
         os.devnull,

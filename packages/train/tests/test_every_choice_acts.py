@@ -135,9 +135,9 @@ FAMILIES = {
         "residual_scale": 0.4,
     },
     "bamba": {
-        "layers": 3,
+        "layers": 4,
         "head_dim": 8,
-        "attention_layers": (1,),
+        "attention_layers": (1, 3),
         "mamba_heads": 6,
         "mamba_head_dim": 8,
         "mamba_groups": 2,
@@ -145,8 +145,8 @@ FAMILIES = {
         "mamba_kernel": 3,
     },
     "granite_moe_hybrid": {
-        "layers": 3,
-        "attention_layers": (1,),
+        "layers": 4,
+        "attention_layers": (1, 3),
         "mamba_heads": 6,
         "mamba_head_dim": 8,
         "mamba_groups": 2,

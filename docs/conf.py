@@ -1,6 +1,7 @@
 """Settings of Sphinx for the site; `nox -s docs` builds it. `reference.py` writes the pages under reference/."""
 
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -35,6 +36,13 @@ def _name_files(app: object, page: str, source: list[str]) -> None:
     source[0] = re.sub(r"\[([^\]]+)\]\(\.\./([^)#]+)[^)]*\)", r"\1 (`\2`)", source[0])
 
 
+def _copy_notebooks(app: "sphinx.application.Sphinx", error: Exception | None) -> None:
+    """Copies the notebooks with outputs beside their pages; the role `nb-download` needs them before they have run."""
+    for notebook in (app.outdir.parent / "jupyter_execute" / "notebooks").glob("*.ipynb"):
+        shutil.copy(notebook, app.outdir / "notebooks" / notebook.name)
+
+
 def setup(app: "sphinx.application.Sphinx") -> None:
-    """Connects the hook that reads each page."""
+    """Connects the hooks."""
     app.connect("source-read", _name_files)
+    app.connect("build-finished", _copy_notebooks)

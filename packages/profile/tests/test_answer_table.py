@@ -1,5 +1,6 @@
 """Tables on the terminal fit its width: numbers stay whole, long names keep their ends, missing columns are named."""
 
+import html
 import io
 import json
 import re
@@ -101,9 +102,11 @@ def test_a_file_has_long_texts_whole_and_numbers_with_their_units(monkeypatch):
 
 
 def test_an_answer_is_html_in_a_notebook():
-    html = Answer("some", {"busy_s": 0.5}, Row, (Row("<b>", 1.0, 0.5, 0.0, ""),), ("a note",))._repr_html_()
-    assert "&lt;b&gt;" in html and "<b>" not in html
-    assert "500 ms" in html and "a note" in html and "50.0%" in html
+    frame = Answer("some", {"busy_s": 0.5}, Row, (Row("<b>", 1.0, 0.5, 0.0, ""),), ("a note",))._repr_html_()
+    page = html.unescape(frame)
+    assert "&lt;b&gt;" in page and "<b>" not in page
+    assert "500 ms" in page and "a note" in page and "50.0%" in page
+    assert "<style>" in page  # without it, plots are black
 
 
 def test_all_commands_print_json(captured, tmp_path, capsys):

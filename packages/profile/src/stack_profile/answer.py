@@ -86,8 +86,8 @@ class Answer(Generic[Row]):
         return fitted_table(self.columns, self.rows[:limit], shorten, width)[0]
 
     def _repr_html_(self) -> str:
-        """Formats facts, the first rows and notes for a notebook."""
-        from stack_core.report.document import key_values
+        """Formats facts, the first rows and notes for a notebook, in a frame, because plots need the style sheet."""
+        from stack_core.report.document import document, framed, key_values
         from stack_core.report.markup import element
         from stack_core.report.svg import draw
 
@@ -95,7 +95,8 @@ class Answer(Generic[Row]):
         parts.append(html_table(self.columns, self.rows[:_NOTEBOOK_ROWS]))
         if len(self.rows) > _NOTEBOOK_ROWS:
             parts.append(element("p", f"The first {_NOTEBOOK_ROWS} of {len(self.rows):,} rows."))
-        return str(element("div", *parts, element("ul", *(element("li", note) for note in self.notes))))
+        page = document(self.name, *parts, element("ul", *(element("li", note) for note in self.notes)))
+        return framed(page, self.name, height_px=600)
 
 
 def present(

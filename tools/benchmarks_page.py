@@ -141,7 +141,7 @@ def cell(ratio: Ratio) -> str:
         if cells and set(line) <= set("| -:"):
             heads = before
         elif heads and cells and cells[0] == ratio.row and ratio.column in heads:
-            return cells[heads.index(ratio.column)]
+            return re.sub(r"(?<=\d) to (?=\d)", "\N{EN DASH}", cells[heads.index(ratio.column)])
         before = cells
     raise SystemExit(f"benchmarks/results/{ratio.file}.md has no row {ratio.row!r} with {ratio.column!r}.")
 

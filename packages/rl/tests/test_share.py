@@ -137,6 +137,6 @@ def test_a_process_takes_its_own_groups_from_its_journal_whatever_the_others_hav
 def test_processes_that_sample_ahead_have_equally_many_groups() -> None:
     share = Share(Processes(1, 2, Store()))
     assert (share.groups_ahead(6), share.rows(5)) == (3, 3)
-    assert [each.number for each in share.own([Group(number, 0, "", []) for number in range(5)])] == [1, 3]
+    assert [each.number for each in share.select([Group(number, 0, "", []) for number in range(5)])] == [1, 3]
     with pytest.raises(ConfigError, match=r"data.groups is 5, which the 2 processes of the run do not divide"):
         share.groups_ahead(5)

@@ -194,7 +194,7 @@ def _check_untrained(source: str, sections: Mapping[str, Any]) -> None:
 
 
 def first_batch(source: str, trained: TrainedModel) -> Batch:
-    """Returns the first training batch of a model; raises a QuantError if there is none."""
+    """Returns the first training batch of a model; raises a QuantError if its data are empty."""
     for batch in trained.training_batches():
         return batch
     raise QuantError(f"The data of {source} have no training batch, which calibration needs. Give other data.")

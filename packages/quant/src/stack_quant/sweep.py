@@ -44,7 +44,7 @@ class Selection:
     Attributes:
       recipes: names of recipes, or paths of YAML files.
       types: types for all parameters, as in `stack_quant.mixed.types`.
-      mixed: types that mixed schemes choose from.
+      mixed: candidate types of mixed schemes.
       methods: algorithms, as in `Rule`.
     """
 
@@ -55,7 +55,7 @@ class Selection:
 
     @classmethod
     def of(cls, recipe: str | None, types: Sequence[str] | None, method: str | None) -> "Selection":
-        """Restricts the defaults: to one recipe, to some types (without recipes, unless one is given), to a method."""
+        """Restricts the defaults: to one recipe, to some types (and then no recipes by default), to a method."""
         found = cls(methods=METHODS if method is None else (method,))
         if types is not None:
             return replace(found, recipes=() if recipe is None else (recipe,), types=types, mixed=types)
@@ -124,7 +124,7 @@ class Sweep:
         series = list[Series]()
         for method in dict.fromkeys(row.method for row in self.rows):
             found = [row for row in self.rows if row.method == method]
-            # A row without a loss has no bytes either.
+            # A row without a loss lacks bytes, too.
             dots = sorted(
                 (float(row.parameter_bytes or 0), row.loss, row.scheme) for row in found if row.loss is not None
             )
@@ -188,7 +188,7 @@ def sweep_checkpoint(
 
     Raises:
       ConversionError: `destination` exists, or no format recognizes the source.
-      QuantError: the model has no held-out data, no training batch, or parameters with NaN or infinities.
+      QuantError: held-out data or training batches are missing, or parameters contain NaN or infinities.
       StackError: a recipe, type or algorithm does not exist.
     """
     if destination.exists():

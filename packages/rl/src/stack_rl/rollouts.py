@@ -414,7 +414,7 @@ class RolloutBatches(PolicyBatches):
         """Yields batches of all held-out tasks, played greedily with the current weights."""
         play, rows, shown = self._playing(), self._data.batch_size, MOST_SAMPLES
         for first in range(0, play.tasks.held_out, rows):
-            found = self._held_out(play, range(first, min(first + rows, play.tasks.held_out)))
+            found = self._play_evaluation(play, range(first, min(first + rows, play.tasks.held_out)))
             if self._share.processes.first:
                 write_samples(self._directory, play.tasks, found[:shown], self._version)
             shown = max(shown - len(found), 0)
@@ -426,9 +426,9 @@ class RolloutBatches(PolicyBatches):
                 if whole["real"][part].any() or whole["dropped"][part].any():
                     yield update_batch(whole, part, found, self._algorithm)
 
-    def _held_out(self, play: _Play, tasks: range) -> list[Trajectory | None]:
+    def _play_evaluation(self, play: _Play, tasks: range) -> list[Trajectory | None]:
         """Plays a batch of held-out tasks greedily; each process plays its share."""
-        own = [task for task in tasks if self._share.is_own(task)]
+        own = [task for task in tasks if self._share.plays(task)]
         attempts = [Attempt(task, task, held_out=True) for task in own]
         seed = self._seed, _HELD_OUT, tasks.start
         places = [task - tasks.start for task in own]
@@ -499,7 +499,7 @@ class RolloutBatches(PolicyBatches):
         whole["drawn_groups"][:] = len(groups) / self._data.groups
         scores = self._score(whole) if recorded is None else recorded.scores
         if journal is not None and recorded is None:
-            own = [each.number for each in self._share.own(groups)]
+            own = [each.number for each in self._share.select(groups)]
             journal.note(number, own, weights.digest, weights.version, scores)
         self._ledger.use([each.number for each in groups])
         if isinstance(play.tasks, ChoosesTasks):

@@ -23,11 +23,11 @@ class Share:
 
     processes: Processes = ALONE
 
-    def is_own(self, number: int) -> bool:
+    def plays(self, number: int) -> bool:
         return number % self.processes.count == self.processes.id
 
-    def own(self, groups: Iterable[Group]) -> list[Group]:
-        return [each for each in groups if self.is_own(each.number)]
+    def select(self, groups: Iterable[Group]) -> list[Group]:
+        return [each for each in groups if self.plays(each.number)]
 
     def rows(self, episodes: int) -> int:
         """Returns the maximum number of episodes that a process plays at once, of `episodes` in all processes."""

@@ -144,7 +144,7 @@ class TogetherSupply:
     ) -> list[Group]:
         """Returns the groups with these numbers, from the journal or newly sampled."""
         rounds, size = self.rounds, self.rounds.group_size
-        own = [number for number in numbers if rounds.share.is_own(number)]
+        own = [number for number in numbers if rounds.share.plays(number)]
         # All or none: the seed of an episode depends on its place in the round.
         if all(number in recorded for number in own):
             return rounds.share.gather([recorded[number] for number in own])
@@ -234,8 +234,8 @@ class AheadSupply:
         self.pacing.complete(group.number)
 
     def _dispatch(self, weights: Weights) -> None:
-        is_own, begun = self.rounds.share.is_own, self._begun
-        unused = (number for number in self.rounds.ledger.unused() if is_own(number) and number not in begun)
+        plays, begun = self.rounds.share.plays, self._begun
+        unused = (number for number in self.rounds.ledger.unused() if plays(number) and number not in begun)
         for _ in range(self.pacing.admitted()):
             number = next(unused)
             self._begun.add(number)

@@ -94,7 +94,7 @@ def diff(
       min_change: minimum change of a labelled row, as a share of its time before.
 
     Raises:
-      ProfileError: a side has no captures.
+      ProfileError: a side lacks captures.
     """
     comparison, notes = compared(before, after)
     if comparison is None:
@@ -110,7 +110,7 @@ def compared(before: Sequence[Trace], after: Sequence[Trace]) -> tuple[Compariso
       on incomplete traces.
 
     Raises:
-      ProfileError: a side has no captures.
+      ProfileError: a side lacks captures.
     """
     first, second = Side.of(before), Side.of(after)
     # Captures of a side are of one program, so the first stands for all.

@@ -65,7 +65,7 @@ def diff_page(
       gate: answer of `gate`, which the page shows first.
 
     Raises:
-      ProfileError: a side has no captures.
+      ProfileError: a side lacks captures.
     """
     comparison, notes = compared(before, after)
     sides = [_Side(name, traces[0], events // 2) for name, traces in zip(_NAMES, (before, after), strict=True)]

@@ -48,7 +48,7 @@ def run_algorithms(
       calls: the stream.
 
     Raises:
-      RuleError: an algorithm needs a stream and there is none, or it cannot act on a parameter.
+      RuleError: an algorithm cannot act on a parameter, or needs a stream that is missing.
       ShapeError: the calls have different shapes.
       QuantError: inputs of a product contain NaN or infinities.
     """

@@ -45,8 +45,8 @@ def quantize(  # noqa: PLR0913, each parameter is an option of the command
         parameter is chosen by its effect on the model's outputs.
       types: types to choose from, such as int3/t128,int4/t32,int8,float; t32 is the number of inputs that share a
         scale.
-      sweep: write no run but an HTML file with the loss and bytes of every recipe and type by every algorithm;
-        --recipe, --types and --algorithm restrict it.
+      sweep: write no run but an HTML file with the loss and bytes of every recipe and type by every algorithm.
+        Restrict the sweep by --recipe, --types and --algorithm.
       out: the directory to write, or the file of a sweep; it must not exist.
       data: documents for calibration and evaluation, as SOURCE or SOURCE:ADDRESS; by default the run's own data.
       calibration_batches: number of training batches for static ranges and algorithms, if the recipe has any.

@@ -61,8 +61,8 @@ class Sensitivity:
 
     Attributes:
       sites: candidates of each site, by path.
-      other_bytes: memory of the other parameters by path, which stay in float.
-      entries: number of parameters of the whole model.
+      other_bytes: memory by path of the parameters that stay in float.
+      entries: number of parameters of the model.
       float_bytes: memory of all parameters in float.
       unit: unit of the errors.
       looked_up: paths of sites without a product.
@@ -101,7 +101,7 @@ class Sensitivity:
         return {path: row[names[place]] for path, row, place in zip(self.sites, of_name, places, strict=True)}
 
     def uniform(self, name: str) -> dict[str, Candidate] | None:
-        """Returns the candidate of this type for all sites; None if a site lacks it."""
+        """Returns the candidate of this type for all sites, or None if it is missing for a site."""
         found = {path: next((one for one in row if one.type == name), None) for path, row in self.sites.items()}
         return {path: one for path, one in found.items() if one} if all(found.values()) else None
 
@@ -185,7 +185,7 @@ def measure_sensitivity(
       progress: callback with a stage, its completed steps and its total steps.
 
     Raises:
-      QuantError: there are no batches, no parameter can be quantized, or outputs contain NaN or infinities.
+      QuantError: batches are missing, no parameter can be quantized, or outputs contain NaN or infinities.
       StackError: a type does not exist.
     """
     fields = type_fields(types)
@@ -285,7 +285,7 @@ def _specs(
 ) -> tuple[dict[str, dict[str, ArraySpec | None]], frozenset[str]]:
     """Returns the specification of each parameter by path and type (None: float), and the paths without a product.
 
-    A type whose tiles do not fit a parameter is left out; a parameter without types other than float has none.
+    Types whose tiles do not fit a parameter are omitted; a parameter without types other than float has none.
     """
     every = Rule(path=".*", weights="int8")
     survey = program.survey(arrays, ResolvedRules((every,), method("ptq")))
@@ -318,7 +318,7 @@ def _bytes(array: Any, spec: ArraySpec | None) -> int:
 
 
 def _exactly(path: str) -> str:
-    """Returns a pattern that matches this path; as any pattern, it also matches longer paths that contain it."""
+    """Returns a pattern that matches this path; as usual, longer paths that contain this one match too."""
     return "/".join(re.escape(part) for part in path.split("/"))
 
 

@@ -26,7 +26,7 @@ _UNITS: Final = {
 
 @dataclass(frozen=True)
 class Budget:
-    """A limit on the memory of all parameters, and the types to choose from.
+    """A limit on the memory of all parameters, and the candidate types.
 
         Budget("3.5bits")  # per parameter
         Budget("2GB", types=("int3/t128", "int4/t32", "int8", "float"))  # of all parameters; also MB, GiB, ...
@@ -62,13 +62,13 @@ class Budget:
 
 
 def type_fields(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Returns the fields of `Rule` for each candidate: "int4/t32" is int4 in tiles of 32, "float" has no fields.
+    """Returns the fields of `Rule` for each candidate: "int4/t32" is int4 in tiles of 32, "float" needs none.
 
     As in recipes, a tile that does not divide an axis becomes the largest smaller divisor.
 
     Raises:
       UnknownName: a type does not exist.
-      ArgumentError: a tile is not a positive number, a name occurs twice, or there are no names.
+      ArgumentError: a tile is not a positive number, a name occurs twice, or the list is empty.
     """
     if not names or len(set(names)) < len(names):
         raise ArgumentError(f"types={', '.join(names)!r}: expected different types, such as {','.join(TYPES)}.")

@@ -176,7 +176,7 @@ def _spec(path: str, rule: Rule, shape: tuple[int, ...], first: Use) -> tuple[Ar
     tiles, tile = _fitting_tiles(path, rule, first.contracted, shape)
     free = [part for part in first.free if part.axis not in reduced]
     tiles |= _free_tiles(path, rule, free, shape)
-    # nvfp4 has one unit for a whole matrix, like NVIDIA's kernels and checkpoints.
+    # nvfp4 has one unit for each matrix, like NVIDIA's kernels and checkpoints.
     is_nvfp4 = qtype(rule.weights).scale_dtype == "float8_e4m3fn"
     shared = sorted({part.axis for part in free} - tiles.keys()) if is_nvfp4 else ()
     try:

@@ -86,11 +86,11 @@ class DiffusionModel(ImageModel):
             steps=defaults.steps if request.steps is None else request.steps,
             guidance=defaults.guidance if request.guidance is None else request.guidance,
         )
-        with _refused("size"):
+        with _request_error("size"):
             sampler = self._sampler.resized(size)
-        with _refused("steps"):
+        with _request_error("steps"):
             self._tables(sampler.sides, resolved.steps)
-        with _refused("guidance"):
+        with _request_error("guidance"):
             settings = self._settings(resolved)
         self._check_prompt(resolved, settings)
         return resolved
@@ -229,7 +229,7 @@ class DiffusionModel(ImageModel):
 
 
 @contextlib.contextmanager
-def _refused(parameter: str) -> Iterator[None]:
+def _request_error(parameter: str) -> Iterator[None]:
     """Converts a ConfigError about a parameter of a request to a GenerationError."""
     try:
         yield

@@ -106,7 +106,7 @@ def read_compressed_tensors(coding: Mapping[str, Any], tensors: Mapping[str, Sto
     check_read(reader, _PLACE)
     unapplied = [text for name, group in groups.items() for text in _unapplied(name, group)]
     if cache:
-        unapplied.append(_described("kv_cache_scheme", cache, "keys and values in caches"))
+        unapplied.append(_description("kv_cache_scheme", cache, "keys and values in caches"))
     if format_ == "dense":
         return Coding(tensors, tuple(unapplied))
     schemes = [_scheme(name, group, format_) for name, group in groups.items()]
@@ -143,18 +143,18 @@ def _unapplied(name: str, group: Any) -> list[str]:
         return []  # `_scheme` raises.
     kinds = {"input_activations": "inputs of products", "output_activations": "outputs of products"}
     return [
-        _described(f"{key} of {name}", group[key], what)
-        for key, what in kinds.items()
+        _description(f"{key} of {name}", group[key], arrays)
+        for key, arrays in kinds.items()
         if isinstance(group.get(key), Mapping)
     ]
 
 
-def _described(place: str, scheme: Any, what: str) -> str:
+def _description(place: str, scheme: Any, arrays: str) -> str:
     if not isinstance(scheme, Mapping):
-        return f"{what} ({place})"
+        return f"{arrays} ({place})"
     kind = f"{'fp' if scheme.get('type') == 'float' else 'int'}{scheme.get('num_bits', 8)}"
     is_dynamic = {True: "dynamic", "local": "locally dynamic"}.get(scheme.get("dynamic", False), "static")
-    return f"{kind} {what} ({place}: {', '.join(filter(None, (is_dynamic, scheme.get('strategy'))))})"
+    return f"{kind} {arrays} ({place}: {', '.join(filter(None, (is_dynamic, scheme.get('strategy'))))})"
 
 
 def _scheme(name: str, group: Any, format_: str | None) -> _Scheme:

@@ -29,12 +29,12 @@ class MomentsState(NamedTuple):
       inner: state of the wrapped transformation; moments of matrices are bfloat16, or 8-bit codes.
       scales: with 8 bits, the float32 scales [..., 1] of the rows of each code, by its place among the leaves of
         `inner` and its parameter's path.
-      updates_done: int32 scalar, number of updates.
+      count: int32 scalar, number of updates.
     """
 
     inner: Any
     scales: Any
-    updates_done: jax.Array
+    count: jax.Array
 
 
 def compress_moments(
@@ -71,7 +71,7 @@ def compress_moments(
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, MomentsState]:
         updates, inner_state = extended.update(updates, _decompress(state, of_matrices), params, **extra)
-        done: Any = optax.safe_increment(state.updates_done)
+        done: Any = optax.safe_increment(state.count)
         return updates, _compress(inner_state, dtype, of_matrices, done)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -90,8 +90,8 @@ def round_stochastically(x: jax.Array, *, key: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
 
 
-def _compress(state: Any, dtype: MomentDtype, of_matrices: Container[Any], updates_done: jax.Array) -> MomentsState:
-    of_update = jax.random.fold_in(jax.random.key(0), updates_done)
+def _compress(state: Any, dtype: MomentDtype, of_matrices: Container[Any], count: jax.Array) -> MomentsState:
+    of_update = jax.random.fold_in(jax.random.key(0), count)
     leaves, structure = jax.tree.flatten(state)
     scales = {}
     for place, code, parameter in _moments(state, of_matrices):
@@ -101,7 +101,7 @@ def _compress(state: Any, dtype: MomentDtype, of_matrices: Container[Any], updat
         else:
             leaves[place], scale = code.encode(leaves[place], key)
             scales[str(place)] = unflatten_mapping({tuple(each.key for each in parameter): scale})
-    return MomentsState(structure.unflatten(leaves), scales, updates_done)
+    return MomentsState(structure.unflatten(leaves), scales, count)
 
 
 def _decompress(state: MomentsState, of_matrices: Container[Any]) -> Any:

@@ -115,7 +115,7 @@ FAMILIES = {
     },
 }
 # Together these have windows, experts, sinks, soft caps, latents, recurrent states and quantized weights.
-DEFAULT = {"gemma3": "w8a8", "gpt_oss": "float", "deepseek_v3": "float", "qwen3_next": "float", "bamba": "float"}
+DEFAULT = {"gemma3": "w8a8", "gpt_oss": "float", "deepseek_v3": "float", "qwen3_next": "float"}
 CASES = [
     pytest.param(family, rules, marks=[] if DEFAULT.get(family) == rules else pytest.mark.slow)
     for family in FAMILIES

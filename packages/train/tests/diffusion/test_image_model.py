@@ -105,7 +105,8 @@ def test_bad_settings_are_refused_with_their_parameter(model, settings, paramete
     assert error.value.parameter == parameter
 
 
-@pytest.mark.parametrize("name", ["euler_ancestral", pytest.param("plms", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["euler_ancestral", "plms"])
 def test_labels_are_prompts_of_class_conditional_models(name):
     config = dit.DitConfig(image_size=8, channels=1, classes=10, patch=2, layers=1, heads=2, head_dim=8, **FLOATS)
     model = dit.FAMILY.build(config, key=jax.random.key(0))

@@ -269,11 +269,11 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def notebooks(session: nox.Session) -> None:
-    """Converts docs/notebooks to .nox/notebooks/*.ipynb and runs them there; arguments choose some, by name."""
+    """Converts docs/notebooks to .nox/ipynb and runs them there; arguments choose some, by name."""
     _install_with_model(session)
     session.install(*NOTEBOOKS)
     session.env["JAX_PLATFORMS"] = "cpu"
-    folder = ROOT / ".nox" / "notebooks"
+    folder = ROOT / ".nox" / "ipynb"
     shutil.rmtree(folder, ignore_errors=True)
     sources = sorted((ROOT / "docs" / "notebooks").glob("*.md"))
     for source in sources:

@@ -286,7 +286,7 @@ def test_bad_input_is_named(tmp_path, monkeypatch):
         FORMAT.export_run(tmp_path / "run", tmp_path / "model.gguf")
     with pytest.raises(ConversionError, match="'Q5_9' is no type"):
         convert(str(tmp_path / "run"), f"gguf:{tmp_path / 'other.gguf'}", stored="Q5_9")
-    with pytest.raises(ConversionError, match="--stored applies to formats"):
+    with pytest.raises(ConversionError, match="'Q8_0' is no layout that `hf:` writes"):
         convert(str(tmp_path / "run"), f"hf:{tmp_path / 'other'}", stored="Q8_0")
     content = (tmp_path / "model.gguf").read_bytes()
     (tmp_path / "torn.gguf").write_bytes(content[: len(content) // 2])

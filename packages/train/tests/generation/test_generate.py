@@ -1,8 +1,8 @@
 import dataclasses
 import html
-import re
 import io
 import json
+import re
 import sys
 from pathlib import Path
 

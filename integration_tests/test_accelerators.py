@@ -140,14 +140,10 @@ TPU_KERNELS = {"splash_mha_fwd", "splash_mha_dkv", "splash_mha_dq", "stack_norm"
 
 
 @pytest.mark.tpu_aot
-@pytest.mark.parametrize(
-    ("axis", "expected"),
-    # Attention over a split sequence is the reference's, see docs/scale.md.
-    [("stage", TPU_KERNELS), ("context", {"stack_norm"})],
-)
-def test_on_tpus_stages_run_all_kernels_and_split_sequences_the_norm(tmp_path, axis, expected):
+@pytest.mark.parametrize("axis", ["stage", "context"])
+def test_on_tpus_stages_and_split_sequences_run_all_kernels(tmp_path, axis):
     found = kernels_of(step_for(Target("v5e:2x2"), tmp_path, second=axis).as_text())
-    assert {name for name in TPU_KERNELS if any(name in kernel for kernel in found)} == expected
+    assert all(any(name in kernel for kernel in found) for name in TPU_KERNELS)
 
 
 @pytest.mark.tpu_aot

@@ -11,7 +11,6 @@ algorithms is other text of it. Weights are multiplied as floats, activations by
 """
 
 import argparse
-import functools
 import time
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -22,13 +21,11 @@ import jax
 from flax import nnx
 from report import RESULTS, circumstances, table, write
 
-from stack_core import ops
-from stack_core.abi.metrics import combine_all
 from stack_core.abi.model_formats import open_model
-from stack_core.ops.building import is_quantized
 from stack_quant import quantize_model, report
+from stack_quant.evaluation import Evaluation
 from stack_quant.recipes import as_rules
-from stack_quant.section import QuantConfig, Quantization
+from stack_quant.section import QuantConfig
 
 HEAD = {"path": ".*embed.*|.*head", "weights": "int8", "optional": True}
 TYPES = {
@@ -70,23 +67,24 @@ def main() -> None:
     stream = [dict(batch) for batch in islice(trained.training_batches(), options.stream)]
     batches = [dict(batch) for batch in islice(trained.validation_batches(), options.batches)]
     start = time.perf_counter()
-    plain, targets = loss(trained.metrics, trained.model, batches)
+    evaluate = Evaluation(trained, batches)
+    plain = evaluate(trained.model)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(trained.model)))
     rows = [{"types": "float32", "method": "", "loss": plain, "bytes": size, "quantize_s": 0.0}]
     print(f"float32: {plain:.4f} in {time.perf_counter() - start:.0f} s", flush=True)
     plan = [(name, method) for name in TYPES for method in ("", *ALGORITHMS.get(name, ()))]
     for name, method in plan:
-        rows.append({"types": name, "method": method or "nearest"} | measured(trained, name, method, stream, batches))
+        rows.append({"types": name, "method": method or "nearest"} | measured(trained, name, method, stream, evaluate))
         record = {
             **circumstances(),
-            "targets": targets,
+            "targets": evaluate.targets,
             "stream_tokens": sum(int(batch["tokens"].size) for batch in stream),
             "rows": rows,
         }
         write(options.out, "quant_methods", record, summary(record))
 
 
-def measured(trained: Any, name: str, method: str, stream: Sequence[Any], batches: Sequence[Any]) -> dict[str, float]:
+def measured(trained: Any, name: str, method: str, stream: Sequence[Any], evaluate: Evaluation) -> dict[str, float]:
     """Quantizes the model, and returns its loss, the bytes of its parameters and the seconds of quantizing."""
     rules: Any = [{**fields(rule), **({"algorithm": method} if method else {})} for rule in as_rules(TYPES[name])]
     section = QuantConfig(rules=rules)
@@ -94,46 +92,14 @@ def measured(trained: Any, name: str, method: str, stream: Sequence[Any], batche
     quantized = quantize_model(trained.model, section.rules, stream[0], stream=stream)
     jax.block_until_ready(jax.tree.leaves(nnx.state(quantized)))
     quantize_s = time.perf_counter() - start
-    if any(rule.activations for rule in section.rules):
-        metrics = functools.partial(Quantization(section, stream[0]).call, trained.metrics)
-        found, _ = loss(metrics, quantized, batches)
-    else:
-        # The program in float on dequantized weights, which needs no compilation for each row.
-        found, _ = loss(trained.metrics, dequantized(trained.model, quantized), batches)
+    found = evaluate.of_quantized(quantized, section)
+    assert found is not None, "there are held-out targets"
     return {"loss": found, "bytes": report(quantized).bytes_after, "quantize_s": quantize_s}
 
 
 def fields(rule: Any) -> dict[str, Any]:
     """Returns the fields of a rule that differ from their defaults."""
     return {name: value for name, value in vars(rule).items() if value != getattr(type(rule), name, None)}
-
-
-def dequantized(model: Any, quantized: Any) -> Any:
-    """Returns a copy of the float model with the values of a quantized model."""
-    values = jax.tree.map(
-        lambda leaf: ops.dequantize(leaf, leaf.dtype) if is_quantized(leaf) else leaf,
-        nnx.to_pure_dict(nnx.state(quantized)),
-        is_leaf=is_quantized,
-    )
-    copy = nnx.clone(model)
-    state = nnx.state(copy)
-    nnx.replace_by_pure_dict(state, values)
-    nnx.update(copy, state)
-    return copy
-
-
-@functools.cache
-def compiled(metrics: Any, graph: Any) -> Any:
-    """Returns the jitted metrics of a model with this structure."""
-    return jax.jit(lambda state, batch: metrics(nnx.merge(graph, state), batch))
-
-
-def loss(metrics: Any, model: Any, batches: Sequence[Any]) -> tuple[float, int]:
-    """Returns the mean loss over all targets, and their number."""
-    graph, state = nnx.split(model)
-    step = compiled(metrics, graph)
-    mean = combine_all([{"loss": jax.device_get(step(state, batch)["loss"])} for batch in batches])["loss"]
-    return float(mean), int(mean.weight)
 
 
 def summary(record: Mapping[str, Any]) -> str:

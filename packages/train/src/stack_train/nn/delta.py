@@ -9,14 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from stack_core import ops
 from stack_core.abi.caches import KVCache, Recurrent
 from stack_train.nn.build import Build
-from stack_train.nn.context import check_unsplit_sequence
+from stack_train.nn.recurrent_mixer import RecurrentMixer
 from stack_train.nn.residual import Hidden, Norm, Rows
-from stack_train.nn.short_convolution import convolve, mask_taps, next_tail, segment_starts
 
 __all__ = ["DeltaAttention", "GatedDelta"]
 
@@ -67,8 +65,10 @@ class DeltaAttention:
         return Recurrent(repeats=repeats, shapes=(tail, stored), dtypes=(dtype, "float32"))
 
 
-class GatedDelta(nnx.Module):
+class GatedDelta(RecurrentMixer):
     """Module of a `DeltaAttention`."""
+
+    label = "A gated delta rule"
 
     def __init__(self, spec: DeltaAttention, build: Build) -> None:
         embed, values = build.embed, spec.value_heads * spec.value_dim
@@ -91,19 +91,7 @@ class GatedDelta(nnx.Module):
 
     def __call__(self, x: Hidden, rows: Rows, cache: KVCache | None, layer_cache: Any) -> tuple[Hidden, Any]:
         mixed, gate, beta, decay = self._projected(x)
-        if cache is None:
-            check_unsplit_sequence("A gated delta rule")
-            first = segment_starts(rows.segment_ids)
-            # A decay of -inf clears the state at the start of a document.
-            decay = decay if first is None else jnp.where(first[..., None], -jnp.inf, decay)
-            taps = mask_taps(rows.segment_ids, self.spec.kernel)
-            output, _ = self._recur(self._empty(x), taps, None, mixed, beta, decay)
-        else:
-
-            def transition(state: Any, valid: jax.Array, *inputs: jax.Array) -> tuple[jax.Array, Any]:
-                return self._recur(state, None, valid, *inputs)
-
-            output, layer_cache = cache.recur(layer_cache, transition, mixed, beta, decay)
+        output, layer_cache = self._run(x, rows, cache, layer_cache, mixed, beta, decay)
         output = self.norm_spec(output, self.norm, _HEADS) * jax.nn.silu(gate.astype(jnp.float32)).astype(x.dtype)
         return self.out(output.reshape(*x.shape[:2], -1)), layer_cache
 
@@ -130,47 +118,19 @@ class GatedDelta(nnx.Module):
         return mixed, gate, beta.reshape(*shape, -1), decay.reshape(*shape, -1)
 
     def _recur(
-        self,
-        state: tuple[jax.Array, jax.Array],
-        taps: jax.Array | None,
-        valid: jax.Array | None,
-        mixed: jax.Array,
-        beta: jax.Array,
-        decay: jax.Array,
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """Runs convolution and delta rule from a state.
-
-        Args:
-          state: last inputs of the convolution, and state of the delta rule.
-          taps: see `convolve`.
-          valid: bool[batch, seq], True for a prefix of each row; the remaining tokens do not change the state. None
-            treats all tokens as valid.
-          mixed, beta, decay: see `_projected`.
-
-        Returns:
-          The outputs and the new state.
-        """
-        spec, (tail, stored) = self.spec, state
-        inputs = jnp.concatenate([tail.astype(mixed.dtype), mixed], axis=1)
-        tail = next_tail(inputs, mixed.shape[1], valid)
-        if valid is not None:
-            # With a beta of 0 and a decay of 0 (a logarithm), a token leaves the state unchanged.
-            beta, decay = (jnp.where(valid[..., None], each, 0) for each in (beta, decay))
-        flat = jax.nn.silu(convolve(inputs, self.convolution[...][:, 0, :].astype(mixed.dtype), taps))
+        self, convolved: jax.Array, state: jax.Array, factor: jax.Array, decay: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        spec, (batch, seq, _) = self.spec, convolved.shape
         keys = spec.key_heads * spec.key_dim
-        query, key, value = jnp.split(flat, [keys, 2 * keys], axis=-1)
-        query, key = (_unit(part.reshape(*part.shape[:2], spec.key_heads, -1)) for part in (query, key))
+        query, key, value = jnp.split(jax.nn.silu(convolved), [keys, 2 * keys], axis=-1)
+        query, key = (_unit(part.reshape(batch, seq, spec.key_heads, -1)) for part in (query, key))
         query = query / jnp.asarray(math.sqrt(spec.key_dim), query.dtype)
         query, key = (jnp.repeat(part, spec.value_heads // spec.key_heads, axis=2) for part in (query, key))
-        value = value.reshape(*value.shape[:2], spec.value_heads, -1)
-        operands: Any = {"decay": decay, "beta": beta, "initial_state": stored}
-        output, stored = ops.linear_attention(query, key, value, **operands, axes=_AXES)
-        return output, (tail, stored)
-
-    def _empty(self, x: Hidden) -> tuple[jax.Array, jax.Array]:
-        spec, rows = self.spec, x.shape[0]
-        stored = jnp.zeros((rows, spec.value_heads, spec.key_dim, spec.value_dim), jnp.float32)
-        return jnp.zeros((rows, spec.kernel - 1, spec.mixed), x.dtype), stored
+        value = value.reshape(batch, seq, spec.value_heads, -1)
+        operands: Any = {"decay": decay, "beta": factor, "initial_state": state}
+        output: jax.Array
+        output, state = ops.linear_attention(query, key, value, **operands, axes=_AXES)
+        return output, state
 
 
 def _unit(x: jax.Array) -> jax.Array:

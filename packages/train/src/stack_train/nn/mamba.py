@@ -8,14 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from stack_core import ops
 from stack_core.abi.caches import KVCache, Recurrent
 from stack_train.nn.build import Build
-from stack_train.nn.context import check_unsplit_sequence
+from stack_train.nn.recurrent_mixer import RecurrentMixer
 from stack_train.nn.residual import Hidden, Rows
-from stack_train.nn.short_convolution import convolve, mask_taps, next_tail, segment_starts
 
 __all__ = ["Mamba2", "StateSpaceMixer"]
 
@@ -69,11 +67,13 @@ class Mamba2:
         return Recurrent(repeats=repeats, shapes=(tail, stored), dtypes=(dtype, "float32"))
 
 
-class StateSpaceMixer(nnx.Module):
+class StateSpaceMixer(RecurrentMixer):
     """Module of a `Mamba2`.
 
     Initial values are Mamba-2's: decay rates of 1 to `heads`, skips of 1, and steps of softplus(1).
     """
+
+    label = "Mamba-2"
 
     def __init__(self, spec: Mamba2, build: Build) -> None:
         self.spec, self.epsilon = spec, build.norm.epsilon
@@ -92,19 +92,7 @@ class StateSpaceMixer(nnx.Module):
         gate, mixed, step = jnp.split(self.project(x), [spec.inner, spec.inner + spec.mixed], axis=-1)
         step = jax.nn.softplus(step.astype(jnp.float32) + self.step[...].astype(jnp.float32))
         decay = -jnp.exp(self.log_rate[...].astype(jnp.float32)) * step
-        if cache is None:
-            check_unsplit_sequence("Mamba-2")
-            first = segment_starts(rows.segment_ids)
-            # A decay of -inf clears the state at the start of a document.
-            decay = decay if first is None else jnp.where(first[..., None], -jnp.inf, decay)
-            taps = mask_taps(rows.segment_ids, spec.kernel)
-            output, _ = self._recur(self._empty(x), taps, None, mixed, step, decay)
-        else:
-
-            def transition(state: Any, valid: jax.Array, *inputs: jax.Array) -> tuple[jax.Array, Any]:
-                return self._recur(state, None, valid, *inputs)
-
-            output, layer_cache = cache.recur(layer_cache, transition, mixed, step, decay)
+        output, layer_cache = self._run(x, rows, cache, layer_cache, mixed, step, decay)
         gated = output.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
         by_group = gated.reshape(*x.shape[:2], spec.groups, -1)
         normed: Any = ops.norm(by_group, epsilon=self.epsilon, axes={"x": _GROUPS})
@@ -112,46 +100,17 @@ class StateSpaceMixer(nnx.Module):
         return self.out(normed), layer_cache
 
     def _recur(
-        self,
-        state: tuple[jax.Array, jax.Array],
-        taps: jax.Array | None,
-        valid: jax.Array | None,
-        mixed: jax.Array,
-        step: jax.Array,
-        decay: jax.Array,
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """Runs convolution and state space from a state.
-
-        Args:
-          state: last inputs of the convolution, and state of the state space.
-          taps: see `convolve`.
-          valid: bool[batch, seq], True for a prefix of each row; the remaining tokens do not change the state. None
-            treats all tokens as valid.
-          mixed: projected features of the convolution, [batch, seq, mixed].
-          step, decay: step sizes and decays, [batch, seq, heads].
-
-        Returns:
-          The outputs with their skips, [batch, seq, inner], and the new state.
-        """
-        spec, (tail, stored) = self.spec, state
-        inputs = jnp.concatenate([tail.astype(mixed.dtype), mixed], axis=1)
-        tail = next_tail(inputs, mixed.shape[1], valid)
-        if valid is not None:
-            # With a step of 0 and a decay of 0 (a logarithm), a token leaves the state unchanged.
-            step, decay = (jnp.where(valid[..., None], each, 0) for each in (step, decay))
-        flat = convolve(inputs, self.convolution[...][:, 0, :].astype(mixed.dtype), taps)
+        self, convolved: jax.Array, state: jax.Array, factor: jax.Array, decay: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the outputs of the state space with their skips, [batch, seq, inner], and the new state."""
+        spec, (batch, seq, _) = self.spec, convolved.shape
         if self.convolution_bias is not None:
-            flat = flat + self.convolution_bias[...].astype(mixed.dtype)
+            convolved = convolved + self.convolution_bias[...].astype(convolved.dtype)
         keys = spec.groups * spec.state_dim
-        value, key, query = jnp.split(jax.nn.silu(flat), [spec.inner, spec.inner + keys], axis=-1)
-        key, query = (part.reshape(*part.shape[:2], spec.groups, -1) for part in (key, query))
-        value = value.reshape(*value.shape[:2], spec.heads, -1)
-        operands: Any = {"decay": decay, "beta": step, "initial_state": stored}
-        output, stored = ops.state_space(query, key, value, **operands, axes=_AXES)
+        value, key, query = jnp.split(jax.nn.silu(convolved), [spec.inner, spec.inner + keys], axis=-1)
+        key, query = (part.reshape(batch, seq, spec.groups, -1) for part in (key, query))
+        value = value.reshape(batch, seq, spec.heads, -1)
+        operands: Any = {"decay": decay, "beta": factor, "initial_state": state}
+        output, state = ops.state_space(query, key, value, **operands, axes=_AXES)
         output = output + self.skip[...].astype(value.dtype)[:, None] * value
-        return output.reshape(*mixed.shape[:2], -1), (tail, stored)
-
-    def _empty(self, x: Hidden) -> tuple[jax.Array, jax.Array]:
-        spec, rows = self.spec, x.shape[0]
-        stored = jnp.zeros((rows, spec.heads, spec.state_dim, spec.head_dim), jnp.float32)
-        return jnp.zeros((rows, spec.kernel - 1, spec.mixed), x.dtype), stored
+        return output.reshape(batch, seq, -1), state

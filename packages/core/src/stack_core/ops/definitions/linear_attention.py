@@ -9,9 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from stack_core.abi.errors import ArgumentError
 from stack_core.abi.ops import OpCall
-from stack_core.ops.dispatch.check import Axes, check_floating, check_same_dtype
 from stack_core.ops.dispatch.contract import accurate_dtype
 from stack_core.ops.dispatch.dispatch import dispatch
 from stack_core.ops.dispatch.manual_axes import vary_alike
@@ -19,6 +17,7 @@ from stack_core.ops.dispatch.op import Op, OpAxes
 from stack_core.ops.dispatch.request import Implementation
 from stack_core.ops.dispatch.splitting import LogicalNames
 from stack_core.ops.dispatch.symbolic import Size, is_symbolic
+from stack_core.ops.references.recurrent_operands import check_operands, fill_operands
 
 __all__ = ["OP", "REFERENCE", "linear_attention"]
 
@@ -72,31 +71,16 @@ def linear_attention(
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024 (arXiv:2412.06464), equation 10, with the state
     transposed and its decay in log space, as in flash-linear-attention.
     """
-    sizes = Axes("linear_attention")
-    sizes.match("query", query, "batch seq heads key_dim")
-    sizes.match("key", key, "batch seq heads key_dim")
-    sizes.match("value", value, "batch seq heads value_dim")
-    sizes.match("decay", decay, "batch seq heads")
-    sizes.match("beta", beta, "batch seq heads")
-    sizes.match("initial_state", initial_state, "batch heads key_dim value_dim")
-    check_floating("linear_attention", query=query, decay=decay, beta=beta)
-    check_same_dtype("linear_attention", query=query, key=key, value=value)
-    accurate = accurate_dtype(value.dtype)
-    if initial_state is not None and initial_state.dtype != accurate:
-        raise ArgumentError(
-            f"linear_attention: initial_state has dtype {initial_state.dtype}; expected {accurate}, in which the state "
-            "is carried and returned."
-        )
-    arrays = {
+    operands = {
         "query": query,
         "key": key,
         "value": value,
-        # Neutral arrays instead of None, because implementations then need no variants.
-        "decay": jnp.zeros(query.shape[:3], accurate) if decay is None else decay,
-        "beta": jnp.ones(query.shape[:3], accurate) if beta is None else beta,
+        "decay": decay,
+        "beta": beta,
         "initial_state": initial_state,
     }
-    return dispatch(OP, arrays, {}, implementation, axes)
+    check_operands("linear_attention", operands, key_heads="heads")
+    return dispatch(OP, fill_operands(operands), {}, implementation, axes)
 
 
 def _reference(

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from stack_core.abi.errors import ArgumentError, ShapeError
+from stack_core.abi.errors import ShapeError
 from stack_core.abi.ops import OpCall
-from stack_core.ops.dispatch.check import Axes, check_floating, check_same_dtype
 from stack_core.ops.dispatch.contract import accurate_dtype
 from stack_core.ops.dispatch.dispatch import dispatch
 from stack_core.ops.dispatch.manual_axes import vary_alike
@@ -19,6 +18,7 @@ from stack_core.ops.dispatch.request import Implementation
 from stack_core.ops.dispatch.splitting import LogicalNames
 from stack_core.ops.dispatch.symbolic import is_symbolic
 from stack_core.ops.references.decays import decays_between
+from stack_core.ops.references.recurrent_operands import check_operands, fill_operands
 
 __all__ = ["OP", "REFERENCE", "state_space"]
 
@@ -72,36 +72,21 @@ def state_space(
 
     Source: Dao and Gu, Transformers are SSMs, 2024 (arXiv:2405.21060), equations 1 and 16, with the state transposed.
     """
-    sizes = Axes("state_space")
-    sizes.match("query", query, "batch seq groups key_dim")
-    sizes.match("key", key, "batch seq groups key_dim")
-    sizes.match("value", value, "batch seq heads value_dim")
-    sizes.match("decay", decay, "batch seq heads")
-    sizes.match("beta", beta, "batch seq heads")
-    sizes.match("initial_state", initial_state, "batch heads key_dim value_dim")
-    check_floating("state_space", query=query, decay=decay, beta=beta)
-    check_same_dtype("state_space", query=query, key=key, value=value)
+    operands = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "decay": decay,
+        "beta": beta,
+        "initial_state": initial_state,
+    }
+    sizes = check_operands("state_space", operands, key_heads="groups")
     if sizes["heads"] % sizes["groups"]:
         raise ShapeError(
             f"state_space: value has {sizes['heads']} heads; expected a multiple of the {sizes['groups']} groups of "
             "query and key."
         )
-    accurate = accurate_dtype(value.dtype)
-    if initial_state is not None and initial_state.dtype != accurate:
-        raise ArgumentError(
-            f"state_space: initial_state has dtype {initial_state.dtype}; expected {accurate}, in which the state is "
-            "carried and returned."
-        )
-    arrays = {
-        "query": query,
-        "key": key,
-        "value": value,
-        # Neutral arrays instead of None, because implementations then need no variants.
-        "decay": jnp.zeros(value.shape[:3], accurate) if decay is None else decay,
-        "beta": jnp.ones(value.shape[:3], accurate) if beta is None else beta,
-        "initial_state": initial_state,
-    }
-    return dispatch(OP, arrays, {}, implementation, axes)
+    return dispatch(OP, fill_operands(operands), {}, implementation, axes)
 
 
 def _reference(

@@ -526,7 +526,7 @@ class RolloutBatches(PolicyBatches):
             else:
                 journal.begin(self._ledger, 0, self._settings)
         number, digest = self._ledger.batches, None if is_begun else weights.digest
-        # A process that was killed may lack the record that the others have.
+        # A killed process may lack a record that other processes have.
         if self._share.agree("recorded batch", journal.has(number, digest)):
             return journal.replay(number)
         journal.give_up(number, digest, weights.version)

@@ -1,4 +1,4 @@
-"""Whole copies of arrays that are sharded over the processes of a run."""
+"""Copies of arrays that are sharded over the processes of a run, complete in each process."""
 
 import functools
 from typing import Any

@@ -115,7 +115,7 @@ class OpensImageModels(ModelFormat, Protocol):
 
 
 def has_image_model(address: str) -> bool:
-    """Returns whether a model generates images; False if there is no model."""
+    """Returns whether there is a model at this address that generates images."""
     try:
         format_, directory = find_format(local_address(address), OpensImageModels)
     except ConversionError:  # another format, or none

@@ -17,7 +17,7 @@ from stack_serve.openai.response import EVENTS, JSON, ResponseBody
 
 __all__ = ["ImageResponse"]
 
-# OpenAI's clients require the counts; a denoiser has no tokens.
+# OpenAI's clients require these counts, although a denoiser computes no tokens.
 _USAGE = {
     "input_tokens": 0,
     "output_tokens": 0,

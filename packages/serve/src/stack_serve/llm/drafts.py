@@ -69,7 +69,7 @@ class Acceptance:
         return self.rate * (1 - self.rate**drafted) / (1 - self.rate)
 
     def observe(self, accepted: int, *, is_rejected: bool) -> None:
-        """Records a draft: its accepted tokens, and whether a rejected one follows them."""
+        """Records the number of accepted tokens of a draft, and whether a token was rejected after them."""
         self._accepted = _KEPT * self._accepted + accepted
         self._tried = _KEPT * self._tried + accepted + is_rejected
 

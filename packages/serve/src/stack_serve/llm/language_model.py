@@ -434,7 +434,7 @@ def _completion(updates: Sequence[GenerationUpdate]) -> Completion:
 
 
 def _check_names(settings: Mapping[str, Any]) -> None:
-    """Raises a GenerationError for a keyword that is no field of `SamplingParams`."""
+    """Raises a GenerationError for keywords that `SamplingParams` does not know."""
     known = [field.name for field in fields(SamplingParams)]
     for name in settings:
         if name not in known:

@@ -38,7 +38,7 @@ class GptqScheme:
 
     @property
     def format(self) -> str:
-        # "gptq" stores zero points minus 1, which has no number for the zero point 0.
+        # "gptq" stores zero points minus 1, which excludes the zero point 0.
         return "gptq" if self.symmetric else "gptq_v2"
 
     def fits(self, name: str, shape: Sequence[int]) -> bool:

@@ -125,7 +125,7 @@ class _Code(NamedTuple):
 def _encode_first(x: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
     scale = _row_scale(jnp.abs(x)) / _LARGEST
     scaled = jnp.abs(x) / scale
-    # The exponent bits of a float32 are the power of two below it. Float8 has 3 bits of mantissa and exponents from -6.
+    # A float32 without its mantissa is the power of two below. Float8 has 3 bits of mantissa and exponents from -6.
     exponent = jax.lax.bitcast_convert_type(scaled, jnp.uint32) & jnp.uint32(0x7F800000)
     step = jnp.maximum(jax.lax.bitcast_convert_type(exponent, jnp.float32), 2.0**-6) / 8
     rounded = jnp.minimum(jnp.floor(scaled / step + _uniform(key, x.shape)) * step, _LARGEST)

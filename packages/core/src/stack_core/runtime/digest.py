@@ -78,7 +78,7 @@ def _host_words(array: Any) -> Any:
 
 @jax.jit
 def _digest_sums(array: jax.Array) -> tuple[jax.Array, jax.Array]:
-    words = _words(jax.device_put(array, jax.memory.Space.Device))  # which an array in the host's memory is not on
+    words = _words(jax.device_put(array, jax.memory.Space.Device))  # the array may be in the host's memory
     index = jnp.zeros(words.shape, jnp.uint32)
     for axis, size in enumerate(words.shape):
         index = index * jnp.uint32(size % 2**32) + lax.broadcasted_iota(jnp.uint32, words.shape, axis)

@@ -28,6 +28,15 @@ ELSEWHERE = {
 SIZES = {"vocab_size": 61, "embed": 24, "heads": 4, "kv_heads": 2, "mlp": 40, "max_positions": 32, "dtype": "float32"}
 TOWER = {"embed": 16, "mlp": 24, "layers": 2, "heads": 2, "image_size": 28, "patch": 7}
 EXPERTS = {"experts": 4, "active_experts": 2, "expert_mlp": 16}
+MAMBA = {
+    "layers": 4,
+    "attention_layers": (1, 3),
+    "mamba_heads": 6,
+    "mamba_head_dim": 8,
+    "mamba_groups": 2,
+    "mamba_state": 5,
+    "mamba_kernel": 3,
+}
 FAMILIES = {
     "llama": {"layers": 2},
     "mistral": {"layers": 2, "window": 5},
@@ -134,24 +143,9 @@ FAMILIES = {
         "attention_scale": 0.3,
         "residual_scale": 0.4,
     },
-    "bamba": {
-        "layers": 4,
-        "head_dim": 8,
-        "attention_layers": (1, 3),
-        "mamba_heads": 6,
-        "mamba_head_dim": 8,
-        "mamba_groups": 2,
-        "mamba_state": 5,
-        "mamba_kernel": 3,
-    },
+    "bamba": {**MAMBA, "head_dim": 8},
     "granite_moe_hybrid": {
-        "layers": 4,
-        "attention_layers": (1, 3),
-        "mamba_heads": 6,
-        "mamba_head_dim": 8,
-        "mamba_groups": 2,
-        "mamba_state": 5,
-        "mamba_kernel": 3,
+        **MAMBA,
         "experts": 5,
         "active_experts": 2,
         "shared_mlp": 12,

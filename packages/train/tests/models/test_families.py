@@ -23,6 +23,15 @@ from stack_train.nn.mamba import Mamba2
 from stack_train.variables.weights import abstract_params
 
 SIZES = {"vocab_size": 61, "embed": 24, "heads": 4, "kv_heads": 2, "mlp": 40, "max_positions": 32, "dtype": "float32"}
+MAMBA = {
+    "layers": 3,
+    "attention_layers": (1,),
+    "mamba_heads": 6,
+    "mamba_head_dim": 8,
+    "mamba_groups": 2,
+    "mamba_state": 5,
+    "mamba_kernel": 3,
+}
 FAMILIES = {
     "llama": {"layers": 2, "attention_bias": True},
     "mistral": {"layers": 2, "window": 5},
@@ -142,24 +151,9 @@ FAMILIES = {
         "attention_scale": 0.3,
         "residual_scale": 0.4,
     },
-    "bamba": {
-        "layers": 3,
-        "head_dim": 8,
-        "attention_layers": (1,),
-        "mamba_heads": 6,
-        "mamba_head_dim": 8,
-        "mamba_groups": 2,
-        "mamba_state": 5,
-        "mamba_kernel": 3,
-    },
+    "bamba": {**MAMBA, "head_dim": 8},
     "granite_moe_hybrid": {
-        "layers": 3,
-        "attention_layers": (1,),
-        "mamba_heads": 6,
-        "mamba_head_dim": 8,
-        "mamba_groups": 2,
-        "mamba_state": 5,
-        "mamba_kernel": 3,
+        **MAMBA,
         "experts": 5,
         "active_experts": 2,
         "shared_mlp": 12,

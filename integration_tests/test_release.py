@@ -27,11 +27,11 @@ def test_notes_take_the_section_of_the_version_or_what_is_unreleased(tmp_path: P
 
 
 def test_an_audit_passes_only_if_every_dependency_was_looked_up() -> None:
-    assert release.judged([AUDITED]) == "1 dependencies, no known vulnerabilities"
+    assert release.check_audit([AUDITED]) == "1 dependencies, no known vulnerabilities"
     with pytest.raises(SystemExit, match="1 of 2 dependencies were not audited"):
-        release.judged([AUDITED, SKIPPED])
+        release.check_audit([AUDITED, SKIPPED])
     with pytest.raises(SystemExit, match=r"pyyaml 5\.3: PYSEC-2021-142"):
-        release.judged([AUDITED, SKIPPED, VULNERABLE])
+        release.check_audit([AUDITED, SKIPPED, VULNERABLE])
 
 
 def test_the_page_of_benchmarks_is_what_the_results_say() -> None:

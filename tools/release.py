@@ -54,10 +54,10 @@ def audit(requirements: Path, answer: Path) -> str:
     done = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True)
     if not answer.exists():
         raise SystemExit(f"Nothing was audited: the advisory service cannot be reached.\n{done.stderr.strip()[-300:]}")
-    return judged(json.loads(answer.read_text())["dependencies"])
+    return check_audit(json.loads(answer.read_text())["dependencies"])
 
 
-def judged(dependencies: list[dict]) -> str:
+def check_audit(dependencies: list[dict]) -> str:
     """Returns the result of an audit, or raises SystemExit."""
     skipped = [each for each in dependencies if "skip_reason" in each]
     found = [f"{each['name']} {each['version']}: {one['id']}" for each in dependencies for one in each.get("vulns", ())]
@@ -66,7 +66,7 @@ def judged(dependencies: list[dict]) -> str:
     if skipped:
         raise SystemExit(
             f"{len(skipped)} of {len(dependencies)} dependencies were not audited: the advisory service cannot be "
-            f"reached, or does not know them. Audit where pypi.org answers. First: {skipped[0]['skip_reason']}."
+            f"reached, or does not know them. Run this where the service answers. First: {skipped[0]['skip_reason']}."
         )
     return f"{len(dependencies)} dependencies, no known vulnerabilities"
 

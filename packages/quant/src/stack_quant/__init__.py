@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from stack_quant.checkpoint import quantize as quantize
     from stack_quant.conversion import fake_quantize as fake_quantize
     from stack_quant.conversion import quantize_array as quantize_array
+    from stack_quant.mixed.types import Budget as Budget
     from stack_quant.model import quantize_function as quantize_function
     from stack_quant.model import quantize_model as quantize_model
     from stack_quant.model import report as report
@@ -43,6 +44,7 @@ else:
         {
             "stack_quant.checkpoint": ["QuantizedCheckpoint", "quantize"],
             "stack_quant.conversion": ["fake_quantize", "quantize_array"],
+            "stack_quant.mixed.types": ["Budget"],
             "stack_quant.model": ["quantize_function", "quantize_model", "report"],
             "stack_quant.qarray": ["QArray", "dequantize"],
             "stack_quant.qtypes": ["QType", "qtype"],

@@ -56,6 +56,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
     max_json_bytes: int | None = None,
     cors_origin: tuple[str, ...] = (),
     access_log: Annotated[bool, Parameter(negative=())] = False,
+    traces: Annotated[bool, Parameter(negative=())] = False,
     max_sequences: int | None = None,
     max_tokens: int | None = None,
     step_tokens: int | None = None,
@@ -116,6 +117,8 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
       max_json_bytes: maximum size of a JSON request to a repository; larger tensors must be binary (16777216).
       cors_origin: allowed origin of web pages, "*" for all; may be repeated.
       access_log: log each request to standard error: time, client, method, path, status, duration and request id.
+      traces: export OpenTelemetry spans of requests, to http://localhost:4318 unless OTEL_* variables say otherwise;
+        needs stack-serve[otel].
       max_sequences: maximum number of continuations that run concurrently; others wait (32).
       max_tokens: maximum total length of a prompt and its continuation (the maximum of the model).
       step_tokens: maximum number of tokens per step (512).
@@ -146,6 +149,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
     options = {name: value for name, value in locals().items() if value is not None and value != ()}
     from stack_core.text.image_models import has_image_model
     from stack_serve.http.config import ServerConfig
+    from stack_serve.http.traces import tracer_provider
     from stack_serve.images.config import ImageServerConfig
     from stack_serve.openai.config import OpenAIConfig
 
@@ -168,6 +172,8 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
     config: Any = parse(kind, listening)
     if config.host not in _LOOPBACK and not keys:
         say(f"warning: any client that reaches {config.host} can use the model. Set --api-key or listen on 127.0.0.1.")
+    if config.traces:
+        tracer_provider()  # fail on a missing package before loading a large model
     if access_log:
         _log_access()
     if repository is not None:

@@ -27,6 +27,7 @@ class ServerConfig:
       drain_s: seconds that running requests have to finish after SIGTERM; the others get status 503.
       max_body_bytes: maximum size of a request body.
       cors_origins: origins of web pages whose scripts may use the server; "*" allows all.
+      traces: whether to export OpenTelemetry spans of POST requests, as the `OTEL_*` environment variables say.
     """
 
     host: str = "127.0.0.1"
@@ -37,3 +38,4 @@ class ServerConfig:
     drain_s: Annotated[float, Field(ge=0, le=MAX_SECONDS)] = 30.0
     max_body_bytes: PositiveInt = 8 * 2**20
     cors_origins: tuple[str, ...] = ()
+    traces: bool = False

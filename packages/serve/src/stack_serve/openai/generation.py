@@ -13,6 +13,7 @@ from stack_serve.openai.errors import ApiError, as_api_error
 from stack_serve.openai.metrics import Metrics
 from stack_serve.openai.request import ApiRequest, failure_of, new_id
 from stack_serve.openai.sampling import PARAMETER_NAMES
+from stack_serve.openai.traces import GenerationSpans
 from stack_serve.openai.updates import UpdateDispatcher, UpdateQueue
 
 __all__ = ["Backend", "Generation"]
@@ -25,12 +26,14 @@ class Backend:
     Attributes:
       running: generations in the engine.
       timeout_s: time limit of a request in seconds; None sets no limit.
+      tracer: OpenTelemetry tracer; None records no spans.
     """
 
     engine: Engine
     dispatcher: UpdateDispatcher
     metrics: Metrics
     timeout_s: float | None
+    tracer: Any = None
     running: set["Generation"] = field(default_factory=set)
 
 
@@ -47,6 +50,7 @@ class Generation:
         self._updates = UpdateQueue()
         self._open: dict[tuple[int, int], str] = {}
         self._progress = backend.metrics.progress(request)
+        self._spans = None if backend.tracer is None else GenerationSpans(backend.tracer, request)
         self._watcher: asyncio.Task[None] | None = None
         self._failure: ApiError | None = None
 
@@ -117,6 +121,8 @@ class Generation:
             arrived = [(prompt, _without_tokens(update)) for prompt, update in arrived]
         for place, (prompt, update) in enumerate(arrived):
             self._progress.note(prompt, update)
+            if self._spans is not None:
+                self._spans.note(prompt, update)
             if update.finish_reason is not None:
                 self._open.pop((prompt, update.index), None)
                 self._failure = failure_of(update, self._backend.timeout_s)
@@ -140,6 +146,8 @@ class Generation:
     def _abort(self) -> None:
         self.cut_short()
         self._progress.end("abort", len(self._open))
+        if self._spans is not None:
+            self._spans.abort(self._open)
         self._open = {}
 
     async def _until_disconnect(self, receive: Callable[[], Awaitable[Any]]) -> None:

@@ -4,6 +4,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from stack_core.abi.data import Tokenizer
 from stack_core.abi.generation import GenerationUpdate, SamplingParams
@@ -35,6 +36,7 @@ class ApiRequest:
       echo: text to prepend to the continuations of each prompt. Empty if the prompts are not echoed.
       nothing_new: whether only the prompt is requested. The engine still generates one token.
       role: role of the message in a chat response.
+      operation: name of the operation in traces.
       start_parsing: starts to parse a continuation into content, reasoning and tool calls. None returns its text.
     """
 
@@ -56,6 +58,7 @@ class ApiRequest:
     echo: tuple[str, ...] = ()
     nothing_new: bool = False
     role: str = "assistant"
+    operation: Literal["chat", "text_completion"] = "chat"
     start_parsing: Callable[[], ParsedMessage] | None = None
 
     def choice(self, prompt: int, update: GenerationUpdate) -> int:

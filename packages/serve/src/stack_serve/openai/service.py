@@ -15,6 +15,7 @@ from stack_core.text.detokenize import prompt_text
 from stack_core.text.embeddings import embedding_settings_of, is_encoder
 from stack_core.text.images import image_reader_of, place_images
 from stack_serve.http.slices import maybe_in_thread
+from stack_serve.http.traces import request_tracer
 from stack_serve.llm.truncation import encoder_ending
 from stack_serve.openai.application import ModelService
 from stack_serve.openai.chat import ChatSerializer
@@ -113,7 +114,8 @@ class Service(ModelService[OpenAIConfig, Metrics]):
         """Takes requests from now on; called on the event loop."""
         # Created here, because the engine's threads must wake the loop that serves requests.
         dispatcher = UpdateDispatcher(asyncio.get_running_loop())
-        self._backend = Backend(engine, dispatcher, self.metrics, self.config.timeout_s)
+        tracer = request_tracer() if self.config.traces else None
+        self._backend = Backend(engine, dispatcher, self.metrics, self.config.timeout_s, tracer)
         self.state = "ready"
 
     def stats(self) -> EngineStats | None:
@@ -305,6 +307,7 @@ class Service(ModelService[OpenAIConfig, Metrics]):
             self._request(body, model, prompts, sampling, request_id),
             echo=await maybe_in_thread(size, self._texts_of, prompts) if body.echo else (),
             nothing_new=body.max_tokens == 0,
+            operation="text_completion",
         )
         names = {} if constraint_field is None else {"constraint": constraint_field}
         return self._respond(CompletionSerializer(replace(request, id=f"cmpl-{request.id}")), names)

@@ -3,9 +3,9 @@
     nox -s bench -- profile_conversion
 
 The trace is a real capture of a loop that runs until it is large enough. Each conversion is a process of its own, from
-its start to the JSON on the disk: the timeline (`stack profile export`, XProf's trace viewer), and the table of
-operations (`stack profile ops`, XProf's HLO stats, which stays empty for a CPU, so that no ratio is asked for). Writes
-`results/profile_conversion.md` and `.json`; fails when ours is over its limits.
+its start to the file on the disk: the timeline (`stack profile export` for Perfetto, XProf's trace viewer), and the
+table of operations (`stack profile ops`, XProf's HLO stats, which stays empty for a CPU, so that no ratio is asked
+for). Writes `results/profile_conversion.md` and `.json`; fails when ours is over its limits.
 """
 
 import argparse

@@ -120,6 +120,21 @@ def test_operations_have_the_event_of_the_host_that_dispatched_them(build, kind)
     assert found == at
 
 
+def test_runs_of_a_cpu_have_their_calls_in_order_without_those_before_the_trace(build):
+    host, about = build.plane("/host:CPU"), {"hlo_op": "dot.1", "hlo_module": "jit_f", "program_id": 1}
+    # The first run was dispatched before the trace; the runtime records a call once more, inside.
+    calls = [host.event("PjitFunction(jit(f))", at, 4) for at in (5, 6, 30, 50)]
+    host.line("python", *calls, host.event("PjitFunction(jit(g))", 60, 5))
+    waits = [host.event("wait", at + 5, 9, run_id=run) for run, at in enumerate((0, 20, 40, 60))]
+    host.line("pool", *waits)
+    runs = [host.event("dot.1", at, 10, **about, run_id=run) for run, at in enumerate((0, 20, 40, 60))]
+    host.line("worker", *runs)
+    recorded = recorded_events(trace_of([read_space(build.space(host))]), ShortPaths([], ""))
+    start = np.concatenate([lane.start_ps for lane in recorded.lanes]) // 1_000_000
+    pairs = [(int(start[row]), int(start[by - 1])) for row, by in enumerate(recorded.dispatched_by.tolist()) if by]
+    assert pairs == [(20, 5), (40, 30), (60, 50)]
+
+
 def test_beyond_the_limit_the_shortest_events_go_those_of_threads_first(trace):
     whole = recorded_events(trace, short_paths(trace))
     operations = sum(len(lane) for lane in whole.lanes if lane.type != "thread")

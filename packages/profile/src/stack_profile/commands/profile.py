@@ -52,7 +52,11 @@ def export(
 
     parts = EXPORTS[to](load_trace(trace))
     if output is None:
-        sys.stdout.writelines(parts)
+        for part in parts:
+            if isinstance(part, bytes):
+                sys.stdout.buffer.write(part)
+            else:
+                sys.stdout.write(part)
     else:
         write(parts, output)
     if json and output is not None:

@@ -17,6 +17,7 @@ __all__ = [
     "Value",
     "WireError",
     "encode_bytes",
+    "encode_varint",
     "fields",
     "partition",
     "read_fields",
@@ -95,14 +96,18 @@ def varints(data: Buffer, value: Value) -> list[int]:
 
 def encode_bytes(number: int, content: bytes) -> bytes:
     """Encodes a field of bytes for a message."""
-    head = bytearray()
-    for value in (number << 3 | _BYTES, len(content)):
-        rest = value
-        while rest > 127:
-            head.append(rest & 127 | 128)
-            rest >>= 7
-        head.append(rest)
-    return bytes(head) + content
+    return encode_varint(number << 3 | _BYTES) + encode_varint(len(content)) + content
+
+
+def encode_varint(value: int) -> bytes:
+    """Encodes an integer; negative ones as their two's complement of 64 bits."""
+    rest = value & (1 << 64) - 1
+    found = bytearray()
+    while rest > 127:
+        found.append(rest & 127 | 128)
+        rest >>= 7
+    found.append(rest)
+    return bytes(found)
 
 
 def signed(value: int) -> int:

@@ -125,6 +125,17 @@ def test_an_observer_that_cannot_be_made_is_named_and_left_out(tmp_path, target,
         assert observers_from(observers, context(tmp_path)) == [recorder]
 
 
+def test_other_processes_have_only_the_observers_of_every_process(tmp_path):
+    first, every = Recorder(), Recorder()
+    entries = {
+        "first": Entry("first", lambda context: first, "p"),
+        "every": Entry("every", lambda context: every, "p", {"every_process": True}),
+    }
+    observers = Registry("observers", lambda: (entries, {}))
+    assert observers_from(observers, context(tmp_path)) == [every, first]
+    assert observers_from(observers, context(tmp_path), first=False) == [every]
+
+
 def test_an_observer_may_refuse_the_run(tmp_path):
     def refusing(context):
         raise ConfigError("profile.steps is 0")

@@ -206,7 +206,9 @@ def test_groups_in_every_form(groups):
         f"ROOT %y = f32[16,4]{{1,0}} all-reduce(%x), channel_id=1, replica_groups={groups}, to_apply=%add",
     )
     (found,) = collectives(module, 8)
-    assert found.group == GROUPS[groups]
+    assert found.group == found.groups[0] == GROUPS[groups]
+    members = sorted(member for group in found.groups for member in group)
+    assert members == list(range(len(members))) and {len(group) for group in found.groups} == {len(found.group)}
 
 
 @pytest.mark.parametrize(
@@ -295,7 +297,9 @@ def test_all_gathers_name_the_arrays_that_they_make():
         'metadata={op_name="jit(f)/gather"}',
     )
     arrays = (ArrayShape("bf16", (16, 8)), ArrayShape("bf16", (2, 6)))
-    assert collectives(module, 2) == (Collective("all-gather", 1, (), arrays, (0, 1), "jit(f)/gather", "z"),)
+    assert collectives(module, 2) == (
+        Collective("all-gather", 1, (), arrays, (0, 1), "jit(f)/gather", "z", groups=((0, 1),)),
+    )
 
 
 def test_an_all_reduce_that_is_fused_with_a_slice_of_its_result_is_a_reduce_scatter():

@@ -9,7 +9,7 @@ STACK_ABI_MINOR = 0
 
 @hookimpl
 def stack_register_observers(registry: Registrar) -> None:
-    registry.add("profile", "stack_profile.captures.observer:profile_observer")
+    registry.add("profile", "stack_profile.captures.observer:profile_observer", every_process=True)
 
 
 @hookimpl

@@ -146,16 +146,18 @@ def _nothing() -> None:
     """Does nothing; marks a position in a queue."""
 
 
-def observers_from(registry: Registry[Any], context: ObserverContext) -> list[Observer]:
+def observers_from(registry: Registry[Any], context: ObserverContext, *, first: bool = True) -> list[Observer]:
     """Builds the observers for `context`; observers that cannot be built are dropped with a warning.
 
     Args:
       registry: functions from the context to an observer or None, by name.
+      first: whether this is the run's first process; others have only entries with the detail `every_process`.
 
     Raises:
       StackError: an observer rejects the run's config.
     """
-    built = (_built(registry, name, context) for name in registry)
+    names = [entry.name for entry in registry.entries() if first or entry.details.get("every_process")]
+    built = (_built(registry, name, context) for name in names)
     return [observer for observer in built if observer is not None]
 
 

@@ -168,6 +168,7 @@ DETAILS: Mapping[str, Mapping[str, type]] = {
     "commands": {"help": str, "huge_pages": bool, "config": str, "parse": str, "function": str},
     "checks": {"variables": tuple},
     "analyses": {"help": str},
+    "observers": {"every_process": bool},
     "panels": {"order": int},
 }
 """The optional keyword details of `registry.add`, with their types, by registry."""

@@ -13,7 +13,7 @@ from typing import Final
 
 from stack_core.programs.flops import Flops, valid_pairs
 from stack_core.programs.hlo import ArrayShape, Computation, Execution, Instruction, Module
-from stack_core.programs.hlo_groups import first_group
+from stack_core.programs.hlo_groups import device_groups
 
 __all__ = [
     "Collective",
@@ -45,6 +45,7 @@ class Collective:
       runner: name of the instruction under which a device runs it, see `stack_core.programs.hlo.Execution`.
       is_gather: whether it is an all-reduce of zero-padded parts, which is how TPUs run some gathers.
       between_slices: whether devices of several slices communicate.
+      groups: all groups, and for a collective-permute all pairs of source and target; empty between TPU slices.
     """
 
     kind: str
@@ -56,6 +57,7 @@ class Collective:
     runner: str
     is_gather: bool = False
     between_slices: bool = False
+    groups: tuple[tuple[int, ...], ...] = ()
 
     @property
     def array_bytes(self) -> int:
@@ -182,7 +184,9 @@ def collectives(module: Module, device_count: int, slice_of: Sequence[int] = ())
             found.append(transfer)
         if kind not in _COLLECTIVES:
             continue
-        group = first_group(instruction, device_count)
+        groups = device_groups(instruction, device_count)
+        # A device may permute to itself.
+        group = tuple(sorted(set(groups[0]))) if kind == "collective-permute" else groups[0]
         operands = computation.operands(instruction)
         if execution.fused and {user.opcode for user in computation.users[instruction.name]} == {"dynamic-slice"}:
             kind = "reduce-scatter"  # TPUs run it as a fusion of an all-reduce and a slice of its result.
@@ -196,7 +200,7 @@ def collectives(module: Module, device_count: int, slice_of: Sequence[int] = ())
             gathers = kind == "all-reduce" and _are_parts(operands, computation, module)
             between = len({slice_of[place] for place in group}) > 1 if slice_of else False
             counts = (execution.times, execution.loops)
-            found.append(Collective(kind, *counts, arrays, group, name, runner, gathers, between))
+            found.append(Collective(kind, *counts, arrays, group, name, runner, gathers, between, groups))
     return tuple(found)
 
 

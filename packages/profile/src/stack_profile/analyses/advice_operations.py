@@ -252,7 +252,7 @@ def _small_product(chip: "Chip | None", operation: Operation, self_s: float, cou
 
 def _exposed(trace: Trace, devices: Sequence[Ops]) -> Iterator[Finding]:
     """Yields exposed collectives by line."""
-    found = collectives_of(trace.devices, Axes.of(trace))
+    found = collectives_of(trace.devices, Axes.of(trace.about, len(trace.devices)))
     groups: dict[str, list[tuple[Operation, str, float, float]]] = {}
     for device in devices:
         for each in found[device.device]:

@@ -92,7 +92,7 @@ def communication(
       ProfileError: `mesh` is malformed, or its size is not the number of devices.
     """
     devices = chosen_devices(trace, device)
-    axes = Axes.of(trace, mesh)
+    axes = Axes.of(trace.about, len(trace.devices), mesh)
     # All devices are included, because waiting shows only in comparison.
     found = collectives_of(trace.devices, axes)
     waits = waits_of(found)

@@ -271,7 +271,7 @@ def _environment() -> dict[str, Any]:
     """Returns the properties of this machine and process that analyses on another machine need."""
     import jax
 
-    device = jax.devices()[0]
+    device, meshes = jax.devices()[0], _meshes()
     return {
         "jax": jax.__version__,
         "python": platform.python_version(),
@@ -285,21 +285,27 @@ def _environment() -> dict[str, Any]:
         "command": sys.argv,
         "directory": str(Path.cwd()),
         "sources": source_digests(),
-        "meshes": _meshes(),
+        "meshes": [dict(shape) for shape in meshes],
+        "mesh_processes": list(meshes.values()),
         # The analysis `ops` uses this limit to find stacks that were cut off.
         "stack_frames": jax.config.values["jax_traceback_in_locations_limit"],
     }
 
 
-def _meshes() -> list[dict[str, int]]:
-    """Returns the meshes of live arrays as mappings from axis to size, the most frequent mesh first."""
+def _meshes() -> Mapping[tuple[tuple[str, int], ...], list[int]]:
+    """Returns the axes of the meshes of live arrays, the most frequent mesh first, with the process of each device."""
     import jax
 
     # Traces do not name the axes of a mesh, but arrays do.
     shardings = [array.sharding for array in jax.live_arrays()]
-    named = [each.mesh.shape for each in shardings if isinstance(each, jax.sharding.NamedSharding)]
-    counts = collections.Counter(tuple(shape.items()) for shape in named)
-    return [dict(shape) for shape, _ in counts.most_common()]
+    meshes = [each.mesh for each in shardings if isinstance(each, jax.sharding.NamedSharding)]
+    counts = collections.Counter(tuple(mesh.shape.items()) for mesh in meshes)
+    processes = {
+        tuple(mesh.shape.items()): [device.process_index for device in mesh.devices.flat]
+        for mesh in meshes
+        if isinstance(mesh, jax.sharding.Mesh)
+    }
+    return {shape: processes.get(shape, []) for shape, _ in counts.most_common()}
 
 
 def _replace(path: Path, content: bytes) -> None:

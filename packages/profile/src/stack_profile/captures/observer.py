@@ -58,12 +58,16 @@ class ProfileObserver:
     in_loop: Final = True
 
     def __init__(self, section: ProfileConfig, directory: Path) -> None:
+        import jax
+
         self._first, self._last = section.first_step, section.first_step + section.steps - 1
         self._directory = directory
         self._stacks_hz = section.stacks_hz
         self._capture: Capture | None = None
-        # The loop dispatches a step before it reads the results of the previous one.
-        self._watch = Watch(directory, section.anomaly, runs_ahead=True) if section.anomaly else None
+        # The loop dispatches a step before it reads the results of the previous one. In one process, because processes
+        # that each capture their own slow steps would write traces of different times.
+        watches = section.anomaly is not None and jax.process_index() == 0
+        self._watch = Watch(directory, section.anomaly, runs_ahead=True) if watches else None
         self._listener = listen() if section.listen else None
 
     def observe(self, event: Event) -> None:

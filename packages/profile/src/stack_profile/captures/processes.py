@@ -1,7 +1,7 @@
 """Files of a capture, one set per process, and checks for reading them as one trace.
 
-Times come from each host's clock and are not shifted. They are exact to microseconds on one host; across hosts they are
-as good as the clocks' synchronization, about a millisecond with NTP.
+Times come from each host's clock: exact to microseconds on one host, and as good as the clocks' synchronization across
+hosts, about a millisecond with NTP. `stack_profile.traces.meetings` corrects clocks that collectives contradict.
 """
 
 import glob
@@ -14,7 +14,16 @@ from typing import Any, Final
 from stack_profile.errors import TraceError
 from stack_profile.traces.xplane import Space
 
-__all__ = ["STACKS_SUFFIX", "SUFFIX", "about_of", "captured_programs", "incomplete_reasons", "names_of", "stem"]
+__all__ = [
+    "STACKS_SUFFIX",
+    "SUFFIX",
+    "about_of",
+    "captured_programs",
+    "disjoint_reasons",
+    "incomplete_reasons",
+    "names_of",
+    "stem",
+]
 
 SUFFIX: Final = ".xplane.pb"
 STACKS_SUFFIX: Final = ".stacks.json.gz"  # sampled Python stacks of the same process
@@ -50,14 +59,8 @@ def names_of(spaces: Sequence[Space]) -> list[str]:
     return [f"{name}:" for name in (hosts if len(set(hosts)) == len(hosts) else numbers)]
 
 
-def incomplete_reasons(
-    files: Sequence[Path], abouts: Sequence[Mapping[str, Any]], spaces: Sequence[Space]
-) -> Iterator[str]:
-    """Yields reasons why the captures are not one complete run.
-
-    Raises:
-      TraceError: the captures are over 30 days apart.
-    """
+def incomplete_reasons(files: Sequence[Path], abouts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yields reasons why the captures are not complete."""
     for file, about in zip(files, abouts, strict=True):
         if partial := about.get("partial"):
             yield f"{file.name} is partial: {partial}"
@@ -65,8 +68,14 @@ def incomplete_reasons(
     expected = max(counts, default=1)
     if len(counts) > 1 or len(files) < expected:
         yield f"The run had {' or '.join(map(str, sorted(counts)))} processes, and {len(files)} are in the trace."
-    if len(files) == 1:
-        return
+
+
+def disjoint_reasons(files: Sequence[Path], spaces: Sequence[Space]) -> Iterator[str]:
+    """Yields reasons why captures that do not overlap in time are not one run.
+
+    Raises:
+      TraceError: the captures are over 30 days apart.
+    """
     extents = sorted(extent for file, space in zip(files, spaces, strict=True) if (extent := _extent(file, space)))
     for (_, end_ns, first), (start_ns, _, second) in itertools.pairwise(extents):
         if start_ns > end_ns:

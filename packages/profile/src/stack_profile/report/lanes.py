@@ -77,7 +77,7 @@ def host_group(trace: Trace, prefix: str) -> str:
 
 def _collectives(trace: Trace, add: AddKinds, place: Place) -> Iterator[Lane]:
     """Yields lanes whose self times are exposed times, and whose extra times are waits, -1 if unknown."""
-    found = collectives_of(trace.devices, Axes.of(trace))
+    found = collectives_of(trace.devices, Axes.of(trace.about, len(trace.devices)))
     waits = event_waits_of(found)
     for device, collectives in found.items():
         if not collectives:

@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -13,7 +13,6 @@ from stack_profile.errors import ProfileError
 from stack_profile.traces.hlo import Program
 from stack_profile.traces.intervals import self_times
 from stack_profile.traces.operations import PICOSECOND, Operation, Ops
-from stack_profile.traces.trace import Trace
 
 if TYPE_CHECKING:
     from stack_core.programs.hlo_costs import Collective
@@ -28,22 +27,33 @@ class Axes:
     Attributes:
       devices: number of devices.
       sizes: size of each axis in order; empty if unknown.
+      processes: process of each device in the order of the mesh; empty if unknown.
     """
 
     devices: int
     sizes: Mapping[str, int]
+    processes: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, trace: Trace, spec: str | None = None) -> "Axes":
+    def of(cls, about: Mapping[str, Any], captured: int, spec: str | None = None) -> "Axes":
         """Returns the mesh given as "fsdp=4,tensor=2", otherwise the capture's mesh.
+
+        Args:
+          about: metadata of the capture.
+          captured: number of devices in the trace, for captures without metadata.
+          spec: axes and their sizes.
 
         Raises:
           ProfileError: `spec` is malformed, or its size is not the number of devices.
         """
-        devices = int(trace.about.get("devices", len(trace.devices)))
+        devices = int(about.get("devices", captured))
         if spec is None:
-            meshes = [mesh for mesh in trace.about.get("meshes", ()) if math.prod(mesh.values()) == devices]
-            return cls(devices, meshes[0] if meshes else {})
+            meshes: Sequence[dict[str, int]] = about.get("meshes", ())
+            processes = about.get("mesh_processes", [()] * len(meshes))
+            for sizes, each in zip(meshes, processes, strict=False):
+                if math.prod(sizes.values()) == devices:
+                    return cls(devices, sizes, tuple(each))
+            return cls(devices, {})
         if re.fullmatch(r"\w+=\d+(,\w+=\d+)*", spec) is None:
             raise ProfileError(f"The mesh {spec!r} is not of the form fsdp=4,tensor=2: name every axis and its size.")
         sizes = {name: int(size) for name, size in (axis.split("=") for axis in spec.split(","))}
@@ -71,6 +81,9 @@ class Kind:
       axis: see `Axes.spanned`; "" without the program.
       array_bytes, sent_bytes: bytes of one execution on one device, see `stack_core.programs.hlo_costs.Collective`.
       start: for a done operation, the name of its start operation; otherwise "".
+      groups: groups of positions in the program's list of devices, for a permutation pairs of source and target; empty
+        without the program and between TPU slices.
+      between_slices: whether the collective connects TPU slices.
     """
 
     name: str
@@ -78,6 +91,8 @@ class Kind:
     array_bytes: int | None = None
     sent_bytes: float | None = None
     start: str = ""
+    groups: tuple[tuple[int, ...], ...] = ()
+    between_slices: bool = False
 
 
 @dataclass(frozen=True)
@@ -194,7 +209,14 @@ def _kinds(program: Program, axes: Axes) -> Mapping[str, Kind] | None:
 
 
 def _kind(collective: "Collective", axes: Axes) -> Kind:
-    return Kind(collective.kind, axes.spanned(collective.group), collective.array_bytes, collective.sent_bytes)
+    return Kind(
+        collective.kind,
+        axes.spanned(collective.group),
+        collective.array_bytes,
+        collective.sent_bytes,
+        groups=collective.groups,
+        between_slices=collective.between_slices,
+    )
 
 
 def _kind_of(operation: Operation, kinds: Mapping[int, Mapping[str, Kind] | None]) -> Kind | None:

@@ -9,8 +9,8 @@ import functools
 import gzip
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -66,6 +66,11 @@ class HostStacks:
     tick_ps: np.ndarray
     runs: np.ndarray
     pauses: Pauses
+
+    def at_times(self, corrected: Callable[[np.ndarray], np.ndarray]) -> "HostStacks":
+        """Returns the samples at corrected times."""
+        pauses = replace(self.pauses, start_ps=corrected(self.pauses.start_ps), end_ps=corrected(self.pauses.end_ps))
+        return replace(self, tick_ps=corrected(self.tick_ps), pauses=pauses)
 
     @functools.cached_property
     def lines(self) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ import functools
 import importlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,6 +14,7 @@ from stack_profile.captures.processes import (
     STACKS_SUFFIX,
     about_of,
     captured_programs,
+    disjoint_reasons,
     incomplete_reasons,
     names_of,
     stem,
@@ -22,6 +23,7 @@ from stack_profile.errors import TraceError
 from stack_profile.traces.hlo import Program, outline, program_key
 from stack_profile.traces.host_stacks import CallingSamples, HostStacks, read_host_stacks
 from stack_profile.traces.join import device_ops, executions, join
+from stack_profile.traces.meetings import Formation, HostClock
 from stack_profile.traces.operations import HostEvents, Ops, Step, StepMarks, steps_of
 from stack_profile.traces.wire import WireError
 from stack_profile.traces.xplane import MISSING, Line, Space, read_space
@@ -42,6 +44,8 @@ class Trace:
       devices: devices on which operations ran.
       problems: reasons why the trace is incomplete; empty if it is complete.
       host_stacks: sampled Python stacks of each process, None for a process without samples.
+      abouts: metadata of each process's capture, as `about`.
+      clocks: clock of each process; the times of moved clocks are corrected already.
     """
 
     source: str
@@ -51,6 +55,8 @@ class Trace:
     devices: tuple[Ops, ...]
     problems: tuple[str, ...]
     host_stacks: tuple[HostStacks | None, ...] = ()
+    abouts: tuple[Mapping[str, Any], ...] = ()
+    clocks: tuple[HostClock, ...] = ()
 
     def _repr_html_(self) -> str:
         """Shows the report in a notebook, in a frame of its own."""
@@ -86,9 +92,20 @@ class Trace:
     @functools.cached_property
     def steps(self) -> Mapping[str, tuple[Step, ...]]:
         """Steps of each device by its name; empty if the trace does not distinguish the runs of programs."""
-        # Step numbers must be consecutive; the marks of several processes would repeat them.
-        marks = _step_marks(self.spaces[:1], self.base_ns)
-        return {ops.device: steps_of(ops, marks) for ops in self.devices}
+        found: dict[str, tuple[Step, ...]] = {}
+        for space, prefix in zip(self.spaces, names_of(self.spaces), strict=True):
+            marks = _step_marks([space], self.base_ns)
+            found |= {ops.device: steps_of(ops, marks) for ops in self.devices_of(prefix)}
+        return found
+
+    def devices_of(self, prefix: str) -> list[Ops]:
+        """Returns the devices of one process; `prefix` starts their names."""
+        return [ops for ops in self.devices if ops.device.startswith(prefix)]
+
+    @functools.cached_property
+    def formation(self) -> Formation:
+        """The processes and the collectives between them, on one clock."""
+        return Formation.of(self.devices, names_of(self.spaces), self.abouts)
 
 
 def is_jax_call(name: str) -> bool:
@@ -106,7 +123,10 @@ def trace_files(path: Path) -> tuple[Path, ...]:
         return (path,)
     if not path.exists():
         raise TraceError(f"{str(path)!r} does not exist. Name a trace, or the directory of a capture.")
-    found = sorted(path.rglob("*.xplane.pb"))
+    # By number: process 10 is after process 2.
+    found = sorted(
+        path.rglob("*.xplane.pb"), key=lambda file: re.sub(r"\d+", lambda digits: f"{digits[0]:0>9}", file.name)
+    )
     if not found:
         raise TraceError(
             f"{str(path)!r} holds no *.xplane.pb. Capture one: `stack profile run --out {path} script.py`, or "
@@ -125,17 +145,22 @@ def load_trace(path: Path | str) -> Trace:
     """
     files = trace_files(Path(path))
     spaces, abouts = [read_space(file) for file in files], [about_of(file) for file in files]
-    problems = list(incomplete_reasons(files, abouts, spaces))
+    problems = list(incomplete_reasons(files, abouts))
+    apart = list(disjoint_reasons(files, spaces))
     base_ns = _base_ns(spaces)
     stacks = [read_host_stacks(file.with_name(f"{stem(file)}{STACKS_SUFFIX}"), base_ns, problems) for file in files]
-    return trace_of(
+    trace = trace_of(
         spaces,
         source=str(files[0] if len(files) == 1 else files[0].parent),
         about=abouts[0],
         extra_programs=[captured_programs(file) for file in files],
         problems=problems,
         host_stacks=stacks,
+        abouts=abouts,
     )
+    if apart := list(disjoint_reasons(files, trace.spaces)) if apart else []:
+        return replace(trace, problems=(*apart, *trace.problems))
+    return trace
 
 
 def trace_of(
@@ -146,8 +171,9 @@ def trace_of(
     extra_programs: Sequence[Sequence[bytes]] = (),
     problems: Sequence[str] = (),
     host_stacks: Sequence[HostStacks | None] = (),
+    abouts: Sequence[Mapping[str, Any]] = (),
 ) -> Trace:
-    """Joins the operations of the processes with their programs.
+    """Joins the operations of the processes with their programs, and puts the processes on one clock.
 
     Args:
       spaces: trace data of each process.
@@ -156,6 +182,7 @@ def trace_of(
       extra_programs: HloProtos of each process that the trace itself lacks.
       problems: known reasons why the trace is incomplete.
       host_stacks: sampled Python stacks of each process.
+      abouts: metadata of each process's capture.
     """
     base_ns = _base_ns(spaces)
     found_problems = list(problems)
@@ -175,7 +202,36 @@ def trace_of(
         devices += [ops for each in ran for ops in device_ops(each, joined, prefix)]
         found_problems += [*joined.problems(), *space.problems]
     stacks = tuple(host_stacks) or (None,) * len(spaces)
-    return Trace(source, tuple(spaces), about or {}, tuple(programs), tuple(devices), tuple(found_problems), stacks)
+    columns = (tuple(spaces), about or {}, tuple(programs), tuple(devices), tuple(found_problems), stacks)
+    trace = Trace(source, *columns, tuple(abouts))
+    clocks = trace.formation.clocks
+    if any(clock.is_moved for clock in clocks):
+        return _on_one_clock(trace, clocks)
+    return replace(trace, clocks=clocks)
+
+
+def _on_one_clock(trace: Trace, clocks: Sequence[HostClock]) -> Trace:
+    """Corrects the times of moved clocks."""
+    before_ns = trace.base_ns
+    processes = list(zip(trace.spaces, clocks, strict=True))
+    spaces = [
+        replace(space, planes=tuple(plane.shift(before_ns, clock.correction_ps) for plane in space.planes))
+        for space, clock in processes
+    ]
+    # The earliest event, from which times count, may be another one.
+    ahead_ps = (before_ns - _base_ns(spaces)) * 1000
+    devices: list[Ops] = []
+    stacks: list[HostStacks | None] = []
+    for prefix, clock, sampled in zip(names_of(spaces), clocks, trace.host_stacks, strict=True):
+
+        def corrected(time_ps: np.ndarray, clock: HostClock = clock) -> np.ndarray:
+            return time_ps + clock.correction_ps(time_ps) + ahead_ps
+
+        own = trace.devices_of(prefix)
+        devices += [replace(ops, start_ps=corrected(ops.start_ps), end_ps=corrected(ops.end_ps)) for ops in own]
+        stacks.append(sampled and sampled.at_times(corrected))
+    moved = {"spaces": tuple(spaces), "devices": tuple(devices), "host_stacks": tuple(stacks)}
+    return replace(trace, **moved, clocks=tuple(clocks))
 
 
 _HLO_STAT: Final = "Hlo Proto"

@@ -5,9 +5,10 @@ start and a duration. Names and common statistics of events are in tables of the
 https://github.com/openxla/xla/blob/main/third_party/tsl/tsl/profiler/protobuf/xplane.proto
 """
 
+import copy
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -77,6 +78,14 @@ class Events:
     def start_ps(self, base_ns: int) -> np.ndarray:
         """Returns times since `base_ns`; picoseconds since the epoch would overflow 64 bits."""
         return (self.timestamp_ns - base_ns) * 1000 + self.offset_ps
+
+    def shift(self, base_ns: int, correction_ps: Callable[[np.ndarray], np.ndarray]) -> "Events":
+        """Returns the events at corrected times; `correction_ps` takes and returns picoseconds since `base_ns`."""
+        start = self.start_ps(base_ns)
+        zero_ps = np.array([(self.timestamp_ns - base_ns) * 1000])
+        timestamp_ns = self.timestamp_ns + int(correction_ps(zero_ps)[0]) // 1000
+        offset_ps = start + correction_ps(start) - (timestamp_ns - base_ns) * 1000
+        return replace(self, timestamp_ns=timestamp_ns, offset_ps=offset_ps)
 
 
 @dataclass(frozen=True)
@@ -167,6 +176,13 @@ class Plane:
         if problem:
             self._problem(problem)
         return tuple(map(self._line, spans.starts.tolist(), spans.ends.tolist()))
+
+    def shift(self, base_ns: int, correction_ps: Callable[[np.ndarray], np.ndarray]) -> "Plane":
+        """Returns a copy with events at corrected times, see `Events.shift`."""
+        plane = copy.copy(self)
+        lines = (replace(line, events=line.events.shift(base_ns, correction_ps)) for line in self.lines)
+        vars(plane)["lines"] = tuple(lines)
+        return plane
 
     def _fields(self, place: tuple[int, int]) -> Iterator[tuple[int, Value]]:
         """Yields the fields of a message up to the first unreadable one."""

@@ -222,9 +222,9 @@ def _cost(run: Run) -> tuple[int, float | None]:
 
 @contextlib.contextmanager
 def _observed(run: Run, last: contextlib.ExitStack, *, terminal: bool) -> Iterator[EventBus]:
-    """Opens the event bus of all registered observers, reports failures to them, and closes goodput in `last`."""
+    """Opens the event bus of the registered observers, reports failures to them, and closes goodput in `last`."""
     context = ObserverContext(run.directory.path, run.config, terminal)
-    observers = observers_from(registries.observers, context) if run.processes.first else []
+    observers = observers_from(registries.observers, context, first=run.processes.first)
     if (worker := current_worker()) is not None:  # the driver observes every rank and shows progress for all
         observers = [*(each for each in observers if not isinstance(each, TerminalObserver)), worker]
     for observer in observers:

@@ -54,9 +54,11 @@ NUMBERS = {
     "port": ("-1", "65536", "80.5"),
     "step-tokens": ("31",),  # fewer than sequences
     **dict.fromkeys(
-        ("max-tokens", "decode-repeats", "tensor", "adapter-rank", "max-waiting", "max-body-bytes"), ("0",)
+        ("max-tokens", "decode-repeats", "tensor", "adapter-rank", "max-waiting", "max-body-bytes"),
+        ("0",),
     ),
     **dict.fromkeys(("priorities",), ("-1",)),
+    "data-parallel": ("0",),
 }
 
 
@@ -73,6 +75,18 @@ def test_options_of_repositories_do_nothing_for_a_model(served: list[HttpServer]
     for name, values in {"live-versions": ("-1", "1.5"), "poll-s": ("-1", "inf", "nan"), "grpc-port": ("-1",)}.items():
         for value in values:
             assert value in refusal(capsys, "--repository", str(tmp_path), f"--{name}={value}")
+
+
+def test_several_engines_need_devices_a_router_and_a_language_model(served: list[HttpServer], capsys: Any) -> None:
+    assert "router: Input should be 'cache_aware' or 'round_robin' (given 'best')" in refusal(
+        capsys, "RUN", "--data-parallel=2", "--router=best"
+    )
+    assert "Add --data-parallel 2" in refusal(capsys, "RUN", "--router=cache_aware")
+    assert "--data-parallel: for the engine llm, not for static" in refusal(
+        capsys, "RUN", "--engine=static", "--data-parallel=2"
+    )
+    assert "--data-parallel: for language models only" in refusal(capsys, "--repository=.", "--data-parallel=2")
+    assert not served
 
 
 def test_options_of_texts_do_nothing_for_an_image_model(

@@ -1,8 +1,5 @@
 """The worker's side of an engine in another process; `engine_process.py` is the driver's side."""
 
-import contextlib
-import queue
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -14,6 +11,7 @@ from stack_core.abi.engines import Engine
 from stack_core.abi.errors import GenerationError
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.generation import EngineStats, GenerationRequest
+from stack_core.runtime.outbox import Outbox
 from stack_core.runtime.raised import Raised
 
 __all__ = ["NUMERICS", "HostedEngine"]
@@ -22,7 +20,6 @@ NUMERICS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_threefry_part
 """Options of JAX that change sampled tokens; programs may set them in the driver, where workers do not see them."""
 
 _STREAMS_AT_ONCE = 32
-_MOST_UPDATES = 1024  # in a frame
 
 
 class HostedEngine:
@@ -51,16 +48,12 @@ class HostedEngine:
     ) -> None:
         for name, value in numerics.items():
             jax.config.update(name, value)
-        self._emit = emit
         loaded: Any = _LoadedCheckpoint(checkpoint, params)  # its attributes are copied, so types cannot see them
         self._engine = open_engine(loaded)
         loaded.release()
         # An iterator may block until its request has finished, while the commands of other requests must go on.
         self._streams = ThreadPoolExecutor(_STREAMS_AT_ONCE, thread_name_prefix="stream")
-        # Updates that are ready together travel together: a frame costs more than an update.
-        self._outbox: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
-        self._sender = threading.Thread(target=self._run_sender, name="sender", daemon=True)
-        self._sender.start()
+        self._outbox = Outbox(emit)
 
     def describe(self) -> tuple[bool, tuple[str, ...]]:
         """Returns the engine's attributes `keeps_missing` and `adapters`."""
@@ -98,8 +91,7 @@ class HostedEngine:
     def close(self, *, drain_s: float) -> None:
         self._engine.close(drain_s=drain_s)
         self._streams.shutdown(wait=True, cancel_futures=True)
-        self._outbox.put(None)
-        self._sender.join()  # the driver gets every update before the answer to this call
+        self._outbox.close()  # the driver gets every update before the answer to this call
 
     def _stream(self, request_id: str) -> None:
         try:
@@ -110,18 +102,6 @@ class HostedEngine:
 
     def _send(self, request_id: str, update: Any) -> None:
         self._outbox.put((request_id, update))
-
-    def _run_sender(self) -> None:
-        while (first := self._outbox.get()) is not None:
-            ready: list[Any] = [first]
-            with contextlib.suppress(queue.Empty):
-                while ready[-1] is not None and len(ready) < _MOST_UPDATES:
-                    ready.append(self._outbox.get_nowait())
-            if ended := ready[-1] is None:
-                ready.pop()
-            self._emit(ready)
-            if ended:
-                return
 
 
 class _LoadedCheckpoint:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -66,6 +67,8 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
     memory_fraction: float | None = None,
     cache_dtype: Literal["model", "float32", "bfloat16", "int8", "fp8_e4m3", "fp8_e5m2"] | None = None,
     tensor: int | None = None,
+    data_parallel: int | None = None,
+    router: str | None = None,
     prefix_caching: bool | None = None,
     embeddings: bool | None = None,
     adapter: tuple[str, ...] = (),
@@ -129,6 +132,10 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
         quarter, at most 2 GiB).
       cache_dtype: dtype of the cached keys and values (the dtype in which the model computes them).
       tensor: number of devices over which each layer is sharded (1).
+      data_parallel: number of engines that share the requests, each in a process with its own devices, on CPUs with its
+        own cores (1).
+      router: choice of the engine of a request, cache_aware (the engine that has the longest prefix of the prompt in
+        its cache, within a bound on its load) or round_robin (cache_aware).
       prefix_caching: reuse cache pages of prompts with the same prefix (yes, unless the model is recurrent).
       embeddings: compile the programs of embeddings at the start (no: on first use).
       max_waiting: maximum number of waiting continuations (1024) or images (64); more are refused.
@@ -186,7 +193,6 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
 
 
 def _serve(model: str, engine_name: str, config: Any, options: dict[str, Any], *, json: bool) -> None:
-    from stack_core.abi.model_formats import open_for_generation
     from stack_core.abi.plugins import registries
 
     # These imports are too slow for `stack --help`.
@@ -200,33 +206,27 @@ def _serve(model: str, engine_name: str, config: Any, options: dict[str, Any], *
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ConfigError(f"{flags} {'is' if len(given) == 1 else 'are'} for the engine llm, not for {engine_name}.")
     engine_config = parse(EngineConfig, given)
+    parallel = _parallel_config(engine_name, options)
     registries.engines[engine_name]  # fail on an unknown name before loading a large model
     with listen(config) as listener:  # fail on a used address before loading a large model
         keep_compiled()
         say(f"loading {model}")
-        checkpoint = open_for_generation(model, encoders=True)
-        service = Service(checkpoint, config, engine_config.max_tokens, tuple(engine_config.adapters))
+        checkpoint = _open_model(model, parallel)
+        adapters, engines = tuple(engine_config.adapters), 1 if parallel is None else parallel.data_parallel
+        service = Service(checkpoint, config, engine_config.max_tokens, adapters, engines=engines)
 
         made: Any = None
 
         def engine() -> Any:
             nonlocal made
-            made = _make_engine(engine_name, checkpoint, engine_config, progress)
+            progress = _progress_printer(service)
+            if parallel is None:
+                made = _make_engine(engine_name, checkpoint, engine_config, progress)
+            else:
+                made = _make_engines(model, engine_config, parallel, progress)
             service.progress = "compiling"
             say("compiling the first programs; requests get status 503 until it is done")
             return made
-
-        printed_s = time.monotonic()
-
-        def progress(program: str, compiled: int, total: int) -> None:
-            nonlocal printed_s
-            service.progress = f"compiled {compiled} of {total} programs, most recently {program}"
-            if sys.stderr.isatty():
-                line = f"\r\x1b[Kstack: {service.progress}"
-                print(line, end="\n" * (compiled == total), file=sys.stderr, flush=True)
-            elif compiled in (1, total) or time.monotonic() >= printed_s + _BETWEEN_LINES_S:
-                printed_s = time.monotonic()
-                say(service.progress)
 
         def announce(address: str) -> None:
             gc.collect()
@@ -242,6 +242,62 @@ def _serve(model: str, engine_name: str, config: Any, options: dict[str, Any], *
         # Limits how long the event loop and the engine wait for the GIL (default 5 ms).
         sys.setswitchinterval(0.001)
         HttpServer(OpenAIApp(service, engine), listener, config, announce=announce).run()
+
+
+def _progress_printer(service: Any) -> Any:
+    """Returns a callback that shows the progress of compilation, to clients and on standard error."""
+    printed_s = time.monotonic()
+
+    def progress(program: str, compiled: int, total: int) -> None:
+        nonlocal printed_s
+        service.progress = f"compiled {compiled} of {total} programs, most recently {program}"
+        if sys.stderr.isatty():
+            line = f"\r\x1b[Kstack: {service.progress}"
+            print(line, end="\n" * (compiled == total), file=sys.stderr, flush=True)
+        elif compiled in (1, total) or time.monotonic() >= printed_s + _BETWEEN_LINES_S:
+            printed_s = time.monotonic()
+            say(service.progress)
+
+    return progress
+
+
+def _open_model(model: str, parallel: Any) -> Any:
+    from stack_core.abi.model_formats import open_for_generation
+    from stack_serve.parallel.opening import check_parallel
+
+    if parallel is None:
+        return open_for_generation(model, encoders=True)
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # the devices belong to the engines' processes
+    checkpoint = open_for_generation(model, encoders=True)
+    check_parallel(checkpoint)
+    return checkpoint
+
+
+def _make_engines(model: str, config: Any, parallel: Any, progress: Any) -> Any:
+    from stack_serve.parallel.engine import ParallelEngine
+    from stack_serve.parallel.opening import open_replica
+
+    return ParallelEngine(partial(open_replica, model, config), config, parallel, progress=progress)
+
+
+def _parallel_config(engine_name: str, options: dict[str, Any]) -> Any:
+    """Returns the settings of several engines, or None for one in this process."""
+    from stack_serve.parallel.config import ParallelConfig
+
+    given = _only(ParallelConfig, options)
+    if not given:
+        return None
+    if engine_name != "llm":
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ConfigError(f"{flags}: for the engine llm, not for {engine_name}. Leave it out.")
+    config = parse(ParallelConfig, given)
+    if config.data_parallel > 1:
+        return config
+    if "router" in given:
+        raise ConfigError("--router chooses among several engines. Add --data-parallel 2, or leave it out.")
+    return None
 
 
 def _make_engine(name: str, checkpoint: Any, config: Any, progress: Any) -> Any:

@@ -5,7 +5,8 @@ Names, labels and buckets follow `vllm/v1/metrics/loggers.py`, except for the to
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -16,7 +17,7 @@ from stack_serve.openai.request import ApiRequest
 
 __all__ = ["Metrics", "Progress"]
 
-_ENGINE = "0"  # vLLM numbers the engines of a server
+_ALL = "all"  # vLLM numbers the engines of a server; requests of several engines are not told apart
 _LATENCIES_S = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
     1920.0, 7680.0,
@@ -37,12 +38,20 @@ class Metrics:
     Args:
       model_name: label of all metrics.
       max_tokens: maximum length of a prompt with its continuation, the largest bucket.
-      stats: returns the engine's counts; None until the engine exists.
+      stats: returns the counts of each engine, None for an engine that is not running; empty until there is one.
+      engines: number of engines.
     """
 
-    def __init__(self, model_name: str, max_tokens: int, stats: Callable[[], EngineStats | None]) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        max_tokens: int,
+        stats: Callable[[], Sequence[EngineStats | None]],
+        *,
+        engines: int = 1,
+    ) -> None:
         self.registry = CollectorRegistry()
-        self._labels = (model_name, _ENGINE)
+        self._labels = (model_name, "0" if engines == 1 else _ALL)
         sizes = _sizes(max_tokens)
         histogram = self._histogram
         self.first_token_s = histogram("time_to_first_token_seconds", "Time to first token.", _FIRST_TOKEN_S)
@@ -66,7 +75,7 @@ class Metrics:
         )
         self.ended = {reason: ended.labels(*self._labels, reason) for reason in _REASONS}
         self.responses = Counter("http_requests", "Responses.", ("handler", "method", "status"), registry=self.registry)
-        self.registry.register(_EngineCollector(self._labels, stats))
+        self.registry.register(_EngineCollector(model_name, stats))
         ProcessCollector(registry=self.registry)
 
     def progress(self, request: ApiRequest) -> "Progress":
@@ -147,55 +156,61 @@ class Progress:
 
 
 class _EngineCollector:
-    """Collects the engine's counts for Prometheus; after the engine stopped, only the server's metrics remain."""
+    """Collects the counts of each engine for Prometheus; after the engine stopped, only the server's metrics remain."""
 
-    def __init__(self, labels: tuple[str, str], stats: Callable[[], EngineStats | None]) -> None:
-        self._labels = labels
+    def __init__(self, model_name: str, stats: Callable[[], Sequence[EngineStats | None]]) -> None:
+        self._model_name = model_name
         self._stats = stats
 
     def collect(self) -> Iterator[Metric]:
         try:
-            stats = self._stats()
+            found = self._stats()
         except EngineStopped:
             return
-        if stats is None:
+        if not found:
             return
-        gauges = {
-            "num_requests_running": ("Continuations that run.", stats.running),
-            "num_requests_waiting": ("Continuations that wait.", stats.waiting),
-            "kv_cache_usage_perc": ("Used part of the cache, 1 for all of it.", stats.used_pages / stats.pages),
-        }
-        counters = {
-            "prompt_tokens": ("Tokens of prompts.", stats.prompt_tokens),
-            "generation_tokens": ("Tokens that were generated.", stats.generated_tokens),
-            "num_preemptions": ("Continuations that were computed again.", stats.preemptions),
-            "prefix_cache_queries": ("Tokens of prompts that were looked up.", stats.prefix_queries_tokens),
-            "prefix_cache_hits": ("Tokens of prompts that were found.", stats.prefix_hits_tokens),
-            "prompt_tokens_cached": ("Tokens of prompts that were found.", stats.prefix_hits_tokens),
-            "spec_decode_num_drafts": ("Drafts that were verified.", stats.drafts),
-            "spec_decode_num_draft_tokens": ("Tokens of drafts.", stats.drafted_tokens),
-            "spec_decode_num_accepted_tokens": ("Tokens of drafts that were generated.", stats.accepted_tokens),
-        }
-        yield from self._families(GaugeMetricFamily, "vllm", gauges)
-        waiting = ("Programs that still compile in the background.", stats.programs_to_compile)
-        yield from self._families(GaugeMetricFamily, "stack", {"engine_programs_to_compile": waiting})
-        yield from self._families(CounterMetricFamily, "vllm", counters)
-        own = {
-            "engine_steps": ("Steps of the engine.", stats.steps),
-            "engine_compilations": ("Programs compiled after the engine was ready.", stats.compilations),
-        }
-        yield from self._families(CounterMetricFamily, "stack", own)
+        up = GaugeMetricFamily("stack:engine_up", "1 for an engine that runs.", labels=("model_name", "engine"))
+        families: dict[str, Metric] = {}
+        for number, stats in enumerate(found):
+            labels = (self._model_name, str(number))
+            up.add_metric(labels, float(stats is not None))
+            for family, name, what, value in () if stats is None else _samples(stats):
+                metric: Any = families.get(name) or family(name, what, labels=("model_name", "engine"))
+                metric.add_metric(labels, value)
+                families[name] = metric
+        yield up
+        yield from families.values()
 
-    def _families(
-        self,
-        family: type[GaugeMetricFamily | CounterMetricFamily],
-        prefix: str,
-        rows: Mapping[str, tuple[str, int | float]],
-    ) -> Iterator[Metric]:
+
+def _samples(
+    stats: EngineStats,
+) -> Iterator[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, int | float]]:
+    """Yields the class, name, description and value of each metric of an engine."""
+    gauges = {
+        "vllm:num_requests_running": ("Continuations that run.", stats.running),
+        "vllm:num_requests_waiting": ("Continuations that wait.", stats.waiting),
+        "vllm:kv_cache_usage_perc": ("Used part of the cache, 1 for all of it.", stats.used_pages / stats.pages),
+        "stack:engine_programs_to_compile": (
+            "Programs that still compile in the background.",
+            stats.programs_to_compile,
+        ),
+    }
+    counters = {
+        "vllm:prompt_tokens": ("Tokens of prompts.", stats.prompt_tokens),
+        "vllm:generation_tokens": ("Tokens that were generated.", stats.generated_tokens),
+        "vllm:num_preemptions": ("Continuations that were computed again.", stats.preemptions),
+        "vllm:prefix_cache_queries": ("Tokens of prompts that were looked up.", stats.prefix_queries_tokens),
+        "vllm:prefix_cache_hits": ("Tokens of prompts that were found.", stats.prefix_hits_tokens),
+        "vllm:prompt_tokens_cached": ("Tokens of prompts that were found.", stats.prefix_hits_tokens),
+        "vllm:spec_decode_num_drafts": ("Drafts that were verified.", stats.drafts),
+        "vllm:spec_decode_num_draft_tokens": ("Tokens of drafts.", stats.drafted_tokens),
+        "vllm:spec_decode_num_accepted_tokens": ("Tokens of drafts that were generated.", stats.accepted_tokens),
+        "stack:engine_steps": ("Steps of the engine.", stats.steps),
+        "stack:engine_compilations": ("Programs compiled after the engine was ready.", stats.compilations),
+    }
+    for family, rows in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
         for name, (what, value) in rows.items():
-            metric = family(f"{prefix}:{name}", what, labels=("model_name", "engine"))
-            metric.add_metric(self._labels, value)
-            yield metric
+            yield family, name, what, value
 
 
 def _sizes(largest: int) -> list[int]:

@@ -39,6 +39,7 @@ from stack_serve.openai.schemas import ChatBody, CompletionBody, GenerationBody,
 from stack_serve.openai.serializer import Serializer
 from stack_serve.openai.tools import check_results, requested_tools
 from stack_serve.openai.updates import UpdateDispatcher
+from stack_serve.parallel.reports import ReportsEngines
 
 __all__ = ["ResponseForm", "Service"]
 
@@ -71,6 +72,7 @@ class Service(ModelService[OpenAIConfig, Metrics]):
     Args:
       max_tokens: maximum length; None uses the model's `max_positions`.
       adapters: names of the engine's adapters.
+      engines: number of engines behind the one that `serve` gets.
 
     Raises:
       ConfigError: an adapter has the model's name, or a setting does not apply to an encoder.
@@ -84,6 +86,8 @@ class Service(ModelService[OpenAIConfig, Metrics]):
         config: OpenAIConfig,
         max_tokens: int | None = None,
         adapters: Sequence[str] = (),
+        *,
+        engines: int = 1,
     ) -> None:
         super().__init__(config.model_names or (checkpoint.name,), config)
         if taken := set(self.names).intersection(adapters):
@@ -95,7 +99,7 @@ class Service(ModelService[OpenAIConfig, Metrics]):
             _check_of_encoder(checkpoint.name, config)
         ending = encoder_ending(checkpoint)
         self.prompts = Prompts(checkpoint.tokenizer, checkpoint.vocab_size, self.max_tokens, ending)
-        self.metrics = Metrics(self.names[0], self.max_tokens, self.stats)
+        self.metrics = Metrics(self.names[0], self.max_tokens, self.engine_stats, engines=engines)
         self.token_texts = None if checkpoint.tokenizer is None else TokenTexts(checkpoint.tokenizer)
         # Read now, because a wrong template should fail before the weights are loaded.
         source = _template_source(checkpoint, config)
@@ -121,6 +125,13 @@ class Service(ModelService[OpenAIConfig, Metrics]):
     def stats(self) -> EngineStats | None:
         """The engine's counts, once there is one."""
         return self._backend.engine.stats() if self._backend is not None else None
+
+    def engine_stats(self) -> Sequence[EngineStats | None]:
+        """Returns the counts of each engine; empty before there is one."""
+        engine = None if self._backend is None else self._backend.engine
+        if isinstance(engine, ReportsEngines):
+            return engine.engine_stats()
+        return [] if engine is None else [engine.stats()]
 
     @property
     def adapters(self) -> tuple[str, ...]:

@@ -1,0 +1,1 @@
+"""Several engines of one model, each in a process of its own."""

@@ -1,0 +1,26 @@
+"""Configuration of the engines of one server."""
+
+from typing import Literal
+
+from pydantic import PositiveInt
+
+from stack_core.abi.config import config
+
+__all__ = ["ParallelConfig", "RouterName"]
+
+RouterName = Literal["cache_aware", "round_robin"]
+
+
+@config
+class ParallelConfig:
+    """Engines of one server, each in a process of its own.
+
+    Attributes:
+      data_parallel: number of engines that compute different requests (vLLM: `data_parallel_size`). Each has a copy of
+        the weights, and an equal share of the devices; on CPUs, of the cores.
+      router: choice of the engine of a request. "cache_aware" is the engine with the longest cached prefix of the
+        prompt, within a bound on its load (see `Router`); "round_robin" takes turns.
+    """
+
+    data_parallel: PositiveInt = 1
+    router: RouterName = "cache_aware"

@@ -1,0 +1,551 @@
+"""Several engines of one model behind the interface of one, each in a process of its own."""
+
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, Literal, NoReturn, TypeVar
+
+import numpy as np
+
+from stack_core.abi.adapters import Adapters
+from stack_core.abi.engines import Engine, Pooling
+from stack_core.abi.errors import EngineBusy, EngineStopped, GenerationError, StackError, nearest
+from stack_core.abi.generation import (
+    Constraint,
+    EngineStats,
+    FinishReason,
+    GenerationRequest,
+    GenerationUpdate,
+    RequestTimes,
+)
+from stack_serve.llm.config import EngineConfig
+from stack_serve.llm.limits import Limits
+from stack_serve.llm.pages import extend_digests
+from stack_serve.llm.programs import Progress as ReportProgress
+from stack_serve.parallel.config import ParallelConfig
+from stack_serve.parallel.devices import EngineDevices, divide_devices
+from stack_serve.parallel.hosted import OpenEngine, Progress
+from stack_serve.parallel.process import ReplicaProcess
+from stack_serve.parallel.router import Router
+
+__all__ = ["ParallelEngine"]
+
+T = TypeVar("T")
+
+_LOG = logging.getLogger(__name__)
+_MOST_STARTS = 3
+_RESTART_S = 1.0
+_RETRY_AFTER_S = 1.0
+_MOST_REPLAYS = 1  # a request that ends every engine that computes it must not end all of them
+
+
+@dataclass(eq=False)
+class _Running:
+    """A request in progress.
+
+    Attributes:
+      engine: number of the engine that computes it.
+      unfinished: indices of the unfinished continuations.
+      is_streamed: whether an update was delivered; the request cannot be computed again after that.
+      replays: number of times that it was given to another engine.
+    """
+
+    request: GenerationRequest
+    receive: Callable[[GenerationUpdate], None]
+    engine: int
+    digests: list[bytes]
+    submitted_s: float
+    unfinished: set[int]
+    is_streamed: bool = False
+    is_aborted: bool = False
+    replays: int = 0
+
+
+class ParallelEngine(Engine):
+    """Data-parallel engines of one model, with the answers of one engine.
+
+    Requests are validated here and sent without waiting to the engine that the router chooses. If an engine's process
+    ends, its requests without output are computed by another engine and the others end with "error", while the process
+    is started again with the same adapters. Adapters and sleep apply to all engines.
+
+    Args:
+      open_engine: function that constructs an engine in its process, sent by cloudpickle.
+      config: settings of each engine.
+      parallel: number of engines and router.
+      progress: callback of `prepare` and `warm_up` as in `LLMEngine`, with the programs of all engines.
+      devices: devices of each engine; None divides those of the machine.
+
+    Raises:
+      HardwareError: there are too few devices.
+    """
+
+    def __init__(
+        self,
+        open_engine: OpenEngine,
+        config: EngineConfig,
+        parallel: ParallelConfig,
+        *,
+        progress: ReportProgress | None = None,
+        devices: Sequence[EngineDevices] | None = None,
+    ) -> None:
+        self._count = parallel.data_parallel
+        self._devices = divide_devices(self._count, config.tensor) if devices is None else devices
+        self._open, self._config, self._parallel = open_engine, config, parallel
+        self._progress = progress
+        self._reports: dict[int, Progress] = {}
+        self._processes: list[ReplicaProcess | None] = [None] * self._count
+        self._given_up: set[int] = set()
+        # `_lock` guards requests and loads. `_changes` orders what applies to all engines, and may be held for long.
+        self._lock, self._changes = threading.Condition(), threading.RLock()
+        self._running: dict[str, _Running] = {}
+        self._streams: dict[str, tuple[int, queue.SimpleQueue[GenerationUpdate]]] = {}
+        self._loads = [0] * self._count
+        self._adapters: dict[str, tuple[int, str | Adapters | None]] = {}
+        self._adapter_numbers = itertools.count()
+        self._limits: Limits | None = None
+        self._router = Router(self._count, parallel.router, pages=0)
+        self._sleeping: Literal[1, 2] | None = None
+        self._closing = False
+        self._failure: str | None = None
+
+    @property
+    def limits(self) -> Limits:
+        """Limits of the engines, after `prepare`."""
+        assert self._limits is not None, "prepare() reads them"
+        return self._limits
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of adapters that requests may select."""
+        return tuple(self._adapters)
+
+    @property
+    def pids(self) -> tuple[int | None, ...]:
+        """Process ids of the engines; None for an engine that is not running."""
+        return tuple(None if process is None else process.pid for process in self._processes)
+
+    def prepare(self) -> None:
+        """Starts all engines, which compile enough programs to serve requests."""
+        self._start_all("prepare")
+
+    def warm_up(self) -> None:
+        """Starts all engines, which compile all of their programs."""
+        self._start_all("warm_up")
+
+    def start(self) -> None:
+        """Starts the engines if `prepare` or `warm_up` has not."""
+        if self._limits is None:
+            self._start_all(None)
+
+    def close(self, *, drain_s: float = 0.0) -> None:
+        """Waits up to `drain_s` seconds for requests to finish, then ends all processes; see `Engine`."""
+        deadline_s = time.monotonic() + drain_s
+        with self._lock:
+            while self._running and (left_s := deadline_s - time.monotonic()) > 0:
+                self._lock.wait(left_s)
+            self._closing = True
+            self._lock.notify_all()
+        _on_threads([process.close for process in self._processes if process is not None])
+
+    def __enter__(self) -> "ParallelEngine":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def submit(self, request: GenerationRequest, receive: Callable[[GenerationUpdate], None] | None = None) -> None:
+        """Queues a request on the engine that the router chooses; see `Engine`.
+
+        Raises:
+          GenerationError: the request is invalid, or its id is in use.
+          EngineBusy: more than `max_waiting` continuations would wait for this engine, or no engine runs.
+          EngineStopped: the engines were closed or failed.
+        """
+        self.limits.check(request)
+        number = self._adapter(request.adapter)
+        digests: list[bytes] = []
+        if self._router.uses_digests:
+            page_tokens = self._config.page_tokens
+            pages = (len(request.prompt) - 1) // page_tokens
+            options = {"page_tokens": page_tokens, "pages": pages, "adapter": number, "images": request.images}
+            extend_digests(digests, request.prompt, **options)
+        updates = queue.SimpleQueue[GenerationUpdate]()
+        unfinished = set(range(request.sampling.n))
+        running = _Running(request, receive or updates.put, -1, digests, time.monotonic(), unfinished)
+        with self._lock:
+            self._check_awake()
+            name = request.request_id
+            if name in self._running or name in self._streams:
+                raise GenerationError(
+                    f"Request {name!r} is still in progress. Give each request a unique id.", parameter="request_id"
+                )
+            process = self._assign(running)
+            self._running[name] = running
+            if receive is None:
+                self._streams[name] = (request.sampling.n, updates)
+        process.submit(request, partial(self._reject, running))
+
+    def stream(self, request_id: str) -> Iterator[GenerationUpdate]:
+        """Yields the updates of a request; see `Engine`. Closing the iterator early aborts the request."""
+        if request_id not in self._streams:
+            raise GenerationError(f"No request {request_id!r} was submitted for streaming, or it was streamed already.")
+        unfinished, updates = self._streams[request_id]
+        try:
+            while unfinished:
+                update = updates.get()
+                unfinished -= update.finish_reason is not None
+                yield update
+        finally:
+            self.abort(request_id)
+            with self._lock:
+                self._streams.pop(request_id, None)
+
+    def abort(self, request_id: str) -> None:
+        """Aborts a request before its engine's next step; has no effect on a finished request."""
+        with self._lock:
+            running = self._running.get(request_id)
+            if running is None:
+                return
+            running.is_aborted = True
+            process = self._processes[running.engine]
+        if process is not None:
+            process.abort(request_id)
+
+    def update_weights(
+        self,
+        params: Any,
+        *,
+        version: int | None = None,
+        kv: Literal["keep", "recompute", "abort"] = "keep",
+        donate: bool = False,
+    ) -> NoReturn:
+        """Raises a GenerationError: engines in several processes keep the weights of their checkpoint."""
+        raise GenerationError(
+            "Engines in several processes do not take new weights. Use one engine (data_parallel=1).",
+            parameter="params",
+        )
+
+    def stats(self) -> EngineStats:
+        """Returns the sums over the running engines.
+
+        Raises:
+          EngineStopped: all engines have failed.
+        """
+        if self._failure is not None:
+            raise EngineStopped(self._failure)
+        found = [stats for stats in self.engine_stats() if stats is not None]
+        return EngineStats(**{each.name: sum(getattr(one, each.name) for one in found) for each in fields(EngineStats)})
+
+    def engine_stats(self) -> list[EngineStats | None]:
+        """Returns the latest statistics of each engine; None for an engine that is not running."""
+        return [None if process is None else process.stats for process in self._processes]
+
+    def memory(self) -> str:
+        """Returns the memory use of each process, as human-readable text."""
+        found = self._on_all("memory")
+        return "; ".join(f"engine {number}: {text}" for number, text in found.items())
+
+    def compile_constraint(self, constraint: Constraint) -> None:
+        """Compiles a constraint in every engine; see `Engine`."""
+        self._on_all("compile_constraint", constraint)
+
+    def embed(self, prompts: Sequence[Sequence[int]], *, pooling: Pooling = "last") -> np.ndarray:
+        """Computes the pooled hidden states of prompts on the least loaded engine; see `Engine`."""
+        with self._lock:
+            self._check_awake()
+            loads = self._available()
+            engine = min((load, number) for number, load in enumerate(loads) if load is not None)[1]
+            process = self._processes[engine]
+            self._loads[engine] += 1
+        assert process is not None
+        try:
+            return process.call("embed", prompts, pooling=pooling)
+        finally:
+            with self._lock:
+                self._loads[engine] -= self._processes[engine] is process
+
+    def load_adapter(self, name: str, adapters: str | Adapters) -> None:
+        """Registers an adapter in every engine, or in none; see `Engine`."""
+        with self._changes:
+            try:
+                self._on_all("load_adapter", name, adapters)
+            except StackError:
+                if name not in self._adapters:
+                    self._unload_everywhere(name)
+                raise
+            self._adapters[name] = (next(self._adapter_numbers), adapters)
+
+    def unload_adapter(self, name: str) -> None:
+        """Removes an adapter from every engine; see `Engine`."""
+        with self._changes:
+            self._adapter(name)
+            del self._adapters[name]
+            self._unload_everywhere(name)
+
+    def sleep(self, level: Literal[1, 2] = 1) -> None:
+        """Frees the device memory of all engines, or of none; see `Engine`."""
+        with self._changes:
+            with self._lock:
+                self._check_awake()
+                if self._running or any(self._loads):
+                    raise EngineBusy(
+                        f"{len(self._running)} requests run. Let them finish, or abort them, before the engine sleeps.",
+                        retry_after_s=_RETRY_AFTER_S,
+                    )
+                self._sleeping = level
+            try:
+                self._on_all("sleep", level)
+            except StackError:
+                self.wake_up()
+                raise
+            self._router.forget()
+
+    def wake_up(self) -> None:
+        """Allocates the memory of all engines again; see `Engine`."""
+        with self._changes:
+            self._on_all("wake_up")
+            self._sleeping = None
+
+    def _start_all(self, compile_with: str | None) -> None:
+        try:
+            processes = _on_threads([partial(self._start, number, compile_with) for number in range(self._count)])
+        except BaseException:
+            self.close()
+            raise
+        properties = processes[0].properties
+        assert properties is not None
+        self._adapters = {name: (next(self._adapter_numbers), None) for name in properties.adapters}
+        self._router = Router(self._count, self._parallel.router, pages=properties.limits.pages)
+        self._limits = properties.limits
+
+    def _start(self, number: int, compile_with: str | None) -> ReplicaProcess:
+        """Starts the process of an engine, which can then receive requests."""
+        process: ReplicaProcess | None = None
+
+        def on_end(cause: StackError | None) -> None:
+            self._end(number, process, cause)
+
+        process = ReplicaProcess(
+            self._devices[number],
+            self._open,
+            name=f"engine {number}",
+            receive=partial(self._receive, number),
+            progress=partial(self._report, number),
+            on_end=on_end,
+        )
+        properties = process.start(compile_with)
+        with self._changes:
+            if self._limits is not None:  # a restart, after which the engine lacks later changes
+                for name, (_, adapters) in self._adapters.items():
+                    if adapters is not None:
+                        process.call("load_adapter", name, adapters)
+                for name in set(properties.adapters) - set(self._adapters):
+                    process.call("unload_adapter", name)
+                if self._sleeping is not None:
+                    process.call("sleep", self._sleeping)
+            with self._lock:
+                if process.has_ended:
+                    raise EngineStopped(f"Engine {number} ended right after its start.")
+                self._processes[number] = process
+        return process
+
+    def _end(self, number: int, process: ReplicaProcess | None, cause: StackError | None) -> None:
+        """Handles the end of a process, on the thread that owned it."""
+        with self._lock:
+            if process is None or self._processes[number] is not process:
+                return  # it was starting, which raises there
+            self._processes[number], self._loads[number] = None, 0
+            self._router.forget(number)
+            lost = [running for running in self._running.values() if running.engine == number]
+            restarts = cause is not None and not self._closing
+        if cause is not None:
+            _LOG.error("Engine %d ended and is started again: %s", number, cause)
+        for running in lost:
+            self._recover(running, number, cause)
+        if restarts:
+            threading.Thread(target=self._restart, args=(number,), name=f"restart-{number}", daemon=True).start()
+
+    def _recover(self, running: _Running, number: int, cause: StackError | None) -> None:
+        """Gives a request of an ended engine to another one, or ends it."""
+        if cause is None or running.is_aborted:
+            return self._finish(running, "abort", None)
+        reason = str(cause).partition("\n")[0]
+        error = f"Engine {number} ended while it computed this request. Send it again. ({reason})"
+        if running.is_streamed or running.replays >= _MOST_REPLAYS:
+            return self._finish(running, "error", error)
+        try:
+            with self._lock:
+                process = self._assign(running)
+                running.replays += 1
+        except StackError:
+            return self._finish(running, "error", error)
+        request = running.request
+        if request.timeout_s is not None:
+            left_s = request.timeout_s - (time.monotonic() - running.submitted_s)
+            if left_s <= 0:
+                with self._lock:
+                    self._loads[running.engine] -= len(running.unfinished)
+                return self._finish(running, "deadline", None)
+            request = replace(request, timeout_s=left_s)
+        process.submit(request, partial(self._reject, running))
+        return None
+
+    def _restart(self, number: int) -> None:
+        reason = ""
+        for attempt in range(_MOST_STARTS):
+            if self._closing:
+                return
+            try:
+                process = self._start(number, "prepare")
+            except StackError as error:
+                _LOG.error("Engine %d cannot start: %s", number, error)
+                reason = str(error)
+                time.sleep(_RESTART_S * 2**attempt)
+                continue
+            if self._closing:
+                process.close()
+            return
+        with self._lock:
+            self._given_up.add(number)
+            if len(self._given_up) == self._count:
+                self._failure = f"All engines have failed, most recently engine {number}: {reason}"
+
+    def _assign(self, running: _Running) -> ReplicaProcess:
+        """Chooses an engine for a request and adds it to its load; the caller holds the lock.
+
+        Raises:
+          EngineBusy: no engine runs, or too many continuations would wait.
+        """
+        loads, count = self._available(), len(running.unfinished)
+        number = self._router.choose(running.digests, loads, continuations=count)
+        waiting = self._loads[number] - self._config.max_sequences
+        if waiting > 0 and waiting + count > self._config.max_waiting:
+            raise EngineBusy(
+                f"{waiting} continuations wait already for engine {number}; max_waiting={self._config.max_waiting}. "
+                "Try again later.",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        self._loads[number] += count
+        running.engine = number
+        process = self._processes[number]
+        assert process is not None
+        return process
+
+    def _available(self) -> list[int | None]:
+        """Returns the load of each engine, None if it is not running; raises EngineBusy if none is."""
+        loads = [
+            load if process is not None else None for load, process in zip(self._loads, self._processes, strict=True)
+        ]
+        if all(load is None for load in loads):
+            raise EngineBusy("All engines are starting again. Try again later.", retry_after_s=5.0)
+        return loads
+
+    def _receive(self, number: int, update: GenerationUpdate) -> None:
+        """Delivers an update of an engine, on the thread that owns its process."""
+        running = self._running.get(update.request_id)
+        if running is None or running.engine != number:
+            return
+        running.is_streamed = True
+        self._deliver(running, update)
+
+    def _deliver(self, running: _Running, update: GenerationUpdate) -> None:
+        if update.finish_reason is not None and update.index in running.unfinished:
+            with self._lock:
+                running.unfinished.discard(update.index)
+                if self._processes[running.engine] is not None:
+                    self._loads[running.engine] -= 1
+                # Before the delivery: a client may submit the id again as soon as it gets the last update.
+                if not running.unfinished:
+                    self._running.pop(update.request_id, None)
+                    self._lock.notify_all()
+        try:
+            running.receive(update)
+        except Exception:  # a failing receiver must not affect other requests
+            _LOG.exception("The receiver of request %r failed", update.request_id)
+
+    def _finish(self, running: _Running, reason: FinishReason, error: str | None) -> None:
+        """Ends the unfinished continuations of a request whose engine is gone."""
+        with self._lock:
+            self._running.pop(running.request.request_id, None)
+            unfinished, running.unfinished = sorted(running.unfinished), set()
+            self._lock.notify_all()
+        times = RequestTimes(running.submitted_s, finished_s=time.monotonic())
+        for index in unfinished:
+            update = GenerationUpdate(request_id=running.request.request_id, index=index, finish_reason=reason)
+            self._deliver(running, replace(update, error=error, times=times))
+
+    def _reject(self, running: _Running, error: Exception) -> None:
+        """Ends a request that an engine refused, which the checks in this process should have prevented."""
+        with self._lock:
+            if self._processes[running.engine] is not None:
+                self._loads[running.engine] -= len(running.unfinished)
+        self._finish(running, "error", str(error))
+
+    def _report(self, number: int, progress: Progress) -> None:
+        self._reports[number] = progress
+        if self._progress is not None and self._limits is None:
+            reports = self._reports.values()
+            compiled, total = sum(each.compiled for each in reports), sum(each.total for each in reports)
+            self._progress(f"{progress.program} of engine {number}", compiled, total)
+
+    def _on_all(self, method: str, *arguments: Any) -> Mapping[int, Any]:
+        """Calls a method of all running engines concurrently; an engine that ends meanwhile is left out.
+
+        Raises:
+          StackError: the first exception of an engine, after all calls have returned.
+        """
+        running = {number: process for number, process in enumerate(self._processes) if process is not None}
+
+        def call(process: ReplicaProcess) -> Any:
+            try:
+                return process.call(method, *arguments)
+            except EngineStopped as error:
+                return error
+
+        found = dict(zip(running, _on_threads([partial(call, each) for each in running.values()]), strict=True))
+        return {number: value for number, value in found.items() if not isinstance(value, EngineStopped)}
+
+    def _unload_everywhere(self, name: str) -> None:
+        for process in self._processes:
+            if process is None:
+                continue
+            try:
+                process.call("unload_adapter", name)
+            except (GenerationError, EngineStopped):
+                continue  # it does not have the adapter, or has ended
+
+    def _adapter(self, name: str | None) -> int | None:
+        """Returns the number of an adapter for page digests; None is the base model."""
+        if name is None:
+            return None
+        if name not in self._adapters:
+            raise GenerationError(
+                f"There is no adapter {name!r}.{nearest(name, self._adapters)} There are: "
+                f"{', '.join(self._adapters) or 'none'}.",
+                parameter="adapter",
+            )
+        return self._adapters[name][0]
+
+    def _check_awake(self) -> None:
+        if self._failure is not None:
+            raise EngineStopped(self._failure)
+        if self._closing:
+            raise EngineStopped("The engines were closed. Start others.")
+        if self._sleeping is not None:
+            raise GenerationError("The engine sleeps. Wake it up first (wake_up).", parameter="engine")
+
+
+def _on_threads(functions: Sequence[Callable[[], T]]) -> list[T]:
+    """Calls functions concurrently and returns their results, or raises the first exception after all have ended."""
+    if not functions:
+        return []
+    with ThreadPoolExecutor(len(functions)) as pool:
+        futures = [pool.submit(function) for function in functions]
+    return [future.result() for future in futures]

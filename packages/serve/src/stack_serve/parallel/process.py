@@ -1,0 +1,174 @@
+"""The server's side of an engine in its own process."""
+
+import itertools
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import jax
+
+from stack_core.abi.errors import ClusterError, EngineStopped, StackError
+from stack_core.abi.generation import EngineStats, GenerationRequest, GenerationUpdate
+from stack_core.runtime.config import EngineProcessConfig
+from stack_core.runtime.hosted_engine import NUMERICS
+from stack_core.runtime.object_process import ObjectProcess
+from stack_core.runtime.raised import Raised
+from stack_serve.parallel.devices import EngineDevices
+from stack_serve.parallel.hosted import EngineProperties, Failure, HostedReplica, OpenEngine, Progress, Result
+
+__all__ = ["ReplicaProcess"]
+
+_CLOSE_S = 10.0  # for the engine to finish its step and to end its requests
+
+
+class ReplicaProcess:
+    """One engine process, which is never restarted. Methods may be called from any thread.
+
+    Args:
+      devices: devices of the process.
+      open_engine: function that constructs the engine in the process, sent by cloudpickle.
+      name: name of the engine for messages.
+      receive: called with each update on a thread of this object; it must not block.
+      progress: called with the progress of compilation.
+      on_end: called once when the process is gone, with the cause unless it was closed.
+
+    Attributes:
+      stats: latest statistics of the engine; None before the first.
+      properties: constant properties of the engine, after `start`.
+    """
+
+    def __init__(
+        self,
+        devices: EngineDevices,
+        open_engine: OpenEngine,
+        *,
+        name: str,
+        receive: Callable[[GenerationUpdate], None],
+        progress: Callable[[Progress], None],
+        on_end: Callable[[StackError | None], None],
+    ) -> None:
+        self._update, self._progress, self._on_end = receive, progress, on_end
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._results: dict[int, Future[Any]] = {}
+        self._cause: StackError | None = None
+        self.stats: EngineStats | None = None
+        self.properties: EngineProperties | None = None
+        numerics = {option: jax.config.values[option] for option in NUMERICS}
+        config = EngineProcessConfig()
+        self._process = ObjectProcess(
+            config.cluster,
+            {"data": 1},
+            devices.environment,
+            partial(HostedReplica, open_engine),
+            lambda mesh: (numerics, devices.cores),
+            name=name,
+            receive=self._receive,
+            on_end=self._end,
+        )
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the process."""
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        return self._cause is not None
+
+    def start(self, compile_with: str | None) -> EngineProperties:
+        """Waits until the engine is constructed, compiles its programs, and starts it; see `HostedReplica.start`.
+
+        Raises:
+          StackError: the process cannot start, or the engine cannot be constructed.
+        """
+        try:
+            self._process.built.result()
+            self.properties = self._process.call("start", compile_with).result()
+        except BaseException as error:  # including Ctrl-C, which need not wait for a process that is starting
+            self._process.close(wait=isinstance(error, Exception))
+            raise
+        assert self.properties is not None
+        return self.properties
+
+    def submit(self, request: GenerationRequest, on_error: Callable[[Exception], None]) -> None:
+        """Sends a request without waiting; `on_error` is called if the engine rejects it, but not if it is gone."""
+        future = self._process.call("submit", request)
+
+        def check(done: "Future[Any]") -> None:
+            error = done.exception()
+            # The end of the process is reported by `on_end` for all of its requests.
+            if isinstance(error, Exception) and self._cause is None:
+                on_error(error)
+
+        future.add_done_callback(check)
+
+    def abort(self, request_id: str) -> None:
+        """Aborts a request without waiting."""
+        self._process.call("abort", request_id)
+
+    def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
+        """Calls a method of the engine and waits for its result.
+
+        Raises:
+          EngineStopped: the process is gone.
+          StackError: the method raised it.
+        """
+        number, future = next(self._numbers), Future[Any]()
+        with self._lock:
+            if self._cause is not None:
+                raise EngineStopped(str(self._cause))
+            self._results[number] = future
+        sent = self._process.call("call", number, method, arguments, keywords)
+        sent.add_done_callback(partial(self._check_sent, number))
+        return future.result()
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Closes the engine and ends its process. An engine that does not close in time is killed."""
+        with suppress(StackError, TimeoutError):
+            self._process.call("close", drain_s).result(drain_s + _CLOSE_S)
+        self._process.close()
+
+    def _check_sent(self, number: int, sent: "Future[Any]") -> None:
+        """Fails a call that could not be sent, for example because an argument cannot be pickled."""
+        error = sent.exception()
+        future = None if error is None else self._results.pop(number, None)
+        if error is not None and future is not None:
+            future.set_exception(error if self._cause is None else EngineStopped(str(self._cause)))
+
+    # The methods below run on the thread that owns the process.
+
+    def _receive(self, values: list[Any]) -> None:
+        for value in values:
+            if isinstance(value, GenerationUpdate):
+                self._update(value)
+            elif isinstance(value, EngineStats):
+                self.stats = value
+            elif isinstance(value, Progress):
+                self._progress(value)
+            elif isinstance(value, Failure):
+                self._fail(ClusterError(value.cause))
+                self._process.close(wait=False)
+            elif isinstance(value, Result):
+                future = self._results.pop(value.number)
+                if isinstance(value.value, Raised):
+                    future.set_exception(value.value.exception())
+                else:
+                    future.set_result(value.value)
+
+    def _end(self, cause: StackError | None) -> None:
+        self._fail(cause)
+
+    def _fail(self, cause: StackError | None) -> None:
+        """Fails all calls and reports the end, once."""
+        with self._lock:
+            if self._cause is not None:
+                return
+            self._cause = cause or EngineStopped("The engine was closed. Start another.")
+            results, self._results = self._results, dict[int, Future[Any]]()
+        for future in results.values():
+            future.set_exception(EngineStopped(str(self._cause)))
+        self._on_end(cause)

@@ -12,7 +12,15 @@ from stack_core.commands.config_schema import json_schema
 from stack_train.run.config import RunConfig
 
 EXAMPLES = sorted(Path(__file__).parents[1].glob("examples/*.yaml"))
-KINDS = ("llm", "chat", "lora", "dpo", "grpo", "diffusion")  # in an order in which each finds the run it starts from
+KINDS = (
+    "llm",
+    "chat",
+    "lora",
+    "dpo",
+    "grpo",
+    "diffusion",
+    "vision",
+)  # in an order in which each finds the run it starts from
 SMALL = {
     "llm": "--data.source text:*.txt --model.vocab_size 400 --model.layers 1 --model.embed 32 --model.heads 2 "
     "--model.mlp 32 --model.max_positions 256",

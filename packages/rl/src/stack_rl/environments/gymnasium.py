@@ -38,7 +38,7 @@ class GymnasiumConfig:
       max_turns: maximum number of actions per episode.
       invalid_reward: reward of an answer that is not an action.
       held_out: number of seeds reserved for evaluation.
-      history: handling of chat templates that rewrite earlier turns; see `MessageEnvironment`.
+      history: "exact" fails if the chat template rewrites earlier turns; "as_seen" keeps them as the policy saw them.
     """
 
     id: str

@@ -40,7 +40,7 @@ class OpenEnvConfig:
       invalid_reward: reward of an answer that is not an action.
       held_out: number of seeds reserved for evaluation.
       timeout_s: time limit of the server's answers in seconds.
-      history: handling of chat templates that rewrite earlier turns; see `MessageEnvironment`.
+      history: "exact" fails if the chat template rewrites earlier turns; "as_seen" keeps them as the policy saw them.
     """
 
     url: str

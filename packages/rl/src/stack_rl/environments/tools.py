@@ -63,7 +63,7 @@ class ToolsConfig:
         call that hangs cannot be stopped and keeps its thread.
       calls_at_once: maximum number of concurrent calls; with threads, of functions that are not async. Further calls
         wait.
-      history: handling of chat templates that rewrite earlier turns; see `MessageEnvironment`.
+      history: "exact" fails if the chat template rewrites earlier turns; "as_seen" keeps them as the policy saw them.
     """
 
     source: str

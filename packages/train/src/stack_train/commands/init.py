@@ -10,7 +10,7 @@ from stack_core.abi.errors import ConfigError
 
 __all__ = ["init"]
 
-Kind = Literal["llm", "chat", "lora", "dpo", "grpo", "diffusion"]
+Kind = Literal["llm", "chat", "lora", "dpo", "grpo", "diffusion", "vision"]
 
 _DATA: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -18,6 +18,7 @@ _DATA: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "lora": ("chats.jsonl", "chat.jinja"),
         "dpo": ("pairs.jsonl",),
         "grpo": ("tasks.jsonl",),
+        "vision": ("pictures.jsonl", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"),
     }
 )
 _STARTS = MappingProxyType({"chat": "llm", "lora": "llm", "dpo": "chat", "grpo": "chat"})
@@ -30,15 +31,15 @@ def init(kind: Kind, /, *, directory: Path = Path()) -> None:
 
     Args:
       kind: llm: pretraining on text; chat: fine-tuning on conversations; lora: adapters; dpo: preferences; grpo:
-        reinforcement learning; diffusion: images.
+        reinforcement learning; diffusion: image generation; vision: chats with images.
       directory: directory of the files.
     """
     config, data = f"{kind}.yaml", _DATA.get(kind, ())
     if (directory / config).exists():
         raise ConfigError(f"{directory / config} exists and is not overwritten. Move it, or set --directory.")
-    directory.mkdir(parents=True, exist_ok=True)
     written = [name for name in (config, *data) if not (directory / name).exists()]
     for name in written:
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
         text = resources.files("stack_train.starters").joinpath(name).read_text(encoding="utf-8")
         (directory / name).write_text(text, encoding="utf-8")
     print(f"wrote {', '.join(str(directory / name) for name in written)}")

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 
 from stack_core.abi.config import apply_overrides, load_yaml
 from stack_core.abi.errors import ConfigError
@@ -15,11 +15,32 @@ from stack_core.runtime.compile_cache import keep_compiled
 
 __all__ = ["train"]
 
+# The last panel of `stack train --help`.
+_KEYS = Group(
+    "Keys",
+    sort_key=1,
+    help="""Each key is an option: --section.key VALUE. `stack config keys` lists all. Those to know first:
+
+- output: directory of the run
+- run.steps: number of updates
+- run.init_from: run or hf:DIR to start from
+- run.evaluate_every_steps: interval of evaluations
+- model.name: family of the model, of `stack models`
+- model.layers, model.embed: size of the model
+- data.name: text, chat, preferences, rollouts, images
+- data.source: files of the data
+- data.batch_size, data.seq_tokens: rows and tokens per row
+- objective.name: causal_lm, dpo, grpo and others
+- optimizer.learning_rate: peak of the schedule
+- checkpoint.every_steps: interval of checkpoints
+""",
+)
+
 
 def train(
     config: Path,
     /,
-    *overrides: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    *overrides: Annotated[str, Parameter(allow_leading_hyphen=True, group=_KEYS)],
     resume: Annotated[bool, Parameter(negative=())] = False,
     allow: Annotated[tuple[str, ...], Parameter(negative=())] = (),
     hosts: int | None = None,
@@ -29,21 +50,6 @@ def train(
     """Train a model: stack train run.yaml --run.steps 300 --model.layers 6
 
     SIGTERM and the limit run.minutes save and exit with status 0; Ctrl-C saves and exits with status 2.
-
-    `stack init llm` writes a first config, `stack config keys` lists all keys. Keys to know first:
-
-    - output: directory of the run
-    - run.steps: number of updates
-    - run.init_from: run or hf:DIR to start from
-    - run.evaluate_every_steps: interval of evaluations
-    - model.name: family of the model, of `stack models`
-    - model.layers, model.embed: size of the model
-    - data.name: text, chat, preferences, rollouts, images
-    - data.source: files of the data
-    - data.batch_size, data.seq_tokens: rows and tokens per row
-    - objective.name: causal_lm, dpo, grpo and others
-    - optimizer.learning_rate: peak of the schedule
-    - checkpoint.every_steps: interval of checkpoints
 
     Args:
       config: YAML file of the run.

@@ -67,7 +67,10 @@ class FluxConfig:
       initializer_std: standard deviation of the initial weights.
       dtype: dtype of the activations.
       param_dtype: dtype of the parameters.
-      remat, unroll: see `scan_layers`.
+      remat: values of each layer that are saved for the backward pass; the others are recomputed. "none" saves all,
+        "dots" matrix products, "dots_no_batch" matrix products except attention's, "full" only the layer's input.
+      unroll: compiles every layer separately in training instead of a loop, which makes steps faster and compilation
+        slower. None does so for up to 32 layers on a single GPU.
     """
 
     name: Literal["flux"] = "flux"

@@ -27,7 +27,7 @@ class BertConfig(EncoderConfig):
     Attributes:
       name: selects this family.
       token_types: number of token types.
-      pooler: adds a pooler; see `Encoder.pooled`.
+      pooler: adds the layer tanh(x P + b) of a text's first hidden state, the input of classifiers.
     """
 
     name: Literal["bert"] = "bert"

@@ -54,7 +54,8 @@ class DecoderConfig:
       dtype: dtype of activations.
       param_dtype: dtype of parameters without an optimizer, in inference and exports; `precision.params` is the dtype
         of trained parameters.
-      remat: rematerialization policy of the backward pass; see `scan_layers`.
+      remat: values of each layer that are saved for the backward pass; the others are recomputed. "none" saves all,
+        "dots" matrix products, "dots_no_batch" matrix products except attention's, "full" only the layer's input.
       unroll: compiles every layer separately in training instead of a loop, which makes steps faster and compilation
         slower. None does so for up to 32 layers on a single GPU.
       context_keys: exchange between the `mesh.context` devices that share a sequence: "ring" receives one device's keys

@@ -30,7 +30,7 @@ class GptOssConfig(ExpertsConfig):
       name: selects this family.
       mlp: hidden width of an expert.
       window: size of the attention window in tokens, the query included, in the first layer and every second one after.
-      expert_limit: limit at which the experts' activations are clamped; see `ops.gated_linear_unit`.
+      expert_limit: limit of the experts' activations: clamps gates from above, and the factors of gates on both sides.
       attention_bias: adds biases to the projections of attention.
     """
 

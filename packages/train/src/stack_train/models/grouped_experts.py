@@ -89,8 +89,8 @@ class BalancedConfig(GroupedExpertsConfig):
 
     Attributes:
       normalized: divides the weights of a token's experts by their sum.
-      bias_rate: change of the experts' selection biases per step, which balances their load; see `Router`.
-      mtp_layers: number of multi-token prediction layers; see `MultiTokenLayer`.
+      bias_rate: change of the experts' selection biases per step, which balances their load.
+      mtp_layers: number of multi-token prediction layers, each of which predicts one token further ahead.
     """
 
     normalized: bool = True

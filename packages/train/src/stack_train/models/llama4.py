@@ -38,7 +38,8 @@ class Llama4Config(ExpertsConfig):
         (i + 1) % nope_interval == 0.
       chunk: number of consecutive tokens that attend only to each other in the remaining layers.
       unit_norms: applies RMS norms without scales to rotated queries and keys.
-      temperature_rate: growth of queries without rotary positions; see `Temperature`. 0 leaves them unchanged.
+      temperature_rate: growth of queries without rotary positions with the logarithm of their position; 0 leaves them
+        unchanged.
       temperature_tokens: unit of that growth in tokens.
       attention_bias: adds biases to the projections of attention.
     """

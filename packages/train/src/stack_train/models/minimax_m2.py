@@ -29,7 +29,7 @@ class MiniMaxM2Config(ExpertsConfig):
       name: selects this family.
       mlp: hidden width of an expert.
       rotary_dim: number of leading features of a head with rotary positions; None rotates all.
-      bias_rate: change of the experts' selection biases per step, which balances their load; see `Router`.
+      bias_rate: change of the experts' selection biases per step, which balances their load.
     """
 
     name: Literal["minimax_m2"] = "minimax_m2"

@@ -29,8 +29,8 @@ class Ministral3Config(DecoderConfig):
     Attributes:
       name: selects this family.
       window: size of the attention window in tokens, the query included; None attends to all tokens.
-      temperature_rate: growth of queries with their position, whose unit is YaRN's pretrained context length; see
-        `Temperature`. 0 leaves them unchanged.
+      temperature_rate: growth of queries with the logarithm of their position, in units of YaRN's pretrained context
+        length; 0 leaves them unchanged.
     """
 
     name: Literal["ministral3"] = "ministral3"

@@ -29,8 +29,8 @@ class ExpertsConfig(DecoderConfig):
     Attributes:
       experts: number of experts per mixture.
       active_experts: number of experts per token.
-      expert_buffer: capacity of each device's receive buffer relative to the rows it sends; see `Experts.buffer`. None
-        drops no tokens.
+      expert_buffer: capacity of each device's receive buffer relative to the rows it sends. Excess rows are dropped;
+        None drops none.
     """
 
     experts: PositiveInt = 8

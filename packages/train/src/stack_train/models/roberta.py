@@ -25,7 +25,7 @@ class RobertaSizes(EncoderConfig):
 
     Attributes:
       token_types: number of token types.
-      pooler: adds a pooler; see `Encoder.pooled`.
+      pooler: adds the layer tanh(x P + b) of a text's first hidden state, the input of classifiers.
       padding_id: id of the padding token. The embedding of position p is row padding_id + 1 + p of its table.
     """
 

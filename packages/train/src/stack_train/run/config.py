@@ -37,9 +37,8 @@ class PipelineConfig:
     """Pipeline parallelism: the schedule of the stages of `mesh.stage`. Ignored if there is one stage.
 
     Attributes:
-      schedule: pipeline schedule, see `stack_train.nn.schedules.schedule`. "1f1b" stores the inputs of at most
-        2 x stages microbatches on a stage, "gpipe" the inputs of all microbatches; "interleaved" cuts the layers of
-        a stage into `chunks` pieces.
+      schedule: pipeline schedule. "1f1b" stores the inputs of at most 2 x stages microbatches on a stage, "gpipe" the
+        inputs of all microbatches; "interleaved" cuts the layers of a stage into `chunks` pieces.
       microbatches: number of microbatches per batch. More microbatches mean a smaller pipeline bubble.
       chunks: number of pieces that the layers of a stage are cut into; must be 1 unless `schedule` is "interleaved".
     """

@@ -41,8 +41,14 @@ class ImageChatData:
     Attributes:
       source: glob of JSONL files, such as "chats/*.jsonl".
       name: selects this kind of data.
-      tokenizer, chat_template, seq_tokens, packed, batch_size, validation_fraction, prefetch_batches: see `ChatData`.
+      tokenizer: directory of the tokenizer, or its `tokenizer.json`; None uses the tokenizer of `run.init_from`.
+      chat_template: file with the Jinja source of a chat template; None uses the tokenizer's template.
+      seq_tokens: tokens per row.
+      packed: True packs several conversations into a row, as segments that do not attend to each other.
       too_long: policy for conversations longer than a row: "error" or "drop".
+      batch_size: rows per batch, over all processes.
+      validation_fraction: fraction of the conversations held out for validation.
+      prefetch_batches: number of batches that a thread assembles ahead; 0 assembles them in the step's thread.
       row_images: maximum number of images per row.
     """
 

@@ -180,12 +180,40 @@ def test_an_engine_that_expects_few_continuations_has_few_rows_and_one_program(c
     monkeypatch.setattr(
         engine,
         "_generate",
-        lambda params, given, **sizes: rows.append(len(given["tokens"])) or generate(params, given, **sizes),
+        lambda params, given, **sizes: rows.append(len(given["limits"])) or generate(params, given, **sizes),
     )
     found = ask(engine, *(request(place, PROMPTS[0], seed=place) for place in range(11)))
     ((alone,),) = ask(engine, request("alone", PROMPTS[0], seed=10))
     assert rows == [8, 8, 8] and engine.stats().compilations == 1
     assert alone.tokens == found[10][0].tokens
+    engine.close()
+
+
+@pytest.mark.parametrize("kv_cache", ["model", "int8"])
+def test_a_long_prompt_of_several_continuations_is_prefilled_once(checkpoint, monkeypatch, kv_cache):
+    engine, prefilled = StaticEngine(checkpoint, StaticEngineConfig(rows=8, kv_cache=kv_cache)), []
+    engine.start()
+    generate = engine._generate
+    monkeypatch.setattr(
+        engine,
+        "_generate",
+        lambda params, given, **sizes: prefilled.append(len(given["prompts"])) or generate(params, given, **sizes),
+    )
+    long, short = tuple(range(1, 24)) + tuple(range(1, 11)), (3, 5, 7)
+    given = [(short, {}), (long, {}), (long, {"repetition_penalty": 2.0}), (short, {}), (long, {"temperature": 0.0})]
+
+    def results():
+        asked = [request(place, prompt, seed=place, **more) for place, (prompt, more) in enumerate(given)]
+        updates = [update for (update,) in ask(engine, *asked)]
+        return [each.tokens for each in updates], [[part.logprob for part in each.logprobs] for each in updates]
+
+    shared_tokens, shared_logprobs = results()
+    monkeypatch.setattr(engine, "_prompt_counts", lambda bucket: [8])
+    tokens, logprobs = results()
+    assert shared_tokens == tokens and len({*tokens}) == 5
+    # A product of 2 rows may round in another way than one of 8.
+    np.testing.assert_allclose(shared_logprobs, logprobs, atol=1e-5, rtol=0)
+    assert prefilled == [2, 8] and engine.stats().prompt_tokens == 2 * (3 * len(long) + 2 * len(short))
     engine.close()
 
 

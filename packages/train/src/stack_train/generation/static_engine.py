@@ -43,6 +43,8 @@ __all__ = ["StaticEngine", "StaticEngineConfig"]
 
 # Sizes in tokens. Small caches are cheap, and every size compiles one more program.
 _SMALLEST_PROMPT, _SMALLEST_CAPACITY = 4, 16
+# Shorter prompts cost less than the additional programs that sharing compiles.
+_SMALLEST_SHARED_PROMPT = 32
 _UNSUPPORTED = ("stop", "prompt_logprobs", "constraint")
 
 
@@ -87,8 +89,9 @@ class _Continuation:
 class StaticEngine(Engine):
     """An `Engine` for small models with static batching: each batch runs until its last row has finished.
 
-    Prompts and caches are padded to powers of two to limit the number of programs to one per pair of sizes. The engine
-    does not support paging, prefix caching or streaming within a continuation: each continuation is a single update.
+    Prompts and caches are padded to powers of two to limit the number of programs. In a batch, a long prompt of several
+    continuations, such as a group of rollouts, is prefilled once. Nothing is kept between batches. The engine does not
+    support paging or streaming within a continuation: each continuation is a single update.
     It samples with `stack_core.ops.sampling.sampling`, and rejects requests with stop texts or with log-probabilities
     of tokens other than the sampled ones.
 
@@ -115,7 +118,7 @@ class StaticEngine(Engine):
         self._is_started = self._is_closed = False
         self._thread: threading.Thread | None = None
         self._counts = {"steps": 0, "prompt_tokens": 0, "generated_tokens": 0, "compilations": 0}
-        self._programs: set[tuple[int, int, bool]] = set()
+        self._programs: set[tuple[int, int, int, bool]] = set()
         self._running = 0
 
     def expect(self, continuations: int) -> None:
@@ -123,12 +126,13 @@ class StaticEngine(Engine):
         self._rows = min(self._config.rows, 1 << (continuations - 1).bit_length())
 
     def warm_up(self) -> None:
-        """Compiles the program of every pair of prompt and cache sizes."""
+        """Compiles the programs of every pair of prompt and cache sizes."""
         powers = range(self._checkpoint.max_positions.bit_length() + 1)
         prompts = sorted({self._bucket(1 << power, _SMALLEST_PROMPT) for power in powers})
         for capacity in sorted({self._bucket(1 << power, _SMALLEST_CAPACITY) for power in powers}):
             for bucket in (size for size in prompts if size <= capacity):
-                self._compute([], bucket, capacity)
+                for count in self._prompt_counts(bucket):
+                    self._compute([], bucket, capacity, count)
 
     def start(self) -> None:
         with self._changed:
@@ -318,7 +322,9 @@ class StaticEngine(Engine):
         most = max(tokens + each.limit for tokens, each in zip(prompts, batch, strict=True))
         capacity = self._bucket(most, _SMALLEST_CAPACITY)
         try:
-            found = self._compute(batch, bucket, capacity)
+            distinct = len({each.work.request.prompt for each in batch})
+            count = min(each for each in self._prompt_counts(bucket) if each >= distinct)
+            found = self._compute(batch, bucket, capacity, count)
         except Exception as error:  # A failure on the device ends only the requests of this batch.
             self._end_all(batch, "error", f"{type(error).__name__}: {error}")
             return
@@ -329,41 +335,55 @@ class StaticEngine(Engine):
                 self._end_all([each], "error", "The model's logits are NaN or infinite.")
         self._counts["prompt_tokens"] += sum(prompts)
 
-    def _compute(self, batch: Sequence[_Continuation], bucket: int, capacity: int) -> dict[str, np.ndarray]:
+    def _prompt_counts(self, bucket: int) -> Sequence[int]:
+        """Returns the numbers of prompts that a batch may prefill: few, because each compiles another program."""
+        counts = [self._rows]
+        while bucket >= _SMALLEST_SHARED_PROMPT and counts[-1] >= 4:
+            counts.append(counts[-1] // 4)
+        return counts
+
+    def _compute(
+        self, batch: Sequence[_Continuation], bucket: int, capacity: int, prompts: int
+    ) -> dict[str, np.ndarray]:
         """Runs one batch; padding rows have a limit of 0 tokens and finish immediately."""
         candidates = any(each.work.request.sampling.candidates for each in batch)
         # Mirrors the cache of `jax.jit`, which does not report compilations.
-        if (program := (bucket, capacity, candidates)) not in self._programs:
+        if (program := (bucket, capacity, prompts, candidates)) not in self._programs:
             self._programs.add(program)
             self._counts["compilations"] += 1
         self._counts["steps"] += 1
-        rows = self._filled_rows(batch, bucket)
+        rows = self._filled_rows(batch, bucket, prompts)
         return jax.device_get(self._generate(self._params, rows, capacity=capacity, candidates=candidates))
 
-    def _filled_rows(self, batch: Sequence[_Continuation], bucket: int) -> dict[str, np.ndarray]:
+    def _filled_rows(self, batch: Sequence[_Continuation], bucket: int, prompts: int) -> dict[str, np.ndarray]:
+        """Returns the inputs of `_run_rows`; with fewer prompts than rows, each distinct prompt has one place."""
         rows, stops = self._rows, [self._stops(each.work.request.sampling) for each in batch]
         # A power of two, because every width of this array compiles one more program.
         most = 1 << max([len(each) for each in stops] + [1]).bit_length()
         arrays = {
-            "tokens": np.zeros((rows, bucket), np.int32),
-            # Padding rows need a valid last position.
-            "lengths": np.ones(rows, np.int32),
+            "prompts": np.zeros((prompts, bucket), np.int32),
+            # Padding needs a valid last position.
+            "prompt_lengths": np.ones(prompts, np.int32),
+            "prompt_of_row": np.arange(rows, dtype=np.int32) % prompts,
             "limits": np.zeros(rows, np.int32),
             "stops": np.full((rows, most), -1, np.int32),
             "settings": np.tile(SamplingSettings.greedy_row().packed(), (rows, 1)),
         }
-        seeds = []
+        seeds: list[tuple[int, int]] = []
+        places: dict[Sequence[int], int] = {}
         for row, each in enumerate(batch):
             prompt, seed = each.work.request.prompt, each.work.request.sampling.seed
             seeds.append((int(np.random.default_rng().integers(1 << 63)) if seed is None else seed, each.index))
-            arrays["tokens"][row, : len(prompt)] = prompt
+            place = places.setdefault(prompt, len(places)) if prompts < rows else row
+            arrays["prompts"][place, : len(prompt)], arrays["prompt_lengths"][place] = prompt, len(prompt)
+            arrays["prompt_of_row"][row] = place
             arrays["stops"][row, : len(stops[row])] = stops[row]
-            arrays["lengths"][row], arrays["limits"][row] = len(prompt), each.limit
+            arrays["limits"][row] = each.limit
         arrays["settings"][: len(batch)] = SamplingSettings.packed_rows(
             [each.work.request.sampling for each in batch],
             seeds=seeds,
             end_tokens=self._checkpoint.end_tokens,
-            prompt_tokens=arrays["lengths"][: len(batch)].tolist(),
+            prompt_tokens=[len(each.work.request.prompt) for each in batch],
         )
         return arrays
 
@@ -385,16 +405,24 @@ class StaticEngine(Engine):
             candidates: uint8[rows, capacity, ceil(vocab / 8)], bit masks of the candidates of each sampled token; only
               if `candidates` is set.
         """
-        model, count = self._checkpoint.model(params), rows["lengths"].shape[0]
+        model, (prompts, bucket), count = self._checkpoint.model(params), rows["prompts"].shape, len(rows["limits"])
         empty: Any = DenseKVCache.empty(
-            self._checkpoint.states, batch=count, capacity=capacity, storage=self._config.kv_cache
+            self._checkpoint.states, batch=prompts, capacity=capacity, storage=self._config.kv_cache
         )
-        last = (rows["lengths"] - 1)[:, None]
+        last = (rows["prompt_lengths"] - 1)[:, None]
         # Padding repeats the last position, because dynamic and longrope scaling depend on a row's largest one.
-        positions = jnp.minimum(jnp.arange(rows["tokens"].shape[1]), last)
-        outputs = model(rows["tokens"], positions, cache=empty.expecting(rows["lengths"]))
+        positions = jnp.minimum(jnp.arange(bucket), last)
+        outputs = model(rows["prompts"], positions, cache=empty.expecting(rows["prompt_lengths"]))
         hidden = jnp.take_along_axis(outputs.hidden, last[..., None], axis=1)
-        free = capacity - rows["tokens"].shape[1]
+        cache: Any = outputs.cache
+        prompt_of_row = rows["prompt_of_row"]
+        rows = {**rows, "tokens": rows["prompts"], "lengths": rows["prompt_lengths"]}
+        if prompts < count:
+            layers = jax.tree.map(lambda leaf: leaf[:, prompt_of_row], cache.layers)
+            cache = DenseKVCache(layers, cache.lengths[prompt_of_row])
+            hidden = hidden[prompt_of_row]
+            rows |= {"tokens": rows["tokens"][prompt_of_row], "lengths": rows["lengths"][prompt_of_row]}
+        free = capacity - bucket
         found = {
             "history": jnp.pad(rows["tokens"], ((0, 0), (0, free))),
             "ok": jnp.ones(count, bool),
@@ -417,7 +445,7 @@ class StaticEngine(Engine):
 
         goes_on = lambda carry: ~jnp.all(carry[2][1])
         # On the device, since a loop on the host would wait for every token.
-        _, _, (found, _, counts) = jax.lax.while_loop(goes_on, step, (1, outputs.cache, state))
+        _, _, (found, _, counts) = jax.lax.while_loop(goes_on, step, (1, cache, state))
         return {"count": counts, **found}
 
     def _update(self, of: _Continuation, found: dict[str, Any], started_s: float) -> GenerationUpdate:

@@ -1,7 +1,9 @@
 """Builds traces byte by byte, for what a test wants to see in one and nothing else; and one real capture."""
 
+import functools
 import json
 import lzma
+import re
 import struct
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from typing import Final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax._src.lib import hlo
 
@@ -194,6 +197,112 @@ def tpu_trace(build):
         planes.append(plane)
     about = {"device_kind": "TPU v5p", "devices": 8, "meshes": [{"fsdp": 4, "tensor": 2}]}
     return trace_of([read_space(build.space(*planes))], about=about)
+
+
+_TRANSFER_US: Final = 20
+
+
+def _device_groups(groups):
+    """Two devices of each host, as replica groups."""
+    devices = ([str(2 * host + device) for host in group for device in range(2)] for group in groups)
+    return "{" + ",".join("{" + ",".join(each) + "}" for each in devices) + "}"
+
+
+def _sums(first, second, hosts):
+    """A program of a product, and of sums over two lists of groups of hosts."""
+    return f"""HloModule jit_step, is_scheduled=true, num_partitions={2 * hosts}
+
+%add (a: f32[], b: f32[]) -> f32[] {{
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}}
+
+ENTRY %main (x: f32[64,64]) -> f32[64,64] {{
+  %x = f32[64,64]{{1,0}} parameter(0)
+  %dot.1 = f32[64,64]{{1,0}} dot(%x, %x), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}, metadata={{op_name="jit(step)/dot" source_file="/home/me/model.py" source_line=12}}
+  %all-reduce.2 = f32[64,64]{{1,0}} all-reduce(%dot.1), replica_groups={_device_groups(first)}, channel_id=1, use_global_device_ids=true, to_apply=%add
+  ROOT %all-reduce.3 = f32[64,64]{{1,0}} all-reduce(%all-reduce.2), replica_groups={_device_groups(second)}, channel_id=2, use_global_device_ids=true, to_apply=%add
+}}
+"""  # noqa: E501 - a line of HLO is a line
+
+
+def _formation(
+    build,
+    arrivals,
+    *,
+    clocks=(0, 0),
+    begins=0,
+    first=None,
+    second=None,
+    drift=0.0,
+    regular=False,
+    waits="",
+    permutes=False,
+):
+    """A trace of hosts with two devices each, which sum over all hosts and then within each host in each run.
+
+    Args:
+      arrivals: microseconds from the beginning of a run until each host takes part, [runs, hosts].
+      clocks: microseconds by which the clock of each host is ahead.
+      begins: first run in the capture of the last host.
+      first, second: other groups of hosts of both sums.
+      drift: growth of the last clock's lead.
+      regular: whether runs last equally long.
+      waits: name of an event of the host that fills the times until it takes part, instead of a product.
+      permutes: whether each host sends to the next one instead of the first sum.
+    """
+    rng, hosts = np.random.default_rng(1), len(clocks)
+    sums = {
+        "all-reduce.2": first or [tuple(range(hosts))],
+        "all-reduce.3": second or [(host,) for host in range(hosts)],
+    }
+    text = _sums(*sums.values(), hosts)
+    if permutes:
+        pairs = ",".join(f"{{{device},{(device + 2) % (2 * hosts)}}}" for device in range(2 * hosts))
+        text = re.sub(r"all-reduce\(%dot.*", f"collective-permute(%dot.1), source_target_pairs={{{pairs}}}", text)
+    module = hlo.hlo_module_from_text(text)
+    proto = build.message((1, module.as_serialized_hlo_module_proto()))
+    planes = [build.plane("/host:CPU") for _ in range(hosts)]
+    events, calls = [[] for _ in range(hosts)], [[] for _ in range(hosts)]
+
+    def add(host, run, name, start, stop):
+        ahead = clocks[host] + (drift * start if host == hosts - 1 else 0)
+        about = {"hlo_op": name, "hlo_module": "jit_step", "program_id": 7 + host, "run_id": 1000 * (host + 1) + run}
+        for device in range(2) if host < hosts - 1 or run >= begins else ():
+            place = round(start + ahead), round(stop - start)
+            events[host].append(planes[host].event(name, *place, device_ordinal=device, **about))
+
+    begin = 1_000_000
+    for run, offsets in enumerate(np.asarray(arrivals)):
+        now = [begin + int(offset) for offset in offsets]
+        for host in range(hosts):
+            add(host, run, "dot.1", begin, min(begin + 10, now[host]) if waits else now[host])
+            calls[host].append(planes[host].event("PjitFunction(step)", begin + clocks[host] - 20, 5))
+            if waits:
+                calls[host].append(planes[host].event(waits, begin + clocks[host] + 10, now[host] - begin - 10))
+        for name, groups in sums.items():
+            ends = {host: max(now[each] for each in group) + _TRANSFER_US for group in groups for host in group}
+            for host, end in ends.items():
+                stop = end + int(rng.integers(0, 4))
+                add(host, run, name, now[host], stop)
+                now[host] = stop + 300 * host
+        begin += 20_000 if regular else 20_000 + int(rng.integers(0, 4_000))
+    for plane, each, called in zip(planes, events, calls, strict=True):
+        plane.line("worker", *each)
+        plane.line("python", *called)
+    spaces = [
+        read_space(build.space(plane, build.metadata_plane([("jit_step", 7 + host, proto)]), host=f"host{host}"))
+        for host, plane in enumerate(planes)
+    ]
+    abouts = [{"devices": 2 * hosts, "process": [host, hosts]} for host in range(hosts)]
+    return trace_of(spaces, about=abouts[0], abouts=abouts)
+
+
+@pytest.fixture(scope="session")
+def formation(build):
+    """Builds traces of several hosts."""
+    return functools.partial(_formation, build)
 
 
 LAYERS, BATCH, WIDTH = 10, 64, 128

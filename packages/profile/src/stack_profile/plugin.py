@@ -46,6 +46,8 @@ def stack_register_analyses(registry: Registrar) -> None:
     registry.add(
         "communication", "stack_profile.analyses.communication:communication", help="Show what devices send each other."
     )
+    registry.add("hosts", "stack_profile.analyses.hosts:hosts", help="Show which host delays the others, and why.")
+    registry.add("transfers", "stack_profile.analyses.transfers:transfers", help="Show what hosts send each other.")
     registry.add(
         "compile", "stack_profile.analyses.compile:compilations", help="Show what was compiled, and why again."
     )

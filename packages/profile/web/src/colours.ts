@@ -18,7 +18,7 @@ export interface Palette {
 const SERIES = 8;
 
 /** Series of the phases of requests and rollouts, whose lanes are beside those of operations. */
-const WORK: Readonly<Record<string, number>> = { queue: 6, prefill: 1, decode: 0, stream: 2, "engine step": 5, rollout: 0, reward: 4, "trainer step": 3 };
+const WORK: Readonly<Record<string, number>> = { queue: 6, prefill: 1, decode: 0, stream: 2, "engine step": 5, rollout: 0, reward: 4, "trainer step": 3, "wait for a host": 4, transfer: 2 };
 
 export const pixel = ([red, green, blue]: Colour): number => ((255 << 24) | (blue << 16) | (green << 8) | red) >>> 0;
 export const css = ([red, green, blue]: Colour): string => `rgb(${red},${green},${blue})`;

@@ -287,6 +287,7 @@ def _environment() -> dict[str, Any]:
         "sources": source_digests(),
         "meshes": [dict(shape) for shape in meshes],
         "mesh_processes": list(meshes.values()),
+        "slice": getattr(jax.local_devices()[0], "slice_index", None),
         # The analysis `ops` uses this limit to find stacks that were cut off.
         "stack_frames": jax.config.values["jax_traceback_in_locations_limit"],
     }

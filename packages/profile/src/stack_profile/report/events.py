@@ -17,6 +17,7 @@ from stack_profile.analyses.ops import layer_names
 from stack_profile.analyses.roofline import roof_of
 from stack_profile.captures.processes import names_of
 from stack_profile.report.flows import dispatches, identify_calls, launches_of
+from stack_profile.report.host_lanes import host_lanes
 from stack_profile.report.lanes import Lane, derived_lanes, host_group
 from stack_profile.report.stack_lanes import StackLanes
 from stack_profile.report.work_lanes import work_lanes
@@ -123,6 +124,7 @@ class _Collector:
         if self._recorded.lanes:
             self._insert(derived_lanes(trace, self._kinds, self._place))
             self._insert(work_lanes(trace, self._kinds))
+            recorded.lanes[:0] = host_lanes(trace, self._kinds)
         identify_calls(recorded.lanes, recorded.kinds)
         recorded.dispatched_by = dispatches(recorded.lanes)
         return recorded

@@ -9,7 +9,7 @@ import heapq
 
 import numpy as np
 
-__all__ = ["gaps", "nesting", "overlap", "self_times", "tracks", "union"]
+__all__ = ["difference", "gaps", "intersection", "nesting", "overlap", "self_times", "tracks", "union"]
 
 
 def union(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -28,6 +28,23 @@ def gaps(covered: np.ndarray, start: int, end: int) -> np.ndarray:
     """Returns the parts of [start, end] outside of the disjoint rows of `covered`, as rows (start, end)."""
     edges = np.concatenate([[start], np.clip(covered, start, end).reshape(-1), [end]]).reshape(-1, 2)
     return edges[edges[:, 1] > edges[:, 0]]
+
+
+def intersection(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Returns the times in both sets of disjoint rows (start, end), as disjoint rows in order."""
+    return _pieces(first, second, is_in_second=True)
+
+
+def difference(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Returns the times in the disjoint rows of `first` but not in those of `second`, as disjoint rows in order."""
+    return _pieces(first, second, is_in_second=False)
+
+
+def _pieces(first: np.ndarray, second: np.ndarray, *, is_in_second: bool) -> np.ndarray:
+    edges = np.unique(np.concatenate([first.reshape(-1), second.reshape(-1)]))
+    inside, other = (_open(rows[:, 0], rows[:, 1], edges) > 0 for rows in (first, second))
+    kept = np.flatnonzero(inside & (other == is_in_second))
+    return union(edges[kept], edges[kept + 1])
 
 
 def overlap(first: np.ndarray, second: np.ndarray) -> np.ndarray:

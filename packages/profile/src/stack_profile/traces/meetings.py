@@ -78,6 +78,9 @@ class Meetings:
       start_ps: latest start among the devices of a host, int64[hosts, executions].
       end_ps: latest end among the devices of a host, int64[hosts, executions].
       exposed_ps: time in which a host's devices ran nothing else, the mean of its devices, float64[hosts, executions].
+      sent_bytes: bytes that a host sends to other hosts in one execution, see `stack_profile.analyses.transfers`, the
+        mean of the hosts; None if unknown.
+      routes: pairs of source and target host of a permutation.
     """
 
     operation: Operation
@@ -86,6 +89,8 @@ class Meetings:
     start_ps: np.ndarray
     end_ps: np.ndarray
     exposed_ps: np.ndarray
+    sent_bytes: float | None
+    routes: tuple[tuple[int, int], ...]
 
     @property
     def is_mutual(self) -> bool:
@@ -101,11 +106,13 @@ class Formation:
       names: names of the hosts.
       clocks: clock of each host.
       meetings: collectives between several hosts.
+      runs: for each host, common number of the run by module and the host's own number of the run.
     """
 
     names: tuple[str, ...]
     clocks: tuple[HostClock, ...]
     meetings: tuple[Meetings, ...]
+    runs: tuple[Mapping[tuple[str, int], int], ...]
 
     @classmethod
     def of(
@@ -123,7 +130,7 @@ class Formation:
         """
         names = tuple(prefix.removesuffix(":") for prefix in prefixes)
         if len(prefixes) < 2 or not any(_may_meet(each) for ops in devices for each in ops.operations):
-            return cls(names, tuple(map(HostClock, names)), ())
+            return cls(names, tuple(map(HostClock, names)), (), ({},) * len(names))
         about = abouts[0] if abouts else {}
         axes = Axes.of(about, len(devices))
         members = _Members.of(abouts, axes, len(prefixes))
@@ -132,7 +139,15 @@ class Formation:
             for host, prefix in enumerate(prefixes)
         ]
         clocks, shifts = _compared(names, hosts)
-        return cls(names, clocks, tuple(_meetings(hosts, shifts)))
+        runs = tuple(
+            {
+                (module, run): row + shift.get(module, 0)
+                for module, rows in host.runs.items()
+                for run, row in rows.items()
+            }
+            for host, shift in zip(hosts, shifts, strict=True)
+        )
+        return cls(names, clocks, tuple(_meetings(hosts, shifts, members)), runs)
 
 
 def _may_meet(operation: Operation) -> bool:
@@ -180,6 +195,31 @@ class _Members:
             met.update(*grown)
         return tuple(sorted(met)) if len(met) > 1 else ()
 
+    def sent_bytes(self, kind: Kind, met: tuple[int, ...]) -> float | None:
+        """Returns the mean bytes that one of the hosts sends to others in one execution."""
+        if kind.array_bytes is None or not kind.groups:
+            return None
+        sent = 0.0
+        for group in kind.groups:
+            hosts = self.hosts[[place for place in group if place < len(self.hosts)]]
+            own, counts = np.unique(hosts[np.isin(hosts, met)], return_counts=True)
+            if len(own) < 2:
+                continue
+            if kind.name == "collective-permute":
+                sent += kind.array_bytes
+            elif kind.name in ("all-to-all", "ragged-all-to-all"):
+                sent += kind.array_bytes * float(np.sum(counts * (len(group) - counts))) / len(group)
+            else:
+                sent += kind.array_bytes * (len(own) - 1) * (2 if kind.name == "all-reduce" else 1)
+        return sent / len(met)
+
+    def routes(self, kind: Kind, met: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        """Returns the pairs of source and target host of a permutation."""
+        if kind.name != "collective-permute":
+            return ()
+        pairs = [tuple(self.hosts[list(group)].tolist()) for group in kind.groups if max(group) < len(self.hosts)]
+        return tuple(sorted({(one, two) for one, two in pairs if one != two and one in met and two in met}))
+
 
 @dataclass
 class _HostRuns:
@@ -189,10 +229,12 @@ class _HostRuns:
       operations: operation and properties by key.
       columns: by key, arrays [runs, executions in a run, 3] with start, end and exposed time, NaN if missing; the runs
         are those of the key's module, in order of time.
+      runs: by module, place of each run among the module's runs.
     """
 
     operations: dict[_Key, tuple[Operation, Kind]]
     columns: dict[_Key, np.ndarray]
+    runs: dict[str, dict[int, int]]
 
 
 def _host_runs(devices: Sequence[Ops], axes: Axes, members: _Members, host: int) -> _HostRuns:
@@ -216,7 +258,8 @@ def _host_runs(devices: Sequence[Ops], axes: Axes, members: _Members, host: int)
     }
     operations = {key: (parts[0][0].operation, parts[0][0].kind) for key, parts in by_key.items()}
     columns = {key: _columns(parts, order[key[0]]) for key, parts in by_key.items()}
-    return _HostRuns(operations, columns)
+    runs_ = {module: {run: row for (_, run), row in rows.items()} for module, rows in order.items()}
+    return _HostRuns(operations, columns, runs_)
 
 
 def _columns(devices: Sequence[Sequence[Collectives]], runs: Mapping[tuple[int, int], int]) -> np.ndarray:
@@ -424,7 +467,9 @@ def _drift(time: np.ndarray, differences: np.ndarray) -> float:
 _MOST_POINTS: Final = 300
 
 
-def _meetings(hosts: Sequence[_HostRuns], shifts: Sequence[Mapping[str, int]]) -> Iterator[Meetings]:
+def _meetings(
+    hosts: Sequence[_HostRuns], shifts: Sequence[Mapping[str, int]], members: "_Members"
+) -> Iterator[Meetings]:
     for key in dict.fromkeys(key for host in hosts for key in host.columns):
         module, _, met = key
         if not all(key in hosts[host].columns and module in shifts[host] for host in met):
@@ -440,4 +485,6 @@ def _meetings(hosts: Sequence[_HostRuns], shifts: Sequence[Mapping[str, int]]) -
         columns = columns[:, np.argsort(columns[0, :, 0], kind="stable")]
         if columns.shape[1]:
             start, end, exposed = np.moveaxis(columns, -1, 0)
-            yield Meetings(*hosts[met[0]].operations[key], met, start.astype(np.int64), end.astype(np.int64), exposed)
+            operation, kind = hosts[met[0]].operations[key]
+            times_ps = (start.astype(np.int64), end.astype(np.int64), exposed)
+            yield Meetings(operation, kind, met, *times_ps, members.sent_bytes(kind, met), members.routes(kind, met))

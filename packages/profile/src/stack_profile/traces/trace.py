@@ -28,7 +28,7 @@ from stack_profile.traces.operations import HostEvents, Ops, Step, StepMarks, st
 from stack_profile.traces.wire import WireError
 from stack_profile.traces.xplane import MISSING, Line, Space, read_space
 
-__all__ = ["Trace", "is_jax_call", "load_trace", "trace_files", "trace_of"]
+__all__ = ["Trace", "host_events_of", "is_jax_call", "load_trace", "trace_files", "trace_of"]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Trace:
     @functools.cached_property
     def host_events(self) -> HostEvents:
         """Events of the threads that call JAX."""
-        return _host_events(self.spaces, self.base_ns)
+        return host_events_of(self.spaces, self.base_ns)
 
     @functools.cached_property
     def calling_samples(self) -> tuple[CallingSamples, ...]:
@@ -93,10 +93,18 @@ class Trace:
     def steps(self) -> Mapping[str, tuple[Step, ...]]:
         """Steps of each device by its name; empty if the trace does not distinguish the runs of programs."""
         found: dict[str, tuple[Step, ...]] = {}
-        for space, prefix in zip(self.spaces, names_of(self.spaces), strict=True):
+        runs: dict[str, list[int | None]] = {}  # run number of each step, common to all hosts
+        known: dict[int | None, int] = {}  # step number by run number
+        for space, prefix, numbers in zip(self.spaces, names_of(self.spaces), self.formation.runs, strict=True):
             marks = _step_marks([space], self.base_ns)
-            found |= {ops.device: steps_of(ops, marks) for ops in self.devices_of(prefix)}
-        return found
+            for ops in self.devices_of(prefix):
+                found[ops.device] = steps = steps_of(ops, marks)
+                runs[ops.device] = [numbers.get((step.program, step.run)) for step in steps]
+                # Without fitting annotations on a host, its steps are counted from 1.
+                if steps and steps[0].number != 1:
+                    known |= zip(runs[ops.device], (step.number for step in steps), strict=True)
+        known.pop(None, None)
+        return {device: _numbered(steps, [known.get(run) for run in runs[device]]) for device, steps in found.items()}
 
     def devices_of(self, prefix: str) -> list[Ops]:
         """Returns the devices of one process; `prefix` starts their names."""
@@ -249,7 +257,8 @@ def _base_ns(spaces: Sequence[Space]) -> int:
     return min((line.events.timestamp_ns for space in spaces for line in _lines(space)), default=0)
 
 
-def _host_events(spaces: Sequence[Space], base_ns: int) -> HostEvents:
+def host_events_of(spaces: Sequence[Space], base_ns: int) -> HostEvents:
+    """Returns the events of the threads of some processes that call JAX, in picoseconds since `base_ns`."""
     names: dict[str, int] = {}
     columns = [np.zeros((3, 0), np.int64)]
     for plane in (plane for space in spaces for plane in space.planes if plane.name == _HOST_PLANE):
@@ -264,6 +273,13 @@ def _host_events(spaces: Sequence[Space], base_ns: int) -> HostEvents:
     keep = end > start  # drop marks without duration and annotations of steps
     is_call = np.array(list(map(is_jax_call, names)), bool)
     return HostEvents(tuple(names), which[keep], start[keep], end[keep], np.flatnonzero(is_call[which[keep]]))
+
+
+def _numbered(steps: Sequence[Step], known: Sequence[int | None]) -> tuple[Step, ...]:
+    """Renumbers consecutive steps by the steps of which another host knows the number."""
+    shifts = [number - step.number for step, number in zip(steps, known, strict=True) if number is not None]
+    shift = int(np.median(shifts)) if shifts else 0
+    return tuple(replace(step, number=step.number + shift) for step in steps)
 
 
 def _step_marks(spaces: Sequence[Space], base_ns: int) -> StepMarks:

@@ -88,6 +88,38 @@ def test_a_row_leads_to_its_events_and_lines_on_both_sides_and_back(browser, com
     assert {"All of layer second", "by layer"} <= set(links)
 
 
+FLAME = "[each.dataset.name, Number(each.dataset.total), Number(each.dataset.before), Number(each.dataset.after)]"
+
+
+def test_the_flame_view_has_the_times_of_a_step_on_both_sides(browser, compared):
+    folder, _ = compared
+    micro = 1_000_000
+    times = {"first": (120, 118), "second": (190, 290), "third": (0, 50)}
+    total = [sum(each[side] for each in times.values()) for side in (0, 1)]
+    for wide in ("after", "before"):
+        side = ("before", "after").index(wide)
+        browser.open(folder / "diff.html", f"#tab=flame&step=3&wide={wide}")
+        found = {name: numbers for name, *numbers in browser.values(".flame button", FLAME)}
+        shown = {name: each for name, each in times.items() if each[side]}
+        assert found["step"] == [total[side] * micro, total[0] * micro, total[1] * micro]
+        assert {name: found.get(name) for name in shown} == {
+            name: [each[side] * micro, each[0] * micro, each[1] * micro] for name, each in shown.items()
+        }
+        gone = browser.values(".gone li", "[each.textContent.split(':')[0], Number(each.dataset.total)]")
+        assert gone == ([] if wide == "after" else [["jit_step / third", 50 * micro]])
+    # Red is for what grew, blue for what shrank.
+    browser.open(folder / "diff.html", "#tab=flame&step=3")
+    colours = dict(browser.values(".flame button", "[each.dataset.name, getComputedStyle(each).backgroundColor]"))
+    channels = {name: [float(each) for each in re.findall(r"[\d.]+", colour)][-3:] for name, colour in colours.items()}
+    assert channels["second"][0] > channels["second"][2] and channels["first"][0] < channels["first"][2]
+    assert browser.complaints == []
+    # The whole timeline has seven steps, the last two of which are equal; shown is their mean.
+    browser.open(folder / "diff.html", "#tab=flame&wide=before&flame=stack")
+    means = {name: numbers for name, *numbers in browser.values(".flame button", FLAME)}
+    means = means["step"][1:]
+    assert means == pytest.approx([(641 + 104 + 1205 + 200) / 7 * micro, (642 + 104 + 1805 + 300 + 350) / 7 * micro])
+
+
 def test_a_step_starts_at_one_place_on_both_sides(browser, compared):
     folder, _ = compared
     starts = {}

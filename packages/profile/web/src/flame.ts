@@ -6,17 +6,18 @@ import { picoseconds, share } from "./format";
 import { scopePath, type Sums, valueOf } from "./query";
 import type { Field, View } from "./view";
 
-export interface Node {
+export interface FlameNode {
   readonly name: string;
   readonly field: Field; // filter that shows the node's events
   readonly value: string;
   readonly isLibrary: boolean;
-  readonly children: Map<string, Node>;
+  readonly children: Map<string, FlameNode>;
   self: number; // without children
   total: number;
+  readonly sides?: [before: number, after: number]; // of a comparison, which gives the node its colour
 }
 
-interface Step {
+export interface Step {
   readonly name: string;
   readonly field: Field;
   readonly value: string;
@@ -26,8 +27,8 @@ interface Step {
 const ROW = 19;
 const NARROWEST = 0.0012; // share of the width
 
-export function flameTree(capture: Capture, found: Sums, by: View["flame"]): Node {
-  const root: Node = { ...empty({ name: "all", field: "op", value: "" }) };
+export function flameTree(capture: Capture, found: Sums, by: View["flame"]): FlameNode {
+  const root: FlameNode = { ...empty({ name: "all", field: "op", value: "" }) };
   capture.kinds.forEach((kind, i) => {
     if (!found.count[i] || !found.self[i]) return;
     let node = root;
@@ -44,9 +45,9 @@ export function flameTree(capture: Capture, found: Sums, by: View["flame"]): Nod
   return root;
 }
 
-const empty = (step: Step): Node => ({ ...step, isLibrary: step.isLibrary ?? false, children: new Map(), self: 0, total: 0 });
+const empty = (step: Step): FlameNode => ({ ...step, isLibrary: step.isLibrary ?? false, children: new Map(), self: 0, total: 0 });
 
-function scopeSteps(kind: Kind): Step[] {
+export function scopeSteps(kind: Kind): Step[] {
   const path = scopePath(kind);
   const steps = path.map((name, i): Step => ({ name: name || "(no program)", field: "under", value: path.slice(0, i + 1).join("/") }));
   return [...steps, { name: kind.name, field: "op", value: valueOf(kind, "op") }];
@@ -58,7 +59,7 @@ function sampleSteps(capture: Capture, kind: Kind): Step[] {
 }
 
 /** Frames of the compiled function, outermost first; frames of libraries beside each other are one step. */
-function stackSteps(capture: Capture, kind: Kind): Step[] {
+export function stackSteps(capture: Capture, kind: Kind): Step[] {
   const leaf: Step = { name: kind.name, field: "op", value: valueOf(kind, "op") };
   if (kind.stack === undefined) return [{ name: "(no Python stack)", field: "module", value: kind.module ?? "" }, leaf];
   const all = capture.stacks[kind.stack]!;
@@ -86,22 +87,25 @@ function stackSteps(capture: Capture, kind: Kind): Step[] {
 }
 
 /** Draws a tree; a click widens a node to the whole width, and a second one shows its events. */
-export function flamePanel(root: Node, onfilter: (field: Field, value: string) => void): HTMLElement {
+export function flamePanel(root: FlameNode, onfilter: (field: Field, value: string) => void): HTMLElement {
   const chart = h("div", { class: "flame", role: "group", aria: { label: "Flame view: time by scope or stack" } });
   const said = h("p", { class: "help", role: "status" });
-  const draw = (path: readonly Node[]) => {
+  const largest = root.sides ? largestChange(root) : 0;
+  const draw = (path: readonly FlameNode[]) => {
     chart.replaceChildren();
     const focus = path.at(-1)!;
     let depth = 0;
-    const put = (node: Node, left: number, width: number, level: number, onclick: () => void) => {
+    const put = (node: FlameNode, left: number, width: number, level: number, onclick: () => void) => {
       if (width < NARROWEST) return;
-      const label = `${node.name}, ${picoseconds(node.total)}, ${share(root.total ? node.total / root.total : 0)}`;
+      const change = node.sides && changeOf(node, largest);
+      const label = `${node.name}, ${change?.text ?? `${picoseconds(node.total)}, ${share(root.total ? node.total / root.total : 0)}`}`;
       const box = button(node.name, onclick, {
         class: node.children.size === 0 ? "leaf" : node.isLibrary ? "library" : `level${level % 4}`,
         title: label,
         aria: { label },
-        data: { total: String(node.total), self: String(node.self), name: node.name },
+        data: { total: String(node.total), self: String(node.self), name: node.name, ...(node.sides ? { before: String(node.sides[0]), after: String(node.sides[1]) } : {}) },
       });
+      if (change) box.style.background = change.colour;
       box.style.left = `${100 * left}%`;
       box.style.width = `${100 * width}%`;
       box.style.top = `${level * ROW}px`;
@@ -109,7 +113,7 @@ export function flamePanel(root: Node, onfilter: (field: Field, value: string) =
       depth = Math.max(depth, level);
     };
     path.slice(0, -1).forEach((node, level) => put(node, 0, 1, level, () => draw(path.slice(0, level + 1))));
-    const descend = (node: Node, left: number, width: number, ancestors: readonly Node[]) => {
+    const descend = (node: FlameNode, left: number, width: number, ancestors: readonly FlameNode[]) => {
       const level = ancestors.length;
       const own = [...ancestors, node];
       put(node, left, width, level, () => (node === focus && node !== root ? onfilter(node.field, node.value) : draw(own)));
@@ -124,8 +128,34 @@ export function flamePanel(root: Node, onfilter: (field: Field, value: string) =
     chart.style.height = `${(depth + 1) * ROW}px`;
     const own = focus.self ? `, ${picoseconds(focus.self)} without its parts` : "";
     const hint = focus === root ? "Choose a part to widen it, and again to show its events." : "Choose it again to show its events.";
-    said.textContent = `${focus.name}: ${picoseconds(focus.total)}${own}. ${hint}`;
+    said.textContent = `${focus.name}: ${focus.sides ? changeOf(focus, largest).text : `${picoseconds(focus.total)}${own}`}. ${hint}`;
   };
   draw([root]);
   return h("div", {}, said, h("div", { class: "scroll" }, chart));
+}
+
+/** The change of a part as text, and its colour: the stronger, the closer the change is to the largest. */
+function changeOf(node: FlameNode, largest: number): { readonly text: string; readonly colour: string } {
+  const [before, after] = node.sides!;
+  const change = after - before;
+  const relative = before ? ` (${change > 0 ? "+" : ""}${share(change / before)})` : "";
+  const strength = largest ? Math.round(100 * Math.sqrt(Math.abs(change) / largest)) : 0;
+  const hue = change > 0 ? "--grown" : "--shrunk";
+  return {
+    text: `${picoseconds(before)} before, ${picoseconds(after)} after${relative}`,
+    colour: `color-mix(in srgb, var(${hue}) ${strength}%, var(--raised))`,
+  };
+}
+
+/** The largest change of a part below the root. */
+function largestChange(root: FlameNode): number {
+  let most = 0;
+  const visit = (node: FlameNode) => {
+    for (const child of node.children.values()) {
+      most = Math.max(most, Math.abs(child.sides![1] - child.sides![0]));
+      visit(child);
+    }
+  };
+  visit(root);
+  return most;
 }

@@ -156,7 +156,7 @@ class Instrument {
     this.timeline.show(view, range, this.mask);
     const found = sums(capture, view, range, this.mask);
     const { busy } = this.mask.includes(0) ? sums(capture, view, range, null) : found;
-    const shown: Shown = { view, range, found, busy };
+    const shown: Shown = { view, range, found, busy, mask: this.mask };
     this.panel.show(shown);
     this.renderBar();
   }

@@ -7,6 +7,7 @@ import { type Capture, type Frame, type Kind, laneOf } from "./data";
 import { button, h, select } from "./dom";
 import { bytes, count, flops, picoseconds, share } from "./format";
 import { flamePanel, flameTree } from "./flame";
+import { flameDiffPanel } from "./flame_diff";
 import { sourcePanel } from "./source";
 import { type Column, grid } from "./grid";
 import { graphPanel } from "./graph";
@@ -32,9 +33,10 @@ export interface Shown {
   readonly range: Range | null;
   readonly found: Sums; // of the events that the view means, in its range
   readonly busy: number; // of all events in the range, in picoseconds
+  readonly mask: Uint8Array; // kinds that the view means
 }
 
-const COMPARED: ReadonlySet<Tab> = new Set(["changes", "event", "source"]); // tabs of a comparison
+const COMPARED: ReadonlySet<Tab> = new Set(["changes", "event", "source", "flame"]); // tabs of a comparison
 const TIMES: Readonly<Record<View["of"], string>> = { operations: "devices", thread: "host threads", stacks: "Python stacks" };
 const SAMPLED: ReadonlySet<View["by"]> = new Set(["op", "line", "file", "module"]); // groupings of Python stacks
 const titleOf = (view: View, by: View["by"]): string => (by === "op" ? "name" : by === "module" && view.of === "stacks" ? "thread" : by);
@@ -82,7 +84,7 @@ export class Panel {
       advice: () => advicePanel(this.capture, this.actions),
       event: () => this.event(shown),
       source: () => this.source(shown),
-      flame: () => this.flame(shown),
+      flame: () => (this.capture.changes ? flameDiffPanel(this.capture, shown, this.actions) : this.flame(shown)),
       roofline: () => rooflinePanel(this.capture, shown, this.actions),
       memory: () => memoryPanel(this.capture, shown, this.actions),
       graph: () => graphPanel(this.capture, shown, this.actions),

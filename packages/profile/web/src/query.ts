@@ -56,15 +56,15 @@ export interface Sums {
   readonly busy: number; // picoseconds of all of them
 }
 
-/** Sums of events by kind. An event that the range cuts counts by its self time in the range. */
-export function sums(capture: Capture, view: View, range: Range | null, mask: Uint8Array | null): Sums {
+/** Sums of events by kind, of one side of a comparison or both. An event that the range cuts counts by its self time in the range. */
+export function sums(capture: Capture, view: View, range: Range | null, mask: Uint8Array | null, side?: number): Sums {
   const self = new Float64Array(capture.kinds.length);
   const times = new Float64Array(capture.kinds.length);
   const count = new Uint32Array(capture.kinds.length);
   let busy = 0;
   const [from, to] = range ?? [-Infinity, Infinity];
   for (const lane of capture.lanes) {
-    if (lane.type !== view.of || !isChosen(lane, view)) continue;
+    if (lane.type !== view.of || !isChosen(lane, view) || (side !== undefined && lane.side !== side)) continue;
     const cut = range && cutSelfTimes(capture, lane, from, to);
     for (let i = firstEndingAfter(capture, lane, from); i < lane.limit; i++) {
       const start = capture.start[i]!;

@@ -27,6 +27,7 @@ export interface View {
   readonly by: (typeof GROUPINGS)[number];
   readonly source: string; // open file, with ":line" to scroll to
   readonly flame: "scope" | "stack";
+  readonly wide: "before" | "after"; // side of a comparison that gives the flame view its widths
   readonly points: (typeof POINTS)[number]; // of the roofline
   readonly program: string; // whose memory is shown; "" for the one with the most time
   readonly arrays: (typeof ARRAYS)[number]; // grouping of a program's memory
@@ -53,6 +54,7 @@ export const EMPTY: View = {
   by: "op",
   source: "",
   flame: "scope",
+  wide: "after",
   points: "op",
   program: "",
   arrays: "buffer",
@@ -92,6 +94,7 @@ export function parseView(hash: string): View | null {
     by: one("by", GROUPINGS, EMPTY.by),
     source: found.get("source") ?? "",
     flame: one("flame", ["scope", "stack"], EMPTY.flame),
+    wide: one("wide", ["after", "before"], EMPTY.wide),
     points: one("points", POINTS, EMPTY.points),
     program: found.get("program") ?? "",
     arrays: one("arrays", ARRAYS, EMPTY.arrays),
@@ -128,6 +131,7 @@ export function formatView(view: View): string {
   add("by", view.by, EMPTY.by);
   add("source", view.source);
   add("flame", view.flame, EMPTY.flame);
+  add("wide", view.wide, EMPTY.wide);
   add("points", view.points, EMPTY.points);
   add("program", view.program);
   add("arrays", view.arrays, EMPTY.arrays);

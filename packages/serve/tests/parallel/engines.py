@@ -8,11 +8,13 @@ from functools import partial
 from typing import Any
 
 import cloudpickle
+import jax.numpy as jnp
 
 from stack_core.abi.errors import GenerationError
 from stack_core.abi.generation import EngineStats, GenerationRequest
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.engine import LLMEngine
+from stack_serve.llm.handover import ExportedPages
 from stack_serve.llm.limits import Limits
 from stack_serve.parallel.config import ParallelConfig
 from stack_serve.parallel.devices import EngineDevices
@@ -37,7 +39,7 @@ def script(request: GenerationRequest, index: int) -> Iterator[int]:
 class LetterEngine(fake_engine.FakeEngine):
     """The fake engine with adapters: the path "bad-1" cannot be read by engine 1.
 
-    Its statistics have the number of its requests, and of its adapters.
+    Its statistics have the numbers of its requests and of its adapters, and as steps the pages that it received.
     """
 
     limits = Limits(fake_engine.MAX_TOKENS, 64, fake_engine.VOCAB_SIZE, 1, has_tokenizer=True)
@@ -45,6 +47,7 @@ class LetterEngine(fake_engine.FakeEngine):
     def __init__(self) -> None:
         super().__init__(script)
         self._adapters = {"given": "given"}
+        self.imported = 0
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -65,9 +68,27 @@ class LetterEngine(fake_engine.FakeEngine):
         if self._adapters.pop(name, None) is None:
             raise GenerationError("is unknown", parameter="adapter")
 
+    def prepare_handover(self) -> None: ...
+
+    def export_pages(self, request: GenerationRequest) -> ExportedPages:
+        pages = (len(request.prompt) - 1) // CONFIG.page_tokens
+        return ExportedPages(pages, [(jnp.array(request.prompt), jnp.array([1.5], "bfloat16"))])
+
+    def import_pages(self, request: GenerationRequest, exported: ExportedPages) -> None:
+        [(tokens, half)] = exported.blocks
+        assert tuple(tokens.tolist()) == request.prompt and half.dtype == "bfloat16" and half[0] == 1.5
+        self.imported += exported.pages
+
     def stats(self) -> EngineStats:
-        counts = vars(super().stats())
-        return EngineStats(**{**counts, "prompt_tokens": len(self.submitted), "preemptions": len(self._adapters)})
+        counts = dict(vars(super().stats()))
+        return EngineStats(
+            **{
+                **counts,
+                "prompt_tokens": len(self.submitted),
+                "preemptions": len(self._adapters),
+                "steps": self.imported,
+            }
+        )
 
 
 def open_letters(progress: Callable[[str, int, int], None]) -> LetterEngine:
@@ -90,6 +111,6 @@ def tiny_engine(config: EngineConfig = CONFIG, engines: int = 2, **settings: Any
 def _parallel(open_engine: Any, config: EngineConfig, engines: int, **settings: Any) -> ParallelEngine:
     for module in (sys.modules[__name__], tiny_checkpoint, fake_engine):
         cloudpickle.register_pickle_by_value(module)
-    devices = [EngineDevices({"ENGINE": str(number)}) for number in range(engines)]
     parallel = ParallelConfig(data_parallel=engines, **settings)
+    devices = [EngineDevices({"ENGINE": str(number)}) for number in range(parallel.engines)]
     return ParallelEngine(open_engine, config, parallel, devices=devices)

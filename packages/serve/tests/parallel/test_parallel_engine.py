@@ -21,7 +21,7 @@ from .engines import CONFIG, LATE, SLOW, letter_engine, tiny_engine
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
     with starting() as start:
-        yield start(letter_engine(), adapter_loading=True, sleep_mode=True)
+        yield start(letter_engine(prefill_engines=1), adapter_loading=True, sleep_mode=True)
 
 
 def text_of(prompt: tuple[int, ...], count: int, index: int = 0) -> str:
@@ -43,21 +43,21 @@ def test_requests_are_shared_by_prefix_and_load(server: Served) -> None:
     events = server.events("/v1/completions", **bodies[0], max_tokens=4)
     assert "".join(event["choices"][0]["text"] for event in events) == text_of((*prompts[0], 0), 4)
     # Equal prefixes of four pages and more meet; the rest goes to the less loaded engine, the first if equal.
-    server.wait_until(lambda: sum(filter(None, counts(server))) == 7)
-    assert counts(server) == [7, 0]
+    # Engine 2 computes the two prompts that no other engine has.
+    server.wait_until(lambda: counts(server) == [7, 0, 2] and counts(server, "steps") == [10, 0, 0])
     done = [threading.Thread(target=server.complete, kwargs={"prompt": [SLOW, i], "max_tokens": 20}) for i in range(4)]
     for thread in done:
         thread.start()
     for thread in done:
         thread.join()
-    server.wait_until(lambda: counts(server) == [9, 2])
+    server.wait_until(lambda: counts(server) == [9, 2, 2])
     lines = server.client.get("/metrics").text
-    for number, count in enumerate((9, 2)):
+    for number, count in enumerate((9, 2, 2)):
         assert f'vllm:prompt_tokens_total{{engine="{number}",model_name="tiny"}} {count}.0' in lines
         assert f'stack:engine_up{{engine="{number}",model_name="tiny"}} 1.0' in lines
     assert values(server)["vllm:request_success_total", "length"] == 14  # continuations, of both engines
     assert server.client.get("/health").status_code == 200
-    assert server.engine.memory() == "engine 0: little; engine 1: little"
+    assert server.engine.memory() == "engine 0: little; engine 1: little; engine 2: little"
 
 
 def test_what_is_said_to_the_engine_reaches_all_engines_or_none(server: Served) -> None:
@@ -67,7 +67,7 @@ def test_what_is_said_to_the_engine_reaches_all_engines_or_none(server: Served) 
     assert refused["message"] == "structured_outputs: no constraints here"
     assert "cannot be read" in server.refused("/v1/load_lora_adapter", lora_name="x", lora_path="bad-1")["message"]
     assert server.engine.adapters == ("given",)
-    server.wait_until(lambda: counts(server, "preemptions") == [1, 1])
+    server.wait_until(lambda: counts(server, "preemptions") == [1, 1, 1])
     assert server.post("/v1/load_lora_adapter", lora_name="x", lora_path="good").status_code == 200
     assert server.post("/v1/unload_lora_adapter", lora_name="given").status_code == 200
     assert server.complete(model="x", prompt=[1], seed=1)["choices"][0]["text"] == text_of((1,), 4)
@@ -116,14 +116,36 @@ def test_a_killed_engine_is_replaced_while_the_other_serves_on(server: Served) -
     # The new process has the adapters that were loaded and lacks the one that was unloaded.
     server.wait_until(lambda: None not in engine.pids)
     assert engine.pids[0] != pids[0] and engine.pids[1] == pids[1]
-    server.wait_until(lambda: counts(server, "preemptions") == [1, 1])
-    assert engine.stats().running == 0 and engine._loads == [0, 0]
+    server.wait_until(lambda: counts(server, "preemptions") == [1, 1, 1])
+    assert engine.stats().running == 0 and engine._loads == [0, 0, 0]
     server.complete(model="x")
     assert counts(server)[0] == 1
 
 
+def test_a_killed_prefill_engine_leaves_its_prompts_to_the_others(server: Served) -> None:
+    engine, prompt = server.engine, (LATE, *range(30, 40))
+    found = list[Any]()
+    body = {"prompt": list(prompt), "max_tokens": 4, "seed": 1}
+    thread = threading.Thread(target=lambda: found.append(server.complete(**body)))
+    thread.start()
+    server.wait_until(lambda: [running.engine for running in engine._running.values()] == [2])
+    os.kill(engine.pids[2], signal.SIGKILL)
+    thread.join()
+    assert found[0]["choices"][0]["text"] == text_of(prompt, 4)
+    # An abort during the computation of a prompt ends the request.
+    server.wait_until(lambda: None not in engine.pids)
+    request = GenerationRequest(request_id="a", prompt=(LATE, *range(9)), sampling=SamplingParams(n=2, max_tokens=4))
+    updates = list[Any]()
+    engine.submit(request, updates.append)
+    engine.abort("a")
+    server.wait_until(lambda: len(updates) == 2)
+    assert [(update.index, update.finish_reason) for update in updates] == [(0, "abort"), (1, "abort")]
+    assert engine._loads == [0, 0, 0]
+
+
 @pytest.mark.slow
-def test_tokens_and_log_probabilities_are_those_of_one_engine() -> None:
+@pytest.mark.parametrize("prefill", [False, True])
+def test_tokens_and_log_probabilities_are_those_of_one_engine(prefill: bool) -> None:
     requests = [
         GenerationRequest(
             request_id=f"r{i}",
@@ -146,10 +168,16 @@ def test_tokens_and_log_probabilities_are_those_of_one_engine() -> None:
 
     with LLMEngine(TinyCheckpoint(), CONFIG) as one:
         expected = answers(one)
-    with tiny_engine() as engine:
+    settings = {"engines": 1, "prefill_engines": 1} if prefill else {}
+    with tiny_engine(**settings) as engine:
         found = answers(engine)
         assert all(stats is not None and stats.generated_tokens for stats in engine.engine_stats())
         assert engine.embed([[1, 2, 3]]).shape == (1, 16)
+        if prefill:
+            stats = engine.engine_stats()[0]
+            # Engine 1 computed the full pages of all prompts without equal prefixes.
+            expected_hits = sum((len(each.prompt) - 1) // 4 * 4 * each.sampling.n for each in requests)
+            assert stats is not None and stats.prefix_hits_tokens == expected_hits
     assert [[token for token, _ in each] for each in found] == [[token for token, _ in each] for each in expected]
     for ours, theirs in zip(found, expected, strict=True):
         assert [logprob for _, logprob in ours] == pytest.approx([logprob for _, logprob in theirs], abs=1e-5)

@@ -68,6 +68,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
     cache_dtype: Literal["model", "float32", "bfloat16", "int8", "fp8_e4m3", "fp8_e5m2"] | None = None,
     tensor: int | None = None,
     data_parallel: int | None = None,
+    prefill_engines: int | None = None,
     router: str | None = None,
     prefix_caching: bool | None = None,
     embeddings: bool | None = None,
@@ -134,6 +135,8 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
       tensor: number of devices over which each layer is sharded (1).
       data_parallel: number of engines that share the requests, each in a process with its own devices, on CPUs with its
         own cores (1).
+      prefill_engines: number of further engines that compute prompts and hand over their keys, known as disaggregated
+        prefill (0).
       router: choice of the engine of a request, cache_aware (the engine that has the longest prefix of the prompt in
         its cache, within a bound on its load) or round_robin (cache_aware).
       prefix_caching: reuse cache pages of prompts with the same prefix (yes, unless the model is recurrent).
@@ -206,13 +209,13 @@ def _serve(model: str, engine_name: str, config: Any, options: dict[str, Any], *
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ConfigError(f"{flags} {'is' if len(given) == 1 else 'are'} for the engine llm, not for {engine_name}.")
     engine_config = parse(EngineConfig, given)
-    parallel = _parallel_config(engine_name, options)
+    parallel = _parallel_config(engine_name, engine_config, options)
     registries.engines[engine_name]  # fail on an unknown name before loading a large model
     with listen(config) as listener:  # fail on a used address before loading a large model
         keep_compiled()
         say(f"loading {model}")
         checkpoint = _open_model(model, parallel)
-        adapters, engines = tuple(engine_config.adapters), 1 if parallel is None else parallel.data_parallel
+        adapters, engines = tuple(engine_config.adapters), 1 if parallel is None else parallel.engines
         service = Service(checkpoint, config, engine_config.max_tokens, adapters, engines=engines)
 
         made: Any = None
@@ -282,7 +285,7 @@ def _make_engines(model: str, config: Any, parallel: Any, progress: Any) -> Any:
     return ParallelEngine(partial(open_replica, model, config), config, parallel, progress=progress)
 
 
-def _parallel_config(engine_name: str, options: dict[str, Any]) -> Any:
+def _parallel_config(engine_name: str, engine_config: Any, options: dict[str, Any]) -> Any:
     """Returns the settings of several engines, or None for one in this process."""
     from stack_serve.parallel.config import ParallelConfig
 
@@ -293,7 +296,12 @@ def _parallel_config(engine_name: str, options: dict[str, Any]) -> Any:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ConfigError(f"{flags}: for the engine llm, not for {engine_name}. Leave it out.")
     config = parse(ParallelConfig, given)
-    if config.data_parallel > 1:
+    if config.prefill_engines and (engine_config.draft_model is not None or engine_config.prefix_caching is False):
+        raise ConfigError(
+            "--prefill-engines hands keys over to the prefix cache, which --no-prefix-caching turns off, and whose "
+            "pages lack the keys of a --draft-model. Leave one of the options out."
+        )
+    if config.engines > 1:
         return config
     if "router" in given:
         raise ConfigError("--router chooses among several engines. Add --data-parallel 2, or leave it out.")

@@ -10,7 +10,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, get_args
+from concurrent.futures import Future
+from typing import Any, Literal, TypeVar, get_args
 
 import jax
 import numpy as np
@@ -18,7 +19,7 @@ import numpy as np
 from stack_core import ops
 from stack_core.abi.adapters import Adapters, ExpectsAdapters
 from stack_core.abi.engines import Engine, Pooling
-from stack_core.abi.errors import EngineBusy, EngineStopped, GenerationError, nearest
+from stack_core.abi.errors import ConfigError, EngineBusy, EngineStopped, GenerationError, nearest
 from stack_core.abi.formats import Dequantizes, GenerativeCheckpoint
 from stack_core.abi.generation import Constraint, EngineStats, GenerationRequest, GenerationUpdate
 from stack_core.abi.model_formats import open_for_generation
@@ -28,6 +29,7 @@ from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.constraints import ConstraintCompiler, is_installed
 from stack_serve.llm.dispatcher import Dispatcher, End
 from stack_serve.llm.draft_model import DraftModel, check_vocabulary
+from stack_serve.llm.handover import ExportedPages
 from stack_serve.llm.limits import Limits
 from stack_serve.llm.loop import EngineLoop, KeysOfOldWeights
 from stack_serve.llm.new_weights import check_params
@@ -36,6 +38,8 @@ from stack_serve.llm.programs import Programs, Progress
 from stack_serve.llm.work import Continuation, Work
 
 __all__ = ["LLMEngine"]
+
+T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 _RETRY_AFTER_S = 1.0
@@ -403,6 +407,50 @@ class LLMEngine(Engine):
                 self._check_running()
                 self._lock.wait()
         return None
+
+    def prepare_handover(self) -> None:
+        """Compiles the programs that hand pages over to other engines.
+
+        Raises:
+          ConfigError: the engine has no prefix cache, or a draft model, which would lack the keys.
+        """
+        if not self.limits.prefix_caching or self._draft is not None:
+            reason = "a draft model" if self._draft is not None else "no prefix cache, or a recurrent model"
+            raise ConfigError(f"Keys cannot be handed over to an engine with {reason}. Leave out prefill_engines.")
+        self._programs.compile_handover()
+
+    def export_pages(self, request: GenerationRequest) -> ExportedPages:
+        """Copies the cached pages of a prompt for another engine, after a request with this prompt."""
+        adapter = self._adapter(request.adapter)
+        number = None if adapter is None else adapter.number
+        return self._between_steps(lambda: self._loop.export_pages(request, number))
+
+    def import_pages(self, request: GenerationRequest, exported: ExportedPages) -> None:
+        """Adds pages of another engine to the prefix cache, as many as fit, before the request is submitted."""
+        adapter = self._adapter(request.adapter)
+        number = None if adapter is None else adapter.number
+        self._between_steps(lambda: self._loop.import_pages(request, number, exported))
+
+    def _between_steps(self, action: Callable[[], T]) -> T:
+        """Runs an action on the engine thread and returns its result."""
+        future = Future[T]()
+
+        def run() -> None:
+            try:
+                future.set_result(action())
+            except Exception as error:  # raised to the caller
+                future.set_exception(error)
+            with self._lock:
+                self._lock.notify_all()
+
+        with self._lock:
+            self._check_awake()
+            self._post(run)
+            # A failed or closed engine never runs the action, so each wake-up checks for both.
+            while not future.done():
+                self._check_running()
+                self._lock.wait()
+        return future.result()
 
     def stats(self) -> EngineStats:
         """Returns the counters as of the last step.

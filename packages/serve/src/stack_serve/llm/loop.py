@@ -23,6 +23,7 @@ from stack_serve.llm.constraints import ConstraintCompiler, Matcher
 from stack_serve.llm.dispatcher import End, OutputEvent, PromptScores, Tokens
 from stack_serve.llm.draft_model import DraftModel, ModelDrafts
 from stack_serve.llm.drafts import Drafts
+from stack_serve.llm.handover import ExportedPages, export_pages, import_pages
 from stack_serve.llm.images import StepImages, images_of_rows, token_rows
 from stack_serve.llm.limits import Limits
 from stack_serve.llm.output import GOES_ON, Ending, EndOfTokens, Output
@@ -244,6 +245,14 @@ class EngineLoop:
         forget_prefixes(self._state)
         if self._draft is not None:
             self._draft.forget()
+
+    def export_pages(self, request: GenerationRequest, adapter: int | None) -> ExportedPages:
+        """Launches copies of the cached pages of a prompt; see `handover`."""
+        return export_pages(self._state, self._programs, request, adapter)
+
+    def import_pages(self, request: GenerationRequest, adapter: int | None, exported: ExportedPages) -> None:
+        """Adds pages of another engine to the prefix cache; see `handover`."""
+        import_pages(self._state, self._programs, request, adapter, exported)
 
     def turn(self) -> None:
         """Launches the next step, then reads the previous one, to keep the devices busy."""

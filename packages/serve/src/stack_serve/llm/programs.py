@@ -1,6 +1,7 @@
 """Device programs of an engine: a small set of fixed shapes, which can be compiled before the first request."""
 
 import itertools
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +33,7 @@ from stack_serve.llm.sleeping import HostWeights, delete_arrays
 from stack_serve.llm.step import ROW_FIELDS, SlotState, Step, admit
 from stack_serve.llm.unstacking import Layers, layer_by_layer, loops_over, split_layers
 
-__all__ = ["ForwardResult", "Key", "Programs", "StepResult"]
+__all__ = ["HANDOVER_PAGES", "ForwardResult", "Key", "Programs", "StepResult"]
 
 # XLA computes a product with one row as a multiplication and a sum, both in main memory: 14.5 us instead of about 3 us
 # for a matrix of 2048 x 2048 in bfloat16 on an H100. With four rows it is a product.
@@ -40,6 +41,9 @@ _GPU_ROWS = 4
 _MIN_IMAGES = 16
 # A prompt of up to so many tokens can start as soon as the server is ready.
 _FIRST_TOKENS = 64
+HANDOVER_PAGES = 32
+"""Number of pages that one launch exports or imports."""
+
 _LATER_KINDS = ("prompt_logprobs", "forward")
 
 Key = tuple[str, *tuple[int, ...]]
@@ -497,6 +501,69 @@ class Programs:
         """Writes an adapter to a slot of the pool, for use from the next step on."""
         pool = self._program(("adapter",))(self._weights.pool, np.int32(slot), adapter.factors)
         self._weights = replace(self._weights, pool=pool)
+
+    def compile_handover(self) -> None:
+        """Compiles the programs of `export_pages` and `import_pages`."""
+        for key in (("export",), ("import",)):
+            self._program(key)
+
+    def export_pages(self, pages: Sequence[int]) -> tuple[jax.Array, ...]:
+        """Launches a copy of up to `HANDOVER_PAGES` pages of all layers, padded with others.
+
+        Returns:
+          One array [HANDOVER_PAGES, entries] for each dtype of the pools, on the first device.
+        """
+        padded = np.zeros(HANDOVER_PAGES, np.int32)
+        padded[: len(pages)] = pages
+        device = jax.tree.leaves(self._layers)[0].sharding.device_set
+        first = min(device, key=lambda each: each.id)
+        return tuple(jax.device_put(array, first) for array in self._program(("export",))(self._layers, padded))
+
+    def import_pages(self, pages: Sequence[int | None], arrays: Sequence[Any]) -> None:
+        """Writes exported pages to pages of all layers.
+
+        Args:
+          pages: number of the page for each exported page; None skips it.
+          arrays: result of `export_pages`, of an engine with the same config.
+        """
+        padded = np.full(HANDOVER_PAGES, self._step.pages, np.int32)  # out of range: not written
+        padded[: len(pages)] = [self._step.pages if page is None else page for page in pages]
+        self._layers = self._program(("import",))(self._layers, padded, self._placement.replicated(tuple(arrays)))
+
+    def _page_axis(self, pool: Any) -> int:
+        return pool.ndim - len(self._step.layout) + self._step.layout.index("p")
+
+    def _exported(self, layers: Any, pages: Any) -> tuple[Any, ...]:
+        by_dtype: dict[Any, list[Any]] = {}
+        for pool in jax.tree.leaves(layers):
+            axis = self._page_axis(pool)
+            rows = jnp.moveaxis(jnp.take(pool, pages, axis=axis, mode="clip"), axis, 0)
+            by_dtype.setdefault(pool.dtype, []).append(rows.reshape(HANDOVER_PAGES, -1))
+        return tuple(jnp.concatenate(each, axis=1) for each in by_dtype.values())
+
+    def _lowered_export(self) -> Any:
+        return jax.jit(self._exported).lower(self._layers, _int32(HANDOVER_PAGES))
+
+    def _lowered_import(self) -> Any:
+        def write(layers: Any, pages: Any, arrays: tuple[Any, ...]) -> Any:
+            dtypes = dict.fromkeys(pool.dtype for pool in jax.tree.leaves(layers))
+            rests = dict(zip(dtypes, arrays, strict=True))
+
+            def put(pool: Any) -> Any:
+                axis = self._page_axis(pool)
+                shape = [HANDOVER_PAGES, *(size for place, size in enumerate(pool.shape) if place != axis)]
+                entries = math.prod(shape[1:])
+                rows, rests[pool.dtype] = jnp.split(rests[pool.dtype], [entries], axis=1)
+                new = jnp.moveaxis(rows.reshape(shape), 0, axis)
+                return pool.at[(slice(None),) * axis + (pages,)].set(new, mode="drop")
+
+            return jax.tree.map(put, layers)
+
+        pages = _int32(HANDOVER_PAGES)
+        exported = jax.eval_shape(self._exported, self._layers, pages)
+        shardings = jax.tree.map(lambda pool: pool.sharding, self._layers)
+        arrays = jax.tree.map(lambda each: self._placement.replicated(jnp.zeros(each.shape, each.dtype)), exported)
+        return jax.jit(write, donate_argnums=0, out_shardings=shardings).lower(self._layers, pages, arrays)
 
     def _packed(self, rows: Sequence[tuple[int, ...]], tables: np.ndarray, row_bucket: int) -> np.ndarray:
         """Packs the rows of a step into one array and pads it with rows of the padding slot."""

@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal, NoReturn, TypeVar
@@ -30,7 +30,7 @@ from stack_serve.llm.pages import extend_digests
 from stack_serve.llm.programs import Progress as ReportProgress
 from stack_serve.parallel.config import ParallelConfig
 from stack_serve.parallel.devices import EngineDevices, divide_devices
-from stack_serve.parallel.hosted import OpenEngine, Progress
+from stack_serve.parallel.hosted import Handover, OpenEngine, Progress
 from stack_serve.parallel.process import ReplicaProcess
 from stack_serve.parallel.router import Router
 
@@ -50,7 +50,9 @@ class _Running:
     """A request in progress.
 
     Attributes:
-      engine: number of the engine that computes it.
+      engine: number of the engine that computes it, or its prompt.
+      load: number of continuations that it adds to the load of its engine.
+      is_prefilled: whether the next engine continues the prompt.
       unfinished: indices of the unfinished continuations.
       is_streamed: whether an update was delivered; the request cannot be computed again after that.
       replays: number of times that it was given to another engine.
@@ -62,6 +64,8 @@ class _Running:
     digests: list[bytes]
     submitted_s: float
     unfinished: set[int]
+    load: int = 0
+    is_prefilled: bool = False
     is_streamed: bool = False
     is_aborted: bool = False
     replays: int = 0
@@ -74,10 +78,13 @@ class ParallelEngine(Engine):
     ends, its requests without output are computed by another engine and the others end with "error", while the process
     is started again with the same adapters. Adapters and sleep apply to all engines.
 
+    With prefill engines, one of them computes the prompt of a request up to its last full page, and the engine that
+    generates receives these pages by the runtime's transfer. If that fails, it computes the prompt itself.
+
     Args:
       open_engine: function that constructs an engine in its process, sent by cloudpickle.
       config: settings of each engine.
-      parallel: number of engines and router.
+      parallel: numbers of engines, and the router.
       progress: callback of `prepare` and `warm_up` as in `LLMEngine`, with the programs of all engines.
       devices: devices of each engine; None divides those of the machine.
 
@@ -94,7 +101,7 @@ class ParallelEngine(Engine):
         progress: ReportProgress | None = None,
         devices: Sequence[EngineDevices] | None = None,
     ) -> None:
-        self._count = parallel.data_parallel
+        self._count, self._decoding = parallel.engines, parallel.data_parallel
         self._devices = divide_devices(self._count, config.tensor) if devices is None else devices
         self._open, self._config, self._parallel = open_engine, config, parallel
         self._progress = progress
@@ -109,7 +116,7 @@ class ParallelEngine(Engine):
         self._adapters: dict[str, tuple[int, str | Adapters | None]] = {}
         self._adapter_numbers = itertools.count()
         self._limits: Limits | None = None
-        self._router = Router(self._count, parallel.router, pages=0)
+        self._routers = self._make_routers(0)
         self._sleeping: Literal[1, 2] | None = None
         self._closing = False
         self._failure: str | None = None
@@ -171,7 +178,7 @@ class ParallelEngine(Engine):
         self.limits.check(request)
         number = self._adapter(request.adapter)
         digests: list[bytes] = []
-        if self._router.uses_digests:
+        if self._count > self._decoding or self._routers[0].uses_digests:
             page_tokens = self._config.page_tokens
             pages = (len(request.prompt) - 1) // page_tokens
             options = {"page_tokens": page_tokens, "pages": pages, "adapter": number, "images": request.images}
@@ -179,6 +186,8 @@ class ParallelEngine(Engine):
         updates = queue.SimpleQueue[GenerationUpdate]()
         unfinished = set(range(request.sampling.n))
         running = _Running(request, receive or updates.put, -1, digests, time.monotonic(), unfinished)
+        # Log-probabilities of a prompt are computed with it, without cached pages.
+        running.is_prefilled = not digests or request.sampling.prompt_logprobs is not None
         with self._lock:
             self._check_awake()
             name = request.request_id
@@ -186,11 +195,13 @@ class ParallelEngine(Engine):
                 raise GenerationError(
                     f"Request {name!r} is still in progress. Give each request a unique id.", parameter="request_id"
                 )
+            self._check_room(request.sampling.n)
+            running.is_prefilled |= self._routers[0].has(digests)
             process = self._assign(running)
             self._running[name] = running
             if receive is None:
                 self._streams[name] = (request.sampling.n, updates)
-        process.submit(request, partial(self._reject, running))
+        self._send(running, process, request)
 
     def stream(self, request_id: str) -> Iterator[GenerationUpdate]:
         """Yields the updates of a request; see `Engine`. Closing the iterator early aborts the request."""
@@ -260,7 +271,7 @@ class ParallelEngine(Engine):
         """Computes the pooled hidden states of prompts on the least loaded engine; see `Engine`."""
         with self._lock:
             self._check_awake()
-            loads = self._available()
+            loads = self._available(range(self._decoding))
             engine = min((load, number) for number, load in enumerate(loads) if load is not None)[1]
             process = self._processes[engine]
             self._loads[engine] += 1
@@ -305,7 +316,8 @@ class ParallelEngine(Engine):
             except StackError:
                 self.wake_up()
                 raise
-            self._router.forget()
+            for router in self._routers:
+                router.forget()
 
     def wake_up(self) -> None:
         """Allocates the memory of all engines again; see `Engine`."""
@@ -322,8 +334,13 @@ class ParallelEngine(Engine):
         properties = processes[0].properties
         assert properties is not None
         self._adapters = {name: (next(self._adapter_numbers), None) for name in properties.adapters}
-        self._router = Router(self._count, self._parallel.router, pages=properties.limits.pages)
+        self._routers = self._make_routers(properties.limits.pages)
         self._limits = properties.limits
+
+    def _make_routers(self, pages: int) -> tuple[Router, Router]:
+        """Returns the routers of the engines that generate, and of the engines that compute prompts."""
+        name, prefill = self._parallel.router, self._count - self._decoding
+        return Router(self._decoding, name, pages=pages), Router(prefill, name, pages=pages)
 
     def _start(self, number: int, compile_with: str | None) -> ReplicaProcess:
         """Starts the process of an engine, which can then receive requests."""
@@ -340,7 +357,7 @@ class ParallelEngine(Engine):
             progress=partial(self._report, number),
             on_end=on_end,
         )
-        properties = process.start(compile_with)
+        properties = process.start(compile_with, hands_over=self._count > self._decoding)
         with self._changes:
             if self._limits is not None:  # a restart, after which the engine lacks later changes
                 for name, (_, adapters) in self._adapters.items():
@@ -362,8 +379,11 @@ class ParallelEngine(Engine):
             if process is None or self._processes[number] is not process:
                 return  # it was starting, which raises there
             self._processes[number], self._loads[number] = None, 0
-            self._router.forget(number)
+            is_prefill = number >= self._decoding
+            self._routers[is_prefill].forget(number - self._decoding * is_prefill)
             lost = [running for running in self._running.values() if running.engine == number]
+            for running in lost:
+                running.load = 0
             restarts = cause is not None and not self._closing
         if cause is not None:
             _LOG.error("Engine %d ended and is started again: %s", number, cause)
@@ -380,22 +400,46 @@ class ParallelEngine(Engine):
         error = f"Engine {number} ended while it computed this request. Send it again. ({reason})"
         if running.is_streamed or running.replays >= _MOST_REPLAYS:
             return self._finish(running, "error", error)
-        try:
-            with self._lock:
-                process = self._assign(running)
-                running.replays += 1
-        except StackError:
-            return self._finish(running, "error", error)
-        request = running.request
+        running.replays += 1
+        self._go_on(running, error)
+        return None
+
+    def _go_on(self, running: _Running, error: str, handover: Handover | None = None) -> None:
+        """Sends a request to its next engine, with the time that is left; ends it if there is none."""
+        request, left_s = running.request, None
         if request.timeout_s is not None:
             left_s = request.timeout_s - (time.monotonic() - running.submitted_s)
             if left_s <= 0:
-                with self._lock:
-                    self._loads[running.engine] -= len(running.unfinished)
                 return self._finish(running, "deadline", None)
-            request = replace(request, timeout_s=left_s)
-        process.submit(request, partial(self._reject, running))
-        return None
+        try:
+            with self._lock:
+                process = self._assign(running)
+        except StackError:
+            return self._finish(running, "error", error)
+        return self._send(running, process, replace(request, timeout_s=left_s), handover)
+
+    def _send(
+        self, running: _Running, process: ReplicaProcess, request: GenerationRequest, handover: Handover | None = None
+    ) -> None:
+        if running.engine < self._decoding:
+            process.submit(request, partial(self._reject, running), handover)
+        else:
+            process.prefill(request, partial(self._hand_over, running))
+        # `abort` may have told the engine before.
+        if running.is_aborted:
+            process.abort(request.request_id)
+
+    def _hand_over(self, running: _Running, result: "Future[Any]") -> None:
+        """Sends a request whose prompt was computed to an engine that generates."""
+        with self._lock:
+            self._release(running)
+            running.is_prefilled = True
+        if running.is_aborted:
+            return self._finish(running, "abort", None)
+        if result.exception() is not None:
+            _LOG.warning("Engine %d did not compute a prompt: %s", running.engine, result.exception())
+        handover = None if result.exception() is not None else result.result()
+        return self._go_on(running, "No engine that generates runs. Send the request again.", handover)
 
     def _restart(self, number: int) -> None:
         reason = ""
@@ -414,35 +458,47 @@ class ParallelEngine(Engine):
             return
         with self._lock:
             self._given_up.add(number)
-            if len(self._given_up) == self._count:
-                self._failure = f"All engines have failed, most recently engine {number}: {reason}"
+            if self._given_up.issuperset(range(self._decoding)):
+                self._failure = f"All engines that generate have failed, most recently engine {number}: {reason}"
 
-    def _assign(self, running: _Running) -> ReplicaProcess:
-        """Chooses an engine for a request and adds it to its load; the caller holds the lock.
-
-        Raises:
-          EngineBusy: no engine runs, or too many continuations would wait.
-        """
-        loads, count = self._available(), len(running.unfinished)
-        number = self._router.choose(running.digests, loads, continuations=count)
-        waiting = self._loads[number] - self._config.max_sequences
-        if waiting > 0 and waiting + count > self._config.max_waiting:
+    def _check_room(self, continuations: int) -> None:
+        """Raises EngineBusy if too many continuations would wait; the caller holds the lock."""
+        waiting = sum(self._loads) - self._config.max_sequences * self._decoding
+        most = self._config.max_waiting * self._decoding
+        if waiting > 0 and waiting + continuations > most:
             raise EngineBusy(
-                f"{waiting} continuations wait already for engine {number}; max_waiting={self._config.max_waiting}. "
-                "Try again later.",
+                f"{waiting} continuations wait already; the maximum is max_waiting={self._config.max_waiting} for each "
+                f"of {self._decoding} engines. Try again later.",
                 retry_after_s=_RETRY_AFTER_S,
             )
+
+    def _assign(self, running: _Running) -> ReplicaProcess:
+        """Chooses the next engine of a request and adds the request to its load; the caller holds the lock.
+
+        Raises:
+          EngineBusy: no engine runs.
+        """
+        prefill = range(self._decoding, self._count)
+        engines, router, count = range(self._decoding), self._routers[0], len(running.unfinished)
+        if not running.is_prefilled and any(self._processes[number] is not None for number in prefill):
+            engines, router, count = prefill, self._routers[1], 1
+        loads = self._available(engines)
+        number = engines[router.choose(running.digests, loads, continuations=count)]
         self._loads[number] += count
-        running.engine = number
+        running.engine, running.load = number, count
         process = self._processes[number]
         assert process is not None
         return process
 
-    def _available(self) -> list[int | None]:
-        """Returns the load of each engine, None if it is not running; raises EngineBusy if none is."""
-        loads = [
-            load if process is not None else None for load, process in zip(self._loads, self._processes, strict=True)
-        ]
+    def _release(self, running: _Running, count: int | None = None) -> None:
+        """Subtracts a request, or some of its continuations, from the load of its engine; the caller holds the lock."""
+        count = running.load if count is None else min(count, running.load)
+        running.load -= count
+        self._loads[running.engine] -= count
+
+    def _available(self, engines: range) -> list[int | None]:
+        """Returns the load of each of some engines, None if it is not running; raises EngineBusy if all are None."""
+        loads = [self._loads[number] if self._processes[number] is not None else None for number in engines]
         if all(load is None for load in loads):
             raise EngineBusy("All engines are starting again. Try again later.", retry_after_s=5.0)
         return loads
@@ -459,8 +515,7 @@ class ParallelEngine(Engine):
         if update.finish_reason is not None and update.index in running.unfinished:
             with self._lock:
                 running.unfinished.discard(update.index)
-                if self._processes[running.engine] is not None:
-                    self._loads[running.engine] -= 1
+                self._release(running, 1)
                 # Before the delivery: a client may submit the id again as soon as it gets the last update.
                 if not running.unfinished:
                     self._running.pop(update.request_id, None)
@@ -473,6 +528,7 @@ class ParallelEngine(Engine):
     def _finish(self, running: _Running, reason: FinishReason, error: str | None) -> None:
         """Ends the unfinished continuations of a request whose engine is gone."""
         with self._lock:
+            self._release(running)
             self._running.pop(running.request.request_id, None)
             unfinished, running.unfinished = sorted(running.unfinished), set()
             self._lock.notify_all()
@@ -483,9 +539,6 @@ class ParallelEngine(Engine):
 
     def _reject(self, running: _Running, error: Exception) -> None:
         """Ends a request that an engine refused, which the checks in this process should have prevented."""
-        with self._lock:
-            if self._processes[running.engine] is not None:
-                self._loads[running.engine] -= len(running.unfinished)
         self._finish(running, "error", str(error))
 
     def _report(self, number: int, progress: Progress) -> None:

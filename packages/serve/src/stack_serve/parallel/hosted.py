@@ -1,27 +1,35 @@
 """An engine in its own process; `process.py` is the side of the server."""
 
+import itertools
+import logging
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from stack_core.abi.engines import Engine
 from stack_core.abi.errors import EngineStopped
-from stack_core.abi.generation import EngineStats, GenerationRequest
+from stack_core.abi.generation import EngineStats, GenerationRequest, GenerationUpdate, SamplingParams
 from stack_core.runtime.outbox import Outbox
 from stack_core.runtime.raised import Raised
+from stack_core.runtime.transfer import Transfers
+from stack_serve.llm.handover import ExportedPages
 
-__all__ = ["EngineProperties", "Failure", "HostedReplica", "OpenEngine", "Progress", "Result"]
+__all__ = ["EngineProperties", "Failure", "Handover", "HostedReplica", "OpenEngine", "Progress", "Result"]
 
 OpenEngine = Callable[[Callable[[str, int, int], None]], Engine]
 """Constructs the engine, given a callback for the progress of compilation."""
 
-_CALLS_AT_ONCE = 8
+_LOG = logging.getLogger(__name__)
+_CALLS_AT_ONCE = 32
+_HOST = "127.0.0.1"
 _MOST_WAITING = 2**31
 
 
@@ -47,6 +55,21 @@ class Failure:
     """The engine has failed, for example by an error of its device; its process is of no more use."""
 
     cause: str
+
+
+@dataclass(frozen=True)
+class Handover:
+    """Pages of a prompt that an engine offers to another one (see `Transfers`).
+
+    Attributes:
+      address: address of the process that offers them.
+      pages: number of pages.
+      blocks: key, shape and dtype of each array of `ExportedPages.blocks`.
+    """
+
+    address: str
+    pages: int
+    blocks: tuple[tuple[tuple[int, tuple[int, ...], str], ...], ...]
 
 
 @dataclass(frozen=True)
@@ -94,21 +117,54 @@ class HostedReplica:
         engine.expect(_MOST_WAITING)
         self._engine = engine
         self._calls = ThreadPoolExecutor(_CALLS_AT_ONCE, thread_name_prefix="call")
+        self._transfers = Transfers(_HOST)
+        self._lock = threading.Lock()
+        # Requests whose pages are being received; False for those that were aborted.
+        self._receiving: dict[str, bool] = {}
+        self._keys = itertools.count()
 
-    def start(self, compile_with: str | None) -> EngineProperties:
-        """Compiles programs with a method of the engine ("prepare" or "warm_up"), and starts it."""
+    def start(self, compile_with: str | None, *, hands_over: bool = False) -> EngineProperties:
+        """Compiles programs and starts the engine.
+
+        Args:
+          compile_with: method of the engine that compiles, "prepare" or "warm_up"; None compiles on first use.
+          hands_over: whether pages are exchanged with other engines.
+        """
         engine: Any = self._engine
+        if hands_over:
+            engine.prepare_handover()
         if compile_with is not None:
             getattr(engine, compile_with)()
         engine.start()
         return EngineProperties(engine.limits, engine.adapters)
 
-    def submit(self, request: GenerationRequest) -> None:
+    def submit(self, request: GenerationRequest, handover: Handover | None = None) -> None:
+        """Queues a request, after its pages have been received if another engine offers them."""
         assert self._engine is not None
-        self._engine.submit(request, self._outbox.put)
+        if handover is None:
+            self._engine.submit(request, self._outbox.put)
+        else:
+            self._receiving[request.request_id] = True
+            self._calls.submit(self._submit_with_pages, request, handover)
+
+    def prefill(self, number: int, request: GenerationRequest) -> None:
+        """Computes the keys of a prompt and emits a `Handover` as the result `number`; None if it was ended before."""
+        assert self._engine is not None
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+
+        def receive(update: GenerationUpdate) -> None:
+            if update.finish_reason == "length":
+                self._calls.submit(self._call, number, partial(self._offer, request))
+            elif update.finish_reason is not None:
+                self._outbox.put(Result(number, None))
+
+        self._engine.submit(replace(request, sampling=sampling), receive)
 
     def abort(self, request_id: str) -> None:
         assert self._engine is not None
+        with self._lock:
+            if request_id in self._receiving:
+                self._receiving[request_id] = False
         self._engine.abort(request_id)
 
     def call(self, number: int, method: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
@@ -121,6 +177,42 @@ class HostedReplica:
         engine.close(drain_s=drain_s)
         self._calls.shutdown(wait=True, cancel_futures=True)
         self._outbox.close()  # the server gets every update before the answer to this call
+
+    def _offer(self, request: GenerationRequest) -> Handover:
+        engine: Any = self._engine
+        exported = engine.export_pages(request)
+        blocks = []
+        for arrays in exported.blocks:
+            keys = [next(self._keys) for _ in arrays]
+            with self._lock:
+                for key, array in zip(keys, arrays, strict=True):
+                    self._transfers.offer(key, array)
+            blocks.append(tuple((key, each.shape, each.dtype.name) for key, each in zip(keys, arrays, strict=True)))
+        return Handover(self._transfers.address, exported.pages, tuple(blocks))
+
+    def _submit_with_pages(self, request: GenerationRequest, handover: Handover) -> None:
+        engine: Any = self._engine
+        try:
+            engine.import_pages(request, ExportedPages(handover.pages, self._pulled(handover)))
+        except Exception as error:  # the other process may have ended; then this engine computes the prompt
+            _LOG.warning("The pages of request %r were not received: %s", request.request_id, error)
+        reason, message = "abort", None
+        try:
+            with self._lock:  # an abort comes before this block or after it
+                if self._receiving.pop(request.request_id):
+                    return engine.submit(request, self._outbox.put)
+        except Exception as error:  # which the checks of the server should have prevented
+            reason, message = "error", str(error)
+        for index in range(request.sampling.n):
+            end: Any = {"index": index, "finish_reason": reason, "error": message}
+            self._outbox.put(GenerationUpdate(request_id=request.request_id, **end))
+        return None
+
+    def _pulled(self, handover: Handover) -> list[tuple[jax.Array, ...]]:
+        with self._lock:
+            pull = partial(self._transfers.pull, handover.address)
+            found = [[pull(key, shape, jnp.dtype(dtype)) for key, shape, dtype in each] for each in handover.blocks]
+        return jax.block_until_ready([tuple(arrays) for arrays in found])
 
     def _call(self, number: int, function: Callable[[], Any]) -> None:
         try:

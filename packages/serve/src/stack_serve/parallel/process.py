@@ -17,7 +17,7 @@ from stack_core.runtime.hosted_engine import NUMERICS
 from stack_core.runtime.object_process import ObjectProcess
 from stack_core.runtime.raised import Raised
 from stack_serve.parallel.devices import EngineDevices
-from stack_serve.parallel.hosted import EngineProperties, Failure, HostedReplica, OpenEngine, Progress, Result
+from stack_serve.parallel.hosted import EngineProperties, Failure, Handover, HostedReplica, OpenEngine, Progress, Result
 
 __all__ = ["ReplicaProcess"]
 
@@ -79,7 +79,7 @@ class ReplicaProcess:
     def has_ended(self) -> bool:
         return self._cause is not None
 
-    def start(self, compile_with: str | None) -> EngineProperties:
+    def start(self, compile_with: str | None, *, hands_over: bool = False) -> EngineProperties:
         """Waits until the engine is constructed, compiles its programs, and starts it; see `HostedReplica.start`.
 
         Raises:
@@ -87,16 +87,22 @@ class ReplicaProcess:
         """
         try:
             self._process.built.result()
-            self.properties = self._process.call("start", compile_with).result()
+            self.properties = self._process.call("start", compile_with, hands_over=hands_over).result()
         except BaseException as error:  # including Ctrl-C, which need not wait for a process that is starting
             self._process.close(wait=isinstance(error, Exception))
             raise
         assert self.properties is not None
         return self.properties
 
-    def submit(self, request: GenerationRequest, on_error: Callable[[Exception], None]) -> None:
-        """Sends a request without waiting; `on_error` is called if the engine rejects it, but not if it is gone."""
-        future = self._process.call("submit", request)
+    def submit(
+        self, request: GenerationRequest, on_error: Callable[[Exception], None], handover: Handover | None = None
+    ) -> None:
+        """Sends a request without waiting, with the pages that another engine offers.
+
+        Args:
+          on_error: called if the engine rejects the request, but not if the process is gone.
+        """
+        future = self._process.call("submit", request, handover)
 
         def check(done: "Future[Any]") -> None:
             error = done.exception()
@@ -105,6 +111,23 @@ class ReplicaProcess:
                 on_error(error)
 
         future.add_done_callback(check)
+
+    def prefill(self, request: GenerationRequest, on_result: Callable[["Future[Any]"], None]) -> None:
+        """Sends a prompt without waiting; see `HostedReplica.prefill`.
+
+        Args:
+          on_result: called with the finished future, unless the process is gone.
+        """
+        number, future = next(self._numbers), Future[Any]()
+
+        def check(done: "Future[Any]") -> None:
+            if self._cause is None:
+                on_result(done)
+
+        future.add_done_callback(check)
+        with self._lock:
+            self._results[number] = future
+        self._process.call("prefill", number, request).add_done_callback(partial(self._check_sent, number))
 
     def abort(self, request_id: str) -> None:
         """Aborts a request without waiting."""

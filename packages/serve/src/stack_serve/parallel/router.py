@@ -63,6 +63,10 @@ class Router:
         self._record(engine, digests)
         return engine
 
+    def has(self, digests: Sequence[bytes]) -> bool:
+        """Returns whether some engine is estimated to have all pages of a prompt in its cache."""
+        return any(self.matches(engine, digests) == len(digests) for engine in range(len(self._prefixes)))
+
     def matches(self, engine: int, digests: Sequence[bytes]) -> int:
         """Returns the estimated number of leading pages of a prompt in the cache of an engine."""
         known = self._prefixes[engine]

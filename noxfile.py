@@ -65,7 +65,7 @@ PEER_BENCHMARKS = (
 )  # fmt: skip
 # Builds llama.cpp from source, which takes many minutes.
 LLAMA_CPP = "llama-cpp-python>=0.3.16,<0.4"
-SITE = ("sphinx>=8,<9", "myst-nb>=1.4,<2", "furo>=2024.8", "ipykernel>=7,<8")
+SITE = ("sphinx>=8,<9", "myst-nb>=1.4,<2", "furo>=2024.8", "ipykernel>=7,<8", "pytest>=9,<10", "hypothesis>=6.130,<7")
 RELEASE_TOOLS = ("twine>=6,<8", "cyclonedx-bom>=7,<8", "pip-audit>=2.9,<3", "pip-licenses>=5.5,<6")
 # Converts the notebooks, which are Markdown, and runs them.
 NOTEBOOKS = ("jupytext>=1.19,<2", "nbclient>=0.10,<0.12", "ipykernel>=7,<8")
@@ -260,11 +260,14 @@ def page(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def docs(session: nox.Session) -> None:
-    """Builds the site into docs/_build/html with warnings as errors, which also checks its internal links."""
+    """Builds the site into docs/_build/html with warnings as errors, also of links, and reads its pages in Chromium."""
     _install_with_model(session)
     session.install(*SITE)
     session.env["JAX_PLATFORMS"] = "cpu"
     session.run("sphinx-build", "-b", "html", "-W", "--keep-going", "-q", "docs", "docs/_build/html", *session.posargs)
+    session.run("npm", "install", "--silent", "--prefix", ".nox/axe", "axe-core@4.14.1", external=True)
+    axe = ROOT / ".nox" / "axe" / "node_modules" / "axe-core" / "axe.min.js"
+    session.run("pytest", "docs/test_pages.py", "-q", env={"AXE": str(axe)})
 
 
 @nox.session(default=False)

@@ -1,0 +1,43 @@
+"""The built site in Chromium: contrast, headings, names and keyboard, on a wide light page and a narrow dark one.
+
+`nox -s docs` builds the site and installs axe-core (https://github.com/dequelabs/axe-core) before it runs these tests.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+SITE = Path(__file__).with_name("_build") / "html"
+PAGES = sorted(path.relative_to(SITE) for path in SITE.rglob("*.html"))
+# WCAG 2 A and AA, and what Lighthouse checks of headings. The theme's page for searches has no heading.
+RULES = {"type": "tag", "values": ["wcag2a", "wcag2aa"]}
+HEADINGS = {"heading-order": {"enabled": True}, "page-has-heading-one": {"enabled": True}}
+
+
+@pytest.fixture(scope="module")
+def axe():
+    return Path(os.environ["AXE"]).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_a_page_is_readable_by_all(browser, axe, page, width, scheme):
+    browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    browser.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+    browser.call("Page.navigate", url=(SITE / page).as_uri())
+    browser.wait_for("document.readyState === 'complete'")
+    browser.evaluate(f"{axe}; 0")
+    options = json.dumps({"runOnly": RULES, "rules": HEADINGS if page.name != "search.html" else {}})
+    found = "found.violations.map(each => [each.id, each.help, each.nodes.map(node => node.html)])"
+    expression = f"axe.run(document, {options}).then(found => JSON.stringify({found}))"
+    result = browser.call("Runtime.evaluate", expression=expression, awaitPromise=True)["result"]
+    assert json.loads(result["value"]) == []
+    assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth + 1"), (
+        "the page is wider than the window"
+    )
+
+
+def test_the_site_has_pages():
+    assert len(PAGES) > 25

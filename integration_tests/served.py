@@ -111,9 +111,11 @@ class Served:
         self.model: str = json.loads(line)["model"]
         self.openai = openai.OpenAI(base_url=f"{self.address}/v1", api_key=KEY, max_retries=0, timeout=180)
 
+    def metrics(self) -> str:
+        return httpx2.get(f"{self.address}/metrics").text
+
     def metric(self, name: str) -> float:
-        lines = httpx2.get(f"{self.address}/metrics").text.splitlines()
-        (line,) = (line for line in lines if line.startswith(f"{name}{{"))
+        (line,) = (line for line in self.metrics().splitlines() if line.startswith(f"{name}{{"))
         return float(line.rpartition(" ")[2])
 
     def wait_for_metric(self, name: str, value: float) -> None:

@@ -68,8 +68,8 @@ def write_pipeline(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def serving(model: ImageModel) -> Iterator[tuple[ImageEngine, openai.OpenAI]]:
-    config = ImageServerConfig(port=0, api_keys=("secret",), drain_s=1.0, max_steps=1000)
+def serving(model: ImageModel, **settings: Any) -> Iterator[tuple[ImageEngine, openai.OpenAI]]:
+    config = ImageServerConfig(**{"port": 0, "api_keys": ("secret",), "drain_s": 1.0, "max_steps": 1000, **settings})
     engine = ImageEngine(model, max_images=config.max_images, max_waiting=config.max_waiting)
     ready, listener = threading.Event(), listen(config)
     base_url = "http://{}:{}/v1".format(*listener.getsockname()[:2])

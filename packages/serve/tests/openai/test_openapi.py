@@ -53,6 +53,9 @@ MESSAGES = [{"role": "user", "content": "hi"}]
     ("name", "body", "is_valid"),
     [
         ("ChatBody", {"messages": MESSAGES, "temperature": None, "response_format": {"type": "text"}}, True),
+        ("ChatBody", {"messages": MESSAGES, "max_tokens": 3.0, "n": 1.0}, True),
+        ("ChatBody", {"messages": MESSAGES, "max_tokens": 3.5}, False),
+        ("ChatBody", {"messages": [{"role": "tool", "content": "1"}]}, False),
         ("ChatBody", {"messages": []}, False),
         ("ChatBody", {"messages": MESSAGES, "temperature": -1}, False),
         ("ChatBody", {"messages": MESSAGES, "tool_choice": "never"}, False),
@@ -66,6 +69,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
         ("MessagesBody", {"model": None, "messages": MESSAGES, "max_tokens": 3}, False),
         ("RerankBody", {"query": "a", "documents": ["a", {"text": "b"}]}, True),
         ("RerankBody", {"query": "a", "documents": [3]}, False),
+        ("RerankBody", {"query": "a", "documents": [{"text": "b", "title": "c"}]}, False),
     ],
 )
 def test_schemas_describe_what_the_server_takes(

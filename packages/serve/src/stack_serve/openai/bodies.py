@@ -19,6 +19,7 @@ __all__ = ["decode", "explain", "parse", "read"]
 B = TypeVar("B", bound=Body)
 
 _MOST_NESTED = 64
+_LARGEST_FLOAT = 2.0**53  # from here on, neighbouring integers are the same float
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def _body_error(status: int, message: str) -> ApiError:
 
 
 def decode(body: bytes) -> dict[str, Any]:
-    """The JSON object in a body, without fields that are null.
+    """The JSON object in a body, without fields that are null, and with 3 for 3.0.
 
     Raises:
       ApiError: it is none, or is nested too deeply.
@@ -115,7 +116,7 @@ def decode(body: bytes) -> dict[str, Any]:
     if body.count(b"[") + body.count(b"{") > _MOST_NESTED and _nested_too_deeply(value):
         raise bad_request(f"The body is nested deeper than {_MOST_NESTED} levels; send a flatter one.")
     # OpenAI's clients send null for fields that were not set.
-    return {name: field for name, field in value.items() if field is not None}
+    return {name: _as_integer(field) for name, field in value.items() if field is not None}
 
 
 def parse(cls: type[B], value: Mapping[str, Any]) -> B:
@@ -155,6 +156,12 @@ def explain(error: pydantic.ValidationError, names: Mapping[str, str] | None = N
     given = problem.get("input")
     shown = f" (given {given!r})" if isinstance(given, bool | int | float | str) and len(repr(given)) < 100 else ""
     return bad_request(f"{where}: {problem['msg']}{shown}.", param=where)
+
+
+def _as_integer(value: Any) -> Any:
+    """Converts 3.0 to 3, which are equal in JSON Schema: models of bodies refuse a float for an integer."""
+    is_whole = type(value) is float and value.is_integer() and abs(value) <= _LARGEST_FLOAT
+    return int(value) if is_whole else value
 
 
 def _means_something(name: str, field: Any) -> bool:

@@ -77,16 +77,29 @@ Prompts = Annotated[
     Any, WithJsonSchema({"anyOf": [_TEXT, _TEXTS, _TOKENS, {"type": "array", "items": _TOKENS, "minItems": 1}]})
 ]
 """A text, texts, token ids, or lists of token ids."""
+_CONTENT = {"anyOf": [_TEXT, {"type": "array", "items": _PART}]}
 Message = Annotated[
     dict[str, Any],
     WithJsonSchema(
         {
             "type": "object",
-            "required": ["role"],
-            "properties": {
-                "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-                "content": {"anyOf": [_TEXT, {"type": "array", "items": _PART}, {"type": "null"}]},
-            },
+            "anyOf": [
+                {
+                    "required": ["role", "content"],
+                    "properties": {"role": {"enum": ["system", "developer", "user"]}, "content": _CONTENT},
+                },
+                {
+                    "required": ["role"],
+                    "properties": {
+                        "role": {"const": "assistant"},
+                        "content": {"anyOf": [*_CONTENT["anyOf"], {"type": "null"}]},
+                    },
+                },
+                {
+                    "required": ["role", "content", "tool_call_id"],
+                    "properties": {"role": {"const": "tool"}, "content": _CONTENT, "tool_call_id": _TEXT},
+                },
+            ],
         }
     ),
 ]
@@ -95,7 +108,15 @@ _Tool = Annotated[
     dict[str, Any], WithJsonSchema({**_CALL, "properties": {"type": {"const": "function"}, "function": _FUNCTION}})
 ]
 _Document = Annotated[
-    Any, WithJsonSchema({"anyOf": [_TEXT, {"type": "object", "required": ["text"], "properties": {"text": _TEXT}}]})
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                _TEXT,
+                {"type": "object", "required": ["text"], "properties": {"text": _TEXT}, "additionalProperties": False},
+            ]
+        }
+    ),
 ]
 _STOP = {**_TEXT, "minLength": 1, "maxLength": MOST_STOP_CHARACTERS}
 _Stop = Annotated[

@@ -41,7 +41,7 @@ class GenerationSpans:
         from opentelemetry.trace import SpanKind, StatusCode
 
         times = times or RequestTimes(self._submitted_s, finished_s=time.monotonic())
-        ahead_ns = time.time_ns() - time.monotonic_ns()  # of the system's clock, in which spans have their times
+        ahead_ns = time.time_ns() - time.monotonic_ns()  # spans have times of the system clock
         start_ns = ahead_ns + int(times.submitted_s * 1e9)
         attributes = {**self._settings(), **self._figures(place, times), "gen_ai.response.finish_reasons": [reason]}
         span = self._tracer.start_span("llm_request", kind=SpanKind.SERVER, attributes=attributes, start_time=start_ns)

@@ -12,6 +12,7 @@ from stack_core.abi.errors import ConversionError
 from stack_core.abi.formats import ModelFormat
 from stack_core.abi.local_paths import local_address
 from stack_core.abi.model_formats import find_format
+from stack_core.abi.plugins import registries
 
 __all__ = ["ImageModel", "ImageRequest", "ImageState", "OpensImageModels", "has_image_model", "open_image_model"]
 
@@ -116,8 +117,13 @@ class OpensImageModels(ModelFormat, Protocol):
 
 def has_image_model(address: str) -> bool:
     """Returns whether there is a model at this address that generates images."""
+    address = local_address(address)
+    scheme, separator, _ = address.partition(":")
+    # Importing the other formats, for the error's list, takes a second.
+    if separator and not isinstance(registries.model_formats.get(scheme, OpensImageModels), OpensImageModels):
+        return False
     try:
-        format_, directory = find_format(local_address(address), OpensImageModels)
+        format_, directory = find_format(address, OpensImageModels)
     except ConversionError:  # another format, or none
         return False
     return format_.has_image_model(directory)

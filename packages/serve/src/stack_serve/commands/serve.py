@@ -1,6 +1,5 @@
 """`stack serve`: a server of a model with OpenAI's API, or of bundles with the Open Inference Protocol."""
 
-import gc
 import json as json_format
 import os
 import sys
@@ -17,6 +16,7 @@ from stack_core.abi.config import parse
 from stack_core.abi.errors import ConfigError
 from stack_core.runtime.compile_cache import keep_compiled
 from stack_serve.checks import API_KEY_VARIABLE
+from stack_serve.commands.collecting import collections_paused, resume_collections
 from stack_serve.commands.messages import print_ready, say
 from stack_serve.commands.serve_images import serve_images
 from stack_serve.commands.serve_repository import check_known, serve_repository
@@ -29,6 +29,7 @@ _COMMON = {"access_log", "api_key", "api_key_file", "cors_origin", "json", "mode
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
+@collections_paused()
 def serve(  # noqa: PLR0913, each parameter is an option of the command
     model: str | None = None,
     /,
@@ -232,8 +233,7 @@ def _serve(model: str, engine_name: str, config: Any, options: dict[str, Any], *
             return made
 
         def announce(address: str) -> None:
-            gc.collect()
-            gc.freeze()  # otherwise a full collection traverses all loaded objects and pauses answers for 0.1 s
+            resume_collections()
             if json:
                 print_ready(address, model=service.names[0])
             say(f"{service.names[0]} is served at {address}/v1")

@@ -5,6 +5,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from stack_core.runtime.compile_cache import keep_compiled
+from stack_serve.commands.collecting import resume_collections
 from stack_serve.commands.messages import print_ready, say
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def serve_images(address: str, config: "ImageServerConfig", *, json: bool) -> No
             return ImageEngine(model, max_images=config.max_images, max_waiting=config.max_waiting)
 
         def announce(at: str) -> None:
+            resume_collections()
             name = service.names[0]
             if json:
                 print_ready(at, model=name)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from stack_core.abi.config import parse
 from stack_core.abi.errors import ConfigError
+from stack_serve.commands.collecting import resume_collections
 from stack_serve.commands.messages import print_ready, say
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def serve_repository(repository: Path, config: "ServerConfig", options: Mapping[
         app = InferenceApp(service, config)
 
         def announce(address: str) -> None:
+            resume_collections()
             live = [f"{key.model} {key.version}" for key in sorted(service.lanes)]
             if json:
                 print_ready(address, grpc_port=app.grpc_port, models=live)

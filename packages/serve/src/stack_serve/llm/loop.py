@@ -265,7 +265,9 @@ class EngineLoop:
         arrivals, self._arrivals = self._arrivals, list[Sequence]()
         with jax.profiler.TraceAnnotation("plan"):
             drafts = self._choose_drafts() if speculates else None
-            plan = schedule(self._state, arrivals, repeats=1 if speculates else self._repeats, drafts=drafts)
+            rows = len(self._state.running) + len(arrivals)
+            repeats = 1 if speculates or not self._programs.decodes(rows) else self._repeats
+            plan = schedule(self._state, arrivals, repeats=repeats, drafts=drafts)
         # The next step is launched before the previous one is read: the devices compute while the host reads and plans.
         started = self._started
         self._started = self._start(plan, is_ahead=not speculates) if plan.rows else None

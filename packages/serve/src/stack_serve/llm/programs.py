@@ -199,10 +199,10 @@ class Programs:
         self._compile(keys, _counted(progress, len(keys)))
 
     def compile_first(self, progress: Progress | None = None) -> None:
-        """Compiles one program of each kind that an unconstrained request needs, and the rest in the background.
+        """Compiles one program each of admission, prompts and sampling, and the rest in the background.
 
-        Until then, a step runs in the smallest compiled program with enough rows and tokens, or waits for its own
-        program.
+        Until then, a step runs in the smallest compiled program with enough rows and tokens, a decoding step also in a
+        program of prompts. Otherwise it waits for its own program.
 
         Args:
           progress: as in `compile_all`, for all programs.
@@ -263,19 +263,27 @@ class Programs:
             return key
 
     def _first_keys(self) -> list[Key]:
-        buckets = self._buckets
-        # The smallest programs would serve one row, or few tokens.
-        decode = buckets.of_decoding(min(2, self._config.max_sequences))
-        prefill = buckets.of_prompts(min(_FIRST_TOKENS, self._config.step_tokens))
-        first: list[Key] = [("admit",), ("decode", decode), ("prefill", prefill), ("sample", buckets.samples[0])]
+        # The smallest program would serve few tokens.
+        prefill = self._buckets.of_prompts(min(_FIRST_TOKENS, self._config.step_tokens))
+        first: list[Key] = [("admit",), ("prefill", prefill), ("sample", self._buckets.samples[0])]
         return first if self._adapters is None else [*first, ("adapter",)]
 
-    def _urgency(self, key: Key) -> tuple[int, bool, tuple[int, ...]]:
-        """Orders programs: first steps with one row and the largest steps, which can run any rows and tokens."""
+    def _urgency(self, key: Key) -> tuple[bool, int, bool, tuple[int, ...]]:
+        """Orders programs: first decoding, then the smallest and the largest steps, which can run any rows."""
         kind, *sizes = key
+        is_decoding = key == ("decode", self._buckets.of_decoding(min(2, self._config.max_sequences)))
         of_kind = [sizes for other, *sizes in self._keys() if other == kind]
         is_extreme = sizes in (of_kind[0], of_kind[-1])
-        return (_LATER_KINDS.index(kind) + 1 if kind in _LATER_KINDS else 0, not is_extreme, tuple(sizes))
+        later = _LATER_KINDS.index(kind) + 1 if kind in _LATER_KINDS else 0
+        return (not is_decoding, later, not is_extreme, tuple(sizes))
+
+    def decodes(self, rows: int) -> bool:
+        """Returns whether the decoding program of so many rows is compiled, or will be compiled on its first use."""
+        rows = self._buckets.of_decoding(min(max(rows, 1), self._config.max_sequences))
+        return self._is_ready("decode", self._ready_size("decode", rows, self._buckets.decoding))
+
+    def _is_ready(self, kind: str, size: int) -> bool:
+        return (kind, size) in self._compiled or not (self._waiting or self._in_progress)
 
     def _ready_size(self, kind: str, size: int, sizes: Sequence[int]) -> int:
         """Returns the smallest size, from `size` on, of a compiled program while others compile; otherwise `size`."""
@@ -320,7 +328,8 @@ class Programs:
           images: image tokens of the step; None without any.
         """
         # Prompt chunks of one token run in a decode program, too.
-        if images is not None or (repeats == 1 and sum(row[2] for row in rows) != len(rows)):
+        is_decoding = sum(row[2] for row in rows) == len(rows) and (candidates or self.decodes(len(rows)))
+        if images is not None or (repeats == 1 and not is_decoding):
             return self.sample(self.forward(rows, tables, images), candidates=candidates)
         known, settings = self.slots.tokens, self.slots.settings
         row_bucket = self._ready_size("decode", self._buckets.of_decoding(len(rows)), self._buckets.decoding)
@@ -353,8 +362,8 @@ class Programs:
                 self._weights, self._layers, self.slots.tokens, packed, self._features, *places
             )
             return ForwardResult(hidden, last, packed, [place for place, row in enumerate(rows) if row[3]])
-        if tokens == len(rows):
-            row_bucket = self._ready_size("forward", self._buckets.of_decoding(len(rows)), self._buckets.decoding)
+        row_bucket = self._ready_size("forward", self._buckets.of_decoding(len(rows)), self._buckets.decoding)
+        if tokens == len(rows) and self._is_ready("forward", row_bucket):
             program, given = self._program(("forward", row_bucket)), packed[:row_bucket]
         else:
             size = self._ready_size("prefill", self._buckets.of_prompts(tokens), self._buckets.prompts)

@@ -23,8 +23,8 @@ from stack_quant.errors import QuantError
 NAMES = {
     "stack_core": "StackError hookimpl lazy_exports open_for_generation open_model ops registries",
     "stack_kernels": "expected implementation tune tuned untyped",
-    "stack_profile": """AnomalyConfig Capture CaptureError CaptureWarning Listener ProfileError Trace TraceError Watch
-        capture listen load_trace""",
+    "stack_profile": """AnomalyConfig Capture CaptureError CaptureWarning Continuous ContinuousConfig Listener
+        ProfileError Trace TraceError Watch capture listen load_trace""",
     "stack_quant": """ArraySpec Budget QArray QType QuantizedCheckpoint Range Report Rule dequantize fake_quantize
         load_recipe qtype quantize quantize_array quantize_function quantize_model report""",
     "stack_rl": """Action AdamParams CISPOConfig Completion DAPOConfig DPOConfig Datum DrGRPOConfig Environment

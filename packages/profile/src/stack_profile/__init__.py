@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from stack_profile.captures.capture import Capture as Capture
     from stack_profile.captures.capture import CaptureWarning as CaptureWarning
     from stack_profile.captures.capture import capture as capture
+    from stack_profile.captures.continuous import Continuous as Continuous
     from stack_profile.captures.listener import Listener as Listener
     from stack_profile.captures.listener import listen as listen
+    from stack_profile.captures.ring import ContinuousConfig as ContinuousConfig
     from stack_profile.captures.slow_steps import AnomalyConfig as AnomalyConfig
     from stack_profile.captures.watch import Watch as Watch
     from stack_profile.errors import CaptureError as CaptureError
@@ -38,7 +40,9 @@ else:
         __name__,
         {
             "stack_profile.captures.capture": ["Capture", "CaptureWarning", "capture"],
+            "stack_profile.captures.continuous": ["Continuous"],
             "stack_profile.captures.listener": ["Listener", "listen"],
+            "stack_profile.captures.ring": ["ContinuousConfig"],
             "stack_profile.captures.slow_steps": ["AnomalyConfig"],
             "stack_profile.captures.watch": ["Watch"],
             "stack_profile.errors": ["CaptureError", "ProfileError", "TraceError"],

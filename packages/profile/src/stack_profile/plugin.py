@@ -57,6 +57,7 @@ def stack_register_analyses(registry: Registrar) -> None:
 def stack_register_commands(registry: Registrar) -> None:
     registry.add("profile run", "stack_profile.commands.profile:run", help="Capture a script.", huge_pages=True)
     registry.add("profile attach", "stack_profile.commands.attach:attach", help="Capture processes that run.")
+    registry.add("profile ring", "stack_profile.commands.ring:ring", help="List the captures of the continuous mode.")
     registry.add("profile export", "stack_profile.commands.profile:export", help="Write a trace for other tools.")
     registry.add("profile report", "stack_profile.commands.report:report", help="Write all analyses as an HTML file.")
     registry.add("profile diff", "stack_profile.commands.diff:diff", help="Rank what changed between captures.")

@@ -16,6 +16,8 @@ from stack_core.abi.plugins import registries
 from stack_profile.captures.attach import address_of, attach, attachable
 from stack_profile.captures.capture import CaptureWarning
 from stack_profile.captures.observer import ProfileConfig
+from stack_profile.captures.ring import stored_captures
+from stack_profile.errors import CaptureError
 from stack_profile.traces.trace import load_trace
 
 
@@ -90,6 +92,19 @@ def test_a_slow_step_is_kept_beside_those_that_are_named(tmp_path):
     slow = load_trace(found["slow_step_40"]).about["slow_step"]
     assert slow["duration_s"] == 1.0 > slow["threshold_s"]
     assert "steps_45_to_46" in found
+
+
+def test_a_run_keeps_a_ring_of_captures_and_its_slow_step(tmp_path):
+    section = {"steps": 0, "continuous": {"every_s": 0.1, "share": 0.1}, "anomaly": {"warmup_steps": 5}}
+    with observed(tmp_path, **section) as bus:
+        train(bus, tmp_path, steps=300, slow=200)
+    kinds = {each.kind for each in stored_captures(tmp_path / "profile")}
+    assert kinds and kinds <= {"normal", "slow", "before"}
+    assert load_trace(tmp_path / "profile").about["continuous"]["ring_mb"] == 256
+    section["output"] = str(tmp_path / "profile")
+    (tmp_path / "again").mkdir()
+    with observed(tmp_path, **section), pytest.raises(CaptureError, match="a ring has one writer"):
+        observed(tmp_path / "again", **section)
 
 
 def test_a_run_that_listens_is_captured_on_demand_alone(tmp_path, monkeypatch):

@@ -43,7 +43,7 @@ def test_the_trace_of_a_slow_step_is_kept_whole(tmp_path, x):
     (captured,) = watch.captures
     trace = load_trace(captured.path)
     assert captured.path.parent.name == "slow_step_43"
-    assert "step 43" in annotations(trace)  # the profiler stops on a thread of its own, in the next step perhaps
+    assert {"step 43", "step 44", "step 45"} <= annotations(trace) <= {f"step {number}" for number in range(34, 49)}
     assert trace.about["slow_step"] == {"step": 43, "duration_s": 0.3, "threshold_s": 0.25}
     assert not trace.problems and "partial" not in trace.about
 
@@ -99,12 +99,15 @@ def test_of_a_loop_that_runs_ahead_the_missing_start_is_named(tmp_path, x):
         for number in range(41, first):
             watch.finished(number, 0.05)
         watch.finished(first, 0.3)
-        watch.captures[0].wait()
-        watch.finished(first + 1, 0.05)
-        second = watch._first_step + 1
-        for number in range(first + 2, second):
+        for number in range(first + 1, first + 3):
             watch.finished(number, 0.05)
-        watch.finished(second, 0.3)
+        watch.captures[0].wait()
+        number = first + 3
+        while watch._is_lost():  # a pause for what the capture has cost
+            watch.finished(number, 0.05)
+            number += 1
+        watch.finished(number, 0.05)
+        watch.finished(number + 1, 0.3)
     partial = [load_trace(captured.wait()).about.get("partial") for captured in watch.captures]
     assert f" ms of step {first} are missing" in partial[0] and partial[1] is None
 
@@ -112,11 +115,15 @@ def test_of_a_loop_that_runs_ahead_the_missing_start_is_named(tmp_path, x):
 def test_what_cannot_be_written_is_told_and_the_loop_goes_on(tmp_path, x):
     (tmp_path / "file").touch()
     with Watch(tmp_path / "file", SETTINGS) as watch, pytest.warns(CaptureWarning, match="slow step 41 is lost"):
-        run(watch, x, [0.05] * 40 + [0.3, 0.05])
+        run(watch, x, [0.05] * 40 + [0.3, 0.05, 0.05])
     assert watch.captures == []
 
 
-def test_watching_that_costs_too_much_ends_with_a_warning(tmp_path, x):
-    with Watch(tmp_path, SETTINGS) as watch, pytest.warns(CaptureWarning, match="no longer watched"):
-        run(watch, x, [1e-7] * 1100)
-    assert watch.captures == []
+def test_watching_that_costs_too_much_pauses_and_warns(tmp_path, x):
+    with Watch(tmp_path, SETTINGS) as watch:
+        run(watch, x, [0.05] * 20)
+        watch._share = 3e-5  # as if steps had hundreds of times as many events
+        with pytest.warns(CaptureWarning, match=r"only found in \d+% of the time"):
+            run(watch, x, [0.05] * 4000)
+    assert watch.captures == [] and watch.recorded_s < 0.2 * watch.watched_s
+    assert watch.cost_s <= 6e-5 * watch.watched_s

@@ -136,3 +136,17 @@ def test_a_module_and_a_part_of_its_time(tmp_path):
     assert done.returncode == 0, done.stderr
     (ops,) = load_trace(tmp_path / "out").devices
     assert 1 <= len(ops) < int(done.stdout)
+
+
+def test_a_script_keeps_a_ring_of_captures_which_is_listed_and_exported(capsys, tmp_path):
+    ring = ("--continuous", "--every-s", 0.3, "--ring-mb", 20)
+    script = TIMED.replace("    x, steps", "    time.sleep(0.02)\n    x, steps")
+    done = run(tmp_path, "--out", "out", *ring, "-m", "script", script=script)
+    assert done.returncode == 0 and "stack profile ring out" in done.stderr, done.stderr
+    answer = json.loads(printed(capsys, "ring", tmp_path / "out", "--output", tmp_path / "ring.pftrace", "--json"))
+    facts = answer["facts"]
+    assert facts["captures"] == len(answer["rows"]) > 0 and {row["kind"] for row in answer["rows"]} == {"normal"}
+    assert facts["total_bytes"] <= 20_000_000 and facts["ring_mb"] == 20
+    assert (tmp_path / "ring.pftrace").read_bytes().count(b"step duration") == 1
+    assert "has no ring" in refused(capsys, "ring", tmp_path)
+    assert "--ring-mb is a setting of --continuous" in refused(capsys, "run", "--ring-mb", 1, "-m", "this")

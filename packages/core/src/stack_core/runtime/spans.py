@@ -4,17 +4,22 @@ Annotations of one thread must nest, but requests that share a step do not. A sp
 has its duration and fields. Without a capture, no mark is made.
 """
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import quote
 
 import jax
 
-__all__ = ["SPAN_FIELDS", "SPAN_PREFIX", "record_span", "spans_recorded"]
+__all__ = ["SPAN_FIELDS", "SPAN_PREFIX", "listen_to_spans", "record_span", "spans_recorded"]
 
 SPAN_PREFIX: Final = "stack."  # prefix of the marks' names
 SPAN_FIELDS: Final = "stack_span"  # statistic of a mark: its fields as JSON
+
+
+SpanListener = Callable[[str, float, Mapping[str, Any]], None]  # receives name, duration in seconds, and fields
+_listeners: Final[list[SpanListener]] = []
 
 
 def spans_recorded() -> bool:
@@ -37,6 +42,18 @@ def record_span(name: str, duration_s: float, **fields: Any) -> None:
         )
         with jax.profiler.TraceAnnotation(f"{SPAN_PREFIX}{name}", **{SPAN_FIELDS: text}):
             pass
+        for listener in tuple(_listeners):
+            listener(name, duration_s, fields)
+
+
+@contextlib.contextmanager
+def listen_to_spans(listener: SpanListener) -> Iterator[None]:
+    """Calls `listener` with each span that a capture records, on the thread of the work, until the block ends."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
 
 
 def _quoted(value: Any) -> Any:

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -18,6 +18,7 @@ from typing import Any
 from stack_core.chips import machine
 from stack_profile.captures.processes import STACKS_SUFFIX, SUFFIX, stem
 from stack_profile.captures.recording import Background, Recording, record
+from stack_profile.captures.ring import Ring, replace_file
 from stack_profile.captures.sources import source_digests
 from stack_profile.captures.stacks import STACKS_HZ, StackSampler
 from stack_profile.errors import CaptureError, ProfileError, TraceError
@@ -68,6 +69,7 @@ class Capture(contextlib.ContextDecorator):
     Attributes:
       path: the trace's file, set when the capture starts; the file exists once `wait` returns.
       stop_s: seconds for which stopping blocked the program.
+      cpu_s: processor time of sampling, encoding and writing, once the files are written.
     """
 
     def __init__(
@@ -78,12 +80,14 @@ class Capture(contextlib.ContextDecorator):
         process: int | None = None,
         host_tracer_level: int = 2,
         stacks_hz: float = STACKS_HZ,
+        ring: Ring | None = None,
     ) -> None:
         self._arguments: dict[str, Any] = {
             "name": name,
             "process": process,
             "host_tracer_level": host_tracer_level,
             "stacks_hz": stacks_hz,
+            "ring": ring,
         }
         self._sampler = StackSampler(stacks_hz) if stacks_hz else None
         self._out = out
@@ -92,13 +96,14 @@ class Capture(contextlib.ContextDecorator):
         self._failure: str | None = None
         self._about: dict[str, Any] = {}
         self.path: Path | None = None
-        self.stop_s = 0.0
+        self.stop_s = self.cpu_s = 0.0
 
-    def start(self, recording: Recording | None = None) -> "Capture":
+    def start(self, recording: Recording | None = None, sampler: StackSampler | None = None) -> "Capture":
         """Starts the capture.
 
         Args:
           recording: a running recording to save, instead of a new one.
+          sampler: the sampler that runs during this recording, if any.
 
         Raises:
           CaptureError: another capture is running, or the directory cannot be written.
@@ -112,18 +117,25 @@ class Capture(contextlib.ContextDecorator):
         self._about = {"started_at": datetime.now(UTC).isoformat()}
         self._recording = mine
         if recording is not None:
-            self._sampler = None  # its steps are over
-        if self._sampler is not None:
+            self._sampler = sampler
+        elif self._sampler is not None:
             self._sampler.start()
         return self
 
-    def stop(self, *, settle: bool = True, about: Mapping[str, Any] = MappingProxyType({})) -> None:
+    def stop(
+        self,
+        *,
+        settle: bool = True,
+        about: Mapping[str, Any] = MappingProxyType({}),
+        done: Callable[[], None] = lambda: None,
+    ) -> None:
         """Stops the capture; a thread encodes and writes it. Later calls do nothing.
 
         Args:
           settle: first wait for all live arrays, to include their computation in the trace, then until recording is
             off.
           about: extra metadata for readers; "partial" states why the trace is shorter than requested.
+          done: called by the thread that has written the files, or failed to.
         """
         recording, self._recording = self._recording, None
         if recording is None:
@@ -139,7 +151,17 @@ class Capture(contextlib.ContextDecorator):
         # Without `_settle`, whose wait is the program's own work.
         self.stop_s = time.perf_counter() - started_s
         self._about |= {"stop_s": self.stop_s, **about}
-        self._writer = Background(lambda: self._write(recording), "capture-writer")
+        self._writer = Background(lambda: self._write(recording, done), "capture-writer")
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether the files are being written."""
+        return self._writer is not None and self._writer.runs
+
+    @property
+    def failure(self) -> str | None:
+        """Reason why the files could not be written; None while they are written, and after a success."""
+        return self._failure
 
     def wait(self) -> Path:
         """Blocks until the files are written, and returns the trace's file.
@@ -167,7 +189,7 @@ class Capture(contextlib.ContextDecorator):
         """Makes a new capture for each call of a decorated function."""
         return Capture(self._out, **self._arguments)
 
-    def _write(self, recording: Recording) -> None:
+    def _write(self, recording: Recording, done: Callable[[], None]) -> None:
         try:
             data = recording.data()
             self._about |= {**_environment(), "bytes": len(data)}
@@ -177,8 +199,10 @@ class Capture(contextlib.ContextDecorator):
             self._failure = str(error)
         except OSError as error:
             self._failure = f"The capture cannot be written: {error}. Free the disk, or name another directory."
+        self.cpu_s = time.thread_time() + recording.cpu_s + (self._sampler.cpu_s if self._sampler else 0.0)
         if self._failure is not None:
             warnings.warn(self._failure, CaptureWarning, stacklevel=2)
+        done()
 
     def _write_files(self, data: bytes) -> None:
         import jax
@@ -187,13 +211,18 @@ class Capture(contextlib.ContextDecorator):
         client = jax.devices()[0].client
         # Not every client of PJRT lists its programs.
         programs = client.live_executables() if hasattr(client, "live_executables") else []
-        for file, content in _missing_programs(data, programs):
-            _replace(self.path.with_name(f"{stem(self.path)}.{file}.hlo.pb"), content)
+        name = stem(self.path)
+        files = [(f"{name}.{program}.hlo.pb", proto) for program, proto in _missing_programs(data, programs)]
         if self._sampler is not None:
-            _replace(self.path.with_name(f"{stem(self.path)}{STACKS_SUFFIX}"), self._sampler.content())
-        _replace(self.path.with_name(f"{stem(self.path)}.capture.json"), json.dumps(self._about, indent=2).encode())
+            files.append((f"{name}{STACKS_SUFFIX}", self._sampler.content()))
+        files.append((f"{name}.capture.json", json.dumps(self._about, indent=2).encode()))
         # The trace comes last: readers look for it, and then need the other files.
-        _replace(self.path, data)
+        files.append((self.path.name, data))
+        if self._arguments["ring"] is not None:
+            self._arguments["ring"].write(self.path.parent, files)
+            return
+        for file, content in files:
+            replace_file(self.path.with_name(file), content)
 
 
 def _file(out: Path, name: str | None, process: int | None) -> Path:
@@ -307,10 +336,3 @@ def _meshes() -> Mapping[tuple[tuple[str, int], ...], list[int]]:
         if isinstance(mesh, jax.sharding.Mesh)
     }
     return {shape: processes.get(shape, []) for shape, _ in counts.most_common()}
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Writes a file atomically, by renaming a temporary file."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content)
-    partial.replace(path)

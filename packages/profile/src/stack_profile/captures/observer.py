@@ -11,6 +11,7 @@ from stack_core.abi.event_bus import ObserverContext
 from stack_core.abi.events import Event, RunFailed, RunFinished, RunStarted, StepFinished, StepStarted
 from stack_profile.captures.capture import Capture, CaptureWarning, capture
 from stack_profile.captures.listener import listen
+from stack_profile.captures.ring import ContinuousConfig
 from stack_profile.captures.slow_steps import AnomalyConfig
 from stack_profile.captures.stacks import HIGHEST_HZ, STACKS_HZ
 from stack_profile.captures.watch import Watch
@@ -26,6 +27,8 @@ class ProfileConfig:
       first_step: first step to capture, counted from 1; the default skips the slower first steps.
       steps: number of steps to capture; 0 captures none.
       anomaly: settings for capturing anomalously slow steps, `{}` for the defaults; None disables this.
+      continuous: settings for a ring of captures on disk, `{}` for the defaults; None disables this. It also captures
+        slow steps, as `anomaly` defines them.
       listen: whether `stack profile attach` can capture the run.
       stacks_hz: samples of the threads' Python stacks per second in captures of steps; 0 for none.
       output: directory of the captures; None is `profile` in the run's directory.
@@ -34,6 +37,7 @@ class ProfileConfig:
     first_step: PositiveInt = 10
     steps: NonNegativeInt = 5
     anomaly: AnomalyConfig | None = None
+    continuous: ContinuousConfig | None = None
     listen: bool = False
     stacks_hz: Annotated[float, Field(ge=0, le=HIGHEST_HZ)] = STACKS_HZ
     output: str | None = None
@@ -66,8 +70,10 @@ class ProfileObserver:
         self._capture: Capture | None = None
         # The loop dispatches a step before it reads the results of the previous one. In one process, because processes
         # that each capture their own slow steps would write traces of different times.
-        watches = section.anomaly is not None and jax.process_index() == 0
-        self._watch = Watch(directory, section.anomaly, runs_ahead=True) if watches else None
+        watches = section.anomaly is not None or section.continuous is not None
+        self._watch: Watch | None = None
+        if watches and jax.process_index() == 0:
+            self._watch = Watch(directory, section.anomaly, continuous=section.continuous, runs_ahead=True)
         self._listener = listen() if section.listen else None
 
     def observe(self, event: Event) -> None:

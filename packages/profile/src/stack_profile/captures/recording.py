@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -64,6 +65,7 @@ class Recording:
       yields: whether the recording is discarded when another one needs the profiler.
       lost: whether the recording was discarded.
       ending: whether `end` was called.
+      cpu_s: processor time of stopping and encoding, once `data` has returned.
     """
 
     def __init__(self, session: Any, *, yields: bool) -> None:
@@ -72,6 +74,7 @@ class Recording:
         self._error: RuntimeError | None = None
         self._stopping: Background | None = None
         self.yields = yields
+        self.cpu_s = 0.0
 
     @property
     def lost(self) -> bool:
@@ -133,6 +136,7 @@ class Recording:
             # Kept for `data`, because this runs on a background thread.
             self._error = error
         finally:
+            self.cpu_s = time.thread_time()  # of this thread, which does nothing else
             with _profiler.changed:
                 _profiler.give_to(None)
 

@@ -1,7 +1,8 @@
 """Detection of slow steps whose traces are worth saving, based only on their durations."""
 
 import statistics
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Hashable, Iterable
 from typing import Annotated, Final
 
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -50,38 +51,45 @@ class SlowSteps:
 
     def __init__(self, settings: AnomalyConfig) -> None:
         self._settings = settings
-        self._recent_s: deque[float] = deque(maxlen=settings.history_steps)
+        self._recent_s: dict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=settings.history_steps))
         self._unknown, self._cooling = settings.warmup_steps, 0
         self.captures_left = settings.captures
 
     @property
     def is_armed(self) -> bool:
         """Whether the next step can be judged slow."""
-        return self.captures_left > 0 and not self._cooling and len(self._recent_s) >= _LEAST_KNOWN
+        known = any(len(recent_s) >= _LEAST_KNOWN for recent_s in self._recent_s.values())
+        return self.captures_left > 0 and not self._cooling and known
 
-    @property
-    def threshold_s(self) -> float | None:
-        """Duration above which a step is slow; None until enough durations are known."""
-        if len(self._recent_s) < _LEAST_KNOWN:
-            return None
-        median_s = statistics.median(self._recent_s)
-        spread_s = _NORMAL * statistics.median(abs(each_s - median_s) for each_s in self._recent_s)
-        return max(self._settings.ratio * median_s, median_s + self._settings.deviations * spread_s)
-
-    def exceeded_s(self, duration_s: float) -> float | None:
+    def exceeded_s(self, duration_s: float, *, kind: Hashable = None, recorded: bool = True) -> float | None:
         """Returns the threshold that a step exceeds if its trace should be saved, otherwise None.
 
         The step also joins the history for later steps.
+
+        Args:
+          duration_s: duration of the step.
+          kind: kind of the step, which is only compared with steps of the same kind.
+          recorded: whether a trace of the step exists; without one, it is not judged.
         """
         if self._unknown:
             self._unknown -= 1
             return None
         # Judged before it joins the history, which it would distort.
-        threshold_s = self.threshold_s if self.is_armed else None
+        recent_s = self._recent_s[kind]
+        threshold_s = self._threshold_s(recent_s) if recorded and self.is_armed else None
         self._cooling = max(self._cooling - 1, 0)
-        self._recent_s.append(duration_s)
+        recent_s.append(duration_s)
         if threshold_s is None or duration_s <= threshold_s:
             return None
         self.captures_left -= 1
         self._cooling = self._settings.cooldown_steps
         return threshold_s
+
+    def _threshold_s(self, recent_s: Iterable[float]) -> float | None:
+        """Returns the duration above which a step is slow; None until enough durations are known."""
+        known_s = list(recent_s)
+        if len(known_s) < _LEAST_KNOWN:
+            return None
+        median_s = statistics.median(known_s)
+        spread_s = _NORMAL * statistics.median(abs(each_s - median_s) for each_s in known_s)
+        return max(self._settings.ratio * median_s, median_s + self._settings.deviations * spread_s)

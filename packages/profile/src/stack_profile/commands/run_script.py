@@ -1,19 +1,23 @@
 """`stack profile run`: runs a script as Python would, and captures it from its first device on, or on demand."""
 
 import argparse
+import contextlib
 import json
 import runpy
 import sys
 import threading
 import traceback
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+from stack_core.abi.config import parse
 from stack_profile.captures.capture import Capture, capture
+from stack_profile.captures.continuous import Continuous
 from stack_profile.captures.listener import listen
 from stack_profile.captures.recording import backend_started
+from stack_profile.captures.ring import ContinuousConfig
 from stack_profile.captures.stacks import STACKS_HZ
 from stack_profile.errors import CaptureError
 
@@ -34,10 +38,14 @@ def run_script(tokens: Sequence[str]) -> None:
     options = _parser().parse_args(tokens)
     if not options.module and not Path(options.script).is_file():
         raise CaptureError(f"There is no script {options.script!r}. Name a file, or a module after -m.")
-    if options.listen and options.json:
-        raise CaptureError("--json prints the file of a trace, and --listen writes none: leave one of them out.")
-    if options.listen:
-        _run_listening(options)
+    if (options.listen or options.continuous) and options.json:
+        other = "--listen" if options.listen else "--continuous"
+        raise CaptureError(f"--json prints the file of one trace, and {other} writes none or several: leave one out.")
+    ring = {name: value for name in ("ring_mb", "every_s") if (value := getattr(options, name)) is not None}
+    if ring and not options.continuous:
+        raise CaptureError(f"--{next(iter(ring)).replace('_', '-')} is a setting of --continuous, which is missing.")
+    if options.listen or options.continuous:
+        _run_observed(options, ring)
         return
     captured = capture(options.out, host_tracer_level=options.host_tracer_level, stacks_hz=options.stacks_hz)
     with _Watch(captured, delay_s=options.delay_s, duration_s=options.duration_s) as watch:
@@ -52,9 +60,16 @@ def run_script(tokens: Sequence[str]) -> None:
         sys.exit(status)
 
 
-def _run_listening(options: argparse.Namespace) -> None:
-    with listen(port=options.port) as listener:
-        print(f"stack: to capture it, stack profile attach {listener.address.pid}", file=sys.stderr)
+def _run_observed(options: argparse.Namespace, ring: Mapping[str, float]) -> None:
+    """Runs the script while it listens for captures, or records itself continuously, or both."""
+    with contextlib.ExitStack() as stack:
+        if options.continuous:
+            settings = parse(ContinuousConfig, {**ring, "stacks_hz": options.stacks_hz})
+            stack.enter_context(Continuous(options.out, settings))
+            print(f"stack: captures: stack profile ring {options.out}", file=sys.stderr)
+        if options.listen:
+            listener = stack.enter_context(listen(port=options.port))
+            print(f"stack: to capture it, stack profile attach {listener.address.pid}", file=sys.stderr)
         status = _run(options.script, options.arguments, module=options.module)
     if status:
         sys.exit(status)
@@ -87,6 +102,11 @@ def _parser() -> argparse.ArgumentParser:
         help="samples of Python stacks per second; 0 for none",
     )
     parser.add_argument("--listen", action="store_true", help="capture only when `stack profile attach` asks for it")
+    parser.add_argument(
+        "--continuous", action="store_true", help="keep a ring of captures on disk, at most 1%% of a processor"
+    )
+    parser.add_argument("--ring-mb", type=float, help="size of the ring of --continuous in MB (default: 256)")
+    parser.add_argument("--every-s", type=float, help="least seconds between its captures (default: 60)")
     parser.add_argument("--port", type=int, default=0, help="to listen on, by default any that is free")
     parser.add_argument("--json", action="store_true", help="print the trace's file after the script, as JSON")
     parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")

@@ -1,11 +1,13 @@
 """A capture of a server has its requests and engine steps, and one of post-training its rollouts and rewards."""
 
 import asyncio
+import dataclasses
 import re
 import threading
 
 import httpx2
 import jax
+import numpy as np
 import pytest
 
 import stack_profile
@@ -29,8 +31,10 @@ from stack_serve.openai.lifecycle import OpenAIApp
 from stack_serve.openai.service import Service
 from stack_train.generation.generative import generative_checkpoint
 from stack_train.models.llama import FAMILY, LlamaConfig
+from stack_train.run.train import train
 
 from .served import write_tokenizer
+from .test_rollouts import cell, records
 
 CONFIG = LlamaConfig(vocab_size=320, embed=16, layers=1, heads=2, kv_heads=1, mlp=24, max_positions=64, dtype="float32")
 # The third request waits until one of the others has ended; the second one's prompt takes two steps.
@@ -174,10 +178,45 @@ def test_rollouts_and_rewards_are_in_the_trace(capsys, tmp_path):
     with stack_profile.capture(tmp_path / "out", stacks_hz=0.0) as capture:
         asyncio.run(play())
     trace = load_trace(capture.wait())
-    answer = rollouts(trace)
+    answer = rollouts(trace, by="episode")
     (row,) = answer.rows
-    assert (row.name, row.tokens, row.reward, row.failure) == ("group 2, task 7", 3, 0.5, "")
+    assert (row.name, row.tokens, row.reward, row.failure) == ("group 2, task 7, episode 1", 3, 0.5, "")
     assert row.duration_s > 0 and answer.facts["rewards"] == 1
+    (group,) = rollouts(trace).rows
+    assert (group.name, group.episodes, group.reward, group.duration_s) == ("group 2, task 7", 1, 0.5, row.duration_s)
     assert requests(trace).rows == () and "no events of a server" in requests(trace).notes[0]
     main(["profile", "rollouts", str(tmp_path / "out")])
     assert "group 2, task 7" in capsys.readouterr().out
+
+
+@pytest.mark.slow  # trains on rollouts
+def test_a_run_of_grpo_has_the_episodes_of_its_steps(browser, tmp_path):
+    sizes = ("data.groups=4", "data.group_size=16", "run.steps=5", "run.evaluate_every_steps=0")
+    train(cell(tmp_path / "run", *sizes, "checkpoint.every_steps=0", "profile.first_step=2", "profile.steps=2"))
+    trace = load_trace(tmp_path / "run" / "profile")
+    answer, episodes = rollouts(trace), rollouts(trace, by="episode")
+    assert len(episodes.rows) == answer.facts["rollouts"] == sum(row.episodes for row in answer.rows)
+    # The data of the next step is played while a step is dispatched, so the capture begins with the third.
+    metrics = {record["step"]: record for record in records(tmp_path / "run", "train")}
+    compared = set()
+    for step in metrics:
+        names = {f"group {group}, task {group}" for group in range(4 * (step - 1), 4 * step)}
+        rows = [row for row in answer.rows if row.name in names and row.episodes == 16]
+        if len(rows) == 4:
+            compared.add(step)
+            assert np.mean([row.reward for row in rows]) == pytest.approx(metrics[step]["reward"])
+            assert np.mean([row.lowest == row.highest for row in rows]) == metrics[step]["flat_groups"]
+            assert sum(row.tokens for row in rows) >= metrics[step]["action_tokens"] * 64
+    assert 3 in compared
+    recorded = recorded_events(trace, short_paths(trace))
+    lanes = {lane.name: lane for lane in recorded.lanes if lane.type == "work"}
+    assert {"trainer steps", "rollouts"} <= lanes.keys()
+    # 64 episodes at once would fill the screen, so the lane has their groups.
+    assert lanes["rollouts"].rows <= 8 and len(lanes["rollouts"]) == answer.facts["groups"]
+    names = {recorded.kinds[kind]["name"].partition(":")[0] for kind in lanes["rollouts"].kind.tolist()}
+    assert names == {row.name for row in answer.rows}
+    write([page(trace, [Section("rollouts", "", answer)])], tmp_path / "report.html")
+    browser.open(tmp_path / "report.html", "#tab=more&section=rollouts")
+    cells = browser.values(".panel .analysis tbody tr", "[...each.cells].map(cell => Number(cell.dataset.value))")
+    assert [row[1:] for row in cells] == [list(dataclasses.astuple(row)[1:]) for row in answer.rows]
+    assert browser.complaints == []

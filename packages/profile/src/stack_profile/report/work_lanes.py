@@ -1,6 +1,7 @@
 """Lanes of the stack's own concurrent work: requests, engine steps, rollouts, rewards, and the trainer's steps."""
 
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 import numpy as np
 
@@ -8,7 +9,7 @@ from stack_profile.captures.processes import names_of
 from stack_profile.report.lanes import AddKinds, Lane, host_group
 from stack_profile.traces.intervals import tracks
 from stack_profile.traces.trace import Trace
-from stack_profile.traces.work_spans import ServedRequest, WorkSpan, requests_of, work_spans
+from stack_profile.traces.work_spans import ServedRequest, WorkSpan, requests_of, rollout_groups, work_spans
 from stack_profile.traces.xplane import MISSING, Space
 
 __all__ = ["work_lanes"]
@@ -26,8 +27,8 @@ def work_lanes(trace: Trace, add: AddKinds) -> Iterator[Lane]:
         spans, group = work_spans(space, trace.base_ns), host_group(trace, prefix)
         if any(span.name == "rollout" for span in spans):
             yield from _lane(group, "trainer steps", _trainer_steps(space, trace.base_ns), add)
-        for name, kind in (("rollouts", "rollout"), ("rewards", "reward")):
-            yield from _lane(group, name, _rows([_named(span) for span in spans if span.name == kind]), add)
+        yield from _lane(group, "rollouts", _rollouts(spans), add)
+        yield from _lane(group, "rewards", _rows([_named(span) for span in spans if span.name == "reward"]), add)
         steps = [_engine_step(span) for span in spans if span.name == "engine_step"]
         yield from _lane(group, "engine steps", _rows(steps), add)
         yield from _lane(group, "requests", _requests(requests_of(spans)), add)
@@ -68,6 +69,25 @@ def _named(span: WorkSpan) -> tuple[str, str, int, int]:
         return f"{fields['reward']}: {fields['value']}", "reward", span.start_ps, span.end_ps
     name = f"group {fields['group']}, task {fields['task']}: {fields['tokens']} tokens, reward {fields['reward']:.3g}"
     return name, "rollout", span.start_ps, span.end_ps
+
+
+def _rollouts(spans: Sequence[WorkSpan]) -> list[_Event]:
+    """Returns the episodes, or their groups if there are more than `_MOST_ROWS` episodes at the same time."""
+    groups = rollout_groups(spans)
+    episodes = _rows([_named(span) for group in groups for span in group])
+    if not episodes or max(row for *_, row in episodes) < _MOST_ROWS:
+        return episodes
+    return _rows([_group(group) for group in groups])
+
+
+_MOST_ROWS: Final = 32
+
+
+def _group(group: Sequence[WorkSpan]) -> tuple[str, str, int, int]:
+    fields = group[0].fields
+    reward = sum(span.fields["reward"] for span in group) / len(group)
+    name = f"group {fields['group']}, task {fields['task']}: {len(group)} episodes, mean reward {reward:.3g}"
+    return name, "rollout", min(span.start_ps for span in group), max(span.end_ps for span in group)
 
 
 def _requests(found: Sequence[ServedRequest]) -> list[_Event]:

@@ -11,7 +11,7 @@ import numpy as np
 from stack_core.runtime.spans import SPAN_FIELDS, SPAN_PREFIX
 from stack_profile.traces.xplane import MISSING, Space
 
-__all__ = ["ServedRequest", "WorkSpan", "requests_of", "work_spans"]
+__all__ = ["ServedRequest", "WorkSpan", "requests_of", "rollout_groups", "work_spans"]
 
 _PICOSECONDS: Final = 1e12
 
@@ -134,3 +134,11 @@ def requests_of(spans: Sequence[WorkSpan]) -> list[ServedRequest]:
             each.sent.append((span.end_ps, span.fields["tokens"]))
             each.end = span.fields["end"] or each.end
     return found
+
+
+def rollout_groups(spans: Sequence[WorkSpan]) -> list[list[WorkSpan]]:
+    """Returns the episodes of a process by group and task, in order of their starts."""
+    found: dict[tuple[int, int], list[WorkSpan]] = {}
+    for span in sorted((span for span in spans if span.name == "rollout"), key=lambda span: span.start_ps):
+        found.setdefault((span.fields["group"], span.fields["task"]), []).append(span)
+    return list(found.values())

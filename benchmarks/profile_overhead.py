@@ -189,7 +189,7 @@ def _costs(rounds: Sequence[Mapping[str, Block]]) -> list[dict[str, Any]]:
         ("watch, all steps, CPU time", "watch", "cpu_s", whole, False),
     ]
     return [
-        {"name": name, "share": _interval(_shares(rounds, who, what, steps, *base)), "limited": limited}
+        {"name": name, "share": interval(_shares(rounds, who, what, steps, *base)), "limited": limited}
         for name, who, what, steps, limited, *base in rows
     ]
 
@@ -204,7 +204,7 @@ def _shares(rounds: Sequence[Mapping[str, Block]], who: str, what: str, steps: i
     return shares
 
 
-def _interval(shares: Sequence[float]) -> tuple[float, float, float]:
+def interval(shares: Sequence[float]) -> tuple[float, float, float]:
     """The median between the ends of its confidence interval."""
     choose = random.Random(0)
     medians = sorted(statistics.median(choose.choices(shares, k=len(shares))) for _ in range(RESAMPLES))

@@ -105,6 +105,7 @@ class Build:
     """The builders, for tests: files of tests cannot import each other."""
 
     message = staticmethod(message)
+    varint = staticmethod(varint)
     plane = PlaneBuilder
     space = staticmethod(space)
     hlo_proto = staticmethod(hlo_proto)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 
 import numpy as np
 import pytest
@@ -109,3 +110,20 @@ def test_what_is_no_trace_is_refused(tmp_path, content, message):
         read_space(path)
     with pytest.raises(TraceError, match="cannot be read"):
         read_space(tmp_path / "missing.xplane.pb")
+
+
+@pytest.mark.slow  # takes 3 GB of memory
+def test_events_beyond_two_and_three_gigabytes_are_read(build, tmp_path):
+    plane = build.plane("/host:CPU")
+    plane.line("main", plane.event("late", 7, 5))
+    path, filler = tmp_path / "large.xplane.pb", 3 * 10**9
+    with path.open("wb") as file:
+        file.write(build.message((1, build.plane("/host:metadata").build())))
+        # A field that no reader knows; the file system stores its zeros as a hole.
+        file.write(build.message((15, b""))[:-1] + build.varint(filler))
+        file.seek(filler, os.SEEK_CUR)
+        file.write(build.space(plane))
+    space = read_space(path)
+    (line,) = space.planes[1].lines
+    assert (line.events.offset_ps.tolist(), line.events.duration_ps.tolist()) == ([7_000_000], [5_000_000])
+    assert space.problems == () and path.stat().st_size > filler

@@ -35,6 +35,8 @@ def test_the_public_names():
         "Capture",
         "CaptureError",
         "CaptureWarning",
+        "Continuous",
+        "ContinuousConfig",
         "Listener",
         "ProfileError",
         "Trace",

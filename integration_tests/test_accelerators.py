@@ -16,6 +16,7 @@ from stack_core.abi.ops import TunedChoice
 from stack_core.abi.plugins import registries
 from stack_core.chips import Target
 from stack_core.chips.targets import use_target
+from stack_core.programs.lint import LintedParameter, lint_program
 from stack_core.programs.roofline import program_cost, program_memory
 from stack_kernels.from_tokamax import missing
 from stack_kernels.laboratory.programs import kernels_of
@@ -268,6 +269,46 @@ def check_engine(target, *kernels, config=LLAMA_8B, temporary_bytes=2**27, **set
         assert memory.temporary_bytes < temporary_bytes
         assert memory.total_bytes < target.chip.hbm_bytes
     return programs
+
+
+def check_mixture_engine(target, **settings):
+    """A step of an engine whose experts are divided moves activations, and no array of the shape of a weight."""
+    widths = {**MIXTURE, "embed": 384, "mlp": 896, "expert_mlp": 640, "vocab_size": 1536, "param_dtype": "bfloat16"}
+    config = registries.models[widths.pop("name")].config_class(**widths)
+    model = nnx.eval_shape(lambda: registries.models[config.name].build(config, key=jax.random.key(0)))
+    nowhere = Path("nowhere")
+    checkpoint = generative_checkpoint(
+        model, config, name="mixture", tokenizer=nowhere, origin=nowhere, read=lambda _: iter(())
+    )
+    sizes = {"pages": 64, "max_tokens": 256, "step_tokens": 64, "max_sequences": 16}
+    settings = EngineConfig(**sizes, **settings)
+    shardings = AbstractPlacement(
+        checkpoint.states, settings.tensor, target.devices, expert=settings.expert
+    )._shardings(checkpoint)
+    parameters = [
+        LintedParameter(name=name, shape=leaf.shape, part=place.shard_shape(leaf.shape), layers=leaf.ndim > 2, bytes=2)
+        for (name, leaf), place in zip(_named(checkpoint.parameters), jax.tree.leaves(shardings), strict=True)
+        if leaf.size > 2**12  # not norms, whose shapes are those of small tables of a step, too
+    ]
+    experts = [each for each in parameters if "expert_gate" in each.name]
+    assert experts
+    assert all(each.part == (*each.shape[:-3], 8 // settings.expert, 384, 640 // settings.tensor) for each in experts)
+    for name, program in compile_engine(checkpoint, settings, target).items():
+        found = program_cost(program, target.devices, target.chip, link_share=target.link_share).collectives
+        assert "all-reduce" in {each.kind for each in found}, name
+        largest = lint_program(found, parameters).largest
+        assert {parameter: each for parameter, each in largest.items() if each is not None} == {}, name
+
+
+@pytest.mark.tpu_aot
+def test_an_engine_with_divided_experts_gathers_no_weights_on_tpus():
+    check_mixture_engine(Target("v6e:2x2"), tensor=2, expert=2)
+
+
+@pytest.mark.gpu_aot
+@pytest.mark.usefixtures("cudnn")
+def test_an_engine_with_divided_experts_gathers_no_weights_on_gpus():
+    check_mixture_engine(Target("h100:1x1x4"), tensor=2, expert=2)
 
 
 def _named(tree):

@@ -58,7 +58,7 @@ NUMBERS = {
         ("0",),
     ),
     **dict.fromkeys(("priorities",), ("-1",)),
-    "data-parallel": ("0",),
+    **dict.fromkeys(("data-parallel", "expert"), ("0",)),
 }
 
 

@@ -68,6 +68,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
     memory_fraction: float | None = None,
     cache_dtype: Literal["model", "float32", "bfloat16", "int8", "fp8_e4m3", "fp8_e5m2"] | None = None,
     tensor: int | None = None,
+    expert: int | None = None,
     data_parallel: int | None = None,
     prefill_engines: int | None = None,
     router: str | None = None,
@@ -134,6 +135,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
         quarter, at most 2 GiB).
       cache_dtype: dtype of the cached keys and values (the dtype in which the model computes them).
       tensor: number of devices over which each layer is sharded (1).
+      expert: number of devices over which the experts of a mixture are divided (1).
       data_parallel: number of engines that share the requests, each in a process with its own devices, on CPUs with its
         own cores (1).
       prefill_engines: number of further engines that compute prompts and hand over their keys, known as disaggregated

@@ -25,11 +25,11 @@ def compile_engine(
       target: hardware to compile for.
 
     Raises:
-      HardwareError: the compiler of the target is missing, or the target has fewer devices than `config.tensor`.
+      HardwareError: the compiler of the target is missing, or the target has fewer devices than the config.
       ConfigError: the config is inconsistent with the model.
     """
     limits = Limits.of(checkpoint, config)
-    placement = AbstractPlacement(checkpoint.states, config.tensor, target.devices)
+    placement = AbstractPlacement(checkpoint.states, config.tensor, target.devices, expert=config.expert)
     sizes = {"max_tokens": limits.max_tokens, "pages": limits.pages}
     with use_target(target):
         return Programs(checkpoint, config, **sizes, placement=placement).largest()

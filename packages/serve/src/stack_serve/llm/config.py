@@ -74,6 +74,8 @@ class EngineConfig:
       page_layout: axis order of the page pool, in the notation of `ops.paged_attention`. None selects the best layout
         for the chip's implementations (see `ops.page_layout`), or "pshd" if no other is better.
       tensor: number of devices over which the heads and features of each layer are sharded.
+      expert: number of devices over which the experts of a mixture are divided, besides the division by `tensor`. Each
+        device computes its experts for all tokens of a step, and the rest of the layers as without `expert`.
       prefix_caching: whether to keep the pages of prompts for later requests with the same prefix. None enables it
         unless the model has recurrent states: these cannot be rewound to the token where another prompt diverges.
       adapters: adapter addresses, keyed by the names used in requests. An address is a run trained with adapters or a
@@ -103,6 +105,7 @@ class EngineConfig:
     cache_dtype: CacheType = "model"
     page_layout: PageLayout | None = None
     tensor: PositiveInt = 1
+    expert: PositiveInt = 1
     prefix_caching: bool | None = None
     adapters: Mapping[str, str] = Field(default_factory=dict)
     max_adapters: _Count = 8

@@ -240,12 +240,15 @@ def _fitting_pages(models: Sequence[GenerativeCheckpoint], config: EngineConfig)
 
     # The pools grow linearly with the number of pages, so two sizes suffice.
     states_bytes, page_bytes = cache_bytes(0), cache_bytes(1) - cache_bytes(0)
-    device_bytes = free_bytes(jax.local_devices()[: config.tensor])
+    devices = config.tensor * config.expert
+    device_bytes = free_bytes(jax.local_devices()[:devices])
     if device_bytes is None or not page_bytes:
         return 2**30  # unlimited: the caller then uses the pages needed for `max_sequences`
     # The parameters are loaded after the limits are known, so their memory is still free.
-    left_bytes = max(device_bytes * config.tensor - _size_bytes([model.parameters for model in models]), 0)
-    return max(_share_bytes(left_bytes, config.memory_fraction) - states_bytes, 0) // page_bytes
+    left_bytes = max(device_bytes * devices - _size_bytes([model.parameters for model in models]), 0)
+    # Pages are replicated over the devices of different experts.
+    share_bytes = _share_bytes(left_bytes, config.memory_fraction) // config.expert
+    return max(share_bytes - states_bytes, 0) // page_bytes
 
 
 def _share_bytes(left_bytes: int, fraction: float | None) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from stack_core.abi.caches import KeysValues
-from stack_core.abi.errors import HardwareError, ShardingError
+from stack_core.abi.errors import ConfigError, HardwareError, ShardingError
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.mesh import DEFAULT_RULES, MeshConfig, use_mesh
 from stack_core.chips.device_mesh import make_mesh
@@ -26,28 +26,36 @@ __all__ = ["AbstractPlacement", "Placement"]
 
 
 class Placement:
-    """Places arrays on `tensor` devices; axes that cannot be sharded are replicated.
+    """Places arrays on `tensor` x `expert` devices; axes that cannot be sharded are replicated.
 
     Args:
       states: state specification of each layer, from which the key-value head counts are read.
-      tensor: number of devices.
+      tensor: number of devices over which heads and features are sharded.
       devices: available devices; None means all devices of this process.
+      expert: number of devices over which the experts of mixtures are divided. Tokens and pages are replicated over
+        them.
 
     Raises:
-      HardwareError: fewer than `tensor` devices are available.
+      HardwareError: fewer devices are available.
     """
 
-    def __init__(self, states: Any, tensor: int, devices: Sequence[jax.Device] | None = None) -> None:
+    def __init__(
+        self, states: Any, tensor: int, devices: Sequence[jax.Device] | None = None, *, expert: int = 1
+    ) -> None:
         devices = jax.local_devices() if devices is None else devices
-        if tensor > len(devices):
+        if tensor * expert > len(devices):
+            axes = f"tensor={tensor}" if expert == 1 else f"tensor={tensor} x expert={expert}"
             raise HardwareError(
-                f"The engine is sharded over tensor={tensor} devices, but only {len(devices)} are available: "
+                f"The engine is sharded over {axes} devices, but only {len(devices)} are available: "
                 f"{', '.join(map(str, devices[:8]))}. Lower tensor, or start the engine on a machine with more devices."
             )
         heads = (state.kv_heads for state in jax.tree.leaves(states) if isinstance(state, KeysValues))
         self._split_heads = all(count % tensor == 0 for count in heads)
-        self._rules = DEFAULT_RULES
-        self._mesh = None if tensor == 1 else make_mesh(MeshConfig(fsdp=1, tensor=tensor), devices[:tensor])
+        # A step has few tokens, and any number of them.
+        self._rules = DEFAULT_RULES.updated({"batch": ("data", "fsdp"), "lookup_batch": "data"})
+        self._expert, self._mesh = expert, None
+        if tensor * expert > 1:
+            self._mesh = make_mesh(MeshConfig(fsdp=1, tensor=tensor, expert=expert), devices[: tensor * expert])
 
     def traced(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls a function that traces model programs; activation axes that do not divide evenly are replicated."""
@@ -113,7 +121,23 @@ class Placement:
         ]
 
     def _shardings(self, checkpoint: GenerativeCheckpoint) -> Any:
-        return None if self._mesh is None else checkpoint.shardings(self._mesh)
+        if self._mesh is None:
+            return None
+        # Compiled programs of JAX 0.10 refuse 4-bit arrays that are committed to CPUs, as sharded arrays are.
+        is_cpu = self._mesh.devices.flat[0].platform == "cpu"
+        if is_cpu and any(leaf.dtype in (jnp.int4, jnp.uint4) for leaf in jax.tree.leaves(checkpoint.parameters)):
+            raise ConfigError(
+                f"Model {checkpoint.name!r} has weights of 4 bits, which cannot be divided over several CPU devices. "
+                "Use tensor=1 and expert=1, or int8 weights."
+            )
+        found = checkpoint.shardings(self._mesh)
+        if self._expert > 1 and not any("expert" in _mesh_axes(each.spec) for each in jax.tree.leaves(found)):
+            raise ConfigError(
+                f"expert={self._expert}: no parameter of model {checkpoint.name!r} is divided by experts: it has none, "
+                f"or their number is no multiple of {self._expert}. Use tensor={self._expert} (--tensor), or another "
+                "number."
+            )
+        return found
 
     def pools(self, make: Callable[[], Any], layout: PageLayout) -> Any:
         """Creates page pools sharded over their heads, with or without a layer axis, and replicated states.
@@ -155,8 +179,8 @@ class Placement:
 class AbstractPlacement(Placement):
     """A placement of shapes and shardings without arrays, to compile for devices that are not available."""
 
-    def __init__(self, states: Any, tensor: int, devices: Sequence[jax.Device]) -> None:
-        super().__init__(states, tensor, devices)
+    def __init__(self, states: Any, tensor: int, devices: Sequence[jax.Device], *, expert: int = 1) -> None:
+        super().__init__(states, tensor, devices, expert=expert)
         self._one = SingleDeviceSharding(devices[0])
 
     def load(self, checkpoint: GenerativeCheckpoint, chosen: Any) -> Any:
@@ -187,6 +211,11 @@ class AbstractPlacement(Placement):
     def replicated(self, tree: Any) -> Any:
         sharding = self._one if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
         return jax.tree.map(lambda leaf: _struct(leaf.shape, leaf.dtype, sharding), tree)
+
+
+def _mesh_axes(spec: PartitionSpec) -> set[str]:
+    """Returns the mesh axes that a spec names."""
+    return {axis for entry in spec if entry for axis in ((entry,) if isinstance(entry, str) else entry)}
 
 
 def _is_states(layer: Any) -> bool:

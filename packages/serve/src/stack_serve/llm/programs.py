@@ -118,7 +118,9 @@ class Programs:
         drafts = 0 if config.speculation is None else config.speculation.tokens
         min_rows = _GPU_ROWS if is_for_gpus() else 1
         self._buckets = Buckets(config.max_sequences, config.step_tokens, drafts, min_rows)
-        self._placement = Placement(checkpoint.states, config.tensor) if placement is None else placement
+        if placement is None:
+            placement = Placement(checkpoint.states, config.tensor, expert=config.expert)
+        self._placement = placement
         self._compiled: dict[Key, Any] = {}
         # Programs queued for the background threads, and programs being compiled.
         self._waiting, self._in_progress = list[Key](), set[Key]()

@@ -102,7 +102,7 @@ class ParallelEngine(Engine):
         devices: Sequence[EngineDevices] | None = None,
     ) -> None:
         self._count, self._decoding = parallel.engines, parallel.data_parallel
-        self._devices = divide_devices(self._count, config.tensor) if devices is None else devices
+        self._devices = divide_devices(self._count, config.tensor * config.expert) if devices is None else devices
         self._open, self._config, self._parallel = open_engine, config, parallel
         self._progress = progress
         self._reports: dict[int, Progress] = {}

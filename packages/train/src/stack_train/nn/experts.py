@@ -192,7 +192,9 @@ def _mixed_part(
     before, after = (weights, ones) if spec.scaled_inputs else (None, weights)
     outputs, dropped = _outputs_of_experts(spec, rows, chosen, before, parameters)
     y = jnp.einsum("tkd,tk->td", outputs, after, preferred_element_type=jnp.float32).astype(x.dtype)
-    y = lax.psum(y, axes_of("mlp")) if axes_of("mlp") else y  # these devices split every expert
+    # Devices that split every expert have partial sums, and devices with all tokens have those of their own experts.
+    axes = (*axes_of("mlp"), *_axes_with_all_tokens())
+    y = lax.psum(y, axes) if axes else y
     return y.reshape(x.shape), facts if dropped is None else {**facts, "dropped": dropped}
 
 
@@ -209,6 +211,8 @@ def _outputs_of_experts(
       weights: factors of the inputs, [tokens, active], or None.
     """
     axis, active = axes_of("experts"), chosen.shape[-1]
+    if _axes_with_all_tokens():
+        return _outputs_of_own_experts(spec, rows, chosen, weights, parameters), jnp.zeros(())
     # Rows are sorted by expert for the grouped products, exchanged if experts are split, and put back in order.
     order = jnp.argsort(chosen.reshape(-1), stable=True)
     # Entry i of the flattened choices belongs to token i // active.
@@ -230,6 +234,31 @@ def _outputs_of_experts(
     # A scatter inverts the permutation without a second sort.
     places = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)))
     return outputs[places].reshape(*chosen.shape, -1), dropped
+
+
+def _axes_with_all_tokens() -> tuple[str, ...]:
+    """Returns the mesh axes that split the experts but not the tokens, as when an engine serves a mixture."""
+    return () if set(axes_of("experts")) & set(axes_of("batch")) else axes_of("experts")
+
+
+def _outputs_of_own_experts(
+    spec: Experts, rows: jax.Array, chosen: jax.Array, weights: jax.Array | None, parameters: Mapping[str, Any]
+) -> jax.Array:
+    """Returns the outputs of this device's experts, [tokens, active, embed]; the outputs of other experts are zeros.
+
+    A step of an engine has few tokens. Every device has them, so the sum over the devices is the only communication.
+    """
+    count, active = parameters["gate"].shape[0], chosen.shape[-1]
+    own = chosen.reshape(-1) - lax.axis_index(axes_of("experts")) * count
+    # Rows of other experts come after all groups, where products are zeros.
+    groups = jnp.where((own >= 0) & (own < count), own, count)
+    order = jnp.argsort(groups, stable=True)
+    sent = rows[order // active]
+    if weights is not None:
+        sent = sent * weights.reshape(-1, 1)[order]
+    outputs = _gated(spec, sent, parameters, jnp.bincount(groups, length=count + 1)[:count])
+    places = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)))
+    return outputs[places].reshape(*chosen.shape, -1)
 
 
 def _gated(spec: Experts, x: jax.Array, parameters: Mapping[str, Any], sizes: jax.Array) -> jax.Array:

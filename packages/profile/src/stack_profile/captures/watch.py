@@ -28,6 +28,7 @@ from stack_profile.errors import CaptureError
 __all__ = ["Watch"]
 
 _WINDOW_STEPS, _WINDOW_S = 8, 0.4  # minimum steps and seconds of a recording
+_FIRST_WINDOW_S, _LEAST_WINDOW_S = 0.1, 0.02  # of a recording for the ring, before and after its cost is known
 _STEPS_AFTER: Final = 2  # steps that are recorded after a slow one
 _IDLE_S: Final = 30.0  # a recording of a server without requests ends after this time
 _FIRST_S: Final = 10.0  # until the first capture of normal steps, while programs are compiled and caches fill
@@ -87,7 +88,8 @@ class Watch:
         self._is_normal = False  # whether the recording is saved in the ring
         self._first_step, self._last_step, self._steps, self._windows = 0, 0, 0, 0
         self._slow_step: dict[str, Any] | None = None  # recorded, and saved after `_steps_left` further steps
-        self._steps_left = 0
+        self._steps_left = self._writing = 0
+        self._normal_s = _FIRST_WINDOW_S
         self._compiled = self._listens = self._closed = self._warned = False
         self._window_s = self._gap_s = self._pause_s = self._paused_s = 0.0
         self._until_normal_s = min(continuous.every_s, _FIRST_S) if continuous else 0.0
@@ -122,7 +124,7 @@ class Watch:
         with self._lock:
             self._pass(elapsed_s)
             # A recording ends with a step, since a slow step may be running. Without steps it ends here.
-            longest_s = _IDLE_S if self._last_step else _WINDOW_S
+            longest_s = _IDLE_S if self._last_step else self._normal_s
             if self._is_lost() or (not self._steps and self._window_s >= longest_s):
                 self._renew()
 
@@ -198,7 +200,7 @@ class Watch:
             return self._steps_left <= 0
         if not self._is_normal and not self._awaits_slow_steps():
             return True
-        return self._steps >= _WINDOW_STEPS and self._window_s >= _WINDOW_S
+        return self._steps >= _WINDOW_STEPS and self._window_s >= (self._normal_s if self._is_normal else _WINDOW_S)
 
     def _awaits_slow_steps(self) -> bool:
         """Returns whether the next step can be judged, or its duration is only known if it is recorded."""
@@ -215,7 +217,8 @@ class Watch:
             self._charge(_RECORDING * (time.thread_time() - started_s))
             self._pause_s = max(self._pause_s - self._window_s, 0.0)
             self._window_s, self._steps = 0.0, 0
-        if self._closed or self._pause_s > 0:
+        # The cost of a capture is known once it is written, and its encoding would slow the recorded steps down.
+        if self._closed or self._pause_s > 0 or self._writing:
             return
         self._is_normal = self._continuous is not None and self._until_normal_s == 0
         if not self._is_normal and not self._awaits_slow_steps():
@@ -291,13 +294,19 @@ class Watch:
         except CaptureError as error:
             warnings.warn(f"{lost}: {error}", CaptureWarning, stacklevel=5)
             return None
-        captured.stop(settle=False, about=about, done=partial(self._written, captured, name))
+        self._writing += 1
+        captured.stop(settle=False, about=about, done=partial(self._written, captured, name, self._window_s))
         return captured
 
-    def _written(self, captured: Capture, name: str) -> None:
+    def _written(self, captured: Capture, name: str, window_s: float) -> None:
         """Charges the cost of a written capture; called by its writer thread."""
         with self._lock:
+            self._writing -= 1
             self._charge(captured.cpu_s)
+            if self._continuous is not None and captured.cpu_s and window_s:
+                # Half of the permitted time for captures of normal steps, and half for finding slow ones.
+                affordable_s = self._share * self._continuous.every_s / 2 * window_s / captured.cpu_s
+                self._normal_s = min(max(affordable_s, _LEAST_WINDOW_S), _WINDOW_S)
             if captured.failure is not None:
                 self._until_normal_s = max(self._until_normal_s, _RETRY_S)
             elif self._ring is not None and name.startswith("slow") and captured.path is not None:

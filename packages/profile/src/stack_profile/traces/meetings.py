@@ -8,7 +8,7 @@ With e[k] and s[k] the end and the start of execution k on a host's own clock, t
 over the quickest tenth of the executions. The limits hold because no member ends before another one has started. The
 error is the duration of these executions on the last member, plus twice the standard error of the median, unless the
 limits are closer. Traces do not number the executions of different hosts alike: runs of a program are matched such that
-the differences vary least.
+the differences vary least; of several matches that fit, the smallest offset is used.
 """
 
 import dataclasses
@@ -421,27 +421,28 @@ def _shift(pairs: Sequence[tuple[np.ndarray, np.ndarray]], offset: float | None)
       offset: difference of the clocks if another module has told it.
     """
     # A hundred executions per run suffice.
-    first, second = (
-        np.concatenate([each[side][..., 1] for each in pairs], axis=1)[:, :_MOST_COLUMNS] for side in (0, 1)
-    )
+    first, second = (np.concatenate([each[side] for each in pairs], axis=1)[:, :_MOST_COLUMNS] for side in (0, 1))
+    durations = np.concatenate([np.ravel(each[..., 1] - each[..., 0]) for each in (first, second)])
     fewest = max(min(len(first), len(second)) // 2, 1)
     found: list[tuple[int, float, float]] = []
     for shift in range(fewest - len(second), len(first) - fewest + 1):
-        one, two = _overlapping(first, second, shift)
+        one, two = _overlapping(first[..., 1], second[..., 1], shift)
         differences = (two - one)[np.isfinite(two - one)]
         if len(differences):
             low, median, high = np.percentile(differences, (10, 50, 90))
             found.append((shift, float(median), float(high - low)))
     if not found:
         return None
-    best = min(spread for _, _, spread in found)
-    fitting = [each for each in found if each[2] <= 2 * best + _CLOSE_PS]
+    # A few regular runs may vary less by accident if they are matched wrongly. Clocks seldom differ by more than a run,
+    # so a larger offset needs differences that are clearly more equal.
+    jitter = float(np.nanpercentile(durations, 25))
+    limit = 4 * min(spread for _, _, spread in found) + jitter
+    fitting = [each for each in found if each[2] <= limit]
     shift, median, _ = min(fitting, key=lambda each: abs(each[1] - (offset or 0.0)))
     return shift, median, len(fitting) > 1
 
 
 _MOST_COLUMNS: Final = 100
-_CLOSE_PS: Final = 1e6
 
 
 def _median(values: np.ndarray) -> tuple[float, float]:

@@ -83,8 +83,8 @@ def ring_table(directory: Path, stored: Sequence[Stored]) -> Answer[RingRow]:
         "total_bytes": total_bytes(stored),
         "ring_mb": figures.get("ring_mb"),
         "watched_s": watched_s,
-        "recorded_share": figures["recorded_s"] / watched_s if watched_s else None,
-        "cost_share": figures["cost_s"] / watched_s if watched_s else None,
+        "recorded_time_share": figures["recorded_s"] / watched_s if watched_s else None,
+        "cost_processor_share": figures["cost_s"] / watched_s if watched_s else None,
     }
     rows = (_row(each, about) for each, about in zip(stored, abouts, strict=True))
     return Answer("ring", facts, RingRow, tuple(rows))

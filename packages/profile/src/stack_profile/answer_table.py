@@ -25,7 +25,7 @@ class _Column:
     Attributes:
       name: field of the rows.
       cells: formatted values.
-      is_text: whether the values are texts, which may be shortened.
+      is_text: True if the values are texts, which may be shortened.
       width: width in characters.
     """
 

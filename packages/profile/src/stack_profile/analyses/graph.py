@@ -380,7 +380,7 @@ class _Nodes:
 
 
 def _is_visible(instruction: "Instruction") -> bool:
-    """Whether to show an instruction: not a constant, and not a loop's state tuple, whose parts are shown instead."""
+    """True for instructions to show: not constants, nor a loop's state tuple, whose parts are shown instead."""
     is_state = instruction.opcode == "parameter" and len(instruction.shapes) != 1
     return instruction.opcode not in _LEFT_OUT and not is_state
 

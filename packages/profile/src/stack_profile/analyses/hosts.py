@@ -9,7 +9,7 @@ last host. Before an arrival, from the first end of the previous collective on, 
     garbage collection, compilation, input, host code
                          a device was idle while the host did this; "host code" is everything else
 
-The cause of a delay is the one that took most time more than on the other hosts before the same collectives.
+The cause of a delay is the activity whose time before these collectives exceeds that of other hosts the most.
 """
 
 import collections
@@ -39,7 +39,7 @@ HostsGrouping = Literal["host", "cause"]
 
 @dataclass(frozen=True)
 class HostRow:
-    """One host, or one of several processes on it.
+    """A host, or a process if several run on a host.
 
     Attributes:
       name: name of the host.
@@ -53,7 +53,7 @@ class HostRow:
       delay_s: time by which these collectives would begin earlier if it kept up with the last but one host.
       wait_s: time for which it waited in collectives.
       cause: cause of most of the delay; "" without a delay.
-      excess_s: time that the cause took more than on the other hosts, before the delayed collectives.
+      excess_s: time of the cause before the delayed collectives, in excess of its time on other hosts.
       line: Python line of the cause: of device work, or the most frequent one of the host's samples.
     """
 
@@ -80,7 +80,7 @@ class CauseRow:
       name: name of the host.
       cause: "previous collective", "device work", "garbage collection", "compilation", "input" or "host code".
       own_s: time of the cause on the host, before the collectives that it delayed.
-      others_s: the same on the other hosts, on average.
+      others_s: mean of the same time on other hosts.
       excess_s: `own_s - others_s`.
       line: see `HostRow`.
       samples: number of the host's samples in this time.
@@ -157,7 +157,7 @@ class _Activity:
     """What a host did, as disjoint intervals in order of time.
 
     Attributes:
-      idle: times in which one of its devices ran nothing.
+      idle: times in which a device of the host ran nothing.
       known: causes of idle time by name, the first one before the next.
     """
 
@@ -268,7 +268,7 @@ def _sampled(trace: Trace, name: str, intervals: np.ndarray) -> tuple[str, int]:
 
 
 def _slower_line(trace: Trace, host: int, windows: Mapping[int, np.ndarray]) -> str:
-    """Returns the line whose operations took most time more on a host than on the other hosts."""
+    """Returns the line whose operations exceed their time on other hosts the most."""
     line = grouping("line")
     prefixes = names_of(trace.spaces)
     excess: collections.Counter[str] = collections.Counter()

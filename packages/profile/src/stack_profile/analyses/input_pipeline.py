@@ -100,7 +100,7 @@ class InputWait:
 
     @property
     def bounds(self) -> bool:
-        """Whether the program is input-bound: devices idle for input for at least `BOUND_SHARE` of the time."""
+        """True if the program is input-bound: devices idle for input for at least `BOUND_SHARE` of the time."""
         return self.idle_s >= BOUND_SHARE * self.steps_s
 
 
@@ -148,7 +148,7 @@ class InputProcess:
 
     @property
     def is_known(self) -> bool:
-        """Whether the trace shows how the program gets its input; transfers by themselves do not."""
+        """True if the trace shows how the program gets its input; transfers by themselves do not."""
         kinds = {self.events.stages[row].kind for row in np.unique(self.events.which[self.calls_jax]).tolist()}
         return bool(kinds - {"transfer"})
 

@@ -100,7 +100,7 @@ class _Waits:
     """The host's activity while devices were idle.
 
     Attributes:
-      known: whether the trace has host events.
+      known: True if the trace has host events.
       inside_s: idle time while the host was inside a JAX call.
       outside_s: the remaining idle time.
       input_s: idle time while the program was in its input pipeline, inside JAX calls or not; None if the trace does

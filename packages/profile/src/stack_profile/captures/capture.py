@@ -155,7 +155,7 @@ class Capture(contextlib.ContextDecorator):
 
     @property
     def is_writing(self) -> bool:
-        """Whether the files are being written."""
+        """True if the files are being written."""
         return self._writer is not None and self._writer.runs
 
     @property

@@ -29,7 +29,7 @@ class ProfileConfig:
       anomaly: settings for capturing anomalously slow steps, `{}` for the defaults; None disables this.
       continuous: settings for a ring of captures on disk, `{}` for the defaults; None disables this. It also captures
         slow steps, as `anomaly` defines them.
-      listen: whether `stack profile attach` can capture the run.
+      listen: True if `stack profile attach` can capture the run.
       stacks_hz: samples of the threads' Python stacks per second in captures of steps; 0 for none.
       output: directory of the captures; None is `profile` in the run's directory.
     """

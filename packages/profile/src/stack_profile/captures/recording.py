@@ -62,9 +62,9 @@ class Recording:
     """Recording of this process in memory, until it is ended or discarded.
 
     Attributes:
-      yields: whether the recording is discarded when another one needs the profiler.
-      lost: whether the recording was discarded.
-      ending: whether `end` was called.
+      yields: True if the recording is discarded when another one needs the profiler.
+      lost: True if the recording was discarded.
+      ending: True if `end` was called.
       cpu_s: processor time of stopping and encoding, once `data` has returned.
     """
 
@@ -146,8 +146,8 @@ def record(*, host_tracer_level: int, programs: bool = True, yields: bool = Fals
 
     Args:
       host_tracer_level: see `stack_profile.capture`.
-      programs: whether to record the compiled programs; collecting them takes milliseconds at the end.
-      yields: whether other recordings may take the profiler. A yielding recording fails while another one is ending,
+      programs: records the compiled programs; collecting them takes milliseconds at the end.
+      yields: lets other recordings take the profiler. A yielding recording fails while another one is ending,
         instead of waiting.
 
     Raises:

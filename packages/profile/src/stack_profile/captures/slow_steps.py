@@ -57,7 +57,7 @@ class SlowSteps:
 
     @property
     def is_armed(self) -> bool:
-        """Whether the next step can be judged slow."""
+        """True if the next step can be judged slow."""
         known = any(len(recent_s) >= _LEAST_KNOWN for recent_s in self._recent_s.values())
         return self.captures_left > 0 and not self._cooling and known
 
@@ -69,7 +69,7 @@ class SlowSteps:
         Args:
           duration_s: duration of the step.
           kind: kind of the step, which is only compared with steps of the same kind.
-          recorded: whether a trace of the step exists; without one, it is not judged.
+          recorded: True if a trace of the step exists; without one, it is not judged.
         """
         if self._unknown:
             self._unknown -= 1

@@ -71,8 +71,8 @@ class Watch:
           out: directory of the captures.
           settings: definition of slow steps, by default `AnomalyConfig()`.
           continuous: settings of the continuous mode; None saves slow steps only.
-          runs_ahead: whether the device has already begun the next step when a step is reported.
-          timed: whether `tick` reports the time, and steps are reported during recordings only.
+          runs_ahead: True if the device has already begun the next step when a step is reported.
+          timed: True if `tick` reports the time, and steps are reported during recordings only.
 
         Raises:
           CaptureError: the ring of the continuous mode cannot be written, or has another writer.

@@ -30,7 +30,7 @@ class Difference:
       before, after: means, trimmed or not, averaged over captures.
       error: standard error of `after - before`; NaN if a side has one sample.
       freedom: degrees of freedom of the error.
-      of_captures: whether captures are the samples; otherwise steps are, and the error excludes variation between
+      of_captures: True if captures are the samples; otherwise steps are, and the error excludes variation between
         captures.
     """
 

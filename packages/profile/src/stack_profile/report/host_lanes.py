@@ -20,7 +20,7 @@ def host_lanes(trace: Trace, add: AddKinds) -> Iterator[Lane]:
         kinds: dict[tuple[str, str], int] = {}
         columns = [np.zeros((3, 0), np.int64)]
 
-        def placed(label: str, category: str, start: np.ndarray, end: np.ndarray) -> np.ndarray:
+        def rows_of(label: str, category: str, start: np.ndarray, end: np.ndarray) -> np.ndarray:
             kind = kinds.setdefault((label, category), len(kinds))  # noqa: B023, called in this iteration only
             return np.stack([np.full(len(start), kind), start, end])
 
@@ -31,8 +31,8 @@ def host_lanes(trace: Trace, add: AddKinds) -> Iterator[Lane]:
             for place, other in enumerate(each.meetings.hosts):
                 waits = (each.last == place) & (arrived > start)
                 label = f"waits for {formation.names[other]}"
-                columns.append(placed(label, "wait for a host", start[waits], arrived[waits]))
-            columns.append(placed(each.meetings.operation.name, "transfer", arrived, np.maximum(end, arrived)))
+                columns.append(rows_of(label, "wait for a host", start[waits], arrived[waits]))
+            columns.append(rows_of(each.meetings.operation.name, "transfer", arrived, np.maximum(end, arrived)))
         kind, start, end = np.concatenate(columns, axis=1)
         if not len(kind):
             continue

@@ -83,7 +83,7 @@ class Kind:
       start: for a done operation, the name of its start operation; otherwise "".
       groups: groups of positions in the program's list of devices, for a permutation pairs of source and target; empty
         without the program and between TPU slices.
-      between_slices: whether the collective connects TPU slices.
+      between_slices: True if the collective connects TPU slices.
     """
 
     name: str

@@ -76,7 +76,7 @@ class Instruction:
       outer: number of outermost frames that called the program, common to all of its instructions.
       origin: source of `op_name` and `frames`: the instruction itself, the instructions it fuses, an operand, a user,
         the enclosing loop or call, or none.
-      fused: whether it is part of a fusion and never runs separately.
+      fused: True if it is part of a fusion and never runs separately.
       opcodes: opcodes of the fused instructions, or the single opcode.
       parts: names of the instructions it fuses, the root first.
       target: library or kernel of a custom call, or "".
@@ -190,7 +190,7 @@ def called_by(stacks: Iterable[tuple[Frame, ...]], op_name: str) -> int:
 
 
 def _is_layer(name: str, frame: Frame) -> bool:
-    """Whether the class of a `__call__` is a layer, not part of the ops' machinery or a config such as an objective."""
+    """True if the class of a `__call__` is a layer, not part of the ops' machinery or a config such as an objective."""
     return frame.package != _OPS_PACKAGE and not name.endswith("Config")
 
 

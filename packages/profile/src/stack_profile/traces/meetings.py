@@ -35,8 +35,8 @@ class HostClock:
       drift_s: growth of the offset per second; 0 if too small to measure.
       center_ps: time on the first host's clock at which the clocks differ by `offset_s`.
       collectives: number of compared executions.
-      is_moved: whether the trace's times are corrected by the offset, which they are if it exceeds the error.
-      is_regular: whether runs of the program are so regular that the offset may be wrong by whole runs.
+      is_moved: True if the trace's times are corrected by the offset, which they are if it exceeds the error.
+      is_regular: True if runs of the program are so regular that the offset may be wrong by whole runs.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Meetings:
 
     @property
     def is_mutual(self) -> bool:
-        """Whether every member needs data of all others, as opposed to a permutation or a broadcast."""
+        """True if each member needs data of every other member, unlike in a permutation or a broadcast."""
         return _is_mutual(self.kind)
 
 
@@ -187,22 +187,22 @@ class _Members:
         """Returns the hosts of this trace that a host meets in a collective, itself included; () for none."""
         if kind.between_slices:
             return tuple(range(self.count))
-        met = {host}
+        members = {host}
         groups = [np.array(group) for group in kind.groups]
         sets = [set(self.hosts[group[group < len(self.hosts)]].tolist()) - {-1} for group in groups]
         # Groups of devices that share a host wait for each other.
-        while grown := [each for each in sets if each & met and not each <= met]:
-            met.update(*grown)
-        return tuple(sorted(met)) if len(met) > 1 else ()
+        while grown := [each for each in sets if each & members and not each <= members]:
+            members.update(*grown)
+        return tuple(sorted(members)) if len(members) > 1 else ()
 
-    def sent_bytes(self, kind: Kind, met: tuple[int, ...]) -> float | None:
-        """Returns the mean bytes that one of the hosts sends to others in one execution."""
+    def sent_bytes(self, kind: Kind, members: tuple[int, ...]) -> float | None:
+        """Returns the mean bytes that a host sends to others in one execution."""
         if kind.array_bytes is None or not kind.groups:
             return None
         sent = 0.0
         for group in kind.groups:
             hosts = self.hosts[[place for place in group if place < len(self.hosts)]]
-            own, counts = np.unique(hosts[np.isin(hosts, met)], return_counts=True)
+            own, counts = np.unique(hosts[np.isin(hosts, members)], return_counts=True)
             if len(own) < 2:
                 continue
             if kind.name == "collective-permute":
@@ -211,14 +211,14 @@ class _Members:
                 sent += kind.array_bytes * float(np.sum(counts * (len(group) - counts))) / len(group)
             else:
                 sent += kind.array_bytes * (len(own) - 1) * (2 if kind.name == "all-reduce" else 1)
-        return sent / len(met)
+        return sent / len(members)
 
-    def routes(self, kind: Kind, met: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    def routes(self, kind: Kind, members: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
         """Returns the pairs of source and target host of a permutation."""
         if kind.name != "collective-permute":
             return ()
         pairs = [tuple(self.hosts[list(group)].tolist()) for group in kind.groups if max(group) < len(self.hosts)]
-        return tuple(sorted({(one, two) for one, two in pairs if one != two and one in met and two in met}))
+        return tuple(sorted({(one, two) for one, two in pairs if one != two and one in members and two in members}))
 
 
 @dataclass
@@ -339,7 +339,7 @@ class _Pair:
       shifts: by module, the number of the run on the first host minus the number of the same run on the second.
       differences: end on the second host minus end on the first, and the lower and upper limits of the offset that the
         execution implies, float64[3, executions].
-      quickest: shorter one of both durations.
+      quickest: the shorter of both durations.
       time: end on the first host.
       is_regular: see `HostClock`.
     """

@@ -52,7 +52,7 @@ class Operation:
 
     @property
     def is_entry(self) -> bool:
-        """Whether the operation certainly runs outside of loops and calls, hence once per run of its program."""
+        """True if the operation certainly runs outside of loops and calls, hence once per run of its program."""
         return (
             self.program is not None
             and self.instruction is not None

@@ -138,7 +138,7 @@ def partition(
       data: buffer with the message.
       number: number of the repeated field.
       start, end: location of the message in the buffer.
-      cut: whether to include the last message if it is truncated.
+      cut: includes the last message if it is truncated.
 
     Returns:
       The messages, the remaining fields, and the reason why the rest could not be read, or "".

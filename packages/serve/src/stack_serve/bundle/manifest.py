@@ -99,7 +99,7 @@ class Signature:
         all shapes are fixed.
       pad: named axes that may be padded at their end up to the next size, with the value that fills the inputs. The
         padding is removed from the outputs. If `joins` is true, `batch` may be padded, too.
-      joins: whether rows of several requests may share a call. Each row of the outputs then depends only on the same
+      joins: True if rows of several requests may share a call. Each row of the outputs then depends only on the same
         row of the inputs, which was tested at export.
     """
 

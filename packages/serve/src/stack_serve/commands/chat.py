@@ -108,7 +108,7 @@ class _Loop:
     """Read loop for messages and commands.
 
     Args:
-      terminal: whether input and output are a terminal. Otherwise only the answers are printed, and an error ends the
+      terminal: True if input and output are a terminal. Otherwise only the answers are printed, and an error ends the
         loop.
     """
 

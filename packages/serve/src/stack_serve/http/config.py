@@ -27,7 +27,7 @@ class ServerConfig:
       drain_s: seconds that running requests have to finish after SIGTERM; the others get status 503.
       max_body_bytes: maximum size of a request body.
       cors_origins: origins of web pages whose scripts may use the server; "*" allows all.
-      traces: whether to export OpenTelemetry spans of POST requests, as the `OTEL_*` environment variables say.
+      traces: exports OpenTelemetry spans of POST requests, as the `OTEL_*` environment variables say.
     """
 
     host: str = "127.0.0.1"

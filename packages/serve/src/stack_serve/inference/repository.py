@@ -40,7 +40,7 @@ class Version:
       fingerprint: fingerprint of its files at the last attempt to load them.
       state: state of the last attempt.
       reason: reason why the version is unavailable, or an empty string.
-      live: whether the version is being served, possibly from an earlier state of its files.
+      live: True if the version is being served, possibly from an earlier state of its files.
     """
 
     fingerprint: str

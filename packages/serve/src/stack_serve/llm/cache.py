@@ -89,7 +89,7 @@ class LayoutPreferences:
 
     Attributes:
       names: preferred layout of each call that has one.
-      one_pool: whether every layer can store values in one pool with the keys.
+      one_pool: True if every layer can store values in one pool with the keys.
     """
 
     names: list[str] = field(default_factory=list)
@@ -119,7 +119,7 @@ class PagedKVCache:
       layers: `PagedLayer`s and `SlotStates` in the structure of the model's states.
       rows: tokens of the step.
       layout: axis order of the page pools.
-      single: whether every row has at most one token.
+      single: True if every row has at most one token.
       preferences: collects the preferred layout of each attention call; None does not collect them.
     """
 

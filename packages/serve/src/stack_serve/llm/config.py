@@ -76,14 +76,14 @@ class EngineConfig:
       tensor: number of devices over which the heads and features of each layer are sharded.
       expert: number of devices over which the experts of a mixture are divided, besides the division by `tensor`. Each
         device computes its experts for all tokens of a step, and the rest of the layers as without `expert`.
-      prefix_caching: whether to keep the pages of prompts for later requests with the same prefix. None enables it
+      prefix_caching: keeps the pages of prompts for later requests with the same prefix. None enables it
         unless the model has recurrent states: these cannot be rewound to the token where another prompt diverges.
       adapters: adapter addresses, keyed by the names used in requests. An address is a run trained with adapters or a
         PEFT directory.
       max_adapters: maximum number of adapters on the devices; the least recently used idle adapter is evicted first.
       adapter_rank: maximum rank of adapters loaded later. None means the largest rank in `adapters`, which is also the
         lower bound; the result is rounded up to a power of two.
-      embeddings: whether `warm_up` also compiles the programs of `embed`, which otherwise compile on first use.
+      embeddings: True if `warm_up` also compiles the programs of `embed`, which otherwise compile on first use.
       max_waiting: maximum number of waiting continuations (`n` per request); more are refused unless none is waiting.
       priorities: bound on request priorities, which are clipped to [-priorities, priorities] to prevent starvation;
         with 0, requests must not set a priority.

@@ -39,7 +39,7 @@ class ModelDrafts(Acceptance):
 
     @property
     def has_all_keys(self) -> bool:
-        """Whether the draft model can continue the sequence: only the key of the newest token is missing."""
+        """True if the draft model can continue the sequence: only the key of the newest token is missing."""
         return self.computed_tokens == self.sequence.computed_tokens
 
     def extend(self, tokens: Sequence[int], *, drafted: int = 0) -> None:

@@ -35,9 +35,9 @@ class Limits:
       pages: number of cache pages.
       vocab_size: number of tokens in the vocabulary.
       end_tokens: number of end tokens of the model.
-      has_tokenizer: whether the model has a tokenizer, which stop texts and constraints require.
-      priorities: whether requests may set a priority.
-      prefix_caching: whether later requests can reuse the pages of a prompt with the same prefix.
+      has_tokenizer: True if the model has a tokenizer, which stop texts and constraints require.
+      priorities: True if requests may set a priority.
+      prefix_caching: True if later requests can reuse the pages of a prompt with the same prefix.
       image_tokens: number of tokens per image; 0 for a model of text.
     """
 

@@ -66,7 +66,7 @@ class _StartedStep:
       prompt_logprobs: log-probabilities of the token after each token of the step; None without such a request.
       started_s: launch time on the clock of `time.monotonic()`.
       drafts: drafts of each row that may be accepted; empty if no row has any. A constraint may shorten them.
-      is_ahead: whether the step was launched before the previous one was read.
+      is_ahead: True if the step was launched before the previous one was read.
       drafting_s: time that the draft model took; None if it had to catch up, which is not measured.
     """
 

@@ -88,7 +88,7 @@ class Placement:
           checkpoint: checkpoint with the shapes and shardings of the parameters.
           params: new parameters.
           chosen: pytree of booleans that selects the parameters to split into `Layers`.
-          donate: whether each array is deleted after it is placed.
+          donate: True if each array is deleted after it is placed.
         """
         new_leaves, specs = leaves_by_path(params), self._target_specs(checkpoint, chosen)
         leaves = _donated(list(new_leaves.values())) if donate else iter(new_leaves.values())

@@ -110,7 +110,7 @@ class SchedulerState:
     Attributes:
       page_tokens: number of tokens per page.
       step_tokens: maximum number of tokens per step.
-      prefix_caching: whether sequences can reuse pages of earlier ones with the same prefix.
+      prefix_caching: True if sequences can reuse pages of earlier ones with the same prefix.
       priorities: bound to which priorities are clipped, [-priorities, priorities].
       pool: allocator of the pages.
       free_slots: slots without a running sequence.
@@ -154,7 +154,7 @@ class SchedulerState:
           config: settings of the engine.
           max_tokens: maximum total length of a prompt and its continuation.
           pages: number of cache pages.
-          prefix_caching: whether the states of the model support prefix caching.
+          prefix_caching: True if the states of the model support prefix caching.
         """
         return cls(
             page_tokens=config.page_tokens,

@@ -29,8 +29,8 @@ class Sequence:
       arrival: unique arrival number.
       turn: scheduling key, lowest first; ties are broken by arrival.
       adapter: number of the adapter; None means the base model.
-      cacheable: whether the prompt may use the prefix cache; False if prompt log-probabilities are requested.
-      is_constrained: whether the next token can be sampled only after the host has read the previous one.
+      cacheable: True if the prompt may use the prefix cache; False if prompt log-probabilities are requested.
+      is_constrained: True if the next token can be sampled only after the host has read the previous one.
       images: images of the prompt in order.
       leader: first continuation of the request; this one waits for its prompt in order to share the pages.
       computed_tokens: number of tokens whose keys and values are in the pages after all planned steps.
@@ -40,8 +40,8 @@ class Sequence:
       pages: page numbers in token order; pages shared with other sequences are read-only.
       cached_tokens: number of prompt tokens found in the prefix cache at the first start.
       preemptions: number of times the sequence lost its pages.
-      prompt_planned: whether earlier steps compute the full prompt; stays True after a preemption.
-      ended: whether the sequence is finished.
+      prompt_planned: True if earlier steps compute the full prompt; stays True after a preemption.
+      ended: True if the sequence is finished.
       digests: digests of the full pages, computed on demand.
       registered_pages: number of leading pages registered in the prefix cache.
       weights_version: scheduler's weights version at admission; pages are registered only while it is current.

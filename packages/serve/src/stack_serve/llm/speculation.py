@@ -73,7 +73,7 @@ class Speculation:
       buckets: shapes of the engine's programs.
       tokens: maximum number of drafted tokens per row.
       draft_cost: assumed t_draft / t_decode until both are measured; None without a draft model.
-      is_on: whether the last decision was to speculate.
+      is_on: True if the last decision was to speculate.
     """
 
     buckets: Buckets

@@ -125,7 +125,7 @@ class Step:
           known: tokens of each slot.
           rows: packed rows: `ROW_FIELDS`, then page numbers.
           tokens: size of the token axis, at least the number of tokens in all rows.
-          single: whether every row has at most one token.
+          single: True if every row has at most one token.
           preferences: collects the preferred page layout of each attention call.
           images: image tokens of the step; None without any.
 
@@ -164,7 +164,7 @@ class Step:
           rows: packed rows; each is active for as many steps as it has tokens.
           repeats: maximum number of steps; the actual number is the maximum number of tokens in a row.
           padded_rows: maximum number of rows of any step, to which the hidden states are padded.
-          candidates: whether the sampled tokens include their candidates, as in `sample`.
+          candidates: True if the sampled tokens include their candidates, as in `sample`.
 
         Returns:
           The updated layers, the padded hidden states of the last step, the updated tokens of each slot, and the
@@ -210,7 +210,7 @@ class Step:
           hidden: hidden state of the last token of each row.
           rows: packed rows.
           mask: tokens allowed by the constraint of each row; None if no row has one.
-          candidates: whether the sampled tokens include the bits of their candidates, uint8[1, rows, bytes]; see
+          candidates: True if the sampled tokens include the bits of their candidates, uint8[1, rows, bytes]; see
             `candidate_tokens`.
 
         Returns:

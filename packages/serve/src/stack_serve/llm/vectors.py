@@ -14,7 +14,7 @@ def finished_vectors(vectors: np.ndarray, *, dimensions: int | None = None, norm
       vectors: float32[prompts, embed].
       dimensions: number of dimensions that remain, as for models trained with Matryoshka losses (Kusupati et al., 2022,
         arXiv:2205.13147); None keeps all.
-      normalize: whether to divide each vector by its Euclidean length.
+      normalize: divides each vector by its Euclidean length.
 
     Raises:
       GenerationError: the vectors have fewer dimensions.

@@ -49,13 +49,13 @@ class Work:
       request: request as submitted.
       receive: callback for the updates of the request.
       adapter: adapter shared by all continuations, or None.
-      waits: whether no continuation has started or ended yet.
+      waits: True if no continuation has started or ended yet.
       unfinished: number of continuations whose end has not been reported.
       submitted_s, started_s, first_token_s: times of submission, first step and first token on the clock of
         `time.monotonic()`; None if not reached yet.
       continuations: continuations of the request.
       prompt_logprobs: log-probabilities of each prompt token; entries are None if not requested or not yet computed.
-      is_first_sent: whether an update of the first continuation was delivered, which has the prompt log-probabilities.
+      is_first_sent: True if an update of the first continuation was delivered, which has the prompt log-probabilities.
     """
 
     request: GenerationRequest

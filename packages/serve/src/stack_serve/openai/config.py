@@ -27,9 +27,9 @@ class OpenAIConfig(ServerConfig):
       max_choices: maximum of a request's number of prompts times the continuations per prompt, and of the texts that
         wait for their embeddings.
       adapter_loading: True lets clients load adapters from paths on this machine, and unload adapters.
-      sleep_mode: whether clients may put the engine to sleep and wake it up.
+      sleep_mode: True if clients may put the engine to sleep and wake it up.
       stored_responses: maximum number of responses of `/v1/responses` in memory, which `previous_response_id` may name.
-      remote_images: whether the server fetches images of chat messages from http(s) URLs; data URLs are always read.
+      remote_images: True if the server fetches images of chat messages from http(s) URLs; data URLs are always read.
       pooling: vector of a text in `/v1/embeddings`. None follows the recommendation of an encoder's directory; for
         language models, it means "last".
     """

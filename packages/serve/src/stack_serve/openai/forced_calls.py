@@ -39,7 +39,7 @@ def forced_calls(tools: Sequence[Mapping[str, Any]] | None, choice: Any, *, para
     Args:
       tools: the request's tools, checked.
       choice: the field `tool_choice`, checked.
-      parallel: whether several calls are allowed.
+      parallel: True if several calls are allowed.
     """
     if not tools or choice in (None, "none", "auto"):
         return None

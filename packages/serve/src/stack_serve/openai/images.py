@@ -23,7 +23,7 @@ class ImageInput:
 
     Attributes:
       reader: preprocessing of the model's images; None for a model of text, whose template refuses image parts.
-      remote: whether http(s) URLs are fetched.
+      remote: True if http(s) URLs are fetched.
       max_bytes: maximum size of a fetched image.
     """
 

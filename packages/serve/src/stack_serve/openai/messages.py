@@ -184,7 +184,7 @@ class MessageFormat:
 
         Args:
           make_calls: makes the parser of calls, as returned by `calls` or for forced calls; None parses no calls.
-          has_reasoning: whether the answer may contain reasoning.
+          has_reasoning: True if the answer may contain reasoning.
         """
         thinks = self._reasoning if has_reasoning else None
         if self._special is None or (thinks is None and make_calls is None):

@@ -34,7 +34,7 @@ class ApiRequest:
       tokenizer: the model's tokenizer, or None if it has none.
       best: number of continuations to return per prompt, by mean log-probability. None returns all.
       echo: text to prepend to the continuations of each prompt. Empty if the prompts are not echoed.
-      nothing_new: whether only the prompt is requested. The engine still generates one token.
+      nothing_new: True if only the prompt is requested. The engine still generates one token.
       role: role of the message in a chat response.
       operation: name of the operation in traces.
       start_parsing: starts to parse a continuation into content, reasoning and tool calls. None returns its text.

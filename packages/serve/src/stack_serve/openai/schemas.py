@@ -173,9 +173,9 @@ class StructuredOutputs(BaseModel):
 
     Attributes:
       json_: JSON Schema, as an object, a boolean or JSON text.
-      json_object: whether any JSON object is valid.
+      json_object: True if any JSON object is valid.
       disable_fallback: accepted without effect, because llguidance is the only backend.
-      disable_any_whitespace: whether JSON tokens follow each other without space.
+      disable_any_whitespace: True if JSON tokens follow each other without space.
       whitespace_pattern: regular expression of the space between JSON tokens.
     """
 
@@ -312,7 +312,7 @@ class EmbeddingBody(PromptFields):
     Attributes:
       input: a text, texts, token ids, or lists of token ids.
       dimensions: number of first dimensions to return; None returns all.
-      normalize: whether vectors have length 1 (vLLM); None does, unless an encoder's directory says otherwise.
+      normalize: True if vectors have length 1 (vLLM); None does, unless an encoder's directory says otherwise.
     """
 
     input: Prompts
@@ -334,7 +334,7 @@ class RerankBody(PromptFields):
     Attributes:
       documents: texts, or objects with a text.
       top_n: maximum number of documents to return.
-      return_documents: whether to return the texts of the documents, too.
+      return_documents: returns the texts of the documents, too.
     """
 
     query: str
@@ -349,7 +349,7 @@ class LoadAdapterBody(Body):
     Attributes:
       lora_name: name that requests give as their model.
       lora_path: run trained with adapters, or PEFT directory, on the server's machine.
-      load_inplace: whether an adapter of this name may be replaced.
+      load_inplace: True if an adapter of this name may be replaced.
     """
 
     lora_name: Annotated[str, Field(min_length=1, max_length=256)]

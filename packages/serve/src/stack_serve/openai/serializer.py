@@ -75,7 +75,7 @@ class Serializer(ABC):
         """Returns the members of a chunk's choice with text and log-probabilities; each ends with a comma.
 
         Args:
-          first: whether this is the first update of its continuation.
+          first: True if this is the first update of its continuation.
         """
 
     @abstractmethod

@@ -52,9 +52,9 @@ class _Running:
     Attributes:
       engine: number of the engine that computes it, or its prompt.
       load: number of continuations that it adds to the load of its engine.
-      is_prefilled: whether the next engine continues the prompt.
+      is_prefilled: True if the next engine continues the prompt.
       unfinished: indices of the unfinished continuations.
-      is_streamed: whether an update was delivered; the request cannot be computed again after that.
+      is_streamed: True if an update was delivered; the request cannot be computed again after that.
       replays: number of times that it was given to another engine.
     """
 
@@ -368,7 +368,7 @@ class ParallelEngine(Engine):
                 if self._sleeping is not None:
                     process.call("sleep", self._sleeping)
             with self._lock:
-                if process.has_ended:
+                if process.is_closed:
                     raise EngineStopped(f"Engine {number} ended right after its start.")
                 self._processes[number] = process
         return process

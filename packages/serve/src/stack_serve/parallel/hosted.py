@@ -128,7 +128,7 @@ class HostedReplica:
 
         Args:
           compile_with: method of the engine that compiles, "prepare" or "warm_up"; None compiles on first use.
-          hands_over: whether pages are exchanged with other engines.
+          hands_over: True if pages are exchanged with other engines.
         """
         engine: Any = self._engine
         if hands_over:

@@ -76,7 +76,7 @@ class ReplicaProcess:
         return self._process.pid
 
     @property
-    def has_ended(self) -> bool:
+    def is_closed(self) -> bool:
         return self._cause is not None
 
     def start(self, compile_with: str | None, *, hands_over: bool = False) -> EngineProperties:
@@ -104,8 +104,8 @@ class ReplicaProcess:
         """
         future = self._process.call("submit", request, handover)
 
-        def check(done: "Future[Any]") -> None:
-            error = done.exception()
+        def check(result: "Future[Any]") -> None:
+            error = result.exception()
             # The end of the process is reported by `on_end` for all of its requests.
             if isinstance(error, Exception) and self._cause is None:
                 on_error(error)
@@ -120,9 +120,9 @@ class ReplicaProcess:
         """
         number, future = next(self._numbers), Future[Any]()
 
-        def check(done: "Future[Any]") -> None:
+        def check(result: "Future[Any]") -> None:
             if self._cause is None:
-                on_result(done)
+                on_result(result)
 
         future.add_done_callback(check)
         with self._lock:

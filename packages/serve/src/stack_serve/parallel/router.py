@@ -40,7 +40,7 @@ class Router:
 
     @property
     def uses_digests(self) -> bool:
-        """Whether `choose` reads the digests."""
+        """True if `choose` reads the digests."""
         return self._name == "cache_aware" and len(self._prefixes) > 1
 
     def choose(self, digests: Sequence[bytes], loads: Sequence[int | None], *, continuations: int = 1) -> int:

@@ -127,7 +127,7 @@ class Capture(contextlib.ContextDecorator):
         *,
         settle: bool = True,
         about: Mapping[str, Any] = MappingProxyType({}),
-        done: Callable[[], None] = lambda: None,
+        on_written: Callable[[], None] = lambda: None,
     ) -> None:
         """Stops the capture; a thread encodes and writes it. Later calls do nothing.
 
@@ -135,7 +135,7 @@ class Capture(contextlib.ContextDecorator):
           settle: first wait for all live arrays, to include their computation in the trace, then until recording is
             off.
           about: extra metadata for readers; "partial" states why the trace is shorter than requested.
-          done: called by the thread that has written the files, or failed to.
+          on_written: callback of the writing thread, also after a failure.
         """
         recording, self._recording = self._recording, None
         if recording is None:
@@ -151,7 +151,7 @@ class Capture(contextlib.ContextDecorator):
         # Without `_settle`, whose wait is the program's own work.
         self.stop_s = time.perf_counter() - started_s
         self._about |= {"stop_s": self.stop_s, **about}
-        self._writer = Background(lambda: self._write(recording, done), "capture-writer")
+        self._writer = Background(lambda: self._write(recording, on_written), "capture-writer")
 
     @property
     def is_writing(self) -> bool:
@@ -189,7 +189,7 @@ class Capture(contextlib.ContextDecorator):
         """Makes a new capture for each call of a decorated function."""
         return Capture(self._out, **self._arguments)
 
-    def _write(self, recording: Recording, done: Callable[[], None]) -> None:
+    def _write(self, recording: Recording, on_written: Callable[[], None]) -> None:
         try:
             data = recording.data()
             self._about |= {**_environment(), "bytes": len(data)}
@@ -202,7 +202,7 @@ class Capture(contextlib.ContextDecorator):
         self.cpu_s = time.thread_time() + recording.cpu_s + (self._sampler.cpu_s if self._sampler else 0.0)
         if self._failure is not None:
             warnings.warn(self._failure, CaptureWarning, stacklevel=2)
-        done()
+        on_written()
 
     def _write_files(self, data: bytes) -> None:
         import jax

@@ -295,7 +295,7 @@ class Watch:
             warnings.warn(f"{lost}: {error}", CaptureWarning, stacklevel=5)
             return None
         self._writing += 1
-        captured.stop(settle=False, about=about, done=partial(self._written, captured, name, self._window_s))
+        captured.stop(settle=False, about=about, on_written=partial(self._written, captured, name, self._window_s))
         return captured
 
     def _written(self, captured: Capture, name: str, window_s: float) -> None:

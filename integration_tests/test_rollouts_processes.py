@@ -1,9 +1,11 @@
 """One run on rollouts in two processes, each of which plays its share of the groups."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -13,6 +15,7 @@ import yaml
 
 from stack_core.abi.config import to_mapping
 from stack_train.checkpoint import CheckpointStore
+from stack_train.checkpoint.directory import CheckpointDirectory
 from stack_train.run.program import build_program
 from stack_train.run.train import train
 
@@ -73,3 +76,27 @@ def test_two_processes_play_and_learn_what_one_does(tmp_path):
     # Groups 0 to 8, each in the journal of one process.
     assert {each.name for each in two.glob("rollouts*.journal")} == {"rollouts.journal", "rollouts-1.journal"}
     assert (two / "samples.jsonl").read_text() == (one / "samples.jsonl").read_text()
+
+
+@pytest.mark.slow  # two processes, three times
+@pytest.mark.parametrize(("engine", "victim"), [("static", 1), ("llm", 0)])
+def test_two_trainers_of_which_one_is_killed_in_the_middle_end_bitwise_like_a_whole_run(tmp_path, engine, victim):
+    longer = ("run.steps=12", "checkpoint.every_steps=2", "data.groups=4", f"data.engine={engine}")
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert ended(started(written(whole, *SMALL, *longer))) == [0, 0]
+    processes = started(settings := written(cut, *SMALL, *longer))
+    metrics = cut / "metrics.jsonl"
+    while not metrics.exists() or not any(each["step"] >= 5 for each in records(cut, "train")):
+        assert all(process.poll() is None for process in processes)
+        time.sleep(0.01)
+    processes[victim].kill()
+    processes[victim].wait()
+    processes[1 - victim].kill()  # what a cluster does with a process that waits for another
+    ended(processes)
+    assert processes[victim].returncode == -signal.SIGKILL and CheckpointDirectory(cut / "checkpoints").steps()[-1] < 12
+    assert ended(started(settings, "--resume")) == [0, 0]
+    for ours, theirs in zip(parameters(cut, whole, 12), parameters(whole, whole, 12), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    found, expected = ({each["step"]: each for each in records(run, "train")} for run in (cut, whole))
+    for name in ("loss", "reward", "grad_norm", "staleness"):
+        assert [found[step][name] for step in sorted(found)] == [expected[step][name] for step in sorted(expected)]

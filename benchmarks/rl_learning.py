@@ -17,7 +17,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CELL, ADD, SORTING = "examples/cell.yaml", "examples/add.yaml", "examples/sorting.yaml"
-SORTING_DAPO = ("--objective.minibatches", "2", "--objective.refill_rounds", "1", "--run.steps", "400")
 # Whitened advantages are as large when nothing is left to learn: at a constant rate they drive the policy off again.
 DECAYING = ("--optimizer.schedule.decay", "linear", "--optimizer.schedule.final_fraction", "0")
 SLOWER = ("--optimizer.learning_rate", "1e-3")
@@ -29,6 +28,12 @@ def cell(name: str, steps: int, *settings: str) -> Sequence[str]:
     return (CELL, "--objective.name", name, *length, *settings)
 
 
+def sorting(name: str, steps: int, *settings: str) -> Sequence[str]:
+    """The recipe of an algorithm with DAPO's penalty of long answers."""
+    length = ("--run.steps", str(steps), "--run.evaluate_every_steps", str(steps // 8))
+    return (SORTING, "--objective.name", name, "--objective.overlong.buffer_fraction", "0.2", *length, *settings)
+
+
 RECIPES: Mapping[str, Sequence[str]] = {
     "cell_grpo": (CELL,),
     "cell_dr_grpo": cell("dr_grpo", 600, "--objective.entropy", "0.02"),
@@ -38,10 +43,17 @@ RECIPES: Mapping[str, Sequence[str]] = {
     "cell_gspo": cell("gspo", 1200),
     "cell_cispo": cell("cispo", 1200, *SLOWER),
     "cell_ppo": cell("ppo", 1200, *SLOWER, *DECAYING),
-    "sorting_grpo": (SORTING,),
-    "sorting_dapo": (SORTING, "--objective.name", "dapo", *SORTING_DAPO),
+    "sorting_grpo": sorting("grpo", 200),
+    "sorting_dr_grpo": sorting("dr_grpo", 400),
+    "sorting_rloo": sorting("rloo", 400),
+    "sorting_reinforce_pp": sorting("reinforce_pp", 400),
+    "sorting_dapo": sorting("dapo", 400, "--objective.minibatches", "2", "--objective.refill_rounds", "1"),
+    "sorting_gspo": sorting("gspo", 800),
+    "sorting_cispo": sorting("cispo", 800, *SLOWER, "--objective.minibatches", "4"),
+    "sorting_ppo": sorting("ppo", 1200, *SLOWER, *DECAYING),
     "add_grpo": (ADD,),
     "add_distill": ("examples/add_distill.yaml",),
+    "sums_grpo": ("examples/sums.yaml",),
     "letters_ppo": ("examples/letters_ppo.yaml",),
 }
 CHAT, TEACHER_STEPS = "examples/add_chat.yaml", 300

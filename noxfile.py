@@ -91,8 +91,18 @@ CLIENTS = {
         "smolagents>=1.26,<2",
     ),
     "tinker": ("test_tinker.py", "tinker>=0.38,<0.39", "protobuf>=6,<8", "torch==2.13.0"),
+    "tinker-cookbook": (
+        "test_tinker_cookbook.py",
+        "tinker>=0.38,<0.39",
+        "protobuf>=6,<8",
+        "torch==2.13.0",
+        "transformers>=5,<6",
+        *("blobfile", "chz", "datasets", "pyrage", "termcolor", "tiktoken"),
+    ),
     "schemathesis": ("test_schemathesis.py", "schemathesis>=4.32,<5", "openapi-spec-validator>=0.9,<1"),
 }
+# Without a dependency, tml-renderers 0.4, that its supervised loop does not import and that not every index has.
+COOKBOOK = "tinker-cookbook==0.6.1"
 # Extras of stack-rl with other people's environments; some pin versions that `constraints/` does not have.
 ENVIRONMENTS = ("gymnasium", "reasoning-gym", "verifiers", "openenv")
 # Its AWS libraries, as those of stack-train[s3], need an older python-dateutil than `constraints/` pins.
@@ -221,6 +231,8 @@ def clients(session: nox.Session, client: str) -> None:
     """Unmodified clients, each kind in its own environment; `-- -m slow` sends schemathesis' 10,000 requests."""
     tests, *requirements = CLIENTS[client]
     session.install(*_wheels("core", "train", "serve", "rl"), *GROUPS("test"), *requirements)
+    if client == "tinker-cookbook":
+        session.install("--no-deps", COOKBOOK)
     _pytest(session, [f"integration_tests/clients/{tests}"], "-m", "clients and not slow")
 
 

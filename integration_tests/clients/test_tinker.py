@@ -26,10 +26,10 @@ END = 1
 class TinkerServer:
     """`stack rl serve` of a tiny Llama."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, model: Path, *options: str) -> None:
         command = [
-            *(sys.executable, "-m", "stack_core", "rl", "serve", str(folder / "model"), "--port", "0", "--json"),
-            *("--output", str(folder / "weights"), "--max-rank", "8", "--api-key", KEY),
+            *(sys.executable, "-m", "stack_core", "rl", "serve", str(model), "--port", "0", "--json"),
+            *("--output", str(folder / "weights"), "--max-rank", "8", "--api-key", KEY, *options),
         ]
         environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
         self.process = subprocess.Popen(
@@ -68,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(folder: Path) -> Iterator[TinkerServer]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TINKER_TELEMETRY", "0")
-        server = TinkerServer(folder)
+        server = TinkerServer(folder, folder / "model")
         yield server
         assert "Traceback" not in server.stop()
 

@@ -26,6 +26,7 @@ def serve(
     port: int = 8000,
     max_rank: int = 32,
     api_key: tuple[str, ...] = (),
+    model_name: str | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
     """Train and sample adapters of a model with the Tinker SDK: stack rl serve runs/chat --port 8000
@@ -41,6 +42,7 @@ def serve(
       max_rank: maximum rank of adapters.
       api_key: key that clients must send (TINKER_API_KEY), which the SDK requires to begin with "tml-"; may be
         repeated. Without it, all keys are accepted.
+      model_name: model name for clients (the name of the checkpoint).
       json: when ready, print the address, model and process id to standard output as JSON.
     """
     from stack_core.runtime.compile_cache import keep_compiled
@@ -53,7 +55,7 @@ def serve(
         raise registries.chat_servers.unknown(_SERVER)
     keep_compiled()
     print(f"stack: loading {model}", file=sys.stderr)
-    with LocalClient(model, max_rank=max_rank, directory=output) as client:
+    with LocalClient(model, max_rank=max_rank, directory=output, model_name=model_name) as client:
         make_server = registries.chat_servers[_SERVER]
         wrap = lambda other: TinkerApp(client, other, api_keys=api_key)
         server = make_server(

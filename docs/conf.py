@@ -40,7 +40,7 @@ def _name_files(app: object, page: str, source: list[str]) -> None:
 
 
 def _copy_notebooks(app: "sphinx.application.Sphinx", error: Exception | None) -> None:
-    """Copies the notebooks with outputs beside their pages; the role `nb-download` needs them before they have run."""
+    """Copies notebooks with outputs to their pages; the role `nb-download` needs them before they have run."""
     for notebook in (app.outdir.parent / "jupyter_execute" / "notebooks").glob("*.ipynb"):
         shutil.copy(notebook, app.outdir / "notebooks" / notebook.name)
 

@@ -5,7 +5,7 @@
 
 Writes the data, converts the model, evaluates it on 200 held-out sums, trains examples/sums.yaml with further SETTINGs
 of `stack train`, such as `--run.minutes 60`, and evaluates again. A second call resumes the training. DIRECTORY is
-`runs` by default. The prompt has three examples, because without them the model seldom answers with the number alone.
+`runs` by default. The prompt has three examples, because without them the model seldom answers with just the number.
 """
 
 import importlib.util

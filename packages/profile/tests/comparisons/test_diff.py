@@ -11,7 +11,7 @@ from stack_profile.comparisons.diff import diff
 from stack_profile.errors import ProfileError
 from stack_profile.traces.operations import Operation, Ops
 from stack_profile.traces.trace import Trace, trace_of
-from stack_profile.traces.xplane import read_space
+from stack_profile.traces.xplane import Space, read_space
 
 TYPICAL = {f"fusion.{place}": 0.2e9 * (place + 1) for place in range(12)}  # picoseconds
 OPERATIONS = tuple(Operation(name, "jit_step", 7, None, None) for name in TYPICAL)
@@ -32,7 +32,7 @@ def capture(rng, *, steps=60, slower=(), factor=1.1, drift=0.1, pace=1.0):
     starts = np.append(0, ends.reshape(-1)[:-1])
     which, run = np.tile(np.arange(size[1]), steps), np.repeat(np.arange(steps), size[1])
     ops = Ops("CPU:0", OPERATIONS, which, starts, ends.reshape(-1), durations.reshape(-1), run)
-    return Trace("memory", (), {}, (), (ops,), ())
+    return Trace("memory", (Space((), ("vm",), ()),), {}, (), (ops,), ())
 
 
 def changed(answer):

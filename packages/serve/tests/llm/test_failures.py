@@ -48,6 +48,9 @@ class FakePrograms(Programs):
 
     def admit(self, slot: int, tokens: Any, settings: Any) -> None: ...
 
+    def decodes(self, rows: int) -> bool:
+        return True
+
     def step(
         self, rows: Any, tables: Any, *, repeats: int = 1, candidates: bool = False, images: Any = None
     ) -> StepResult:

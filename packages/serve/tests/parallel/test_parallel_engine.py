@@ -106,13 +106,14 @@ def test_a_killed_engine_is_replaced_while_the_other_serves_on(server: Served) -
     server.wait_until(lambda: cut.is_streamed and whole.is_streamed)
     pids = engine.pids
     os.kill(pids[0], signal.SIGKILL)
+    down = 'stack:engine_up{engine="0",model_name="tiny"} 0.0'
+    server.wait_until(lambda: down in server.client.get("/metrics").text)
     for thread in threads:
         thread.join()
     assert "Engine 0 ended while it computed this request. Send it again." in found["cut"]
     assert f"pid {pids[0]}" in found["cut"] and "Traceback" not in found["cut"]
     assert found["whole"].endswith("data: [DONE]\n\n")
     assert found["late"].json()["choices"][0]["text"] == text_of((LATE,), 4)
-    assert 'stack:engine_up{engine="0",model_name="tiny"} 0.0' in server.client.get("/metrics").text
     # The new process has the adapters that were loaded and lacks the one that was unloaded.
     server.wait_until(lambda: None not in engine.pids)
     assert engine.pids[0] != pids[0] and engine.pids[1] == pids[1]

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,21 @@ class Environment:
 
         offline = {"UV_OFFLINE": "1", "UV_NO_CACHE": "1", "UV_PYTHON_DOWNLOADS": "never"}
         subprocess.run([find_uv_bin(), *arguments, "--quiet"], env=os.environ | offline, check=True)
+
+
+@pytest.fixture(scope="session")
+def peer_python(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Returns a function that installs a requirement into an environment of its own, and returns its Python."""
+    from uv import find_uv_bin
+
+    def install(requirement: str) -> Path:
+        folder = tmp_path_factory.mktemp("peer")
+        python = folder / "bin" / "python"
+        subprocess.run([find_uv_bin(), "venv", "--quiet", folder], check=True)
+        subprocess.run([find_uv_bin(), "pip", "install", "--quiet", f"--python={python}", requirement], check=True)
+        return python
+
+    return install
 
 
 @pytest.fixture(scope="session")

@@ -66,14 +66,9 @@ print(json.dumps({
 
 
 @pytest.fixture(scope="module")
-def perfetto(tmp_path_factory):
+def perfetto(peer_python):
     """Runs a script with an argument in Perfetto's environment, and returns the JSON that it prints."""
-    from uv import find_uv_bin
-
-    folder = tmp_path_factory.mktemp("perfetto")
-    python = folder / "bin" / "python"
-    subprocess.run([find_uv_bin(), "venv", "--quiet", folder], check=True)
-    subprocess.run([find_uv_bin(), "pip", "install", "--quiet", f"--python={python}", PERFETTO], check=True)
+    python = peer_python(PERFETTO)
 
     def run(script, path):
         done = subprocess.run([python, "-c", script, path], check=True, stdout=subprocess.PIPE, text=True)

@@ -37,14 +37,9 @@ print(json.dumps(tools))
 
 
 @pytest.fixture(scope="session")
-def xprof(tmp_path_factory):
+def xprof(peer_python):
     """Converts a trace: from its path and the names of tools to what each answers."""
-    from uv import find_uv_bin
-
-    folder = tmp_path_factory.mktemp("xprof")
-    python = folder / "bin" / "python"
-    subprocess.run([find_uv_bin(), "venv", "--quiet", folder], check=True)
-    subprocess.run([find_uv_bin(), "pip", "install", "--quiet", f"--python={python}", XPROF], check=True)
+    python = peer_python(XPROF)
 
     def convert(trace, **tools):
         command = [python, "-c", CONVERT, trace, json.dumps(tools)]

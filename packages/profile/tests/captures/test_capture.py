@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 import threading
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import stack_profile
-from stack_profile.captures.capture import _missing_programs
+from stack_profile.captures.capture import Capture, _missing_programs
 from stack_profile.traces.trace import load_trace
 
 
@@ -112,6 +113,13 @@ def test_what_cannot_be_written_is_told(tmp_path, x, recwarn):
     with pytest.raises(stack_profile.CaptureError, match="cannot be written"):
         captured.wait()
     assert [warning.category for warning in recwarn] == [stack_profile.CaptureWarning]
+
+
+def test_the_end_of_the_writing_is_reported_after_any_failure(tmp_path, monkeypatch):
+    monkeypatch.setattr(Capture, "_write_files", lambda self, data: sys.exit())  # of which threads do not warn
+    written = threading.Event()
+    Capture(tmp_path).start().stop(on_written=written.set)
+    assert written.wait(60)
 
 
 def test_waiting_for_a_capture_that_runs_is_refused(tmp_path):

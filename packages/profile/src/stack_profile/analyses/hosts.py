@@ -32,7 +32,7 @@ from stack_profile.traces.meetings import Formation, HostClock, Meetings
 from stack_profile.traces.operations import PICOSECOND
 from stack_profile.traces.trace import Trace, host_events_of
 
-__all__ = ["CauseRow", "HostRow", "HostsGrouping", "arrivals_of", "hosts"]
+__all__ = ["CauseRow", "HostRow", "HostsGrouping", "arrivals_of", "hosts", "missing_collectives"]
 
 HostsGrouping = Literal["host", "cause"]
 
@@ -105,7 +105,7 @@ def hosts(trace: Trace, *, by: HostsGrouping = "host") -> Answer[Any]:
     arrivals = arrivals_of(formation, trace.clocks)
     row_type = HostRow if by == "host" else CauseRow
     if not arrivals:
-        return Answer(f"hosts by {by}", {}, row_type, (), (_nothing(formation), *trace.problems))
+        return Answer(f"hosts by {by}", {}, row_type, (), (missing_collectives(formation), *trace.problems))
     causes = tuple(_causes(trace, formation, arrivals))
     rows = [_row(place, clock, arrivals, causes) for place, clock in enumerate(trace.clocks)]
     rows.sort(key=lambda row: -row.delay_s)
@@ -146,7 +146,8 @@ def arrivals_of(formation: Formation, clocks: Sequence[HostClock]) -> list[Arriv
     return found
 
 
-def _nothing(formation: Formation) -> str:
+def missing_collectives(formation: Formation) -> str:
+    """Returns the note of an answer about a trace without collectives between processes."""
     if len(formation.names) < 2:
         return "No data: the trace is of one process. Captures of several processes with one name form one trace."
     return "No data: the trace has no collective in which several of its processes took part, or not their programs."

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stack_core.report.plots import bars
+from stack_profile.analyses.hosts import missing_collectives
 from stack_profile.analyses.ops import grouping
 from stack_profile.answer import Answer
 from stack_profile.traces.meetings import Formation, Meetings
@@ -65,10 +66,7 @@ def transfers(trace: Trace) -> Answer[TransferRow]:
     """Show what hosts or slices send each other, at which bandwidth, and how much of it computation hides."""
     formation = trace.formation
     if not formation.meetings:
-        note = (
-            "No data: the trace has no collective in which several of its processes took part, or not their programs."
-        )
-        return Answer("transfers", {}, TransferRow, (), (note, *trace.problems))
+        return Answer("transfers", {}, TransferRow, (), (missing_collectives(formation), *trace.problems))
     slices = [about.get("slice") for about in trace.abouts]
     rows = sorted((_row(each, formation, slices) for each in formation.meetings), key=lambda row: -row.stall_s)
     return Answer(

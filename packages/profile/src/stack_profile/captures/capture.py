@@ -199,10 +199,11 @@ class Capture(contextlib.ContextDecorator):
             self._failure = str(error)
         except OSError as error:
             self._failure = f"The capture cannot be written: {error}. Free the disk, or name another directory."
-        self.cpu_s = time.thread_time() + recording.cpu_s + (self._sampler.cpu_s if self._sampler else 0.0)
+        finally:
+            self.cpu_s = time.thread_time() + recording.cpu_s + (self._sampler.cpu_s if self._sampler else 0.0)
+            on_written()
         if self._failure is not None:
             warnings.warn(self._failure, CaptureWarning, stacklevel=2)
-        on_written()
 
     def _write_files(self, data: bytes) -> None:
         import jax

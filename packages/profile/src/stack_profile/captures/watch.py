@@ -28,7 +28,7 @@ from stack_profile.errors import CaptureError
 __all__ = ["Watch"]
 
 _WINDOW_STEPS, _WINDOW_S = 8, 0.4  # minimum steps and seconds of a recording
-_FIRST_WINDOW_S, _LEAST_WINDOW_S = 0.1, 0.02  # of a recording for the ring, before and after its cost is known
+_FIRST_WINDOW_S, _LEAST_WINDOW_S = 0.1, 0.02  # length of a ring's recordings before the cost is measured, and least
 _STEPS_AFTER: Final = 2  # steps that are recorded after a slow one
 _IDLE_S: Final = 30.0  # a recording of a server without requests ends after this time
 _FIRST_S: Final = 10.0  # until the first capture of normal steps, while programs are compiled and caches fill
@@ -85,7 +85,7 @@ class Watch:
         self._lock = threading.RLock()  # threads that write captures report their cost
         self._recording: Recording | None = None
         self._sampler: StackSampler | None = None
-        self._is_normal = False  # whether the recording is saved in the ring
+        self._is_normal = False  # True saves the recording in the ring
         self._first_step, self._last_step, self._steps, self._windows = 0, 0, 0, 0
         self._slow_step: dict[str, Any] | None = None  # recorded, and saved after `_steps_left` further steps
         self._steps_left = self._writing = 0
@@ -160,7 +160,7 @@ class Watch:
         import jax
 
         if not self._listens and not self._closed:
-            # Not in the constructor: a program may still configure JAX before it imports it.
+            # Not in the constructor: a program may configure JAX before the import.
             self._listens = True
             jax.monitoring.register_event_duration_secs_listener(self._hear)
         self.watched_s += seconds

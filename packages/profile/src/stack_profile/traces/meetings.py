@@ -394,7 +394,7 @@ class _Pair:
         return HostClock(name, *times, drift, round(center), count, is_regular=self.is_regular)
 
 
-_FEWEST: Final = 16  # of the quickest executions
+_FEWEST: Final = 16  # minimum number of executions that an estimate uses
 
 
 def _is_mutual(kind: Kind) -> bool:

@@ -100,7 +100,7 @@ class Trace:
             for ops in self.devices_of(prefix):
                 found[ops.device] = steps = steps_of(ops, marks)
                 runs[ops.device] = [numbers.get((step.program, step.run)) for step in steps]
-                # Without fitting annotations on a host, its steps are counted from 1.
+                # Steps of a host without fitting annotations have the numbers 1, 2, ...
                 if steps and steps[0].number != 1:
                     known |= zip(runs[ops.device], (step.number for step in steps), strict=True)
         known.pop(None, None)

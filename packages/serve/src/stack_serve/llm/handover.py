@@ -50,9 +50,9 @@ def import_pages(
     adapter: int | None,
     exported: ExportedPages,
 ) -> None:
-    """Writes pages of another engine to free pages of this one and registers them; to be called between two steps.
+    """Writes another engine's pages to free pages and registers them. The caller runs no step meanwhile.
 
-    Each running sequence may need a page in its next step; those pages are left free.
+    One page stays free for each running sequence, which may need a page in its next step.
     """
     digests = _digests(state, request, adapter)[: exported.pages]
     found = state.pool.find(digests)

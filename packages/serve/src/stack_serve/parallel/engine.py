@@ -401,11 +401,11 @@ class ParallelEngine(Engine):
         if running.is_streamed or running.replays >= _MOST_REPLAYS:
             return self._finish(running, "error", error)
         running.replays += 1
-        self._go_on(running, error)
+        self._continue(running, error)
         return None
 
-    def _go_on(self, running: _Running, error: str, handover: Handover | None = None) -> None:
-        """Sends a request to its next engine, with the time that is left; ends it if there is none."""
+    def _continue(self, running: _Running, error: str, handover: Handover | None = None) -> None:
+        """Sends a request with its remaining time to the next engine, or ends it without one."""
         request, left_s = running.request, None
         if request.timeout_s is not None:
             left_s = request.timeout_s - (time.monotonic() - running.submitted_s)
@@ -439,7 +439,7 @@ class ParallelEngine(Engine):
         if result.exception() is not None:
             _LOG.warning("Engine %d did not compute a prompt: %s", running.engine, result.exception())
         handover = None if result.exception() is not None else result.result()
-        return self._go_on(running, "No engine that generates runs. Send the request again.", handover)
+        return self._continue(running, "No engine that generates runs. Send the request again.", handover)
 
     def _restart(self, number: int) -> None:
         reason = ""

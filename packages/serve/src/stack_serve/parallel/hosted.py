@@ -198,7 +198,7 @@ class HostedReplica:
             _LOG.warning("The pages of request %r were not received: %s", request.request_id, error)
         reason, message = "abort", None
         try:
-            with self._lock:  # an abort comes before this block or after it
+            with self._lock:  # excludes `abort`
                 if self._receiving.pop(request.request_id):
                     return engine.submit(request, self._outbox.put)
         except Exception as error:  # which the checks of the server should have prevented

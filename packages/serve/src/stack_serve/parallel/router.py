@@ -73,7 +73,7 @@ class Router:
         return next((place for place, digest in enumerate(digests) if digest not in known), len(digests))
 
     def forget(self, engine: int | None = None) -> None:
-        """Clears the estimate for an engine, or for all of them."""
+        """Clears the estimate for one engine, or for all engines."""
         for prefixes in self._prefixes if engine is None else [self._prefixes[engine]]:
             prefixes.clear()
 

@@ -108,7 +108,7 @@ def _fit_with_minima(blocks: jax.Array, *, levels: int) -> tuple[jax.Array, jax.
         offset = _quotient(of_squares * of_tiles - of_codes * of_products, determinant)
         # Equal codes determine one of the two: the offset if all are 0.
         offset = jnp.where(of_squares == 0, _quotient(of_tiles, of_ones), offset)
-        # A minimum is subtracted and has no sign.
+        # The format subtracts minima and stores no sign.
         is_alone = (offset > 0) | (determinant <= 1e-6 * of_ones * of_squares)
         scale = jnp.where(is_alone, _quotient(of_products, of_squares), scale)
         minimum = -jnp.minimum(offset, 0)

@@ -212,7 +212,7 @@ def _outputs_of_experts(
     """
     axis, active = axes_of("experts"), chosen.shape[-1]
     if _axes_with_all_tokens():
-        return _outputs_of_own_experts(spec, rows, chosen, weights, parameters), jnp.zeros(())
+        return _local_expert_outputs(spec, rows, chosen, weights, parameters), jnp.zeros(())
     # Rows are sorted by expert for the grouped products, exchanged if experts are split, and put back in order.
     order = jnp.argsort(chosen.reshape(-1), stable=True)
     # Entry i of the flattened choices belongs to token i // active.
@@ -241,7 +241,7 @@ def _axes_with_all_tokens() -> tuple[str, ...]:
     return () if set(axes_of("experts")) & set(axes_of("batch")) else axes_of("experts")
 
 
-def _outputs_of_own_experts(
+def _local_expert_outputs(
     spec: Experts, rows: jax.Array, chosen: jax.Array, weights: jax.Array | None, parameters: Mapping[str, Any]
 ) -> jax.Array:
     """Returns the outputs of this device's experts, [tokens, active, embed]; the outputs of other experts are zeros.

@@ -50,7 +50,7 @@ class RecurrentMixer(nnx.Module):
         factor: jax.Array,
         decay: jax.Array,
     ) -> tuple[jax.Array, Any]:
-        """Runs convolution and recurrence from the states of a cache, or over whole rows without one.
+        """Runs convolution and recurrence from the states of a cache, or over complete rows without a cache.
 
         Args:
           mixed: inputs of the convolution, [batch, seq, features].

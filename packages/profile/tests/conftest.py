@@ -347,6 +347,7 @@ def training():
 @pytest.fixture(scope="session")
 def captured(training, tmp_path_factory):
     """The directory of a capture of four steps."""
+    jax.clear_caches()  # a capture lists all loaded programs, and other tests have steps, too
     compiled, params, x = training
     params = jax.block_until_ready(compiled(params, x))
     directory = tmp_path_factory.mktemp("capture")

@@ -116,10 +116,12 @@ def test_what_cannot_be_written_is_told(tmp_path, x, recwarn):
 
 
 def test_the_end_of_the_writing_is_reported_after_any_failure(tmp_path, monkeypatch):
-    monkeypatch.setattr(Capture, "_write_files", lambda self, data: sys.exit())  # of which threads do not warn
-    written = threading.Event()
+    failures, written = [], threading.Event()
+    monkeypatch.setattr(threading, "excepthook", lambda failure: failures.append(failure.exc_type))
+    monkeypatch.setattr(Capture, "_write_files", lambda self, data: sys.exit())
     Capture(tmp_path).start().stop(on_written=written.set)
-    assert written.wait(60)
+    _join_writers()
+    assert written.is_set() and failures == [SystemExit]
 
 
 def test_waiting_for_a_capture_that_runs_is_refused(tmp_path):

@@ -10,7 +10,7 @@ The command line prints their messages without a traceback and exits with status
 
 from stack_core.abi.errors import StackError
 
-__all__ = ["CaptureError", "ProfileError", "TraceError"]
+__all__ = ["CaptureError", "CaptureWarning", "ProfileError", "TraceError"]
 
 
 class ProfileError(StackError):
@@ -23,3 +23,7 @@ class TraceError(ProfileError):
 
 class CaptureError(ProfileError):
     """A capture that cannot start, stop or be written."""
+
+
+class CaptureWarning(UserWarning):
+    """Warning about a finished capture that could not be written."""

@@ -32,6 +32,16 @@ def stack_register_analyses(registry: Registrar) -> None:
         "memory", "stack_profile.analyses.memory:memory", help="Show what makes the peak of a program's memory."
     )
     registry.add(
+        "out_of_memory",
+        "stack_profile.analyses.out_of_memory:out_of_memory",
+        help="Show what filled the devices when an allocation failed.",
+    )
+    registry.add(
+        "python_heap",
+        "stack_profile.analyses.python_heap:python_heap",
+        help="Show what Python allocated at the peak of the host's memory.",
+    )
+    registry.add(
         "graph", "stack_profile.analyses.graph:graph", help="Show what an instruction reads, and what reads it."
     )
     registry.add(
@@ -60,6 +70,9 @@ def stack_register_commands(registry: Registrar) -> None:
     registry.add("profile ring", "stack_profile.commands.ring:ring", help="List the captures of the continuous mode.")
     registry.add("profile export", "stack_profile.commands.profile:export", help="Write a trace for other tools.")
     registry.add("profile report", "stack_profile.commands.report:report", help="Write all analyses as an HTML file.")
+    registry.add(
+        "profile open", "stack_profile.commands.open_page:open_page", help="Show a run's captures in a browser."
+    )
     registry.add("profile diff", "stack_profile.commands.diff:diff", help="Rank what changed between captures.")
     registry.add(
         "profile gate", "stack_profile.commands.gate:gate", help="Fail where a program became slower or larger."

@@ -20,7 +20,7 @@ from stack_core.cli import main
 from stack_profile import CaptureError, load_trace
 from stack_profile.captures import addresses
 from stack_profile.captures.addresses import Address
-from stack_profile.captures.attach import address_of, attach, attachable
+from stack_profile.captures.attach import address_of, attach, attachable, find_process
 
 PROGRAM = """
 import sys, time
@@ -106,6 +106,24 @@ def test_a_script_that_knows_nothing_of_it_listens(tmp_path):
     assert process.returncode == 7
     assert result.partial is None and load_trace(result.path).devices
     assert not (tmp_path / "profile").exists()
+
+
+def test_a_server_is_found_by_its_address_and_a_run_by_its_directory(tmp_path, capsys, start):
+    jnp.ones(3).block_until_ready()
+    with socket.create_server(("127.0.0.1", 0)) as server, stack_profile.listen(run=tmp_path / "run") as run:
+        port = server.getsockname()[1]
+        for address in (f"127.0.0.1:{port}", f"http://localhost:{port}/v1"):
+            assert find_process(address).pid == os.getpid()
+        assert find_process(str(tmp_path / "missing" / ".." / "run")) == run.address
+        main(["profile", "attach", str(tmp_path / "run"), "--duration-s", "0.1", "--out", str(tmp_path / "out")])
+        assert load_trace(capsys.readouterr().out.strip()).about["pid"] == os.getpid()
+        other = start(60)
+        with pytest.raises(SystemExit):
+            main(["profile", "attach", str(tmp_path)])
+        assert f"{other.pid} (" in capsys.readouterr().err, "the message lists what listens"
+    for wrong in (f"127.0.0.1:{port}", f"other.host:{port}", "nobody"):
+        with pytest.raises(CaptureError, match="nor the directory of such a run"):
+            find_process(wrong)
 
 
 def test_a_program_that_ends_leaves_what_was_captured_and_says_that_it_is_partial(tmp_path, start):

@@ -1,6 +1,7 @@
 """A run's `profile:` section captures the steps that it names."""
 
 import os
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from stack_core.abi.errors import ConfigError
 from stack_core.abi.event_bus import EventBus, ObserverContext, observers_from
 from stack_core.abi.events import RunFailed, RunStarted, StepFinished, StepStarted
 from stack_core.abi.plugins import registries
-from stack_profile.captures.attach import address_of, attach, attachable
+from stack_profile.captures.attach import address_of, attach, attachable, find_process
 from stack_profile.captures.capture import CaptureWarning
 from stack_profile.captures.observer import ProfileConfig
 from stack_profile.captures.ring import stored_captures
@@ -79,6 +80,17 @@ def test_the_steps_of_the_section_are_captured(tmp_path, section):
     assert 2 <= len(steps) <= 4
 
 
+def test_a_section_tracks_the_python_heap_or_ends_the_run_at_its_start(tmp_path, monkeypatch):
+    pytest.importorskip("memray", reason="needs stack-profile[memray]")
+    with observed(tmp_path, first_step=2, steps=1, python_heap=True) as bus:
+        train(bus, tmp_path, steps=3)
+    (heap,) = load_trace(tmp_path / "profile").heaps
+    assert heap.peak_bytes == sum(stack.size_bytes for stack in heap.stacks) > 0
+    monkeypatch.setitem(sys.modules, "memray", None)
+    with pytest.raises(CaptureError, match=r"profile\[memray\]"):
+        observed(tmp_path, python_heap=True)
+
+
 def test_output_names_another_directory(tmp_path):
     with observed(tmp_path, first_step=1, steps=1, output=str(tmp_path / "elsewhere")) as bus:
         train(bus, tmp_path, steps=2)
@@ -111,7 +123,8 @@ def test_a_run_that_listens_is_captured_on_demand_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     with observed(tmp_path, steps=0, listen=True) as bus:
         train(bus, tmp_path, steps=12)
-        (result,) = attach([address_of(os.getpid())], out=tmp_path / "out", duration_s=0.1)
+        assert find_process(str(tmp_path)) == address_of(os.getpid())
+        (result,) = attach([find_process(str(tmp_path))], out=tmp_path / "out", duration_s=0.1)
     assert result.problem is None and attachable() == []
     assert not (tmp_path / "profile").exists()
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import hashlib
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ import stack_profile
 from stack_profile.analyses.advice import advice
 from stack_profile.analyses.idle import idle
 from stack_profile.analyses.input_pipeline import input_pipeline
+from stack_profile.analyses.overview import overview
 from stack_profile.report.events import recorded_events
 from stack_profile.traces.host_stacks import thread_of
 from stack_profile.traces.short_paths import short_paths
@@ -118,6 +120,53 @@ def test_lanes_have_the_stacks_of_each_thread_and_collections(sampled):
     assert {recorded.kinds[kind]["name"] for kind in collections.kind} >= {"generation 2"}
     assert "MainThread" in lanes and "waits stacks" not in lanes
     assert whole_ps >= int(stacks.tick_ps[-1] - stacks.tick_ps[0])
+
+
+def hold_lock(end):
+    """Holds the interpreter lock in calls of C for tens of milliseconds each."""
+    while time.perf_counter() < end:
+        sum(range(3_000_000))
+
+
+def release_lock(end):
+    """Keeps a processor as busy, without the lock."""
+    data = bytes(1 << 24)
+    while time.perf_counter() < end:
+        hashlib.sha256(data)
+
+
+@pytest.fixture(scope="module")
+def contended(tmp_path_factory):
+    """Captures of a second thread's work by its function."""
+    folder, found = tmp_path_factory.mktemp("contended"), {}
+    for work in (hold_lock, release_lock):
+        with stack_profile.capture(folder / work.__name__, stacks_hz=200.0) as captured:
+            thread = threading.Thread(target=work, args=(time.perf_counter() + 1.0,))
+            thread.start()
+            thread.join()
+        captured.wait()
+        found[work] = load_trace(folder / work.__name__)
+    return found
+
+
+def test_a_thread_that_holds_the_lock_makes_the_sampler_wait_and_one_that_computes_without_it_does_not(contended):
+    facts = {work: overview(trace).facts for work, trace in contended.items()}
+    assert facts[hold_lock]["longest_interpreter_wait_s"] > 0.01
+    assert facts[hold_lock]["mean_interpreter_wait_s"] > 10 * facts[release_lock]["mean_interpreter_wait_s"] >= 0
+    assert all(each["mean_processor_wait_s"] is not None for each in facts.values()) or sys.platform != "linux"
+
+
+def test_long_waits_are_a_lane_that_ends_where_the_samples_are(contended):
+    trace = contended[hold_lock]
+    recorded = recorded_events(trace, short_paths(trace))
+    (lane,) = (lane for lane in recorded.lanes if lane.name == "waits for the interpreter")
+    ends = lane.start_ps + lane.duration_ps
+    (stacks,) = trace.host_stacks
+    assert set(ends.tolist()) <= set(stacks.tick_ps.tolist()) and (lane.start_ps[1:] >= ends[:-1]).all()
+    assert "waits for the interpreter lock" in {recorded.kinds[kind]["name"] for kind in lane.kind}
+    lateness = stacks.lateness
+    late_ps = lateness.interpreter_ps + (0 if lateness.processor_ps is None else lateness.processor_ps)
+    assert lane.duration_ps.tolist() == late_ps[late_ps > 1_000_000_000].tolist()
 
 
 def test_sampling_leaves_nothing_behind(tmp_path):

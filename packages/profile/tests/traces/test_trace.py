@@ -6,12 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stack_core.cli import main
 from stack_profile.analyses.compile import compilations
 from stack_profile.analyses.memory import memory
 from stack_profile.analyses.ops import ops
 from stack_profile.analyses.overview import overview
 from stack_profile.errors import TraceError
+from stack_profile.traces import size_limit
 from stack_profile.traces.hlo import program_of
+from stack_profile.traces.size_limit import check_size
 from stack_profile.traces.trace import load_trace, trace_files, trace_of
 from stack_profile.traces.xplane import read_space
 
@@ -212,3 +215,29 @@ def test_where_there_is_no_trace_the_message_says_how_to_make_one(tmp_path):
         load_trace(tmp_path)
     with pytest.raises(TraceError, match="does not exist"):
         load_trace(tmp_path / "nothing")
+
+
+@pytest.fixture
+def large(tmp_path):
+    """A file of 3 GB, which the file system stores as a hole, and an equally named small one."""
+    with (tmp_path / "large.xplane.pb").open("wb") as file:
+        file.truncate(3 * 10**9)
+    return tmp_path / "large.xplane.pb"
+
+
+def test_a_trace_that_does_not_fit_the_memory_is_refused_with_its_size_and_a_remedy(large, capsys, monkeypatch):
+    monkeypatch.setattr(size_limit, "available_memory_bytes", lambda: 4 * 10**9)
+    with pytest.raises(SystemExit) as end:
+        main(["profile", "ops", str(large)])
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.count("\n") == 1 and repr(str(large)) in said
+    assert "2.79 GiB" in said and "3.73 GiB are free" in said and "--duration-s" in said
+
+
+def test_the_limit_is_of_all_files_and_never_of_small_ones(large, tmp_path):
+    small = tmp_path / "small.xplane.pb"
+    small.write_bytes(b"")
+    check_size([small], free_bytes=1)
+    check_size([large, small, tmp_path / "missing"], free_bytes=10**11)
+    with pytest.raises(TraceError, match="large"):
+        check_size([small, large], free_bytes=10**9)

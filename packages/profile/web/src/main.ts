@@ -301,7 +301,7 @@ async function start(): Promise<void> {
   root.hidden = false;
   try {
     const capture = await readCapture(data.textContent!);
-    if (capture.kind.length) new Instrument(capture, root);
+    if (capture.kind.length || capture.memory.length) new Instrument(capture, root);
     else root.append(h("p", { class: "empty" }, "No timeline: the trace has no events of devices or of the host's threads."));
   } catch (error) {
     root.append(h("p", { class: "failure", role: "alert" }, `The timeline cannot be shown: ${error}. The sections below are complete.`));

@@ -24,7 +24,7 @@ export function memoryPanel(capture: Capture, { view, found, range }: Shown, act
   const program = chosenProgram(capture, view, found);
   if (!program) {
     const reason = capture.failures["memory"] ? `The memory of programs could not be read. ${capture.failures["memory"]}` : "The trace holds no buffers of a program that ran.";
-    return h("div", {}, h("p", { class: "empty" }, reason), ...histories);
+    return h("div", {}, others(actions), h("p", { class: "empty" }, reason), ...histories);
   }
   const options = capture.memory.map(({ program: name, facts }) => [name, `${name} (${bytes(facts["total_bytes"] as number)})`] as const);
   const facts = Object.entries(program.facts).filter(([name, value]) => name.endsWith("_bytes") && value !== null);
@@ -39,6 +39,7 @@ export function memoryPanel(capture: Capture, { view, found, range }: Shown, act
   return h(
     "div",
     {},
+    others(actions),
     controls,
     list,
     program.moments.length ? scheduleChart(program, actions) : h("p", { class: "empty" }, "XLA kept no schedule of this program's temporaries."),
@@ -47,6 +48,14 @@ export function memoryPanel(capture: Capture, { view, found, range }: Shown, act
     capture.allocators.length ? null : h("p", { class: "empty" }, "The trace has no events of an allocator: the process's memory over time is not known. GPUs record it."),
     h("ul", { class: "notes" }, ...program.notes.map((note) => h("li", {}, note))),
   );
+}
+
+/** Links to the analyses of other memory, if the capture has it: live arrays of a full device, and the Python heap. */
+function others(actions: PanelActions): HTMLElement | null {
+  const known = [["out_of_memory", "Live arrays when a device was out of memory"], ["python_heap", "Python heap at its peak"]] as const;
+  const found = known.filter(([section]) => document.querySelector(`main #${section} tbody tr`));
+  if (!found.length) return null;
+  return h("p", { class: "controls" }, ...found.map(([section, text]) => button(text, () => actions.change({ tab: "more", section, sort: "", rows: "" }), { class: "link" })));
 }
 
 /** The program that the view names, or the one with the most time in the selection. */

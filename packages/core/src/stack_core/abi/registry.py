@@ -20,7 +20,7 @@ _FORMS = {
     "analyses": "of letters, digits and _",
 }
 # Each analysis is a command `stack profile NAME`; these names belong to its built-in commands.
-_RESERVED = {"analyses": ("attach", "costs", "diff", "export", "gate", "report", "ring", "run")}
+_RESERVED = {"analyses": ("attach", "costs", "diff", "export", "gate", "open", "report", "ring", "run")}
 _TARGET = re.compile(r"\w+(\.\w+)*:\w+")
 
 

@@ -73,7 +73,7 @@ def overview(trace: Trace, *, device: str | None = None) -> Answer[OverviewRow]:
     )
     return Answer(
         name="overview",
-        facts=_totals(devices, rows, waits),
+        facts={**_totals(devices, rows, waits), **_latenesses(trace)},
         row_type=OverviewRow,
         rows=tuple(rows),
         notes=(*_notes(trace, device, rows, waits), *trace.problems),
@@ -225,6 +225,19 @@ def _totals(devices: Sequence[Ops], rows: Sequence[OverviewRow], waits: _Waits) 
     }
 
 
+def _latenesses(trace: Trace) -> dict[str, float | None]:
+    """Returns waits of the sampling threads after their timers, see `Lateness`; None without samples."""
+    found = [stacks.lateness for stacks in trace.host_stacks if stacks is not None and stacks.lateness is not None]
+    interpreter = np.concatenate([np.zeros(0), *(each.interpreter_ps for each in found)]) * PICOSECOND
+    queued = [each.processor_ps for each in found if each.processor_ps is not None]
+    processor = np.concatenate([np.zeros(0), *queued]) * PICOSECOND
+    return {
+        "mean_interpreter_wait_s": float(interpreter.mean()) if len(interpreter) else None,
+        "longest_interpreter_wait_s": float(interpreter.max()) if len(interpreter) else None,
+        "mean_processor_wait_s": float(processor.mean()) if len(processor) else None,
+    }
+
+
 def _bound(idle_s: float | None, total_s: float, waits: _Waits) -> str | None:
     if idle_s is None or not total_s:
         return None
@@ -257,6 +270,11 @@ def _notes(trace: Trace, device: str | None, rows: Sequence[OverviewRow], waits:
     if waits.by_name:
         listed = ", ".join(f"{name} {number('_s', seconds)}" for name, seconds in waits.by_name)
         yield f"Host events in the idle time: {listed}."
+    if any(stacks is not None and stacks.lateness is not None for stacks in trace.host_stacks):
+        yield (
+            "The interpreter wait is the time that a thread of the profiler waited for the interpreter lock after its "
+            "timer. The program's threads wait as long when they get ready to run Python."
+        )
     heaviest = ops(trace, by="category", device=device).rows[:_SHOWN]
     listed = ", ".join(f"{row.name} {number('_share', row.busy_share)}" for row in heaviest)
     yield f"Of the busy time: {listed}."

@@ -23,12 +23,14 @@ class Address:
       port: port on the loopback interface.
       token: secret that each request must carry; whoever can read the address file can send requests.
       command: command line of the process.
+      run: absolute path of the directory of the run that it computes, or "".
     """
 
     pid: int
     port: int
     token: str
     command: tuple[str, ...] = ()
+    run: str = ""
 
 
 def publish(address: Address) -> Path:
@@ -59,7 +61,8 @@ def addresses() -> dict[Path, Address]:
     for path in sorted(_directory().glob("*.json")):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # the file is being written or was removed
             entry = json.loads(path.read_bytes())
-            found[path] = Address(int(entry["pid"]), int(entry["port"]), str(entry["token"]), tuple(entry["command"]))
+            numbers = int(entry["pid"]), int(entry["port"])
+            found[path] = Address(*numbers, str(entry["token"]), tuple(entry["command"]), str(entry.get("run", "")))
     return found
 
 

@@ -1,7 +1,9 @@
 """Captures other processes that listen (`stack_profile.listen`, `stack profile run --listen`)."""
 
+import contextlib
 import http.client
 import json
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from stack_profile.captures.listener import LOOPBACK, CaptureRequest
 from stack_profile.captures.stacks import STACKS_HZ
 from stack_profile.errors import CaptureError
 
-__all__ = ["Attached", "address_of", "attach", "attachable"]
+__all__ = ["Attached", "address_of", "attach", "attachable", "find_process"]
 
 _PING_S: Final = 2.0
 _WRITE_S: Final = 300.0  # enough to encode and write a capture of hours
@@ -72,6 +74,53 @@ def address_of(pid: int) -> Address:
             "`profile: {listen: true}` in a run, or stack_profile.listen()."
         )
     return listening[pid]
+
+
+def find_process(text: str) -> Address:
+    """Returns the address of a listening process by its number, its run's directory, or the address of its server.
+
+    Args:
+      text: a process ID, a directory, or an address such as "127.0.0.1:8000" or "http://localhost:8000/v1".
+
+    Raises:
+      CaptureError: no listening process matches.
+    """
+    if text.isdecimal():
+        return address_of(int(text))
+    listening = attachable()
+    match = _SERVER.fullmatch(text)
+    if match:
+        found = [each for each in listening if _serves(each.pid, int(match[1]))]
+    else:
+        found = [each for each in listening if each.run and each.run == str(Path(text).resolve())]
+    if not found:
+        listed = "; ".join(f"{each.pid} ({each.run or ' '.join(each.command)})" for each in listening) or "none"
+        raise CaptureError(
+            f"{text!r} is neither the number of a process that listens, nor the directory of such a run, nor the "
+            f"address of such a server on this machine. Processes that listen: {listed}."
+        )
+    return found[0]
+
+
+_SERVER: Final = re.compile(r"(?:https?://)?(?:127\.0\.0\.1|localhost|0\.0\.0\.0|\[::1?\]):(\d+)(?:/.*)?")
+_LISTENS: Final = "0A"  # state of a socket
+
+
+def _serves(pid: int, port: int) -> bool:
+    """Returns whether a process listens on a TCP port, which only Linux shows."""
+    sockets = set()
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                _, local, _, state, _, _, _, _, _, inode, *_ = line.split()
+                if state == _LISTENS and int(local.rpartition(":")[2], 16) == port:
+                    sockets.add(f"socket:[{inode}]")
+    files: set[str] = set()
+    with contextlib.suppress(OSError):  # the process has ended
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                files.add(str(file.readlink()))
+    return bool(files & sockets)
 
 
 def attach(

@@ -16,20 +16,18 @@ from types import MappingProxyType, TracebackType
 from typing import Any
 
 from stack_core.chips import machine
-from stack_profile.captures.processes import STACKS_SUFFIX, SUFFIX, stem
+from stack_profile.captures.memory_snapshot import MemorySnapshot, take_snapshot
+from stack_profile.captures.processes import HEAP_SUFFIX, LIVE_SUFFIX, STACKS_SUFFIX, SUFFIX, stem
+from stack_profile.captures.python_heap import PythonHeap
 from stack_profile.captures.recording import Background, Recording, record
 from stack_profile.captures.ring import Ring, replace_file
 from stack_profile.captures.sources import source_digests
 from stack_profile.captures.stacks import STACKS_HZ, StackSampler
-from stack_profile.errors import CaptureError, ProfileError, TraceError
+from stack_profile.errors import CaptureError, CaptureWarning, ProfileError, TraceError
 from stack_profile.traces.hlo import hlo_proto, outline, program_key
 from stack_profile.traces.xplane import Plane, read_space
 
-__all__ = ["Capture", "CaptureWarning", "capture"]
-
-
-class CaptureWarning(UserWarning):
-    """Warning about a finished capture that could not be written."""
+__all__ = ["Capture", "CaptureWarning", "capture", "capture_file", "environment"]
 
 
 def capture(
@@ -39,6 +37,7 @@ def capture(
     process: int | None = None,
     host_tracer_level: int = 2,
     stacks_hz: float = STACKS_HZ,
+    python_heap: bool = False,
 ) -> "Capture":
     """Captures what runs inside a `with` block, or in each call of a function that it decorates.
 
@@ -56,11 +55,19 @@ def capture(
       host_tracer_level: 1 records operations and annotations, 2 adds events of JAX's runtime, 3 adds their details.
       stacks_hz: how often to sample the Python stacks of all threads, per second; 0 for no samples. The rate falls if
         sampling would take over 1% of a processor.
+      python_heap: whether memray tracks the allocations of Python code, which slows it.
 
     Raises:
-      CaptureError: `stacks_hz` is negative or over 1000.
+      CaptureError: `stacks_hz` is negative or over 1000, or `python_heap` needs memray, which is not installed.
     """
-    return Capture(Path(out), name=name, process=process, host_tracer_level=host_tracer_level, stacks_hz=stacks_hz)
+    return Capture(
+        Path(out),
+        name=name,
+        process=process,
+        host_tracer_level=host_tracer_level,
+        stacks_hz=stacks_hz,
+        python_heap=python_heap,
+    )
 
 
 class Capture(contextlib.ContextDecorator):
@@ -80,6 +87,7 @@ class Capture(contextlib.ContextDecorator):
         process: int | None = None,
         host_tracer_level: int = 2,
         stacks_hz: float = STACKS_HZ,
+        python_heap: bool = False,
         ring: Ring | None = None,
     ) -> None:
         self._arguments: dict[str, Any] = {
@@ -87,9 +95,12 @@ class Capture(contextlib.ContextDecorator):
             "process": process,
             "host_tracer_level": host_tracer_level,
             "stacks_hz": stacks_hz,
+            "python_heap": python_heap,
             "ring": ring,
         }
         self._sampler = StackSampler(stacks_hz) if stacks_hz else None
+        self._heap = PythonHeap() if python_heap else None
+        self._snapshot: MemorySnapshot | None = None
         self._out = out
         self._recording: Recording | None = None
         self._writer: Background | None = None
@@ -110,7 +121,9 @@ class Capture(contextlib.ContextDecorator):
         """
         mine = recording or record(host_tracer_level=self._arguments["host_tracer_level"])
         try:
-            self.path = _file(self._out, self._arguments["name"], self._arguments["process"])
+            self.path = capture_file(self._out, self._arguments["name"], self._arguments["process"])
+            if self._heap is not None:
+                self._heap.start(self.path.with_name(f"{stem(self.path)}.heap.bin"))
         except BaseException:  # Release the profiler for the next capture after any error, including KeyboardInterrupt.
             mine.discard()
             raise
@@ -126,6 +139,7 @@ class Capture(contextlib.ContextDecorator):
         self,
         *,
         settle: bool = True,
+        error: BaseException | None = None,
         about: Mapping[str, Any] = MappingProxyType({}),
         on_written: Callable[[], None] = lambda: None,
     ) -> None:
@@ -134,24 +148,35 @@ class Capture(contextlib.ContextDecorator):
         Args:
           settle: first wait for all live arrays, to include their computation in the trace, then until recording is
             off.
+          error: error of the program. If a device is out of memory, the state of the memory is stored too.
           about: extra metadata for readers; "partial" states why the trace is shorter than requested.
           on_written: callback of the writing thread, also after a failure.
         """
         recording, self._recording = self._recording, None
         if recording is None:
             return
+        self._snapshot = take_snapshot(error)
+        if self._snapshot is not None:
+            about = {**about, "out_of_memory": self._snapshot.about}
         if settle:
             _settle()
         started_s = time.perf_counter()
         recording.end()
         if self._sampler is not None:
             self._sampler.stop()
+        if self._heap is not None:
+            self._heap.stop()
         if settle:
             recording.wait_until_off()
         # Without `_settle`, whose wait is the program's own work.
         self.stop_s = time.perf_counter() - started_s
         self._about |= {"stop_s": self.stop_s, **about}
         self._writer = Background(lambda: self._write(recording, on_written), "capture-writer")
+
+    @property
+    def is_running(self) -> bool:
+        """True between `start` and `stop`."""
+        return self._recording is not None
 
     @property
     def is_writing(self) -> bool:
@@ -183,7 +208,7 @@ class Capture(contextlib.ContextDecorator):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         # After an exception, arrays may never become ready.
-        self.stop(settle=error is None)
+        self.stop(settle=error is None, error=error)
 
     def _recreate_cm(self) -> "Capture":
         """Makes a new capture for each call of a decorated function."""
@@ -192,7 +217,7 @@ class Capture(contextlib.ContextDecorator):
     def _write(self, recording: Recording, on_written: Callable[[], None]) -> None:
         try:
             data = recording.data()
-            self._about |= {**_environment(), "bytes": len(data)}
+            self._about |= {**environment(), "bytes": len(data)}
             self._write_files(data)
         # This thread would lose the exception, so `wait` raises another one, and a warning shows the reason.
         except ProfileError as error:
@@ -216,6 +241,10 @@ class Capture(contextlib.ContextDecorator):
         files = [(f"{name}.{program}.hlo.pb", proto) for program, proto in _missing_programs(data, programs)]
         if self._sampler is not None:
             files.append((f"{name}{STACKS_SUFFIX}", self._sampler.content()))
+        if self._heap is not None:
+            files.append((f"{name}{HEAP_SUFFIX}", self._heap.content()))
+        if self._snapshot is not None:
+            files.append((f"{name}{LIVE_SUFFIX}", self._snapshot.live))
         files.append((f"{name}.capture.json", json.dumps(self._about, indent=2).encode()))
         # The trace comes last: readers look for it, and then need the other files.
         files.append((self.path.name, data))
@@ -226,7 +255,7 @@ class Capture(contextlib.ContextDecorator):
             replace_file(self.path.with_name(file), content)
 
 
-def _file(out: Path, name: str | None, process: int | None) -> Path:
+def capture_file(out: Path, name: str | None, process: int | None) -> Path:
     """Creates the capture's folder, which processes share if they have one name, and returns the trace's file."""
     import jax
 
@@ -297,7 +326,7 @@ def _texts(plane: Plane) -> Iterator[str]:
     yield from plane.event_names.values()
 
 
-def _environment() -> dict[str, Any]:
+def environment() -> dict[str, Any]:
     """Returns the properties of this machine and process that analyses on another machine need."""
     import jax
 

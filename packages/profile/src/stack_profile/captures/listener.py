@@ -50,7 +50,7 @@ class CaptureRequest:
     stacks_hz: Annotated[float, Field(ge=0, le=HIGHEST_HZ)] = STACKS_HZ
 
 
-def listen(*, port: int = 0) -> "Listener":
+def listen(*, port: int = 0, run: Path | None = None) -> "Listener":
     """Lets `stack profile attach` capture this process from now on, until it ends or `close` is called.
 
     The server listens only on the loopback interface. Requests need a random token from a file that only this user can
@@ -58,11 +58,12 @@ def listen(*, port: int = 0) -> "Listener":
 
     Args:
       port: port to listen on, 0 for any free one.
+      run: directory of the run that this process computes, by which `stack profile attach` finds it.
 
     Raises:
       CaptureError: the port is in use, or the address of this process cannot be published.
     """
-    return Listener(port)
+    return Listener(port, run)
 
 
 class Listener:
@@ -73,7 +74,7 @@ class Listener:
       path: file with the address, removed when the listener closes or the process ends.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, run: Path | None = None) -> None:
         self._closing = threading.Event()
         try:
             self._server = _Server((LOOPBACK, port), _Handler)
@@ -82,7 +83,8 @@ class Listener:
                 f"Cannot listen on port {port} of {LOOPBACK}: {error}. Name another, or 0 for any that is free."
             ) from error
         self._server.listener = self
-        self.address = Address(os.getpid(), self._server.server_address[1], secrets.token_hex(32), tuple(sys.argv))
+        place = os.getpid(), self._server.server_address[1]
+        self.address = Address(*place, secrets.token_hex(32), tuple(sys.argv), str(run.resolve()) if run else "")
         try:
             self.path = publish(self.address)
         except CaptureError:

@@ -15,6 +15,8 @@ from stack_profile.errors import TraceError
 from stack_profile.traces.xplane import Space
 
 __all__ = [
+    "HEAP_SUFFIX",
+    "LIVE_SUFFIX",
     "STACKS_SUFFIX",
     "SUFFIX",
     "about_of",
@@ -27,6 +29,8 @@ __all__ = [
 
 SUFFIX: Final = ".xplane.pb"
 STACKS_SUFFIX: Final = ".stacks.json.gz"  # sampled Python stacks of the same process
+HEAP_SUFFIX: Final = ".heap.json.gz"  # its Python heap at the peak
+LIVE_SUFFIX: Final = ".live.pb.gz"  # its arrays when a device was out of memory
 
 
 def stem(file: Path) -> str:

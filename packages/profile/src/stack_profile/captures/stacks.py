@@ -2,12 +2,17 @@
 
 Another thread reads `sys._current_frames` some hundred times per second. Times are those of the host's events in the
 trace: nanoseconds since the epoch.
+
+CPython does not report waits for the interpreter lock (GIL). The sampling thread measures its own: each sample has the
+time from the thread's timer until it ran, and Linux's count of the part in which it waited for a processor.
 """
 
 import array
+import contextlib
 import gc
 import gzip
 import json
+import os
 import sys
 import threading
 import time
@@ -53,6 +58,9 @@ class StackSampler:
         self._ended = threading.Lock()
         self._thread = threading.Thread(target=self._sample, name="capture-stacks", daemon=True)
         self._times_ns = array.array("q")
+        # For each sample: the time from the timer until the thread ran, and its part without a processor.
+        self._late_ns, self._queued_ns = array.array("q"), array.array("q")
+        self._counts_queue = False
         # Four numbers for each run of equal samples: thread, stack, first and last tick.
         self._runs = array.array("q")
         self._threads: dict[int, int] = {}
@@ -109,6 +117,8 @@ class StackSampler:
             "hz": self._hz,
             "cpu_s": self.cpu_s,
             "times_ns": [now - before for before, now in pairwise([0, *self._times_ns])],
+            "late_ns": self._late_ns.tolist(),
+            "queued_ns": self._queued_ns.tolist() if self._counts_queue else None,
             "threads": threads,
             "frames": list(frames),
             "stacks": stacks,
@@ -120,13 +130,22 @@ class StackSampler:
     def _sample(self) -> None:
         sampler, interval_s, mean_s = threading.get_ident(), 1 / self._hz, 0.0
         open_runs: dict[int, int] = {}  # place of each thread's last run
-        # `acquire` instead of an event's `wait`, which is written in Python.
-        while not self._ended.acquire(timeout=max(interval_s, mean_s / _MOST_SHARE)):
+        queued = _QueuedTime()
+        self._counts_queue = queued.is_known
+        while True:
+            timeout_s, queued_ns, asked_ns = max(interval_s, mean_s / _MOST_SHARE), queued.ns(), time.perf_counter_ns()
+            # `acquire` instead of an event's `wait`, which is written in Python.
+            if self._ended.acquire(timeout=timeout_s):
+                break
+            late_ns = time.perf_counter_ns() - asked_ns - int(timeout_s * 1e9)
             if len(self._runs) < 4 * _MOST_RUNS:
+                self._late_ns.append(max(late_ns, 0))
+                self._queued_ns.append(queued.ns() - queued_ns)
                 self._tick(sampler, open_runs)
             used_s = time.thread_time()
             mean_s += 0.1 * (used_s - self.cpu_s - mean_s)
             self.cpu_s = used_s
+        queued.close()
         self._ended.release()
 
     def _tick(self, sampler: int, open_runs: dict[int, int]) -> None:
@@ -172,6 +191,27 @@ class StackSampler:
             ident = threading.get_ident()
             self._pauses.extend((self._collecting_ns, now_ns, info["generation"], info["collected"], ident))
             self._collecting_ns = 0
+
+
+class _QueuedTime:
+    """Time for which the calling thread was ready to run without a processor; only Linux counts it."""
+
+    def __init__(self) -> None:
+        self._file: int | None = None
+        with contextlib.suppress(OSError):
+            self._file = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
+
+    @property
+    def is_known(self) -> bool:
+        return self._file is not None
+
+    def ns(self) -> int:
+        """Returns nanoseconds since the start of the thread; 0 if unknown."""
+        return 0 if self._file is None else int(os.pread(self._file, 64, 0).split()[1])
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
 
 
 def _line(code: CodeType, offset: int) -> int:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from stack_profile.captures.capture import Capture, CaptureWarning
+from stack_profile.captures.out_of_memory import save_out_of_memory
 from stack_profile.captures.recording import Recording, record
 from stack_profile.captures.ring import ContinuousConfig, Ring
 from stack_profile.captures.slow_steps import AnomalyConfig, SlowSteps
@@ -99,9 +100,16 @@ class Watch:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Times one step, which must finish inside the block."""
+        """Times one step, which must finish inside the block.
+
+        If it fails because a device is out of memory, the state of the memory is stored as a capture.
+        """
         started_s = time.perf_counter()
-        yield
+        try:
+            yield
+        except Exception as error:
+            save_out_of_memory(self._out, error)
+            raise
         self.finished(self._last_step + 1, time.perf_counter() - started_s)
 
     def finished(self, step: int, duration_s: float, *, kind: Hashable = None) -> None:

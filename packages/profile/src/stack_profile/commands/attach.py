@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from stack_profile.captures.addresses import Address
-from stack_profile.captures.attach import Attached, address_of, attachable
+from stack_profile.captures.attach import Attached, attachable, find_process
 from stack_profile.captures.attach import attach as attach_to
 from stack_profile.captures.stacks import STACKS_HZ
 from stack_profile.errors import CaptureError
@@ -18,7 +18,7 @@ __all__ = ["attach"]
 
 
 def attach(
-    *pids: int,
+    *processes: str,
     out: Path = Path("profile"),
     duration_s: float = 5.0,
     name: str | None = None,
@@ -28,13 +28,14 @@ def attach(
     token: str | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
-    """Capture running processes; without a PID, list listening processes.
+    """Capture running processes; without a name, list listening processes.
 
     Processes listen if started with `stack profile run --listen`, with `profile: {listen: true}`, or if they call
     stack_profile.listen().
 
     Args:
-      pids: process IDs; several make one trace.
+      processes: process IDs, directories of runs, or addresses of servers such as 127.0.0.1:8000; several make one
+        trace.
       out: directory of the capture, which the processes write.
       duration_s: seconds to capture.
       name: name of the capture, by default the time.
@@ -44,12 +45,12 @@ def attach(
       token: token of this process.
       json: print machine-readable results.
     """
-    if (port is None) != (token is None) or (port is not None and pids):
-        raise CaptureError("--port and --token go together and name one process; give both, or process numbers.")
+    if (port is None) != (token is None) or (port is not None and processes):
+        raise CaptureError("--port and --token go together and name one process; give both, or name processes.")
     if port is not None and token is not None:
         targets: Sequence[Address] = [Address(0, port, token)]
-    elif pids:
-        targets = [address_of(pid) for pid in dict.fromkeys(pids)]
+    elif processes:
+        targets = list(dict.fromkeys(map(find_process, processes)))
     else:
         _list(attachable(), json=json)
         return

@@ -8,7 +8,7 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -16,6 +16,8 @@ from stack_core.abi.config import parse
 from stack_profile.captures.capture import Capture, capture
 from stack_profile.captures.continuous import Continuous
 from stack_profile.captures.listener import listen
+from stack_profile.captures.memory_snapshot import exhausted_message
+from stack_profile.captures.out_of_memory import save_out_of_memory
 from stack_profile.captures.recording import backend_started
 from stack_profile.captures.ring import ContinuousConfig
 from stack_profile.captures.stacks import STACKS_HZ
@@ -44,12 +46,19 @@ def run_script(tokens: Sequence[str]) -> None:
     ring = {name: value for name in ("ring_mb", "every_s") if (value := getattr(options, name)) is not None}
     if ring and not options.continuous:
         raise CaptureError(f"--{next(iter(ring)).replace('_', '-')} is a setting of --continuous, which is missing.")
+    if options.python_heap and (options.listen or options.continuous):
+        raise CaptureError("--python-heap tracks one capture of a script: leave out --listen and --continuous.")
     if options.listen or options.continuous:
         _run_observed(options, ring)
         return
-    captured = capture(options.out, host_tracer_level=options.host_tracer_level, stacks_hz=options.stacks_hz)
-    with _Watch(captured, delay_s=options.delay_s, duration_s=options.duration_s) as watch:
-        status = _run(options.script, options.arguments, module=options.module)
+    captured = capture(
+        options.out,
+        host_tracer_level=options.host_tracer_level,
+        stacks_hz=options.stacks_hz,
+        python_heap=options.python_heap,
+    )
+    with _Watch(captured, options.out, delay_s=options.delay_s, duration_s=options.duration_s) as watch:
+        status = _run(options, on_error=watch.fail)
     if watch.failure is not None and status == 0:
         raise watch.failure
     print(f"stack: {watch.failure or f'the trace is in {captured.wait()}'}", file=sys.stderr)
@@ -70,9 +79,14 @@ def _run_observed(options: argparse.Namespace, ring: Mapping[str, float]) -> Non
         if options.listen:
             listener = stack.enter_context(listen(port=options.port))
             print(f"stack: to capture it, stack profile attach {listener.address.pid}", file=sys.stderr)
-        status = _run(options.script, options.arguments, module=options.module)
+        status = _run(options, on_error=lambda error: _note_snapshot(save_out_of_memory(options.out, error)))
     if status:
         sys.exit(status)
+
+
+def _note_snapshot(path: Path | None) -> None:
+    if path is not None:
+        print(f"stack: a device was out of memory: stack profile out_of_memory {path.parent}", file=sys.stderr)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -101,6 +115,9 @@ def _parser() -> argparse.ArgumentParser:
         default=STACKS_HZ,
         help="samples of Python stacks per second; 0 for none",
     )
+    parser.add_argument(
+        "--python-heap", action="store_true", help="track Python's allocations by memray, which slows the script"
+    )
     parser.add_argument("--listen", action="store_true", help="capture only when `stack profile attach` asks for it")
     parser.add_argument(
         "--continuous", action="store_true", help="keep a ring of captures on disk, at most 1%% of a processor"
@@ -122,8 +139,8 @@ class _Watch:
       failure: error of a failed capture.
     """
 
-    def __init__(self, captured: Capture, *, delay_s: float, duration_s: float | None) -> None:
-        self._capture, self._delay_s, self._duration_s = captured, delay_s, duration_s
+    def __init__(self, captured: Capture, out: Path, *, delay_s: float, duration_s: float | None) -> None:
+        self._capture, self._out, self._delay_s, self._duration_s = captured, out, delay_s, duration_s
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="capture-watch", daemon=True)
         self.failure: CaptureError | None = None
@@ -140,6 +157,13 @@ class _Watch:
             self.failure = CaptureError(
                 "Nothing was captured: the script ended before it used a device of JAX, or before --delay-s was over."
             )
+
+    def fail(self, error: BaseException) -> None:
+        """Stores the state of the memory if an error is that a device is out of memory, and ends a running capture."""
+        if exhausted_message(error) and self._capture.is_running:
+            self._guarded(lambda: self._capture.stop(settle=False, error=error))
+        else:
+            _note_snapshot(save_out_of_memory(self._out, error))
 
     def _watch(self) -> None:
         while not backend_started():
@@ -158,24 +182,49 @@ class _Watch:
             self.failure = self.failure or error
 
 
-def _run(script: str, arguments: Sequence[str], *, module: bool) -> int:
-    """Runs a script or module as `__main__` and returns its exit status."""
+def _run(options: argparse.Namespace, *, on_error: Callable[[BaseException], None]) -> int:
+    """Runs a script or module as `__main__` and returns its exit status.
+
+    Args:
+      options: the script, its arguments, and whether it is a module.
+      on_error: called with an error that ends the script or one of its threads, while its frames exist.
+    """
+    script, arguments, module = options.script, options.arguments, options.module
     before = sys.argv, sys.path[0]
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path.cwd() if module else Path(script).resolve().parent)
     try:
-        if module:
-            runpy.run_module(script, run_name="__main__", alter_sys=True)
-        else:
-            _run_file(Path(script).resolve())
+        with _reporting_threads(on_error):
+            if module:
+                runpy.run_module(script, run_name="__main__", alter_sys=True)
+            else:
+                _run_file(Path(script).resolve())
     except SystemExit as end:
         return _status(end.code)
     except BaseException as error:  # Like Python at top level: any error ends the script with a traceback.
+        on_error(error)
         traceback.print_exception(error.with_traceback(_script_frames(error.__traceback__)))
         return 1
     finally:
         sys.argv, sys.path[0] = before
     return 0
+
+
+@contextlib.contextmanager
+def _reporting_threads(on_error: Callable[[BaseException], None]) -> Iterator[None]:
+    """Calls `on_error` with errors that end threads, such as a server's engine."""
+    before = threading.excepthook
+
+    def report(found: threading.ExceptHookArgs) -> None:
+        if found.exc_value is not None:
+            on_error(found.exc_value)
+        before(found)
+
+    threading.excepthook = report
+    try:
+        yield
+    finally:
+        threading.excepthook = before
 
 
 def _run_file(path: Path) -> None:
@@ -192,7 +241,7 @@ def _run_file(path: Path) -> None:
 
 def _script_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
     """Strips this module's frames from the start of a traceback."""
-    outside = (__file__, "<frozen runpy>")
+    outside = (__file__, contextlib.__file__, "<frozen runpy>")
     while trace is not None and trace.tb_frame.f_code.co_filename in outside:
         trace = trace.tb_next
     return trace

@@ -218,10 +218,10 @@ class _Collector:
         return first
 
     def _threads(self, space: Space, group: str, stacks: HostStacks | None) -> Iterator[Lane]:
-        """Yields garbage collections, and the events of each thread with its sampled stacks below."""
+        """Yields collections, waits for the interpreter, and events of each thread with its sampled stacks below."""
         names: collections.Counter[str] = collections.Counter()
         sampled = StackLanes(stacks, group, self._kinds, self._stack, self._paths) if stacks else None
-        yield from filter(None, [sampled.collections()] if sampled else [])
+        yield from filter(None, [sampled.collections(), sampled.waits()] if sampled else [])
         seen: set[int] = set()
         hosts = [plane for plane in space.planes if plane.name == "/host:CPU"]
         for plane, line in ((host, line) for host in hosts for line in host.lines):

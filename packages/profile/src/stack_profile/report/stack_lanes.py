@@ -1,4 +1,4 @@
-"""Lanes of sampled Python stacks and garbage collections.
+"""Lanes of sampled Python stacks, garbage collections, and waits for the interpreter.
 
 A lane of stacks is a flame chart: a row for each depth of the stack, in which a sample lasts until the next one.
 Adjacent frames of one library are one row if the stack has lines of the user. Rows that all samples of the thread
@@ -8,6 +8,7 @@ share are left out.
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -115,12 +116,35 @@ class StackLanes:
         columns = (start, length, length.astype(float), first + which.reshape(-1)[order], row)
         return Lane(self.group, "garbage collection", "gc", int(row.max()) + 1, *columns)
 
+    def waits(self) -> Lane | None:
+        """Returns the lane of the sampling thread's waits; None without long ones."""
+        lateness = self.stacks.lateness
+        if lateness is None:
+            return None
+        queued = lateness.processor_ps
+        late = lateness.interpreter_ps if queued is None else lateness.interpreter_ps + queued
+        rows = np.flatnonzero(late > _LONG_WAIT_PS)
+        if not len(rows):
+            return None
+        names = ("waits for the interpreter lock", "waits for a processor")
+        if queued is None:
+            names = ("waits for the interpreter lock or a processor",)
+        about = {"type": "gc", "category": "wait of the sampling thread"}
+        first = self.add([{**about, "name": name} for name in names])
+        by_processor = np.zeros(len(rows), np.int64) if queued is None else (2 * queued > late)[rows].astype(np.int64)
+        length = late[rows]
+        start = self.stacks.tick_ps[rows] - length
+        columns = (start, length, length.astype(float), first + by_processor, np.zeros_like(rows))
+        return Lane(self.group, "waits for the interpreter", "gc", 1, *columns)
+
     def threads(self, seen: set[int]) -> Iterator[Lane]:
         """Yields the lanes of all threads but some."""
         lanes = (self.thread(thread) for thread in range(len(self.stacks.threads)) if thread not in seen)
         yield from (lane for lane in lanes if lane is not None)
 
 
+# A thread that runs Python hands over the lock after 0.5 ms (`captures.stacks`), so shorter waits are everywhere.
+_LONG_WAIT_PS: Final = 1_000_000_000
 _Row = tuple[Frame, ...]  # frames of a row, outermost first: one, or several of a library
 
 

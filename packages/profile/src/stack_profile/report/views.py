@@ -66,7 +66,9 @@ def _roof(trace: Trace, paths: ShortPaths) -> dict[str, Any]:
 def _memory(trace: Trace, paths: ShortPaths) -> list[dict[str, Any]]:
     """Returns the arrays at the peak and the schedule of each program that ran; of equal names, the largest program."""
     ran = {operation.module for each in trace.devices for operation in each.operations}
-    by_size = sorted((each for each in trace.programs if each.name in ran), key=lambda each: len(each.proto))
+    # Captures of a full memory may have programs without events.
+    shown = (each for each in trace.programs if each.name in ran or not trace.devices)
+    by_size = sorted(shown, key=lambda each: len(each.proto))
     found = []
     for program in {program.name: program for program in by_size}.values():
         answer = memory_of(program)
@@ -83,7 +85,7 @@ def _memory(trace: Trace, paths: ShortPaths) -> list[dict[str, Any]]:
                 "peak_at": peak_at,
             }
         )
-    return found
+    return found[::-1]  # as in the analysis, the largest program first if none ran
 
 
 def _thinned(rows: Sequence[MomentRow]) -> tuple[Sequence[MomentRow], int]:

@@ -1,4 +1,4 @@
-"""Python stacks of the host's threads, which a capture sampled, and its garbage collections.
+"""Python stacks of the host's threads, which a capture sampled, its garbage collections, and waits for the interpreter.
 
 A sample shows where a thread was at one instant. The samples in a set of intervals are therefore an unbiased estimate
 of where the thread spent them, however short the intervals are.
@@ -20,7 +20,7 @@ from stack_profile.traces.instructions import Frame
 from stack_profile.traces.intervals import union
 from stack_profile.traces.xplane import Line, Space
 
-__all__ = ["CallingSamples", "HostStacks", "Pauses", "Thread", "line_of", "read_host_stacks", "thread_of"]
+__all__ = ["CallingSamples", "HostStacks", "Lateness", "Pauses", "Thread", "line_of", "read_host_stacks", "thread_of"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,20 @@ class Pauses:
 
 
 @dataclass(frozen=True)
+class Lateness:
+    """Waits of the sampling thread after its timer, one per sample; other threads that get ready then wait as long.
+
+    Attributes:
+      interpreter_ps: time until the thread held the interpreter lock, without `processor_ps`.
+      processor_ps: time in which it was ready without a processor; None if the system does not count it. Then
+        `interpreter_ps` includes it.
+    """
+
+    interpreter_ps: np.ndarray
+    processor_ps: np.ndarray | None
+
+
+@dataclass(frozen=True)
 class HostStacks:
     """Samples of one process.
 
@@ -59,6 +73,7 @@ class HostStacks:
       tick_ps: time of each sample since the base of the trace, ascending; a sample covers all threads.
       runs: equal consecutive samples of a thread, int64[runs, 4]: thread, stack, first and last tick.
       pauses: garbage collections.
+      lateness: waits of the sampling thread that ended at `tick_ps`; None for captures of earlier versions.
     """
 
     threads: tuple[Thread, ...]
@@ -66,6 +81,7 @@ class HostStacks:
     tick_ps: np.ndarray
     runs: np.ndarray
     pauses: Pauses
+    lateness: Lateness | None = None
 
     def at_times(self, corrected: Callable[[np.ndarray], np.ndarray]) -> "HostStacks":
         """Returns the samples at corrected times."""
@@ -194,7 +210,17 @@ def _host_stacks(content: Mapping[str, Any], base_ns: int) -> HostStacks:
         tick_ps=(np.cumsum(np.array(content["times_ns"], np.int64)) - base_ns) * _PS,
         runs=np.array(content["runs"], np.int64).reshape(-1, 4),
         pauses=Pauses(start, end, pauses[:, 2], pauses[:, 3]),
+        lateness=_lateness(content) if content.get("late_ns") else None,
     )
+
+
+def _lateness(content: Mapping[str, Any]) -> Lateness:
+    late = np.array(content["late_ns"], np.int64) * _PS
+    if content["queued_ns"] is None:
+        return Lateness(late, None)
+    # The count begins shortly before the timer.
+    queued = np.minimum(np.array(content["queued_ns"], np.int64) * _PS, late)
+    return Lateness(late - queued, queued)
 
 
 _PS: Final = 1000

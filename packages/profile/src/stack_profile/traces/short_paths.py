@@ -52,11 +52,12 @@ class ShortPaths:
 
 
 def short_paths(trace: Trace) -> ShortPaths:
-    """Names the files of programs that ran and of sampled stacks, relative to the captured process's directory.
+    """Names the files of programs that ran, of samples and of memory, relative to the captured process's directory.
 
     A trace that does not record the directory takes the current one.
     """
     frames = {frame for program in trace.ran for each in program.instructions.values() for frame in each.frames}
     frames |= {frame for each in trace.host_stacks if each for stack in each.stacks for frame in stack}
+    frames |= {frame for each in (*trace.heaps, *trace.live) if each for stack in each.stacks for frame in stack.frames}
     files = sorted({frame.file for frame in frames if not frame.package})
     return ShortPaths(files, str(trace.about.get("directory") or Path.cwd()))

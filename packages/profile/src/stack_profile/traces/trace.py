@@ -11,6 +11,8 @@ from typing import Any, Final
 import numpy as np
 
 from stack_profile.captures.processes import (
+    HEAP_SUFFIX,
+    LIVE_SUFFIX,
     STACKS_SUFFIX,
     about_of,
     captured_programs,
@@ -23,12 +25,15 @@ from stack_profile.errors import TraceError
 from stack_profile.traces.hlo import Program, outline, program_key
 from stack_profile.traces.host_stacks import CallingSamples, HostStacks, read_host_stacks
 from stack_profile.traces.join import device_ops, executions, join
+from stack_profile.traces.live_arrays import LiveArrays, read_live_arrays
 from stack_profile.traces.meetings import Formation, HostClock
 from stack_profile.traces.operations import HostEvents, Ops, Step, StepMarks, steps_of
+from stack_profile.traces.python_heap import HeapPeak, read_python_heap
+from stack_profile.traces.size_limit import check_size
 from stack_profile.traces.wire import WireError
 from stack_profile.traces.xplane import MISSING, Line, Space, read_space
 
-__all__ = ["Trace", "host_events_of", "is_jax_call", "load_trace", "trace_files", "trace_of"]
+__all__ = ["Trace", "capture_folders", "host_events_of", "is_jax_call", "load_trace", "trace_files", "trace_of"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,8 @@ class Trace:
       host_stacks: sampled Python stacks of each process, None for a process without samples.
       abouts: metadata of each process's capture, as `about`.
       clocks: clock of each process; the times of moved clocks are corrected already.
+      heaps: Python heap of each process, None for a process whose heap was not tracked.
+      live: arrays of each process when a device was out of memory, None without this error.
     """
 
     source: str
@@ -57,6 +64,8 @@ class Trace:
     host_stacks: tuple[HostStacks | None, ...] = ()
     abouts: tuple[Mapping[str, Any], ...] = ()
     clocks: tuple[HostClock, ...] = ()
+    heaps: tuple[HeapPeak | None, ...] = ()
+    live: tuple[LiveArrays | None, ...] = ()
 
     def _repr_html_(self) -> str:
         """Shows the report in a notebook, in a frame of its own."""
@@ -129,34 +138,48 @@ def trace_files(path: Path) -> tuple[Path, ...]:
     """
     if path.is_file():
         return (path,)
+    folder = capture_folders(path)[0]
+    # By number: process 10 is after process 2.
+    return tuple(sorted(folder.glob("*.xplane.pb"), key=_by_number))
+
+
+def capture_folders(path: Path) -> tuple[Path, ...]:
+    """Returns the folders with the captures under a directory, the newest first.
+
+    Raises:
+      TraceError: the path does not exist or contains no capture.
+    """
     if not path.exists():
         raise TraceError(f"{str(path)!r} does not exist. Name a trace, or the directory of a capture.")
-    # By number: process 10 is after process 2.
-    found = sorted(
-        path.rglob("*.xplane.pb"), key=lambda file: re.sub(r"\d+", lambda digits: f"{digits[0]:0>9}", file.name)
-    )
-    if not found:
+    folders = {file.parent for file in path.rglob("*.xplane.pb")}
+    if not folders:
         raise TraceError(
             f"{str(path)!r} holds no *.xplane.pb. Capture one: `stack profile run --out {path} script.py`, or "
             "`with stack_profile.capture(...)`."
         )
     # By the folder, because processes write their files at different times.
-    newest = max((file.parent for file in found), key=lambda folder: folder.stat().st_mtime_ns)
-    return tuple(file for file in found if file.parent == newest)
+    return tuple(sorted(folders, key=lambda folder: folder.stat().st_mtime_ns, reverse=True))
+
+
+def _by_number(file: Path) -> str:
+    return re.sub(r"\d+", lambda digits: f"{digits[0]:0>9}", file.name)
 
 
 def load_trace(path: Path | str) -> Trace:
     """Reads the newest capture under `path`, without writing anything there.
 
     Raises:
-      TraceError: the capture does not exist, or is not a trace.
+      TraceError: the capture does not exist, is not a trace, or may not fit the memory of this machine.
     """
     files = trace_files(Path(path))
+    check_size(files)
     spaces, abouts = [read_space(file) for file in files], [about_of(file) for file in files]
     problems = list(incomplete_reasons(files, abouts))
     apart = list(disjoint_reasons(files, spaces))
     base_ns = _base_ns(spaces)
     stacks = [read_host_stacks(file.with_name(f"{stem(file)}{STACKS_SUFFIX}"), base_ns, problems) for file in files]
+    heaps = [read_python_heap(file.with_name(f"{stem(file)}{HEAP_SUFFIX}"), problems) for file in files]
+    live = [read_live_arrays(file.with_name(f"{stem(file)}{LIVE_SUFFIX}"), problems) for file in files]
     trace = trace_of(
         spaces,
         source=str(files[0] if len(files) == 1 else files[0].parent),
@@ -166,9 +189,8 @@ def load_trace(path: Path | str) -> Trace:
         host_stacks=stacks,
         abouts=abouts,
     )
-    if apart := list(disjoint_reasons(files, trace.spaces)) if apart else []:
-        return replace(trace, problems=(*apart, *trace.problems))
-    return trace
+    apart = list(disjoint_reasons(files, trace.spaces)) if apart else []
+    return replace(trace, problems=(*apart, *trace.problems), heaps=tuple(heaps), live=tuple(live))
 
 
 def trace_of(

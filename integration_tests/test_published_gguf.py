@@ -18,6 +18,7 @@ from stack_core.abi.config import apply_overrides, load_yaml
 from stack_core.abi.generation import GenerationRequest, SamplingParams
 from stack_core.abi.model_formats import open_for_generation
 from stack_core.text.chat_template import ChatTemplate
+from stack_quant.importance import write_importance
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.generation.generate import TokenGenerator
 from stack_train.generation.sampling import SamplingConfig
@@ -95,7 +96,7 @@ def test_it_is_written_with_the_same_token_ids(run: Path, tmp_path: Path) -> Non
     assert {text: list(tokenizer.encode(text)) for text in IDS} == IDS
 
 
-def test_k_quants_lose_less_than_q4_0(run: Path, tmp_path: Path) -> None:
+def test_k_quants_and_importance_lose_less_than_q4_0(run: Path, tmp_path: Path) -> None:
     tokenizer = HuggingFaceTokenizer.load(run / "tokenizer")
     tokens = jnp.asarray([tokenizer.encode(Path(statistics.__file__).read_text()[3000:])[:384]])
 
@@ -114,6 +115,10 @@ def test_k_quants_lose_less_than_q4_0(run: Path, tmp_path: Path) -> None:
         losses[stored] = loss(tmp_path / stored) / loss(run) - 1
     # Rows of 576 entries become Q5_0; those of 1536, half of the layers' outputs, are Q4_K and Q6_K.
     assert losses["Q6_K"] < 0.001 and losses["Q4_K_M"] < 0.02 < losses["Q4_0"]
+    write_importance(str(run), tmp_path / "importance.npz", data="stdlib", batches=4)
+    FORMAT.export_run(run, tmp_path / "fitted.gguf", stored="Q4_0", importance=tmp_path / "importance.npz")
+    FORMAT.import_run(tmp_path / "fitted.gguf", tmp_path / "fitted")
+    assert loss(tmp_path / "fitted") / loss(run) - 1 < 0.7 * losses["Q4_0"]
 
 
 def test_a_prompt_that_rows_share_is_prefilled_once_without_a_change_of_a_bit(

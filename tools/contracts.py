@@ -31,6 +31,7 @@ REASONS = {
             "ExportsRuns",
             "ExportsAdapters",
             "ExportsStored",
+            "ExportsByImportance",
         ),
         _FORMAT,
     ),

@@ -26,6 +26,7 @@ pytest.importorskip("flax", reason="needs flax: install stack-quant[flax]")
 from flax import nnx
 
 from stack_quant.checkpoint import quantize, quantize_checkpoint
+from stack_quant.commands.quantize import quantize as command
 from stack_quant.mixed.types import Budget
 from stack_quant.model import quantize_model, report
 from stack_quant.sweep import Selection, sweep_checkpoint
@@ -112,6 +113,18 @@ def test_a_model_is_opened_measured_and_saved_through_the_contract(trained: Trai
     assert f"targets {result.loss_before:.4f} before" in result._repr_html_()
     assert result.targets == 24
     assert result.report.bytes_after < result.report.bytes_before / 2
+
+
+def test_importance_is_written_by_path_and_overwrites_nothing(trained: Trained, tmp_path: Path, capsys) -> None:
+    command(str(tmp_path), importance=True, out=tmp_path / "mine.npz", calibration_batches=2)
+    assert "importance of 1 parameters" in capsys.readouterr().out
+    with np.load(tmp_path / "mine.npz") as stored:
+        expected = np.mean(np.square(trained.model.embedding[...][:8]), 0)
+        np.testing.assert_allclose(stored["lm_head"], expected[:, None], rtol=1e-5)
+    with pytest.raises(ConversionError, match="not overwritten"):
+        command(str(tmp_path), importance=True, out=tmp_path / "mine.npz")
+    with pytest.raises(QuantError, match="Leave --recipe, --algorithm out"):
+        command(str(tmp_path), importance=True, recipe="w4", algorithm="gptq", out=tmp_path / "other.npz")
 
 
 def test_activations_that_a_loss_multiplies_with_the_head_are_rounded_too(trained: Trained, tmp_path: Path) -> None:

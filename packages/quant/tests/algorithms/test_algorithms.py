@@ -173,6 +173,7 @@ def test_a_product_of_a_part_of_a_parameter_is_refused() -> None:
 
 
 def test_an_algorithm_that_would_not_act_is_refused() -> None:
+    Rule(path="w", weights="int4", algorithm="nearest")  # imports the module of this name
     with pytest.raises(RuleError, match="an algorithm chooses the codes of weights"):
         Rule(path="w", algorithm="gptq")
     with pytest.raises(UnknownName, match="Did you mean 'gptq'"):

@@ -8,6 +8,7 @@ from stack_core.abi.errors import ConversionError, nearest
 from stack_core.abi.formats import (
     Conversion,
     ExportsAdapters,
+    ExportsByImportance,
     ExportsRuns,
     ExportsStored,
     IgnoresKeys,
@@ -28,7 +29,7 @@ def convert(source: str, destination: str, *, progress: Progress | None = None, 
       source: address of the weights to read.
       destination: address to write, which must not exist.
       progress: callback with the path of each converted parameter, the bytes done and the total bytes.
-      options: options of formats: `base`, `base_model`, `ignore` and `stored`, as in `stack convert`.
+      options: options of formats: `base`, `base_model`, `ignore`, `stored` and `importance`, as in `stack convert`.
 
     Raises:
       ConversionError: an address names an unknown format, or an option does not apply.
@@ -80,6 +81,7 @@ def _check_options(options: Mapping[str, Any], source: str, from_format: Any, de
         ),
         "base_model": (to_format, ExportsAdapters, f"applies to written adapters, but {destination!r} is not one"),
         "stored": (to_format, ExportsStored, f"applies to formats with a choice of dtypes, unlike {destination!r}"),
+        "importance": (to_format, ExportsByImportance, f"applies to quantized types of GGUF, unlike {destination!r}"),
     }
     for name in options:
         if name not in uses:

@@ -111,6 +111,68 @@ def test_matrices_get_the_types_of_llama_cpp(tmp_path, tied):
     assert plain["token_embd.weight" if tied else "output.weight"] == "Q6_K"
 
 
+def write_imatrix(path, means, *, count=8):
+    """Writes importance as llama.cpp does: sums of squares and their counts."""
+    writer = gguf.GGUFWriter(path, "")
+    writer.add_string("general.type", "imatrix")
+    for name, mean in means.items():
+        writer.add_tensor(f"{name}.in_sum2", mean * count)
+        writer.add_tensor(f"{name}.counts", np.full((len(mean), 1), count, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_importance_of_ours_and_of_llama_cpp_gives_the_same_file(tmp_path, family):
+    make_run(tmp_path / "run", family, **({"experts": 4} if family == "mixtral" else {}))
+    random = np.random.default_rng(0)
+    gate, own = ("expert_gate", "ffn_gate_exps") if family == "mixtral" else ("gate/kernel", "ffn_gate")
+    path = f"blocks/0/0/feed_forward/{gate}"
+    lead = parameters(tmp_path / "run")[path].shape[:-2]
+    mean = random.lognormal(sigma=2, size=(*lead, 64, 1)).astype(np.float32)
+    np.savez(tmp_path / "mine.npz", **{path: mean})
+    write_imatrix(
+        tmp_path / "imatrix.gguf", {f"blk.{layer}.{own}.weight": mean[layer].reshape(-1, 64) for layer in range(2)}
+    )
+    run, files = str(tmp_path / "run"), {}
+    for name in ("mine.npz", "imatrix.gguf", None):
+        importance = None if name is None else tmp_path / name
+        convert(run, f"gguf:{tmp_path / f'{name}-fitted.gguf'}", stored="Q4_0", importance=importance)
+        reader = gguf.GGUFReader(tmp_path / f"{name}-fitted.gguf")
+        files[name] = {each.name: each.data.copy() for each in reader.tensors}
+        assert ("quantize.imatrix.file" in reader.fields) == (name is not None)
+    changed = {name for name, data in files["mine.npz"].items() if not np.array_equal(data, files[None][name])}
+    assert changed == {f"blk.{layer}.{own}.weight" for layer in range(2)}
+    for name, data in files["mine.npz"].items():
+        np.testing.assert_array_equal(files["imatrix.gguf"][name], data)
+
+
+def test_wrong_importance_is_refused(tmp_path):
+    make_run(tmp_path / "run")
+    kernel = "blocks/0/0/feed_forward/gate/kernel"
+    wrong = {
+        "other": ({kernel: np.ones((2, 32, 1))}, r"importance of \[2, 32, 1\] columns"),
+        "foreign": ({"mlp": np.ones((2, 32, 1))}, "no importance of a quantized tensor of this model; it has: mlp"),
+        "negative": ({kernel: np.full((2, 64, 1), -1.0)}, "has negative or infinite numbers"),
+    }
+    for name, (arrays, message) in wrong.items():
+        np.savez(tmp_path / f"{name}.npz", **arrays)
+        with pytest.raises(ConversionError, match=message):
+            FORMAT.export_run(tmp_path / "run", tmp_path / "a.gguf", stored="Q4_0", importance=tmp_path / f"{name}.npz")
+    write_imatrix(tmp_path / "wide.gguf", {"blk.0.ffn_gate.weight": np.ones((1, 96), np.float32)})
+    with pytest.raises(ConversionError, match=r"blk.0.ffn_gate.weight has the importance of \[96\] columns"):
+        FORMAT.export_run(tmp_path / "run", tmp_path / "a.gguf", stored="Q4_0", importance=tmp_path / "wide.gguf")
+    (tmp_path / "text.npz").write_text("no archive")
+    for name in ("text.npz", "none.npz"):
+        with pytest.raises(ConversionError, match="stack quantize RUN --importance"):
+            FORMAT.export_run(tmp_path / "run", tmp_path / "a.gguf", stored="Q4_0", importance=tmp_path / name)
+    with pytest.raises(ConversionError, match="no effect on Q8_0"):
+        FORMAT.export_run(tmp_path / "run", tmp_path / "a.gguf", stored="Q8_0", importance=tmp_path / "text.npz")
+    assert not list(tmp_path.glob("*a.gguf*"))
+
+
 def rewrite(source, target, type_of):
     """Copies a file, with random blocks of the type `type_of(name)` as its matrices, or as they are if it is None."""
     reader, writer = gguf.GGUFReader(source), gguf.GGUFWriter(target, "llama")

@@ -20,6 +20,7 @@ __all__ = [
     "Conversion",
     "Dequantizes",
     "ExportsAdapters",
+    "ExportsByImportance",
     "ExportsRuns",
     "ExportsStored",
     "GenerativeCheckpoint",
@@ -235,6 +236,20 @@ class ExportsStored(ModelFormat, Protocol):
         self, run: Path, directory: Path, *, stored: str | None = None, progress: Progress | None = None
     ) -> Conversion:
         """Exports as `ExportsRuns.export_run` does, with matrices stored as one of `stored_types`."""
+        ...
+
+
+@runtime_checkable
+class ExportsByImportance(ExportsStored, Protocol):
+    """A format whose quantized types fit the important columns of matrices better; marked by `fits_importance`."""
+
+    fits_importance: bool
+
+    def export_run(
+        self, run: Path, directory: Path, *, stored: str | None = None, importance: Path | None = None,
+        progress: Progress | None = None,
+    ) -> Conversion:  # fmt: skip
+        """Exports as `ExportsStored.export_run` does; `importance` is the file of the mean squared inputs."""
         ...
 
 

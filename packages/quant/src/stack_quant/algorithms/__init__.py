@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from stack_core.abi.errors import ArgumentError, nearest
+from stack_core.abi import errors
 from stack_core.abi.plugins import registries
 from stack_quant.qarray import QArray
 from stack_quant.spec import ArraySpec
@@ -84,7 +84,7 @@ def parse_algorithms(text: str) -> tuple[Step, ...]:
     # Input scales are found for the axes of the model, and codes are chosen after all transforms.
     stages = [0 if step.input_scale else 1 if step.rotates else 2 for step, _ in steps]
     if stages != sorted(set(stages)):
-        raise ArgumentError(
+        raise errors.ArgumentError(
             f"algorithm={text!r}: combine at most one algorithm for the scales of inputs (awq, smoothquant), one "
             "rotation (hadamard) and one algorithm for the codes (gptq, hqq), in this order."
         )
@@ -99,8 +99,9 @@ def _step(text: str) -> Step:
         option, _, value = (piece.strip() for piece in part.partition("="))
         known = ", ".join(f"{name}={default:g}" for name, default in found.options.items()) or "none"
         if option not in options:
-            close = nearest(option, found.options)
-            raise ArgumentError(f"algorithm={text!r}: {name} has no option {option!r}.{close} Options: {known}.")
+            # `nearest` is a module of this package, which would replace a function of that name.
+            close = errors.nearest(option, found.options)
+            raise errors.ArgumentError(f"algorithm={text!r}: {name} has no option {option!r}.{close} Options: {known}.")
         kind = type(found.options[option])
         try:
             options[option] = kind(value)
@@ -108,7 +109,7 @@ def _step(text: str) -> Step:
             options[option] = math.nan
         if not 0 <= options[option] < math.inf:
             wanted = "a whole number" if kind is int else "a number"
-            raise ArgumentError(
+            raise errors.ArgumentError(
                 f"algorithm={text!r}: {option} must be {wanted} of at least 0, given {value!r}. Options: {known}."
             )
     return found, options

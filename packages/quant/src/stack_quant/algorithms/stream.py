@@ -23,7 +23,7 @@ from stack_quant.transform.program import Parameters, is_array, trace
 from stack_quant.transform.sequential import Product, Replacements, Slice, run_replacing
 from stack_quant.transformed import InputSpec
 
-__all__ = ["run_algorithms"]
+__all__ = ["arguments_of", "run_algorithms"]
 
 
 def run_algorithms(
@@ -112,7 +112,7 @@ def _with_stream(
         )
     args, kwargs = calls[0]
     program = trace(fn, parameters, *args, **kwargs)
-    arguments = [_arrays(call, calls[0]) for call in calls]
+    arguments = [arguments_of(call, calls[0]) for call in calls]
     state = _Moments(before, resolved, inputs, chosen)
     new = Replacements(
         wanted=lambda path, op: path in chosen and resolved.of_parameter(path, op) is not None,
@@ -135,14 +135,15 @@ def _float_activation(array: jax.Array, spec: ArraySpec, span: Range | None) -> 
     return array
 
 
-def _arrays(call: Call, first: Call) -> list[Any]:
+def arguments_of(call: Call, first: Call) -> list[Any]:
+    """Returns the arrays of a call; raises a ShapeError if its shapes are not those of the first call."""
     leaves, structure = jax.tree.flatten(call)
     expected, wanted = jax.tree.flatten(first)
     shapes = [getattr(leaf, "shape", leaf) for leaf in leaves], [getattr(leaf, "shape", leaf) for leaf in expected]
     if structure != wanted or shapes[0] != shapes[1]:
         raise ShapeError(
-            f"The batches of the stream have different shapes: {shapes[1]}, then {shapes[0]}. An algorithm advances "
-            "all batches together, so give batches of one shape."
+            f"The batches of the stream have different shapes: {shapes[1]}, then {shapes[0]}. All batches advance "
+            "together, so give batches of one shape."
         )
     return [leaf for leaf in leaves if is_array(leaf)]
 

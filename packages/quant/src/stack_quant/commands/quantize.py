@@ -25,6 +25,7 @@ def quantize(  # noqa: PLR0913, each parameter is an option of the command
     budget: str | None = None,
     types: str | None = None,
     sweep: Annotated[bool, Parameter(negative=())] = False,
+    importance: Annotated[bool, Parameter(negative=())] = False,
     out: Path,
     data: str | None = None,
     calibration_batches: int = STREAM_BATCHES,
@@ -47,7 +48,9 @@ def quantize(  # noqa: PLR0913, each parameter is an option of the command
         scale.
       sweep: write no run but an HTML file with the loss and bytes of every recipe and type by every algorithm.
         Restrict the sweep by --recipe, --types and --algorithm.
-      out: the directory to write, or the file of a sweep; it must not exist.
+      importance: write no run but a file with the mean squared inputs of each matrix over the calibration batches, for
+        `stack convert RUN gguf:FILE --stored Q4_K_M --importance FILE`.
+      out: the directory to write, or the file of a sweep or of the importance; it must not exist.
       data: documents for calibration and evaluation, as SOURCE or SOURCE:ADDRESS; by default the run's own data.
       calibration_batches: number of training batches for static ranges and algorithms, if the recipe has any.
       evaluation_batches: maximum number of held-out batches for measuring the loss; 0 skips the measurement.
@@ -63,6 +66,10 @@ def quantize(  # noqa: PLR0913, each parameter is an option of the command
         "evaluation_batches": evaluation_batches,
     }
     names = None if types is None else tuple(name.strip() for name in types.split(","))
+    if importance:
+        _check_importance_options(recipe=recipe, budget=budget, types=types, algorithm=algorithm, sweep=sweep or None)
+        _measure(source, out, data, calibration_batches, json)
+        return
     if sweep:
         _sweep(source, out, (recipe, names, algorithm), budget, options, json)
         return
@@ -93,6 +100,30 @@ def _rules_of(recipe: str | None, budget: str | None, types: Sequence[str] | Non
             f"--budget {budget} chooses the type of each parameter, and so does --recipe {recipe}. Leave out one."
         )
     return Budget(budget, types or TYPES)
+
+
+def _check_importance_options(**options: Any) -> None:
+    from stack_quant.errors import QuantError
+
+    if chosen := [f"--{name}" for name, value in options.items() if value is not None]:
+        raise QuantError(
+            f"--importance measures the model in floating point and quantizes nothing. Leave {', '.join(chosen)} out."
+        )
+
+
+def _measure(source: str, out: Path, data: str | None, batches: int, json: bool) -> None:
+    """Writes the importance of a model's matrices, and prints what was measured."""
+    from stack_quant.importance import write_importance  # imports JAX, as below
+
+    with _progress() as told:
+        found = write_importance(source, out, data=data, batches=batches, progress=told)
+    if json:
+        facts = {"destination": str(out), "parameters": list(found.mean_squares), "left": dict(found.left)}
+        print(json_format.dumps(facts))
+        return
+    for path, reason in found.left.items():
+        print(f"{path} is left out: {reason}")
+    print(f"{out}: importance of {len(found.mean_squares)} parameters")
 
 
 def _sweep(

@@ -3,7 +3,7 @@
 import dataclasses
 import json as json_format
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 from rich.console import Console
@@ -25,6 +25,7 @@ def convert(
     base_model: str | None = None,
     ignore: Annotated[tuple[str, ...], Parameter(negative=())] = (),
     stored: str | None = None,
+    importance: Path | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
     """Convert weights: stack convert hf:DIR RUN, or stack convert RUN hf:DIR
@@ -43,9 +44,12 @@ def convert(
       ignore: a key of config.json to ignore; may be repeated.
       stored: form of stored matrices, for formats with a choice: F16, Q8_0, Q6_K, Q5_K_M, Q4_K_M or Q4_0 in GGUF;
         compressed-tensors or gptq for a quantized run in hf:DIR.
+      importance: mean squared inputs of the matrices, which are then quantized with less error in the important
+        columns: a file of `stack quantize RUN --importance`, or llama.cpp's imatrix in GGUF.
       json: print the result as JSON.
     """
-    given = {"base": base, "ignore": ignore, "base_model": base_model, "stored": stored}
+    given: dict[str, Any] = {"base": base, "ignore": ignore, "base_model": base_model}
+    given |= {"stored": stored, "importance": importance}
     options = {name: value for name, value in given.items() if value not in (None, ())}
     with Progress(
         TextColumn("{task.description}"),

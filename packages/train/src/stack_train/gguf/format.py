@@ -27,7 +27,8 @@ from stack_train.data.kinds.text import TextData
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.generation.generative import ModuleCheckpoint, generative_checkpoint
 from stack_train.gguf.blocks import dequantize
-from stack_train.gguf.k_quants import K_QUANTS, quantize
+from stack_train.gguf.fitted import FITTED, K_QUANTS, quantize
+from stack_train.gguf.importance import Importance
 from stack_train.gguf.names import (
     ARCHITECTURES,
     ROPE_FREQUENCIES,
@@ -62,16 +63,20 @@ class GgufFormat:
     Matrices are written as F16, Q8_0, Q6_K or Q4_0, or as llama.cpp's mixtures Q5_K_M and Q4_K_M: Q6_K for the values
     and the output of the MLP in half of the layers, and Q5_K or Q4_K for the others. With less than eight bits, the
     matrix that computes the logits is Q6_K: the head, or the embedding of a model with tied embeddings. K-quants need
-    rows of a multiple of 256 entries; others become Q8_0, Q5_1 and Q5_0, or F16 if 32 does not divide them. Vectors
-    and routers are F32. All types that the `gguf` package can dequantize are read, as float32. A file contains
-    the tokenizer and its chat template. Imports hold one parameter in memory; exports load the model and convert one
-    tensor at a time. Models opened for generation keep the quantized types in `gguf.quantized.FORMS` quantized.
+    rows of a multiple of 256 entries; others become Q8_0, Q5_1 and Q5_0, or F16 if 32 does not divide them. Types of
+    less than eight bits can be fitted to the importance of columns. Vectors and routers are F32.
+
+    All types that the `gguf` package can dequantize are read, as float32. A file contains the tokenizer and its chat
+    template. Imports hold one parameter in memory; exports load the model and convert one tensor at a time. Models
+    opened for generation keep the quantized types in `gguf.quantized.FORMS` quantized.
 
     Attributes:
       stored_types: types of matrices that can be written; the first is the default.
+      fits_importance: True; types of less than eight bits are fitted to the importance of columns.
     """
 
     stored_types = ("F16", "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q4_0")
+    fits_importance = True
 
     def recognizes(self, directory: Path) -> bool:
         if not directory.is_file():
@@ -80,22 +85,34 @@ class GgufFormat:
             return file.read(len(MAGIC)) == MAGIC
 
     def export_run(
-        self, run: Path, directory: Path, *, stored: str | None = None, progress: Progress | None = None
+        self,
+        run: Path,
+        directory: Path,
+        *,
+        stored: str | None = None,
+        importance: Path | None = None,
+        progress: Progress | None = None,
     ) -> Conversion:
         """Converts a run's newest checkpoint to a file, atomically and with merged adapters.
 
         Args:
           directory: path of the file.
           stored: storage type, from `stored_types`; None uses the first.
+          importance: file with the mean squared inputs of matrices, by parameter or of llama.cpp; None fits none.
 
         Raises:
-          ConversionError: GGUF cannot represent the model, a setting or the tokenizer; or the file exists.
+          ConversionError: GGUF cannot represent the model, a setting or the tokenizer; the importance belongs to
+            another model; or the file exists.
         """
         gguf, stored = _library(), stored or self.stored_types[0]
         if stored not in self.stored_types:
             raise ConversionError(f"{stored!r} is no type that is written; take one of {', '.join(self.stored_types)}.")
         if directory.exists():
             raise ConversionError(f"{directory} exists; a conversion overwrites nothing. Choose a new path.")
+        if importance is not None and stored in ("F16", "Q8_0"):
+            raise ConversionError(
+                f"--importance has no effect on {stored}, which is not fitted. Add --stored Q4_K_M, or leave it out."
+            )
         saved = run_config(run)
         if holds_codes(saved):
             raise ConversionError(f"The parameters of {run} are quantized. Convert the run that it was made from.")
@@ -104,7 +121,10 @@ class GgufFormat:
         # Before the weights are read, which takes longer than all checks.
         vocabulary = Vocabulary.of(HuggingFaceTokenizer.load(run / "tokenizer"), config.vocab_size)
         leaves = named_leaves(read_params(run, config)[0])
-        tensors = list(_tensors(gguf, config, architecture, leaves, stored))
+        weighted = None if importance is None else Importance.read(gguf, importance)
+        tensors = list(_tensors(gguf, config, architecture, leaves, stored, weighted))
+        if weighted is not None:
+            weighted.check_used()
         directory.parent.mkdir(parents=True, exist_ok=True)
         # In the same folder, because a rename is atomic only within a file system.
         partial = directory.with_name(f".{directory.name}.partial")
@@ -113,6 +133,8 @@ class GgufFormat:
             writer.add_name(run.resolve().name)
             writer.add_file_type(_FILE_TYPES[stored])
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+            if importance is not None:
+                writer.add_string("quantize.imatrix.file", importance.name)
             for key, value in (*settings_of(config, architecture), *vocabulary.settings()):
                 _add(gguf, writer, key, value)
             _write(gguf, writer, tensors, progress)
@@ -194,16 +216,23 @@ class _Tensor:
       shape: shape of the tensor.
       type: GGML type in the file.
       read: returns the values in the layout of the file, before quantization.
+      importance: mean squared inputs, float32[..., 1, d_in], or None.
     """
 
     name: str
     shape: tuple[int, ...]
     type: Any
     read: Callable[[], np.ndarray]
+    importance: np.ndarray | None = None
 
 
 def _tensors(
-    gguf: Any, config: Any, architecture: Architecture, leaves: Mapping[str, Any], stored: str
+    gguf: Any,
+    config: Any,
+    architecture: Architecture,
+    leaves: Mapping[str, Any],
+    stored: str,
+    importance: Importance | None,
 ) -> Iterator[_Tensor]:
     heads = _reordered(config)
     for rule in architecture.rules(config):
@@ -216,7 +245,11 @@ def _tensors(
             own = architecture.name_of(name)
             is_logits = name == ("model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight")
             kind = _mixed(stored, own, config.layers, is_logits=is_logits)
-            yield _Tensor(own, shape, _type_of(gguf, own, shape, kind), read)
+            type_ = _type_of(gguf, own, shape, kind)
+            columns = None
+            if importance is not None and type_.name in FITTED:
+                columns = importance.of(rule, name, own, leaves[rule.parameter].shape)
+            yield _Tensor(own, shape, type_, read, columns)
     if isinstance(config.rope_scaling, ops.Llama3Scaling):
         factors = _rope_factors(config.rope_scaling, config)
         yield _Tensor(ROPE_FREQUENCIES, factors.shape, gguf.GGMLQuantizationType.F32, lambda: factors)
@@ -290,9 +323,9 @@ def _write(gguf: Any, writer: Any, tensors: Sequence[_Tensor], progress: Progres
     done_bytes, total_bytes = 0, sum(sizes.values())
     for each in tensors:
         values = np.ascontiguousarray(each.read(), np.float32)
-        is_k_quant = each.type.name in K_QUANTS
+        is_fitted = each.importance is not None or each.type.name in K_QUANTS
         writer.write_tensor_data(
-            quantize(values, each.type.name) if is_k_quant else gguf.quants.quantize(values, each.type)
+            quantize(values, each.type.name, each.importance) if is_fitted else gguf.quants.quantize(values, each.type)
         )
         done_bytes += sizes[each.name]
         if progress is not None:

@@ -5,12 +5,16 @@ follow each other on a stream, and of a TPU, where loops span what they run; the
 both tools make of it, has to be the same.
 """
 
+import collections
 import json
+import lzma
 import subprocess
+from pathlib import Path
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import stack_profile
@@ -22,6 +26,7 @@ from stack_profile.traces.trace import load_trace
 
 pytestmark = pytest.mark.slow  # installs XProf
 
+H100 = Path(__file__).parents[1] / "packages" / "profile" / "tests" / "h100"
 XPROF = "xprof>=2.24,<2.25"
 # Runs in XProf's environment: what each of the named tools makes of a trace, with options for those that need some.
 CONVERT = """
@@ -165,11 +170,14 @@ def written(folder, plane, programs):
     return path
 
 
+def rows_of_table(answer):
+    names = [column["id"] for column in answer["cols"]]
+    return [dict(zip(names, [cell["v"] for cell in row["c"]], strict=True)) for row in answer["rows"]]
+
+
 def table_of(answer):
     """The table of XProf's hlo_stats by operation."""
-    names = [column["id"] for column in answer["cols"]]
-    rows = [dict(zip(names, [cell["v"] for cell in row["c"]], strict=True)) for row in answer["rows"]]
-    return {row["hlo_op_name"]: row for row in rows}
+    return {row["hlo_op_name"]: row for row in rows_of_table(answer)}
 
 
 def compare(trace, theirs):
@@ -207,6 +215,31 @@ def test_the_operations_of_a_gpu_are_those_of_xprof(cpu, xprof, tmp_path):
         assert row.traffic_bytes == pytest.approx(theirs[row.name]["measured_memory_bw"] * 2**30 * self_us / 1e6)
         if row.flops:  # XProf counts those of elementwise operations too
             assert row.flops == pytest.approx(theirs[row.name]["model_flop_rate"] * 1e3 * self_us, rel=1e-3)
+
+
+@pytest.mark.parametrize(("name", "joined"), [("train", 0), ("decode", 36)])
+def test_the_times_of_an_h100_are_those_of_xprof(name, joined, xprof, tmp_path):
+    """XProf joins no kernel of a CUDA graph with its operation, and counts loops for copies of their conditions."""
+    path = tmp_path / "host.xplane.pb"
+    path.write_bytes(lzma.decompress((H100 / f"{name}.xplane.pb.xz").read_bytes()))
+    answers = xprof(path, kernel_stats={}, hlo_stats={})
+    (device,) = load_trace(path).devices
+    totals_us = (device.sums(device.end_ps - device.start_ps) * 1e-6).tolist()
+    kernels, operations = (collections.defaultdict(lambda: np.zeros(2)) for _ in range(2))
+    for (operation, _, count), total_us in zip(device.totals(), totals_us, strict=True):
+        kernels[operation.kernel or operation.name] += count, total_us
+        operations[operation.name, str(operation.program_key)] += count, total_us
+    theirs = collections.defaultdict(lambda: np.zeros(2))
+    for row in rows_of_table(answers["kernel_stats"]):
+        theirs[row["kernel_name"]] += row["occurrences"], row["total_duration_us"]
+    assert set(kernels) - set(theirs) == {"MemcpyH2D", "MemcpyD2H"} and set(theirs) <= set(kernels)
+    for kernel, expected in theirs.items():
+        np.testing.assert_allclose(kernels[kernel], expected, rtol=1e-3, err_msg=kernel)
+    found = rows_of_table(answers["hlo_stats"])
+    assert len(found) == joined
+    for row in found:
+        place = row["hlo_op_name"], str(row["program_id"])
+        np.testing.assert_allclose(operations[place], (row["occurrences"], row["total_time"]), rtol=1e-3)
 
 
 def test_the_operations_of_a_tpu_are_those_of_xprof(cpu, xprof, tmp_path):

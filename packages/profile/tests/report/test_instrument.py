@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 import re
-import time
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -352,38 +351,18 @@ RECORD = """(() => { window.frames_ms = []; let last = performance.now(); const 
   requestAnimationFrame(next); })()"""
 
 
-@pytest.fixture
-def page_of(build, tmp_path):
-    """Writes the page of eight devices with a number of events."""
-
-    def written(count):
-        planes = []
-        for device in range(8):
-            plane = build.plane(f"/device:GPU:{device}")
-            about = {"hlo_module": "jit_step", "program_id": 1}
-            names = (f"fusion.{number % 200}" for number in range(count // 8))
-            events = [plane.event(name, 5 * at, 3 + at % 3, hlo_op=name, **about) for at, name in enumerate(names)]
-            plane.line("Stream #1", *events)
-            planes.append(plane)
-        write([page(trace_of([read_space(build.space(*planes))]), [])], tmp_path / "page.html")
-        return tmp_path / "page.html"
-
-    return written
-
-
 @pytest.mark.slow
-def test_a_million_events_open_in_five_seconds(browser, page_of):
-    path = page_of(10 * EVENTS)
-    browser.open(path)  # once before, as the browser compiles the script
-    started_s = time.monotonic()
-    browser.open(path)
-    assert time.monotonic() - started_s < 5
-    assert "1,000,000 events" in browser.evaluate("document.querySelector('#instrument [role=status]').textContent")
-
-
-@pytest.mark.slow
-def test_a_hundred_thousand_events_zoom_and_pan_at_thirty_frames_a_second(browser, page_of, tmp_path):
-    assert page_of(EVENTS).stat().st_size < 2_000_000
+def test_a_hundred_thousand_events_zoom_and_pan_at_thirty_frames_a_second(browser, build, tmp_path):
+    planes = []
+    for device in range(8):
+        plane = build.plane(f"/device:GPU:{device}")
+        about = {"hlo_module": "jit_step", "program_id": 1}
+        names = (f"fusion.{number % 200}" for number in range(EVENTS // 8))
+        events = [plane.event(name, 5 * at, 3 + at % 3, hlo_op=name, **about) for at, name in enumerate(names)]
+        plane.line("Stream #1", *events)
+        planes.append(plane)
+    write([page(trace_of([read_space(build.space(*planes))]), [])], tmp_path / "page.html")
+    assert (tmp_path / "page.html").stat().st_size < 2_000_000
     browser.open(tmp_path / "page.html", "#q=fusion.1")  # some of the events are highlighted
     left, top, width = canvas(browser)
     browser.evaluate(RECORD)

@@ -99,6 +99,7 @@ def test_weights_are_replaced_and_a_closed_engine_refuses() -> None:
     expected = TinyModel(params)(jnp.array([[1, 2]]), jnp.arange(2)[None]).hidden[0, -1]
     np.testing.assert_allclose(found, expected, atol=1e-5)
     assert len(engine._programs._compiled) == compiled and engine.stats().prompt_tokens == 2
+    assert engine.stats().weights_version == 1
     with pytest.raises(ConversionError, match="unknown"):
         engine.update_weights({"other": np.ones(2)})
     request = GenerationRequest(request_id="1", prompt=(1,), sampling=SamplingParams())

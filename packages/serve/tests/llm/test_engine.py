@@ -594,6 +594,7 @@ def test_some_new_weights_are_placed_alone_and_the_others_stay() -> None:
         (before,) = run(engine, request_of("before"))
         arrays = jax.tree.leaves(engine._programs._weights.params)
         engine.update_weights(some, version=3)
+        assert engine.stats().weights_version == 3
         (after,) = run(engine, request_of("after"))
         stayed = [leaf for leaf in jax.tree.leaves(engine._programs._weights.params) if any(leaf is e for e in arrays)]
         assert len(stayed) == len(arrays) - len(some)

@@ -1,6 +1,9 @@
 from collections.abc import Callable
+from dataclasses import replace
 
 from prometheus_client.parser import text_string_to_metric_families
+
+from stack_core.abi.generation import EngineStats
 
 from .conftest import Served
 from .fake_engine import FakeEngine
@@ -63,6 +66,15 @@ def test_requests_are_counted(serve: Callable[..., Served]) -> None:
     drafts = [found[f"vllm:spec_decode_num_{name}_total", ""] for name in ("drafts", "draft_tokens", "accepted_tokens")]
     assert drafts == [6, 30, 18] and found["stack:engine_programs_to_compile", ""] == 7
     assert found["vllm:prompt_tokens_total", ""] == 11 and found["vllm:prefix_cache_hits_total", ""] == 4
+
+
+def test_an_engine_without_pages_has_metrics(serve: Callable[..., Served]) -> None:
+    class WithoutPages(FakeEngine):
+        def stats(self) -> EngineStats:
+            return replace(super().stats(), used_pages=0, pages=0, weights_version=3)
+
+    found = values(serve(WithoutPages()))
+    assert found["vllm:kv_cache_usage_perc", ""] == 0 and found["stack:engine_weights_version", ""] == 3
 
 
 def test_buckets_are_those_of_vllm(server: Served) -> None:

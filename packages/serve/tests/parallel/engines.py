@@ -4,15 +4,20 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import cloudpickle
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from stack_core.abi.errors import GenerationError
 from stack_core.abi.generation import EngineStats, GenerationRequest
+from stack_core.text.embeddings import EmbeddingSettings
 from stack_serve.llm.config import EngineConfig
+from stack_serve.llm.encoder_engine import EncoderEngine
 from stack_serve.llm.engine import LLMEngine
 from stack_serve.llm.handover import ExportedPages
 from stack_serve.llm.limits import Limits
@@ -26,6 +31,12 @@ from ..openai import fake_engine
 CONFIG = EngineConfig(max_sequences=4, step_tokens=16, page_tokens=4, max_waiting=60)
 SLOW, LATE = 120, 121  # first tokens of prompts: pauses between tokens, and before the first
 LATE_S = 1.0
+WEIGHTS = ("shift", "unplaced_by", "unused_by")
+
+
+def weights(**values: int) -> dict[str, np.ndarray]:
+    """Parameters of a `LetterEngine`; no engine has the number -1."""
+    return {name: np.array(values.get(name, -1 if name != "shift" else 0), np.int32) for name in WEIGHTS}
 
 
 def script(request: GenerationRequest, index: int) -> Iterator[int]:
@@ -37,7 +48,10 @@ def script(request: GenerationRequest, index: int) -> Iterator[int]:
 
 
 class LetterEngine(fake_engine.FakeEngine):
-    """The fake engine with adapters: the path "bad-1" cannot be read by engine 1.
+    """The fake engine with adapters and weights: the path "bad-1" cannot be read by engine 1.
+
+    Its weights shift the letters. The engine `unplaced_by` cannot hold them, and the engine `unused_by` cannot take
+    them into use unless it has just started.
 
     Its statistics have the numbers of its requests and of its adapters, and as steps the pages that it received.
     """
@@ -45,9 +59,28 @@ class LetterEngine(fake_engine.FakeEngine):
     limits = Limits(fake_engine.MAX_TOKENS, 64, fake_engine.VOCAB_SIZE, 1, has_tokenizer=True)
 
     def __init__(self) -> None:
-        super().__init__(script)
+        super().__init__(self._shifted)
+        self.parameters = {name: jax.ShapeDtypeStruct((), "int32") for name in WEIGHTS}
         self._adapters = {"given": "given"}
-        self.imported = 0
+        self.imported = self._version = self._shift = 0
+
+    def _shifted(self, request: GenerationRequest, index: int) -> Iterator[int]:
+        for token in script(request, index):
+            yield 97 + (token - 97 + self._shift) % 26
+
+    def _next(self, made: Any) -> Any:
+        return replace(super()._next(made), weights_versions=(self._version,))
+
+    def place_weights(self, params: Any, *, donate: bool) -> dict[str, int]:
+        assert donate
+        if params.get("unplaced_by", -1) == int(os.environ["ENGINE"]):
+            raise MemoryError("no memory for weights")
+        return {name: int(value) for name, value in params.items()}
+
+    def use_weights(self, params: dict[str, int], *, version: int, kv: str) -> None:
+        if params.get("unused_by") == int(os.environ["ENGINE"]) and self._version:
+            raise MemoryError("no memory for a swap")
+        self._shift, self._version = params.get("shift", self._shift), version
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -87,6 +120,7 @@ class LetterEngine(fake_engine.FakeEngine):
                 "prompt_tokens": len(self.submitted),
                 "preemptions": len(self._adapters),
                 "steps": self.imported,
+                "weights_version": self._version,
             }
         )
 
@@ -98,6 +132,21 @@ def open_letters(progress: Callable[[str, int, int], None]) -> LetterEngine:
 
 def open_tiny(config: EngineConfig, progress: Any) -> LLMEngine:
     return LLMEngine(tiny_checkpoint.TinyCheckpoint(), config, progress=progress)
+
+
+@dataclass(frozen=True)
+class TinyEncoder(tiny_checkpoint.TinyCheckpoint):
+    name: str = "tiny-encoder"
+    embedding: EmbeddingSettings | None = None
+    generates: bool = False
+
+
+def open_encoder(config: EngineConfig, progress: Any) -> EncoderEngine:
+    return EncoderEngine(TinyEncoder(), config, progress=progress)
+
+
+def encoder_engine(config: EngineConfig) -> ParallelEngine:
+    return _parallel(partial(open_encoder, config), config, 2)
 
 
 def letter_engine(engines: int = 2, **settings: Any) -> ParallelEngine:

@@ -6,16 +6,19 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from stack_core.abi.generation import GenerationRequest, SamplingParams
+from stack_core.abi.errors import ConversionError, GenerationError
+from stack_core.abi.generation import GenerationRequest, GenerationUpdate, SamplingParams
 from stack_serve.llm.engine import LLMEngine
 
 from ..llm.tiny_checkpoint import TinyCheckpoint
 from ..openai.conftest import Served, starting
 from ..openai.fake_engine import letters
 from ..openai.test_metrics import values
-from .engines import CONFIG, LATE, SLOW, letter_engine, tiny_engine
+from .engines import CONFIG, LATE, SLOW, letter_engine, tiny_engine, weights
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +85,61 @@ def test_what_is_said_to_the_engine_reaches_all_engines_or_none(server: Served) 
     assert server.refused("/v1/completions", 503, prompt="x")["code"] == "sleeping"
     assert server.post("/wake_up").status_code == 200
     server.complete()
+
+
+def shifted(text: str, shift: int) -> str:
+    return "".join(chr(97 + (ord(letter) - 97 + shift) % 26) for letter in text)
+
+
+def test_new_weights_reach_all_engines_or_none(server: Served) -> None:
+    engine = server.engine
+    shifts, prompts = {0: 0, 5: 3, 6: 4}, [(SLOW, i) for i in range(2)]
+
+    def begin(count: int) -> list[list[GenerationUpdate]]:
+        found = list[list[GenerationUpdate]]()
+        for prompt in prompts:
+            updates, sampling = list[GenerationUpdate](), SamplingParams(max_tokens=count, seed=1)
+            engine.submit(GenerationRequest(request_id=str(prompt), prompt=prompt, sampling=sampling), updates.append)
+            found.append(updates)
+        assert {running.engine for running in engine._running.values()} == {0, 1}
+        server.wait_until(lambda: all(found))
+        return found
+
+    def check(found: list[list[GenerationUpdate]], versions: set[int], count: int) -> None:
+        for prompt, updates in zip(prompts, found, strict=True):
+            server.wait_until(lambda updates=updates: updates[-1].finish_reason == "length")
+            texts = {version: shifted(text_of(prompt, count), shift) for version, shift in shifts.items()}
+            assert [update.text for update in updates] == [
+                texts[update.weights_versions[0]][place] for place, update in enumerate(updates)
+            ]
+            assert {update.weights_versions[0] for update in updates} == versions
+
+    found = begin(60)
+    engine.update_weights(weights(shift=3), version=5)
+    check(found, {0, 5}, 60)
+    server.wait_until(lambda: counts(server, "weights_version") == [5, 5, 5])
+    assert 'stack:engine_weights_version{engine="2",model_name="tiny"} 5.0' in server.client.get("/metrics").text
+
+    with pytest.raises(
+        GenerationError, match=r"Engine 1 cannot take .* no engine did\. All answer with version 5.*no mem"
+    ):
+        engine.update_weights(weights(shift=9, unplaced_by=1))
+    with pytest.raises(ConversionError, match=r"\['other'\] is unknown"):
+        engine.update_weights({"other": np.zeros(2)})
+    with pytest.raises((GenerationError, TypeError), match="drop"):  # tests check types before
+        engine.update_weights(weights(), kv="drop")  # pyrefly: ignore
+    check(begin(10), {5}, 10)
+
+    pids = engine.pids
+    with pytest.raises(GenerationError, match=r"Engine 1 did not take version 6 .* others answer with version 6.*swap"):
+        engine.update_weights({name: value for name, value in weights(shift=4, unused_by=1).items() if value >= 0})
+    server.wait_until(lambda: None not in engine.pids and counts(server, "weights_version") == [6, 6, 6])
+    assert [new == old for new, old in zip(engine.pids, pids, strict=True)] == [True, False, True]
+    check(begin(10), {6}, 10)
+
+    params = {name: jnp.asarray(value) for name, value in weights().items()}
+    engine.update_weights(params, version=0, donate=True)
+    assert all(array.is_deleted() for array in params.values()) and engine.stats().weights_version in (0, 6)
 
 
 def test_a_killed_engine_is_replaced_while_the_other_serves_on(server: Served) -> None:

@@ -141,6 +141,7 @@ def test_the_engine_owns_the_weights_that_it_is_given(checkpoint, engine):
     jax.tree.map(lambda leaf: leaf.delete(), params)
     ((after,),) = ask(engine, request("after", PROMPTS[0]))
     assert (before.weights_versions, after.weights_versions) == ((0,) * 6, (5,) * 6)
+    assert engine.stats().weights_version == 5
     assert [each.logprob for each in before.logprobs] != [each.logprob for each in after.logprobs]
     with pytest.raises(ConversionError, match=r"embedding.*not \(24, 16\)"):
         engine.update_weights(jax.tree.map(lambda leaf: leaf[..., :1], checkpoint.load_params()))

@@ -262,6 +262,7 @@ class EngineStats:
       drafted_tokens: number of drafted tokens.
       accepted_tokens: number of drafted tokens that were generated.
       programs_to_compile: number of programs that still compile in the background.
+      weights_version: version of the current weights (see `Engine.update_weights`).
     """
 
     running: int
@@ -279,6 +280,7 @@ class EngineStats:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     programs_to_compile: int = 0
+    weights_version: int = 0
 
     @property
     def acceptance(self) -> float | None:

@@ -50,6 +50,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
     stored_responses: int | None = None,
     adapter_loading: bool | None = None,
     sleep_mode: bool | None = None,
+    weight_updates: bool | None = None,
     remote_images: bool | None = None,
     engine: str | None = None,
     timeout_s: float | None = None,
@@ -115,6 +116,8 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
       stored_responses: maximum number of responses in memory that later ones continue (256); 0 keeps none.
       adapter_loading: let clients load adapters from paths on this machine, and unload them (no).
       sleep_mode: let clients free the device memory by /sleep, until /wake_up (no).
+      weight_updates: let clients load weights of the same model from paths on this machine, by
+        /update_weights_from_disk (no).
       remote_images: fetch images of chat messages from http(s) URLs; data URLs are always read (no).
       engine: generation engine (llm); only `llm` accepts the options from max-sequences to draft-model.
       timeout_s: timeout of a request in seconds, after which it ends with an error (no timeout).
@@ -268,15 +271,16 @@ def _progress_printer(service: Any) -> Any:
 
 def _open_model(model: str, parallel: Any) -> Any:
     from stack_core.abi.model_formats import open_for_generation
-    from stack_serve.parallel.opening import check_parallel
 
     if parallel is None:
         return open_for_generation(model, encoders=True)
     import jax
 
+    from stack_serve.parallel.opening import check_parallel
+
     jax.config.update("jax_platforms", "cpu")  # the devices belong to the engines' processes
     checkpoint = open_for_generation(model, encoders=True)
-    check_parallel(checkpoint)
+    check_parallel(checkpoint, parallel)
     return checkpoint
 
 

@@ -2,9 +2,9 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from stack_core.text.embeddings import check_generates, is_encoder
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.engine import LLMEngine
 from stack_serve.llm.limits import Limits
-from stack_serve.llm.new_weights import check_params, leaves_by_path
+from stack_serve.llm.new_weights import KeysOfOldWeights, check_params, leaves_by_path
 from stack_serve.llm.placement import Placement
 from stack_serve.llm.pooling import PoolingPrograms, check_pooling
 from stack_serve.llm.programs import Progress
@@ -41,6 +41,7 @@ class EncoderEngine(Engine):
 
     Attributes:
       limits: maximum length and vocabulary, against which texts are validated.
+      parameters: shapes and dtypes of the parameters.
 
     Args:
       checkpoint: encoder to serve.
@@ -59,6 +60,7 @@ class EncoderEngine(Engine):
     ) -> None:
         config = EngineConfig() if config is None else config
         self._checkpoint, self._config, self._progress = checkpoint, config, progress
+        self.parameters = checkpoint.parameters
         max_tokens = _max_tokens(checkpoint, config)
         has_tokenizer = checkpoint.tokenizer is not None
         self.limits = Limits(max_tokens, 0, checkpoint.vocab_size, 0, has_tokenizer, prefix_caching=False)
@@ -73,7 +75,7 @@ class EncoderEngine(Engine):
         self._looped = self._placement.traced(self._programs.looped, checkpoint.parameters)
         self._params: Any = self._placement.load(checkpoint, self._looped)
         self._lock = threading.Lock()
-        self._is_closed, self._prompt_tokens = False, 0
+        self._is_closed, self._prompt_tokens, self._version = False, 0, 0
 
     def warm_up(self) -> None:
         """Compiles the programs of all shapes."""
@@ -133,23 +135,32 @@ class EncoderEngine(Engine):
         params: Any,
         *,
         version: int | None = None,
-        kv: Literal["keep", "recompute", "abort"] = "keep",
+        kv: KeysOfOldWeights = "keep",
         donate: bool = False,
     ) -> None:
-        """Replaces all or some parameters; see `Engine`. Ignores `version` and `kv`, which apply to generation."""
-        del version, kv
-        check_params(params, self._checkpoint.parameters)
-        placed = self._placement.params(self._checkpoint, params, self._looped, donate=donate)
+        """Replaces all or some parameters; see `Engine`. Ignores `kv`, which applies to generation."""
+        self.use_weights(self.place_weights(params, donate=donate), version=version, kv=kv)
+
+    def place_weights(self, params: Any, *, donate: bool = False) -> Mapping[str, Any]:
+        """Checks and copies new parameters for `use_weights`; see `LLMEngine.place_weights`."""
+        check_params(params, self.parameters)
+        return self._placement.params(self._checkpoint, params, self._looped, donate=donate)
+
+    def use_weights(self, params: Mapping[str, Any], *, version: int | None, kv: KeysOfOldWeights) -> None:
+        """Replaces parameters by those of `place_weights`; ignores `kv`."""
+        del kv
         with self._lock:
             old, structure = jax.tree.flatten(self._params, is_leaf=lambda node: isinstance(node, Layers))
-            paths = leaves_by_path(self._checkpoint.parameters)
-            leaves = [placed.get(path, leaf) for path, leaf in zip(paths, old, strict=True)]
+            paths = leaves_by_path(self.parameters)
+            leaves = [params.get(path, leaf) for path, leaf in zip(paths, old, strict=True)]
             self._params = jax.tree.unflatten(structure, leaves)
+            self._version = self._version + 1 if version is None else version
 
     def stats(self) -> EngineStats:
-        """Returns the number of embedded tokens, with 0 for the remaining counts."""
+        """Returns the number of embedded tokens and the version of the weights, with 0 for the remaining counts."""
         zeros = {each.name: 0 for each in fields(EngineStats)}
-        return EngineStats(**{**zeros, "prompt_tokens": self._prompt_tokens})
+        counts = {"prompt_tokens": self._prompt_tokens, "weights_version": self._version}
+        return EngineStats(**{**zeros, **counts})
 
 
 def _max_tokens(checkpoint: GenerativeCheckpoint, config: EngineConfig) -> int:

@@ -9,9 +9,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 import jax
 import numpy as np
@@ -31,8 +31,8 @@ from stack_serve.llm.dispatcher import Dispatcher, End
 from stack_serve.llm.draft_model import DraftModel, check_vocabulary
 from stack_serve.llm.handover import ExportedPages
 from stack_serve.llm.limits import Limits
-from stack_serve.llm.loop import EngineLoop, KeysOfOldWeights
-from stack_serve.llm.new_weights import check_params
+from stack_serve.llm.loop import EngineLoop
+from stack_serve.llm.new_weights import KeysOfOldWeights, check_params, check_policy
 from stack_serve.llm.pooling import PoolingPrograms, check_pooling
 from stack_serve.llm.programs import Programs, Progress
 from stack_serve.llm.work import Continuation, Work
@@ -53,6 +53,7 @@ class LLMEngine(Engine):
 
     Attributes:
       limits: sizes and capabilities against which requests are validated.
+      parameters: shapes and dtypes of the parameters.
 
     Args:
       checkpoint: model to serve.
@@ -82,7 +83,7 @@ class LLMEngine(Engine):
             check_vocabulary(checkpoint, draft)
         self.limits = Limits.of(checkpoint, config, draft)
         self._max_waiting = config.max_waiting
-        self._checkpoint, self._parameters = checkpoint, checkpoint.parameters
+        self._checkpoint, self.parameters = checkpoint, checkpoint.parameters
         max_tokens, pages = self.limits.max_tokens, self.limits.pages
         self._programs = Programs(
             checkpoint,
@@ -382,17 +383,28 @@ class LLMEngine(Engine):
         Raises:
           GenerationError: `kv` has an unknown value.
         """
-        if kv not in (known := get_args(KeysOfOldWeights)):
-            raise GenerationError(f"kv={kv!r}: expected one of {', '.join(map(repr, known))}.", parameter="kv")
-        check_params(params, self._parameters)
+        check_policy(kv)
+        self.use_weights(self.place_weights(params, donate=donate), version=version, kv=kv)
+
+    def place_weights(self, params: Any, *, donate: bool = False) -> Mapping[str, Any]:
+        """Checks new parameters and copies them to the devices on the caller's thread, for `use_weights`.
+
+        Steps continue with the old parameters meanwhile. See `Engine.update_weights`.
+
+        Returns:
+          Placed parameters by path.
+        """
+        check_params(params, self.parameters)
         with self._lock:
             self._check_awake()
-        # On the caller's thread, because the copy takes long and steps go on with the old weights.
-        placed = self._programs.place(params, donate=donate)
+        return self._programs.place(params, donate=donate)
+
+    def use_weights(self, params: Mapping[str, Any], *, version: int | None, kv: KeysOfOldWeights) -> None:
+        """Replaces parameters between two steps by those of `place_weights`; see `Engine.update_weights`."""
         done = threading.Event()
 
         def update() -> None:
-            self._loop.update_weights(placed, version=version, kv=kv)
+            self._loop.update_weights(params, version=version, kv=kv)
             with self._lock:
                 done.set()
                 self._lock.notify_all()
@@ -461,7 +473,8 @@ class LLMEngine(Engine):
         if self._failure is not None:
             self._check_running()
         to_compile = sum(programs.to_compile for programs in self._all_programs)
-        return dataclasses.replace(self._loop.stats, programs_to_compile=to_compile)
+        version = self._loop.weights_version
+        return dataclasses.replace(self._loop.stats, programs_to_compile=to_compile, weights_version=version)
 
     @property
     def _all_programs(self) -> list[Programs]:

@@ -6,7 +6,7 @@ A turn that speculates reads the previous step first, because drafts continue it
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,6 +26,7 @@ from stack_serve.llm.drafts import Drafts
 from stack_serve.llm.handover import ExportedPages, export_pages, import_pages
 from stack_serve.llm.images import StepImages, images_of_rows, token_rows
 from stack_serve.llm.limits import Limits
+from stack_serve.llm.new_weights import KeysOfOldWeights
 from stack_serve.llm.output import GOES_ON, Ending, EndOfTokens, Output
 from stack_serve.llm.programs import ForwardResult, Programs, StepResult
 from stack_serve.llm.scheduler import (
@@ -43,10 +44,7 @@ from stack_serve.llm.sequence import Sequence
 from stack_serve.llm.speculation import Speculation
 from stack_serve.llm.work import Continuation, Work
 
-__all__ = ["EngineLoop", "KeysOfOldWeights"]
-
-KeysOfOldWeights = Literal["keep", "recompute", "abort"]
-"""Policy for running requests when the weights are replaced (see `Engine.update_weights`)."""
+__all__ = ["EngineLoop"]
 
 _MOST_SEED = 2**32
 # Bounds the duration of a launch, because new requests and updates of clients wait until it ends.
@@ -127,7 +125,7 @@ class EngineLoop:
         self._put = put
         self._undelivered: list[OutputEvent] = []
         self.done_waiting = 0
-        self._version = 0
+        self.weights_version = 0
         self._read_s = 0.0
         self._repeats, self._max_repeats = 1, config.decode_repeats
         self._compilations_before = 0
@@ -235,7 +233,7 @@ class EngineLoop:
                 if not work.waits:
                     self.end(work, "abort")
         self._programs.use(params)
-        self._version = self._version + 1 if version is None else version
+        self.weights_version = self.weights_version + 1 if version is None else version
         forget_prefixes(self._state)
         if kv == "recompute":
             recompute(self._state)
@@ -379,7 +377,7 @@ class EngineLoop:
             )
         # A step with drafts has no prompts.
         prompt_logprobs = None if plan.drafts else self._prompt_logprobs(plan.rows, result)
-        return _StartedStep(plan, self._version, result, prompt_logprobs, now_s, drafts, is_ahead, drafting_s)
+        return _StartedStep(plan, self.weights_version, result, prompt_logprobs, now_s, drafts, is_ahead, drafting_s)
 
     def _propose(
         self, draft: DraftModel, rows: tuple[Row, ...], tables: np.ndarray

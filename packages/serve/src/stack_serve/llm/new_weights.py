@@ -1,18 +1,27 @@
 """Validation of new parameters for a running engine."""
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
-from stack_core.abi.errors import ConversionError
+from stack_core.abi.errors import ConversionError, GenerationError
 
-__all__ = ["check_params", "leaves_by_path"]
+__all__ = ["KeysOfOldWeights", "check_params", "check_policy", "leaves_by_path"]
+
+KeysOfOldWeights = Literal["keep", "recompute", "abort"]
+"""Policy for running requests when the weights are replaced (see `Engine.update_weights`)."""
 
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:
     """Returns the leaves of a pytree in order, keyed by paths such as "['head']"."""
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def check_policy(kv: str) -> None:
+    """Raises a GenerationError unless `kv` is a policy for running requests."""
+    if kv not in (known := get_args(KeysOfOldWeights)):
+        raise GenerationError(f"kv={kv!r}: expected one of {', '.join(map(repr, known))}.", parameter="kv")
 
 
 def check_params(params: Any, expected: Any) -> None:

@@ -31,11 +31,13 @@ from stack_serve.openai.schemas import (
     TokenizeBody,
     TokenizeChatBody,
     UnloadAdapterBody,
+    UpdateWeightsBody,
 )
 from stack_serve.openai.scores import rerank, score
 from stack_serve.openai.service import ResponseForm, Service
 from stack_serve.openai.sleep import Sleeper
 from stack_serve.openai.tools import requested_tools
+from stack_serve.openai.weights import WeightLoader
 from stack_serve.page import chat_page
 from stack_serve.responses.answers import ResponseSerializer
 from stack_serve.responses.bodies import ResponsesBody
@@ -67,6 +69,7 @@ def make_app(service: Service) -> Starlette:
         Route("/is_sleeping", handlers.is_sleeping, methods=["GET"]),
         Route("/v1/load_lora_adapter", handlers.load_adapter, methods=["POST"]),
         Route("/v1/unload_lora_adapter", handlers.unload_adapter, methods=["POST"]),
+        Route("/update_weights_from_disk", handlers.update_weights, methods=["POST"]),
         Route("/tokenize", handlers.tokenize, methods=["POST"]),
         Route("/detokenize", handlers.detokenize, methods=["POST"]),
         Route("/", chat_page, methods=["GET"]),
@@ -81,6 +84,7 @@ class _Handlers:
         self._service = service
         self._adapters = AdapterLoader(service)
         self._sleeper = Sleeper(service)
+        self._weights = WeightLoader(service)
         self._embeddings = Embeddings(service)
         self._responses = ResponseStore(service.config.stored_responses)
 
@@ -152,6 +156,9 @@ class _Handlers:
 
     async def unload_adapter(self, request: Request) -> Response:
         return PlainTextResponse(await self._adapters.unload(await self._body(request, UnloadAdapterBody)))
+
+    async def update_weights(self, request: Request) -> Response:
+        return json_response(await self._weights.load(await self._body(request, UpdateWeightsBody)))
 
     async def tokenize(self, request: Request) -> LargeJsonResponse:
         service = self._service

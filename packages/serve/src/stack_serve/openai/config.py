@@ -28,6 +28,7 @@ class OpenAIConfig(ServerConfig):
         wait for their embeddings.
       adapter_loading: True lets clients load adapters from paths on this machine, and unload adapters.
       sleep_mode: True if clients may put the engine to sleep and wake it up.
+      weight_updates: True lets clients replace the weights by those of a checkpoint on this machine.
       stored_responses: maximum number of responses of `/v1/responses` in memory, which `previous_response_id` may name.
       remote_images: True if the server fetches images of chat messages from http(s) URLs; data URLs are always read.
       pooling: vector of a text in `/v1/embeddings`. None follows the recommendation of an encoder's directory; for
@@ -43,5 +44,6 @@ class OpenAIConfig(ServerConfig):
     pooling: Pooling | None = None
     adapter_loading: bool = False
     sleep_mode: bool = False
+    weight_updates: bool = False
     stored_responses: NonNegativeInt = 256
     remote_images: bool = False

@@ -189,11 +189,15 @@ def _samples(
     gauges = {
         "vllm:num_requests_running": ("Continuations that run.", stats.running),
         "vllm:num_requests_waiting": ("Continuations that wait.", stats.waiting),
-        "vllm:kv_cache_usage_perc": ("Used part of the cache, 1 for all of it.", stats.used_pages / stats.pages),
+        "vllm:kv_cache_usage_perc": (
+            "Used part of the cache, 1 for all of it.",
+            stats.used_pages / max(stats.pages, 1),
+        ),
         "stack:engine_programs_to_compile": (
             "Programs that still compile in the background.",
             stats.programs_to_compile,
         ),
+        "stack:engine_weights_version": ("Version of the weights.", stats.weights_version),
     }
     counters = {
         "vllm:prompt_tokens": ("Tokens of prompts.", stats.prompt_tokens),

@@ -25,6 +25,7 @@ from stack_serve.openai.schemas import (
     TokenizeBody,
     TokenizeChatBody,
     UnloadAdapterBody,
+    UpdateWeightsBody,
 )
 from stack_serve.responses.bodies import ResponsesBody
 
@@ -125,6 +126,12 @@ def _operations() -> Sequence[_Operation]:
         _Operation(path="/v1/load_lora_adapter", summary="Loads an adapter.", bodies=(LoadAdapterBody,), answer=plain),
         _Operation(
             path="/v1/unload_lora_adapter", summary="Unloads an adapter.", bodies=(UnloadAdapterBody,), answer=plain
+        ),
+        _Operation(
+            path="/update_weights_from_disk",
+            summary="Replaces the weights by those of a checkpoint.",
+            bodies=(UpdateWeightsBody,),
+            members=("success", "message"),
         ),
         get(path="/is_sleeping", summary="Reports whether the engine sleeps.", members=("is_sleeping",)),
         _Operation(

@@ -363,6 +363,20 @@ class UnloadAdapterBody(Body):
     lora_name: str
 
 
+class UpdateWeightsBody(Body):
+    """`POST /update_weights_from_disk`.
+
+    Attributes:
+      model_path: address of a checkpoint of the same model on the server's machine, such as a run that still trains.
+      weight_version: version of the weights; None increments the current one.
+      kv: policy for running requests: "keep" the keys and values of the old weights, "recompute" them, or "abort".
+    """
+
+    model_path: Annotated[str, Field(min_length=1)]
+    weight_version: Annotated[int, Field(ge=0)] | None = None
+    kv: Literal["keep", "recompute", "abort"] = "keep"
+
+
 class TokenizeBody(Body):
     """`POST /tokenize` of a text."""
 

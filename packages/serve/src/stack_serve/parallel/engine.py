@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, TypeVar
 
+import jax
 import numpy as np
 
 from stack_core.abi.adapters import Adapters
 from stack_core.abi.engines import Engine, Pooling
-from stack_core.abi.errors import EngineBusy, EngineStopped, GenerationError, StackError, nearest
+from stack_core.abi.errors import ClusterError, EngineBusy, EngineStopped, GenerationError, StackError, nearest
 from stack_core.abi.generation import (
     Constraint,
     EngineStats,
@@ -26,6 +27,7 @@ from stack_core.abi.generation import (
 )
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.limits import Limits
+from stack_serve.llm.new_weights import KeysOfOldWeights, check_params, check_policy
 from stack_serve.llm.pages import extend_digests
 from stack_serve.llm.programs import Progress as ReportProgress
 from stack_serve.parallel.config import ParallelConfig
@@ -33,6 +35,7 @@ from stack_serve.parallel.devices import EngineDevices, divide_devices
 from stack_serve.parallel.hosted import Handover, OpenEngine, Progress
 from stack_serve.parallel.process import ReplicaProcess
 from stack_serve.parallel.router import Router
+from stack_serve.parallel.weights import SharedWeights
 
 __all__ = ["ParallelEngine"]
 
@@ -76,7 +79,7 @@ class ParallelEngine(Engine):
 
     Requests are validated here and sent without waiting to the engine that the router chooses. If an engine's process
     ends, its requests without output are computed by another engine and the others end with "error", while the process
-    is started again with the same adapters. Adapters and sleep apply to all engines.
+    is started again with the same adapters and weights. Adapters, weights and sleep apply to all engines.
 
     With prefill engines, one of them computes the prompt of a request up to its last full page, and the engine that
     generates receives these pages by the runtime's transfer. If that fails, it computes the prompt itself.
@@ -91,6 +94,8 @@ class ParallelEngine(Engine):
     Raises:
       HardwareError: there are too few devices.
     """
+
+    keeps_missing = True
 
     def __init__(
         self,
@@ -116,6 +121,8 @@ class ParallelEngine(Engine):
         self._adapters: dict[str, tuple[int, str | Adapters | None]] = {}
         self._adapter_numbers = itertools.count()
         self._limits: Limits | None = None
+        self._parameters: Any = None
+        self._weights = SharedWeights()
         self._routers = self._make_routers(0)
         self._sleeping: Literal[1, 2] | None = None
         self._closing = False
@@ -234,17 +241,36 @@ class ParallelEngine(Engine):
         params: Any,
         *,
         version: int | None = None,
-        kv: Literal["keep", "recompute", "abort"] = "keep",
+        kv: KeysOfOldWeights = "keep",
         donate: bool = False,
-    ) -> NoReturn:
-        """Raises a GenerationError: engines in several processes keep the weights of their checkpoint."""
-        raise GenerationError(
-            "Engines in several processes do not take new weights. Use one engine (data_parallel=1).",
-            parameter="params",
-        )
+    ) -> None:
+        """Replaces the parameters of all engines, or of none, and keeps those missing from `params`; see `Engine`.
+
+        First every engine copies the parameters, while it continues with the old ones. Then each replaces them between
+        two of its steps. This process keeps a copy in host memory for engines that start again.
+
+        Raises:
+          GenerationError: `kv` has an unknown value, an engine cannot hold the parameters, or an engine did not take
+            them into use and therefore starts again; names the versions of the engines.
+        """
+        check_policy(kv)
+        with self._changes:
+            with self._lock:
+                self._check_awake()
+            check_params(params, self._parameters)
+            weights = self._weights.updated(params, version)
+            # Once, because each engine would place a host array anew.
+            arrays = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf), params)
+            self._place_weights(arrays)
+            self._weights = weights
+            if donate:
+                for array in jax.tree.leaves(arrays):
+                    array.delete()
+            self._forget_prefixes()
+            self._use_weights(kv)
 
     def stats(self) -> EngineStats:
-        """Returns the sums over the running engines.
+        """Returns the sums over the running engines, and the lowest version of their weights.
 
         Raises:
           EngineStopped: all engines have failed.
@@ -252,7 +278,8 @@ class ParallelEngine(Engine):
         if self._failure is not None:
             raise EngineStopped(self._failure)
         found = [stats for stats in self.engine_stats() if stats is not None]
-        return EngineStats(**{each.name: sum(getattr(one, each.name) for one in found) for each in fields(EngineStats)})
+        sums = {each.name: sum(getattr(one, each.name) for one in found) for each in fields(EngineStats)}
+        return EngineStats(**{**sums, "weights_version": min((one.weights_version for one in found), default=0)})
 
     def engine_stats(self) -> list[EngineStats | None]:
         """Returns the latest statistics of each engine; None for an engine that is not running."""
@@ -315,9 +342,13 @@ class ParallelEngine(Engine):
                 self._on_all("sleep", level)
             except StackError:
                 self.wake_up()
+                # Engines that fell asleep have read the checkpoint again.
+                if level == 2 and self._weights.updates:
+                    self._on_each(self._catch_up)
                 raise
-            for router in self._routers:
-                router.forget()
+            if level == 2:
+                self._weights = self._weights.reset()
+            self._forget_prefixes()
 
     def wake_up(self) -> None:
         """Allocates the memory of all engines again; see `Engine`."""
@@ -335,7 +366,7 @@ class ParallelEngine(Engine):
         assert properties is not None
         self._adapters = {name: (next(self._adapter_numbers), None) for name in properties.adapters}
         self._routers = self._make_routers(properties.limits.pages)
-        self._limits = properties.limits
+        self._parameters, self._limits = properties.parameters, properties.limits
 
     def _make_routers(self, pages: int) -> tuple[Router, Router]:
         """Returns the routers of the engines that generate, and of the engines that compute prompts."""
@@ -360,18 +391,64 @@ class ParallelEngine(Engine):
         properties = process.start(compile_with, hands_over=self._count > self._decoding)
         with self._changes:
             if self._limits is not None:  # a restart, after which the engine lacks later changes
-                for name, (_, adapters) in self._adapters.items():
-                    if adapters is not None:
-                        process.call("load_adapter", name, adapters)
-                for name in set(properties.adapters) - set(self._adapters):
-                    process.call("unload_adapter", name)
-                if self._sleeping is not None:
-                    process.call("sleep", self._sleeping)
+                try:
+                    self._repeat_changes(process, properties.adapters)
+                except BaseException:
+                    process.close()
+                    raise
             with self._lock:
                 if process.is_closed:
                     raise EngineStopped(f"Engine {number} ended right after its start.")
                 self._processes[number] = process
         return process
+
+    def _repeat_changes(self, process: ReplicaProcess, adapters: Sequence[str]) -> None:
+        """Applies to a restarted engine the changes since the first start, when it had some `adapters`."""
+        for name, (_, loaded) in self._adapters.items():
+            if loaded is not None:
+                process.call("load_adapter", name, loaded)
+        for name in set(adapters) - set(self._adapters):
+            process.call("unload_adapter", name)
+        if self._weights.updates:
+            self._catch_up(process)
+        if self._sleeping is not None:
+            process.call("sleep", self._sleeping)
+
+    def _catch_up(self, process: ReplicaProcess) -> None:
+        """Gives the current weights to an engine that has those of the checkpoint."""
+        for params in self._weights.changed:
+            process.receive_weights(params)
+        process.use_weights(self._weights.updates, self._weights.version, "keep")
+
+    def _place_weights(self, params: Any) -> None:
+        """Copies parameters to all engines; raises a GenerationError if one cannot hold them, and frees the copies."""
+        refused = self._on_each(lambda process: process.receive_weights(params))
+        if not refused:
+            return
+        self._on_each(lambda process: process.drop_weights())
+        number, error = min(refused.items())
+        raise GenerationError(
+            f"Engine {number} cannot take the new weights, so no engine did. All answer with version "
+            f"{self._weights.version}. The cause: {_first_line(error)}",
+            parameter="params",
+        ) from error
+
+    def _use_weights(self, kv: KeysOfOldWeights) -> None:
+        """Replaces the parameters of all engines by the copied ones; an engine that fails to do so starts again."""
+        weights, running = self._weights, self._running_processes()
+        failed = self._on_each(lambda process: process.use_weights(weights.updates, weights.version, kv))
+        if not failed:
+            return
+        for number, error in failed.items():
+            cause = f"it did not take version {weights.version} of the weights: {error}"
+            running[number].fail(ClusterError(cause))
+        number, error = min(failed.items())
+        numbers = ", ".join(map(str, sorted(failed)))
+        raise GenerationError(
+            f"Engine {numbers} did not take version {weights.version} of the weights and starts again with it. The "
+            f"others answer with version {weights.version}. The cause: {_first_line(error)}",
+            parameter="params",
+        ) from error
 
     def _end(self, number: int, process: ReplicaProcess | None, cause: StackError | None) -> None:
         """Handles the end of a process, on the thread that owned it."""
@@ -396,8 +473,7 @@ class ParallelEngine(Engine):
         """Gives a request of an ended engine to another one, or ends it."""
         if cause is None or running.is_aborted:
             return self._finish(running, "abort", None)
-        reason = str(cause).partition("\n")[0]
-        error = f"Engine {number} ended while it computed this request. Send it again. ({reason})"
+        error = f"Engine {number} ended while it computed this request. Send it again. ({_first_line(cause)})"
         if running.is_streamed or running.replays >= _MOST_REPLAYS:
             return self._finish(running, "error", error)
         running.replays += 1
@@ -554,7 +630,7 @@ class ParallelEngine(Engine):
         Raises:
           StackError: the first exception of an engine, after all calls have returned.
         """
-        running = {number: process for number, process in enumerate(self._processes) if process is not None}
+        running = self._running_processes()
 
         def call(process: ReplicaProcess) -> Any:
             try:
@@ -564,6 +640,33 @@ class ParallelEngine(Engine):
 
         found = dict(zip(running, _on_threads([partial(call, each) for each in running.values()]), strict=True))
         return {number: value for number, value in found.items() if not isinstance(value, EngineStopped)}
+
+    def _on_each(self, action: Callable[[ReplicaProcess], None]) -> dict[int, Exception]:
+        """Runs an action for all running engines concurrently and returns the exceptions by engine.
+
+        An engine that ends meanwhile is left out: it starts again with all changes.
+        """
+        running = self._running_processes()
+
+        def run(process: ReplicaProcess) -> Exception | None:
+            try:
+                action(process)
+            except EngineStopped:
+                return None
+            except Exception as error:  # whichever it is, the caller must keep the engines alike
+                return error
+            return None
+
+        errors = zip(running, _on_threads([partial(run, each) for each in running.values()]), strict=True)
+        return {number: error for number, error in errors if error is not None}
+
+    def _forget_prefixes(self) -> None:
+        with self._lock:
+            for router in self._routers:
+                router.forget()
+
+    def _running_processes(self) -> dict[int, ReplicaProcess]:
+        return {number: process for number, process in enumerate(self._processes) if process is not None}
 
     def _unload_everywhere(self, name: str) -> None:
         for process in self._processes:
@@ -593,6 +696,11 @@ class ParallelEngine(Engine):
             raise EngineStopped("The engines were closed. Start others.")
         if self._sleeping is not None:
             raise GenerationError("The engine sleeps. Wake it up first (wake_up).", parameter="engine")
+
+
+def _first_line(error: Exception) -> str:
+    """Returns the message of an error without the traceback of another process."""
+    return str(error).partition("\n")[0]
 
 
 def _on_threads(functions: Sequence[Callable[[], T]]) -> list[T]:

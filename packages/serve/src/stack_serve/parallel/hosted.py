@@ -21,6 +21,7 @@ from stack_core.runtime.outbox import Outbox
 from stack_core.runtime.raised import Raised
 from stack_core.runtime.transfer import Transfers
 from stack_serve.llm.handover import ExportedPages
+from stack_serve.llm.new_weights import KeysOfOldWeights
 
 __all__ = ["EngineProperties", "Failure", "Handover", "HostedReplica", "OpenEngine", "Progress", "Result"]
 
@@ -63,20 +64,29 @@ class Handover:
 
     Attributes:
       address: address of the process that offers them.
+      weights: number of the update of the weights that computed them.
       pages: number of pages.
       blocks: key, shape and dtype of each array of `ExportedPages.blocks`.
     """
 
     address: str
+    weights: int
     pages: int
     blocks: tuple[tuple[tuple[int, tuple[int, ...], str], ...], ...]
 
 
 @dataclass(frozen=True)
 class EngineProperties:
-    """Constant properties of an engine: its limits (see `LLMEngine`) and the adapters that it was started with."""
+    """Constant properties of an engine.
+
+    Attributes:
+      limits: limits of the engine (see `LLMEngine`).
+      parameters: shapes and dtypes of its parameters.
+      adapters: adapters that it was started with.
+    """
 
     limits: Any
+    parameters: Any
     adapters: tuple[str, ...]
 
 
@@ -122,6 +132,10 @@ class HostedReplica:
         # Requests whose pages are being received; False for those that were aborted.
         self._receiving: dict[str, bool] = {}
         self._keys = itertools.count()
+        self._placed: dict[str, Any] = {}
+        self._weights = 0
+        # Excludes a change of the weights while keys of the current ones are registered.
+        self._weights_lock = threading.Lock()
 
     def start(self, compile_with: str | None, *, hands_over: bool = False) -> EngineProperties:
         """Compiles programs and starts the engine.
@@ -136,7 +150,7 @@ class HostedReplica:
         if compile_with is not None:
             getattr(engine, compile_with)()
         engine.start()
-        return EngineProperties(engine.limits, engine.adapters)
+        return EngineProperties(engine.limits, engine.parameters, engine.adapters)
 
     def submit(self, request: GenerationRequest, handover: Handover | None = None) -> None:
         """Queues a request, after its pages have been received if another engine offers them."""
@@ -171,6 +185,22 @@ class HostedReplica:
         """Calls a method of the engine on a thread; its result is emitted."""
         self._calls.submit(self._call, number, partial(getattr(self._engine, method), *arguments, **keywords))
 
+    def receive_weights(self, number: int, params: Any) -> None:
+        """Places parameters that `use_weights` takes into use; emits the result `number`."""
+        self._calls.submit(self._call, number, partial(self._place, params))
+
+    def use_weights(self, number: int, weights: int, version: int, kv: KeysOfOldWeights) -> None:
+        """Replaces the parameters between two steps by the received ones; emits the result `number`.
+
+        Args:
+          weights: number of the update.
+        """
+        self._calls.submit(self._call, number, partial(self._use, weights, version, kv))
+
+    def drop_weights(self, number: int) -> None:
+        """Frees the received parameters; emits the result `number`."""
+        self._calls.submit(self._call, number, self._placed.clear)
+
     def close(self, drain_s: float) -> None:
         engine, self._engine = self._engine, None
         assert engine is not None
@@ -178,8 +208,21 @@ class HostedReplica:
         self._calls.shutdown(wait=True, cancel_futures=True)
         self._outbox.close()  # the server gets every update before the answer to this call
 
+    def _place(self, params: Any) -> None:
+        engine: Any = self._engine
+        self._placed.update(engine.place_weights(params, donate=True))
+
+    def _use(self, weights: int, version: int, kv: KeysOfOldWeights) -> None:
+        engine: Any = self._engine
+        with self._weights_lock:
+            engine.use_weights(dict(self._placed), version=version, kv=kv)
+            self._placed.clear()
+            self._weights = weights
+
     def _offer(self, request: GenerationRequest) -> Handover:
         engine: Any = self._engine
+        # Before the export: if new weights come between the two, the other engine computes the prompt itself.
+        weights = self._weights
         exported = engine.export_pages(request)
         blocks = []
         for arrays in exported.blocks:
@@ -188,12 +231,16 @@ class HostedReplica:
                 for key, array in zip(keys, arrays, strict=True):
                     self._transfers.offer(key, array)
             blocks.append(tuple((key, each.shape, each.dtype.name) for key, each in zip(keys, arrays, strict=True)))
-        return Handover(self._transfers.address, exported.pages, tuple(blocks))
+        return Handover(self._transfers.address, weights, exported.pages, tuple(blocks))
 
     def _submit_with_pages(self, request: GenerationRequest, handover: Handover) -> None:
         engine: Any = self._engine
         try:
-            engine.import_pages(request, ExportedPages(handover.pages, self._pulled(handover)))
+            exported = ExportedPages(handover.pages, self._pulled(handover))
+            with self._weights_lock:
+                # Keys of other weights must not reach the prefix cache.
+                if handover.weights == self._weights:
+                    engine.import_pages(request, exported)
         except Exception as error:  # the other process may have ended; then this engine computes the prompt
             _LOG.warning("The pages of request %r were not received: %s", request.request_id, error)
         reason, message = "abort", None

@@ -3,20 +3,21 @@
 import sys
 from collections.abc import Callable
 
-from stack_core.abi.engines import Engine, checked_engine
+from stack_core.abi.engines import Engine
 from stack_core.abi.errors import ConfigError
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.model_formats import open_for_generation
-from stack_core.abi.plugins import registries
 from stack_core.runtime.compile_cache import keep_compiled
 from stack_core.text.embeddings import is_encoder
 from stack_serve.llm.config import EngineConfig
+from stack_serve.llm.encoder_engine import make_engine
+from stack_serve.parallel.config import ParallelConfig
 
 __all__ = ["check_parallel", "open_replica"]
 
 
 def open_replica(model: str, config: EngineConfig, progress: Callable[[str, int, int], None]) -> Engine:
-    """Opens a model with the engine "llm" in this process, and sets the options that a server sets.
+    """Opens a language model or an encoder in this process, and sets the options that a server sets.
 
     Args:
       model: address of the model.
@@ -29,13 +30,13 @@ def open_replica(model: str, config: EngineConfig, progress: Callable[[str, int,
     keep_compiled()
     # Limits how long the threads that receive requests and send updates wait for the interpreter's lock.
     sys.setswitchinterval(0.001)
-    return checked_engine("llm", registries.engines["llm"](open_for_generation(model), config, progress=progress))
+    return make_engine(open_for_generation(model, encoders=True), config, progress=progress)
 
 
-def check_parallel(checkpoint: GenerativeCheckpoint) -> None:
-    """Raises a ConfigError for an encoder, which one engine serves."""
-    if is_encoder(checkpoint):
+def check_parallel(checkpoint: GenerativeCheckpoint, parallel: ParallelConfig) -> None:
+    """Raises a ConfigError for prefill engines of an encoder."""
+    if parallel.prefill_engines and is_encoder(checkpoint):
         raise ConfigError(
-            f"data_parallel: {checkpoint.name!r} is an encoder, which one engine serves. Leave it out, or start "
-            "several servers."
+            f"prefill_engines={parallel.prefill_engines}: {checkpoint.name!r} is an encoder, which has no keys to hand "
+            "over. Leave it out, or use data_parallel."
         )

@@ -14,8 +14,9 @@ from stack_core.abi.errors import ClusterError, EngineStopped, StackError
 from stack_core.abi.generation import EngineStats, GenerationRequest, GenerationUpdate
 from stack_core.runtime.config import EngineProcessConfig
 from stack_core.runtime.hosted_engine import NUMERICS
-from stack_core.runtime.object_process import ObjectProcess
+from stack_core.runtime.object_process import Arguments, ObjectProcess
 from stack_core.runtime.raised import Raised
+from stack_serve.llm.new_weights import KeysOfOldWeights
 from stack_serve.parallel.devices import EngineDevices
 from stack_serve.parallel.hosted import EngineProperties, Failure, Handover, HostedReplica, OpenEngine, Progress, Result
 
@@ -140,20 +141,44 @@ class ReplicaProcess:
           EngineStopped: the process is gone.
           StackError: the method raised it.
         """
-        number, future = next(self._numbers), Future[Any]()
-        with self._lock:
-            if self._cause is not None:
-                raise EngineStopped(str(self._cause))
-            self._results[number] = future
-        sent = self._process.call("call", number, method, arguments, keywords)
-        sent.add_done_callback(partial(self._check_sent, number))
-        return future.result()
+        return self._result("call", lambda mesh: (method, arguments, keywords))
+
+    def receive_weights(self, params: Any) -> None:
+        """Copies parameters to the process, which `use_weights` takes into use, and waits until they are placed.
+
+        The arrays bypass the command stream and must not be deleted meanwhile. Raises as `call`.
+        """
+        self._result("receive_weights", lambda mesh: (mesh.pull(params),))
+
+    def use_weights(self, weights: int, version: int, kv: KeysOfOldWeights) -> None:
+        """Replaces the parameters by the received ones; see `HostedReplica.use_weights`. Raises as `call`."""
+        self._result("use_weights", lambda mesh: (weights, version, kv))
+
+    def drop_weights(self) -> None:
+        """Frees the received parameters. Raises as `call`."""
+        self._result("drop_weights", lambda mesh: ())
+
+    def fail(self, cause: StackError) -> None:
+        """Ends a process whose engine is of no more use; `on_end` gets the cause."""
+        self._fail(cause)
+        self._process.close(wait=False)
 
     def close(self, drain_s: float = 0.0) -> None:
         """Closes the engine and ends its process. An engine that does not close in time is killed."""
         with suppress(StackError, TimeoutError):
             self._process.call("close", drain_s).result(drain_s + _CLOSE_S)
         self._process.close()
+
+    def _result(self, method: str, arguments: Arguments) -> Any:
+        """Calls a method of the `HostedReplica` that emits a `Result`, and waits for its value."""
+        number, future = next(self._numbers), Future[Any]()
+        with self._lock:
+            if self._cause is not None:
+                raise EngineStopped(str(self._cause))
+            self._results[number] = future
+        sent = self._process.call_with(method, lambda mesh: (number, *arguments(mesh)))
+        sent.add_done_callback(partial(self._check_sent, number))
+        return future.result()
 
     def _check_sent(self, number: int, sent: "Future[Any]") -> None:
         """Fails a call that could not be sent, for example because an argument cannot be pickled."""
@@ -173,8 +198,7 @@ class ReplicaProcess:
             elif isinstance(value, Progress):
                 self._progress(value)
             elif isinstance(value, Failure):
-                self._fail(ClusterError(value.cause))
-                self._process.close(wait=False)
+                self.fail(ClusterError(value.cause))
             elif isinstance(value, Result):
                 future = self._results.pop(value.number)
                 if isinstance(value.value, Raised):

@@ -221,7 +221,8 @@ class StaticEngine(Engine):
     def stats(self) -> EngineStats:
         with self._changed:
             none = {"used_pages": 0, "pages": 0, "prefix_queries_tokens": 0, "prefix_hits_tokens": 0, "preemptions": 0}
-            return EngineStats(running=self._running, waiting=len(self._queue), **none, **self._counts)
+            counts = {**none, **self._counts, "weights_version": self._version}
+            return EngineStats(running=self._running, waiting=len(self._queue), **counts)
 
     def _limit(self, request: GenerationRequest) -> int:
         """Validates a request and returns the maximum number of tokens of each continuation.

@@ -117,25 +117,25 @@ class StackLanes:
         return Lane(self.group, "garbage collection", "gc", int(row.max()) + 1, *columns)
 
     def waits(self) -> Lane | None:
-        """Returns the lane of the sampling thread's waits; None without long ones."""
+        """Returns the lane of the sampling thread's long waits: for the interpreter lock, and below for a processor."""
         lateness = self.stacks.lateness
         if lateness is None:
             return None
         queued = lateness.processor_ps
-        late = lateness.interpreter_ps if queued is None else lateness.interpreter_ps + queued
-        rows = np.flatnonzero(late > _LONG_WAIT_PS)
-        if not len(rows):
+        names = ("interpreter lock", "processor") if queued is not None else ("interpreter lock or a processor",)
+        waits = [lateness.interpreter_ps, *([queued] if queued is not None else [])]
+        found = [np.flatnonzero(each > _LONG_WAIT_PS) for each in waits]
+        row = np.repeat(np.arange(len(waits)), [len(each) for each in found])
+        if not len(row):
             return None
-        names = ("waits for the interpreter lock", "waits for a processor")
-        if queued is None:
-            names = ("waits for the interpreter lock or a processor",)
         about = {"type": "gc", "category": "wait of the sampling thread"}
-        first = self.add([{**about, "name": name} for name in names])
-        by_processor = np.zeros(len(rows), np.int64) if queued is None else (2 * queued > late)[rows].astype(np.int64)
-        length = late[rows]
-        start = self.stacks.tick_ps[rows] - length
-        columns = (start, length, length.astype(float), first + by_processor, np.zeros_like(rows))
-        return Lane(self.group, "waits for the interpreter", "gc", 1, *columns)
+        first = self.add([{**about, "name": f"waits for the {name}"} for name in names])
+        length = np.concatenate([each[rows] for each, rows in zip(waits, found, strict=True)])
+        start = self.stacks.tick_ps[np.concatenate(found)] - length
+        order = np.argsort(start, kind="stable")
+        start, length, row = start[order], length[order], row[order]
+        columns = (start, length, length.astype(float), first + row, row)
+        return Lane(self.group, "waits for the interpreter", "gc", len(waits), *columns)
 
     def threads(self, seen: set[int]) -> Iterator[Lane]:
         """Yields the lanes of all threads but some."""

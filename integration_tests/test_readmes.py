@@ -13,6 +13,7 @@ import pytest
 from stack_core import cli
 from stack_core.abi.config import apply_overrides, load_yaml, parse
 from stack_core.cli import main
+from stack_core.command_names import command_name
 from stack_train.run.config import RunConfig
 
 ROOT = Path(__file__).parents[1]
@@ -97,7 +98,7 @@ def test_a_notebook_is_python_and_imports_names_that_exist() -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_documented_command_has_its_options_and_a_documented_key_exists(command: str) -> None:
     tokens = shlex.split(command, comments=True)[1:]
-    _, bound, *_ = app_of(cli._command_name(tokens)).parse_args(tokens, exit_on_error=False, print_error=False)
+    _, bound, *_ = app_of(command_name(tokens)).parse_args(tokens, exit_on_error=False, print_error=False)
     config = bound.arguments.get("config")
     if config is not None and (ROOT / config).is_file():
         mapping = apply_overrides(load_yaml(ROOT / config), cli.overrides_from(bound.arguments.get("overrides", ())))

@@ -3,7 +3,6 @@
 import contextlib
 import faulthandler
 import inspect
-import itertools
 import os
 import sys
 import warnings
@@ -18,6 +17,7 @@ from stack_core.abi.errors import ConfigError, HardwareError, StackError
 from stack_core.abi.local_paths import local_path, refuse_remote
 from stack_core.abi.plugins import plugins, registries
 from stack_core.chips.device_errors import explain_device_error
+from stack_core.command_names import command_name, is_group, uses_huge_pages
 from stack_core.runtime.huge_pages import restart_with_huge_pages
 
 __all__ = ["main", "overrides_from"]
@@ -36,13 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if arguments is None and sys.stderr is not None:
             faulthandler.enable()  # prints the Python stack after a crash in compiled code
-        name = _command_name(tokens)
-        if arguments is None and _uses_huge_pages(name):
+        name = command_name(tokens)
+        if arguments is None and uses_huge_pages(name):
             restart_with_huge_pages()
         app = _app(name)
         if tokens[:1] != ["plugins"]:  # that command reports the same in detail
             _warn_of_plugins()
-        if name and not _is_group(name):
+        if name and not is_group(name):
             registries.commands[name]  # raises UnknownName, which names the package to install
         with _explaining_devices(), _warnings_in_one_line():
             app(tokens, exit_on_error=False, print_error=False)
@@ -121,25 +121,6 @@ def overrides_from(tokens: Sequence[str]) -> list[str]:
     return overrides
 
 
-def _command_name(tokens: Sequence[str]) -> str:
-    """Returns the leading words that name a command or a group: "bench ops" for `bench ops --json FILE`."""
-    name = ""
-    for word in itertools.takewhile(lambda token: not token.startswith("-"), tokens):
-        name = f"{name} {word}".lstrip()
-        if not _is_group(name):
-            break
-    return name
-
-
-def _is_group(name: str) -> bool:
-    """Returns whether some commands begin with this name, as "bench ops" and "bench serve" begin with "bench"."""
-    return any(known.startswith(f"{name} ") for known in registries.commands)
-
-
-def _uses_huge_pages(name: str) -> bool:
-    return any(entry.name == name and entry.details.get("huge_pages") for entry in registries.commands.entries())
-
-
 def _app(named: str) -> cyclopts.App:
     """Builds the app with all commands and their help lines.
 
@@ -158,7 +139,7 @@ def _app(named: str) -> cyclopts.App:
     groups = {"": app}
     for entry in registries.commands.entries():
         left_out = f"command {entry.name!r} of plugin {entry.provider!r} is left out"
-        if _is_group(entry.name):
+        if is_group(entry.name):
             _note(f"{left_out}: other commands begin with its name, so it is a group.")
             continue
         try:

@@ -19,6 +19,7 @@ def main() -> None:
         # `restart_with_huge_pages` blocks SIGINT while the interpreter restarts.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         _watch_lost_interrupts(lost)
+        _restart_with_huge_pages()
         from stack_core.cli import main as run
 
         run()
@@ -28,6 +29,17 @@ def main() -> None:
         if not lost.is_set():
             raise
         _leave()
+
+
+def _restart_with_huge_pages() -> None:
+    """Restarts the interpreter if the command needs it, before more is imported, which would happen twice."""
+    from stack_core.abi.errors import StackError
+    from stack_core.command_names import command_name, uses_huge_pages
+    from stack_core.runtime.huge_pages import restart_with_huge_pages
+
+    with contextlib.suppress(StackError):  # `stack_core.cli.main` raises and prints it
+        if uses_huge_pages(command_name(sys.argv[1:])):
+            restart_with_huge_pages()
 
 
 def _watch_lost_interrupts(lost: threading.Event) -> None:

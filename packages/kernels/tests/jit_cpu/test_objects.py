@@ -1,6 +1,8 @@
+import dataclasses
 import functools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,12 @@ import pytest
 from stack_kernels.jit_cpu import host
 from stack_kernels.jit_cpu.linear.block import Product
 from stack_kernels.jit_cpu.linear.tiles import product_module
+
+BUILD = functools.partial(product_module, Product(3, "float32", "float32"))
+
+
+def in_this_file(processor: host.Processor) -> Any:
+    return BUILD(processor)
 
 
 @pytest.fixture
@@ -33,25 +41,42 @@ def optimized(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def check_product(name: str) -> None:
     """Computes a product by a kernel that this process registers under a new name."""
-    product = Product(3, "float32", "float32")
     x, weight = jnp.ones((3, 37)), jnp.arange(37.0 * 24).reshape(37, 24)
     result = jax.ShapeDtypeStruct((3, 24), jnp.float32)
-    found = host.kernel_call(name, functools.partial(product_module, product), result, x, weight)
+    found = host.kernel_call(name, BUILD, result, x, weight)
     np.testing.assert_allclose(found, x @ weight, rtol=1e-6)
 
 
-def test_a_kernel_is_optimized_once(folder: Path, optimized: list[str]) -> None:
+def code_of(name: str, build: Any = BUILD, **changes: Any) -> bytes:
+    """Returns the object code that a new process would load under a name."""
+    processor = host.this_processor()
+    assert processor is not None
+    return host._object_code(name, build, dataclasses.replace(processor, **changes))
+
+
+def test_a_kernel_is_built_once(folder: Path, optimized: list[str]) -> None:
     check_product("first")
     (stored,) = folder.iterdir()
+    (name,) = (target for target in host._registered if target.startswith("stack_kernels.first."))
+    content, code = stored.read_bytes(), code_of(name)
+    assert code == code_of(name, functools.partial(product_module, None))  # would fail if it were built
     assert len(optimized) == 1
-    check_product("second")
-    assert len(optimized) == 1
-    content = stored.read_bytes()
     for damaged in (content[:-1], content[:40], b"", content[:-9] + b"?" + content[-8:]):
         stored.write_bytes(damaged)
-        check_product(f"damaged {len(optimized)}")
-        assert stored.read_bytes() == content
+        assert code_of(name) == code and stored.read_bytes() == content
     assert len(optimized) == 5 and list(folder.iterdir()) == [stored]
+
+
+def test_another_name_processor_or_source_is_built_anew(
+    folder: Path, optimized: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code_of("name")
+    code_of("other name")
+    code_of("name", count=1000)
+    code_of("name", build=in_this_file)
+    monkeypatch.setattr(host, "_source_digest", lambda package: f"edited {package}")
+    code_of("name")
+    assert len(optimized) == len(list(folder.iterdir())) == 5
 
 
 def test_nothing_is_stored_without_a_cache_of_programs(folder: Path, optimized: list[str]) -> None:

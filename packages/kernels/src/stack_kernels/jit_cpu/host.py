@@ -5,11 +5,13 @@ import functools
 import hashlib
 import os
 import platform
+import secrets
 import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -143,7 +145,7 @@ def _register(target: str, build: Callable[[Processor], ir.Module], processor: P
     with _REGISTERING:
         if target in _registered:
             return
-        engine = compiled(build(processor), processor)
+        engine = _engine(_object_code(target, build, processor), processor)
         address = engine.get_function_address("handler")
         check_handler(address)
         crash_note.install()
@@ -151,22 +153,48 @@ def _register(target: str, build: Callable[[Processor], ir.Module], processor: P
         _registered[target] = engine  # the engine owns the code
 
 
-def compiled(module: ir.Module, processor: Processor) -> llvm.ExecutionEngine:
-    """Compiles the module with XLA's handler to machine code; crash reports show the module's name.
+def _object_code(target: str, build: Callable[[Processor], ir.Module], processor: Processor) -> bytes:
+    """Returns the object code of a kernel, which is cached if JAX caches programs.
 
-    The object code is cached if JAX caches programs, because compilation takes LLVM a third of a second per kernel.
+    Otherwise each process would build the module and compile it, which takes LLVM a third of a second per kernel. The
+    key has the name, which is unique, and the sources instead of the module: building it takes long, too.
     """
-    crash_note.share_note()
-    target = _target_machine(processor.features)
-    _complete(module)
-    # This module's source, because it sets LLVM's optimizations.
-    sources = (_source("xla_call.ll"), _source("host.py"))
-    parts = (*sources, str(module), llvm.get_host_cpu_name(), processor.features, llvmlite.__version__)
+    builder = getattr(build, "func", build)  # of a `functools.partial`
+    sources = (_source_digest(name) for name in (__name__, OpCall.__module__, builder.__module__))
+    parts = (target, repr(processor), llvm.get_host_cpu_name(), llvmlite.__version__, *sources)
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     if (code := objects.load(key)) is None:
-        code = target.emit_object(_optimized(module, target))
+        machine = _target_machine(processor.features)
+        code = machine.emit_object(_optimized(build(processor), machine))
         objects.store(key, code)
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target)
+    return code
+
+
+@functools.cache
+def _source_digest(module: str) -> str:
+    """Hashes the sources of the package of a loaded module, or of the module alone if it has no package."""
+    package, own = (getattr(sys.modules[name], "__file__", None) for name in (module.partition(".")[0], module))
+    if (path := package or own) is None:
+        return secrets.token_hex()  # interactive code, whose kernels are not found again
+    root = Path(path)
+    files = sorted(root.parent.rglob("*")) if root.name == "__init__.py" else [root]
+    digest = hashlib.sha256()
+    for file in files:
+        if file.suffix in (".py", ".ll"):
+            digest.update(b"%s\0%s\0" % (str(file.relative_to(root.parent)).encode(), file.read_bytes()))
+    return digest.hexdigest()
+
+
+def compiled(module: ir.Module, processor: Processor) -> llvm.ExecutionEngine:
+    """Compiles the module with XLA's handler to machine code; crash reports show the module's name."""
+    machine = _target_machine(processor.features)
+    return _engine(machine.emit_object(_optimized(module, machine)), processor)
+
+
+def _engine(code: bytes, processor: Processor) -> llvm.ExecutionEngine:
+    """Loads object code into this process."""
+    crash_note.share_note()
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine(processor.features))
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     return engine

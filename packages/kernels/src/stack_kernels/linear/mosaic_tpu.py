@@ -11,13 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
 from stack_core.abi.ops import OWN, OpCall, OpImplementation
 from stack_core.chips import Chip
 from stack_core.ops.building import contract, dequantize, differentiated, vary_alike
+from stack_kernels.lazy_pallas import pl, pltpu
 from stack_kernels.mesh_types import untyped
 from stack_kernels.supports import abstract_view, first_problem, is_beyond, only_weight_is_quantized
 

@@ -11,12 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from stack_core.abi.ops import OpCall, OpImplementation
 from stack_core.chips import Chip
 from stack_core.ops.building import BackwardCall, as_backward
+from stack_kernels.lazy_pallas import pl, pltpu
 from stack_kernels.mesh_types import untyped
 from stack_kernels.supports import first_problem
 

@@ -70,7 +70,7 @@ class PoolingPrograms:
         """Returns True for each parameter that the loops over layers only slice; see `loops_over`."""
         rows, tokens = 1, self._tokens_bucket(1)
         shapes = (jax.ShapeDtypeStruct((rows, tokens), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32))
-        return loops_over(self._pool, params, *shapes, jax.ShapeDtypeStruct((), jnp.int32))
+        return loops_over(self._pool, params, *shapes, jax.ShapeDtypeStruct((), jnp.int32))[0]
 
     def embed(self, prompts: Sequence[Sequence[int]], pooling: Pooling) -> np.ndarray:
         """Computes float32[prompts, embed] of prompts with 1 to `max_tokens` tokens each; waits for the result."""

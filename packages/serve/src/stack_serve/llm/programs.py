@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -133,7 +133,7 @@ class Programs:
         pool = None if adapters is None else jax.eval_shape(adapters.pool)
         weights = Weights(checkpoint.parameters, pool)
         try:
-            (looped, looped_pools), preferences = self._examined(weights)
+            (looped, looped_pools), self._hidden, preferences = self._examined(weights)
         except Exception:  # a model may fail in any way if a parameter with adapters is not an array
             if adapters is not None:
                 self._check_adapters(adapters)
@@ -141,7 +141,7 @@ class Programs:
         self._lay_out(pages, config.page_layout or preferences.best)
         # Such a layout merges the two pools of a layer, so the arrays sliced by loops must be determined again.
         if config.page_layout is None and holds_values(preferences.best):
-            (looped, looped_pools), _ = self._examined(weights)
+            (looped, looped_pools), *_ = self._examined(weights)
         self._looped = looped.params
         empty, layout = self._empty, self._step.layout
         self._make_pools = lambda: self._placement.pools(lambda: split_layers(empty(), looped_pools), layout)
@@ -708,12 +708,6 @@ class Programs:
         hidden = jax.ShapeDtypeStruct((tokens, 1, *self._hidden.shape[1:]), self._hidden.dtype)
         return jax.jit(prompt_logprobs).lower(self._weights, hidden, _int32(tokens), _int32())
 
-    # Cached, because tracing it for each program took a third of the CPU time of `warm_up`.
-    @cached_property
-    def _hidden(self) -> jax.ShapeDtypeStruct:
-        """Shape [rows, embed] and dtype of the hidden states of the smallest step."""
-        return jax.eval_shape(self._smallest_step, (self._weights, self._layers))[-1]
-
     def _lay_out(self, pages: int, layout: PageLayout) -> None:
         """Sets the page layout of steps and new pools."""
         self._step = Step(self._checkpoint, self._config, pages, layout)
@@ -727,15 +721,18 @@ class Programs:
             dtype=self._config.cache_dtype,
         )
 
-    def _examined(self, weights: Weights) -> tuple[Any, LayoutPreferences]:
-        """Traces the smallest step to find the arrays used only by loops over layers, and the preferred page layouts.
+    def _examined(self, weights: Weights) -> tuple[Any, jax.ShapeDtypeStruct, LayoutPreferences]:
+        """Traces the smallest step.
 
-        If the config sets a layout, preferred layouts are not collected.
+        Returns:
+          Weights and pools, with True for an array used only by loops over layers; the shape [rows, embed] and dtype of
+          the hidden states; and the preferred page layouts, which are not collected if the config sets a layout.
         """
         preferences = LayoutPreferences(one_pool=supports_shared_pool(self._checkpoint.states))
         collected = preferences if self._config.page_layout is None else None
         step = partial(self._smallest_step, preferences=collected)
-        return self._placement.traced(loops_over, step, (weights, jax.eval_shape(self._empty))), preferences
+        looped, result = self._placement.traced(loops_over, step, (weights, jax.eval_shape(self._empty)))
+        return looped, result[-1], preferences
 
     def _smallest_step(self, weights_and_layers: Any, *, preferences: LayoutPreferences | None = None) -> Any:
         rows, step = jnp.zeros((1, self._row_fields), jnp.int32), partial(self._step, tokens=1, preferences=preferences)

@@ -48,7 +48,7 @@ class Layers:
         return cls(tuple(arrays))
 
 
-def loops_over(function: Callable[..., Any], tree: Any, *args: Any) -> Any:
+def loops_over(function: Callable[..., Any], tree: Any, *args: Any) -> tuple[Any, Any]:
     """Finds the arrays of `tree` that `function(tree, *args)` uses only in loops that slice them.
 
     Args:
@@ -56,13 +56,14 @@ def loops_over(function: Callable[..., Any], tree: Any, *args: Any) -> Any:
       tree, args: pytrees of arrays, or of `jax.ShapeDtypeStruct`.
 
     Returns:
-      Pytree in the structure of `tree` with True for each such array and False for others.
+      Pytree in the structure of `tree` with True for each such array and False for others, and the shapes and dtypes
+      of the function's result.
     """
     leaves, structure = jax.tree.flatten(tree)
-    jaxpr = jax.make_jaxpr(function)(tree, *args)
+    jaxpr, result = jax.make_jaxpr(function, return_shape=True)(tree, *args)
     variables = equations_of(jaxpr).invars[: len(leaves)]
     looped = _looped(equations_of(jaxpr))
-    return jax.tree.unflatten(structure, [looped.get(variable, False) for variable in variables])
+    return jax.tree.unflatten(structure, [looped.get(variable, False) for variable in variables]), result
 
 
 def split_layers(tree: Any, chosen: Any) -> Any:

@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,6 @@ class HuggingFaceTokenizer:
         self._origin = origin
         self._for_prompts = _parse_vocabulary(files[_VOCABULARY], origin)
         _keep_spaces_in_offsets(self._for_prompts.post_processor)
-        self._for_documents = _parse_vocabulary(files[_VOCABULARY], origin)
-        self._for_documents.encode_special_tokens = True
         settings = {**_json(files, _SPECIAL_TOKENS, origin), **_json(files, _CONFIG, origin)}
         # Ids may have gaps, so their number could be smaller than the largest id plus one.
         self.vocab_size: int = max(self._for_prompts.get_vocab(with_added_tokens=True).values()) + 1
@@ -179,6 +178,13 @@ class HuggingFaceTokenizer:
     def token_bytes(self, token: int) -> bytes:
         """See `stack_core.abi.data.Tokenizer`."""
         return self._token_bytes(token)
+
+    @cached_property
+    def _for_documents(self) -> tokenizers.Tokenizer:
+        """A second tokenizer, in which special tokens are ordinary text; servers never parse it."""
+        tokenizer = _parse_vocabulary(self.vocabulary, self._origin)
+        tokenizer.encode_special_tokens = True
+        return tokenizer
 
     def _special_id(self, part: str) -> int | None:
         token = self.special_tokens.get(part)

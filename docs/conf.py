@@ -1,12 +1,15 @@
-"""Settings of Sphinx for the site; `nox -s docs` builds it. `reference.py` writes the pages under reference/."""
+"""Settings of Sphinx for the site; `nox -s docs` builds it.
 
-import re
+`reference.py` writes the pages under reference/, `readmes.py` the pages under readmes/.
+"""
+
 import shutil
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import sphinx.application
+from readmes import linked, write_readmes
 from reference import write_reference
 
 project = "stack"
@@ -31,12 +34,14 @@ nb_execution_raise_on_error = True
 nb_execution_timeout = 900
 nb_merge_streams = True
 
-write_reference(Path(__file__).parent / "reference")
+DOCS = Path(__file__).resolve().parent
+write_reference(DOCS / "reference")
+write_readmes(DOCS / "readmes")
 
 
-def _name_files(app: object, page: str, source: list[str]) -> None:
-    """Replaces links to files outside of docs/, which are not pages of the site, by their text and path."""
-    source[0] = re.sub(r"\[([^\]]+)\]\(\.\./([^)#]+)[^)]*\)", r"\1 (`\2`)", source[0])
+def _link_pages(app: object, page: str, source: list[str]) -> None:
+    """Replaces links to files outside of docs/ by links to their pages, or by their paths."""
+    source[0] = linked(source[0], DOCS / f"{page}.md", DOCS / f"{page}.md")
 
 
 def _copy_notebooks(app: "sphinx.application.Sphinx", error: Exception | None) -> None:
@@ -47,5 +52,5 @@ def _copy_notebooks(app: "sphinx.application.Sphinx", error: Exception | None) -
 
 def setup(app: "sphinx.application.Sphinx") -> None:
     """Connects the hooks."""
-    app.connect("source-read", _name_files)
+    app.connect("source-read", _link_pages)
     app.connect("build-finished", _copy_notebooks)

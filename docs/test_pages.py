@@ -1,4 +1,4 @@
-"""The built site in Chromium: contrast, headings, names and keyboard, on a wide light page and a narrow dark one.
+"""The built site in Chromium: contrast, headings, names, keyboard, search, on a wide light and a narrow dark page.
 
 `nox -s docs` builds the site and installs axe-core (https://github.com/dequelabs/axe-core) before it runs these tests.
 """
@@ -39,5 +39,16 @@ def test_a_page_is_readable_by_all(browser, axe, page, width, scheme):
     )
 
 
-def test_the_site_has_pages():
-    assert len(PAGES) > 25
+def test_search_works_without_a_server(browser):
+    browser.requested.clear()
+    browser.call("Page.navigate", url=f"{(SITE / 'search.html').as_uri()}?q=quantize")
+    browser.wait_for("document.querySelectorAll('#search-results li a').length > 5")
+    assert all(each.startswith(SITE.as_uri()) for each in browser.values("#search-results li a", "each.href"))
+    assert all(address.startswith(("file:", "about:", "data:")) for address in browser.requested)
+
+
+def test_every_page_is_in_the_index_of_the_search():
+    index = (SITE / "searchindex.js").read_text(encoding="utf-8")
+    pages = [page.with_suffix("") for page in PAGES if page.name not in ("search.html", "genindex.html", "index.html")]
+    assert len(pages) > 40
+    assert [str(page) for page in pages if f'"{page}"' not in index] == []

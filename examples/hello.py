@@ -49,7 +49,7 @@ def main() -> None:
     serve = (*STACK, "serve", str(base), "--adapter", f"pirate={adapter}", "--max-sequences", "2")
     compare((*serve, "--port", "0", "--json"))
 
-    say(f"Done in {time.monotonic() - started_s:.0f} s. Go on with:")
+    say(f"Done in {time.monotonic() - started_s:.0f} s. Next, after `. {Path(sys.prefix, 'bin', 'activate')}`:")
     print(f"  stack chat gguf:{gguf}")
     print(f"  stack serve {base} --adapter pirate={adapter}    # a chat page and OpenAI's API")
     print(f"  stack quantize {base} --recipe w8a8 --out {base}-w8a8")

@@ -3,9 +3,11 @@
     python examples/quickstart.py [DIRECTORY]
 
 The script trains, kills and resumes the run, then generates, aligns, profiles, quantizes, serves and exports the model.
-It runs on the CPU in about four minutes. The results stay in DIRECTORY, by default a new temporary directory.
+It runs on the CPU in about four minutes and needs stack-core and stack-train; without another package it skips that
+package's steps. The results stay in DIRECTORY, by default a new temporary directory.
 """
 
+import importlib.util
 import json
 import os
 import re
@@ -28,7 +30,7 @@ POLL_S = 0.1
 
 def main() -> None:
     directory = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="stack-quickstart-")) / "run"
-    profiled = ("--profile.first_step", "400", "--profile.steps", "5")
+    profiled = ("--profile.first_step", "400", "--profile.steps", "5") if is_installed("profile") else ()
     train = (*STACK, "train", str(CONFIG), "--output", str(directory), *profiled)
     started_s = time.monotonic()
 
@@ -41,30 +43,57 @@ def main() -> None:
     say("3. Generate.")
     generate(directory)
 
-    say("4. Align it with GRPO: functions that begin with a docstring are rewarded.")
-    align(directory, directory.with_name("run-aligned"))
+    if begins("4. Align it with GRPO: functions that begin with a docstring are rewarded.", "rl"):
+        align(directory, directory.with_name("run-aligned"))
 
-    say("5. Profile steps 400 to 404.")
-    trace = directory / "profile"
-    subprocess.run([*STACK, "profile", "ops", str(trace), "--by", "category"], check=True)
-    subprocess.run([*STACK, "profile", "report", str(trace), "--out", str(directory / "profile.html")], check=True)
+    if begins("5. Profile steps 400 to 404.", "profile"):
+        trace = directory / "profile"
+        subprocess.run([*STACK, "profile", "ops", str(trace), "--by", "category"], check=True)
+        subprocess.run([*STACK, "profile", "report", str(trace), "--out", str(directory / "profile.html")], check=True)
 
-    say("6. Quantize to 8 bits, and generate from the quantized model.")
-    quantized = directory.with_name("run-w8a8")
-    subprocess.run([*STACK, "quantize", str(directory), "--recipe", "w8a8", "--out", str(quantized)], check=True)
-    generate(quantized)
+    served = directory
+    if begins("6. Quantize to 8 bits, and generate from the quantized model.", "quant"):
+        served = directory.with_name("run-w8a8")
+        subprocess.run([*STACK, "quantize", str(directory), "--recipe", "w8a8", "--out", str(served)], check=True)
+        generate(served)
 
-    say("7. Serve the quantized model over HTTP, and send a request of OpenAI's API.")
-    serve(quantized)
+    if begins(f"7. Serve {served.name} over HTTP, and send a request of OpenAI's API.", "serve"):
+        serve(served)
 
-    say("8. Export the model's scores of texts as a bundle, which needs only core and serve.")
-    export(directory, directory.with_name("scores"))
+    if begins("8. Export the model's scores of texts as a bundle, which needs only core and serve.", "serve"):
+        export(directory, directory.with_name("scores"))
 
     say(
         f"Validation loss {summary['validation_loss']:.3f} nats per token after {summary['step']} steps, "
-        f"{summary['work_per_s']:,.0f} {summary['work_unit']}/s; {time.monotonic() - started_s:.0f} s in all. "
-        f"The run is in {directory}."
+        f"{summary['work_per_s']:,.0f} {summary['work_unit']}/s; {time.monotonic() - started_s:.0f} s in all."
     )
+    conclude(directory, served)
+
+
+def is_installed(package: str) -> bool:
+    return importlib.util.find_spec(f"stack_{package}") is not None
+
+
+def begins(step: str, package: str) -> bool:
+    """Prints the heading of a step, and returns whether its package is installed."""
+    say(step)
+    if not is_installed(package):
+        print(f"Skipped, because stack-{package} is not installed: pip install ./packages/{package}", flush=True)
+    return is_installed(package)
+
+
+def conclude(directory: Path, served: Path) -> None:
+    """Prints links to the reports, and three commands to try next."""
+    aligned = directory.with_name("run-aligned")
+    reports = (directory / "report.html", aligned / "report.html", directory / "profile.html")
+    print("Reports:", *(report.resolve().as_uri() for report in reports if report.exists()), sep="\n  ")
+    print(f"Next, after `. {Path(sys.prefix, 'bin', 'activate')}`:")
+    if is_installed("serve"):
+        print(f"  stack serve {served} --port 8000    # OpenAI's interface at http://127.0.0.1:8000")
+    else:
+        print(f"  stack convert {directory} hf:exported    # for transformers")
+    print(f'  stack generate {served} --prompt "class Tree" --max-tokens 60')
+    print(f"  stack train {CONFIG} --output {directory.with_name('deeper')} --model.layers 4")
 
 
 def generate(directory: Path) -> None:

@@ -4,6 +4,7 @@ import ast
 import contextlib
 import functools
 import importlib
+import importlib.util
 import re
 import unittest
 from pathlib import Path
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import pluggy
 import pytest
+import yaml
 
 from stack_core.abi import hookspecs
 from stack_core.abi.hookspecs import DETAILS, HOOKS
@@ -27,7 +29,18 @@ from stack_train.run.config import RunConfig
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
-KEY_PAGES = ("migration.md", "troubleshooting.md")
+# With the files outside of docs/ that are pages of the site.
+ALL_PAGES = [
+    *PAGES,
+    *sorted(DOCS.glob("notebooks/*.md")),
+    *sorted(ROOT.glob("packages/*/README.md")),
+    *(ROOT / name for name in ("README.md", "GLOSSARY.md", "CONTRIBUTING.md", "examples/plugins/README.md")),
+]
+GENERATED = ("reference/", "../reference/")  # pages that `nox -s docs` writes
+spec = importlib.util.spec_from_file_location("readmes", DOCS / "readmes.py")
+assert spec is not None and spec.loader is not None
+readmes = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(readmes)
 CONTRACTS = (
     "stack_core.abi.adapters",
     "stack_core.abi.caches",
@@ -57,6 +70,16 @@ def sections(page):
     parts = re.split(r"^(?=##)", (DOCS / page).read_text(), flags=re.MULTILINE)
     headings = [(re.findall(r"`(\w+)`", part.partition("\n")[0]), part) for part in parts]
     return {name: text for names, text in headings for name in names}
+
+
+def name_of(page):
+    return str(page.relative_to(ROOT))
+
+
+def source_of(page):
+    """The file that `docs/readmes.py` copies to a page, or the page."""
+    copied = {DOCS / copy: ROOT / source for source, copy in readmes.PAGES.items() if source != "README.md"}
+    return copied.get(page.resolve(), page)
 
 
 def blocks(text):
@@ -91,6 +114,7 @@ def messages():
     return [message for line in lines for message in code_spans(line)]
 
 
+@functools.cache
 def known_keys():
     return {key.name.replace("[]", "") for key in config_keys(RunConfig, "train")}
 
@@ -121,18 +145,25 @@ def test_a_contracts_example_runs(contract):
         exec(block, {"__name__": "an_example"})
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", ALL_PAGES, ids=name_of)
 def test_links_lead_somewhere(page):
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^```.*?^```|`[^`\n]+`", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     for link in re.findall(r"\]\(([^)]+)\)", text):
         path, _, anchor = link.partition("#")
-        if "://" in link:
+        if "://" in link or path.startswith(GENERATED):
             continue
-        target = (page.parent / path) if path else page
+        target = source_of(page.parent / path) if path else page
         assert target.exists(), link
         if anchor:
             headings = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
             assert anchor in [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings], link
+
+
+def test_links_of_a_copied_file_lead_to_pages():
+    text = "[a](../../docs/abi.md#ops) [b](../serve) [c](src/stack_train) [d](https://example.com) f[0](x)"
+    assert readmes.linked(text, ROOT / "packages/train/README.md", DOCS / "readmes/train.md") == (
+        "[a](../abi.md#ops) [b](serve.md) c (`packages/train/src/stack_train`) [d](https://example.com) f[0](x)"
+    )
 
 
 @pytest.mark.parametrize("message", messages())
@@ -145,35 +176,58 @@ def test_a_message_that_is_not_in_one_string_of_the_source_is_noticed():
     assert not is_printed("Unknown key … holds another run")
 
 
-@pytest.mark.parametrize("page", KEY_PAGES)
+def is_a_key(name):
+    """Whether a name is a key, a section of keys, or an entry of a key that is a mapping, such as mesh.rules."""
+    return any(f"{key}.".startswith(f"{name}.") or f"{name}.".startswith(f"{key}.") for key in known_keys())
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=name_of)
 def test_config_keys_of_a_page_exist(page):
-    known = known_keys()
-    sections_ = {name.partition(".")[0] for name in known}
-    found = {re.split(r"[:=]", span)[0] for span in code_spans((DOCS / page).read_text())}
+    sections_ = {name.partition(".")[0] for name in known_keys()}
+    found = {re.split(r"[:=]", span)[0] for span in code_spans(page.read_text())}
     keys = [
-        name for name in found if "." in name and name.partition(".")[0] in sections_ and re.fullmatch(r"[\w.]+", name)
-    ]
-    assert keys
-    # A section is a prefix of its keys; a mapping such as mesh.rules has entries of its own.
-    missing = [
         name
-        for name in keys
-        if not any(f"{key}.".startswith(f"{name}.") or f"{name}.".startswith(f"{key}.") for key in known)
+        for name in found
+        if name.partition(".")[0] in sections_ and re.fullmatch(r"\w+(\.\w+)+(?<!\.py)(?<!\.yaml)", name)
     ]
-    assert not missing
+    assert not [name for name in keys if not is_a_key(name)]
 
 
-@pytest.mark.parametrize("page", KEY_PAGES)
+def configs_of(text):
+    """The YAML of a page: fenced blocks, and indented lines with the keys of one section in braces."""
+    fenced = re.findall(r"^```yaml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    sections_ = {name.partition(".")[0] for name in known_keys()}
+    lines = re.findall(r"^ {4}(\w+: \{.*\})(?: +#.*)?$", text, re.MULTILINE)
+    lines = [line for line in lines if line.partition(":")[0] in sections_]
+    return [yaml.safe_load(each) for each in [*fenced, *lines]]
+
+
+def flat(mapping, prefix=""):
+    for key, value in mapping.items():
+        yield from flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [f"{prefix}{key}"]
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=name_of)
+def test_keys_of_the_yaml_of_a_page_exist(page):
+    for config in configs_of(page.read_text()):
+        whole = {"data": config} if "environment" in config else config
+        assert not [key for key in flat(whole) if not is_a_key(key)], config
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=name_of)
 def test_commands_and_public_names_of_a_page_exist(page):
-    text = (DOCS / page).read_text()
-    code = [*code_spans(text), *re.findall(r"^stack .+$", text, re.MULTILINE)]
+    text = page.read_text()
+    code = [*code_spans(text), *re.findall(r"^ *stack .+$", text, re.MULTILINE)]
     commands = {name.split()[0] for name in registries.commands}
     used = {
-        words[1]: words for words in map(str.split, code) if words[0] == "stack" and words[1:] and words[1].islower()
+        words[1]
+        for words in map(str.split, code)
+        if words[:1] == ["stack"] and re.fullmatch("[a-z]+", " ".join(words[1:2]))
     }
-    assert used and not used.keys() - commands
-    for package, name in re.findall(r"\b(stack_[a-z]+)\.(\w+)", " ".join(code)):
-        assert hasattr(importlib.import_module(package), name), f"{package}.{name}"
+    assert not used - commands - {"losses", "greet"}  # commands of examples
+    for package, name in re.findall(r"\b(stack_(?:core|kernels|quant|train|rl|serve|profile))\.(\w+)", " ".join(code)):
+        exists = hasattr(importlib.import_module(package), name) or importlib.util.find_spec(f"{package}.{name}")
+        assert exists, f"{package}.{name}"
 
 
 def namespace_of(block):

@@ -4,6 +4,7 @@ import ast
 import contextlib
 import importlib
 import importlib.metadata
+import inspect
 import io
 import textwrap
 import typing
@@ -72,6 +73,14 @@ def test_type_checkers_read_the_same_names(name):
     for public, module in read.items():
         found = getattr(importlib.import_module(module), public)
         assert getattr(package, public) is found or typing.get_origin(found)
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_every_public_name_has_a_docstring(name):
+    package = importlib.import_module(name)
+    objects = {public: getattr(package, public) for public in package.__all__}
+    documented = [public for public, found in objects.items() if inspect.getdoc(found)]
+    assert documented == package.__all__
 
 
 def run_example(name):

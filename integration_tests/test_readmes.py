@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import os
 import re
 import shlex
 import subprocess
@@ -26,6 +27,14 @@ NOTEBOOKS = {
     for path in sorted(ROOT.glob("docs/notebooks/*.md"))
     if path.stem != "index"
 }
+
+
+def shell_lines(text: str) -> list[str]:
+    """The lines of the fenced shell blocks of a page that begin with `stack`."""
+    fenced = re.findall(r"^```(?:bash|sh)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return re.findall(r"^(stack .*)$", "".join(fenced), re.MULTILINE)
+
+
 COMMANDS = sorted(
     {
         command.strip(" &")
@@ -34,14 +43,14 @@ COMMANDS = sorted(
             *ROOT.glob("docs/notebooks/*.md"),
             ROOT / "examples" / "plugins" / "README.md",
         ]
-        for line in re.findall(r"^ {4}(stack .*)$", path.read_text().replace("\\\n", " "), re.MULTILINE)
+        for text in [path.read_text().replace("\\\n", " ")]
+        for line in [*re.findall(r"^ {4}(stack .*)$", text, re.MULTILINE), *shell_lines(text)]
         for command in line.split(" && ")
     }
 )
 app_of = functools.cache(cli._app)
-# Blocks that speak of a run find it where the commands of the main README and of the migration page put it.
-RUNS = ("runs/mine", "runs/small")
-SLOW = ("docs/migration.md",)  # 50 s: it trains twice, aligns, quantizes, profiles and serves
+RUN = "runs/mine"  # of the commands of the main README
+MIGRATION = ROOT / "docs" / "migration.md"  # its examples follow each other
 TRAIN = """
 model: {name: llama, vocab_size: 280, layers: 1, embed: 16, heads: 2, mlp: 32, max_positions: 128}
 data: {source: "text:text.txt", seq_tokens: 16, batch_size: 2, validation_fraction: 0}
@@ -70,21 +79,26 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "mine"
 
 
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=[pytest.mark.slow] * (page in SLOW)) for page, blocks in PAGES.items() if blocks],
-)
+@pytest.mark.parametrize("page", [page for page, blocks in PAGES.items() if blocks and ROOT / page != MIGRATION])
 def test_the_blocks_of_a_page_run(page: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    text = "".join(PAGES[page])
-    for name in RUNS:
-        if name in text:
-            (tmp_path / name).parent.mkdir(exist_ok=True)
-            (tmp_path / name).symlink_to(request.getfixturevalue("run"))
-    if "chat.yaml" in text:
-        main(["init", "chat", "--directory", str(tmp_path)])
+    if RUN in "".join(PAGES[page]):
+        (tmp_path / RUN).parent.mkdir()
+        (tmp_path / RUN).symlink_to(request.getfixturevalue("run"))
     command = [sys.executable, "-W", "error", "-c", EACH, *PAGES[page]]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_the_examples_of_the_migration_page_run_in_their_order(tmp_path: Path) -> None:
+    interpreters = {"bash": ["bash", "-e", "-c"], "python": [sys.executable, "-W", "error", "-c"]}
+    found = re.findall(r"^```(bash|python)\n(.*?)^```", MIGRATION.read_text(), re.DOTALL | re.MULTILINE)
+    assert len(found) >= 8
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    for language, block in found:
+        command = [*interpreters[language], block]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{block}\n{done.stderr}"
 
 
 def test_a_notebook_is_python_and_imports_names_that_exist() -> None:

@@ -26,6 +26,9 @@ run: {steps: 1}
     "nooutput.yaml": "model: {name: llama, vocab_size: 280, layers: 1, embed: 16, heads: 2, mlp: 32}\n",
     "nomodel.yaml": "output: a\n",
     "number.yaml": "output: a\nmodel: 3\n",
+    "tabs.yaml": "output: a\nmodel:\n\tname: llama\n",
+    "object.yaml": "output: !!python/object:os.system x\n",
+    "binary.yaml": "\0\1",
 }
 # A message names the fix by an imperative, a list of what is known, the expected form, or the command to run.
 FIX = re.compile(

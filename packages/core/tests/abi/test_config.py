@@ -242,6 +242,7 @@ def test_malformed_overrides_are_refused(override):
     ("text", "message"),
     [
         ("a: [1", "not valid YAML"),
+        ("a:\n\tb: 1", "Indent with spaces"),
         ("- 1\n", "holds a list"),
         ("a: 1\na: 2\n", "Key 'a' is written twice"),
         (f"a: {'9' * 5000}", "not valid YAML.*4300 digits"),

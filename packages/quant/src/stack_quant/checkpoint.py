@@ -141,6 +141,8 @@ def quantize_checkpoint(
     # Before the model is read and measured, which may take long.
     if destination.exists():
         raise ConversionError(f"{destination} exists already and is not overwritten. Choose a new directory.")
+    if (file := next((each for each in destination.parents if each.is_file()), None)) is not None:
+        raise ConversionError(f"{destination} cannot be created: {file} is a file. Choose a new directory.")
     budget = recipe if isinstance(recipe, Budget) else None
     given = None if recipe is None or isinstance(recipe, Budget) else as_rules(recipe)
     progress("reading the model", 0, 1)

@@ -214,7 +214,8 @@ def parse_yaml(text: str, name: str) -> dict[str, Any]:
     try:
         mapping = yaml.load(text, _StrictLoader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"Config {name!r} is not valid YAML: {error}") from error
+        fix = "Indent with spaces: YAML forbids tabs." if r"'\t'" in str(error) else "Correct the file at this place."
+        raise ConfigError(f"Config {name!r} is not valid YAML: {error}\n{fix}") from error
     if mapping is None:
         return {}
     if not isinstance(mapping, dict):

@@ -85,7 +85,7 @@ class RunDirectory:
                 f"{self.path} holds no run: it has no {self.config.name}. Give the output of a run."
             ) from error
         except (OSError, UnicodeDecodeError) as error:
-            raise RunDirectoryError(f"{self.config} cannot be read: {error}") from error
+            raise RunDirectoryError(f"{self.config} cannot be read: {error}. Give the directory of a run.") from error
 
     def check(self, *, resume: bool) -> None:
         """Checks that the directory can be used, without writing.

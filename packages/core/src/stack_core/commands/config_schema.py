@@ -10,6 +10,7 @@ from typing import Any
 import pydantic
 
 from stack_core.abi.config import Sections, Selected, mark_of, to_mapping
+from stack_core.abi.errors import ConfigError
 from stack_core.commands.config_keys import (
     attribute_texts,
     default_of,
@@ -35,9 +36,12 @@ def schema(*, command: str = "train", out: Path | None = None) -> None:
     text = json.dumps(json_schema(reads_config(command)[0]), indent=1, default=str) + "\n"
     if out is None:
         print(text, end="")
-    else:
+        return
+    try:
         out.write_text(text, encoding="utf-8")
-        print(f"{out}: put `# yaml-language-server: $schema={out}` into the first line of a config file.")
+    except OSError as error:
+        raise ConfigError(f"The schema cannot be written: {error}. Choose another --out.") from error
+    print(f"{out}: put `# yaml-language-server: $schema={out}` into the first line of a config file.")
 
 
 def json_schema(cls: type) -> dict[str, Any]:

@@ -114,7 +114,8 @@ class Endpoint:
             raise RequestFailed(f"{self.address}: {error}.", kind=kind) from error
         except OSError as error:
             raise RequestFailed(
-                f"{self.address} cannot be reached: {error}. Is the server running there?", kind="connection"
+                f"{self.address} cannot be reached: {error}. Is the server running there? `stack serve` starts one.",
+                kind="connection",
             ) from error
         if response.status != 200:
             raise RequestFailed(

@@ -38,10 +38,13 @@ def init(kind: Kind, /, *, directory: Path = Path()) -> None:
     if (directory / config).exists():
         raise ConfigError(f"{directory / config} exists and is not overwritten. Move it, or set --directory.")
     written = [name for name in (config, *data) if not (directory / name).exists()]
-    for name in written:
-        (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        text = resources.files("stack_train.starters").joinpath(name).read_text(encoding="utf-8")
-        (directory / name).write_text(text, encoding="utf-8")
+    try:
+        for name in written:
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            text = resources.files("stack_train.starters").joinpath(name).read_text(encoding="utf-8")
+            (directory / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"The files cannot be written: {error}. Choose another --directory.") from error
     print(f"wrote {', '.join(str(directory / name) for name in written)}")
     if start := _STARTS.get(kind):
         print(f"It starts from runs/{start}, of `stack init {start}`; set run.init_from to any other run or hf:DIR.")
